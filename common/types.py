@@ -200,6 +200,9 @@ class KvGeometry:
     """Shape of a model's KV cache: the bytes of a token and a block.
 
     Formula of B1 per token: 2·L·H·D·B bytes (H after GQA).
+
+    `window`: positions that a token sees back, its own included, if that bounds every layer; 0 = all. An allocator of
+    such a geometry gives blocks back that lie wholly behind the window of all tokens to come.
     """
 
     num_layers: int
@@ -207,6 +210,7 @@ class KvGeometry:
     head_dim: int
     dtype_bytes: int
     block_size: int
+    window: int = 0
 
     @property
     def token_bytes(self) -> int:
@@ -219,6 +223,28 @@ class KvGeometry:
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` positions."""
         return -(-tokens // self.block_size)
+
+    def blocks_behind(self, computed: int) -> int:
+        """Of a sequence with `computed` positions, leading blocks that no token to come sees. They change where a block
+        becomes full, so that what a sequence holds changes there only."""
+        if not self.window:
+            return 0
+        return max(0, computed // self.block_size * self.block_size + 1 - self.window) // self.block_size
+
+    def blocks_held(self, tokens: int) -> int:
+        """Blocks of a sequence that has computed `tokens` positions: all of them, less those behind its window."""
+        return self.blocks_for(tokens) - self.blocks_behind(tokens)
+
+    def most_held(self, tokens: int) -> int:
+        """Positions in the blocks of a sequence that decodes, at most, until it has `tokens`: for forecasts."""
+        return min(tokens, self.window + 2 * self.block_size) if self.window else tokens
+
+    def growth(self, computed: int, prefill: int, decode: int) -> int:
+        """Positions for which a sequence with `computed` will need more blocks at the worst moment to come: it takes
+        those of its prompt at once, and gives back what lies behind its window."""
+        if not self.window:
+            return prefill + decode
+        return max(prefill, self.most_held(computed + prefill + decode) - self.most_held(computed))
 
 
 _geometry = cache(KvGeometry)
@@ -327,7 +353,11 @@ class WorkerCapacity(msgspec.Struct, frozen=True):
     device: str = ""
     """Host and device that it computes on; workers that name the same one share it. "": not known to be shared."""
     engine: EngineFacts | None = None
+    window: int = 0
+    """Of `KvGeometry`."""
 
     @property
     def geometry(self) -> KvGeometry:
-        return _geometry(self.num_layers, self.num_kv_heads, self.head_dim, self.dtype_bytes, self.block_size)
+        return _geometry(
+            self.num_layers, self.num_kv_heads, self.head_dim, self.dtype_bytes, self.block_size, self.window
+        )

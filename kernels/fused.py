@@ -41,6 +41,15 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
         reference.silu_mul(gate_up, out)
 
 
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor) -> None:
+    """out [T, I] = (up + 1) · gate · sigmoid(alpha · gate) with gate_up [T, 2I], gate first; gate is clamped to at most
+    `limit`, up to ±`limit` (gpt-oss)."""
+    if (ops := native.ops_for(gate_up) or gpu.ops_for(gate_up)) is not None:
+        ops.clamped_swiglu(gate_up, alpha, limit, out)
+    else:
+        reference.clamped_swiglu(gate_up, alpha, limit, out)
+
+
 def rope_and_write_kv(
     query: Tensor,
     key: Tensor,

@@ -31,6 +31,7 @@ _OPERATORS = (
     "rms_norm",
     "rope_inplace",
     "silu_mul",
+    "clamped_swiglu",
     "pack_panels",
     "panel_outputs",
     "panel_product",

@@ -4,6 +4,7 @@ Called by the dispatching modules where no other kernel serves the device or dty
 compiled kernels against it. Never loads the extension.
 
 Cache layout everywhere: kv [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], K at index 0, V at 1.
+With 1 in place of 2 keys are their own values: latents, of which attention takes the weighted sum as it stands.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ def paged_attention(
     *,
     sliding_window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Causal attention of each row's last tokens over its whole context, one row after the other, in float32."""
     starts = meta.query_start.tolist()
-    keys, values = kv[:, layer, 0], kv[:, layer, 1]  # [num_blocks, Hkv, block_size, D]
+    keys, values = kv[:, layer, 0], kv[:, layer, -1]  # [num_blocks, Hkv, block_size, D]
     group = query.shape[1] // kv.shape[3]
     for row, context_len in enumerate(meta.context_lens.tolist()):
         begin, end = starts[row], starts[row + 1]
@@ -67,7 +69,10 @@ def paged_attention(
         visible = key_position <= query_position
         if sliding_window > 0:
             visible &= key_position > query_position - sliding_window
-        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:  # a key more, whose value is zero
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, end - begin, 1)], dim=-1)
+        weights = scores.softmax(dim=-1)[..., :context_len]
         out[begin:end] = torch.einsum("hqk,khd->qhd", weights, value).to(out.dtype)
 
 
@@ -76,7 +81,7 @@ def write_kv(key: Tensor, value: Tensor, kv: Tensor, layer: int, slot_mapping: T
     block_size = kv.shape[4]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     kv[:, layer, 0][block, :, offset] = key
-    kv[:, layer, 1][block, :, offset] = value
+    kv[:, layer, -1][block, :, offset] = value
 
 
 def gather_slots(kv: Tensor, slots: Tensor, out: Tensor) -> None:
@@ -114,3 +119,32 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     """silu(gate) · up, where gate is the first half of the last dimension."""
     gate, up = gate_up.chunk(2, dim=-1)
     torch.mul(F.silu(gate), up, out=out)
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor) -> None:
+    """gpt-oss: (up + 1) · gate · sigmoid(alpha · gate), gate at most `limit`, up within ±`limit`; gate first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    torch.mul(up + 1, gate * torch.sigmoid(gate * alpha), out=out)
+
+
+def expert_outputs(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """[T · k, hidden] of x [T, hidden] and chosen [T, k]: expert by expert, over its rows."""
+    tokens, per_token = chosen.shape
+    flat = chosen.reshape(-1)
+    out = x.new_empty((tokens * per_token, x.shape[1]))
+    for expert in range(len(gate_up)):
+        rows = (flat == expert).nonzero()[:, 0]
+        if len(rows):
+            gate, up = F.linear(x[rows // per_token], gate_up[expert]).chunk(2, dim=-1)
+            out[rows] = F.linear(F.silu(gate) * up, down[expert])
+    return out
+
+
+def add_weighted(parts: Tensor, weights: Tensor, shared: Tensor | None, residual: Tensor) -> None:
+    """residual += Σ weights · parts in ascending order of places, and shared; every operation rounds."""
+    weighted = (parts.view(*weights.shape, -1).float() * weights.float().unsqueeze(2)).to(residual.dtype)
+    total = weighted[:, 0]
+    for place in range(1, weights.shape[1]):
+        total = total + weighted[:, place]
+    residual.add_(total if shared is None else total + shared)

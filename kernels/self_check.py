@@ -26,8 +26,8 @@ def _differs(ours: Tensor, truth: Tensor) -> bool:
 
 
 def _attention_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) -> bool:
-    """A decode row and a prefill row over blocks of both directions, five query heads per kv head; plain, and within
-    a window under a soft cap."""
+    """A decode row and a prefill row over blocks of both directions, five query heads per kv head; plain, within a
+    window under a soft cap, and with sinks."""
     kv_heads, group, head_dim = 2, 5, 64
     kv = torch.randn(8, 1, 2, kv_heads, _BLOCK_SIZE, head_dim, generator=random).to(dtype)
     meta = AttentionMeta(
@@ -44,10 +44,11 @@ def _attention_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) ->
     # through the signs, which tables on a GPU carry, and back
     tables, directions = meta.as_signed().separate()
     rows = (meta.query_start, meta.context_lens, tables, directions)
-    for window, softcap in ((0, 0.0), (25, 1.5)):
+    sinks = torch.linspace(-2, 3, kv_heads * group)
+    for window, softcap, sink in ((0, 0.0, None), (25, 1.5, None), (25, 0.0, sinks)):
         ours, truth = torch.empty_like(query), torch.empty_like(query)
-        ops.paged_attention(query, kv, 0, *rows, scale, ours, window, softcap)
-        reference.paged_attention(query, kv, 0, meta, scale, truth, sliding_window=window, softcap=softcap)
+        ops.paged_attention(query, kv, 0, *rows, scale, ours, window, softcap, sink)
+        reference.paged_attention(query, kv, 0, meta, scale, truth, sliding_window=window, softcap=softcap, sinks=sink)
         if _differs(ours, truth):
             return True
     return False
@@ -64,6 +65,10 @@ def _elementwise_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) 
     ours, truth = ours[:, :36].contiguous(), truth[:, :36].contiguous()
     ops.silu_mul(x, ours)
     reference.silu_mul(x, truth)
+    if _differs(ours, truth):
+        return True
+    ops.clamped_swiglu(x, 1.702, 1.5, ours)
+    reference.clamped_swiglu(x, 1.702, 1.5, truth)
     if _differs(ours, truth):
         return True
     ours, truth = x.view(3, 2, 36).clone(), x.view(3, 2, 36).clone()

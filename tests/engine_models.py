@@ -41,6 +41,7 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 _YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_OSS_ROPE = {**_YARN_ROPE, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 _DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
 _PHI3: dict[str, Any] = {**_LLAMA, "pad_token_id": 0, "eos_token_id": 2}
@@ -52,6 +53,17 @@ _LONGROPE = {  # three of the four frequencies: the part that is rotated
     "long_factor": [2.0, 5.0, 9.0],
 }
 _LOCAL_GLOBAL = ["sliding_attention", "full_attention", "sliding_attention"]
+
+_DEEPSEEK: dict[str, Any] = {
+    **_SMALL,
+    "intermediate_size": 80,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**_LLAMA, head_dim=16, tie_word_embeddings=True),
@@ -158,6 +170,50 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         eoi_token_index=VOCAB - 2,
         image_token_index=VOCAB - 1,
     ),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **_LLAMA, head_dim=16, num_local_experts=6, num_experts_per_tok=3, sliding_window=7, rope_parameters=_OSS_ROPE
+    ),
+    "gpt-oss-plain": lambda: transformers.GptOssConfig(
+        **_LLAMA,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        layer_types=["full_attention"] * 3,
+        swiglu_limit=0.5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    "deepseek2": lambda: transformers.DeepseekV2Config(
+        **_DEEPSEEK, q_lora_rank=None, num_experts_per_tok=3, n_routed_experts=6, moe_intermediate_size=40
+    ),
+    "deepseek2-groups": lambda: transformers.DeepseekV2Config(
+        **_DEEPSEEK,
+        q_lora_rank=20,
+        num_experts_per_tok=3,
+        n_routed_experts=8,
+        moe_intermediate_size=24,
+        n_shared_experts=1,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.0,
+        attention_bias=True,
+        rope_parameters={**_YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.7},
+    ),
+    "deepseek3": lambda: transformers.DeepseekV3Config(
+        **_DEEPSEEK,
+        q_lora_rank=20,
+        num_experts_per_tok=3,
+        n_routed_experts=8,
+        moe_intermediate_size=24,
+        n_group=4,
+        topk_group=2,
+        rope_parameters={**_YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "deepseek3-apart": lambda: transformers.DeepseekV3Config(
+        **{**_DEEPSEEK, "first_k_dense_replace": 3}, q_lora_rank=None, rope_interleave=False, tie_word_embeddings=True
+    ),
     "phi": lambda: transformers.PhiConfig(**_SMALL, intermediate_size=80),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=48, n_layer=3, n_head=6, n_positions=256, bos_token_id=0, eos_token_id=0
@@ -177,6 +233,9 @@ def save_random_model(config: Any, folder: Path, *, seed: int = 0) -> Path:
             else:  # learned positions weigh as much as the rest of a layer, or answers repeat one token
                 scale = 6.0 if "embed_positions" in name else 1.5
                 parameter.normal_(0.0, scale / parameter.shape[-1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # of DeepSeek's router: it chooses and does not weigh
+                buffer.normal_(0.0, 0.2)
     model.tie_weights()
     model.save_pretrained(folder)
     return folder

@@ -80,7 +80,7 @@ def need(config: Config, model_dir: Path, geometry: ModelGeometry, degree: int =
     return Need(
         weight_bytes(model_dir, geometry, element, config.model.weights, "cuda") // degree,
         steps,
-        0 if degree > 1 or geometry.family in ("generic", "moe") else engine.cuda_graph_memory_bytes,
+        0 if degree > 1 or geometry.family in ("generic", "gpt_oss", "deepseek") else engine.cuda_graph_memory_bytes,
         cache,
         tokens,
     )
@@ -207,7 +207,7 @@ def parameters(model_dir: Path, geometry: ModelGeometry, kind: Literal["files", 
                 return sum(file.stat().st_size for file in files) // element
         except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
             return 0  # the engine says what is wrong with the files
-    return 0 if geometry.family in ("generic", "moe") else _by_shape(geometry)
+    return 0 if geometry.family in ("generic", "moe", "gpt_oss", "deepseek") else _by_shape(geometry)
 
 
 def _files(model_dir: Path) -> list[Path]:
@@ -238,8 +238,8 @@ def _tensors(model_dir: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _numbers(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry) -> int:
     """How many weights a tensor of the files stands for."""
     stored, part = _count(tensor), name.rpartition(".")[2]
-    if geometry.quantization is None:
-        return stored
+    if geometry.quantization is None:  # MXFP4 blocks hold two weights a byte
+        return stored * (2 if part.endswith("_blocks") and tensor["dtype"] == "U8" else 1)
     if part in _WORDS:
         scheme = geometry.quantization.scheme_of(name.removesuffix(f".{part}"))
         return stored * 32 // (8 if scheme is None else scheme.bits)

@@ -37,6 +37,8 @@ def step_bytes(geometry: ModelGeometry, dtype_bytes: int, max_rows: int, max_ste
     """The most that is allocated after the weights, KV and graphs apart: every layer's widest intermediate, attention's
     workspace, block tables, the logits in the model's precision, drawing, and a reserve for the context."""
     widest = 2 * geometry.intermediate_size + (geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim
+    if (mixture := geometry.experts) is not None:  # of every token each of its experts' inputs, inside and output
+        widest += mixture.per_token * (mixture.inner_size + 2 * geometry.hidden_size) + 2 * mixture.shared_inner_size
     activations = max_step_tokens * (widest + 4 * geometry.hidden_size) * dtype_bytes
     attention = max_step_tokens * geometry.num_heads * (geometry.head_dim + 2) * 4 * 2
     staging = 2 * max(STAGING_TOKENS, max_step_tokens) * geometry.num_kv_heads * geometry.head_dim * dtype_bytes

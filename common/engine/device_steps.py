@@ -15,6 +15,7 @@ are then taken on the device, and host memory that the device copies from exists
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -38,6 +39,9 @@ from cohort.common.engine.uploads import Uploads
 from cohort.common.errors import InvariantViolated
 from cohort.kernels.gpu import available as gpu
 from cohort.kernels.gpu.workspace import Workspace
+
+if TYPE_CHECKING:
+    from cohort.kernels.gpu.variants import ServedExperts
 
 log = structlog.get_logger(__name__)
 
@@ -134,12 +138,29 @@ class DeviceSteps:
             vocabulary=g.vocab_size,
             dtype=self._kv.blocks.dtype,
             block_size=self._kv.geometry.block_size,
-            rotary_half=g.rotary_dim // 2 if g.family in ("llama", "gemma") else 0,
+            rotary_half=g.rotary_dim // 2 if g.family in ("llama", "moe", "gemma") else 0,
             windowed=frozenset(window > 0 for window in g.sliding_windows) or frozenset({False}),
+            sinks=g.attention_sinks,
+            experts=self._served_experts(),
             layers=g.num_layers,
         )
         variants.compilations.watch()
         variants.precompile(served, self._max_rows, self._device, threads)
+
+    def _served_experts(self) -> ServedExperts | None:
+        """Of a model whose experts are grouped on the device."""
+        mixture = self._geometry.experts
+        if mixture is None or self._geometry.family != "moe":
+            return None
+        from cohort.kernels.gpu import variants
+
+        return variants.ServedExperts(
+            mixture.count,
+            mixture.per_token,
+            mixture.inner_size,
+            shared_inner=mixture.shared_inner_size,
+            rounded=self._geometry.model_type != "mixtral",
+        )
 
     def record(self, budget_bytes: int, classes: Sequence[int] | None = None) -> None:
         """Record the decode steps, of these batch sizes only where `classes` names some, then steps with prompts;
@@ -153,7 +174,7 @@ class DeviceSteps:
             recorder = CudaGraphRecorder(self._device, self.stream.stream)
         # The first recording makes the pool: it holds at least the widest intermediate and the logits.
         g = self._geometry
-        estimate = self._max_rows * (2 * g.intermediate_size + g.vocab_size) * 4
+        estimate = self._max_rows * (2 * g.intermediate_size + self._expert_width() + g.vocab_size) * 4
         budget = CaptureBudget(budget_bytes)
         with self.stream.use():
             self.decode.record(recorder, budget, estimate, classes)
@@ -164,7 +185,13 @@ class DeviceSteps:
     def _mixed_estimate(self) -> int:
         """What the largest class adds to the pool: a layer's intermediates, twice."""
         g, tokens = self._geometry, max((each.tokens for each in self.mixed.wanted), default=0)
-        return 2 * tokens * (2 * g.intermediate_size + 4 * g.hidden_size) * self._kv.blocks.element_size()
+        width = 2 * g.intermediate_size + self._expert_width() + 4 * g.hidden_size
+        return 2 * tokens * width * self._kv.blocks.element_size()
+
+    def _expert_width(self) -> int:
+        """Of what a token's experts compute, in a model that has some."""
+        mixture = self._geometry.experts
+        return 0 if mixture is None else mixture.per_token * (mixture.inner_size + self._geometry.hidden_size)
 
     def launch(self, batch: StepBatch, masks: Callable[[], TokenMasks | None] = lambda: None) -> Launched:
         """Start a step without scored prompts. `masks` is asked while the device computes the forward. With a

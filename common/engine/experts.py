@@ -6,14 +6,15 @@ ascending order of its experts. No value depends on how many rows stand beside a
 panels, and every other step is elementwise or within one row. So a request computes the same bits in every batch, as
 with a dense model. Where to route is transformers' rule (softmax over all experts, then the k largest).
 
-Grouping needs the number of rows of each expert on the host, so this is for a processor; on a GPU the model runner
-takes transformers' own layers.
+Grouping needs the number of rows of each expert on the host, so `Experts` is for a processor; `device_experts` is its
+counterpart on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,11 +26,21 @@ from cohort.common.engine.weights import Weights
 from cohort.kernels.panels import Arena
 
 
+class ActivatedProduct(Protocol):
+    """The first half of a gated MLP: both products and the activation."""
+
+    @property
+    def panel_data(self) -> Tensor | None: ...
+
+    def into(self, x: Tensor, out: Tensor) -> None:
+        """out [T, inner] for x [T, hidden]."""
+
+
 @dataclass(frozen=True, slots=True)
 class DenseMlp:
-    """x ↦ down(silu(gate(x)) · up(x))."""
+    """x ↦ down(silu(gate(x)) · up(x)), or with another activation."""
 
-    gate_up: GatedLinear
+    gate_up: ActivatedProduct
     down: Linear
 
     def add_into(self, x: Tensor, activated: Tensor, residual: Tensor) -> None:
@@ -60,9 +71,34 @@ class ExpertBuffers:
         return self._gathered[:rows], self._activated[:rows], self._outputs[:rows]
 
 
+class Routing(Protocol):
+    """Chooses each token's experts and their weights."""
+
+    @property
+    def per_token(self) -> int: ...
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """For x [T, hidden]: experts [T, k], ascending in each row, and their weights [T, k]."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenRouter:
+    """gpt-oss: the k largest scores, weighted by a softmax over these alone."""
+
+    scores: Linear
+    per_token: int
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Routing`."""
+        scores, experts = torch.topk(self.scores(x), self.per_token, dim=-1)
+        weights = torch.softmax(scores, dim=-1)
+        experts, places = torch.sort(experts, dim=-1)
+        return experts, torch.gather(weights, 1, places)
+
+
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Chooses each token's experts and their weights."""
+    """The k likeliest experts by a softmax over all of them."""
 
     scores: Linear
     per_token: int
@@ -70,7 +106,7 @@ class Router:
     rounded: bool  # the weights are rounded to the model's dtype, as in Qwen's code; Mixtral's stay float32
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """For x [T, hidden]: experts [T, k], ascending in each row, and their weights [T, k]."""
+        """See `Routing`."""
         probabilities = torch.softmax(self.scores(x), dim=-1, dtype=torch.float32)
         weights, experts = torch.topk(probabilities, self.per_token, dim=-1)
         if self.normalised:  # summed column by column: torch's own sum may take another order for another shape
@@ -81,6 +117,64 @@ class Router:
         experts, places = torch.sort(experts, dim=-1)
         weights = torch.gather(weights, 1, places)
         return experts, weights.to(x.dtype) if self.rounded else weights
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedRouter:
+    """DeepSeek: the k best experts of the best groups of them. V2 scores by a softmax over all experts, and a group by
+    its best one; V3 by each score's sigmoid, corrected for the choice alone, and a group by its two best."""
+
+    scores: Linear  # in float32
+    correction: Tensor | None  # [experts]; None = V2
+    per_token: int
+    groups: int
+    chosen_groups: int
+    normalised: bool
+    scale: float
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Routing`."""
+        logits = self.scores(x.float())
+        if self.correction is None:
+            likelihood = ranked = torch.softmax(logits, dim=-1)
+        else:  # a sigmoid, of which no bit depends on its place (see `SharedExpert`)
+            likelihood = torch.softmax(torch.stack((logits, torch.zeros_like(logits)), dim=-1), dim=-1)[..., 0]
+            ranked = likelihood + self.correction
+        if self.groups > 1:
+            ranked = self._of_best_groups(ranked)
+        experts, _ = torch.sort(torch.topk(ranked, self.per_token, dim=-1).indices, dim=-1)
+        weights = torch.gather(likelihood, 1, experts)
+        if self.normalised:
+            total = weights[:, 0]
+            for column in range(1, self.per_token):
+                total = total + weights[:, column]
+            weights = weights / (total + 1e-20).unsqueeze(1)
+        return experts, weights * self.scale
+
+    def _of_best_groups(self, ranked: Tensor) -> Tensor:
+        members = ranked.view(len(ranked), self.groups, -1)
+        if self.correction is None:
+            best = members.max(dim=-1).values
+        else:
+            two = members.topk(2, dim=-1).values
+            best = two[..., 0] + two[..., 1]
+        chosen = torch.zeros_like(best, dtype=torch.bool)
+        chosen.scatter_(1, torch.topk(best, self.chosen_groups, dim=-1).indices, True)
+        # V2 leaves the others a score of zero, which still loses against any that is chosen.
+        return members.masked_fill(~chosen.unsqueeze(-1), float("-inf")).view(ranked.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainSharedExpert:
+    """DeepSeek: an MLP that every token takes as it is."""
+
+    mlp: DenseMlp
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, hidden] for x [T, hidden]."""
+        activated = x.new_empty((len(x), self.mlp.down.in_features))
+        self.mlp.gate_up.into(x, activated)
+        return self.mlp.down(activated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +203,9 @@ class SharedExpert:
 class Experts:
     """x ↦ Σ weight · expert(x) over a token's experts, and the shared expert's part where there is one."""
 
-    router: Router
+    router: Routing
     experts: Sequence[DenseMlp]
-    shared: SharedExpert | None
+    shared: SharedExpert | PlainSharedExpert | None
     buffers: ExpertBuffers
 
     def add_into(self, x: Tensor, activated: Tensor, residual: Tensor) -> None:
@@ -175,6 +269,7 @@ _MIXTRAL = _Names("block_sparse_moe", "w1", "w3", "w2")
 _QWEN = _Names("mlp", "gate_proj", "up_proj", "down_proj")
 _FUSED = _Names("mlp", "gate_up_proj", "gate_up_proj", "down_proj", fused=True)
 _SHARED = ("gate_proj", "up_proj", "down_proj")
+_CPU = torch.device("cpu")
 
 
 def _names(files: Weights, prefix: str, geometry: ModelGeometry) -> _Names:
@@ -193,7 +288,7 @@ def expert_tensors(files: Weights, prefix: str, geometry: ModelGeometry, mixture
     else:
         parts = (names.gate, names.up, names.down)
         tensors = [names.of_expert(part, expert) for expert in range(mixture.count) for part in parts]
-    if mixture.shared_inner_size:
+    if mixture.shared_inner_size and geometry.family == "moe":
         tensors += [f"mlp.shared_expert.{part}.weight" for part in _SHARED] + ["mlp.shared_expert_gate.weight"]
     return [names.router, *tensors]
 
@@ -208,33 +303,123 @@ def read_experts(
     buffers: ExpertBuffers,
 ) -> Experts:
     """A layer's mixture from its tensors, packed into `arena` for the processor's products."""
-    names, hidden, inner = _names(files, prefix, geometry), geometry.hidden_size, mixture.inner_size
-    cpu = torch.device("cpu")
+    return Experts(
+        read_router(files, prefix, geometry, mixture, dtype, arena),
+        read_expert_mlps(files, prefix, geometry, mixture, dtype, arena),
+        read_shared(files, prefix, geometry, mixture, dtype, arena),
+        buffers,
+    )
 
-    def mlp(parts: Sequence[str], width: int) -> DenseMlp:
-        gate, up, down = (prefix + part for part in parts)
-        gate_up = matrix(files, [gate, up], [width, width], hidden, dtype, cpu)
-        return DenseMlp(
-            GatedLinear(gate_up, arena=arena), Linear(matrix(files, [down], [hidden], width, dtype, cpu), arena=arena)
-        )
 
+def groups_on_host(device: torch.device) -> bool:
+    """Whether a mixture's rows are grouped by the host (`Experts`) or on the device (`DeviceExperts`)."""
+    return device.type == "cpu"
+
+
+def read_router(
+    files: Weights,
+    prefix: str,
+    geometry: ModelGeometry,
+    mixture: ExpertsGeometry,
+    dtype: torch.dtype,
+    arena: Arena,
+    device: torch.device = _CPU,
+) -> Router:
+    scores = Linear(router_weight(files, prefix, geometry, mixture, dtype, device), arena=arena)
+    return Router(scores, mixture.per_token, mixture.normalised, rounded=geometry.model_type != "mixtral")
+
+
+def read_shared(
+    files: Weights,
+    prefix: str,
+    geometry: ModelGeometry,
+    mixture: ExpertsGeometry,
+    dtype: torch.dtype,
+    arena: Arena,
+    device: torch.device = _CPU,
+) -> SharedExpert | None:
+    hidden, inner = geometry.hidden_size, mixture.shared_inner_size
+    if not inner:
+        return None
+    return SharedExpert(
+        read_mlp(files, f"{prefix}mlp.shared_expert", hidden, inner, dtype, arena, device=device),
+        Linear(files.read(f"{prefix}mlp.shared_expert_gate.weight", (1, hidden), dtype, device), arena=arena),
+    )
+
+
+def read_device_weights(
+    files: Weights,
+    prefix: str,
+    geometry: ModelGeometry,
+    mixture: ExpertsGeometry,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """All experts in two tensors: [experts, 2 · inner, hidden], gates over ups, and [experts, hidden, inner]."""
+    names, hidden, inner, count = (
+        _names(files, prefix, geometry),
+        geometry.hidden_size,
+        mixture.inner_size,
+        mixture.count,
+    )
     if names.fused:
         block = f"{prefix}{names.block}.experts."
-        both = files.read(block + names.gate, (mixture.count, 2 * inner, hidden), dtype, cpu)
-        downs = files.read(block + names.down, (mixture.count, hidden, inner), dtype, cpu)
-        experts = [
-            DenseMlp(GatedLinear(gate_up, arena=arena), Linear(down, arena=arena))
-            for gate_up, down in zip(both, downs, strict=True)
-        ]
-    else:
-        parts = (names.gate, names.up, names.down)
-        experts = [mlp([names.of_expert(part, expert) for part in parts], inner) for expert in range(mixture.count)]
-    shared = None
-    if mixture.shared_inner_size:
-        shared = SharedExpert(
-            mlp([f"mlp.shared_expert.{part}.weight" for part in _SHARED], mixture.shared_inner_size),
-            Linear(files.read(f"{prefix}mlp.shared_expert_gate.weight", (1, hidden), dtype, cpu), arena=arena),
+        return (
+            files.read(block + names.gate, (count, 2 * inner, hidden), dtype, device),
+            files.read(block + names.down, (count, hidden, inner), dtype, device),
         )
-    scores = Linear(files.read(prefix + names.router, (mixture.count, hidden), dtype, cpu), arena=arena)
-    router = Router(scores, mixture.per_token, mixture.normalised, rounded=geometry.model_type != "mixtral")
-    return Experts(router, experts, shared, buffers)
+    both = [prefix + names.of_expert(part, expert) for expert in range(count) for part in (names.gate, names.up)]
+    downs = [prefix + names.of_expert(names.down, expert) for expert in range(count)]
+    gate_up = files.read_rows(both, [inner] * (2 * count), (hidden,), dtype, device)
+    down = files.read_rows(downs, [hidden] * count, (inner,), dtype, device)
+    return gate_up.view(count, 2 * inner, hidden), down.view(count, hidden, inner)
+
+
+def router_weight(
+    files: Weights,
+    prefix: str,
+    geometry: ModelGeometry,
+    mixture: ExpertsGeometry,
+    dtype: torch.dtype,
+    device: torch.device = _CPU,
+) -> Tensor:
+    """[experts, hidden]."""
+    name = prefix + _names(files, prefix, geometry).router
+    return files.read(name, (mixture.count, geometry.hidden_size), dtype, device)
+
+
+def read_expert_mlps(
+    files: Weights, prefix: str, geometry: ModelGeometry, mixture: ExpertsGeometry, dtype: torch.dtype, arena: Arena
+) -> list[DenseMlp]:
+    """The experts themselves, in either form of the files."""
+    names, hidden, inner = _names(files, prefix, geometry), geometry.hidden_size, mixture.inner_size
+    block = f"{prefix}{names.block}.experts."
+    if not names.fused:
+        parts = (names.gate, names.up, names.down)
+        return [
+            read_mlp(files, f"{block}{expert}", hidden, inner, dtype, arena, parts) for expert in range(mixture.count)
+        ]
+    both = files.read(block + names.gate, (mixture.count, 2 * inner, hidden), dtype, _CPU)
+    downs = files.read(block + names.down, (mixture.count, hidden, inner), dtype, _CPU)
+    return [
+        DenseMlp(GatedLinear(gate_up, arena=arena), Linear(down, arena=arena))
+        for gate_up, down in zip(both, downs, strict=True)
+    ]
+
+
+def read_mlp(
+    files: Weights,
+    module: str,
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype,
+    arena: Arena,
+    parts: Sequence[str] = _SHARED,
+    device: torch.device = _CPU,
+) -> DenseMlp:
+    """A gated MLP without biases; `parts`: how the files name gate, up and down."""
+    gate, up, down = (f"{module}.{part}.weight" for part in parts)
+    gate_up = matrix(files, [gate, up], [inner, inner], hidden, dtype, device)
+    return DenseMlp(
+        GatedLinear(gate_up, arena=arena), Linear(matrix(files, [down], [hidden], inner, dtype, device), arena=arena)
+    )

@@ -21,7 +21,8 @@ _ROUNDED_BYTES = 1 << 30
 
 
 class KvTensors:
-    """Device blocks and host blocks, each [blocks, layers, 2, kv heads, block size, head dim] (K at 0, V at 1)."""
+    """Device blocks and host blocks, each [blocks, layers, 2, kv heads, block size, head dim] (K at 0, V at 1), or
+    [blocks, layers, 1, kv heads, block size, 2 · head dim] of latents, which are both."""
 
     def __init__(
         self,
@@ -32,9 +33,12 @@ class KvTensors:
         dtype: torch.dtype,
         device: torch.device,
         spare: bool = False,
+        latent: bool = False,
     ) -> None:
         """`spare`: one block more behind the others, for padding rows of recorded steps; in none of the counts."""
-        block = (geometry.num_layers, 2, geometry.num_kv_heads, geometry.block_size, geometry.head_dim)
+        parts = 1 if latent else 2
+        width = 2 // parts * geometry.head_dim
+        block = (geometry.num_layers, parts, geometry.num_kv_heads, geometry.block_size, width)
         self.geometry = geometry
         self.device = device
         self.block_bytes = geometry.block_bytes
@@ -83,15 +87,15 @@ class KvTensors:
     def gather(self, slots: Tensor) -> Tensor:
         """R12 · The tokens in scattered slots (block · block size + slot), on the host.
 
-        Shape [n, layers, 2, kv heads, head dim]. From a GPU they may still be on their way: they are there when the
-        calling thread's stream is.
+        Shape [n, layers, 2, kv heads, head dim], of latents as their blocks have it. From a GPU they may still be on
+        their way: they are there when the calling thread's stream is.
         """
         return self.to_host(self.staged(slots))
 
     def staged(self, slots: Tensor) -> Tensor:
         """The tokens in scattered slots, still on the device: the slots may be written over as soon as this is done."""
-        g = self.geometry
-        shape = (len(slots), g.num_layers, 2, g.num_kv_heads, g.head_dim)
+        _, layers, parts, heads, _, width = self.blocks.shape
+        shape = (len(slots), layers, parts, heads, width)
         out = torch.empty(shape, dtype=self.blocks.dtype, device=self.device)
         gather_slots(self.blocks, slots.to(self.device, non_blocking=True), out)
         return out

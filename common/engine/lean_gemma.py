@@ -21,7 +21,8 @@ from cohort.common.engine.quantized_files import matrix
 from cohort.common.engine.rope import rope_tables
 from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.engine.weights import WeightKind, Weights, open_weights
-from cohort.kernels.fused import rms_norm, rope_and_write_kv
+from cohort.common.engine.wide_norm import WideNorm
+from cohort.kernels.fused import rope_and_write_kv
 from cohort.kernels.paged_attention import paged_attention
 from cohort.kernels.panels import Arena
 
@@ -31,39 +32,18 @@ _GATE_UP = ["mlp.gate_proj", "mlp.up_proj"]
 _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
-class _Norm:
-    """x ↦ x / sqrt(mean(x²) + eps) · (1 + weight), in float32 to the end: rounded once, unlike a Llama's."""
-
-    __slots__ = ("_eps", "_factor")
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self._factor, self._eps = weight, eps
-
-    def prepare(self) -> None:
-        """Once, when the weight has been read: on a GPU its bytes are not there before all of the files are."""
-        self._factor = 1.0 + self._factor.float()
-
-    def into(self, x: Tensor, out: Tensor) -> None:
-        """`out` may be x; both may be strided views."""
-        if x.dtype == torch.float32:
-            rms_norm(x, self._factor, self._eps, out)
-        else:
-            wide = x.float()
-            out.copy_(wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps) * self._factor)
-
-
 @dataclass(slots=True)
 class _Layer:
-    attention_norm: _Norm
+    attention_norm: WideNorm
     qkv: Linear
-    q_norm: _Norm | None
-    k_norm: _Norm | None
+    q_norm: WideNorm | None
+    k_norm: WideNorm | None
     attention_out: Linear
-    attended_norm: _Norm
-    mlp_norm: _Norm
+    attended_norm: WideNorm
+    mlp_norm: WideNorm
     gate_up: Linear
     down: Linear
-    mlp_out_norm: _Norm
+    mlp_out_norm: WideNorm
     sliding_window: int
     cos: Tensor
     sin: Tensor
@@ -97,7 +77,7 @@ class LeanGemma:
             self._lm_head = Linear(head, arena=arena)
             self._embedding = Embedding(table, self._lm_head if tied else None)
             del table, head
-            norms: list[_Norm] = []
+            norms: list[WideNorm] = []
             self._layers: list[_Layer] = []
             for index, window in enumerate(geometry.sliding_windows):
                 reader = _LayerReader(files, geometry, f"{prefix}layers.{index}.", dtype, device, arena, norms)
@@ -180,7 +160,7 @@ class _LayerReader:
     dtype: torch.dtype
     device: torch.device
     arena: Arena
-    norms: list[_Norm]  # all that were read
+    norms: list[WideNorm]  # all that were read
 
     def read(self, sliding_window: int, cos: Tensor, sin: Tensor) -> _Layer:
         g = self.geometry
@@ -202,9 +182,9 @@ class _LayerReader:
             sin=sin,
         )
 
-    def norm(self, module: str, width: int) -> _Norm:
+    def norm(self, module: str, width: int) -> WideNorm:
         weight = self.files.read(f"{self.prefix}{module}.weight", (width,), self.dtype, self.device)
-        self.norms.append(_Norm(weight, self.geometry.norm_eps))
+        self.norms.append(WideNorm(weight, self.geometry.norm_eps, shift=1.0))
         return self.norms[-1]
 
     def _linear(self, modules: list[str], rows: list[int], width: int, bias: bool) -> Linear:

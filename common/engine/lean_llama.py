@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cohort.common.engine.experts import DenseMlp, ExpertBuffers, Experts, expert_tensors, read_experts
+from cohort.common.engine.device_experts import DeviceExperts, read_device_experts
+from cohort.common.engine.experts import DenseMlp, ExpertBuffers, Experts, expert_tensors, groups_on_host, read_experts
 from cohort.common.engine.linear import Embedding, GatedLinear, Linear
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.quantized_files import matrix
@@ -41,7 +42,7 @@ class _Layer:
     k_norm: Tensor | None
     attention_out: Linear
     mlp_norm: Tensor
-    mlp: DenseMlp | Experts
+    mlp: DenseMlp | Experts | DeviceExperts
     sliding_window: int
 
 
@@ -89,7 +90,7 @@ class LeanLlama:
             self._embedding = Embedding(table, self._lm_head if tied else None)
             del table, head
             scratch = None
-            if (mixture := geometry.experts) is not None:
+            if (mixture := geometry.experts) is not None and groups_on_host(device):
                 scratch = ExpertBuffers(max_step_tokens * mixture.per_token, hidden, mixture.inner_size, dtype)
             self._layers = [
                 _read_layer(files, geometry, f"{prefix}layers.{index}.", index, dtype, device, arena, scratch)
@@ -284,8 +285,10 @@ def _read_layer(
     def vector(name: str, size: int) -> Tensor:
         return files.read(prefix + name, (size,), dtype, device)
 
-    def mlp() -> DenseMlp | Experts:
-        if scratch is not None and (mixture := geometry.experts) is not None and mixture.layers[index]:
+    def mlp() -> DenseMlp | Experts | DeviceExperts:
+        if (mixture := geometry.experts) is not None and mixture.layers[index]:
+            if scratch is None:
+                return read_device_experts(files, prefix, geometry, mixture, dtype, device)
             return read_experts(files, prefix, geometry, mixture, dtype, arena, scratch)
         into = GatedLinear(*fused(gate_up, gate_up_rows, hidden, geometry.mlp_bias), arena=arena)
         return DenseMlp(into, linear(["mlp.down_proj"], [hidden], inner, geometry.mlp_bias))

@@ -2,7 +2,8 @@
 
 Called by the model runner, by planners of KV memory and by code of the gateway: hence no torch and no transformers
 here. Never reads weights. Which of the engine's forms of a model runs (lean Llama shape, the same with experts, lean
-Gemma shape, lean OPT, generic through transformers) is decided here, because it follows from the configuration alone.
+Gemma shape, gpt-oss, DeepSeek, OPT, generic through transformers) is decided here, because it follows from the
+configuration alone.
 """
 
 from __future__ import annotations
@@ -13,30 +14,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from cohort.common.engine.config_fields import RopeConfig as RopeConfig
+from cohort.common.engine.config_fields import (
+    checkpoint_dtype,
+    first_of,
+    has_rope,
+    max_positions,
+    rope_of,
+    ropes_by_layer_type,
+    sliding_windows,
+    yarn_mscale,
+)
 from cohort.common.engine.model_defaults import DEFAULTS
 from cohort.common.engine.quantization_config import Quantization, check_wanted, read_quantization
 from cohort.common.errors import ModelError
 from cohort.common.types import KvGeometry
 
-Family = Literal["llama", "moe", "gemma", "opt", "generic"]
+Family = Literal["llama", "moe", "gemma", "gpt_oss", "deepseek", "opt", "generic"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 LLAMA_SHAPED = frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"})
 MIXTURES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})  # Llama-shaped but for the MLP
-_GEMMA_LAYERS = frozenset({"sliding_attention", "full_attention"})
+_WINDOWED_OR_NOT = frozenset({"sliding_attention", "full_attention"})
 GEMMA_SHAPED = frozenset({"gemma2", "gemma3_text"})
 LEAN_ROPE_TYPES = frozenset({"default", "linear", "dynamic", "llama3", "yarn", "longrope"})
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding: base and scaling. `scaling` holds the numbers of its type as config.json names them."""
-
-    theta: float
-    rope_type: str
-    scaling: Mapping[str, Any]
-    partial: float = 1.0  # of each head's elements, the first ones are rotated
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,37 @@ class ExpertsGeometry:
     normalised: bool  # the weights of a token's experts sum to one
     layers: tuple[bool, ...]  # which layers have it; the others have an MLP of `intermediate_size`
     shared_inner_size: int = 0  # Qwen2-MoE: of the expert that every token takes; 0 = there is none
+    swiglu_alpha: float = 0.0  # gpt-oss: of its activation; 0 = SiLU
+    swiglu_limit: float = 0.0  # gpt-oss: gates and ups are clamped to it
+    routing: RoutingGroups | None = None  # DeepSeek
+
+
+@dataclass(frozen=True, slots=True)
+class LatentGeometry:
+    """Multi-head latent attention (DeepSeek-V2): of a token the cache has one vector for all heads and for keys and
+    values, of which the first part makes both and the rest is a rotated key that all heads share."""
+
+    rank: int  # of the first part
+    rotated: int  # width of the rest
+    plain: int  # of each head's query, what meets keys that are not rotated
+    value: int  # width of each head's values
+    query_rank: int  # queries come by way of so many numbers; 0 = directly
+    interleaved: bool  # a rotated pair stands side by side, not half a head apart
+
+    @property
+    def width(self) -> int:
+        """Numbers that the cache has of a token and layer."""
+        return self.rank + self.rotated
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingGroups:
+    """DeepSeek: experts are chosen from the best groups of them."""
+
+    scoring: Literal["softmax", "sigmoid"]  # the latter with a correction that chooses and does not weigh
+    groups: int  # 1 = experts are chosen from all
+    chosen: int
+    scale: float  # of the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +113,10 @@ class ModelGeometry:
     attention_scale: float = 0.0  # of the scores; 0 = head_dim ** -0.5
     attention_softcap: float = 0.0  # bound of the scores, cap * tanh(score / cap); 0 = none
     logit_softcap: float = 0.0  # the same of the logits
+    attention_sinks: bool = False  # gpt-oss: of every head a score that takes weight and gives no value
     fused_weights: bool = False  # Phi-3: q, k and v are one tensor in the files, gate and up another
     experts: ExpertsGeometry | None = None
+    latent: LatentGeometry | None = None  # `head_dim` is then the width of a latent, of which there is one a token
     word_embedding_size: int = 0  # OPT: width of the embedding before project_in
     norm_before: bool = True  # OPT: normalise before attention and MLP, not after
     final_norm: bool = True  # OPT
@@ -91,11 +126,21 @@ class ModelGeometry:
     @property
     def rotary_dim(self) -> int:
         """Elements of a head that are rotated; 0 without a rotary embedding."""
+        if self.latent is not None:
+            return self.latent.rotated
         return 0 if self.rope is None else int(self.head_dim * self.rope.partial)
+
+    @property
+    def kv_window(self) -> int:
+        """Positions after which no layer sees a token; 0: some layer sees all of them."""
+        windows = self.sliding_windows
+        return max(windows) if windows and all(windows) else 0
 
     def kv_geometry(self, dtype: str, block_size: int) -> KvGeometry:
         """The weight of this model's KV cache in a dtype."""
-        return KvGeometry(self.num_layers, self.num_kv_heads, self.head_dim, DTYPE_BYTES[dtype], block_size)
+        # A latent is key and value in one, so it weighs what a key and a value of half its width do.
+        width = self.head_dim if self.latent is None else self.head_dim // 2
+        return KvGeometry(self.num_layers, self.num_kv_heads, width, DTYPE_BYTES[dtype], block_size, self.kv_window)
 
     def kv_token_bytes(self, dtype: str) -> int:
         """B1 · Bytes of one token's KV over all layers."""
@@ -114,7 +159,9 @@ def read_geometry(model_dir: Path, quantization: str = "auto") -> ModelGeometry:
         raise ModelError(f"{config_file} is not valid JSON: {error}") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ModelError(f"{config_file} names no model_type")
-    quantised = read_quantization(config, str(config_file))
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    of_its_own = (config["model_type"], method) == ("gpt_oss", "mxfp4")  # its form reads them itself
+    quantised = None if of_its_own else read_quantization(config, str(config_file))
     check_wanted(quantization, quantised, model_dir.name)
     if config.get("is_encoder_decoder"):
         raise ModelError(f"{config_file}: {config['model_type']} is an encoder-decoder; only decoders can be served")
@@ -142,6 +189,10 @@ def _geometry(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
         return _gemma_shaped(config, eos)
     if (text := _text_decoder(config)) and (found := _gemma_shaped(text, eos)).family == "gemma":
         return found
+    if config["model_type"] == "gpt_oss":
+        return _gpt_oss(config, eos)
+    if config["model_type"] in ("deepseek_v2", "deepseek_v3"):
+        return _deepseek(config, eos)
     if config["model_type"] == "opt":
         return _opt(config, eos)
     return _generic(config, eos)
@@ -169,7 +220,7 @@ def _llama_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry
     model_type = config["model_type"]
     config = {**DEFAULTS[model_type], **config}
     heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
-    rope = _rope(config)
+    rope = rope_of(config)
     lean = (
         config.get("hidden_act", "silu") in ("silu", "swish")
         and rope.rope_type in LEAN_ROPE_TYPES
@@ -187,14 +238,14 @@ def _llama_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry
         head_dim=config.get("head_dim") or hidden // heads,
         intermediate_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],
-        max_positions=_max_positions(config, rope),
+        max_positions=max_positions(config, rope),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         activation="silu",
         eos_token_ids=eos,
-        checkpoint_dtype=_checkpoint_dtype(config),
+        checkpoint_dtype=checkpoint_dtype(config),
         rope=rope,
-        sliding_windows=_sliding_windows(config),
+        sliding_windows=sliding_windows(config),
         qkv_bias=bool(config.get("qkv_bias", True)) if qwen2 else bool(config.get("attention_bias", False)),
         output_bias=not qwen2 and bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
@@ -213,12 +264,12 @@ def _gemma_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry
         "sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(layers)
     ]
     by_layer = model_type == "gemma3_text"
-    rope, local_rope = _ropes_by_layer_type(config) if by_layer else (_rope(config), None)
+    rope, local_rope = ropes_by_layer_type(config) if by_layer else (rope_of(config), None)
     lean = (
         config["hidden_activation"] == "gelu_pytorch_tanh"
         and not config.get("use_bidirectional_attention")
-        and set(config["layer_types"]) <= _GEMMA_LAYERS
-        and (not by_layer or set(config.get("rope_parameters") or {}) <= _GEMMA_LAYERS)
+        and set(config["layer_types"]) <= _WINDOWED_OR_NOT
+        and (not by_layer or set(config.get("rope_parameters") or {}) <= _WINDOWED_OR_NOT)
         and all(each.rope_type in LEAN_ROPE_TYPES and each.partial == 1.0 for each in (rope, local_rope or rope))
     )
     if not lean:
@@ -234,15 +285,15 @@ def _gemma_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry
         head_dim=config["head_dim"],
         intermediate_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],
-        max_positions=min(_max_positions(config, each) for each in (rope, local_rope or rope)),
+        max_positions=min(max_positions(config, each) for each in (rope, local_rope or rope)),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         tie_embeddings=bool(config["tie_word_embeddings"]),
         activation="gelu_pytorch_tanh",
         eos_token_ids=eos,
-        checkpoint_dtype=_checkpoint_dtype(config),
+        checkpoint_dtype=checkpoint_dtype(config),
         rope=rope,
         local_rope=local_rope,
-        sliding_windows=_sliding_windows(config),
+        sliding_windows=sliding_windows(config),
         qkv_bias=bias,
         output_bias=bias,
         attention_scale=float(config["query_pre_attn_scalar"]) ** -0.5,
@@ -273,6 +324,135 @@ def _experts(config: Mapping[str, Any]) -> ExpertsGeometry | None:
     )
 
 
+def _gpt_oss(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
+    """`generic` where a value asks for what the lean form does not compute."""
+    rope_given = config.get("rope_parameters") or config.get("rope_scaling")
+    config = {**DEFAULTS["gpt_oss"], **config}
+    config["rope_parameters"] = rope_given or DEFAULTS["gpt_oss"]["rope_parameters"]
+    layers = config["num_hidden_layers"]
+    config["layer_types"] = config.get("layer_types") or [
+        "full_attention" if index % 2 else "sliding_attention" for index in range(layers)
+    ]
+    rope = rope_of(config)
+    lean = (
+        config["hidden_act"] in ("silu", "swish")  # the name alone: the experts' activation is another one
+        and set(config["layer_types"]) <= _WINDOWED_OR_NOT
+        and rope.rope_type in LEAN_ROPE_TYPES
+        and rope.partial == 1.0
+    )
+    if not lean:
+        return _generic(config, eos)
+    bias = bool(config["attention_bias"])
+    return ModelGeometry(
+        model_type="gpt_oss",
+        family="gpt_oss",
+        num_layers=layers,
+        hidden_size=config["hidden_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        head_dim=config["head_dim"] or config["hidden_size"] // config["num_attention_heads"],
+        intermediate_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        max_positions=max_positions(config, rope),
+        norm_eps=float(config["rms_norm_eps"]),
+        tie_embeddings=bool(config["tie_word_embeddings"]),
+        activation="clamped_swiglu",
+        eos_token_ids=eos,
+        checkpoint_dtype=checkpoint_dtype(config),
+        rope=rope,
+        sliding_windows=sliding_windows(config),
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=True,
+        attention_sinks=True,
+        experts=ExpertsGeometry(
+            count=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
+            per_token=config["num_experts_per_tok"],
+            inner_size=config["intermediate_size"],
+            normalised=True,
+            layers=(True,) * layers,
+            swiglu_alpha=float(config["swiglu_alpha"]),
+            swiglu_limit=float(config["swiglu_limit"]),
+        ),
+    )
+
+
+def _deepseek(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
+    """`generic`, which then refuses it, where a value asks for what the lean form does not compute."""
+    third = config["model_type"] == "deepseek_v3"
+    config = {**DEFAULTS[config["model_type"]], **config}
+    rope, layers, heads = rope_of(config), config["num_hidden_layers"], config["num_attention_heads"]
+    latent = LatentGeometry(
+        rank=config["kv_lora_rank"],
+        rotated=config["qk_rope_head_dim"],
+        plain=config["qk_nope_head_dim"],
+        value=config["v_head_dim"],
+        query_rank=config["q_lora_rank"] or 0,
+        interleaved=not third or bool(config["rope_interleave"]),
+    )
+    method = "noaux_tc" if third else config["topk_method"]
+    grouped = method != "greedy"
+    count = int(config["num_local_experts"] if "num_local_experts" in config else config["n_routed_experts"])
+    groups = int(config["n_group"] or 1) if grouped else 1
+    lean = (
+        config["hidden_act"] in ("silu", "swish")
+        and rope.rope_type in LEAN_ROPE_TYPES
+        and rope.partial == 1.0
+        and method in ("greedy", "group_limited_greedy", "noaux_tc")
+        and latent.width % 2 == 0
+        and count % groups == 0
+        and config.get("moe_layer_freq", 1) == 1
+        and not config.get("mlp_bias", False)
+    )
+    if not lean:
+        return _generic(config, eos)
+    scale: float = (latent.plain + latent.rotated) ** -0.5
+    if rope.rope_type != "default" and (weight := rope.scaling.get("mscale_all_dim")):
+        scale *= yarn_mscale(rope.scaling["factor"], weight) ** 2
+    dense = int(config["first_k_dense_replace"] or 0)
+    with_experts = tuple(index >= dense for index in range(layers))
+    routing = RoutingGroups(
+        scoring="sigmoid" if third else "softmax",
+        groups=groups,
+        chosen=int(config["topk_group"] or 1),
+        scale=float(config["routed_scaling_factor"]),
+    )
+    return ModelGeometry(
+        model_type=config["model_type"],
+        family="deepseek",
+        num_layers=layers,
+        hidden_size=config["hidden_size"],
+        num_heads=heads,
+        num_kv_heads=1,
+        head_dim=latent.width,
+        intermediate_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        max_positions=max_positions(config, rope),
+        norm_eps=float(config["rms_norm_eps"]),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        activation="silu",
+        eos_token_ids=eos,
+        checkpoint_dtype=checkpoint_dtype(config),
+        rope=rope,
+        sliding_windows=(0,) * layers,
+        qkv_bias=bool(config.get("attention_bias", False)),
+        output_bias=bool(config.get("attention_bias", False)),
+        attention_scale=scale,
+        latent=latent,
+        experts=ExpertsGeometry(
+            count=count,
+            per_token=config["num_experts_per_tok"],
+            inner_size=config["moe_intermediate_size"],
+            normalised=third and bool(config["norm_topk_prob"]),
+            layers=with_experts,
+            shared_inner_size=config["moe_intermediate_size"] * int(config["n_shared_experts"] or 0),
+            routing=routing,
+        )
+        if any(with_experts)
+        else None,
+    )
+
+
 def _opt(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
     config = {**DEFAULTS["opt"], **config}
     heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
@@ -293,7 +473,7 @@ def _opt(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
         tie_embeddings=bool(config.get("tie_word_embeddings", True)),
         activation=config.get("activation_function", "relu"),
         eos_token_ids=eos,
-        checkpoint_dtype=_checkpoint_dtype(config),
+        checkpoint_dtype=checkpoint_dtype(config),
         sliding_windows=(0,) * layers,
         qkv_bias=bias,
         output_bias=bias,
@@ -308,13 +488,13 @@ def _opt(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
 def _generic(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
     """Any other decoder, under the names most configurations share; the loader proves the KV shape by a probe."""
     config = {**config, **config.get("text_config", {})}
-    hidden = _first(config, "hidden_size", "n_embd", "d_model")
-    heads = _first(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
-    layers = _first(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    hidden = first_of(config, "hidden_size", "n_embd", "d_model")
+    heads = first_of(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
+    layers = first_of(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     kv_heads = config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
     if config.get("multi_query"):
         kv_heads = 1
-    rope = _rope(config) if _has_rope(config) else None
+    rope = rope_of(config) if has_rope(config) else None
     return ModelGeometry(
         model_type=config["model_type"],
         family="generic",
@@ -325,98 +505,11 @@ def _generic(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
         head_dim=config.get("head_dim") or hidden // heads,
         intermediate_size=config.get("intermediate_size") or config.get("n_inner") or 4 * hidden,
         vocab_size=config["vocab_size"],
-        max_positions=_max_positions(config, rope),
+        max_positions=max_positions(config, rope),
         norm_eps=float(config.get("rms_norm_eps") or config.get("layer_norm_eps") or 1e-5),
         tie_embeddings=bool(config.get("tie_word_embeddings", True)),
         activation=str(config.get("hidden_act") or config.get("activation_function") or ""),
         eos_token_ids=eos,
-        checkpoint_dtype=_checkpoint_dtype(config),
+        checkpoint_dtype=checkpoint_dtype(config),
         rope=rope,
     )
-
-
-def _first(config: Mapping[str, Any], *names: str) -> int:
-    for name in names:
-        if isinstance(config.get(name), int):
-            return int(config[name])
-    raise KeyError(names[0])
-
-
-def _has_rope(config: Mapping[str, Any]) -> bool:
-    parameters = config.get("rope_parameters") or {}
-    per_layer_type = any(isinstance(value, dict) for value in parameters.values())
-    return not per_layer_type and bool(parameters or config.get("rope_theta") or config.get("rope_scaling"))
-
-
-def _rope(config: Mapping[str, Any]) -> RopeConfig:
-    """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` beside `rope_scaling` (before)."""
-    parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    legacy_type = parameters.pop("type", None)
-    partial = parameters.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-    rope_type = parameters.pop("rope_type", None) or legacy_type or "default"
-    if config["model_type"] == "phi3" and rope_type in ("su", "yarn"):  # earlier names of the same
-        rope_type = "longrope"
-    if "original_max_position_embeddings" in config:  # Phi-3 keeps it outside, and it rules there
-        parameters["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    if rope_type == "longrope" and parameters.get("factor") is None:
-        longest = config["max_position_embeddings"]
-        parameters["factor"] = longest / parameters.setdefault("original_max_position_embeddings", longest)
-    return RopeConfig(theta=float(theta), rope_type=rope_type, scaling=parameters, partial=float(partial))
-
-
-def _ropes_by_layer_type(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
-    """Of layers with full attention and of those with a sliding window: `rope_parameters` has one for each; in earlier
-    files `rope_theta` and `rope_scaling` of the full layers, `rope_local_base_freq` of the others."""
-    parameters = config.get("rope_parameters") or {}
-    others = {key: value for key, value in config.items() if not key.startswith("rope_")}
-    full = {"rope_theta": config.get("rope_theta", 1e6), **(parameters.get("full_attention") or {})}
-    local = {"rope_theta": config.get("rope_local_base_freq", 1e4), **(parameters.get("sliding_attention") or {})}
-    full |= config.get("rope_scaling") or {}
-    return _rope({**others, "rope_parameters": full}), _rope({**others, "rope_parameters": local})
-
-
-def _max_positions(config: Mapping[str, Any], rope: RopeConfig | None) -> int:
-    """The context served: what the model says, but for LongRoPE only its first range. Longer requests are refused.
-
-    LongRoPE switches all of a request's frequencies at a length, which would change KV already cached (and, in one
-    forward, other requests' too); inside the original range the short frequencies hold.
-    """
-    longest = _first(config, "max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
-    if rope is not None and rope.rope_type == "longrope":
-        return min(longest, int(rope.scaling.get("original_max_position_embeddings", longest)))
-    return longest
-
-
-def _sliding_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
-    layers: int = config["num_hidden_layers"]
-    window = int(config.get("sliding_window") or 0)
-    match config["model_type"]:
-        case "mistral" | "mixtral" | "phi3":
-            return (window,) * layers
-        case "gemma2" | "gemma3_text":
-            return tuple(window if kind == "sliding_attention" else 0 for kind in config["layer_types"])
-        case "qwen3_moe":
-            return (window if config.get("use_sliding_window", False) else 0,) * layers
-        case "qwen2_moe":
-            if not config.get("use_sliding_window", False):
-                return (0,) * layers
-            last_sliding = config.get("max_window_layers", 28)
-            types = config.get("layer_types") or [
-                "sliding_attention" if i % 2 == 0 and i < last_sliding else "full_attention" for i in range(layers)
-            ]
-            return tuple(window if kind == "sliding_attention" else 0 for kind in types)
-        case "qwen2" | "qwen3":
-            if not config.get("use_sliding_window", False):
-                return (0,) * layers
-            first_sliding = config.get("max_window_layers", 28)
-            types = config.get("layer_types") or [
-                "sliding_attention" if i >= first_sliding else "full_attention" for i in range(layers)
-            ]
-            return tuple(window if kind == "sliding_attention" else 0 for kind in types)
-        case _:
-            return (0,) * layers
-
-
-def _checkpoint_dtype(config: Mapping[str, Any]) -> str:
-    return str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")

@@ -31,7 +31,9 @@ from cohort.common.engine.followers import Followers
 from cohort.common.engine.generic import GenericModel
 from cohort.common.engine.grammar_masks import GrammarMasks, TokenMasks
 from cohort.common.engine.kv_tensors import KvTensors
+from cohort.common.engine.lean_deepseek import LeanDeepseek
 from cohort.common.engine.lean_gemma import LeanGemma
+from cohort.common.engine.lean_gpt_oss import LeanGptOss
 from cohort.common.engine.lean_llama import LeanLlama
 from cohort.common.engine.lean_opt import LeanOpt
 from cohort.common.engine.linear import native_bfloat16
@@ -46,7 +48,7 @@ from cohort.common.engine.streams import HostStream, Stream
 from cohort.common.engine.transfer_memory import STAGING_BYTES
 from cohort.common.engine.trial_batch import trial_batch
 from cohort.common.engine.weights import WeightKind
-from cohort.common.errors import ConfigError, InvariantViolated
+from cohort.common.errors import ConfigError, InvariantViolated, ModelError
 from cohort.common.policies.kv_interface import KvCopy
 from cohort.common.types import KvGeometry
 
@@ -167,6 +169,7 @@ class ModelRunner:
             dtype=torch_dtype,
             device=self.device,
             spare=on_device,
+            latent=self.geometry.latent is not None,
         )
         self._device_steps: DeviceSteps | None = None
         self._graph_bytes = share.graphs
@@ -450,6 +453,14 @@ class ModelRunner:
                     )
                 case "gemma":
                     return LeanGemma(model_dir, geometry, dtype=dtype, device=self.device, weights=weights)
+                case "gpt_oss":
+                    return LeanGptOss(
+                        model_dir, geometry, dtype=dtype, max_step_tokens=self.max_step_tokens, weights=weights
+                    )
+                case "deepseek":
+                    return LeanDeepseek(
+                        model_dir, geometry, dtype=dtype, max_step_tokens=self.max_step_tokens, weights=weights
+                    )
                 case "opt":
                     return LeanOpt(model_dir, geometry, dtype=dtype, device=self.device, weights=weights)
                 case "generic":
@@ -465,9 +476,13 @@ class ModelRunner:
                     assert_never(family)
 
     def _family(self) -> Family:
-        """The form that runs here. Experts are grouped on the host, which a GPU would have to wait for in every layer:
-        there transformers' own layers run, whose grouped products stay on the device."""
-        if self.geometry.family != "moe" or self.device.type == "cpu":
+        """The form that runs here: gpt-oss has its lean experts on a processor only."""
+        if self.geometry.latent is not None and self.device.type != "cpu":
+            raise ModelError(
+                f"{self.geometry.model_type} cannot be served on {self.device}: no GPU kernel attends to latents; use "
+                "engine.device cpu"
+            )
+        if self.geometry.family != "gpt_oss" or self.device.type == "cpu":
             return self.geometry.family
         log.warning(
             "no lean experts on this device: the model runs through transformers",

@@ -22,7 +22,7 @@ from cohort.kernels.paged_attention import paged_attention, write_kv
 ATTENTION_NAME = "cohort_paged"
 
 # Arguments of the interface that change the scores in a way the kernels do not compute.
-_UNSUPPORTED = ("s_aux", "position_bias", "alibi", "head_mask", "cross_attn_head_mask")
+_UNSUPPORTED = ("position_bias", "alibi", "head_mask", "cross_attn_head_mask")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,10 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, Hq, T, D], key and value [1, Hkv, T, D] of one layer → [1, T, Hq, D]."""
+    """query [1, Hq, T, D], key and value [1, Hkv, T, D] of one layer → [1, T, Hq, D]. `s_aux`: a sink per head."""
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     match _current.get():
         case RunningStep(step, kv):
@@ -85,12 +86,15 @@ def attention(
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), kv, layer, step.slot_mapping)
             window, cap = int(sliding_window or 0), float(softcap or 0.0)
-            paged_attention(rows, kv, layer, step.meta, scale, out, sliding_window=window, softcap=cap)
+            sinks = None if s_aux is None else s_aux.float()
+            paged_attention(rows, kv, layer, step.meta, scale, out, sliding_window=window, softcap=cap, sinks=sinks)
             return out.unsqueeze(0), None
         case Probe() as probe:
             if layer in probe.layers:
                 probe.problems.add(f"layer {layer} attends more than once")
             probe.layers[layer] = LayerAttention(key.shape[1], key.shape[3], value.shape[3], int(sliding_window or 0))
+            if s_aux is not None and s_aux.shape != query.shape[1:2]:
+                probe.problems.add("sinks that are not one per query head")
             probe.problems.update(f"{name} in its attention" for name in _UNSUPPORTED if kwargs.get(name) is not None)
             if attention_mask is not None:
                 probe.problems.add("a mask of its own")

@@ -103,6 +103,7 @@ def model_shape(name: str, geometry: ModelGeometry, dtype: str) -> dict[str, int
         "max_positions": geometry.max_positions,
         "weight_bytes": width,
         "kv_bytes": width,
+        "window": geometry.kv_window,
     }
 
 

@@ -15,6 +15,9 @@ LEAN_LAUNCHES = 13
 """Of a layer with prompt and decode rows: ten as in a decode step, the gather of keys and values, flash attention and
 the copy of its result."""
 
+EXPERT_LAUNCHES = 15
+"""More of a layer with a mixture of experts: routing, sorting, two grouped products, the weighted sum."""
+
 GENERIC_LAUNCHES = 45
 """Of a layer of a transformers model: one per operation of its Python code."""
 
@@ -25,7 +28,9 @@ is recorded without need, padded to no more than twice its prompt tokens."""
 
 def launch_s(geometry: ModelGeometry) -> float:
     """Host time for all layers of a step with prompts that is not recorded."""
-    launches = GENERIC_LAUNCHES if geometry.family in ("generic", "moe") else LEAN_LAUNCHES
+    launches = GENERIC_LAUNCHES if geometry.family in ("generic", "gpt_oss") else LEAN_LAUNCHES
+    if geometry.family == "moe":
+        launches += EXPERT_LAUNCHES
     return geometry.num_layers * (launches + 2 * geometry.qk_norm) * LAUNCH_S
 
 

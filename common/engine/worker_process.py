@@ -86,6 +86,7 @@ def capacity_of(
         max_step_tokens=config.engine.max_step_tokens,
         device=device_name(runner.device, cores, threads=threads or len(cores), instance=instance),
         engine=engine_facts(runner),
+        window=geometry.window,
     )
 
 
@@ -291,6 +292,7 @@ async def _serve(
     links = open_worker_links(context, policies)
     scheduler = policies.iteration(config)
     kv = policies.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks)
+    capacity = msgspec.structs.replace(capacity, window=kv.geometry.window)  # some allocators give nothing back
     settings = WorkerSettings.of(config, tuple(links))
     setup = WorkerSetup(context.instance, context.incarnation, context.bus.endpoint, MANAGER, capacity, settings)
     seed = random.SystemRandom().getrandbits(53)

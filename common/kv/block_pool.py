@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from cohort.common.errors import InvariantViolated, OutOfBlocks
 from cohort.common.kv.free_blocks import FreeBlocks
@@ -105,6 +105,20 @@ class BlockPool:
                 break
             found.append(block)
         return found
+
+    def lookup_window(self, hashes: Sequence[BlockHash], behind: Callable[[int], int]) -> tuple[int, list[int]]:
+        """Of the longest beginning of this chain that can be continued: its length in blocks, and those of its blocks
+        that the tokens to come see. `behind(n)`: of n blocks, the leading ones that they do not see, and that need not
+        be known. Takes no ownership."""
+        end = len(hashes)
+        while end:
+            first = behind(end)
+            found = [self._block_of.get(digest) for digest in hashes[first:end]]
+            missing = next((index for index in range(len(found) - 1, -1, -1) if found[index] is None), None)
+            if missing is None:
+                return end, [block for block in found if block is not None]
+            end = first + missing
+        return 0, []
 
     def reuse(self, blocks: Sequence[int]) -> None:
         """Become (another) owner of blocks found by `lookup`."""

@@ -36,7 +36,7 @@ class Incoming:
     round: int = 0
     received_runs: int = 0
     announced_blocks: int = 0
-    """Granted as cached, or announced by the sender; with a retry too many, which does not matter."""
+    """Granted as cached, not wanted, or announced by the sender; with a retry too many, which does not matter."""
     largest_chunk: int = 0
     in_flight: int = 0
     last_tag: int = -1
@@ -155,13 +155,14 @@ class KvReceiver:
         """Keep a block for every running sequence, unless nothing else is going on."""
         kv = self._state.kv
         running = sum(1 for held in self._state.held.values() if held.sequence.phase is Phase.RUNNING)
-        spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(positions)
+        spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_held(positions)
         return running == 0 or spare >= min(running, kv.total_blocks // 20)
 
     def _grant(self, now_s: float, offer: QueuedOffer, sequence: Sequence, cached: int) -> None:
         lease_id = self._state.random.getrandbits(40) | 1 << 40  # never 0; tags take the low 40 bits
         incoming = Incoming(sequence, offer.sender, offer.transfer_id, lease_id, offer.positions)
-        incoming.announced_blocks = cached // self._state.block_size
+        unwanted = self._state.kv.geometry.blocks_behind(offer.positions)
+        incoming.announced_blocks = max(unwanted, cached // self._state.block_size)
         self._incoming[sequence.key] = incoming
         self._by_lease[lease_id] = incoming
         self.leases.grant(now_s, lease_id, sequence.key, offer.sender)

@@ -21,6 +21,7 @@ from cohort.common.machines.events import RunsSent
 from cohort.common.machines.worker_state import Held, WorkerState
 from cohort.common.messages import KvAbort, KvGrant, KvHandoff, KvOffer
 from cohort.common.policies.interface import IterationPlan
+from cohort.common.policies.kv_interface import NO_BLOCK
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, InstanceId
 
@@ -162,7 +163,10 @@ class KvSender:
             return
         outgoing.lease_id = grant.lease_id
         outgoing.target_blocks = grant.blocks
-        outgoing.skip_blocks = outgoing.sent_blocks = grant.cached_tokens // self._state.block_size
+        # What lies behind the window of all tokens to come has no block there; here it may have been given back.
+        unwanted = next((index for index, block in enumerate(grant.blocks) if block != NO_BLOCK), len(grant.blocks))
+        outgoing.skip_blocks = max(unwanted, grant.cached_tokens // self._state.block_size)
+        outgoing.sent_blocks = outgoing.skip_blocks
         outgoing.links = grant.links
         outgoing.link = link
         self._by_lease[grant.lease_id] = outgoing
@@ -263,6 +267,8 @@ class KvSender:
         computed = min(sequence.computed, outgoing.positions)
         blocks = state.kv.geometry.blocks_for(computed) if leaving else computed // state.block_size
         source = state.kv.host_table(sequence.key) if held.pooled else state.kv.blocks(sequence.key)
+        if NO_BLOCK in source[outgoing.sent_blocks : blocks]:
+            raise InvariantViolated(f"{outgoing.peer} wants KV of {sequence.key} that lies behind its window")
         runs = outgoing.next_runs(source, blocks)
         if held.pooled and not outgoing.handed_over:
             state.counters.from_host += 1

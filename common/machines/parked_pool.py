@@ -73,7 +73,7 @@ class ParkedPool:
             key = self._prefetches[0]
             held = state.held.get(key)
             if held is not None and held.sequence.phase is Phase.PARKED and held.pooled:
-                spare -= state.kv.geometry.blocks_for(held.sequence.computed)
+                spare -= state.kv.geometry.blocks_held(held.sequence.computed)
                 if spare < 0 or not state.kv.swap_in(held.sequence, beside=True):
                     return
                 held.pooled = False

@@ -13,7 +13,7 @@ from itertools import groupby
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_state import Held
 from cohort.common.policies.interface import IterationPlan
-from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.policies.kv_interface import NO_BLOCK, KvAllocator
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
 from cohort.common.views import (
@@ -80,6 +80,8 @@ def _paint(machine: WorkerMachine, place: dict[Attempt, int]) -> tuple[bytearray
         state = _CODE[of.sequence.request.traffic_class if of is not None else "settling"]
         row = place.get(key, -1)
         for block in kv.blocks(key):
+            if block == NO_BLOCK:
+                continue
             if states[block] != real_time:  # a prefix that both classes use shows as the more urgent one
                 states[block] = state
             owners[block] = row

@@ -62,6 +62,8 @@ class ModelShape:
     max_positions: int
     weight_bytes: int
     kv_bytes: int
+    window: int = 0
+    """Of `KvGeometry`: bounds the memory of a sequence. What an iteration takes is computed as without it."""
 
     @property
     def layer_parameters(self) -> int:
@@ -84,7 +86,7 @@ class ModelShape:
         return self.parameters * self.weight_bytes
 
     def kv_geometry(self, block_size: int) -> KvGeometry:
-        return KvGeometry(self.layers, self.kv_heads, self.head_dim, self.kv_bytes, block_size)
+        return KvGeometry(self.layers, self.kv_heads, self.head_dim, self.kv_bytes, block_size, self.window)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,9 @@ from cohort.common.types import Attempt, KvGeometry
 if TYPE_CHECKING:
     from cohort.common.policies.interface import Row
 
+NO_BLOCK = -1
+"""In a table, a block that was given back because it lies behind the sequence's window (`KvGeometry.window`)."""
+
 NoSlotAhead = Literal["memory", "shared"]
 """Why rows cannot have their slots before the step in flight has ended: blocks lack; a slot is, or may become, another
 sequence's, so that only a decision can make it the row's own."""
@@ -134,8 +137,8 @@ class KvAllocator(ABC):
 
     @abstractmethod
     def reserve(self, key: Attempt, tokens: Seq[int], positions: int, *, salt: str = "") -> int | None:
-        """Blocks for KV that will arrive from elsewhere: like `admit`, for `positions` positions. `salt`: the
-        request's `prefix_salt`."""
+        """Blocks for KV that will arrive from elsewhere: like `admit`, for `positions` positions; none for what lies
+        behind their window. `salt`: the request's `prefix_salt`."""
 
     @abstractmethod
     def extend(self, sequence: Sequence, positions: int) -> bool:
@@ -150,7 +153,7 @@ class KvAllocator(ABC):
 
     @abstractmethod
     def committed(self, sequence: Sequence) -> None:
-        """`sequence.computed` moved: full blocks may enter the prefix cache."""
+        """`sequence.computed` moved: full blocks may enter the prefix cache, those behind its window are given back."""
 
     @abstractmethod
     def release(self, key: Attempt) -> None:
@@ -174,10 +177,11 @@ class KvAllocator(ABC):
 
     @abstractmethod
     def blocks(self, key: Attempt) -> Seq[int]:
-        """Device blocks by position; the allocator's own list, not a copy."""
+        """Device blocks by position; the allocator's own list, not a copy. The leading ones may be `NO_BLOCK`."""
 
     def host_table(self, key: Attempt) -> Seq[int]:
-        """Host blocks by position; empty unless the sequence's KV lies in host memory (`sends_from_host`)."""
+        """Host blocks by position, the leading ones perhaps `NO_BLOCK`; empty unless the sequence's KV lies in host
+        memory (`sends_from_host`)."""
         return ()
 
     def directions(self, key: Attempt) -> Seq[int] | None:

@@ -180,12 +180,12 @@ void run(const Step<T>& step, int64_t rows, int64_t table_blocks, int64_t tokens
 template <typename T>
 void launch(const at::Tensor& query, const at::Tensor& kv, int64_t layer, const at::Tensor& query_start,
             const at::Tensor& context_lens, const at::Tensor& block_tables, const std::optional<at::Tensor>& directions,
-            double scale, at::Tensor& out, int64_t window, double softcap) {
+            double scale, at::Tensor& out, int64_t window, double softcap, const std::optional<at::Tensor>& sinks) {
   const int64_t layer_stride = kv.stride(1);
   Step<T> step;
   step.cache = {static_cast<const T*>(kv.const_data_ptr()) + layer * layer_stride,
                 kv.stride(0),
-                kv.stride(2),
+                value_offset(kv),
                 kv.size(0),
                 int(kv.size(3)),
                 int(kv.size(4)),
@@ -206,6 +206,7 @@ void launch(const at::Tensor& query, const at::Tensor& kv, int64_t layer, const 
   step.scale_log2 = float(scale * 1.4426950408889634);
   step.window = window;
   step.cap_log2 = float(softcap * 1.4426950408889634);
+  step.sinks = sinks ? sinks->const_data_ptr<float>() : nullptr;
   run(step, context_lens.size(0), block_tables.size(1), query.size(0));
 }
 
@@ -214,7 +215,7 @@ void launch(const at::Tensor& query, const at::Tensor& kv, int64_t layer, const 
 void paged_attention(const at::Tensor& query, const at::Tensor& kv, int64_t layer, const at::Tensor& query_start,
                      const at::Tensor& context_lens, const at::Tensor& block_tables,
                      const std::optional<at::Tensor>& directions, double scale, at::Tensor& out, int64_t window,
-                     double softcap) {
+                     double softcap, const std::optional<at::Tensor>& sinks) {
   check_cache(kv, layer);
   TORCH_CHECK_VALUE(query.dim() == 3 && query.size(2) == kv.size(5) && query.stride(2) == 1,
                     "query must be [tokens, heads, head_dim] with dense heads");
@@ -240,10 +241,17 @@ void paged_attention(const at::Tensor& query, const at::Tensor& kv, int64_t laye
   }
   TORCH_CHECK_VALUE(window >= 0, "sliding_window must not be negative");
   TORCH_CHECK_VALUE(softcap >= 0, "softcap must not be negative");
+  if (sinks) {
+    TORCH_CHECK_TYPE(sinks->scalar_type() == at::kFloat && sinks->is_cpu(), "sinks must be float32 on the CPU");
+    TORCH_CHECK_VALUE(sinks->dim() == 1 && sinks->size(0) == query.size(1) && sinks->is_contiguous(),
+                      "sinks must be dense, one per query head");
+  }
   if (kv.scalar_type() == at::kFloat) {
-    launch<float>(query, kv, layer, query_start, context_lens, block_tables, directions, scale, out, window, softcap);
+    launch<float>(query, kv, layer, query_start, context_lens, block_tables, directions, scale, out, window, softcap,
+                  sinks);
   } else {
-    launch<bf16>(query, kv, layer, query_start, context_lens, block_tables, directions, scale, out, window, softcap);
+    launch<bf16>(query, kv, layer, query_start, context_lens, block_tables, directions, scale, out, window, softcap,
+                  sinks);
   }
 }
 

@@ -4,6 +4,8 @@
 // are loaded once for the whole group (GQA).
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <stdexcept>
 #include <vector>
@@ -41,6 +43,7 @@ struct Step {
   float scale_log2;  // softmax scale · log2(e): the kernels compute with 2^x
   int64_t window;    // 0: unlimited
   float cap_log2;    // bound of the soft-capped scores · log2(e); 0: not capped
+  const float* sinks;  // per query head, a score that takes weight and gives no value; null: none
 };
 
 struct Task {
@@ -111,6 +114,11 @@ inline void write_column(const Step<T>& step, const Task& task, int column, cons
   int64_t head = int64_t(task.kv_head) * step.group + column % heads;
   T* to = step.out + token * step.out_token_stride + head * step.out_head_stride;
   float inverse = 1.0f / total;
+  if (step.sinks) {  // here, where a column is finished, so a context in parts counts its sink once
+    const float sink = step.sinks[head] * 1.44269504f, peak = std::max(maximum, sink);
+    const float shrink = std::exp2(maximum - peak);
+    inverse = shrink / (total * shrink + std::exp2(sink - peak));
+  }
   for (int d = 0; d < head_dim; ++d) to[d] = from_float<T>(sum[d] * inverse);
 }
 

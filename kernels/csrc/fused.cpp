@@ -125,25 +125,45 @@ void rope(const at::Tensor& q, const at::Tensor& k, const at::Tensor& cos, const
   });
 }
 
-template <typename T>
-inline void silu_row(const T* gate, const T* up, T* out, int64_t width) {
+// out[i] = gated(gate[i], up[i]), W elements at a time to the last one.
+template <typename T, typename Gated>
+inline void gated_row(const T* gate, const T* up, T* out, int64_t width, Gated&& gated) {
   using S = Simd<kWide>;
   int64_t i = 0;
-  for (; i + kWide <= width; i += kWide) S::store(out + i, silu_mul_lanes<T>(S::load(gate + i), S::load(up + i)));
+  for (; i + kWide <= width; i += kWide) S::store(out + i, gated(S::load(gate + i), S::load(up + i)));
   if (i == width) return;
   T tail[3][kWide] = {};
   std::copy(gate + i, gate + width, tail[0]);
   std::copy(up + i, up + width, tail[1]);
-  S::store(tail[2], silu_mul_lanes<T>(S::load(tail[0]), S::load(tail[1])));
+  S::store(tail[2], gated(S::load(tail[0]), S::load(tail[1])));
   std::copy(tail[2], tail[2] + (width - i), out + i);
+}
+
+template <typename T, typename Gated>
+void gated_rows(const at::Tensor& gate_up, at::Tensor& out, Gated&& gated) {
+  Rows<T> from = rows_of<T>(gate_up, "gate_up"), to = rows_of<T>(out, "out");
+  at::parallel_for(0, from.rows, grain(from.width), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      gated_row(from.at(r, 0), from.at(r, 0) + to.width, to.at(r, 0), to.width, gated);
+    }
+  });
 }
 
 template <typename T>
 void silu(const at::Tensor& gate_up, at::Tensor& out) {
-  Rows<T> from = rows_of<T>(gate_up, "gate_up"), to = rows_of<T>(out, "out");
-  at::parallel_for(0, from.rows, grain(from.width), [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) silu_row(from.at(r, 0), from.at(r, 0) + to.width, to.at(r, 0), to.width);
-  });
+  gated_rows<T>(gate_up, out, [](auto gate, auto up) { return silu_mul_lanes<T>(gate, up); });
+}
+
+template <typename T>
+void clamped(const at::Tensor& gate_up, float alpha, float limit, at::Tensor& out) {
+  gated_rows<T>(gate_up, out, [=](auto gate, auto up) { return clamped_swiglu_lanes<T>(gate, up, alpha, limit); });
+}
+
+void check_gated(const at::Tensor& gate_up, const at::Tensor& out) {
+  TORCH_CHECK_VALUE(
+      gate_up.dim() == 2 && out.dim() == 2 && gate_up.size(0) == out.size(0) && gate_up.size(1) == 2 * out.size(1),
+      "gate_up must be [tokens, 2 · width] and out [tokens, width]");
+  TORCH_CHECK_TYPE(out.scalar_type() == gate_up.scalar_type(), "out must have gate_up's dtype");
 }
 
 bool is_float(const at::Tensor& x) {
@@ -174,11 +194,13 @@ void rope_inplace(at::Tensor& q, at::Tensor& k, const at::Tensor& cos, const at:
 }
 
 void silu_mul(const at::Tensor& gate_up, at::Tensor& out) {
-  TORCH_CHECK_VALUE(
-      gate_up.dim() == 2 && out.dim() == 2 && gate_up.size(0) == out.size(0) && gate_up.size(1) == 2 * out.size(1),
-      "gate_up must be [tokens, 2 · width] and out [tokens, width]");
-  TORCH_CHECK_TYPE(out.scalar_type() == gate_up.scalar_type(), "out must have gate_up's dtype");
+  check_gated(gate_up, out);
   is_float(gate_up) ? silu<float>(gate_up, out) : silu<bf16>(gate_up, out);
+}
+
+void clamped_swiglu(const at::Tensor& gate_up, double alpha, double limit, at::Tensor& out) {
+  check_gated(gate_up, out);
+  is_float(gate_up) ? clamped<float>(gate_up, alpha, limit, out) : clamped<bf16>(gate_up, alpha, limit, out);
 }
 
 }  // namespace cohort

@@ -31,13 +31,14 @@ TORCH_LIBRARY(cohort, m) {
   m.def(
       "paged_attention(Tensor query, Tensor kv, int layer, Tensor query_start, Tensor context_lens, "
       "Tensor block_tables, Tensor? directions, float scale, Tensor(a!) out, int sliding_window, "
-      "float softcap=0) -> ()");
+      "float softcap=0, Tensor? sinks=None) -> ()");
   m.def("write_kv(Tensor key, Tensor value, Tensor(a!) kv, int layer, Tensor slot_mapping) -> ()");
   m.def("gather_slots(Tensor kv, Tensor slots, Tensor(a!) out) -> ()");
   m.def("scatter_slots(Tensor src, Tensor(a!) kv, Tensor slots) -> ()");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, Tensor(a!) out) -> ()");
   m.def("rope_inplace(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, Tensor positions) -> ()");
   m.def("silu_mul(Tensor gate_up, Tensor(a!) out) -> ()");
+  m.def("clamped_swiglu(Tensor gate_up, float alpha, float limit, Tensor(a!) out) -> ()");
   m.def("panel_outputs() -> int", &cohort::panel_outputs);
   m.def("panels_multiply_bf16() -> bool", &cohort::panels_multiply_bf16);
   m.def("huge_zeros(int bytes) -> Tensor", &cohort::huge_zeros);
@@ -62,6 +63,7 @@ TORCH_LIBRARY_IMPL(cohort, CPU, m) {
   m.impl("rms_norm", &cohort::rms_norm);
   m.impl("rope_inplace", &cohort::rope_inplace);
   m.impl("silu_mul", &cohort::silu_mul);
+  m.impl("clamped_swiglu", &cohort::clamped_swiglu);
   m.impl("pack_panels", &cohort::pack_panels);
   m.impl("panel_product", &cohort::panel_product);
   m.impl("panel_product_added", &cohort::panel_product_added);

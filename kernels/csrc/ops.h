@@ -9,18 +9,23 @@
 
 namespace cohort {
 
+// kv [blocks, layers, 2, kv_heads, block_size, head_dim], keys at 0 and values at 1; with 1 in place of 2 keys are their
+// own values (latents).
 inline void check_cache(const at::Tensor& kv, int64_t layer) {
-  TORCH_CHECK_VALUE(kv.dim() == 6 && kv.size(2) == 2 && kv.is_contiguous(),
-                    "kv must be dense [blocks, layers, 2, kv_heads, block_size, head_dim]");
+  TORCH_CHECK_VALUE(kv.dim() == 6 && (kv.size(2) == 2 || kv.size(2) == 1) && kv.is_contiguous(),
+                    "kv must be dense [blocks, layers, 2, kv_heads, block_size, head_dim], or 1 in place of 2");
   TORCH_CHECK_TYPE(kv.scalar_type() == at::kFloat || kv.scalar_type() == at::kBFloat16,
                    "kv must be float32 or bfloat16");
   TORCH_CHECK_INDEX(layer >= 0 && layer < kv.size(1), "layer ", layer, " of ", kv.size(1));
 }
 
+// Elements from a key to its value.
+inline int64_t value_offset(const at::Tensor& kv) { return kv.size(2) == 2 ? kv.stride(2) : 0; }
+
 void paged_attention(const at::Tensor& query, const at::Tensor& kv, int64_t layer, const at::Tensor& query_start,
                      const at::Tensor& context_lens, const at::Tensor& block_tables,
                      const std::optional<at::Tensor>& directions, double scale, at::Tensor& out, int64_t window,
-                     double softcap = 0);
+                     double softcap = 0, const std::optional<at::Tensor>& sinks = std::nullopt);
 void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& kv, int64_t layer, const at::Tensor& slots);
 void gather_slots(const at::Tensor& kv, const at::Tensor& slots, at::Tensor& out);
 void scatter_slots(const at::Tensor& src, at::Tensor& kv, const at::Tensor& slots);
@@ -28,6 +33,7 @@ void rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, at::Ten
 void rope_inplace(at::Tensor& q, at::Tensor& k, const at::Tensor& cos, const at::Tensor& sin,
                   const at::Tensor& positions);
 void silu_mul(const at::Tensor& gate_up, at::Tensor& out);
+void clamped_swiglu(const at::Tensor& gate_up, double alpha, double limit, at::Tensor& out);
 int64_t panel_outputs();
 bool panels_multiply_bf16();
 void pack_panels(const at::Tensor& weight, at::Tensor& panels, bool gated);

@@ -47,7 +47,8 @@ void move_tokens(char* dense, char* cache, const at::Tensor& kv, const int64_t* 
 }
 
 void check_dense(const at::Tensor& dense, const at::Tensor& kv, const char* name) {
-  TORCH_CHECK_VALUE(dense.dim() == 5 && dense.is_contiguous() && dense.size(1) == kv.size(1) && dense.size(2) == 2 &&
+  TORCH_CHECK_VALUE(dense.dim() == 5 && dense.is_contiguous() && dense.size(1) == kv.size(1) &&
+                        dense.size(2) == kv.size(2) &&
                         dense.size(3) == kv.size(3) && dense.size(4) == kv.size(5),
                     name, " must be dense [tokens, layers, 2, kv_heads, head_dim]");
   TORCH_CHECK_TYPE(dense.scalar_type() == kv.scalar_type(), name, " must have kv's dtype");
@@ -67,7 +68,7 @@ void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& kv, in
   const int64_t count = key.size(0), heads = kv.size(3), block_size = kv.size(4);
   const int64_t* slots = checked_slots(slot_mapping, kv, count);
   const int64_t size = kv.element_size(), row_bytes = kv.size(5) * size;
-  const int64_t head_bytes = block_size * row_bytes, value_bytes = kv.stride(2) * size,
+  const int64_t head_bytes = block_size * row_bytes, value_bytes = value_offset(kv) * size,
                 block_bytes = kv.stride(0) * size;
   char* base = static_cast<char*>(kv.mutable_data_ptr()) + layer * kv.stride(1) * size;
   const char* keys = static_cast<const char*>(key.const_data_ptr());

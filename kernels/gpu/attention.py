@@ -25,20 +25,30 @@ _multiprocessors = lru_cache(multiprocessors)
 
 
 def paged_attention(
-    query: Tensor, kv: Tensor, layer: int, meta: AttentionMeta, scale: float, out: Tensor, *, sliding_window: int = 0
+    query: Tensor,
+    kv: Tensor,
+    layer: int,
+    meta: AttentionMeta,
+    scale: float,
+    out: Tensor,
+    *,
+    sliding_window: int = 0,
+    sinks: Tensor | None = None,
 ) -> None:
-    """As `kernels.paged_attention.paged_attention`. Rows without a context give zeros.
+    """As `kernels.paged_attention.paged_attention`. Rows without a context give zeros. Flash attention knows no sinks.
 
     R14 · Rows before `meta.num_prefill_rows` are taken as prefill, the others have at most one token each.
     """
-    check(query, kv, meta, out)
-    if meta.num_prefill_rows and not flash_prefill(query, kv, layer, meta, scale, out, sliding_window):
-        prefill(query, kv, layer, meta, scale, out, sliding_window)
+    check(query, kv, meta, out, sinks)
+    if meta.num_prefill_rows and (
+        sinks is not None or not flash_prefill(query, kv, layer, meta, scale, out, sliding_window)
+    ):
+        prefill(query, kv, layer, meta, scale, out, sliding_window, sinks)
     if len(meta.context_lens) > meta.num_prefill_rows:
-        decode(query, kv, layer, meta, scale, out, sliding_window)
+        decode(query, kv, layer, meta, scale, out, sliding_window, sinks=sinks)
 
 
-def check(query: Tensor, kv: Tensor, meta: AttentionMeta, out: Tensor) -> None:
+def check(query: Tensor, kv: Tensor, meta: AttentionMeta, out: Tensor, sinks: Tensor | None = None) -> None:
     """Raise `ValueError` or `TypeError` for what the kernels would misread; looks at shapes and types only."""
     if not kv.is_contiguous():
         raise ValueError("the cache must be contiguous")
@@ -53,12 +63,23 @@ def check(query: Tensor, kv: Tensor, meta: AttentionMeta, out: Tensor) -> None:
     for name in ("query_start", "context_lens", "block_tables"):
         if getattr(meta, name).dtype != torch.int32:
             raise TypeError(f"{name} must be int32")
+    if sinks is not None and (
+        sinks.dtype != torch.float32 or sinks.shape != query.shape[1:2] or not sinks.is_contiguous()
+    ):
+        raise ValueError("sinks must be float32, one per query head")
     if meta.directions is not None:
         raise ValueError("directions belong into the tables' signs; see AttentionMeta.as_signed")
 
 
 def prefill(
-    query: Tensor, kv: Tensor, layer: int, meta: AttentionMeta, scale: float, out: Tensor, sliding_window: int = 0
+    query: Tensor,
+    kv: Tensor,
+    layer: int,
+    meta: AttentionMeta,
+    scale: float,
+    out: Tensor,
+    sliding_window: int = 0,
+    sinks: Tensor | None = None,
 ) -> None:
     """The step's prefill rows by our own kernel, any dtype: keys are read from the paged cache."""
     cache = kv[:, layer]
@@ -73,6 +94,7 @@ def prefill(
         meta.context_lens,
         meta.block_tables,
         out,
+        meta.query_start if sinks is None else sinks,  # read with SINKS only
         scale * math.log2(math.e),
         sliding_window,
         query.stride(0),
@@ -91,6 +113,7 @@ def prefill(
         TILE_TOKENS=plan.tile_tokens,
         TILE_KEYS=plan.tile_keys,
         WINDOWED=sliding_window > 0,
+        SINKS=sinks is not None,
         WIDE=WIDEN_PRODUCTS,
         num_warps=plan.warps,
         num_stages=plan.stages,
@@ -106,6 +129,7 @@ def decode(
     out: Tensor,
     sliding_window: int = 0,
     plan: DecodePlan | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """The step's decode rows; a CUDA graph may capture it. `plan`: other than `decode_plan`'s, for tests and measuring;
     a workspace must then have been made large enough."""
@@ -134,6 +158,7 @@ def decode(
         "TILE_KEYS": plan.tile_keys,
         "MIN_PART_KEYS": plan.min_part_keys,
         "WINDOWED": sliding_window > 0,
+        "SINKS": sinks is not None,
     }
     decode_rows[(plan.programs,)](
         query,
@@ -144,6 +169,7 @@ def decode(
         out,
         partial,
         lse,
+        meta.query_start if sinks is None else sinks,  # read with SINKS only
         first,
         rows,
         plan.items,
@@ -168,6 +194,7 @@ def decode(
         merge_parts[(kv_heads, rows)](
             partial,
             lse,
+            meta.query_start if sinks is None else sinks,
             meta.query_start,
             meta.context_lens,
             out,

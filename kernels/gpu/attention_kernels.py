@@ -19,7 +19,7 @@ import triton.language as tl
 # step is the first to meet would be compiled while every row of the worker waits.
 _VARYING = [
     *("first_row", "rows", "window", "items", "table_stride"),
-    *("query_start", "context_lens", "block_tables", "starts"),
+    *("query_start", "context_lens", "block_tables", "starts", "sinks"),
 ]
 
 
@@ -91,6 +91,14 @@ def _over_keys(
 
 
 @triton.jit
+def _beside_sink(sinks, head, there, level):
+    """What a head's sink leaves of the weight, for a sum of weights of 2^level: 1 / (1 + 2^(sink - level)). A context
+    in parts asks once, after its parts are joined."""
+    sink = tl.load(sinks + head, mask=there, other=0.0) * 1.4426950408889634
+    return 1.0 / (1.0 + tl.exp2(sink - tl.maximum(level, -1e30)))  # no keys at all: -inf less -inf is no number
+
+
+@triton.jit
 def _parts(
     query_start,
     context_lens,
@@ -129,6 +137,7 @@ def decode_rows(
     out,
     partial,
     lse,
+    sinks,
     first_row,
     rows,
     items,
@@ -152,6 +161,7 @@ def decode_rows(
     TILE_KEYS: tl.constexpr,
     MIN_PART_KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Items in turn: one part of one row's keys, for the query heads of one kv head. Grid (any number of programs).
@@ -215,6 +225,8 @@ def decode_rows(
         average = total / some[:, None]
         if own_parts == 1:
             out_cell = out + token * out_stride + head[:, None] * out_head_stride + dim[None, :]
+            if SINKS:
+                average = average * _beside_sink(sinks, head, member < GROUP, peak + tl.log2(some))[:, None]
             tl.store(out_cell, average.to(out.dtype.element_ty), mask=held)
         else:
             cell = place.to(tl.int64) * (KV_HEADS * GROUP) + head
@@ -226,6 +238,7 @@ def decode_rows(
 def merge_parts(
     partial,
     lse,
+    sinks,
     query_start,
     context_lens,
     out,
@@ -244,6 +257,7 @@ def merge_parts(
     MIN_PART_KEYS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """The parts of one row and one kv head's query heads, averaged by their weights. Grid (kv heads, rows)."""
     kv_head = tl.program_id(0)
@@ -289,6 +303,8 @@ def merge_parts(
             total = total * fade + tl.sum(average * share[:, None], 0)
             peak = higher
         out_cell = out + token * out_stride + head * out_head_stride + dim
+        if SINKS:
+            total = total * _beside_sink(sinks, head + tl.arange(0, 1), True, peak + tl.log2(weight))
         tl.store(out_cell, (total / weight).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
@@ -300,6 +316,7 @@ def prefill_rows(
     context_lens,
     block_tables,
     out,
+    sinks,
     scale,
     window,
     query_stride,
@@ -318,6 +335,7 @@ def prefill_rows(
     TILE_TOKENS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """TILE_TOKENS tokens of one row over the row's whole past in the cache, for one kv head's query heads.
@@ -340,7 +358,7 @@ def prefill_rows(
     held = held[:, None] & (dim < HEAD_DIM)[None, :]
     token = (first_token + in_row).to(tl.int64)
     before = context - count + tile * TILE_TOKENS  # position of the tile's first token
-    total, _, weight = _over_keys(
+    total, peak, weight = _over_keys(
         tl.load(
             query + token[:, None] * query_stride + head[:, None] * query_head_stride + dim[None, :],
             mask=held,
@@ -364,7 +382,10 @@ def prefill_rows(
         WINDOWED,
         WIDE,
     )
-    average = total / tl.where(weight > 0, weight, 1.0)[:, None]
+    some = tl.where(weight > 0, weight, 1.0)
+    average = total / some[:, None]
+    if SINKS:
+        average = average * _beside_sink(sinks, head, tile_row < TILE_TOKENS * GROUP, peak + tl.log2(some))[:, None]
     out_cell = out + token[:, None] * out_stride + head[:, None] * out_head_stride + dim[None, :]
     tl.store(out_cell, average.to(out.dtype.element_ty), mask=held)
 

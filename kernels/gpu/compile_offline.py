@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from cohort.kernels.gpu.plan import decode_plan
-from cohort.kernels.gpu.variants import Served, compile_only, launches
+from cohort.kernels.gpu.variants import Served, ServedExperts, compile_only, launches
 
 _MULTIPROCESSORS = 132
 _SPILLED_LIMIT = 32
@@ -33,16 +33,23 @@ _MAX_ROWS = 256
 
 
 def _model(
-    query_heads: int, kv_heads: int, head_dim: int, hidden: int, inner: int, vocabulary: int, dtype: str
+    query_heads: int, kv_heads: int, head_dim: int, hidden: int, inner: int, vocabulary: int, dtype: str, **more: Any
 ) -> Served:
     kind: torch.dtype = getattr(torch, dtype)
-    return Served(query_heads, kv_heads, head_dim, hidden, inner, vocabulary, kind, rotary_half=head_dim // 2)
+    return Served(query_heads, kv_heads, head_dim, hidden, inner, vocabulary, kind, rotary_half=head_dim // 2, **more)
+
+
+_MIXTRAL = ServedExperts(count=8, per_token=2, inner=14336, shared_inner=0, rounded=False)
+_QWEN3 = ServedExperts(count=128, per_token=8, inner=768, shared_inner=0, rounded=True)
 
 
 MODELS = {
     "Llama-3-8B": _model(32, 8, 128, 4096, 14336, 128256, "bfloat16"),
     "Qwen2.5-14B": _model(40, 8, 128, 5120, 13824, 152064, "bfloat16"),
     "SmolLM2-135M": _model(9, 3, 64, 576, 1536, 49152, "float32"),
+    "Mixtral-8x7B": _model(32, 8, 128, 4096, 14336, 32000, "bfloat16", experts=_MIXTRAL),
+    "Qwen3-30B-A3B": _model(32, 4, 128, 2048, 6144, 151936, "bfloat16", experts=_QWEN3),
+    "gpt-oss-20b": _model(64, 8, 64, 2880, 2880, 201088, "bfloat16", windowed=frozenset({False, True}), sinks=True),
 }
 SHAPES = MODELS | {
     f"heads of {head_dim}, {dtype}": _model(16, 4, head_dim, 16 * head_dim, 4096, 32000, dtype)

@@ -47,6 +47,23 @@ def _silu_mul(gate_up, out, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl
 
 
 @triton.jit
+def _clamped_swiglu(gate_up, out, alpha, limit, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """Grid (tokens, tiles of the width). Roundings after every operation, as in transformers."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    there = column < WIDTH
+    kind = out.dtype.element_ty
+    gate = tl.load(gate_up + token * in_stride + column, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * in_stride + WIDTH + column, mask=there, other=0.0).to(tl.float32)
+    gate = tl.minimum(gate, limit)
+    up = tl.maximum(tl.minimum(up, limit), -limit)
+    steep = (gate * alpha).to(kind).to(tl.float32)
+    weight = (1.0 / (1.0 + tl.exp(-steep))).to(kind).to(tl.float32)
+    active = (gate * weight).to(kind).to(tl.float32)
+    tl.store(out + token * out_stride + column, (active * (up + 1.0).to(kind).to(tl.float32)).to(kind), mask=there)
+
+
+@triton.jit
 def _rotate_in_place(
     x,
     cos,
@@ -205,16 +222,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     """As `kernels.fused.silu_mul`."""
+    tokens, width, tile = _gated(gate_up, out)
+    if tokens:
+        _silu_mul[(tokens, -(-width // tile))](
+            gate_up, out, gate_up.stride(0), out.stride(0), WIDTH=width, TILE=tile, num_warps=4
+        )
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor) -> None:
+    """As `kernels.fused.clamped_swiglu`."""
+    tokens, width, tile = _gated(gate_up, out)
+    if tokens:
+        _clamped_swiglu[(tokens, -(-width // tile))](
+            gate_up, out, alpha, limit, gate_up.stride(0), out.stride(0), WIDTH=width, TILE=tile, num_warps=4
+        )
+
+
+def _gated(gate_up: Tensor, out: Tensor) -> tuple[int, int, int]:
+    """Tokens, width and tile of an activation."""
     _unit_stride(gate_up, out)
     tokens, width = out.shape
     if gate_up.shape != (tokens, 2 * width):
         raise ValueError(f"gate and up {list(gate_up.shape)} for {list(out.shape)}")
-    if tokens == 0:
-        return
-    tile = min(_SILU_TILE, power_of_two_from(width))
-    _silu_mul[(tokens, -(-width // tile))](
-        gate_up, out, gate_up.stride(0), out.stride(0), WIDTH=width, TILE=tile, num_warps=4
-    )
+    return tokens, width, min(_SILU_TILE, power_of_two_from(width))
 
 
 def rope_inplace(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:

@@ -70,6 +70,27 @@ def prefill_plan(*, group: int, head_dim: int, element_bytes: int) -> PrefillPla
     return PrefillPlan(tile_rows, tile_rows // group, tile_keys, warps=4 if wide else 8, stages=2 if wide else 3)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertPlan:
+    """One grouped product of a mixture: a program computes `tile_rows` rows of one expert, `tile_columns` outputs of
+    each, `tile_depth` inputs at a time."""
+
+    tile_rows: int
+    tile_columns: int
+    tile_depth: int
+    warps: int
+    stages: int
+
+
+def expert_plan(*, rows: int, experts: int, element_bytes: int) -> ExpertPlan:
+    """`rows` over all experts. Two plans a type, so that two variants serve all steps: experts with few rows each are
+    bound by reading weights, others by arithmetic."""
+    few = rows <= 16 * experts
+    if element_bytes > 2:  # products without matrix units
+        return ExpertPlan(16 if few else 32, 32, 32, warps=4, stages=2)
+    return ExpertPlan(16, 64, 128, warps=4, stages=3) if few else ExpertPlan(64, 64, 64, warps=4, stages=3)
+
+
 def padded_rows(rows: int, at_least: int = 0) -> int:
     """What kernels that keep something per row are compiled for. Below 16 it costs nothing, and saves variants."""
     return power_of_two_from(max(rows, at_least, _LEAST_ROWS))

@@ -24,7 +24,7 @@ from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
 from cohort.kernels.attention_meta import AttentionMeta
-from cohort.kernels.gpu import attention, elementwise, prefill, sampling, slots
+from cohort.kernels.gpu import attention, elementwise, experts, prefill, sampling, slots
 from cohort.kernels.gpu.plan import DecodePlan, padded_rows
 from cohort.kernels.sampling import EDIT_KINDS, SampledRows, SamplingTables
 
@@ -35,9 +35,22 @@ _WIDE_WINDOW = 1 << 20  # wide enough for rows to be read in parts, which are me
 
 
 @dataclass(frozen=True, slots=True)
+class ServedExperts:
+    """A mixture whose products are grouped on the device. `shared_inner`: of an expert that every token takes beside
+    them; 0 = there is none."""
+
+    count: int
+    per_token: int
+    inner: int
+    shared_inner: int
+    rounded: bool  # their weights are of the model's type, else float32
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
     """A model as the kernels see it. `rotary_half`: half of the elements of a head that are rotated, 0 for models that
-    leave all but attention to other kernels; `windowed`: whether layers have a sliding window, some or none."""
+    leave all but attention to other kernels; `windowed`: whether layers have a sliding window, some or none; `sinks`:
+    whether attention has sinks."""
 
     query_heads: int
     kv_heads: int
@@ -49,6 +62,8 @@ class Served:
     block_size: int = 16
     rotary_half: int = 0
     windowed: frozenset[bool] = frozenset({False})
+    sinks: bool = False
+    experts: ServedExperts | None = None
     layers: int = 2
 
 
@@ -68,6 +83,7 @@ def launches(
     """
     at_most = padded_rows(max_rows)
     step = _Tensors(served, device)
+    sinks = torch.zeros(served.query_heads, device=device) if served.sinks else None
     windows = [_WIDE_WINDOW if windowed else 0 for windowed in sorted(served.windowed)]
     for rows in row_classes(max_rows):
         for window in windows:
@@ -75,20 +91,22 @@ def launches(
                 meta = step.meta(rows, prefill_rows=0)
                 yield (
                     f"decode {name} {rows} rows, window {window}",
-                    lambda q=query, o=out, m=meta, w=window: attention.decode(q, step.kv, 1, m, 1.0, o, w, plan),  # type: ignore[misc]
+                    lambda q=query, o=out, m=meta, w=window: attention.decode(q, step.kv, 1, m, 1.0, o, w, plan, sinks),  # type: ignore[misc]
                 )
     for window in windows:
         for name, query, out in step.queries(at_most):
             meta = step.meta(at_most, prefill_rows=at_most)
             yield (
                 f"prefill {name}, window {window}",
-                lambda q=query, o=out, m=meta, w=window: attention.prefill(q, step.kv, 1, m, 1.0, o, w),  # type: ignore[misc]
+                lambda q=query, o=out, m=meta, w=window: attention.prefill(q, step.kv, 1, m, 1.0, o, w, sinks),  # type: ignore[misc]
             )
     staging = torch.empty(2, 64, served.kv_heads, served.head_dim, dtype=served.dtype, device=device)
     starts = torch.zeros(at_most + 1, dtype=torch.int32, device=device)
     staged = step.meta(at_most, prefill_rows=at_most)
     yield "stage", lambda: _ignore(prefill.stage(step.kv, 1, staged, staging, starts))
     yield from step.elementwise()
+    if served.experts is not None:
+        yield from _of_experts(served, served.experts, device)
     yield "sample", lambda: sampling.sample_rows(*_sampled(served, device))
 
 
@@ -149,6 +167,34 @@ class _Tensors:
             yield f"norm of {name}", lambda x=heads: elementwise.rms_norm(x, x[0, 0], 1e-5, x)  # type: ignore[misc]
         inner = self._empty(tokens, s.inner)
         yield "activate", lambda: elementwise.silu_mul(both, inner)
+
+
+def _of_experts(served: Served, mixture: ServedExperts, device: torch.device) -> Iterator[tuple[str, Launch]]:
+    """A mixture's kernels: for rows that are few for their experts, and for many."""
+    hidden, count = served.hidden, mixture.count
+    gate_up = torch.empty((count, 2 * mixture.inner, hidden), dtype=served.dtype, device="meta")
+    down = torch.empty((count, hidden, mixture.inner), dtype=served.dtype, device="meta")
+    starts = torch.zeros(count + 1, dtype=torch.int32, device=device)
+    for name, tokens in (("few", 1), ("many", 17 * count)):
+        x = torch.empty((tokens, hidden), dtype=served.dtype, device=device)
+        order = torch.zeros(tokens * mixture.per_token, dtype=torch.int64, device=device)
+        yield (
+            f"experts, {name} rows",
+            lambda x=x, o=order: _ignore(  # type: ignore[misc]
+                experts.grouped_products(x, o, starts, gate_up, down, per_token=mixture.per_token)
+            ),
+        )
+    weights = torch.empty(
+        (2, mixture.per_token), dtype=served.dtype if mixture.rounded else torch.float32, device=device
+    )
+    parts = torch.empty((2 * mixture.per_token, hidden), dtype=served.dtype, device=device)
+    total = torch.empty((2, hidden), dtype=served.dtype, device=device)
+    own = total if mixture.shared_inner else None
+    if mixture.shared_inner:
+        both = torch.empty((2, 2 * mixture.shared_inner), dtype=served.dtype, device=device)
+        inner = torch.empty((2, mixture.shared_inner), dtype=served.dtype, device=device)
+        yield "activate shared", lambda: elementwise.silu_mul(both, inner)
+    yield "weighted sum", lambda: experts.add_weighted(parts, weights, own, total)
 
 
 def _sampled(served: Served, device: torch.device) -> tuple[Tensor, SamplingTables, SampledRows]:

@@ -91,6 +91,7 @@ class Deployment:
     def make_worker(self, name: InstanceId, incarnation: int, now_s: float) -> SimWorker:
         config, geometry, number = self._config, self._geometry, next(self._numbers)
         num_blocks, host_blocks = self._blocks[number]
+        kv = compose.allocation(config, geometry, num_blocks, host_blocks)
         capacity = WorkerCapacity(
             self._roles[name],
             self._model.name,
@@ -105,6 +106,7 @@ class Deployment:
             config.engine.max_rows,
             config.engine.max_step_tokens,
             device=name,
+            window=kv.geometry.window,
         )
         settings = msgspec.structs.replace(
             WorkerSettings.of(config, ("link",)), learns=self._learns, lists_queue=self._lists_queue
@@ -112,7 +114,7 @@ class Deployment:
         machine = WorkerMachine(
             WorkerSetup(name, incarnation, "", MANAGER, capacity, settings),
             compose.iteration(config),
-            compose.allocation(config, geometry, num_blocks, host_blocks),
+            kv,
             Random(self._random.getrandbits(32)),
         )
         if self._profile is not None:

@@ -50,6 +50,7 @@ class _ModelFile(_File, frozen=True):
     max_positions: _Positive
     weight_bytes: _Positive
     kv_bytes: _Positive
+    window: int = 0
 
 
 class _StackFile(_File, frozen=True):

@@ -145,6 +145,8 @@ class Case:
     """SLO of the real-time requests, which say in turn what they prefer to a late answer; 0 = none."""
     choices: int = 1
     """Of every request."""
+    window: int = 0
+    """Of the model; 0: every position sees all before it."""
     stall_s: float = 20.0
     """The gateway's stall timeout."""
     limit_s: float = 400.0
@@ -171,6 +173,7 @@ class Case:
             loss_rate=self.loss,
             repeat_rate=self.repeat,
             stall_timeout_s=self.stall_s,
+            window=self.window,
             kind=kind,
             **more,
         )
@@ -227,6 +230,7 @@ def cases(
             loss=st.sampled_from([0.0, 0.0, 0.01]),
             repeat=st.sampled_from([0.0, 0.0, 0.1]),
             placement=st.sampled_from(["", *PLACEMENTS]) if moves else st.just(""),
+            window=st.sampled_from([0, 0, 1, 6, 13]),
             options=st.just({}) if options is None else options,
         )
     )

@@ -29,7 +29,7 @@ class Step:
     keys: list[Tensor]  # per row [context, kv_heads, head_dim]
     values: list[Tensor]
 
-    def expected(self, sliding_window: int = 0, softcap: float = 0.0) -> Tensor:
+    def expected(self, sliding_window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
         """Attention in float64 from the dense tensors: knows nothing of blocks, slots or directions."""
         group = self.query.shape[1] // self.kv.shape[3]
         starts = self.meta.query_start.tolist()
@@ -44,8 +44,10 @@ class Step:
                     seen_keys = key[first : position + 1, head // group].double()
                     seen_values = value[first : position + 1, head // group].double()
                     scores = seen_keys @ self.query[token, head].double() * self.scale
-                    weights = (softcap * (scores / softcap).tanh() if softcap else scores).softmax(0)
-                    out[token, head] = weights @ seen_values
+                    scores = softcap * (scores / softcap).tanh() if softcap else scores
+                    if sinks is not None:
+                        scores = torch.cat([scores, sinks[head : head + 1].double().cpu()])
+                    out[token, head] = scores.softmax(0)[: len(seen_values)] @ seen_values
         return out
 
 

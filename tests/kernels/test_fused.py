@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cohort.kernels.fused import rms_norm, rope_and_write_kv, rope_inplace, silu_mul
+from cohort.kernels.fused import clamped_swiglu, rms_norm, rope_and_write_kv, rope_inplace, silu_mul
 from cohort.kernels.paged_attention import write_kv
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -77,6 +77,19 @@ def test_silu_mul(implementation, assert_close, dtype, tokens, width):
     silu_mul(gate_up, out)
     gate, up = gate_up.double().chunk(2, dim=-1)
     assert_close(out, gate / (1 + torch.exp(-gate)) * up)
+
+
+@DTYPES
+@pytest.mark.parametrize(("tokens", "width"), [(1, 1536), (200, 48), (3, 21)])
+def test_clamped_swiglu(implementation, assert_close, dtype, tokens, width):
+    gate_up = (4 * torch.randn(tokens, 2 * width)).to(dtype)
+    out = torch.empty(tokens, width, dtype=dtype)
+    clamped_swiglu(gate_up, 1.702, 3.0, out)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=3.0), up.clamp(-3.0, 3.0)
+    assert (gate == 3.0).any()
+    assert (up == -3.0).any()
+    assert_close(out, (up + 1) * gate / (1 + torch.exp(-1.702 * gate)))
 
 
 @DTYPES

@@ -17,12 +17,15 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 MIXED_ROWS = [(40, 40), (70, 33), (19, 2), (1, 1), (16, 1), (133, 1)]  # whole prompt, chunks, decode
 
 
-def attend(step, *, sliding_window: int = 0, softcap: float = 0.0) -> Tensor:
+def attend(step, **options) -> Tensor:
     out = torch.full_like(step.query, float("nan"))
-    paged_attention(
-        step.query, step.kv, step.layer, step.meta, step.scale, out, sliding_window=sliding_window, softcap=softcap
-    )
+    paged_attention(step.query, step.kv, step.layer, step.meta, step.scale, out, **options)
     return out
+
+
+def sinks_of(step, spread: float = 4.0) -> Tensor:
+    """From far below the scores to far above: heads that hardly notice, and heads that give almost nothing."""
+    return torch.linspace(-spread, spread, step.query.shape[1])
 
 
 @DTYPES
@@ -70,6 +73,40 @@ def test_soft_capped_scores(implementation, make_step, assert_close, dtype, head
     )
     assert_close(found, expected)
     assert softcap == 50 or not torch.allclose(expected, step.expected(sliding_window), rtol=0.1, atol=0.1)
+
+
+@DTYPES
+@pytest.mark.parametrize("head_dim", [20, 64, 256])
+@pytest.mark.parametrize("sliding_window", [0, 25])
+def test_sinks_take_their_share(implementation, make_step, assert_close, dtype, head_dim, sliding_window):
+    step = make_step(MIXED_ROWS, head_dim=head_dim, dtype=dtype, directions="mixed")
+    sinks = sinks_of(step)
+    expected = step.expected(sliding_window, sinks=sinks)
+    assert_close(attend(step, sliding_window=sliding_window, sinks=sinks), expected)
+    assert not torch.allclose(expected, step.expected(sliding_window), rtol=0.1, atol=0.1)
+
+
+@DTYPES
+def test_sinks_far_from_the_scores_do_not_overflow(implementation, make_step, assert_close, dtype):
+    step = make_step([(80, 20), (80, 1)], dtype=dtype)
+    sinks = torch.tensor([-1e4, float("-inf"), 1e4, 300.0])
+    found = attend(step, sinks=sinks)
+    assert_close(found[:, :2], step.expected()[:, :2])
+    assert found[:, 2:].eq(0).all()
+
+
+@DTYPES
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_context_in_parts_counts_a_sink_once(implementation, make_step, assert_close, dtype, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        step = make_step([(1100, 20), (2000, 1)], kv_heads=1, group=3, head_dim=32, dtype=dtype, directions="mixed")
+        sinks = sinks_of(step) + 6  # about the sum of a thousand keys' weights
+        assert_close(attend(step, sinks=sinks), step.expected(sinks=sinks))
+        assert_close(attend(step, sliding_window=900, sinks=sinks), step.expected(900, sinks=sinks))
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("queries", [1, 20])
@@ -166,6 +203,27 @@ def test_any_shape(implementation, make_step, assert_close, data):
     )
     window = data.draw(st.sampled_from([0, 1, 5, 64]))
     assert_close(attend(step, sliding_window=window), step.expected(window))
+
+
+@DTYPES
+@pytest.mark.parametrize("group", [3, 20])
+@pytest.mark.parametrize("head_dim", [64, 80, 576])
+def test_latents_are_keys_and_values_at_once(implementation, make_step, assert_close, dtype, group, head_dim):
+    """A cache with one plane: as one with two whose values are its keys."""
+    step = make_step(MIXED_ROWS, kv_heads=1, group=group, head_dim=head_dim, dtype=dtype, directions="mixed")
+    step.values, step.kv = step.keys, step.kv[:, :, :1].contiguous()
+    assert_close(attend(step), step.expected())
+
+
+@DTYPES
+def test_a_latent_is_written_once(implementation, dtype):
+    latent = torch.randn(5, 2, 24).to(dtype)[:, :1]  # strided
+    kv = torch.randn(4, 3, 1, 1, 16, 24).to(dtype)
+    expected, slots = kv.clone(), torch.tensor([3, 40, 17, 0, 63])
+    for token, slot in enumerate(slots.tolist()):
+        expected[slot // 16, 1, 0, 0, slot % 16] = latent[token, 0]
+    write_kv(latent, latent, kv, 1, slots)
+    assert torch.equal(kv, expected)
 
 
 @DTYPES

@@ -26,7 +26,7 @@ from cohort.common.policies.alignedserve.quad_tree import PooledRequest, QuadTre
 from cohort.common.policies.alignedserve.running_batch import RunningBatch
 from cohort.common.policies.alignedserve.thresholds import Thresholds
 from cohort.common.policies.interface import Bind, ClusterView, InstanceView, LateBinding, ParkedKv, Prefetch
-from cohort.common.types import InstanceId, RequestId, Role
+from cohort.common.types import InstanceId, KvGeometry, RequestId, Role
 
 _LONGEST_PREFIX = 65_536
 """Tokens that the quad-tree covers; longer prefixes count as this long. Five levels over a leaf of 64."""
@@ -57,7 +57,7 @@ class AlignedBinding(LateBinding):
         """Of requests that were parked before: since when, and when they are due. Evictions do not start it anew."""
         self._fetched: dict[RequestId, tuple[InstanceId, int]] = {}
         """Prefetched: holder and blocks."""
-        self._block_size = 16
+        self._geometry = KvGeometry(1, 1, 1, 1, 16)
         """Of the cluster, as last seen."""
         self._next_batch = FIRST_BATCH
         self._made = self._joined = self._switches = self._starved = self._evictions = 0
@@ -83,7 +83,7 @@ class AlignedBinding(LateBinding):
         if batch is not None:
             batch.requests = deque(item for item in batch.requests if item.request_id != request_id)
             batch.candidate = deque(item for item in batch.candidate if item.request_id != request_id)
-            batch.has_left(request_id, self._block_size)
+            batch.has_left(request_id, self._geometry)
 
     def decide(self, now_s: float, cluster: ClusterView) -> list[Bind | Prefetch]:
         views = cluster.instances
@@ -92,7 +92,7 @@ class AlignedBinding(LateBinding):
             self._disband(instance)
         if not decodes:
             return []
-        self._block_size = decodes[0].capacity.block_size
+        self._geometry = decodes[0].capacity.geometry
         actions: list[Bind | Prefetch] = []
         for item in self._fresh:
             self._take_in(now_s, item, views, actions)
@@ -121,13 +121,13 @@ class AlignedBinding(LateBinding):
                 default_output=self._default_output,
             )
             self._waiting_since_s[request_id] = (since_s, due_s)
-        blocks = -(-item.positions // self._block_size)
+        blocks = self._geometry.blocks_held(item.positions)
         pooled = PooledRequest(request_id, item.positions, blocks, since_s, due_s, item.instance)
         decode = self._decode_of.pop(request_id, None)
         batch, view = self._batches.get(item.instance), views.get(item.instance)
         if batch is not None and (decode == item.instance or (view is not None and view.role is Role.DECODE)):
             # A decode worker has evicted it: to the buffer of the prefill worker with most room.
-            batch.has_left(request_id, self._block_size)
+            batch.has_left(request_id, self._geometry)
             prefills = [v for v in views.values() if v.role.prefills and v.instance != item.instance]
             target = max(prefills, key=lambda v: (v.free_blocks, v.instance), default=None)
             # Where half the cache stays free for prompts: caches that are full wait for each other's blocks.

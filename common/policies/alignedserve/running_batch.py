@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from cohort.common.policies.alignedserve.quad_tree import PooledRequest
 from cohort.common.policies.interface import InstanceView
-from cohort.common.types import RequestId, WorkerStats
+from cohort.common.types import KvGeometry, RequestId, WorkerStats
 
 
 @dataclass(slots=True)
@@ -64,13 +64,13 @@ class RunningBatch:
         if blocks is not None:
             self.arrived[request_id] = blocks
 
-    def has_left(self, request_id: RequestId, block_size: int) -> None:
+    def has_left(self, request_id: RequestId, geometry: KvGeometry) -> None:
         """Ended, lost or evicted."""
         self.members.pop(request_id, None)
         if self.moving.pop(request_id, None) is None and self.arrived.pop(request_id, None) is None:
             positions = self._contexts.pop(request_id, 0)
             if positions:
-                self.left_blocks += -(-positions // block_size)
+                self.left_blocks += geometry.blocks_held(positions)
                 self.left_rows += 1
 
     def rows(self, view: InstanceView) -> int:

@@ -2,6 +2,13 @@
 
 The worker's default `KvAllocator`. A sequence takes the blocks its known tokens need and grows block by block; full
 blocks enter the prefix cache as soon as they are computed. Host blocks hold swapped sequences.
+
+Where every layer of the model has a sliding window, blocks that lie wholly behind it are given back while the sequence
+runs; their places in its table then hold `NO_BLOCK`. Full blocks stay known to the prefix cache, as those of finished
+sequences do.
+
+    [ - | - | - | 7 | 9 | 4 ]        table; the first three were given back
+                  └─window─┘
 """
 
 from __future__ import annotations
@@ -13,17 +20,27 @@ from dataclasses import dataclass, field
 from cohort.common.errors import InvariantViolated
 from cohort.common.kv.block_pool import BlockHash, BlockPool, block_hashes, prefix_root
 from cohort.common.policies.interface import Row
-from cohort.common.policies.kv_interface import KvAllocator, KvCopy, NoSlotAhead
+from cohort.common.policies.kv_interface import NO_BLOCK, KvAllocator, KvCopy, NoSlotAhead
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry
 
 
 @dataclass(slots=True)
-class _Holding:
+class Holding:
     blocks: list[int]
     hashes: list[BlockHash] = field(default_factory=list)
     """Of the leading blocks that entered (or came from) the prefix cache."""
     host: list[int] = field(default_factory=list)
+    behind: int = 0
+    """Leading blocks that were given back, in `blocks` and in `host`."""
+
+    @property
+    def device_blocks(self) -> list[int]:
+        return self.blocks[self.behind :] if self.behind else self.blocks
+
+    @property
+    def in_host(self) -> list[int]:
+        return self.host[self.behind :] if self.behind else self.host
 
 
 class PagedAllocator(KvAllocator):
@@ -35,11 +52,12 @@ class PagedAllocator(KvAllocator):
         self._caching = prefix_caching
         self._pool = BlockPool(num_blocks, caching=prefix_caching)
         self._host = BlockPool(host_blocks, caching=False)
-        self._held: dict[Attempt, _Holding] = {}
+        self._held: dict[Attempt, Holding] = {}
         self._copies: list[KvCopy] = []
         self._prefix_queries = 0
         self._prefix_hits = 0
         self._failures = 0
+        self._given_back = 0
 
     # -- taking ------------------------------------------------------------------------------------------------
 
@@ -51,28 +69,39 @@ class PagedAllocator(KvAllocator):
         # At least one position must be computed, or there are no logits to sample from; all, if all are wanted.
         max_cached = 0 if sequence.scores_prompt else sequence.target - 1
         salt = sequence.request.prefix_salt
-        return self._take(sequence.key, sequence.tokens, self.positions_wanted(sequence), max_cached, salt)
+        return self._take(sequence.key, sequence.tokens, self.positions_wanted(sequence), max_cached, salt, 0)
 
     def reserve(self, key: Attempt, tokens: Seq[int], positions: int, *, salt: str = "") -> int | None:
-        return self._take(key, tokens, positions, min(positions, len(tokens)), salt)
+        behind = self.geometry.blocks_behind(positions)
+        return self._take(key, tokens, positions, min(positions, len(tokens)), salt, behind)
 
-    def _take(self, key: Attempt, tokens: Seq[int], positions: int, max_cached: int, salt: str) -> int | None:
+    def _take(
+        self, key: Attempt, tokens: Seq[int], positions: int, max_cached: int, salt: str, behind: int
+    ) -> int | None:
+        """`behind`: leading blocks that are not wanted, cached or not."""
         if key in self._held:
             raise InvariantViolated(f"{key} already holds blocks")
         size = self.geometry.block_size
         cacheable = tokens[: max_cached // size * size]
         hashes = block_hashes(cacheable, size, parent=prefix_root(salt)) if self._caching else []
-        shared = self._pool.lookup(hashes)
-        wanted = self.geometry.blocks_for(positions) - len(shared)
+        if behind or not self.geometry.window:
+            shared = self._pool.lookup(hashes[behind:])
+            cached = behind + len(shared)
+            found = cached * size if shared else 0
+        else:
+            cached, shared = self._pool.lookup_window(hashes, lambda full: self.geometry.blocks_behind(full * size))
+            behind, found = cached - len(shared), cached * size
+        wanted = self.geometry.blocks_for(positions) - cached
         # Shared blocks without an owner are among the available ones until they are taken.
         if wanted > self._pool.available - (len(shared) - self._pool.owned_among(shared)):
             self._failures += 1
             return None
         self._pool.reuse(shared)
         self._prefix_queries += max_cached
-        self._prefix_hits += len(shared) * size
-        self._held[key] = _Holding(shared + self._pool.allocate(wanted), hashes[: len(shared)])
-        return len(shared) * size
+        self._prefix_hits += found
+        table = [NO_BLOCK] * behind + shared + self._pool.allocate(wanted)
+        self._held[key] = Holding(table, hashes[:cached], behind=behind)
+        return found
 
     def extend(self, sequence: Sequence, positions: int) -> bool:
         holding = self._held[sequence.key]
@@ -100,11 +129,29 @@ class PagedAllocator(KvAllocator):
         return None
 
     def committed(self, sequence: Sequence) -> None:
-        if not self._caching:
+        if not self._caching and not self.geometry.window:
             return
         holding = self._held.get(sequence.key)
         if holding is None:
             return
+        if self._caching:
+            self._remember(sequence, holding)
+        if self.geometry.window:
+            behind = min(self.geometry.blocks_behind(sequence.computed), len(holding.blocks))
+            if behind > holding.behind:
+                self._give_back(sequence, holding, behind)
+
+    def _give_back(self, sequence: Sequence, holding: Holding, behind: int) -> None:
+        """Its first `behind` blocks, which no token to come sees. A transfer from here never reads them either: it
+        sends what the last position's window needs, and that position is not behind this one."""
+        first = holding.behind
+        self._pool.release(holding.blocks[first:behind])
+        holding.blocks[first:behind] = [NO_BLOCK] * (behind - first)
+        holding.behind = behind
+        self._given_back += behind - first
+
+    def _remember(self, sequence: Sequence, holding: Holding) -> None:
+        """Full blocks enter the prefix cache."""
         size = self.geometry.block_size
         known = len(holding.hashes)
         full = self.keepable(sequence, sequence.computed // size)
@@ -113,7 +160,8 @@ class PagedAllocator(KvAllocator):
         parent = holding.hashes[-1] if holding.hashes else prefix_root(sequence.request.prefix_salt)
         fresh = block_hashes(sequence.tokens[: full * size], size, known, parent)
         for offset, digest in enumerate(fresh):
-            self._pool.remember(holding.blocks[known + offset], digest)
+            if known + offset >= holding.behind:
+                self._pool.remember(holding.blocks[known + offset], digest)
         holding.hashes.extend(fresh)
 
     def keepable(self, sequence: Sequence, full: int) -> int:
@@ -126,31 +174,32 @@ class PagedAllocator(KvAllocator):
     def release(self, key: Attempt) -> None:
         holding = self._held.pop(key, None)
         if holding is not None:
-            self._pool.release(holding.blocks)
-            self._host.release(holding.host)
+            self._pool.release(holding.device_blocks)
+            self._host.release(holding.in_host)
 
     def swap_out(self, sequence: Sequence, *, beside: bool = False) -> bool:
         holding = self._held[sequence.key]
-        used = self.geometry.blocks_for(sequence.computed)
-        if used > self._host.available:
+        behind, end = holding.behind, self.geometry.blocks_for(sequence.computed)
+        used = holding.blocks[behind:end]
+        if len(used) > self._host.available:
             return False
-        host = self._host.allocate(used)
-        self._copies.append(KvCopy("out", "block", tuple(holding.blocks[:used]), tuple(host), beside))
-        self._pool.release(holding.blocks)
+        host = self._host.allocate(len(used))
+        self._copies.append(KvCopy("out", "block", tuple(used), tuple(host), beside))
+        self._pool.release(holding.device_blocks)
         holding.blocks = []
         holding.hashes = []
-        holding.host = host
+        holding.host = [NO_BLOCK] * behind + host
         return True
 
     def swap_in(self, sequence: Sequence, *, beside: bool = False) -> bool:
         holding = self._held[sequence.key]
-        wanted = self.geometry.blocks_for(self.positions_wanted(sequence))
+        wanted = self.geometry.blocks_for(self.positions_wanted(sequence)) - holding.behind
         if wanted > self._pool.available:
             return False
-        blocks = self._pool.allocate(wanted)
-        self._copies.append(KvCopy("in", "block", tuple(blocks[: len(holding.host)]), tuple(holding.host), beside))
-        holding.blocks = blocks
-        self._host.release(holding.host)
+        blocks, host = self._pool.allocate(wanted), holding.in_host
+        self._copies.append(KvCopy("in", "block", tuple(blocks[: len(host)]), tuple(host), beside))
+        holding.blocks = [NO_BLOCK] * holding.behind + blocks
+        self._host.release(host)
         holding.host = []
         return True
 
@@ -192,7 +241,11 @@ class PagedAllocator(KvAllocator):
         return self._host.available
 
     def owners(self) -> Mapping[Attempt, int]:
-        return {key: len(holding.blocks) + len(holding.host) for key, holding in self._held.items()}
+        return {key: len(holding.device_blocks) + len(holding.in_host) for key, holding in self._held.items()}
+
+    def held(self, key: Attempt) -> int:
+        holding = self._held.get(key)
+        return 0 if holding is None else len(holding.device_blocks) + len(holding.in_host)
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -200,8 +253,14 @@ class PagedAllocator(KvAllocator):
             "prefix_hits_total": float(self._prefix_hits),
             "allocation_failures_total": float(self._failures),
             "cache_evictions_total": float(self._pool.evictions),
+            "window_blocks_total": float(self._given_back),
         }
 
     def check(self) -> None:
-        self._pool.check([holding.blocks for holding in self._held.values()])
-        self._host.check([holding.host for holding in self._held.values()])
+        for key, holding in self._held.items():
+            for table in (holding.blocks, holding.host):
+                given_back = [index for index, block in enumerate(table) if block == NO_BLOCK]
+                if given_back != list(range(min(holding.behind, len(table)))):
+                    raise InvariantViolated(f"{key} has given back blocks {given_back} and counts {holding.behind}")
+        self._pool.check([holding.device_blocks for holding in self._held.values()])
+        self._host.check([holding.in_host for holding in self._held.values()])

@@ -15,6 +15,8 @@ R13 and R14 are the engine's: docs/papers.md.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cohort.common.config import Config
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
@@ -36,4 +38,5 @@ def build_iteration(config: Config) -> SlackPacking:
 
 
 def build_allocation(config: Config, geometry: KvGeometry, num_blocks: int, host_blocks: int) -> BidirectionalAllocator:
-    return BidirectionalAllocator(geometry, num_blocks, host_blocks)
+    """Keeps what lies behind a window: its sequences share blocks from both ends."""
+    return BidirectionalAllocator(replace(geometry, window=0), num_blocks, host_blocks)

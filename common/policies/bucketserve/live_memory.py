@@ -108,7 +108,13 @@ def _growth_blocks(view: InstanceView) -> int:
     handed over before its response grows says that nothing is left to decode, whatever the worker's role."""
     stats = view.stats
     final = _peak_tokens([(work.prefill_left + work.context, work.decode_left) for work in stats.queue])
-    growth = view.capacity.geometry.blocks_for(max(0, final - sum(work.context for work in stats.queue)))
+    geometry = view.capacity.geometry
+    tokens = max(0, final - sum(work.context for work in stats.queue))
+    if geometry.window:  # rows beyond it grow no more
+        tokens = min(
+            tokens, sum(geometry.growth(work.context, work.prefill_left, work.decode_left) for work in stats.queue)
+        )
+    growth = geometry.blocks_for(tokens)
     present = stats.running + stats.waiting + stats.awaiting_kv + stats.parked
     listed = len(stats.queue)
     return -(-growth * present // listed) if 0 < listed < present else growth

@@ -6,6 +6,8 @@ decides which requests.
 
 from __future__ import annotations
 
+import math
+
 from cohort.common.types import KvGeometry
 
 
@@ -45,4 +47,5 @@ def expected_safe_batch(mean_total_length: float, memory_bytes: int, geometry: K
 
     At least 1: a bucket set that may hold nothing cannot be adjusted.
     """
-    return max(1, int(memory_bytes / (geometry.token_bytes * max(1.0, mean_total_length))))
+    held = min(mean_total_length, geometry.most_held(math.ceil(mean_total_length)))
+    return max(1, int(memory_bytes / (geometry.token_bytes * max(1.0, held))))

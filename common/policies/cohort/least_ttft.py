@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import ceil, inf
 from typing import assert_never
 
 from cohort.common.config import CohortConfig
@@ -39,7 +39,7 @@ from cohort.common.policies.interface import (
 )
 from cohort.common.policies.prediction_error import PredictionError
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
-from cohort.common.types import InstanceId, Request, RequestId, Segment
+from cohort.common.types import InstanceId, KvGeometry, Request, RequestId, Segment
 
 _USEFUL = 64
 """Prompt tokens: where not even so many can be computed beside the decode rows in time, prompts get nowhere."""
@@ -92,6 +92,11 @@ class _Wanted:
     """Decode rows, and what they attend to, on a device if all were spread evenly."""
     ranks: dict[float, RankKey] = field(default_factory=dict)
     """Its place among a worker's prompts, by what a token takes there."""
+
+    def growth(self, geometry: KvGeometry, cached: int) -> float:
+        """Positions that it needs on a worker that has `cached` of them."""
+        own = self.known.tokens - cached
+        return geometry.growth(cached, own, ceil(self.output)) if geometry.window else own + self.output
 
 
 class LeastTtft(Placement):
@@ -298,7 +303,8 @@ class LeastTtft(Placement):
         if busy:  # the iteration in flight
             ttft_s += 0.5 * min(pace.aim_s, view.stats.step_s or pace.aim_s)
         needed, variance, free = work.memory
-        growth, total = own + wanted.output, float(view.capacity.num_blocks * view.capacity.block_size)
+        growth = wanted.growth(view.capacity.geometry, cached)
+        total = float(view.capacity.num_blocks * view.capacity.block_size)
         price_s = memory_price_s(needed + growth, variance + wanted.variance, free, total)
         if needed + growth > free:
             alike = known.best_effort or not options.ablation.yielding

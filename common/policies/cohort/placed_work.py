@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 from cohort.common.config import CohortConfig
@@ -123,9 +123,10 @@ class PlacedWork:
         reported: list[_Prompt] = []
         effort = set[RequestId]()
         self._block_waits.clear()
+        growth = view.capacity.geometry.growth
         for work in stats.queue:
             left, computed, decode = work.prefill_left, work.context, work.decode_left
-            needed += left + decode
+            needed += growth(computed, left, decode)
             request = known.get(work.request_id)
             if request is None:
                 tpot_s = 0.0
@@ -150,7 +151,7 @@ class PlacedWork:
                 if computed == 0:
                     computed = min(request.cached, left - 1)
                     left -= computed
-            reported.append(_Prompt(rank, left, left * (computed + 0.5 * left), left + decode))
+            reported.append(_Prompt(rank, left, left * (computed + 0.5 * left), growth(computed, left, decode)))
         reported.sort()
         self._reported, self._effort = reported, effort
         self._reported_tokens = sum(prompt.tokens for prompt in reported)
@@ -177,10 +178,16 @@ class PlacedWork:
             left if prompt else 0,
             left * (request.cached + 0.5 * left) if prompt else 0.0,
             request.tokens if decode else 0,
-            left + (output if decode else 0.0),
+            self._growth(request, left, output if decode else 0.0),
             request,
         )
         self._changed()
+
+    def _growth(self, request: Known, left: int, output: float) -> float:
+        """Positions that a newcomer will need."""
+        if self._view is None or not self._view.capacity.window:
+            return left + output
+        return self._view.capacity.geometry.growth(request.cached, left, ceil(output))
 
     def forget(self, request_id: RequestId) -> None:
         if self._coming.pop(request_id, None) is not None:
@@ -344,14 +351,15 @@ class PlacedWork:
 
     def _block_wait(self, best_effort: bool) -> BlockWait:
         assert self._view is not None
-        rows, held = [], 0
+        rows, held, geometry = [], 0, self._view.capacity.geometry
         for work in self._view.stats.queue:
             if not best_effort and work.request_id in self._effort:
                 continue
+            context = geometry.most_held(work.context)
             if work.prefill_left:
-                held += work.context
+                held += context
             else:
-                rows.append((work.decode_left, work.context))
+                rows.append((geometry.growth(work.context, 0, work.decode_left), context))
         return BlockWait(rows, held, self._view.capacity.num_blocks * self._view.capacity.block_size)
 
     def _sum_up(self) -> None:

@@ -45,9 +45,14 @@ def fits(kv: KvAllocator, running: Collection[Sequence], newcomer: Sequence, *, 
     `freed_blocks`: of sequences that give theirs up for it."""
     if not running or not leaves_next_blocks(kv, running, newcomer, freed_blocks=freed_blocks):
         return not running
+    geometry = kv.geometry
     holders = [holding(s) for s in (*running, newcomer)]
+    if geometry.window:
+        holders = [(geometry.most_held(held), geometry.growth(held, 0, coming)) for held, coming in holders]
     # In positions; the rest of every last block is included.
-    begun = sum(kv.geometry.blocks_for(s.computed if s.uncomputed == 1 else s.target) for s in running)
+    begun = sum(
+        geometry.blocks_held(s.computed) if s.uncomputed == 1 else geometry.blocks_for(s.target) for s in running
+    )
     held = sum(held for held, _ in holders)
-    left = (kv.free_blocks + kv.cached_blocks + freed_blocks + begun) * kv.geometry.block_size - held
+    left = (kv.free_blocks + kv.cached_blocks + freed_blocks + begun) * geometry.block_size - held
     return sum(coming for _, coming in holders) <= left or peak_growth(holders) <= left

@@ -59,14 +59,16 @@ class ByForecast(TimeSynced):
     def _forecast(self, kv: KvAllocator) -> Forecast:
         """Running decodes, to their groups' ends; prompts that are being computed, with their decodes; all other blocks
         that are taken (decodes that wait, KV transfers) stay so."""
-        found = Forecast(kv.total_blocks, kv.geometry.block_size)
+        geometry = kv.geometry
+        most = geometry.blocks_for(geometry.window) + 2 if geometry.window else 0
+        found = Forecast(kv.total_blocks, geometry.block_size, most)
         others = kv.total_blocks - kv.free_blocks - kv.cached_blocks
         for sequence in self._batch.sequences:
             found.add(sequence.computed, self._batch.left(sequence))
-            others -= len(kv.blocks(sequence.key))
+            others -= kv.held(sequence.key)
         for sequence, goal in self._prefilling.items():
             found.add(goal, self._decode_length(sequence))
-            others -= len(kv.blocks(sequence.key))
+            others -= kv.held(sequence.key)
         found.hold(max(0, others))
         return found
 
@@ -102,7 +104,7 @@ class ByForecast(TimeSynced):
         for _, length, sequence in self._grouped(waiting):
             if self._places() < 1:
                 return
-            held = len(kv.blocks(sequence.key)) if sequence.phase is Phase.RUNNING else 0
+            held = kv.held(sequence.key) if sequence.phase is Phase.RUNNING else 0
             forecast.hold(-held)
             if forecast.fits(sequence.computed, length, spare) and self._run(sequence, length, kv, plan):
                 forecast.add(sequence.computed, length)

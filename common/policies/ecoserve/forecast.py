@@ -20,9 +20,11 @@ from bisect import insort
 class Forecast:
     """Over a cache of `blocks`."""
 
-    def __init__(self, blocks: int, block_size: int) -> None:
+    def __init__(self, blocks: int, block_size: int, most_blocks: int = 0) -> None:
+        """`most_blocks`: of one sequence, where a window bounds them; 0 = nothing does."""
         self._headroom = blocks
         self._size = block_size
+        self._most = most_blocks
         self._members: list[tuple[int, int]] = []
         """(− iterations until the predicted end, positions computed): those that last longest first."""
 
@@ -48,6 +50,11 @@ class Forecast:
         """
         positions = 0
         for alive, (negative, computed) in enumerate(self._members, 1):
+            if self._most:
+                held = (-(-(other - negative) // self._size) for _, other in self._members[:alive])
+                if sum(min(self._most, blocks) for blocks in held) > headroom:
+                    return False
+                continue
             positions += computed
             least = -(-(positions - alive * negative) // self._size)
             if least > headroom:

@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from cohort.common.errors import InvariantViolated
-from cohort.common.policies.baselines.paged_allocation import PagedAllocator
+from cohort.common.policies.baselines.paged_allocation import Holding, PagedAllocator
 from cohort.common.policies.interface import Row
 from cohort.common.policies.kv_interface import BlockSharing, NoSlotAhead
 from cohort.common.sequence import Sequence
@@ -114,16 +114,20 @@ class NestedAllocator(PagedAllocator, BlockSharing):
             return full
         holding = self._held[sequence.key]
         for index in range(len(holding.hashes), full):
-            if holding.blocks[index] in self._claims:
+            if index >= holding.behind and holding.blocks[index] in self._claims:
                 return index
         return full
+
+    def _give_back(self, sequence: Sequence, holding: Holding, behind: int) -> None:
+        self._remove_claims(sequence.key, holding.blocks[holding.behind : behind])
+        super()._give_back(sequence, holding, behind)
 
     def release(self, key: Attempt) -> None:
         self._withdraw(key)
         super().release(key)
 
     def swap_out(self, sequence: Sequence, *, beside: bool = False) -> bool:
-        blocks = list(self._held[sequence.key].blocks)
+        blocks = list(self._held[sequence.key].device_blocks)
         swapped = super().swap_out(sequence, beside=beside)
         if swapped:
             self._remove_claims(sequence.key, blocks)
@@ -132,7 +136,7 @@ class NestedAllocator(PagedAllocator, BlockSharing):
     def _withdraw(self, key: Attempt) -> None:
         holding = self._held.get(key)
         if holding is not None:
-            self._remove_claims(key, holding.blocks)
+            self._remove_claims(key, holding.device_blocks)
 
     def _remove_claims(self, key: Attempt, blocks: list[int]) -> None:
         if not self._claims:
@@ -165,7 +169,7 @@ class NestedAllocator(PagedAllocator, BlockSharing):
                     )
         owners: dict[int, int] = {}
         for holding in self._held.values():
-            hashed = len(holding.hashes)
+            hashed = max(len(holding.hashes), holding.behind)
             for block in holding.blocks[hashed:]:
                 owners[block] = owners.get(block, 0) + 1
         for block, count in owners.items():

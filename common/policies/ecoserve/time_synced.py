@@ -440,7 +440,7 @@ class TimeSynced(IterationScheduler):
         blocks = kv.free_blocks + kv.cached_blocks
         waiting = [s for s in self._decodes.values() if s.phase is Phase.RUNNING]
         if waiting:
-            held = sum(len(kv.blocks(s.key)) for s in (*waiting, *self._prefilling))
+            held = sum(kv.held(s.key) for s in (*waiting, *self._prefilling))
             limit = max(self._reserve(kv), math.floor(self.options.waiting_share * kv.total_blocks))
             blocks = min(blocks, limit - held)
         headroom = blocks * kv.geometry.block_size

@@ -12,6 +12,9 @@ import torch
 import transformers
 from torch import Tensor
 
+from cohort.common.engine import lean_llama
+from cohort.common.engine.device_experts import DeviceExperts
+from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.experts import DenseMlp, ExpertBuffers, Experts, Router, SharedExpert
 from cohort.common.engine.linear import GatedLinear, Linear, linear_form
 from cohort.common.engine.model_config import ExpertsGeometry, read_geometry
@@ -29,6 +32,7 @@ from tests.common.engine.driver import (
     random_prompts,
     reference_generate,
     run_chunked,
+    run_together,
 )
 
 HIDDEN, INNER, SHARED, COUNT, PER_TOKEN = 48, 40, 24, 7, 3
@@ -230,12 +234,31 @@ def test_random_weights(model_folder: Callable[[str], Path], tmp_path: Path) -> 
     assert bool(torch.isfinite(logits).all())
 
 
-def test_elsewhere_than_on_a_processor_it_runs_through_transformers(model_folder: Callable[[str], Path]) -> None:
-    runner = make_runner(model_folder("qwen3-moe"))
-    assert runner.geometry.family == "moe"
-    assert runner._family() == "moe"
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-sparse"])
+def test_as_on_a_gpu(name: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All experts in two tensors, which the reference multiplies here; the steps that a GPU records are repeated."""
+    monkeypatch.setattr(lean_llama, "groups_on_host", lambda device: False)
+    folder = model_folder(name)
+    runner = make_runner(folder, device_steps=True, share=DeviceShare(graphs=1 << 40))
+    layers = [layer.mlp for layer in runner._model._layers if not isinstance(layer.mlp, DenseMlp)]
+    assert layers
+    assert all(isinstance(mlp, DeviceExperts) for mlp in layers)
+    expected = reference_generate(folder, random_prompts((5, 33, 9)), 10)
+    for schedule in (run_together, run_chunked(7)):
+        assert check_schedule(runner, expected, schedule, shuffle=4, reverse=True) <= 1
+    runner = make_runner(folder)
     runner.device = torch.device("cuda", 0)
-    assert runner._family() == "generic"
+    assert runner._family() == "moe"
+
+
+def test_experts_in_one_tensor_are_read_for_a_gpu(
+    model_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lean_llama, "groups_on_host", lambda device: False)
+    folder = model_folder("mixtral")
+    _reference(folder).save_pretrained(tmp_path, save_original_format=False)
+    (prompt,) = random_prompts([19])
+    assert torch.equal(_logits(make_runner(tmp_path), prompt), _logits(make_runner(folder), prompt))
 
 
 def _geometry(tmp_path: Path, config: dict[str, Any]) -> ExpertsGeometry | None:

@@ -17,7 +17,9 @@ from torch import Tensor
 from cohort.common.engine import model_runner
 from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.generic import GenericModel
+from cohort.common.engine.lean_deepseek import LeanDeepseek
 from cohort.common.engine.lean_gemma import LeanGemma
+from cohort.common.engine.lean_gpt_oss import LeanGptOss
 from cohort.common.engine.lean_llama import LeanLlama
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner, served_on
@@ -45,6 +47,12 @@ LEAN_FORMS = {
     "gemma3": LeanGemma,
     "gemma3-linear": LeanGemma,
     "gemma3-images": LeanGemma,
+    "gpt-oss": LeanGptOss,
+    "gpt-oss-plain": LeanGptOss,
+    "deepseek2": LeanDeepseek,
+    "deepseek2-groups": LeanDeepseek,
+    "deepseek3": LeanDeepseek,
+    "deepseek3-apart": LeanDeepseek,
 }
 FAMILIES = pytest.mark.parametrize("name", LEAN_FORMS)
 LENGTHS = (40, 3, 17, 26)  # beyond every window, within it, and between
@@ -125,7 +133,7 @@ def test_recorded_steps_of_a_family(name: str, model_folder: Callable[[str], Pat
         assert check_schedule(runner, expected, schedule, shuffle=4, reverse=True) <= 1
 
 
-@pytest.mark.parametrize("name", ["phi3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", ["phi3", "gemma2", "gemma3", "gpt-oss", "deepseek2", "deepseek3"])
 def test_bfloat16_follows_transformers(name: str, model_folder: Callable[[str], Path]) -> None:
     """As near to transformers' float32 as transformers itself is in bfloat16, within half as much again."""
     folder = model_folder(name)

@@ -30,6 +30,8 @@ from tests.common.engine.kernel_variants import MAX_ROWS
         ("phi3-longrope", "bfloat16"),
         ("gemma3", "bfloat16"),
         ("opt", "float32"),
+        ("mixtral", "bfloat16"),
+        ("qwen2-moe", "float32"),
     ],
 )
 def test_warming_up_covers_a_mixed_workload(name: str, dtype: str, model_folder: Callable[[str], Path]) -> None:
@@ -53,6 +55,10 @@ def test_warming_up_covers_a_mixed_workload(name: str, dtype: str, model_folder:
     assert named["prefill_rows"] == kinds
     assert named["sample_rows"] == named["stage_rows"] == 1
     assert named["_copy_tokens"] == 2
+    mixture = name in ("mixtral", "qwen2-moe")
+    assert named["gated_expert_rows"] == named["expert_rows"] == 2 * mixture  # few rows for their experts, and many
+    assert named["add_weighted_rows"] == mixture
+    assert (launched.get("gated_expert_rows", 0) > 100 * layers) == mixture
 
 
 def test_compilations_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 Each worker's cache is a list of slots. Computing position p writes a digest of tokens[:p+1] into its slot and first
 checks that all earlier slots of the row hold exactly the digests they should: stale, foreign, lost or half-transferred
-KV fails at once. The next token is a digest too, so a request's output is known beforehand whatever happens on the way.
+KV fails at once; where the model has a window, only the slots that its position sees are checked. The next token is a
+digest too, so a request's output is known beforehand whatever happens on the way.
 
 Steps are planned ahead, if wanted: some time into a step the engine asks for the next one, and begins it when the step
 has ended, with the tokens that it sampled itself, whatever the machine has been told by then.
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from cohort.common.machines.effects import StartStep
 from cohort.common.machines.events import PlanAhead, Sampled, StepEnded
 from cohort.common.policies.interface import IterationPlan
-from cohort.common.policies.kv_interface import KvCopy
+from cohort.common.policies.kv_interface import NO_BLOCK, KvCopy
 from cohort.common.policies.padding import row_padding
 from cohort.common.types import Attempt
 from cohort.common.virtual_cluster.kv_flights import Flight
@@ -62,6 +63,7 @@ class Memory:
     def move(self, copy: KvCopy) -> None:
         size = BLOCK if copy.unit == "block" else 1
         for device, host in zip(copy.device, copy.host, strict=True):
+            assert min(device, host) >= 0
             d, h = slice(device * size, device * size + size), slice(host * size, host * size + size)
             if copy.direction == "out":
                 self.host[h] = self.device[d]
@@ -145,6 +147,7 @@ class DigestEngine:
         source_memory, target_memory = self.memory(sender), self.memory(receiver)
         source_slots = source_memory.host if flight.from_host else source_memory.device
         for source, target in zip(flight.sent, flight.posted, strict=True):
+            assert min(source.source, target.target) >= 0
             length = source.num_blocks * BLOCK
             start, end = source.source * BLOCK, target.target * BLOCK
             target_memory.device[end : end + length] = source_slots[start : start + length]
@@ -182,10 +185,12 @@ class DigestEngine:
             if row.start == len(tokens):  # planned ahead, and the host does not know the token, or will not
                 tokens = [*tokens, before[row.sequence.key]]
             directions = kv.directions(row.sequence.key)
-            for position in range(row.start + row.count):
+            window = kv.geometry.window
+            for position in range(max(0, row.start + 1 - window) if window else 0, row.start + row.count):
                 offset = position % BLOCK
                 if directions is not None and directions[position // BLOCK]:
                     offset = BLOCK - 1 - offset
+                assert blocks[position // BLOCK] != NO_BLOCK, f"{row.sequence.key} has no block at position {position}"
                 slot = blocks[position // BLOCK] * BLOCK + offset
                 value = digest(tokens[: position + 1])
                 if position < row.start:

@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
 from cohort.common.policies.interface import Placement
 from cohort.common.types import Role
+from cohort.common.virtual_cluster.kv_flights import Flight
 from tests.common.machines import clusters
 from tests.common.machines.clusters import PD, PD_TWICE, UNIFIED, Asked, finish, strike, tokens, total
 from tests.common.machines.faults import Fault, any_faults
 from tests.common.machines.world import SplitAnywhere, World
 from tests.examples import of_worlds
+
+Landing = Callable[[float, Flight], float]
 
 
 def requests(random: Random, shared: int = 0) -> Iterator[Asked]:
@@ -84,6 +87,57 @@ def test_segments_may_meet_anywhere_even_when_the_cache_is_tight(seed: int, pree
     assert world.attempts_lost == 0
     assert total(world, "preemptions") > 0
     assert total(world, "transfers_in") > 20
+
+
+@pytest.mark.parametrize("window", [1, 6, 13])
+@pytest.mark.parametrize(("roles", "placement"), [(UNIFIED, Colocated), (PD, Disaggregated)])
+def test_blocks_behind_a_window_are_given_back(
+    window: int, roles: dict[str, Role], placement: type[Colocated] | type[Disaggregated]
+) -> None:
+    """Every slot that a position sees is checked; the prefix cache finds blocks that running sequences gave back."""
+    world = World(1, roles, placement, window=window)
+    offer(world, 60, shared=25)
+    finish(world)
+    metrics = [node.machine.kv.metrics() for node in world.workers.values()]
+    assert all(each["window_blocks_total"] > 10 for each in metrics)
+    assert sum(each["prefix_hits_total"] for each in metrics) > 0
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("window", [1, 6, 13])
+def test_windows_under_splits_preemption_and_failed_runs(window: int, preemption: str) -> None:
+    world = World(
+        window,
+        PD_TWICE,
+        lambda: SplitAnywhere(window),
+        blocks=24,
+        preemption=preemption,
+        host_blocks=60,
+        run_failure_rate=0.1,
+        window=window,
+    )
+    offer(world, 90, shared=18)
+    finish(world)
+    assert total(world, "preemptions") > 0 or window < 13  # then the cache is no longer tight
+    assert total(world, "transfers_in") > 20
+    assert sum(node.machine.kv.metrics()["window_blocks_total"] for node in world.workers.values()) > 100
+
+
+def test_a_window_moves_fewer_blocks() -> None:
+    """What lies behind it is neither granted nor sent; the outputs are the same."""
+    sent = {0: 0, 6: 0}
+    for window in sent:
+        world = World(1, PD, Disaggregated, window=window, caching=False)
+        landing_s = world.network.landing_s
+
+        def counted(now_s: float, flight: Flight, window: int = window, landing_s: Landing = landing_s) -> float:
+            sent[window] += sum(run.num_blocks for run in flight.sent)
+            return landing_s(now_s, flight)
+
+        world.network.landing_s = counted  # type: ignore[method-assign]
+        offer(world, 40)
+        finish(world)
+    assert 0 < sent[6] < 0.7 * sent[0]
 
 
 def test_a_request_that_fits_nowhere_is_refused() -> None:

@@ -198,6 +198,7 @@ class World:
         scheduler: Callable[[], IterationScheduler] | None = None,
         allocator: Callable[[KvGeometry, int, int], KvAllocator] | None = None,
         plan_ahead: bool = True,
+        window: int = 0,
     ) -> None:
         self.random = Random(seed)
         self.roles = roles
@@ -212,6 +213,7 @@ class World:
             lambda geometry, device, host: PagedAllocator(geometry, device, host, prefix_caching=caching)
         )
         self._blocks = (blocks, host_blocks)
+        self._window = window
         weather = Weather(message_delay_s, loss_rate, repeat_rate, run_failure_rate)
         self.network = FaultyNetwork(Random(self.random.getrandbits(32)), weather)
         self.cluster = VirtualCluster(self, roles, self.network, CADENCE, around=self._checked)
@@ -300,15 +302,14 @@ class World:
 
     def make_worker(self, name: str, incarnation: int, now_s: float) -> WorkerNode:
         blocks, host_blocks = self._blocks
-        geometry = KvGeometry(1, 1, 1, 1, BLOCK)
-        capacity = WorkerCapacity(self.roles[name], "m", 10_000, 1, 1, 1, 1, BLOCK, blocks, host_blocks, 8, 32)
+        kv = self._allocator(KvGeometry(1, 1, 1, 1, BLOCK, self._window), blocks, host_blocks)
+        capacity = WorkerCapacity(
+            self.roles[name], "m", 10_000, 1, 1, 1, 1, BLOCK, blocks, host_blocks, 8, 32, window=kv.geometry.window
+        )
         settings = WorkerSettings(("ucx", "zmq"), 5.0, 5.0, 2.0, 8.0, 2.0)
         seed = self.random.getrandbits(32)
         machine = WorkerMachine(
-            WorkerSetup(name, incarnation, name, MANAGER, capacity, settings),
-            self._scheduler(),
-            self._allocator(geometry, blocks, host_blocks),
-            Random(seed),
+            WorkerSetup(name, incarnation, name, MANAGER, capacity, settings), self._scheduler(), kv, Random(seed)
         )
         node = WorkerNode(name, machine)
         self._worker_made(node, seed)

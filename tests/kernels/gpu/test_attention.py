@@ -19,12 +19,14 @@ RAGGED = [(70, 1), (1, 1), (0, 1), (16, 1), (150, 1)]  # one token, none at all,
 MIXED = [(20, 20), (45, 13), (19, 2), (1, 1), (0, 1), (16, 1), (140, 1)]  # a prompt, chunks after a prefix, decode rows
 
 
-def attend(step, *, sliding_window: int = 0) -> Tensor:
+def attend(step, **options) -> Tensor:
     out = torch.full_like(step.query, float("nan"))
-    attention.paged_attention(
-        step.query, step.kv, step.layer, step.meta, step.scale, out, sliding_window=sliding_window
-    )
+    attention.paged_attention(step.query, step.kv, step.layer, step.meta, step.scale, out, **options)
     return out.cpu()
+
+
+def sinks_of(step) -> Tensor:
+    return torch.linspace(-3.0, 6.0, step.query.shape[1], device=step.query.device)
 
 
 def plan_of(items: int, programs: int = 3) -> DecodePlan:
@@ -32,9 +34,9 @@ def plan_of(items: int, programs: int = 3) -> DecodePlan:
     return DecodePlan(programs, items, min_part_keys=16, tile_keys=16, warps=1, stages=2)
 
 
-def decode(step, plan: DecodePlan, *, sliding_window: int = 0) -> Tensor:
+def decode(step, plan: DecodePlan, *, sliding_window: int = 0, sinks: Tensor | None = None) -> Tensor:
     out = torch.full_like(step.query, float("nan"))
-    attention.decode(step.query, step.kv, step.layer, step.meta, step.scale, out, sliding_window, plan)
+    attention.decode(step.query, step.kv, step.layer, step.meta, step.scale, out, sliding_window, plan, sinks)
     return out.cpu()
 
 
@@ -99,6 +101,39 @@ def test_however_contexts_fall_into_parts(make_gpu_step, assert_close, items, sl
 def test_however_many_programs_share_the_items(make_gpu_step, assert_close, programs):
     step = make_gpu_step(RAGGED, head_dim=32, directions="mixed")
     assert_close(decode(step, plan_of(40, programs)), step.expected())
+
+
+@DTYPES
+@pytest.mark.parametrize("sliding_window", [0, 25])
+def test_sinks_take_their_share(make_gpu_step, assert_close, dtype, sliding_window):
+    step = make_gpu_step(MIXED, dtype=dtype, directions="mixed")
+    sinks = sinks_of(step)
+    expected = step.expected(sliding_window, sinks=sinks)
+    assert_close(attend(step, sliding_window=sliding_window, sinks=sinks), expected)
+    assert not torch.allclose(expected, step.expected(sliding_window), rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize("items", [1, 6, 1000])
+@pytest.mark.parametrize("group", [1, 3])
+def test_a_context_in_parts_counts_a_sink_once(make_gpu_step, assert_close, items, group):
+    step = make_gpu_step([(length, 1) for length in (1, 17, 64, 90)], group=group, head_dim=32, directions="mixed")
+    sinks = sinks_of(step)
+    assert_close(decode(step, plan_of(items), sinks=sinks), step.expected(sinks=sinks))
+
+
+def test_sinks_far_from_the_scores_do_not_overflow(make_gpu_step, assert_close):
+    step = make_gpu_step([(40, 20), (0, 1), (80, 1)])
+    sinks = torch.tensor([-1e4, float("-inf"), 1e4, 300.0], device=step.query.device)
+    for found in (attend(step, sinks=sinks), attend(step, sinks=sinks, sliding_window=9)):
+        assert found[:, 2:].eq(0).all()
+        assert found[20].eq(0).all()
+    assert_close(attend(step, sinks=sinks)[:, :2], step.expected()[:, :2])
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(8)[::2]])
+def test_sinks_that_do_not_fit(make_gpu_step, wrong):
+    with pytest.raises(ValueError, match="sinks"):
+        attend(make_gpu_step([(40, 1)]), sinks=wrong)
 
 
 def test_a_part_counts_by_its_weight(make_gpu_step, assert_close):

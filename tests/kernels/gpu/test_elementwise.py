@@ -50,6 +50,16 @@ def test_silu_mul(device, assert_close, dtype, width):
     assert_close(out.cpu(), expected.cpu())
 
 
+@DTYPES
+@pytest.mark.parametrize("width", [37, 1500])
+def test_clamped_swiglu(device, assert_close, dtype, width):
+    gate_up = (3 * torch.randn(3, 2 * width)).to(device, dtype)
+    out, expected = torch.empty(2, 3, width, device=device, dtype=dtype)
+    elementwise.clamped_swiglu(gate_up, 1.702, 2.5, out)
+    reference.clamped_swiglu(gate_up, 1.702, 2.5, expected)
+    assert_close(out.cpu(), expected.cpu())
+
+
 def test_silu_mul_at_the_extremes(device):
     gate = torch.tensor([[-1e30, -200.0, -0.0, 200.0, 1e30, float("inf"), float("nan")]], device=device)
     out = torch.empty(1, 7, device=device)

@@ -60,7 +60,7 @@ def model_products(geometry: ModelGeometry) -> Products | None:
     """The products of a lean model; None for one that runs through transformers, whose products are not listed, and for
     a mixture of experts, whose products depend on where tokens are routed."""
     g = geometry
-    if g.family in ("generic", "moe"):
+    if g.family in ("generic", "moe", "gpt_oss", "deepseek"):
         return None
     query, kv = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim
     attention = (Product(query + 2 * kv, g.hidden_size), Product(g.hidden_size, query, "added"))

@@ -1,0 +1,53 @@
+"""A mixture of experts on a GPU (Mixtral, Qwen2-MoE, Qwen3-MoE): routed, sorted and multiplied on the device.
+
+Called by the lean Llama model once per layer and step. Beside `experts` for what differs there: all experts' weights
+stand in two tensors, the host never learns how many rows an expert has, and so a recorded step serves any routing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cohort.common.engine.experts import Router, SharedExpert, read_device_weights, read_router, read_shared
+from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry
+from cohort.common.engine.weights import Weights
+from cohort.kernels.experts import add_weighted, expert_outputs
+from cohort.kernels.panels import Arena
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceExperts:
+    """x ↦ Σ weight · expert(x) over a token's experts, and the shared expert's part where there is one."""
+
+    router: Router
+    gate_up: Tensor  # [experts, 2 · inner, hidden]
+    down: Tensor  # [experts, hidden, inner]
+    shared: SharedExpert | None
+
+    def add_into(self, x: Tensor, activated: Tensor, residual: Tensor) -> None:
+        """residual [T, hidden] += the mixture of x [T, hidden]; `activated` is not used."""
+        chosen, weights = self.router.route(x)
+        parts = expert_outputs(x, chosen, self.gate_up, self.down)
+        add_weighted(parts, weights, None if self.shared is None else self.shared(x), residual)
+
+
+def read_device_experts(
+    files: Weights,
+    prefix: str,
+    geometry: ModelGeometry,
+    mixture: ExpertsGeometry,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DeviceExperts:
+    """A layer's mixture from its tensors, each read straight into its place."""
+    arena = Arena()  # of products that are packed: none is, on a GPU
+    gate_up, down = read_device_weights(files, prefix, geometry, mixture, dtype, device)
+    return DeviceExperts(
+        read_router(files, prefix, geometry, mixture, dtype, arena, device),
+        gate_up,
+        down,
+        read_shared(files, prefix, geometry, mixture, dtype, arena, device),
+    )

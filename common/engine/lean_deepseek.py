@@ -1,0 +1,291 @@
+"""DeepSeek-V2 and V3 as one function per step: attention over latents, dense layers, then mixtures of experts.
+
+Called by the model runner. The cache has one vector of a token and layer, for all heads and for keys and values alike
+(multi-head latent attention, DeepSeek-V2 §2.1). It is attended to as it lies: the matrix that would make a head's keys
+of latents is multiplied into the query before, the one that would make values into what comes out (the absorbed form,
+§2.1.2 and appendix C), so no key or value of a head is ever made. Rotated pairs that stand side by side in the files
+are moved half a head apart at load, in queries and keys alike, which leaves every product as it was. Order of roundings
+is transformers' but for that form. Knows nothing of requests: it sees tokens, positions and slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cohort.common.engine.experts import (
+    DenseMlp,
+    ExpertBuffers,
+    Experts,
+    GroupedRouter,
+    PlainSharedExpert,
+    expert_tensors,
+    read_expert_mlps,
+    read_mlp,
+    router_weight,
+)
+from cohort.common.engine.linear import Embedding, Linear
+from cohort.common.engine.model_config import ExpertsGeometry, LatentGeometry, ModelGeometry
+from cohort.common.engine.rope import rope_tables
+from cohort.common.engine.step_inputs import StepInputs
+from cohort.common.engine.weights import WeightKind, Weights, open_weights
+from cohort.common.errors import ModelError
+from cohort.kernels.fused import rms_norm, rope_inplace
+from cohort.kernels.paged_attention import paged_attention, write_kv
+from cohort.kernels.panels import Arena
+
+_CPU = torch.device("cpu")
+_LATENT_EPS = 1e-6  # of the norms inside attention, whatever the configuration says of the others
+
+
+@dataclass(slots=True)
+class _Query:
+    """From a layer's input to all heads' queries, perhaps by way of fewer numbers."""
+
+    first: Linear | None
+    norm: Tensor | None
+    heads: Linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, heads · (plain + rotated)] for x [T, hidden]."""
+        if self.first is not None and self.norm is not None:
+            x = self.first(x)
+            rms_norm(x, self.norm, _LATENT_EPS, x)
+        return self.heads(x)
+
+
+@dataclass(slots=True)
+class _Layer:
+    attention_norm: Tensor
+    query: _Query
+    latent: Linear
+    latent_norm: Tensor
+    into_latent: list[Linear]  # of each head: a plain query to what meets latents
+    out_of_latent: list[Linear]  # of each head: averaged latents to its values
+    attention_out: Linear
+    mlp_norm: Tensor
+    mlp: DenseMlp | Experts
+
+
+class LeanDeepseek:
+    """The weights of one model and its forward, on a processor."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        geometry: ModelGeometry,
+        *,
+        dtype: torch.dtype,
+        max_step_tokens: int,
+        weights: WeightKind = "files",
+    ) -> None:
+        """Raises `ModelError` where the files do not hold what the configuration says."""
+        if geometry.latent is None:
+            raise ModelError(f"{geometry.model_type}: its configuration names no latents")
+        self._geometry, self._latent, self._dtype = geometry, geometry.latent, dtype
+        self._cos, self._sin = rope_tables(geometry, _CPU)
+        with open_weights(model_dir, weights) as files:
+            prefix = files.prefix(("model.", ""), "embed_tokens.weight")
+            files.require(_tensor_names(files, geometry, prefix))
+            arena = Arena()
+            shape = (geometry.vocab_size, geometry.hidden_size)
+            table = files.read(prefix + "embed_tokens.weight", shape, dtype, _CPU)
+            tied = geometry.tie_embeddings or "lm_head.weight" not in files
+            head = table if tied else files.read("lm_head.weight", shape, dtype, _CPU)
+            self._lm_head = Linear(head, arena=arena)
+            self._embedding = Embedding(table, self._lm_head if tied else None)
+            del table, head
+            reader = _Reader(files, geometry, geometry.latent, dtype, arena, max_step_tokens)
+            self._layers = [reader.layer(f"{prefix}layers.{i}.", i) for i in range(geometry.num_layers)]
+            self._final_norm = files.read(prefix + "norm.weight", (geometry.hidden_size,), dtype, _CPU)
+
+    sampled_states: Tensor | None = None
+
+    def forward(self, step: StepInputs, kv: Tensor) -> Tensor:
+        """See `step_inputs.Model`; `kv` is [blocks, layers, 1, 1, block size, latent]."""
+        g, tokens = self._geometry, len(step.token_ids)
+        residual = torch.empty((tokens, g.hidden_size), dtype=self._dtype)
+        self._embedding.into(step.token_ids, residual)
+        normed = torch.empty_like(residual)
+        activated = residual.new_empty((tokens, g.intermediate_size))
+        query = residual.new_empty((tokens, g.num_heads, self._latent.width))
+        found = torch.empty_like(query)
+        attended = residual.new_empty((tokens, g.num_heads * self._latent.value))
+        for index, layer in enumerate(self._layers):
+            rms_norm(residual, layer.attention_norm, g.norm_eps, normed)
+            self._project(layer, index, normed, query, step, kv)
+            paged_attention(query, kv, index, step.meta, g.attention_scale, found)
+            for head, linear in enumerate(layer.out_of_latent):
+                begin = head * self._latent.value
+                linear.into(found[:, head, : self._latent.rank], attended[:, begin : begin + self._latent.value])
+            layer.attention_out.add_into(attended, residual)
+            rms_norm(residual, layer.mlp_norm, g.norm_eps, normed)
+            layer.mlp.add_into(normed, activated, residual)
+        last = residual[step.sample_index]
+        rms_norm(last, self._final_norm, g.norm_eps, last)
+        self.sampled_states = last
+        logits = torch.empty((len(last), g.vocab_size), dtype=torch.float32)
+        self._lm_head.into(last, logits)
+        return logits
+
+    def _project(self, layer: _Layer, index: int, x: Tensor, query: Tensor, step: StepInputs, kv: Tensor) -> None:
+        """Queries of x [T, hidden] as they meet latents into `query`; its latents into their slots."""
+        sizes, tokens = self._latent, len(x)
+        own = layer.query(x).view(tokens, self._geometry.num_heads, sizes.plain + sizes.rotated)
+        for head, linear in enumerate(layer.into_latent):
+            linear.into(own[:, head, : sizes.plain], query[:, head, : sizes.rank])
+        query[:, :, sizes.rank :] = own[:, :, sizes.plain :]
+        latent = layer.latent(x)
+        rms_norm(latent[:, : sizes.rank], layer.latent_norm, _LATENT_EPS, latent[:, : sizes.rank])
+        latent = latent.view(tokens, 1, sizes.width)
+        rope_inplace(query[:, :, sizes.rank :], latent[:, :, sizes.rank :], self._cos, self._sin, step.positions)
+        write_kv(latent, latent, kv, index, step.slot_mapping)
+
+
+def _query_modules(latent: LatentGeometry) -> list[str]:
+    return ["self_attn.q_a_proj", "self_attn.q_b_proj"] if latent.query_rank else ["self_attn.q_proj"]
+
+
+def _biased(geometry: ModelGeometry, latent: LatentGeometry) -> list[str]:
+    """Modules with a bias, where attention has any."""
+    if not geometry.qkv_bias:
+        return []
+    first = ["self_attn.q_a_proj"] if latent.query_rank else []
+    return [*first, "self_attn.kv_a_proj_with_mqa", "self_attn.o_proj"]
+
+
+def _tensor_names(files: Weights, geometry: ModelGeometry, prefix: str) -> list[str]:
+    """Every tensor the configuration implies (lm_head apart: absent means tied)."""
+    latent, mixture = geometry.latent, geometry.experts
+    assert latent is not None
+    modules = ["input_layernorm", "post_attention_layernorm", *_query_modules(latent), "self_attn.kv_a_proj_with_mqa"]
+    modules += ["self_attn.kv_a_layernorm", "self_attn.kv_b_proj", "self_attn.o_proj"]
+    modules += ["self_attn.q_a_layernorm"] if latent.query_rank else []
+    per_layer = [f"{module}.weight" for module in modules]
+    per_layer += [f"{module}.bias" for module in _biased(geometry, latent)]
+    names = [f"{prefix}embed_tokens.weight", f"{prefix}norm.weight"]
+    for index in range(geometry.num_layers):
+        layer = f"{prefix}layers.{index}."
+        mlp = [f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
+        if mixture is not None and mixture.layers[index]:
+            shared = [name.replace("mlp.", "mlp.shared_experts.") for name in mlp] if mixture.shared_inner_size else []
+            mlp = [*expert_tensors(files, layer, geometry, mixture), *shared]
+            if mixture.routing is not None and mixture.routing.scoring == "sigmoid":
+                mlp.append("mlp.gate.e_score_correction_bias")
+        names += [layer + name for name in (*per_layer, *mlp)]
+    return names
+
+
+@dataclass(slots=True)
+class _Reader:
+    files: Weights
+    geometry: ModelGeometry
+    latent: LatentGeometry
+    dtype: torch.dtype
+    arena: Arena
+    max_step_tokens: int
+    buffers: ExpertBuffers | None = None
+
+    def layer(self, prefix: str, index: int) -> _Layer:
+        g, sizes = self.geometry, self.latent
+        into_latent, out_of_latent = self._heads(prefix)
+        return _Layer(
+            attention_norm=self._vector(f"{prefix}input_layernorm", g.hidden_size),
+            query=self._query(prefix),
+            latent=self._linear(
+                f"{prefix}self_attn.kv_a_proj_with_mqa", sizes.width, g.hidden_size, _Rotated(1, sizes.rank)
+            ),
+            latent_norm=self._vector(f"{prefix}self_attn.kv_a_layernorm", sizes.rank),
+            into_latent=into_latent,
+            out_of_latent=out_of_latent,
+            attention_out=self._linear(f"{prefix}self_attn.o_proj", g.hidden_size, g.num_heads * sizes.value),
+            mlp_norm=self._vector(f"{prefix}post_attention_layernorm", g.hidden_size),
+            mlp=self._mlp(prefix, index),
+        )
+
+    def _vector(self, module: str, width: int) -> Tensor:
+        return self.files.read(f"{module}.weight", (width,), self.dtype, _CPU)
+
+    def _query(self, prefix: str) -> _Query:
+        g, sizes = self.geometry, self.latent
+        rows, rotated = g.num_heads * (sizes.plain + sizes.rotated), _Rotated(g.num_heads, sizes.plain)
+        if not sizes.query_rank:
+            return _Query(None, None, self._linear(f"{prefix}self_attn.q_proj", rows, g.hidden_size, rotated))
+        return _Query(
+            self._linear(f"{prefix}self_attn.q_a_proj", sizes.query_rank, g.hidden_size),
+            self._vector(f"{prefix}self_attn.q_a_layernorm", sizes.query_rank),
+            self._linear(f"{prefix}self_attn.q_b_proj", rows, sizes.query_rank, rotated),
+        )
+
+    def _heads(self, prefix: str) -> tuple[list[Linear], list[Linear]]:
+        """Of each head: the transposed matrix that would make its keys, and the one that makes its values."""
+        g, sizes = self.geometry, self.latent
+        each = sizes.plain + sizes.value
+        shape = (g.num_heads * each, sizes.rank)
+        weight = self.files.read(f"{prefix}self_attn.kv_b_proj.weight", shape, self.dtype, _CPU)
+        heads = weight.view(g.num_heads, each, sizes.rank)
+        return (
+            [Linear(head[: sizes.plain].t().contiguous(), arena=self.arena) for head in heads],
+            [Linear(head[sizes.plain :], arena=self.arena) for head in heads],
+        )
+
+    def _linear(self, module: str, outputs: int, inputs: int, rotated: _Rotated | None = None) -> Linear:
+        weight = self.files.read(f"{module}.weight", (outputs, inputs), self.dtype, _CPU)
+        biased = any(module.endswith(name) for name in _biased(self.geometry, self.latent))
+        bias = self.files.read(f"{module}.bias", (outputs,), self.dtype, _CPU) if biased else None
+        if rotated is not None and self.latent.interleaved:
+            weight = rotated.apart(weight, self.latent.rotated)
+            bias = None if bias is None else rotated.apart(bias, self.latent.rotated)
+        return Linear(weight, bias, arena=self.arena)
+
+    def _mlp(self, prefix: str, index: int) -> DenseMlp | Experts:
+        g, mixture = self.geometry, self.geometry.experts
+        if mixture is None or mixture.routing is None or not mixture.layers[index]:
+            return read_mlp(self.files, f"{prefix}mlp", g.hidden_size, g.intermediate_size, self.dtype, self.arena)
+        if self.buffers is None:
+            rows = self.max_step_tokens * mixture.per_token
+            self.buffers = ExpertBuffers(rows, g.hidden_size, mixture.inner_size, self.dtype)
+        shared = None
+        if inner := mixture.shared_inner_size:
+            name = f"{prefix}mlp.shared_experts"
+            shared = PlainSharedExpert(read_mlp(self.files, name, g.hidden_size, inner, self.dtype, self.arena))
+        experts = read_expert_mlps(self.files, prefix, g, mixture, self.dtype, self.arena)
+        return Experts(self._router(prefix, mixture), experts, shared, self.buffers)
+
+    def _router(self, prefix: str, mixture: ExpertsGeometry) -> GroupedRouter:
+        routing = mixture.routing
+        assert routing is not None
+        correction = None
+        if routing.scoring == "sigmoid":
+            name = f"{prefix}mlp.gate.e_score_correction_bias"
+            correction = self.files.read(name, (mixture.count,), torch.float32, _CPU)
+        weight = router_weight(self.files, prefix, self.geometry, mixture, self.dtype)
+        return GroupedRouter(
+            Linear(weight.float(), arena=self.arena),
+            correction,
+            mixture.per_token,
+            routing.groups,
+            routing.chosen,
+            mixture.normalised,
+            routing.scale,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rotated:
+    """Where the rotated rows of a projection lie: in each of `heads` equal parts behind the first `before`."""
+
+    heads: int
+    before: int
+
+    def apart(self, rows: Tensor, width: int) -> Tensor:
+        """The same rows, but of each rotated pair the first ones first: as `rope_inplace` takes them."""
+        parts = rows.view(self.heads, -1, *rows.shape[1:]).clone()
+        pairs = parts[:, self.before :]
+        if pairs.shape[1] != width:
+            raise ModelError(f"{pairs.shape[1]} rotated rows, {width} expected")
+        parts[:, self.before :] = torch.cat((pairs[:, ::2], pairs[:, 1::2]), dim=1)
+        return parts.view(rows.shape)

@@ -1,0 +1,240 @@
+"""gpt-oss as one function per step: a mixture of experts whose attention has sinks.
+
+Called by the model runner. Every head of every layer has a learned score, its sink, that takes part of the weight and
+gives no value; every second layer has a sliding window; all projections have biases; experts are gated by a clamped
+SwiGLU. Published checkpoints hold the experts in MXFP4: they are dequantised as they are read, so in memory a weight
+has 16 bits (32 in float32). The mathematics and the order of roundings are transformers'. Knows nothing of requests: it
+sees tokens, positions and slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cohort.common.engine.experts import ChosenRouter, DenseMlp, ExpertBuffers, Experts
+from cohort.common.engine.linear import Embedding, Linear
+from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry
+from cohort.common.engine.mxfp4 import GROUP, dequantized
+from cohort.common.engine.rope import rope_tables
+from cohort.common.engine.step_inputs import StepInputs
+from cohort.common.engine.weights import WeightKind, Weights, open_weights
+from cohort.common.engine.wide_norm import WideNorm
+from cohort.common.errors import ModelError
+from cohort.kernels.fused import clamped_swiglu, rope_and_write_kv
+from cohort.kernels.paged_attention import paged_attention
+from cohort.kernels.panels import Arena
+
+_QKV = [f"self_attn.{part}_proj" for part in "qkv"]
+_OUT = "self_attn.o_proj"
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_EXPERTS = "mlp.experts."
+_PARTS = ("gate_up_proj", "down_proj")
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedGatedLinear:
+    """x ↦ (up(x) + 1) · gate(x) · sigmoid(alpha · gate(x)), both clamped."""
+
+    both: Linear
+    alpha: float
+    limit: float
+
+    @property
+    def panel_data(self) -> Tensor | None:
+        """None: the compiled layers of a Llama do not activate so."""
+        return None
+
+    def into(self, x: Tensor, out: Tensor) -> None:
+        """out [T, inner] for x [T, hidden]."""
+        clamped_swiglu(self.both(x), self.alpha, self.limit, out)
+
+
+@dataclass(slots=True)
+class _Layer:
+    attention_norm: WideNorm
+    qkv: Linear
+    sinks: Tensor
+    attention_out: Linear
+    mlp_norm: WideNorm
+    experts: Experts
+    sliding_window: int
+
+
+class LeanGptOss:
+    """The weights of one model and its forward."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        geometry: ModelGeometry,
+        *,
+        dtype: torch.dtype,
+        max_step_tokens: int,
+        weights: WeightKind = "files",
+    ) -> None:
+        """On a processor. Raises `ModelError` where the files do not hold what the configuration says."""
+        self._geometry, self._dtype = geometry, dtype
+        self._scale = geometry.head_dim**-0.5
+        self._cos, self._sin = rope_tables(geometry, _CPU)
+        with open_weights(model_dir, weights) as files:
+            prefix = files.prefix(("model.", ""), "embed_tokens.weight")
+            files.require(_tensor_names(files, geometry, prefix))
+            arena = Arena()
+            shape = (geometry.vocab_size, geometry.hidden_size)
+            table = files.read(prefix + "embed_tokens.weight", shape, dtype, _CPU)
+            tied = geometry.tie_embeddings or "lm_head.weight" not in files
+            head = table if tied else files.read("lm_head.weight", shape, dtype, _CPU)
+            self._lm_head = Linear(head, arena=arena)
+            self._embedding = Embedding(table, self._lm_head if tied else None)
+            del table, head
+            reader = _Reader(files, geometry, dtype, arena, max_step_tokens)
+            self._layers = [
+                reader.layer(f"{prefix}layers.{index}.", window)
+                for index, window in enumerate(geometry.sliding_windows)
+            ]
+            self._final_norm = reader.norm(prefix + "norm")
+
+    sampled_states: Tensor | None = None
+
+    def forward(self, step: StepInputs, kv: Tensor) -> Tensor:
+        """See `step_inputs.Model`."""
+        g, tokens = self._geometry, len(step.token_ids)
+        query_size, key_end = g.num_heads * g.head_dim, (g.num_heads + g.num_kv_heads) * g.head_dim
+        residual = torch.empty((tokens, g.hidden_size), dtype=self._dtype, device=step.token_ids.device)
+        self._embedding.into(step.token_ids, residual)
+        normed = torch.empty_like(residual)
+        qkv = residual.new_empty((tokens, key_end + g.num_kv_heads * g.head_dim))
+        query = qkv[:, :query_size].view(tokens, -1, g.head_dim)
+        key = qkv[:, query_size:key_end].view(tokens, -1, g.head_dim)
+        value = qkv[:, key_end:].view(tokens, -1, g.head_dim)
+        attended = residual.new_empty((tokens, query_size))
+        for index, layer in enumerate(self._layers):
+            layer.attention_norm.into(residual, normed)
+            layer.qkv.into(normed, qkv)
+            rope_and_write_kv(query, key, value, self._cos, self._sin, step.positions, kv, index, step.slot_mapping)
+            paged_attention(
+                query,
+                kv,
+                index,
+                step.meta,
+                self._scale,
+                attended.view(tokens, -1, g.head_dim),
+                sliding_window=layer.sliding_window,
+                sinks=layer.sinks,
+            )
+            layer.attention_out.add_into(attended, residual)
+            layer.mlp_norm.into(residual, normed)
+            layer.experts.add_into(normed, normed, residual)
+        last = residual[step.sample_index]
+        self._final_norm.into(last, last)
+        self.sampled_states = last
+        logits = torch.empty((len(last), g.vocab_size), dtype=torch.float32, device=last.device)
+        self._lm_head.into(last, logits)
+        return logits
+
+
+def _tensor_names(files: Weights, geometry: ModelGeometry, prefix: str) -> list[str]:
+    """Every tensor the configuration implies (lm_head apart: absent means tied)."""
+    modules = [*_QKV, _OUT] if geometry.qkv_bias else []
+    per_layer = [f"{module}.weight" for module in (*_NORMS, *_QKV, _OUT, "mlp.router")]
+    per_layer += [f"{module}.bias" for module in (*modules, "mlp.router")]
+    per_layer += ["self_attn.sinks", *(f"{_EXPERTS}{part}_bias" for part in _PARTS)]
+    names = [f"{prefix}embed_tokens.weight", f"{prefix}norm.weight"]
+    for index in range(geometry.num_layers):
+        layer = f"{prefix}layers.{index}."
+        names += [layer + name for name in per_layer]
+        for part in _PARTS:
+            whole = f"{layer}{_EXPERTS}{part}"
+            names += [whole] if whole in files else [f"{whole}_blocks", f"{whole}_scales"]
+    return names
+
+
+class _Reader:
+    """Reads layers; holds what all of them share."""
+
+    def __init__(
+        self, files: Weights, geometry: ModelGeometry, dtype: torch.dtype, arena: Arena, max_step_tokens: int
+    ) -> None:
+        if geometry.experts is None:
+            raise ModelError(f"{geometry.model_type}: its configuration names no experts")
+        self._files, self._geometry, self._dtype, self._arena = files, geometry, dtype, arena
+        self._mixture: ExpertsGeometry = geometry.experts
+        rows = max_step_tokens * self._mixture.per_token
+        self._buffers = ExpertBuffers(rows, geometry.hidden_size, self._mixture.inner_size, dtype)
+
+    def layer(self, prefix: str, sliding_window: int) -> _Layer:
+        g = self._geometry
+        query_size, kv_size = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim
+        qkv = [prefix + name for name in _QKV]
+        return _Layer(
+            attention_norm=self.norm(prefix + _NORMS[0]),
+            qkv=self._linear(qkv, [query_size, kv_size, kv_size], g.hidden_size, g.qkv_bias),
+            sinks=self._files.read(f"{prefix}self_attn.sinks", (g.num_heads,), torch.float32, _CPU),
+            attention_out=self._linear([prefix + _OUT], [g.hidden_size], query_size, g.qkv_bias),
+            mlp_norm=self.norm(prefix + _NORMS[1]),
+            experts=self._experts(prefix),
+            sliding_window=sliding_window,
+        )
+
+    def norm(self, module: str) -> WideNorm:
+        g = self._geometry
+        norm = WideNorm(self._files.read(f"{module}.weight", (g.hidden_size,), self._dtype, _CPU), g.norm_eps)
+        norm.prepare()
+        return norm
+
+    def _linear(self, modules: list[str], rows: list[int], width: int, bias: bool) -> Linear:
+        weight = self._files.read_rows([f"{name}.weight" for name in modules], rows, (width,), self._dtype, _CPU)
+        biases = [f"{name}.bias" for name in modules]
+        return Linear(
+            weight, self._files.read_rows(biases, rows, (), self._dtype, _CPU) if bias else None, arena=self._arena
+        )
+
+    def _experts(self, prefix: str) -> Experts:
+        g, mixture = self._geometry, self._mixture
+        inner, count = mixture.inner_size, mixture.count
+        into = _ExpertWeights(
+            self._files, f"{prefix}{_EXPERTS}{_PARTS[0]}", count, 2 * inner, g.hidden_size, self._dtype
+        )
+        out = _ExpertWeights(self._files, f"{prefix}{_EXPERTS}{_PARTS[1]}", count, g.hidden_size, inner, self._dtype)
+        experts = []
+        for expert in range(count):
+            # In the files a gate and its up stand side by side; products have all gates before all ups.
+            weight, bias = into.of(expert)
+            both = Linear(_gates_first(weight), _gates_first(bias), arena=self._arena)
+            gated = ClampedGatedLinear(both, mixture.swiglu_alpha, mixture.swiglu_limit)
+            experts.append(DenseMlp(gated, Linear(*out.of(expert), arena=self._arena)))
+        scores = self._linear([f"{prefix}mlp.router"], [count], g.hidden_size, True)
+        return Experts(ChosenRouter(scores, mixture.per_token), experts, None, self._buffers)
+
+
+class _ExpertWeights:
+    """One projection of all experts of a layer, as the files have it: whole numbers [experts, inputs, outputs], or
+    MXFP4 blocks and scales [experts, outputs, inputs / 32]."""
+
+    def __init__(self, files: Weights, name: str, count: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._bias = files.read(f"{name}_bias", (count, outputs), dtype, _CPU)
+        self._whole = self._blocks = self._scales = None
+        if name in files:
+            self._whole = files.read(name, (count, inputs, outputs), dtype, _CPU)
+        else:
+            groups = inputs // GROUP
+            self._blocks = files.read(f"{name}_blocks", (count, outputs, groups, GROUP // 2), torch.uint8, _CPU)
+            self._scales = files.read(f"{name}_scales", (count, outputs, groups), torch.uint8, _CPU)
+
+    def of(self, expert: int) -> tuple[Tensor, Tensor]:
+        """Weight [outputs, inputs] and bias [outputs] of one expert."""
+        if self._blocks is not None and self._scales is not None:
+            return dequantized(self._blocks[expert], self._scales[expert], self._dtype), self._bias[expert]
+        assert self._whole is not None
+        return self._whole[expert].t(), self._bias[expert]
+
+
+def _gates_first(both: Tensor) -> Tensor:
+    """[2 · inner, …] with gate and up in turn as all gates, then all ups."""
+    return torch.cat([both[::2], both[1::2]])

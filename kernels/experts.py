@@ -1,0 +1,32 @@
+"""A mixture of experts whose weights stand in two tensors: the one entry for engine and tests.
+
+Dispatches to Triton on a GPU, else to the torch reference. On a processor the engine packs every expert for itself and
+groups rows on the host (`common.engine.experts`). Decides nothing about routing.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cohort.kernels import reference
+from cohort.kernels.gpu import available as gpu
+
+
+def expert_outputs(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """[T · k, hidden]: of every token of x [T, hidden] the output of each of its experts, `chosen` [T, k].
+
+    gate_up [experts, 2 · inner, hidden], gates over ups; down [experts, hidden, inner]. The activation is SiLU.
+    """
+    if (ops := gpu.ops_for(x)) is not None:
+        out: Tensor = ops.expert_outputs(x, chosen, gate_up, down)
+        return out
+    return reference.expert_outputs(x, chosen, gate_up, down)
+
+
+def add_weighted(parts: Tensor, weights: Tensor, shared: Tensor | None, residual: Tensor) -> None:
+    """residual [T, hidden] += Σ weights [T, k] · parts [T · k, hidden], in ascending k, and shared [T, hidden]; every
+    operation rounds."""
+    if (ops := gpu.ops_for(residual)) is not None:
+        ops.add_weighted(parts, weights, shared, residual)
+    else:
+        reference.add_weighted(parts, weights, shared, residual)

@@ -1,0 +1,154 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, no-any-return"
+"""Products of a mixture of experts in Triton: rows sorted by expert, tiles that belong to one expert each.
+
+Launched by `experts`. How many rows each expert has is known on the device alone, so the grid is made for the most
+tiles there may be; every program finds its tile's expert by the running sum of all experts' tiles, and those beyond the
+last end at once. A captured graph therefore serves whatever its rows are routed to.
+
+Triton reads annotations, so this file must not postpone them.
+"""
+
+import triton
+import triton.language as tl
+
+# Of these Triton compiles no variant for a 1 or a multiple of 16, as in `attention_kernels`.
+_VARYING = ["order", "starts"]
+
+
+@triton.jit
+def _product(a, b, total, WIDE: tl.constexpr):
+    """total + a · b in float32. WIDE: a and b are widened before, see `attention.WIDEN_PRODUCTS`."""
+    if WIDE:
+        return total + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _tile(starts, tile, EXPERTS: tl.constexpr, PAD_EXPERTS: tl.constexpr, TILE_ROWS: tl.constexpr):
+    """Of the tile of this number: its expert (EXPERTS or more: there is no such tile), its first row, and where the
+    expert's rows end. Expert e has rows [starts[e], starts[e + 1])."""
+    expert = tl.arange(0, PAD_EXPERTS)
+    there = expert < EXPERTS
+    begin = tl.load(starts + expert, mask=there, other=0)
+    end = tl.load(starts + expert + 1, mask=there, other=0)
+    end_tile = tl.cumsum(tl.cdiv(end - begin, TILE_ROWS), 0)
+    done = end_tile <= tile
+    own = tl.sum(done.to(tl.int32), 0)
+    before = tl.max(tl.where(done, end_tile, 0), 0)
+    first = tl.sum(tl.where(expert == own, begin, 0), 0) + (tile - before) * TILE_ROWS
+    return own, first, tl.sum(tl.where(expert == own, end, 0), 0)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def gated_expert_rows(
+    x,
+    order,
+    starts,
+    weight,
+    out,
+    x_stride,
+    out_stride,
+    EXPERTS: tl.constexpr,
+    PAD_EXPERTS: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INNER: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """out[r] = silu(gate · x) · (up · x), for sorted row r of the token that `order` says; weight [EXPERTS, gates over
+    ups, HIDDEN]. Grid (tiles of rows, tiles of INNER)."""
+    own, first, stop = _tile(starts, tl.program_id(0), EXPERTS, PAD_EXPERTS, TILE_ROWS)
+    if own >= EXPERTS:
+        return
+    row = first + tl.arange(0, TILE_ROWS)
+    held = row < stop
+    token = tl.load(order + row, mask=held, other=0) // PER_TOKEN
+    column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    gates = weight + own.to(tl.int64) * (2 * INNER * HIDDEN) + column[None, :].to(tl.int64) * HIDDEN
+    tokens = x + token[:, None] * x_stride
+    gate = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    up = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    for deep in range(0, HIDDEN, TILE_DEPTH):
+        at = deep + tl.arange(0, TILE_DEPTH)
+        inside = at < HIDDEN
+        part = tl.load(tokens + at[None, :], mask=held[:, None] & inside[None, :], other=0.0)
+        wanted = inside[:, None] & (column < INNER)[None, :]
+        gate = _product(part, tl.load(gates + at[:, None], mask=wanted, other=0.0), gate, WIDE)
+        up = _product(part, tl.load(gates + INNER * HIDDEN + at[:, None], mask=wanted, other=0.0), up, WIDE)
+    kind = out.dtype.element_ty
+    gate = gate.to(kind).to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    cell = out + row[:, None].to(tl.int64) * out_stride + column[None, :]
+    tl.store(cell, (active * up.to(kind).to(tl.float32)).to(kind), mask=held[:, None] & (column < INNER)[None, :])
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def expert_rows(
+    x,
+    order,
+    starts,
+    weight,
+    out,
+    x_stride,
+    out_stride,
+    EXPERTS: tl.constexpr,
+    PAD_EXPERTS: tl.constexpr,
+    INNER: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """out[order[r]] = weight · x[r], for sorted row r; weight [EXPERTS, HIDDEN, INNER]. Grid (tiles of rows, tiles of
+    HIDDEN)."""
+    own, first, stop = _tile(starts, tl.program_id(0), EXPERTS, PAD_EXPERTS, TILE_ROWS)
+    if own >= EXPERTS:
+        return
+    row = first + tl.arange(0, TILE_ROWS)
+    held = row < stop
+    column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    matrix = weight + own.to(tl.int64) * (HIDDEN * INNER) + column[None, :].to(tl.int64) * INNER
+    rows = x + row[:, None].to(tl.int64) * x_stride
+    total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    for deep in range(0, INNER, TILE_DEPTH):
+        at = deep + tl.arange(0, TILE_DEPTH)
+        inside = at < INNER
+        part = tl.load(rows + at[None, :], mask=held[:, None] & inside[None, :], other=0.0)
+        wanted = inside[:, None] & (column < HIDDEN)[None, :]
+        total = _product(part, tl.load(matrix + at[:, None], mask=wanted, other=0.0), total, WIDE)
+    place = tl.load(order + row, mask=held, other=0)
+    cell = out + place[:, None] * out_stride + column[None, :]
+    tl.store(cell, total.to(out.dtype.element_ty), mask=held[:, None] & (column < HIDDEN)[None, :])
+
+
+@triton.jit
+def add_weighted_rows(
+    parts,
+    weights,
+    shared,
+    residual,
+    PER_TOKEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """residual[t] += Σ weights[t, k] · parts[t, k] in ascending k, and shared[t]. Roundings after every operation, as
+    in `reference`. Grid (tokens, tiles of the width)."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    there = column < WIDTH
+    kind = residual.dtype.element_ty
+    total = tl.zeros([TILE], tl.float32)
+    for place in range(0, PER_TOKEN):
+        weight = tl.load(weights + token * PER_TOKEN + place).to(tl.float32)
+        part = tl.load(parts + (token * PER_TOKEN + place) * WIDTH + column, mask=there, other=0.0).to(tl.float32)
+        total = (total + (part * weight).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+    if SHARED:
+        own = tl.load(shared + token * WIDTH + column, mask=there, other=0.0).to(tl.float32)
+        total = (total + own).to(kind).to(tl.float32)
+    cell = residual + token * WIDTH + column
+    tl.store(cell, (tl.load(cell, mask=there, other=0.0).to(tl.float32) + total).to(kind), mask=there)

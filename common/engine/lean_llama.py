@@ -109,7 +109,7 @@ class LeanLlama:
         attended, activated = self._attended[:tokens], self._activated[:tokens]
         self._embedding.into(step.token_ids, residual)
         buffers = StepBuffers(residual, normed, qkv, attended, activated)
-        if self._stack is not None:
+        if self._stack is not None and step.lora is None:
             self._stack.run(buffers, step.positions, step.slot_mapping, step.meta, kv)
         else:
             self._layer_by_layer(buffers, step, kv)
@@ -135,7 +135,9 @@ class LeanLlama:
         self._buffers_kept = True
 
     def _layer_by_layer(self, buffers: StepBuffers, step: StepInputs, kv: Tensor) -> None:
-        """What `LayerStack` does, one call after the other: on a GPU, and where a weight cannot be packed."""
+        """What `LayerStack` does, one call after the other: on a GPU, where a weight cannot be packed, and where rows
+        have adapters."""
+        lora = step.lora
         residual, normed, qkv = buffers.residual, buffers.normed, buffers.qkv
         meta, head_dim, eps, tokens = step.meta, self._geometry.head_dim, self._eps, len(residual)
         key_end = self._query_size + self._kv_size
@@ -146,14 +148,21 @@ class LeanLlama:
         for index, layer in enumerate(self._layers):
             rms_norm(residual, layer.input_norm, eps, normed)
             layer.qkv.into(normed, qkv)
+            if lora is not None:
+                lora.add(index, "qkv", normed, qkv)
             if layer.q_norm is not None and layer.k_norm is not None:
                 rms_norm(query, layer.q_norm, eps, query)
                 rms_norm(key, layer.k_norm, eps, key)
             rope_and_write_kv(query, key, value, self._cos, self._sin, step.positions, kv, index, step.slot_mapping)
             paged_attention(query, kv, index, meta, self._scale, per_head, sliding_window=layer.sliding_window)
             layer.attention_out.add_into(buffers.attended, residual)
+            if lora is not None:
+                lora.add(index, "attention_out", buffers.attended, residual)
             rms_norm(residual, layer.mlp_norm, eps, normed)
-            layer.mlp.add_into(normed, buffers.activated, residual)
+            if lora is None:
+                layer.mlp.add_into(normed, buffers.activated, residual)
+            else:
+                lora.mlp(index, layer.mlp, normed, buffers.activated, residual)
 
     def _layer_stack(self) -> LayerStack | None:
         """The layers as one call, if the kernels serve every one of them."""

@@ -33,6 +33,8 @@ from cohort.common.engine.lean_gemma import LeanGemma
 from cohort.common.engine.lean_llama import LeanLlama
 from cohort.common.engine.lean_opt import LeanOpt
 from cohort.common.engine.linear import native_bfloat16
+from cohort.common.engine.lora import LoraStore, host_put
+from cohort.common.engine.lora_checkpoint import LoraOptions, check_lora
 from cohort.common.engine.model_config import DTYPE_BYTES, Family, ModelGeometry, read_geometry
 from cohort.common.engine.prompt_scores import by_row, score, scored_tokens
 from cohort.common.engine.sampler import sample
@@ -40,7 +42,7 @@ from cohort.common.engine.step_inputs import Model, StepInputs, step_inputs
 from cohort.common.engine.streams import HostStream, Stream
 from cohort.common.engine.transfer_memory import STAGING_BYTES
 from cohort.common.engine.weights import WeightKind
-from cohort.common.errors import ConfigError, InvariantViolated
+from cohort.common.errors import ConfigError, InvariantViolated, ModelError
 
 log = structlog.get_logger(__name__)
 
@@ -112,11 +114,13 @@ class ModelRunner:
         share: DeviceShare | None = None,
         weights: WeightKind = "files",
         device_steps: bool | None = None,
+        lora: LoraOptions | None = None,
     ) -> None:
         """Loads the model; `threads` 0 leaves torch's own choice. Raises `ModelError` or `ConfigError`.
 
         `num_blocks` 0: as many KV blocks as `share` has memory for once the weights are there; only on a GPU.
         `max_context`: no request is longer; 0 = what the model allows. `device_steps`: run as on a GPU; None = on one.
+        `lora`: adapters that requests may name; they are checked before the model is loaded.
         """
         compiled_kernels.keep_in_cache()
         self.device = resolve_device(device)
@@ -136,6 +140,12 @@ class ModelRunner:
         self._prepared_thread = 0
         self._prepare_thread()
         torch_dtype = _TORCH_DTYPES[self.dtype]
+        options = lora or LoraOptions({}, 1, 1)
+        if options.adapters and self.geometry.family == "moe" and self.device.type != "cpu":
+            raise ModelError(f"model.lora: no adapters for {self.geometry.model_type} models on {self.device.type}")
+        checked = check_lora(options.adapters, self.geometry, options.max_rank)
+        self.lora = LoraStore(checked, self.geometry, torch_dtype, self.device)
+        self._lora_bytes = self.lora.most_bytes(options.held)
         share = share or DeviceShare()
         self._model = self._load(model_dir, torch_dtype, weights)
         num_blocks = num_blocks or self._blocks_that_fit(share)
@@ -164,6 +174,7 @@ class ModelRunner:
                 max_rows=max_rows,
                 max_step_tokens=max_step_tokens,
                 max_context=min(longest, num_blocks * block_size),
+                lora=self.lora,
             )
         log.info(
             "model loaded",
@@ -284,6 +295,7 @@ class ModelRunner:
             steps.stream.mark().wait()
             return output
         inputs = step_inputs(batch, self.block_size, self.device)
+        inputs.lora = self.lora.step(batch, host_put(self.device))
         if batch.scoring:
             return self._execute_and_score(batch, inputs)
         logits = self._model.forward(inputs, self.kv.blocks)
@@ -325,7 +337,7 @@ class ModelRunner:
         free, total = torch.cuda.mem_get_info(self.device)
         element = DTYPE_BYTES[self.dtype]
         reserved = step_bytes(self.geometry, element, self.max_rows, self.max_step_tokens) + share.graphs
-        reserved += STAGING_BYTES
+        reserved += STAGING_BYTES + self._lora_bytes
         budget = kv_bytes(
             total=total,
             free=free,

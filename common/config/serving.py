@@ -21,7 +21,7 @@ class ModelConfig(Section, frozen=True):
     sampling_defaults: Literal["model", "neutral"] = "model"
     weights: Literal["files", "random"] = "files"  # random = drawn, to measure a shape without having its weights
     # LoRA adapters beside it, {name: folder} in PEFT format; a request's `model` selects one (docs/guide/lora.md)
-    lora: dict[str, str] = {}
+    lora: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class GatewayConfig(Section, frozen=True):

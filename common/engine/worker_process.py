@@ -23,6 +23,7 @@ from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.device_name import device_name, own_cores
 from cohort.common.engine.devices import WorkerDevice, checked_device, claim_device, engine_facts, engine_warnings
 from cohort.common.engine.learned_state import LearnedState
+from cohort.common.engine.lora_checkpoint import LoraOptions
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner, resolve_dtype
 from cohort.common.engine.worker_loop import WorkerLoop
@@ -117,6 +118,7 @@ def load_runner(config: Config, threads: int, own: WorkerDevice | None = None) -
         max_context=config.model.max_model_len,
         share=DeviceShare(config.kv.memory_fraction, sharers, memory_bytes, config.engine.cuda_graph_memory_bytes),
         weights=config.model.weights,
+        lora=LoraOptions(config.model.lora, config.engine.max_loras, config.engine.max_lora_rank),
     )
 
 

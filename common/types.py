@@ -305,6 +305,8 @@ class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     """None until enough was seen, or where none are learned."""
     adapters: list[str] = []
     """LoRA adapters that it holds, or is loading."""
+    free_adapter_slots: int = 0
+    """Adapters that it could hold beside these."""
     adapter_load_s: float = 0.0
     """What loading one took, moving average; 0 = none was loaded yet."""
 

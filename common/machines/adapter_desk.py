@@ -52,6 +52,10 @@ class AdapterDesk:
         """Held, or on their way."""
         return [*self._held, *self._loading]
 
+    @property
+    def free_slots(self) -> int:
+        return self._state.settings.max_loras - len(self._held) - len(self._loading)
+
     def stuck(self) -> list[Sequence]:
         """Those that hold KV and wait for a slot, oldest first."""
         return [
@@ -124,7 +128,7 @@ class AdapterDesk:
         if self._is_known(adapter):
             return
         instead_of = ""
-        if len(self._held) + len(self._loading) >= self._state.settings.max_loras:
+        if self.free_slots <= 0:
             used = self._used()
             instead_of = next((held for held in self._held if held not in used), "")
             if not instead_of:

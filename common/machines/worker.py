@@ -93,8 +93,8 @@ class WorkerMachine:
         """What iterations take, learned here because the scheduler learns no such thing."""
         self.times = learned if isinstance(learned, LearnedTimes) else self.observed
         """What iterations take, whoever learns it; None: nobody does."""
-        self._adapters = AdapterDesk(state, self._enter, self._refuse)
-        self._reports = WorkerReports(state, self.leases, self.times, self._adapters)
+        self.adapters = AdapterDesk(state, self._enter, self._refuse)
+        self._reports = WorkerReports(state, self.leases, self.times, self.adapters)
         self._held = state.held
         self._effects = state.effects
         self._tokens = TokenUpdates(state)
@@ -137,7 +137,7 @@ class WorkerMachine:
                 case LinkAddresses(addresses=addresses):
                     self.receiver.links = addresses
                 case AdapterLoaded() | AdapterFailed():
-                    self._adapters.settled(now_s, event)
+                    self.adapters.settled(now_s, event)
                 case DrainStarted():
                     self._reports.draining = True
                 case DrainEnded():
@@ -181,7 +181,7 @@ class WorkerMachine:
         if stray:
             raise InvariantViolated(f"blocks of forgotten sequences: {sorted(stray)[:4]}")
         self.receiver.check()
-        self._adapters.check()
+        self.adapters.check()
 
     # -- messages ----------------------------------------------------------------------------------------------
 
@@ -251,8 +251,8 @@ class WorkerMachine:
             for peer in dict.fromkeys((*leases, *transfers)):
                 self._effects.append(Send(peer, KvRenew(leases.get(peer, []), transfers.get(peer, []))))
         self.receiver.headroom_changed(now_s)
-        self._adapters.move(now_s)
-        if stalled := given_back(now_s, self.state, self.sender, self.receiver, self._adapters):
+        self.adapters.move(now_s)
+        if stalled := given_back(now_s, self.state, self.sender, self.receiver, self.adapters):
             self._fail(now_s, stalled, "caches waited for each other's blocks")
 
     # -- segments ----------------------------------------------------------------------------------------------
@@ -277,9 +277,9 @@ class WorkerMachine:
         if message.index > 0:
             sequence.phase = Phase.AWAITING_KV
             self.receiver.headroom_changed(now_s)
-            self._adapters.expect(now_s, sequence)
+            self.adapters.expect(now_s, sequence)
         else:
-            self._adapters.admit(now_s, sequence)
+            self.adapters.admit(now_s, sequence)
 
     def _enter(self, now_s: float, sequence: Sequence) -> None:
         """Its adapter is here, if it has one."""
@@ -296,7 +296,7 @@ class WorkerMachine:
             sequence.end, sequence.batch_id = segment.end, message.batch_id
             sequence.phase = Phase.SWAPPED if held.pooled else Phase.RUNNING
             held.pooled = False
-            self._adapters.admit(now_s, sequence)
+            self.adapters.admit(now_s, sequence)
             return
         self._effects.append(Dial(segment.instance, message.next_endpoint))
         sequence.phase = Phase.LEAVING
@@ -314,7 +314,7 @@ class WorkerMachine:
             self._park(now_s, sequence)
             return
         sequence.phase = Phase.RUNNING
-        self._adapters.admit(now_s, sequence)
+        self.adapters.admit(now_s, sequence)
 
     def _left(self, now_s: float, sequence: Sequence) -> None:
         """Another worker runs it now."""
@@ -407,7 +407,7 @@ class WorkerMachine:
         if self.state.aborting:
             self._drop_aborting(now_s)
         self.receiver.headroom_changed(now_s)
-        self._adapters.move(now_s)
+        self.adapters.move(now_s)
         self._tokens.flush()
 
     def _scored(self, scores: PromptScores) -> None:

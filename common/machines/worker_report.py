@@ -121,6 +121,7 @@ class WorkerReports:
             expired_leases=self._leases.expired,
             step_times=None if self._learned is None else self._learned.step_times(),
             adapters=self._adapters.adapters,
+            free_adapter_slots=self._adapters.free_slots,
             adapter_load_s=self._adapters.load_s,
             **_queue(self._state.held.values(), _REPORTED_QUEUE if self._state.settings.lists_queue else 0),
         )

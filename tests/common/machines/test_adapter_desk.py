@@ -58,7 +58,7 @@ class Run:
                 case Send(message=message):
                     self.sent.append(message)
                 case StartStep(plan=plan):
-                    held = set(self.machine._adapters._held)
+                    held = set(self.machine.adapters.adapters)
                     assert {row.sequence.request.adapter for row in plan.rows} - {""} <= held
         self.machine.check()
 

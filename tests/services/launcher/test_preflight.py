@@ -97,7 +97,7 @@ def test_an_adapter_that_no_worker_would_serve_is_named(tmp_path: Path):
     def config(name: str) -> Config:
         return Config(model=ModelConfig(path=str(base), lora={name: str(tmp_path / "adapter")}))
 
-    with pytest.raises(ModelError, match="adapter_config.json: use_dora"):
+    with pytest.raises(ModelError, match=r"adapter_config\.json: use_dora"):
         preflight.check_adapters(config("sql"), base)
     with pytest.raises(ModelError, match="'base' is the base model's name"):
         preflight.check_adapters(config("base"), base)

@@ -140,12 +140,7 @@ class ModelRunner:
         self._prepared_thread = 0
         self._prepare_thread()
         torch_dtype = _TORCH_DTYPES[self.dtype]
-        options = lora or LoraOptions({}, 1, 1)
-        if options.adapters and self.geometry.family == "moe" and self.device.type != "cpu":
-            raise ModelError(f"model.lora: no adapters for {self.geometry.model_type} models on {self.device.type}")
-        checked = check_lora(options.adapters, self.geometry, options.max_rank)
-        self.lora = LoraStore(checked, self.geometry, torch_dtype, self.device)
-        self._lora_bytes = self.lora.most_bytes(options.held)
+        self.lora, self._lora_bytes = self._lora_store(lora or LoraOptions({}, 1, 1), torch_dtype)
         share = share or DeviceShare()
         self._model = self._load(model_dir, torch_dtype, weights)
         num_blocks = num_blocks or self._blocks_that_fit(share)
@@ -389,6 +384,14 @@ class ModelRunner:
                     return GenericModel(model_dir, geometry, dtype=dtype, device=self.device)
                 case _:
                     assert_never(family)
+
+    def _lora_store(self, options: LoraOptions, dtype: torch.dtype) -> tuple[LoraStore, int]:
+        """The adapters, checked, of which none is loaded yet; and what those held at once take at most."""
+        if options.adapters and self.geometry.family == "moe" and self.device.type != "cpu":
+            raise ModelError(f"model.lora: no adapters for {self.geometry.model_type} models on {self.device.type}")
+        checked = check_lora(options.adapters, self.geometry, options.max_rank)
+        store = LoraStore(checked, self.geometry, dtype, self.device)
+        return store, store.most_bytes(options.held)
 
     def _family(self) -> Family:
         """The form that runs here. Experts are grouped on the host, which a GPU would have to wait for in every layer:

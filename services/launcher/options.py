@@ -111,7 +111,8 @@ def overrides_of(options: argparse.Namespace, file_keys: set[str]) -> dict[str, 
                 flat[key] = port + offset if port else 0
     merged = nested({**flat, **assigned}, "--set")
     if options.lora:
-        merged.setdefault("model", {})["lora"] = {**(merged["model"].get("lora") or {}), **adapters_of(options.lora)}
+        section = merged.setdefault("model", {})
+        section["lora"] = {**(section.get("lora") or {}), **adapters_of(options.lora)}
     return merged
 
 

@@ -94,4 +94,4 @@ def test_adapters_by_name() -> None:
 @pytest.mark.parametrize("given", [["sql"], ["=folder"], ["sql="], ["sql=a", "sql=b"]])
 def test_an_adapter_without_name_or_folder_or_twice(given: list[str]) -> None:
     with pytest.raises(ConfigError, match="--lora"):
-        overrides_of(parse(*(word for text in given for word in ("--lora", text))), set())
+        overrides_of(parse(*[f"--lora={text}" for text in given]), set())

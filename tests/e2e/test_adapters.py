@@ -112,8 +112,9 @@ def test_the_list_of_models_and_an_unknown_one(served: Served) -> None:
         ("poems", "base"),
     ]
     body = json.dumps({"model": "prose", "prompt": "x"}).encode()
+    asked = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body))
+        urllib.request.urlopen(asked)
     assert refused.value.code == 404
     assert "serves `base`, `team/sql-v1.2`, `poems`" in json.load(refused.value)["error"]["message"]
 

@@ -50,7 +50,9 @@ class LoraLoader:
         try:
             self._store.hold(await loop.run_in_executor(self._thread, self._store.load, name))
         except Exception as error:  # damaged in any way: the requests that wait for it hear of it
-            log.exception("LoRA adapter not loaded", adapter=name)
+            log.warning(
+                "LoRA adapter not loaded", adapter=name, exc_info=not isinstance(error, ModelError), why=str(error)
+            )
             self._tell(AdapterFailed(name, str(error) if isinstance(error, ModelError) else repr(error)))
             return
         seconds = round(loop.time() - began_s, 3)

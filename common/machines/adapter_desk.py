@@ -102,13 +102,15 @@ class AdapterDesk:
         """Sequences may have left, adapters may have come: load what is waited for, let enter what can."""
         if not self._waiting:
             return
-        passes = True
+        passes, slots = True, True
         for sequence, since_s in list(self._waiting.items()):
             adapter = sequence.request.adapter
             if not self._state.holds(sequence):
                 del self._waiting[sequence]
             elif adapter not in self._held:
-                self._load(now_s, adapter)
+                if slots:  # where one finds none, none behind it does
+                    self._load(now_s, adapter)
+                    slots = self._is_known(adapter)
                 passes &= self._is_known(adapter) or now_s - since_s <= _PATIENCE_S
             elif passes:  # else it waits behind one that has found no slot for long
                 del self._waiting[sequence]

@@ -96,7 +96,7 @@ def test_adapters_and_base_at_once_equal_transformers(served: Served) -> None:
     again = pipeline.complete_all(bodies)
     served.check(again)
     assert any(answer.cached_tokens for answer in again)
-    assert pipeline.stats("decode-0")["transfers_total"] > 0
+    pipeline.wait_for("decode-0", "transfers_total", 1)
     pipeline.wait_for("decode-0", "lora_loads_total", 2)
     assert pipeline.stats("decode-0")["loras_held"] <= 1
     pipeline.assert_nothing_left()
@@ -133,4 +133,17 @@ def test_a_killed_worker_costs_no_token_of_any_adapter(served: Served) -> None:
 
     served.check(asyncio.run(disturbed()))
     pipeline.wait_ready()
+    pipeline.assert_nothing_left()
+
+
+def test_a_file_that_changed_fails_its_own_requests(served: Served) -> None:
+    pipeline, asked = served.pipeline, served.asked()
+    by_model = {str(body["model"]): (body, golden) for body, golden in asked}
+    [answer] = pipeline.complete_all([by_model["team/sql-v1.2"][0]])  # the one slot of every worker is its own now
+    assert not answer.error
+    (Path(pipeline.config.model.lora["poems"]) / "adapter_model.safetensors").touch()
+    answers = dict(zip(by_model, pipeline.complete_all([body for body, _ in by_model.values()]), strict=True))
+    assert "LoRA adapter poems" in answers["poems"].error and "has changed since the start" in answers["poems"].error
+    for model in ("base", "team/sql-v1.2"):
+        assert near_ties(by_model[model][1], answers[model].tokens) <= 1
     pipeline.assert_nothing_left()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from cohort.common.engine.batch import SamplingRow, TokenLogprobs
 from cohort.common.engine.lora_checkpoint import LoraOptions
+from cohort.common.engine.lora_loader import LoraLoader
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.errors import InvariantViolated, ModelError
+from cohort.common.machines.effects import LoadAdapter
+from cohort.common.machines.events import AdapterFailed, AdapterLoaded
 from cohort.kernels.llama import LayerStack
 from tests.common.engine.driver import (
     Driver,
@@ -205,6 +209,31 @@ def test_a_file_that_changed_is_not_loaded_under_the_old_name(
     (adapter / "adapter_model.safetensors").unlink()
     with pytest.raises(ModelError, match="cannot be read"):
         runner.lora.load("it")
+
+
+async def test_the_loader_reads_on_a_thread_and_answers_each_load(
+    model_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base, prompt = model_folder("llama"), [5, 6, 7]
+    adapters = {name: str(save_adapter(base, tmp_path / name, seed=1)) for name in ("one", "two")}
+    runner = make_runner(base, lora=LoraOptions(adapters, 1, 16))
+    told: asyncio.Queue[AdapterLoaded | AdapterFailed] = asyncio.Queue()
+    loader = LoraLoader(runner.lora, told.put_nowait)
+    loader.load(LoadAdapter("one"))
+    assert runner.lora.held == [] and told.empty(), "the event loop went on"
+    assert await told.get() == AdapterLoaded("one")
+    driver = Driver(runner)
+    driver.add("r", prompt, adapter="one")
+    driver.step([("r", 3)])
+    loader.load(LoadAdapter("two", instead_of="one"))
+    assert runner.lora.held == []
+    assert await told.get() == AdapterLoaded("two")
+    assert runner.lora.held == ["two"]
+    (tmp_path / "one" / "adapter_model.safetensors").write_bytes(b"damaged")
+    loader.load(LoadAdapter("one", instead_of="two"))
+    answer = await told.get()
+    assert isinstance(answer, AdapterFailed) and "has changed since the start" in answer.reason
+    loader.close()
 
 
 # -- what is refused at start --------------------------------------------------------------------------------------

@@ -415,7 +415,7 @@ class World:
         predicted: float,
         slo: Slo,
         if_late: IfLate,
-        adapter: str,
+        adapter: str = "",
     ) -> Request:
         self.owned[name] = Owned(prompt, max_tokens, list(prompt), submitted_s=self.now_s, adapter=adapter)
         return Request(

@@ -61,16 +61,15 @@ class _Group:
 
     layers: tuple[Mapping[Slot, Delta], ...]
     tokens: slice | Tensor
-    count: int
 
 
 class LoraStep:
     """Of one step."""
 
-    __slots__ = ("_groups", "_total")
+    __slots__ = ("_groups",)
 
-    def __init__(self, groups: list[_Group], total: int) -> None:
-        self._groups, self._total = groups, total
+    def __init__(self, groups: list[_Group]) -> None:
+        self._groups = groups
 
     def add(self, layer: int, slot: Slot, x: Tensor, out: Tensor) -> None:
         """out [T, outputs] += what the adapters of its rows add to this product of x [T, inputs]."""
@@ -87,25 +86,18 @@ class LoraStep:
                 out.index_copy_(0, tokens, rows)
 
     def mlp(self, layer: int, mlp: DenseMlp | Experts, x: Tensor, activated: Tensor, residual: Tensor) -> None:
-        """residual [T, hidden] += the MLP of x [T, hidden]; `activated` [T, inner] is scratch. What an adapter adds to
-        gates and ups must come before the activation, which the base product does at once: their rows take it apart."""
+        """residual [T, hidden] += the MLP of x [T, hidden]; `activated` [T, inner] is scratch. What adapters add to
+        gates and ups comes before the activation, which the base product does at once: where there is any, the step
+        takes it apart. That gives rows without it the same bits, as `gated_product` rounds and activates alike."""
         if isinstance(mlp, Experts):
             mlp.add_into(x, activated, residual)
             return
-        apart = [(group, delta) for group in self._groups if (delta := group.layers[layer].get("gate_up")) is not None]
-        if sum(group.count for group, _ in apart) < self._total:
+        if any("gate_up" in group.layers[layer] for group in self._groups):
+            both = mlp.gate_up.unactivated(x)
+            self.add(layer, "gate_up", x, both)
+            silu_mul(both, activated)
+        else:
             mlp.gate_up.into(x, activated)
-        for group, delta in apart:
-            tokens = group.tokens
-            rows = x[tokens] if isinstance(tokens, slice) else x.index_select(0, tokens)
-            both = mlp.gate_up.unactivated(rows)
-            delta.add_into(rows, both)
-            if isinstance(tokens, slice):
-                silu_mul(both, activated[tokens])
-            else:
-                out = activated.new_empty((group.count, activated.shape[1]))
-                silu_mul(both, out)
-                activated.index_copy_(0, tokens, out)
         mlp.down.add_into(activated, residual)
         self.add(layer, "down", activated, residual)
 
@@ -170,11 +162,11 @@ class LoraStore:
             first, end = starts[rows[0]], starts[rows[-1] + 1]
             places = np.concatenate([np.arange(starts[row], starts[row + 1], dtype=np.int64) for row in rows])
             if len(places) == end - first:
-                groups.append(_Group(adapter.layers, slice(first, end), end - first))
+                groups.append(_Group(adapter.layers, slice(first, end)))
             else:
                 (tokens,) = put([places])
-                groups.append(_Group(adapter.layers, tokens, len(places)))
-        return LoraStep(groups, batch.num_tokens)
+                groups.append(_Group(adapter.layers, tokens))
+        return LoraStep(groups)
 
     def _delta(self, file: TensorFile, layer: int, slot: Slot, parts: list[Part], arena: Arena) -> Delta:
         """Computed in float32 on the host, then rounded once to the model's dtype."""

@@ -13,12 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cohort.common.engine.batch import SamplingRow, TokenLogprobs
+from cohort.common.engine.linear import GatedLinear
 from cohort.common.engine.lora_checkpoint import LoraOptions
 from cohort.common.engine.lora_loader import LoraLoader
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.errors import InvariantViolated, ModelError
 from cohort.common.machines.effects import LoadAdapter
 from cohort.common.machines.events import AdapterFailed, AdapterLoaded
+from cohort.kernels.fused import silu_mul
 from cohort.kernels.llama import LayerStack
 from tests.common.engine.driver import (
     Driver,
@@ -132,6 +134,23 @@ def test_companions_change_no_bit_of_a_row(case: Case) -> None:
         others = _run(runner, adapter, [names[-1], "", adapter, names[1], ""])
         assert same == alone
         assert others == alone
+
+
+@pytest.mark.parametrize("inner", [80, 76])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gated_product_taken_apart_has_the_same_bits(dtype: torch.dtype, inner: int) -> None:
+    """Or a row without an adapter would differ beside one with."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn((2 * inner, 48), generator=generator).to(dtype)
+    x = (3 * torch.randn((9, 48), generator=generator)).to(dtype)
+    gated, whole, apart = (
+        GatedLinear(weight),
+        torch.empty((9, inner), dtype=dtype),
+        torch.empty((9, inner), dtype=dtype),
+    )
+    gated.into(x, whole)
+    silu_mul(gated.unactivated(x), apart)
+    assert torch.equal(whole, apart)
 
 
 def test_steps_without_an_adapter_stay_one_call(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,7 @@ class RequestMetrics:
         by_class = ("class",)
         self.in_flight = make.gauge("gateway_requests_in_flight", "Requests the gateway owns now", by_class)
         self.prompt_tokens = make.counter("prompt_tokens", "Prompt tokens of accepted requests", by_class)
+        self.lora_requests = make.counter("lora_requests", "Accepted requests by LoRA adapter", ("adapter",))
         self.generation_tokens = make.counter("generation_tokens", "Tokens delivered to clients", by_class)
         self.request_success = make.counter(
             "request_success",
@@ -286,6 +287,8 @@ class EngineMetrics:
             ("reason",),
         )
         self.wasted_rows = make.counter("wasted_rows", "Rows computed for requests that had ended meanwhile")
+        self.loras_held = make.gauge("lora_adapters_held", "LoRA adapters that requests need not wait for")
+        self.lora_loads = make.counter("lora_loads", "LoRA adapters read, by outcome: loaded, failed", ("outcome",))
         self.gap_seconds = make.histogram(
             "iteration_gap_seconds", "Between the rows of two iterations", (), SHORT_BUCKETS_S
         )

@@ -154,7 +154,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     that the request keeps its place in line on hosts whose monotonic clocks differ. Only requests of the same
     `prefix_salt` share cached prefixes. `if_late`: see `IfLate`. `owner`: whose share of the cluster it takes where
     several API keys ask, "" otherwise; `weight`: how large that share is, beside the others'. `traceparent`: its place
-    in a trace, "" where it is not traced (`common/tracing`).
+    in a trace, "" where it is not traced (`common/tracing`). `adapter`: the LoRA adapter that answers it, "" = the base
+    model alone.
     """
 
     attempt: Attempt
@@ -174,6 +175,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     owner: str = ""
     weight: float = 1.0
     traceparent: str = ""
+    adapter: str = ""
 
     @property
     def request_id(self) -> RequestId:
@@ -188,6 +190,11 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     def max_positions(self) -> int:
         """Positions whose KV can ever be needed: the last output token is never processed."""
         return self.prompt_tokens + self.sampling.max_tokens - 1
+
+    @property
+    def cache_salt(self) -> str:
+        """What its cached prefixes are told apart by: KV of equal tokens differs from adapter to adapter."""
+        return f"{self.adapter}\0{self.prefix_salt}" if self.adapter else self.prefix_salt
 
     def as_best_effort(self) -> Request:
         """The same request, demoted: nothing orders it by latency targets any more; a deadline of its own stays."""
@@ -322,6 +329,12 @@ class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     queue: list[QueuedWork] = []
     step_times: StepTimes | None = None
     """None until enough was seen, or where none are learned."""
+    adapters: list[str] = []
+    """LoRA adapters that it holds, or is loading."""
+    free_adapter_slots: int = 0
+    """Adapters that it could hold beside these."""
+    adapter_load_s: float = 0.0
+    """What loading one took, moving average; 0 = none was loaded yet."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, omit_defaults=True):

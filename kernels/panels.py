@@ -79,6 +79,14 @@ class Panels:
         """out [T, outputs] = silu(x · gateᵀ) · (x · upᵀ)."""
         self._ops.panel_product_gated(x, self.data, out)
 
+    def halves(self, x: Tensor) -> Tensor:
+        """[T, 2 · outputs]: the gates and the ups of a gated weight, before what `gated_product` makes of them."""
+        panels, width = self.data.shape[0], self.data.shape[2]
+        both = x.new_empty((len(x), panels * width))
+        self._ops.panel_product(x, self.data, None, both)
+        apart = both.view(len(x), panels, 2, width // 2).transpose(1, 2).reshape(len(x), 2, -1)
+        return apart[:, :, : self.outputs].reshape(len(x), -1)
+
     def rows(self, ids: Tensor, out: Tensor) -> None:
         """out[t] = weight[ids[t]]: the embedding, where it is the same matrix as the last product's."""
         self._ops.panel_rows(self.data, ids, out)

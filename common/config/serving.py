@@ -22,6 +22,8 @@ class ModelConfig(Section, frozen=True):
     # neutral = OpenAI's
     sampling_defaults: Literal["model", "neutral"] = "model"
     weights: Literal["files", "random"] = "files"  # random = drawn, to measure a shape without having its weights
+    # LoRA adapters beside it, {name: folder} in PEFT format; a request's `model` selects one (docs/guide/lora.md)
+    lora: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class GatewayConfig(Section, frozen=True):
@@ -247,6 +249,8 @@ class EngineConfig(Section, frozen=True):
     # folder in which the workers of a host claim GPUs, the same for all of them; "" = inside the cache folder
     claim_dir: str = ""
     claim_wait_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 10.0  # the longest a worker waits for a GPU's share
+    max_loras: Positive = 8  # LoRA adapters that a worker holds at once; the one not used for longest goes first
+    max_lora_rank: Positive = 64  # of one adapter; a larger one is refused at start
     drain_s: Seconds = 30.0  # on SIGTERM: the longest to finish what runs
     # slo_batching, slack_packing: file of `cohort profile` that a worker without learned times starts from; "" = none
     profile: str = ""

@@ -42,7 +42,7 @@ def degree_of(config: Config, group: WorkerGroup, model: Path, geometry: ModelGe
     gpus = used_gpus(config, len(memories)) if on_gpu else 0
     if group.tensor_parallel == "auto":
         return _fewest(config, model, geometry, sorted(memories, reverse=True)[:gpus]) if on_gpu else 1
-    check_degree(geometry, group.degree, model.name)
+    check_degree(geometry, group.degree, model.name, config.model.lora)
     if on_gpu and group.degree > gpus:
         raise ConfigError(
             f"workers: tensor_parallel: {group.degree}: every rank of a worker has a GPU of its own, and "
@@ -54,7 +54,7 @@ def degree_of(config: Config, group: WorkerGroup, model: Path, geometry: ModelGe
 def _fewest(config: Config, model: Path, geometry: ModelGeometry, memories: Sequence[int]) -> int:
     """1 where nothing fits: what is missing is said where a worker of one GPU is refused."""
     tokens = min(LEAST_KV_TOKENS, config.model.max_model_len or geometry.max_positions)
-    for degree in degrees(geometry, len(memories)):
+    for degree in degrees(geometry, len(memories) if not config.model.lora else 1):
         own = RankShare(geometry, 0, degree).own
         least = need(config, model, geometry, degree).total + tokens * own.kv_token_bytes(gpu_dtype(config))
         smallest = memories[degree - 1]

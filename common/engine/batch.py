@@ -100,6 +100,8 @@ class StepBatch:
     token_source: Int64Array | None = None
     """[T] of a step behind another one: which of the other's sampled tokens it is, whose `token_ids` are not known yet;
     -1 where they are. Only rows of one token have any."""
+    adapters: tuple[str, ...] = ()
+    """[R] the LoRA adapter of each row, "" = none; empty where no row has one."""
 
     @property
     def num_rows(self) -> int:
@@ -122,6 +124,7 @@ class StepBatch:
             "slots are distinct": len(np.unique(self.slot_mapping)) == self.num_tokens,
             "one position and slot per token": len(self.positions) == len(self.slot_mapping) == self.num_tokens,
             "one table per row": self.block_tables.shape[0] == self.num_rows,
+            "every row has an adapter or none": len(self.adapters) in (0, self.num_rows),
             "directions match the tables": self.directions is None or self.directions.shape == self.block_tables.shape,
             "one sampling row per sampled row": len(self.sample_rows) == len(self.sampling),
             "a sampled token is one row's": self.token_source is None
@@ -193,6 +196,7 @@ class StepBatch:
                 if first <= item.row < end
             ),
             grammars=self.grammars,
+            adapters=self.adapters[first:end],
         )
 
 

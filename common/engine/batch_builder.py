@@ -32,7 +32,18 @@ _Constant = tuple[float, float, int, float, float, float, float, TokenHistory | 
 class _Standing:
     """One sequence: the row of its block table, and how it samples."""
 
-    __slots__ = ("always", "banned_before", "blocks", "constant", "grammar", "length", "scored", "seed", "slot")
+    __slots__ = (
+        "adapter",
+        "always",
+        "banned_before",
+        "blocks",
+        "constant",
+        "grammar",
+        "length",
+        "scored",
+        "seed",
+        "slot",
+    )
 
     def __init__(self, slot: int, sequence: Sequence) -> None:
         params, inputs = sequence.request.sampling, sequence.sampling_inputs
@@ -43,6 +54,7 @@ class _Standing:
         self.scored = params.prompt_logprobs >= 0
         self.banned_before = sequence.request.prompt_tokens + params.min_tokens if params.stop_token_ids else 0
         """End tokens are banned from positions before this one."""
+        self.adapter = sequence.request.adapter
         self.seed = params.seed
         self.grammar = None if inputs is None else inputs.grammar
         self.constant: _Constant = (
@@ -94,6 +106,8 @@ class BatchBuilder:
         self._slots: Int64s = np.zeros(0, dtype=np.int64)
         self._starts: Int64s | None = None
         self._scores = self._bound = False
+        self._adapters: tuple[str, ...] = ()
+        """Of these rows; empty where none has one."""
         self._always: tuple[SamplingRow, ...] | None = None
         """How these rows sample, where nothing is drawn for any of them."""
 
@@ -170,6 +184,7 @@ class BatchBuilder:
             else (),
             grammars=tuple([each.grammar for each in self._rows if each.grammar is not None]) if self._bound else (),
             token_source=None if sources is None or not bool((sources >= 0).any()) else np.repeat(sources, counts),
+            adapters=self._adapters,
         )
         return batch, sequences if len(sampled) == number else [sequences[index] for index in sampled]
 
@@ -243,6 +258,8 @@ class BatchBuilder:
         self._sequences, self._rows = sequences, rows
         self._scores, self._always = any([each.scored for each in rows]), None
         self._bound = any([each.grammar is not None for each in rows])
+        adapters = tuple([each.adapter for each in rows])
+        self._adapters = adapters if any(adapters) else ()
         self._slots = np.array([each.slot for each in rows], dtype=np.int64)
 
     def _directions(self, sequences: list[Sequence], context_lens: Int64s) -> npt.NDArray[np.uint8] | None:

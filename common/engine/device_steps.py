@@ -27,6 +27,7 @@ from cohort.common.engine.device_memory import STAGING_TOKENS
 from cohort.common.engine.device_sampler import SampledOnDevice, sample_on_device
 from cohort.common.engine.grammar_masks import TokenMasks
 from cohort.common.engine.kv_tensors import KvTensors
+from cohort.common.engine.lora import LoraStore
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.recorded_steps import PlainRecorder, Recorder
 from cohort.common.engine.sampled_before import awaited_tokens, put_tokens
@@ -79,9 +80,10 @@ class DeviceSteps:
         max_rows: int,
         max_step_tokens: int,
         max_context: int,
+        lora: LoraStore,
     ) -> None:
         self._model, self._kv, self._geometry = model, kv, geometry
-        self._device, self._max_rows = device, max_rows
+        self._device, self._max_rows, self._lora = device, max_rows, lora
         self.stream: Stream = stream_for(device)
         self._uploads, self._other_uploads = Uploads(device), Uploads(device)
         self._last: Launched | None = None
@@ -215,7 +217,8 @@ class DeviceSteps:
         with self.stream.use():
             self._uploads, self._other_uploads = self._other_uploads, self._uploads
             self._uploads.restart()
-            rows_class = self.decode.takes(batch)
+            # What is recorded knows no adapters: a step with any is launched kernel by kernel.
+            rows_class = None if batch.adapters else self.decode.takes(batch)
             if rows_class is None:
                 logits = self._mixed_logits(batch, before)
                 self._look_back(batch, last)
@@ -238,7 +241,7 @@ class DeviceSteps:
 
     def _mixed_logits(self, batch: StepBatch, before: Tensor | None) -> Tensor:
         """The logits of a step's sampled rows, recorded or kernel by kernel."""
-        if (mixed := self.mixed.takes(batch)) is not None:
+        if not batch.adapters and (mixed := self.mixed.takes(batch)) is not None:
             done = self.mixed.run(batch, mixed, before)
             sampled = len(batch.sample_rows)
             self._states = None if done.states is None else done.states[:sampled]
@@ -274,6 +277,8 @@ class DeviceSteps:
         return self._states
 
     def _inputs(self, batch: StepBatch) -> StepInputs:
-        return step_inputs(
+        inputs = step_inputs(
             batch, self._kv.geometry.block_size, self._device, self._uploads, self._workspace, self._max_rows
         )
+        inputs.lora = self._lora.step(batch, self._uploads.put)
+        return inputs

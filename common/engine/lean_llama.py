@@ -124,7 +124,7 @@ class LeanLlama:
         else:
             self._ranks.embed(self._embedding, step.token_ids, residual)
         buffers = StepBuffers(residual, normed, qkv, attended, activated)
-        if self._stack is not None:
+        if self._stack is not None and step.lora is None:
             self._stack.run(buffers, step.positions, step.slot_mapping, step.meta, kv)
         else:
             self._layer_by_layer(buffers, step, kv)
@@ -150,8 +150,9 @@ class LeanLlama:
         self._buffers_kept = True
 
     def _layer_by_layer(self, buffers: StepBuffers, step: StepInputs, kv: Tensor) -> None:
-        """What `LayerStack` does, one call after the other: on a GPU, as one of several ranks, and where a weight
-        cannot be packed."""
+        """What `LayerStack` does, one call after the other: on a GPU, as one of several ranks, where a weight cannot be
+        packed, and where rows have adapters."""
+        lora = step.lora
         residual, normed, qkv = buffers.residual, buffers.normed, buffers.qkv
         meta, head_dim, eps, tokens = step.meta, self._geometry.head_dim, self._eps, len(residual)
         key_end = self._query_size + self._kv_size
@@ -162,6 +163,8 @@ class LeanLlama:
         for index, layer in enumerate(self._layers):
             rms_norm(residual, layer.input_norm, eps, normed)
             layer.qkv.into(normed, qkv)
+            if lora is not None:
+                lora.add(index, "qkv", normed, qkv)
             if layer.q_norm is not None and layer.k_norm is not None:
                 rms_norm(query, layer.q_norm, eps, query)
                 rms_norm(key, layer.k_norm, eps, key)
@@ -171,8 +174,12 @@ class LeanLlama:
                 layer.attention_out.add_into(buffers.attended, residual)
             else:
                 self._ranks.add_into(layer.attention_out, buffers.attended, residual)
+            if lora is not None:
+                lora.add(index, "attention_out", buffers.attended, residual)
             rms_norm(residual, layer.mlp_norm, eps, normed)
-            if self._ranks is None or not isinstance(layer.mlp, DenseMlp):
+            if lora is not None:
+                lora.mlp(index, layer.mlp, normed, buffers.activated, residual)
+            elif self._ranks is None or not isinstance(layer.mlp, DenseMlp):
                 layer.mlp.add_into(normed, buffers.activated, residual)
             else:
                 layer.mlp.gate_up.into(normed, buffers.activated)

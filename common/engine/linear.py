@@ -124,6 +124,13 @@ class GatedLinear:
         elif self._both is not None:
             silu_mul(self._both(x), out)
 
+    def unactivated(self, x: Tensor) -> Tensor:
+        """[T, 2 · out], gates before ups: for rows to which something is added before the activation."""
+        if self._packed is not None:
+            return self._packed.halves(x)
+        assert self._both is not None
+        return self._both(x)
+
 
 class Embedding:
     """ids ↦ rows of a table [vocabulary, width]; a table that is also the last product's weight is not kept twice."""

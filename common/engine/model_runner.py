@@ -37,6 +37,8 @@ from cohort.common.engine.lean_gpt_oss import LeanGptOss
 from cohort.common.engine.lean_llama import LeanLlama
 from cohort.common.engine.lean_opt import LeanOpt
 from cohort.common.engine.linear import native_bfloat16
+from cohort.common.engine.lora import LoraStore, host_put
+from cohort.common.engine.lora_checkpoint import LoraOptions, check_lora
 from cohort.common.engine.model_config import DTYPE_BYTES, Family, ModelGeometry, read_geometry
 from cohort.common.engine.prompt_scores import by_row, score, scored_tokens
 from cohort.common.engine.rank_messages import RankLost
@@ -124,12 +126,14 @@ class ModelRunner:
         device_steps: bool | None = None,
         group: RankGroup | None = None,
         followers: Followers | None = None,
+        lora: LoraOptions | None = None,
     ) -> None:
         """Loads the model; `threads` 0 leaves torch's own choice. Raises `ModelError` or `ConfigError`.
 
         `num_blocks` 0: as many KV blocks as `share` has memory for once the weights are there; only on a GPU.
         `max_context`: no request is longer; 0 = what the model allows. `device_steps`: run as on a GPU; None = on one.
         `group`: this is one rank of a worker, whose `followers` rank 0 has; blocks are counted as the worker's.
+        `lora`: adapters that requests may name; they are checked before the model is loaded.
         """
         compiled_kernels.keep_in_cache()
         self.device = resolve_device(device)
@@ -154,6 +158,7 @@ class ModelRunner:
         self._prepared_thread = 0
         self._prepare_thread()
         torch_dtype = _TORCH_DTYPES[self.dtype]
+        self.lora, self._lora_bytes = self._lora_store(lora or LoraOptions({}, 1, 1), torch_dtype)
         share = share or DeviceShare()
         self._model = self._load(model_dir, torch_dtype, weights)
         if self.ranks is not None:
@@ -187,6 +192,7 @@ class ModelRunner:
                 max_rows=max_rows,
                 max_step_tokens=max_step_tokens,
                 max_context=min(longest, num_blocks * block_size),
+                lora=self.lora,
             )
         log.info(
             "model loaded",
@@ -348,6 +354,7 @@ class ModelRunner:
                 self._out_of_step(error)
                 raise
         inputs = step_inputs(batch, self.block_size, self.device)
+        inputs.lora = self.lora.step(batch, host_put(self.device))
         if batch.scoring:
             return self._execute_and_score(batch, inputs)
         logits = self._forward(inputs)
@@ -408,7 +415,7 @@ class ModelRunner:
         reserved = step_bytes(working, element, self.max_rows, self.max_step_tokens) + share.graphs
         if self.ranks is not None:
             reserved += exchange_bytes(self.geometry, element, self.max_step_tokens)
-        reserved += STAGING_BYTES
+        reserved += STAGING_BYTES + self._lora_bytes
         budget = kv_bytes(
             total=total,
             free=free,
@@ -474,6 +481,14 @@ class ModelRunner:
                     return GenericModel(model_dir, geometry, dtype=dtype, device=self.device)
                 case _:
                     assert_never(family)
+
+    def _lora_store(self, options: LoraOptions, dtype: torch.dtype) -> tuple[LoraStore, int]:
+        """The adapters, checked, of which none is loaded yet; and what those held at once take at most."""
+        if options.adapters and self.geometry.family == "moe" and self.device.type != "cpu":
+            raise ModelError(f"model.lora: no adapters for {self.geometry.model_type} models on {self.device.type}")
+        checked = check_lora(options.adapters, self.geometry, options.max_rank)
+        store = LoraStore(checked, self.geometry, dtype, self.device)
+        return store, store.most_bytes(options.held)
 
     def _family(self) -> Family:
         """The form that runs here: gpt-oss has its lean experts on a processor only."""

@@ -7,7 +7,7 @@ the CPU, the tensors are the batch's own arrays, not copies.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from cohort.common.engine.uploads import Uploads
 from cohort.kernels.gpu.workspace import Workspace
 from cohort.kernels.paged_attention import AttentionMeta
 
+if TYPE_CHECKING:
+    from cohort.common.engine.lora import LoraStep
+
 
 @dataclass(slots=True)
 class StepInputs:
@@ -29,6 +32,7 @@ class StepInputs:
     slot_mapping: Tensor  # int64 [T]
     sample_index: Tensor  # int64 [S] flat index of the tokens whose logits are wanted
     meta: AttentionMeta
+    lora: LoraStep | None = None  # what adapters add; None = no row has one
 
 
 class Model(Protocol):

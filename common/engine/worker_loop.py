@@ -26,6 +26,7 @@ from cohort.common.engine.group_memory import GroupMemory
 from cohort.common.engine.iteration_gaps import IterationGaps
 from cohort.common.engine.kv_copies import KvCopier
 from cohort.common.engine.learned_state import LearnedState
+from cohort.common.engine.lora_loader import LoraLoader
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.prompt_states import prompt_states
 from cohort.common.engine.stream_copies import StreamCopier
@@ -35,7 +36,16 @@ from cohort.common.engine.transfer_memory import CacheMemory, RunMemory
 from cohort.common.engine.worker_metrics import WorkerMetrics
 from cohort.common.engine.worker_show import WorkerShow
 from cohort.common.errors import PeerUnreachable
-from cohort.common.machines.effects import CancelRuns, Dial, ReceiveRuns, Send, SendRuns, StartStep, WorkerEffect
+from cohort.common.machines.effects import (
+    CancelRuns,
+    Dial,
+    LoadAdapter,
+    ReceiveRuns,
+    Send,
+    SendRuns,
+    StartStep,
+    WorkerEffect,
+)
 from cohort.common.machines.events import (
     DrainEnded,
     DrainStarted,
@@ -127,6 +137,7 @@ class WorkerLoop:
             self._copier = StreamCopier(runner.kv, runner.stream, stream_for(runner.device))
         else:
             self._copier = KvCopier(runner.kv)
+        self._loras = LoraLoader(runner.lora, self._tell)
         self._free_memory = FreeMemory(runner.device)
         self._gaps = IterationGaps(self._clock.now_s, self._metrics.engine.gap_seconds().observe)
         self._engine = EngineThreads(runner, self._copier, self._gaps, engine)
@@ -162,6 +173,7 @@ class WorkerLoop:
                 for task in running:
                     task.cancel()
         finally:
+            self._loras.close()
             await self._agent.close()
             self._engine.close()
             self._copier.close()
@@ -224,6 +236,8 @@ class WorkerLoop:
                     self._agent.receive(effect)
                 case CancelRuns(lease_id=lease_id):
                     self._agent.cancel(lease_id)
+                case LoadAdapter():
+                    self._loras.load(effect)
                 case StartStep():
                     pass  # the step task's, see `_ask`
                 case _:

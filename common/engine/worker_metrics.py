@@ -97,6 +97,9 @@ def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
             for reason in get_args(NotAhead)
         ),
         Stat("wasted_rows_total", "total", lambda s: s.counters.wasted_rows, engine.wasted_rows()),
+        Stat("loras_held", "gauge", lambda s: len(s.stats.adapters), engine.loras_held()),
+        Stat("lora_loads_total", "total", lambda s: s.counters.adapter_loads, engine.lora_loads("loaded")),
+        Stat("", "total", lambda s: s.counters.adapter_failures, engine.lora_loads("failed")),
         Stat("preemptions_total", "total", lambda s: s.counters.preemptions),
         Stat("transfers_total", "total", lambda s: s.counters.transfers_in + s.counters.transfers_out),
         Stat("kv_transfers_in_total", "total", lambda s: s.counters.transfers_in, transfer.kv_transfers()),

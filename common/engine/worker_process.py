@@ -27,6 +27,7 @@ from cohort.common.engine.devices import WorkerDevice, checked_device, claim_dev
 from cohort.common.engine.followers import Followers
 from cohort.common.engine.learned_state import LearnedState
 from cohort.common.engine.linear import native_bfloat16
+from cohort.common.engine.lora_checkpoint import LoraOptions
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner, resolve_dtype
 from cohort.common.engine.rank_messages import Setup
@@ -111,7 +112,7 @@ def load_runner(
     whole = geometry = read_geometry(model_dir, config.model.quantization)
     degree = 1 if followers is None else followers.degree
     if degree > 1:
-        check_degree(geometry, degree, model_dir.name)
+        check_degree(geometry, degree, model_dir.name, config.model.lora)
         geometry = RankShare(geometry, 0, degree).own
     block_bytes = geometry.kv_geometry(dtype, config.kv.block_size).block_bytes * degree
     memory_bytes = config.kv.memory_bytes
@@ -166,6 +167,7 @@ def load_runner(
         weights=config.model.weights,
         group=group,
         followers=followers,
+        lora=LoraOptions(config.model.lora, config.engine.max_loras, config.engine.max_lora_rank),
     )
 
 

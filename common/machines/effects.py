@@ -89,6 +89,14 @@ class CancelRuns(msgspec.Struct, frozen=True):
     lease_id: int
 
 
+class LoadAdapter(msgspec.Struct, frozen=True):
+    """Load this LoRA adapter beside the steps that run, after letting go of `instead_of` ("" = of none), which no step
+    names any more. Answered with `AdapterLoaded` or `AdapterFailed`."""
+
+    adapter: str
+    instead_of: str = ""
+
+
 # -- Of a gateway, for its own process: their text (`repr`) says all that a recording needs ---------------------------
 
 
@@ -137,6 +145,6 @@ class ManagerFound(msgspec.Struct, frozen=True):
     outstanding: int
 
 
-WorkerEffect = Send | Dial | StartStep | SendRuns | ReceiveRuns | CancelRuns
+WorkerEffect = Send | Dial | StartStep | SendRuns | ReceiveRuns | CancelRuns | LoadAdapter
 ManagerEffect = Send | Wake
 GatewayEffect = Send | Wake | Admitted | Rejected | Deliver | Fail | Ended | ManagerFound

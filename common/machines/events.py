@@ -124,6 +124,19 @@ class RunsReceived(_Event, frozen=True):
     runs: int = 1
 
 
+class AdapterLoaded(_Event, frozen=True):
+    """Answers a `LoadAdapter`: steps may name this adapter."""
+
+    adapter: str
+
+
+class AdapterFailed(_Event, frozen=True):
+    """Answers a `LoadAdapter`: the adapter cannot be had, and why."""
+
+    adapter: str
+    reason: str
+
+
 # -- To a gateway ----------------------------------------------------------------------------------------------------
 # `DrainStarted`: the gateway is to end and takes nothing new. `DrainEnded`: requests left fail.
 
@@ -178,6 +191,8 @@ WorkerEvent = (
     | PlanAhead
     | RunsSent
     | RunsReceived
+    | AdapterLoaded
+    | AdapterFailed
 )
 ManagerEvent = Received | Undelivered | PeerLost | Tick
 GatewayEvent = Received | Undelivered | Tick | Estimated | Offered | Closed | DrainStarted | DrainEnded

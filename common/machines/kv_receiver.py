@@ -143,7 +143,7 @@ class KvReceiver:
                 postponed.append(offer)
                 break
             sequence = held.sequence
-            cached = state.kv.reserve(key, sequence.tokens, offer.positions, salt=sequence.request.prefix_salt)
+            cached = state.kv.reserve(key, sequence.tokens, offer.positions, salt=sequence.request.cache_salt)
             if cached is None:
                 postponed.append(offer)
                 break

@@ -47,14 +47,15 @@ class Worker:
     """Of these, the ones whose KV it merely waits for."""
     live: dict[RequestId, Managed] = field(default_factory=dict)
     """Mirror of `Managed.live`."""
-    fresh: dict[RequestId, tuple[int, int]] = field(default_factory=dict)
-    """Sent to it but in no report yet: prefill tokens, context tokens."""
+    fresh: dict[RequestId, tuple[int, int, str]] = field(default_factory=dict)
+    """Sent to it but in no report yet: prefill tokens, context tokens, adapter."""
 
     def count_fresh(self) -> None:
         """Work sent to a worker but not in its last report counts as load already."""
         self.view.assigned_requests = len(self.fresh)
-        self.view.assigned_prefill_tokens = sum(prefill for prefill, _ in self.fresh.values())
-        self.view.assigned_context_tokens = sum(context for _, context in self.fresh.values())
+        self.view.assigned_prefill_tokens = sum(prefill for prefill, _, _ in self.fresh.values())
+        self.view.assigned_context_tokens = sum(context for _, context, _ in self.fresh.values())
+        self.view.assigned_adapters = frozenset([adapter for _, _, adapter in self.fresh.values() if adapter])
 
 
 @dataclass(slots=True, eq=False)
@@ -248,9 +249,10 @@ class Roster:
         worker = self.workers[instance]
         worker.live[managed.request_id] = managed
         if managed.item is not None:
-            tokens = len(managed.item.request.tokens)
+            request = managed.item.request
+            tokens = len(request.tokens)
             first = bool(managed.segments) and managed.segments[0].instance == instance
-            worker.fresh[managed.request_id] = (tokens if first else 0, tokens)
+            worker.fresh[managed.request_id] = (tokens if first else 0, tokens, request.adapter)
             worker.count_fresh()
 
     def disengage(self, managed: Managed, instance: InstanceId) -> None:

@@ -22,7 +22,7 @@ class TokenUpdates:
         """Append the token to its sequence. Returns why the request is finished with it, or None."""
         sequence = held.sequence
         if sampled.failure:
-            return self._fail(sequence, sampled.failure)
+            return self.fail(sequence, sampled.failure)
         tokens, token = sequence.tokens, sampled.token
         position = len(tokens)
         tokens.append(token)
@@ -60,7 +60,7 @@ class TokenUpdates:
         )
         return finish
 
-    def _fail(self, sequence: Sequence, why: str) -> FinishReason:
+    def fail(self, sequence: Sequence, why: str) -> FinishReason:
         """No other worker could do better: the request ends with this error instead of being placed again."""
         request = sequence.request
         self._updates.setdefault(request.gateway, []).append(

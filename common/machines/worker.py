@@ -17,9 +17,12 @@ from random import Random
 from typing import assert_never, cast
 
 from cohort.common.errors import InvariantViolated
+from cohort.common.machines.adapter_desk import AdapterDesk
 from cohort.common.machines.computed_rows import note_computed
 from cohort.common.machines.effects import Dial, Send, StartStep, WorkerEffect
 from cohort.common.machines.events import (
+    AdapterFailed,
+    AdapterLoaded,
     DrainEnded,
     DrainStarted,
     LinkAddresses,
@@ -37,7 +40,7 @@ from cohort.common.machines.events import (
 )
 from cohort.common.machines.kv_receiver import KvReceiver
 from cohort.common.machines.kv_sender import KvSender, brings_back
-from cohort.common.machines.kv_stall import holds_up
+from cohort.common.machines.kv_stall import given_back
 from cohort.common.machines.parked_pool import ParkedPool
 from cohort.common.machines.plan_ahead import AheadPlanner, same_rows
 from cohort.common.machines.scored_prompts import ScoringTurns
@@ -90,11 +93,12 @@ class WorkerMachine:
         """What iterations take, learned here because the scheduler learns no such thing."""
         self.times = learned if isinstance(learned, LearnedTimes) else self.observed
         """What iterations take, whoever learns it; None: nobody does."""
-        self._reports = WorkerReports(state, self.leases, self.times)
+        self.adapters = AdapterDesk(state, self._enter, self._refuse)
+        self._reports = WorkerReports(state, self.leases, self.times, self.adapters)
         self._held = state.held
         self._effects = state.effects
         self._tokens = TokenUpdates(state)
-        self._scoring = ScoringTurns(self._is_held)
+        self._scoring = ScoringTurns(state.holds)
         self._next_renewal_s = 0.0
         self._repeats = False
         """The step in flight was planned ahead and has the rows of the one before it."""
@@ -132,6 +136,8 @@ class WorkerMachine:
                     self.receiver.peer_lost(now_s, peer)
                 case LinkAddresses(addresses=addresses):
                     self.receiver.links = addresses
+                case AdapterLoaded() | AdapterFailed():
+                    self.adapters.settled(now_s, event)
                 case DrainStarted():
                     self._reports.draining = True
                 case DrainEnded():
@@ -175,6 +181,7 @@ class WorkerMachine:
         if stray:
             raise InvariantViolated(f"blocks of forgotten sequences: {sorted(stray)[:4]}")
         self.receiver.check()
+        self.adapters.check()
 
     # -- messages ----------------------------------------------------------------------------------------------
 
@@ -244,12 +251,9 @@ class WorkerMachine:
             for peer in dict.fromkeys((*leases, *transfers)):
                 self._effects.append(Send(peer, KvRenew(leases.get(peer, []), transfers.get(peer, []))))
         self.receiver.headroom_changed(now_s)
-        if now_s - self.state.moved_s >= settings.stall_timeout_s:
-            self.state.moved_s = now_s  # one at a time: its blocks may be what all others waited for
-            stalled = holds_up(self.state, self.sender, self.receiver)
-            if stalled is not None:
-                self.counters.stalls += 1
-                self._fail(now_s, stalled, "caches waited for each other's blocks")
+        self.adapters.move(now_s)
+        if stalled := given_back(now_s, self.state, self.sender, self.receiver, self.adapters):
+            self._fail(now_s, stalled, "caches waited for each other's blocks")
 
     # -- segments ----------------------------------------------------------------------------------------------
 
@@ -273,7 +277,13 @@ class WorkerMachine:
         if message.index > 0:
             sequence.phase = Phase.AWAITING_KV
             self.receiver.headroom_changed(now_s)
-        elif not self._scoring.must_wait(sequence):
+            self.adapters.expect(now_s, sequence)
+        else:
+            self.adapters.admit(now_s, sequence)
+
+    def _enter(self, now_s: float, sequence: Sequence) -> None:
+        """Its adapter is here, if it has one."""
+        if sequence.phase is not Phase.WAITING or not self._scoring.must_wait(sequence):
             self.scheduler.add(now_s, sequence)
 
     def _bind(self, now_s: float, message: BindSegment) -> None:
@@ -286,7 +296,7 @@ class WorkerMachine:
             sequence.end, sequence.batch_id = segment.end, message.batch_id
             sequence.phase = Phase.SWAPPED if held.pooled else Phase.RUNNING
             held.pooled = False
-            self.scheduler.add(now_s, sequence)
+            self.adapters.admit(now_s, sequence)
             return
         self._effects.append(Dial(segment.instance, message.next_endpoint))
         sequence.phase = Phase.LEAVING
@@ -304,7 +314,7 @@ class WorkerMachine:
             self._park(now_s, sequence)
             return
         sequence.phase = Phase.RUNNING
-        self.scheduler.add(now_s, sequence)
+        self.adapters.admit(now_s, sequence)
 
     def _left(self, now_s: float, sequence: Sequence) -> None:
         """Another worker runs it now."""
@@ -397,6 +407,7 @@ class WorkerMachine:
         if self.state.aborting:
             self._drop_aborting(now_s)
         self.receiver.headroom_changed(now_s)
+        self.adapters.move(now_s)
         self._tokens.flush()
 
     def _scored(self, scores: PromptScores) -> None:
@@ -436,14 +447,14 @@ class WorkerMachine:
 
     # -- endings -----------------------------------------------------------------------------------------------
 
-    def _is_held(self, sequence: Sequence) -> bool:
-        held = self._held.get(sequence.key)
-        return held is not None and held.sequence is sequence and not held.aborting
-
     def _finished(self, now_s: float, sequence: Sequence, finish: FinishReason) -> None:
         self.counters.finished[finish.value] = self.counters.finished.get(finish.value, 0) + 1
         self._ended(sequence, Outcome.FINISHED, finish.value)
         self._end(now_s, self._held[sequence.key], "finished before the handoff")
+
+    def _refuse(self, now_s: float, sequence: Sequence, why: str) -> None:
+        self._finished(now_s, sequence, self._tokens.fail(sequence, why))
+        self._tokens.flush()
 
     def _cancel(self, now_s: float, key: Attempt, reason: str) -> None:
         self.receiver.forget_offers(key)

@@ -71,4 +71,7 @@ class WorkerCounters:
     not_ahead: dict[NotAhead, int] = field(default_factory=dict)
     wasted_rows: int = 0
     """Rows computed for sequences that had ended meanwhile."""
+    adapter_loads: int = 0
+    adapter_failures: int = 0
+    """LoRA adapters loaded, and those that could not be."""
     finished: dict[str, int] = field(default_factory=dict)

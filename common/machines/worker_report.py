@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from cohort.common.kv.lease import LeaseTable
+from cohort.common.machines.adapter_desk import AdapterDesk
 from cohort.common.machines.effects import Send
 from cohort.common.machines.worker_state import Held, WorkerState
 from cohort.common.messages import Leaving, RegisterWorker, WorkerReport
@@ -73,8 +74,9 @@ def _queue(everything: Iterable[Held], listed: int) -> dict[str, Any]:
 class WorkerReports:
     """Messages to the manager about this worker as a whole: that it is there, how it is, that it goes."""
 
-    def __init__(self, state: WorkerState, leases: LeaseTable, learned: Learned | None) -> None:
+    def __init__(self, state: WorkerState, leases: LeaseTable, learned: Learned | None, adapters: AdapterDesk) -> None:
         self._state = state
+        self._adapters = adapters
         self._leases = leases
         self._learned = learned
         self._sequence = 0
@@ -118,6 +120,9 @@ class WorkerReports:
             leases=len(self._leases),
             expired_leases=self._leases.expired,
             step_times=None if self._learned is None else self._learned.step_times(),
+            adapters=self._adapters.adapters,
+            free_adapter_slots=self._adapters.free_slots,
+            adapter_load_s=self._adapters.load_s,
             **_queue(self._state.held.values(), _REPORTED_QUEUE if self._state.settings.lists_queue else 0),
         )
 

@@ -49,6 +49,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """What iterations take is learned and reported, even if the scheduler does not decide by it."""
     lists_queue: bool = True
     """Reports tell the progress of every sequence (`WorkerStats.queue`)."""
+    max_loras: int = 8
+    """LoRA adapters held at once."""
 
     @staticmethod
     def of(config: Config, links: tuple[str, ...]) -> WorkerSettings:
@@ -61,6 +63,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
             default_prediction=float(config.gateway.default_prediction_tokens),
             chunked_transfer=transfer.ablation.chunked,
             scored_step_tokens=config.engine.scored_step_tokens,
+            max_loras=config.engine.max_loras,
         )
 
 
@@ -153,6 +156,11 @@ class WorkerState:
     def __post_init__(self) -> None:
         self.settings = self.setup.settings
         self.block_size = self.setup.capacity.block_size
+
+    def holds(self, sequence: Sequence) -> bool:
+        """It is here and not over."""
+        held = self.held.get(sequence.key)
+        return held is not None and held.sequence is sequence and not held.aborting
 
     def computes(self, sequence: Sequence) -> bool:
         """It has a row in the step in flight or in the one behind it: its blocks are read and written."""

@@ -132,6 +132,7 @@ class InstanceView:
     assigned_requests: int = 0
     assigned_prefill_tokens: int = 0
     assigned_context_tokens: int = 0
+    assigned_adapters: frozenset[str] = frozenset()
 
     @property
     def role(self) -> Role:
@@ -141,6 +142,16 @@ class InstanceView:
     def queued_prefill_tokens(self) -> int:
         """Prompt tokens this worker still has to compute: reported, and assigned since."""
         return self.stats.queued_prefill_tokens + self.assigned_prefill_tokens
+
+    def holds(self, adapter: str) -> bool:
+        """A request of this LoRA adapter ("" = of none) waits for no load here, or for one that has begun."""
+        return not adapter or adapter in self.stats.adapters or adapter in self.assigned_adapters
+
+    @property
+    def has_adapter_slot(self) -> bool:
+        """Another LoRA adapter can be loaded without letting one go."""
+        stats = self.stats
+        return stats.free_adapter_slots > len(self.assigned_adapters.difference(stats.adapters))
 
     @property
     def free_blocks(self) -> int:

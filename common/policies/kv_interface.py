@@ -138,7 +138,7 @@ class KvAllocator(ABC):
     @abstractmethod
     def reserve(self, key: Attempt, tokens: Seq[int], positions: int, *, salt: str = "") -> int | None:
         """Blocks for KV that will arrive from elsewhere: like `admit`, for `positions` positions; none for what lies
-        behind their window. `salt`: the request's `prefix_salt`."""
+        behind their window. `salt`: the request's `cache_salt`."""
 
     @abstractmethod
     def extend(self, sequence: Sequence, positions: int) -> bool:

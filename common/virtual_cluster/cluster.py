@@ -14,8 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, assert_never
 
-from cohort.common.machines.effects import CancelRuns, Dial, ReceiveRuns, Send, SendRuns, StartStep, Wake, WorkerEffect
-from cohort.common.machines.events import Received, ReportDue, Tick
+from cohort.common.machines.effects import (
+    CancelRuns,
+    Dial,
+    LoadAdapter,
+    ReceiveRuns,
+    Send,
+    SendRuns,
+    StartStep,
+    Wake,
+    WorkerEffect,
+)
+from cohort.common.machines.events import AdapterLoaded, Received, ReportDue, Tick
 from cohort.common.messages import Message
 from cohort.common.types import InstanceId
 from cohort.common.virtual_cluster.events import Events
@@ -177,6 +187,9 @@ class VirtualCluster:
                     self.flights.receive(node, effect)
                 case CancelRuns(lease_id=lease_id):
                     self.flights.cancel(node, lease_id)
+                case LoadAdapter(adapter=adapter):
+                    at_s = self.now_s + self._cadence.adapter_load_s
+                    self.events.at(at_s, self.tell, node, AdapterLoaded(adapter))
                 case Dial():
                     pass
                 case _:

@@ -124,3 +124,5 @@ class Cadence:
     worker_tick_s: float
     manager_tick_s: float
     gateway_tick_s: float
+    adapter_load_s: float = 0.0
+    """What a worker takes to load a LoRA adapter."""

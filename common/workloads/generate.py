@@ -91,7 +91,7 @@ def draw_rows(source: Source, count: int, seed: int) -> list[TraceRow]:
             else:
                 order = list(range(len(rows)))
             return [
-                TraceRow(None, row.prompt_tokens, row.output_tokens, row.hash_ids, row.session)
+                TraceRow(None, row.prompt_tokens, row.output_tokens, row.hash_ids, row.session, row.adapter)
                 for row in (rows[at] for at in order[:count])
             ]
         case _:
@@ -144,6 +144,7 @@ def generate(
             row.hash_ids,
             block if row.hash_ids else 0,
             row.session,
+            row.adapter,
         )
 
     if isinstance(arrivals, ClosedLoop) or due is None:

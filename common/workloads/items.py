@@ -24,7 +24,7 @@ class WorkItem:
     the true length, which policies see only through a prediction. `hash_ids`: block i names the content of prompt
     tokens [i·`hash_block`, (i + 1)·`hash_block`) together with everything before, so equal leading ids are a shared
     prefix; empty = shares nothing. `session` "" = a single request; turns of one session have equal prefixes as far as
-    the shorter prompt reaches.
+    the shorter prompt reaches. `adapter`: the LoRA adapter that answers it, "" = the base model alone.
     """
 
     arrival_s: float
@@ -35,6 +35,7 @@ class WorkItem:
     hash_ids: tuple[int, ...] = ()
     hash_block: int = 0
     session: str = ""
+    adapter: str = ""
 
     @property
     def total_tokens(self) -> int:

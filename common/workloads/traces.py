@@ -42,6 +42,7 @@ class TraceRow:
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
     session: str = ""
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +237,7 @@ def _csv_row(row: Mapping[str, str], kind: TraceFormat) -> TraceRow:
                 _tokens(row, "output_tokens"),
                 _hash_ids(row.get("hash_ids", "")),
                 row.get("session", "").strip(),
+                row.get("adapter", "").strip(),
             )
         case "mooncake" | "prompts":
             raise AssertionError("JSON lines, not CSV")

@@ -299,7 +299,7 @@ class Generator:
             id=shape.id_prefix + base_id,
             created=int(created_s),
             created_s=created_s,
-            model=self.card.name,
+            model=call.adapter or self.card.name,
             reserved=reserved,
             singly=call.tools is not None and not call.tools.parallel,
             readers=_tool_readers(call, len(requests), stable_id(base_id, repr(created_s))),

@@ -8,7 +8,8 @@ Read once at start from the JSON files of a model folder in Hugging Face format;
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from cohort.common.paths import DEFAULT_MODEL_NAME, default_model_dir
 
 # The same limit has several names in published configurations; the first one present counts.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+
+
+_LISTED = 16
+"""Names in one message, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +61,23 @@ class ModelCard:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     sampling: SamplingDefaults = SamplingDefaults()
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    """Folders of LoRA adapters by the names that clients use."""
 
     @property
     def names(self) -> frozenset[str]:
-        """Names that clients may use: the served one or, if they know where it lies, the folder."""
-        return frozenset((self.name, str(self.path)))
+        """Names that clients may use: the served one or, if they know where it lies, the folder; or an adapter's."""
+        return frozenset((self.name, str(self.path), *self.adapters))
+
+    @property
+    def listed(self) -> str:
+        """The names there are, for messages."""
+        names = [f"`{name}`" for name in (self.name, *self.adapters)]
+        return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+
+    def adapter_of(self, model: str | None) -> str:
+        """The adapter that a request's `model` names; "" = the base model."""
+        return model if model is not None and model in self.adapters else ""
 
 
 def read_model_card(config: ModelConfig) -> ModelCard:
@@ -83,13 +100,17 @@ def read_model_card(config: ModelConfig) -> ModelCard:
     vocab_size = text.get("vocab_size")
     if not isinstance(vocab_size, int):
         raise ModelError(f"{file} names no vocab_size")
+    name = config.served_name or path.name
+    if taken := {name, str(path)} & config.lora.keys():
+        raise ModelError(f"model.lora: {taken.pop()!r} is the base model's name; give the adapter another")
     return ModelCard(
-        name=config.served_name or path.name,
+        name=name,
         path=path,
         max_model_len=model_len,
         vocab_size=vocab_size,
         eos_token_ids=_end_tokens(path, text),
         sampling=_sampling_defaults(path) if config.sampling_defaults == "model" else SamplingDefaults(),
+        adapters={adapter: Path(folder).expanduser().resolve() for adapter, folder in config.lora.items()},
     )
 
 

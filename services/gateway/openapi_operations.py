@@ -274,8 +274,8 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=_GENERATE,
         example=_WORDS,
     ),
-    Operation("listModels", "get", "/v1/models", "The model that is served.", answer=ModelList),
-    Operation("getModel", "get", "/v1/models/{name}", "The same by its name.", answer=ModelObject, errors=(404,)),
+    Operation("listModels", "get", "/v1/models", "The model that is served, and its LoRA adapters.", answer=ModelList),
+    Operation("getModel", "get", "/v1/models/{name}", "One of them by its name.", answer=ModelObject, errors=(404,)),
     Operation(
         "tokenize",
         "post",

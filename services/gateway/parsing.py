@@ -71,6 +71,8 @@ class Call:
     wanted: Wanted | None = None
     """The grammar that the answer is bound to, as the client wrote it."""
     tools: ToolUse | None = None
+    adapter: str = ""
+    """The LoRA adapter that it names as its model."""
     truncates: bool = False
     """A chat without its oldest turns rather than a 400, where it is longer than the context."""
 
@@ -179,7 +181,7 @@ def read_messages(messages: Sequence[dict[str, Any]], config: GatewayConfig) -> 
 def check_model(model: str | None, card: ModelCard) -> None:
     if model is not None and model not in card.names:
         raise RequestError(
-            f"The model `{printable(model)}` does not exist; this server serves `{card.name}`.",
+            f"The model `{printable(model)}` does not exist; this server serves {card.listed}.",
             status=404,
             param="model",
         )
@@ -283,6 +285,7 @@ def _call(
         template_variables=template_variables or {},
         wanted=wanted,
         tools=tools,
+        adapter=card.adapter_of(body.model),
     )
 
 

@@ -66,6 +66,7 @@ def prepare(
                     priority=call.priority,
                     slo=call.slo,
                     if_late=call.if_late,
+                    adapter=call.adapter,
                 )
             )
     return requests

@@ -102,24 +102,27 @@ class Probes:
         return web.Response(body=exposition(self._registry), headers={"Content-Type": CONTENT_TYPE})
 
     async def models(self, _: web.Request) -> web.Response:
-        return _json(ModelList([self._model()]))
+        return _json(ModelList([self._model(), *map(self._model, self._card.adapters)]))
 
     async def model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         if name not in self._card.names and f"/{name}" not in self._card.names:
             raise RequestError(
-                f"The model `{printable(name)}` does not exist; this server serves `{self._card.name}`.",
+                f"The model `{printable(name)}` does not exist; this server serves {self._card.listed}.",
                 status=404,
                 param="model",
             )
-        return _json(self._model())
+        return _json(self._model(self._card.adapter_of(name)))
 
-    def _model(self) -> ModelObject:
+    def _model(self, adapter: str = "") -> ModelObject:
+        """The base model, or one of its adapters."""
+        card = self._card
         return ModelObject(
-            id=self._card.name,
+            id=adapter or card.name,
             created=self._created,
-            root=self._card.path.name,  # where the folder lies stays private
+            root=card.adapters.get(adapter, card.path).name,  # where the folder lies stays private
             max_model_len=self._max_model_len(),
+            parent=card.name if adapter else None,
         )
 
 

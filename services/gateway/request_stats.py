@@ -32,6 +32,8 @@ class RequestStats:
         self._metrics.in_flight(request.traffic_class).inc()
         self._metrics.prompt_tokens(request.traffic_class).inc(request.prompt_tokens)
         self.recent.accepted(request.prompt_tokens)
+        if request.adapter:
+            self._metrics.lora_requests(request.adapter).inc()
 
     def totals(self, dropped_tokens: int, default_predictions: int) -> None:
         """The machine's counters as they are now."""
@@ -105,6 +107,7 @@ class RequestStats:
             instances=entry.instances,
             traffic_class=entry.request.traffic_class,
             best_effort=entry.best_effort or None,
+            adapter=entry.request.adapter or None,
             **judged,
         )
 

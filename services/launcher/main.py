@@ -62,6 +62,7 @@ def _serve(options: argparse.Namespace, arguments: list[str], config: Config, *,
     if options.print_config:
         sys.stdout.write(dump_config(config))
         return 0
+    preflight.check_adapters(config, model)
     preflight.check_exposure(config)
     preflight.check_certificate(config)
     check_host(config, model)

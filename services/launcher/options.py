@@ -12,6 +12,7 @@ examples:
   cohort serve                                       the small default model on http://127.0.0.1:8000
   cohort serve --model ~/models/Qwen3-0.6B           your own model, any local folder in Hugging Face format
   cohort serve --preset unified --port 9000          another arrangement of processes, another port
+  cohort serve --model FOLDER --lora sql=~/lora/sql  a LoRA adapter beside it, served as the model "sql"
   cohort serve --set engine.max_rows=64              one option of configs/default.yaml, as many as you like
   cohort serve --print-config                        every option as it would be here, GPUs and workers included
   cohort serve --detach                              return once it is ready …
@@ -31,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quantization",
         metavar="NAME",
         help="what its weights must be: none, fp8, compressed-tensors, awq, gptq (default: whatever config.json says)",
+    )
+    what.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="LoRA adapter in PEFT format that requests select by this model name; may be repeated",
     )
     how = parser.add_argument_group("how")
     how.add_argument("--preset", default="", metavar="NAME", help="one of configs/presets/, e.g. unified")
@@ -108,7 +116,26 @@ def overrides_of(options: argparse.Namespace, file_keys: set[str]) -> dict[str, 
         for key, offset in (("monitor.port", MONITOR_OFFSET), ("metrics.base_port", METRICS_OFFSET)):
             if key not in settled:
                 flat[key] = port + offset if port else 0
-    return nested({**flat, **assigned}, "--set")
+    merged = nested({**flat, **assigned}, "--set")
+    if options.lora:
+        section = merged.setdefault("model", {})
+        section["lora"] = {**(section.get("lora") or {}), **adapters_of(options.lora)}
+    return merged
+
+
+def adapters_of(named: Sequence[str]) -> dict[str, str]:
+    """The folders of --lora by their names; a name may hold dots and slashes."""
+    from cohort.common.errors import ConfigError
+
+    found: dict[str, str] = {}
+    for text in named:
+        name, equals, folder = text.partition("=")
+        if not equals or not name.strip() or not folder:
+            raise ConfigError(f"--lora {text}: write NAME=FOLDER, e.g. sql=~/adapters/sql")
+        if name in found:
+            raise ConfigError(f"--lora {text}: there is another adapter {name!r}")
+        found[name] = str(Path(folder).expanduser().absolute())
+    return found
 
 
 def assigned_by(assignments: Sequence[str]) -> dict[str, Any]:

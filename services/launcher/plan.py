@@ -174,11 +174,16 @@ def resolve(config: Config, *, model: Path, cores: int, free_port: Callable[[], 
     return replace(
         config,
         workers=groups,
-        model=replace(config.model, path=str(model)),
+        model=replace(config.model, path=str(model), lora=_absolute(config.model.lora)),
         gateway=replace(config.gateway, port=config.gateway.port or block),
         monitor=replace(config.monitor, port=config.monitor.port or block + MONITOR_OFFSET),
         metrics=replace(config.metrics, base_port=config.metrics.base_port or block + METRICS_OFFSET),
     )
+
+
+def _absolute(folders: Mapping[str, str]) -> dict[str, str]:
+    """As seen from here: processes may be started elsewhere."""
+    return {name: str(Path(folder).expanduser().absolute()) for name, folder in folders.items()}
 
 
 def _threads_environment(threads: int, *, crowded: bool = False) -> dict[str, str]:

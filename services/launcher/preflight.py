@@ -16,6 +16,8 @@ from pathlib import Path
 
 from cohort.common import exposure, tls
 from cohort.common.config import Config
+from cohort.common.engine.lora_checkpoint import check_lora
+from cohort.common.engine.model_config import read_geometry
 from cohort.common.errors import ConfigError, ModelError
 from cohort.services.launcher.plan import ProcessPlan
 
@@ -45,6 +47,13 @@ def check_model(folder: Path, *, with_weights: bool = True) -> None:
         raise ModelError(f"{folder}: no weights ({' or '.join(WEIGHT_PATTERNS)})")
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise ModelError(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)})")
+
+
+def check_adapters(config: Config, model: Path) -> None:
+    """Raises `ModelError` naming option, file and tensor for a LoRA adapter that a worker would refuse."""
+    if config.model.lora:
+        base = config.model.served_name or model.name
+        check_lora(config.model.lora, read_geometry(model), config.engine.max_lora_rank, base)
 
 
 def check_exposure(config: Config) -> None:

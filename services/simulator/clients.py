@@ -196,6 +196,7 @@ class TraceClients:
             slo=item.slo,
             prediction=prediction,
             if_late=self._if_late if item.slo.ttft_s else "",
+            adapter=item.adapter,
         )
         self._virtual.tell(self._virtual.nodes[GATEWAY], Offered(name, [request]))
 

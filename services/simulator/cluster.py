@@ -63,6 +63,8 @@ class SimOptions:
     blocking_transfers: bool = False
     """An instance computes nothing while KV arrives: the next iteration takes that much longer, as in engines whose
     decode loop itself waits for KV transfers."""
+    adapter_load_s: float = 0.1
+    """What an instance takes to load a LoRA adapter of the workload."""
     profiled: bool = True
     """Schedulers that learn step times start from a profile of their instance, as after `cohort profile`."""
 
@@ -115,7 +117,13 @@ class SimCluster:
         self.wall = {"worker": WallTime(), "manager": WallTime()}
         network = SimNetwork(cluster, self.geometry)
         self.ports = network.ports
-        cadence = Cadence(report_s=REPORT_INTERVAL_S, worker_tick_s=0.0, manager_tick_s=0.0, gateway_tick_s=0.0)
+        cadence = Cadence(
+            report_s=REPORT_INTERVAL_S,
+            worker_tick_s=0.0,
+            manager_tick_s=0.0,
+            gateway_tick_s=0.0,
+            adapter_load_s=options.adapter_load_s,
+        )
         self.virtual = VirtualCluster(
             deployment,
             named,

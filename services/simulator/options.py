@@ -46,6 +46,13 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
         help="coefficient of variation of an iteration's time (default: as profiled; 0 in the shipped files)",
     )
     group.add_argument(
+        "--adapter-load",
+        type=float,
+        default=0.1,
+        metavar="S",
+        help="seconds to load a LoRA adapter of the trace (default: %(default)s)",
+    )
+    group.add_argument(
         "--check-profile", action="store_true", help="measure a few steps of a profiled machine again, and compare"
     )
 

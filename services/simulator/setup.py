@@ -91,6 +91,7 @@ def simulation_options(options: argparse.Namespace) -> SimOptions:
         slo_defaults=True,
         if_late=options.if_late,
         scatter=options.scatter,
+        adapter_load_s=getattr(options, "adapter_load", 0.1),
     )
 
 

@@ -68,7 +68,7 @@ class PagedAllocator(KvAllocator):
     def admit(self, sequence: Sequence) -> int | None:
         # At least one position must be computed, or there are no logits to sample from; all, if all are wanted.
         max_cached = 0 if sequence.scores_prompt else sequence.target - 1
-        salt = sequence.request.prefix_salt
+        salt = sequence.request.cache_salt
         return self._take(sequence.key, sequence.tokens, self.positions_wanted(sequence), max_cached, salt, 0)
 
     def reserve(self, key: Attempt, tokens: Seq[int], positions: int, *, salt: str = "") -> int | None:
@@ -157,7 +157,7 @@ class PagedAllocator(KvAllocator):
         full = self.keepable(sequence, sequence.computed // size)
         if full <= known:
             return
-        parent = holding.hashes[-1] if holding.hashes else prefix_root(sequence.request.prefix_salt)
+        parent = holding.hashes[-1] if holding.hashes else prefix_root(sequence.request.cache_salt)
         fresh = block_hashes(sequence.tokens[: full * size], size, known, parent)
         for offset, digest in enumerate(fresh):
             if known + offset >= holding.behind:

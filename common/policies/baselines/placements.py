@@ -6,7 +6,7 @@ queue that no worker serves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from cohort.common.policies.interface import (
     ClusterView,
@@ -47,6 +47,10 @@ def impossible(views: Iterable[InstanceView], request: Request) -> Impossible:
     return Impossible(f"needs {wanted} positions; the largest instance holds {most}")
 
 
+_NEARLY = 0.1
+"""Of a cache, or of a full iteration's tokens in the queue: so much more load is worth an adapter that is there."""
+
+
 def _prefill_load(view: InstanceView) -> tuple[int, int, str]:
     stats = view.stats
     queued = stats.queued_prefill_tokens + view.assigned_prefill_tokens
@@ -60,6 +64,10 @@ def _decode_load(view: InstanceView) -> tuple[float, int, str]:
     used = blocks - (stats.free_blocks + stats.cached_blocks) + reserved
     rows = stats.running + stats.awaiting_kv + view.assigned_requests
     return (used / (blocks or 1), rows, view.instance)
+
+
+def _queued_share(view: InstanceView) -> float:
+    return view.queued_prefill_tokens / max(1, view.capacity.max_step_tokens)
 
 
 def _least_queued(views: Sequence[InstanceView]) -> InstanceView:
@@ -106,6 +114,26 @@ def _least_loaded(views: Sequence[InstanceView]) -> InstanceView:
     return min((view for view, load in zip(views, loads, strict=True) if load == least), key=_unified_load)
 
 
+def _near(
+    views: Sequence[InstanceView],
+    request: Request,
+    least: Callable[[Sequence[InstanceView]], InstanceView],
+    load: Callable[[InstanceView], float],
+) -> InstanceView:
+    """The one with the `least` load; of nearly equal ones one that holds the request's LoRA adapter, or can load it
+    without letting another go."""
+    best = least(views)
+    if best.holds(request.adapter):
+        return best
+    for better in (
+        [view for view in views if view.holds(request.adapter)],
+        [view for view in views if view.has_adapter_slot],
+    ):
+        if better and load(other := least(better)) <= load(best) + _NEARLY:
+            return other
+    return best
+
+
 def _preferred(views: Iterable[InstanceView], instance: InstanceId | None) -> InstanceView | None:
     return None if instance is None else next((view for view in views if view.instance == instance), None)
 
@@ -133,7 +161,9 @@ class Colocated(Placement):
         unified = _unified(cluster, waiting.request)
         if isinstance(unified, Wait | Impossible):
             return unified
-        chosen = _preferred(unified, preferred) or _least_loaded(unified)
+        chosen = _preferred(unified, preferred)
+        if chosen is None:
+            chosen = _near(unified, waiting.request, _least_loaded, lambda view: _unified_load(view)[0])
         return Placed((Segment(0, None, chosen.instance),), "colocated on the least loaded instance")
 
 
@@ -186,10 +216,10 @@ class Disaggregated(Placement):
         able = [view for view in prefills if -(-split // view.capacity.block_size) <= view.capacity.num_blocks]
         if not decodes or not able:
             return impossible(views, request)
-        prefill = _preferred(able, preferred) or _least_queued(able)
+        prefill = _preferred(able, preferred) or _near(able, request, _least_queued, _queued_share)
         if split - request.prompt_tokens + 1 >= request.sampling.max_tokens:
             return Placed((Segment(0, None, prefill.instance),), "its last token comes with the prefill")
-        decode = _least_filled(decodes)
+        decode = _near(decodes, request, _least_filled, lambda view: _decode_load(view)[0])
         if decode.instance == prefill.instance:
             return Placed((Segment(0, None, prefill.instance),), "one instance is best for both")
         return Placed(

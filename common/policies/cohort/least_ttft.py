@@ -44,6 +44,9 @@ from cohort.common.types import InstanceId, KvGeometry, Request, RequestId, Segm
 _USEFUL = 64
 """Prompt tokens: where not even so many can be computed beside the decode rows in time, prompts get nowhere."""
 
+_ADAPTER_LOAD_S = 0.2
+"""What loading a LoRA adapter takes, as long as no worker has loaded one."""
+
 _BY_LENGTH = ("most_in_time", "shortest")
 """Orders in which shorter prompts that come later go before this one."""
 
@@ -121,6 +124,7 @@ class LeastTtft(Placement):
         self._rate = 0.0
         self._whole = self._splits = self._full = self._standbys = 0
         self._cached_tokens = 0
+        self._adapter_load_s = _ADAPTER_LOAD_S
         self._error = PredictionError()
 
     # -- the policy interface --------------------------------------------------------------------------------------
@@ -195,6 +199,7 @@ class LeastTtft(Placement):
                 work = self._work[name] = PlacedWork(self._options, own_order=self._own_order)
             if work.refresh(now_s, view, self._known):
                 self._learn(work.reported_s, view)
+                self._adapter_load_s = view.stats.adapter_load_s or self._adapter_load_s
         if self._prefixes is not None:
             self._prefixes.only(views)
 
@@ -300,6 +305,9 @@ class LeastTtft(Placement):
             waiting, own_part = wanted.stretch
             share = own / (tokens + own)
             ttft_s = pace.aim_s + (ttft_s - pace.aim_s) * (waiting * (1.0 - share) + own_part * share)
+        load_s, again_s = self._loading(view, wanted.request.adapter)
+        if load_s:  # beside whatever computes there
+            ttft_s = max(ttft_s, load_s + pace.seconds(own, own * (cached + 0.5 * own)))
         if busy:  # the iteration in flight
             ttft_s += 0.5 * min(pace.aim_s, view.stats.step_s or pace.aim_s)
         needed, variance, free = work.memory
@@ -310,7 +318,7 @@ class LeastTtft(Placement):
             alike = known.best_effort or not options.ablation.yielding
             blocked_s = work.blocked_s(rank, growth, wanted.overtaking, best_effort=alike)
             ttft_s = max(ttft_s, blocked_s + pace.seconds(own, own * (cached + 0.5 * own)))
-        delay_s = behind / pace.rate
+        delay_s = behind / pace.rate + again_s
         if known.tpot_s:
             delay_s += work.slowed(known.tpot_s * headroom, pace) * known.tpot_s * wanted.output
         full = closed = closes = False
@@ -329,6 +337,14 @@ class LeastTtft(Placement):
                 without_it = BatchShape(0, 0, 0, max(rows, 1), context)
                 closed = not mixes(work.times, without_it, _USEFUL, strictest_s * headroom)
         return Candidate(view, work, pace, cached, ttft_s, delay_s, price_s, full, closed, closes)
+
+    def _loading(self, view: InstanceView, adapter: str) -> tuple[float, float]:
+        """How long the request waits there for its LoRA adapter; and, where another has to go for it, how long that
+        one's next request will wait."""
+        if view.holds(adapter):
+            return 0.0, 0.0
+        load_s = view.stats.adapter_load_s or self._adapter_load_s
+        return load_s, 0.0 if view.has_adapter_slot else load_s
 
     def _home(self, candidates: list[Candidate], best: Candidate, wanted: _Wanted) -> Candidate | None:
         """Where only its decode goes: a worker that is closed to prompts already and has time and memory for one more

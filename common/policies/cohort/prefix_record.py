@@ -46,7 +46,7 @@ class Chain:
         hashes = self._hashes
         if index < len(hashes):
             return hashes[index]
-        tokens, before = self.request.tokens, hash(self.request.prefix_salt)
+        tokens, before = self.request.tokens, hash(self.request.cache_salt)
         if hashes:
             before = hashes[-1]
         for at in range(len(hashes), index + 1):
@@ -72,7 +72,7 @@ class PrefixRecord:
             return found
         begun = 0
         for index, end in enumerate(chain.ends):
-            holders = self._holders.get((request.prefix_salt, chain[index]))
+            holders = self._holders.get((request.cache_salt, chain[index]))
             going_on = False
             for name, taken in holders.items() if holders else ():
                 if found.get(name, 0) == begun and self._lasts(name, taken):
@@ -86,7 +86,7 @@ class PrefixRecord:
 
     def placed(self, chain: Chain, view: InstanceView, new_positions: float) -> None:
         """It is computed there, and takes so many positions beside those that it found."""
-        name, salt = view.instance, chain.request.prefix_salt
+        name, salt = view.instance, chain.request.cache_salt
         cache = self._caches.get(name)
         if cache is None or cache.view is not view:  # another process of this name starts with an empty cache
             self.forget(name)

@@ -42,6 +42,7 @@ class DrivenRequest:
     directions: list[int] = field(default_factory=list)
     computed: int = 0
     sampling: SamplingRow = GREEDY
+    adapter: str = ""
 
 
 class Driver:
@@ -57,8 +58,8 @@ class Driver:
         if shuffle is not None:
             random.Random(shuffle).shuffle(self._free)
 
-    def add(self, name: str, prompt: Sequence[int], sampling: SamplingRow = GREEDY) -> None:
-        self.requests[name] = DrivenRequest(list(prompt), sampling=sampling)
+    def add(self, name: str, prompt: Sequence[int], sampling: SamplingRow = GREEDY, adapter: str = "") -> None:
+        self.requests[name] = DrivenRequest(list(prompt), sampling=sampling, adapter=adapter)
 
     def slot(self, request: DrivenRequest, position: int) -> int:
         size = self.runner.block_size
@@ -92,6 +93,7 @@ class Driver:
         for row, request in enumerate(requests):
             tables[row, : len(request.blocks)] = request.blocks
             directions[row, : len(request.blocks)] = request.directions
+        adapters = tuple(request.adapter for request in requests)
         batch = StepBatch(
             token_ids=np.array(tokens, dtype=np.int64),
             positions=np.array(positions, dtype=np.int64),
@@ -102,6 +104,7 @@ class Driver:
             slot_mapping=np.array(slots, dtype=np.int64),
             sample_rows=np.array(sampled, dtype=np.int32),
             sampling=tuple(sampling),
+            adapters=adapters if any(adapters) else (),
         )
         batch.check()
         return batch

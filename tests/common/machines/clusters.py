@@ -57,6 +57,7 @@ class Asked:
     predicted: float = 0.0
     slo: Slo = NO_SLO
     if_late: IfLate = ""
+    adapter: str = ""
 
 
 Stream = Callable[[Random], Iterator[Asked]]
@@ -122,7 +123,7 @@ def offer(world: World, count: int, stream: Stream, *, over_s: float = 2.0) -> N
 
 def submit_at(world: World, at_s: float, name: str, asked: Asked, choices: int = 1) -> None:
     """`choices`: as of `World.submit`."""
-    more = {"slo": asked.slo, "if_late": asked.if_late, "choices": choices}
+    more = {"slo": asked.slo, "if_late": asked.if_late, "choices": choices, "adapter": asked.adapter}
     ask = partial(world.submit, name, asked.prompt, asked.max_tokens, asked.traffic_class, asked.predicted, **more)
     world.at(at_s, ask)
 

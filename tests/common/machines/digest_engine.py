@@ -44,10 +44,15 @@ def next_token(tokens: list[int]) -> int:
     return digest([*tokens, 99]) % VOCABULARY
 
 
-def expected_output(prompt: list[int], max_tokens: int) -> list[int]:
-    tokens = list(prompt)
+def adapted(adapter: str) -> list[int]:
+    """What every digest of a request with this adapter begins with: KV of one adapter is wrong for another."""
+    return [1_000 + ord(letter) for letter in adapter]
+
+
+def expected_output(prompt: list[int], max_tokens: int, adapter: str = "") -> list[int]:
+    tokens, first = list(prompt), adapted(adapter)
     while len(tokens) - len(prompt) < max_tokens:
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(first + tokens))
         if tokens[-1] == STOP_TOKEN:
             break
     return tokens[len(prompt) :]
@@ -181,7 +186,9 @@ class DigestEngine:
         plan, kv, sampled = begun.plan, node.worker.kv, []
         padding = row_padding(plan.rows, plan.padded_to, kv) if plan.padded_to else [0] * len(plan.rows)
         for row, blocks, filled in zip(plan.rows, begun.tables, padding, strict=True):
-            tokens = row.sequence.tokens
+            tokens, adapter = row.sequence.tokens, row.sequence.request.adapter
+            first = adapted(adapter)
+            assert not adapter or adapter in node.worker.adapters.adapters, f"{node.name} does not hold {adapter}"
             if row.start == len(tokens):  # planned ahead, and the host does not know the token, or will not
                 tokens = [*tokens, before[row.sequence.key]]
             directions = kv.directions(row.sequence.key)
@@ -192,7 +199,7 @@ class DigestEngine:
                     offset = BLOCK - 1 - offset
                 assert blocks[position // BLOCK] != NO_BLOCK, f"{row.sequence.key} has no block at position {position}"
                 slot = blocks[position // BLOCK] * BLOCK + offset
-                value = digest(tokens[: position + 1])
+                value = digest(first + tokens[: position + 1])
                 if position < row.start:
                     assert slots[slot] == value, (
                         f"{node.name}: {row.sequence.key} reads wrong KV at position {position}"
@@ -202,5 +209,5 @@ class DigestEngine:
             for position in range(row.start + row.count, row.start + row.count + filled):
                 slots[blocks[position // BLOCK] * BLOCK + position % BLOCK] = -1  # the engine writes there too
             if row.start + row.count == len(tokens):
-                sampled.append(Sampled(row.sequence.key, next_token(tokens)))
+                sampled.append(Sampled(row.sequence.key, next_token(first + tokens)))
         return sampled

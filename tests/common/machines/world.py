@@ -64,7 +64,7 @@ from tests.common.machines.faulty_network import FaultyNetwork, Weather
 
 __all__ = ["BLOCK", "STOP_TOKEN", "VOCABULARY", "SplitAnywhere", "World", "digest", "expected_output", "next_token"]
 
-CADENCE = Cadence(report_s=0.2, worker_tick_s=0.1, manager_tick_s=0.05, gateway_tick_s=0.5)
+CADENCE = Cadence(report_s=0.2, worker_tick_s=0.1, manager_tick_s=0.05, gateway_tick_s=0.5, adapter_load_s=0.03)
 GATEWAY_SETTINGS = GatewaySettings(
     stall_timeout_s=20.0,
     request_timeout_s=10_000.0,
@@ -125,6 +125,7 @@ class Owned:
     ended_s: float | None = None
     ends: int = 0
     """How often the gateway said that it is over."""
+    adapter: str = ""
 
     @property
     def first_token_s(self) -> float | None:
@@ -199,7 +200,9 @@ class World:
         allocator: Callable[[KvGeometry, int, int], KvAllocator] | None = None,
         plan_ahead: bool = True,
         window: int = 0,
+        max_loras: int = 2,
     ) -> None:
+        self._max_loras = max_loras
         self.random = Random(seed)
         self.roles = roles
         self._placement = placement
@@ -256,7 +259,7 @@ class World:
     def check_outputs(self) -> None:
         for name, owned in self.owned.items():
             output = owned.tokens[len(owned.prompt) :]
-            expected = expected_output(owned.prompt, owned.max_tokens)
+            expected = expected_output(owned.prompt, owned.max_tokens, owned.adapter)
             if owned.finish is not None:
                 assert output == expected, name
                 assert owned.finish is (FinishReason.STOP if expected[-1] == STOP_TOKEN else FinishReason.LENGTH)
@@ -306,7 +309,7 @@ class World:
         capacity = WorkerCapacity(
             self.roles[name], "m", 10_000, 1, 1, 1, 1, BLOCK, blocks, host_blocks, 8, 32, window=kv.geometry.window
         )
-        settings = WorkerSettings(("ucx", "zmq"), 5.0, 5.0, 2.0, 8.0, 2.0)
+        settings = WorkerSettings(("ucx", "zmq"), 5.0, 5.0, 2.0, 8.0, 2.0, max_loras=self._max_loras)
         seed = self.random.getrandbits(32)
         machine = WorkerMachine(
             WorkerSetup(name, incarnation, name, MANAGER, capacity, settings), self._scheduler(), kv, Random(seed)
@@ -395,10 +398,13 @@ class World:
         slo: Slo = NO_SLO,
         if_late: IfLate = "",
         choices: int = 1,
+        adapter: str = "",
     ) -> None:
         """`predicted` 0 = the default. Several `choices` are NAME-0, NAME-1 …, as of one HTTP request."""
         names = [name] if choices == 1 else [f"{name}-{index}" for index in range(choices)]
-        requests = [self._request(each, prompt, max_tokens, traffic_class, predicted, slo, if_late) for each in names]
+        requests = [
+            self._request(each, prompt, max_tokens, traffic_class, predicted, slo, if_late, adapter) for each in names
+        ]
         self.cluster.tell(self.cluster.nodes[GATEWAY], Offered(name, requests, choices))
 
     def _request(
@@ -410,8 +416,9 @@ class World:
         predicted: float,
         slo: Slo,
         if_late: IfLate,
+        adapter: str = "",
     ) -> Request:
-        self.owned[name] = Owned(prompt, max_tokens, list(prompt), submitted_s=self.now_s)
+        self.owned[name] = Owned(prompt, max_tokens, list(prompt), submitted_s=self.now_s, adapter=adapter)
         return Request(
             Attempt(name, 0),
             GATEWAY,
@@ -423,6 +430,7 @@ class World:
             slo=slo,
             prediction=Prediction(*(predicted,) * 4) if predicted else None,
             if_late=if_late,
+            adapter=adapter,
         )
 
     def cancel(self, name: str) -> None:

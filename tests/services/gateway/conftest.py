@@ -129,6 +129,7 @@ def open_site(model_dir: Path, tmp_path: Path) -> OpenSite:
         batch: dict[str, Any] | None = None,
         keys: dict[str, Any] | None = None,
         responses: dict[str, Any] | None = None,
+        lora: dict[str, str] | None = None,
         **gateway_options: Any,
     ) -> AsyncIterator[Site]:
         options: dict[str, Any] = {
@@ -139,7 +140,7 @@ def open_site(model_dir: Path, tmp_path: Path) -> OpenSite:
             **gateway_options,
         }
         config = Config(
-            model=ModelConfig(path=str(model)),
+            model=ModelConfig(path=str(model), lora=lora or {}),
             gateway=GatewayConfig(**options),
             keys=KeysConfig(**{"usage_file": str(tmp_path / "usage.sqlite3"), **(keys or {})}),
             batch=BatchConfig(**{"folder": str(tmp_path / "batches"), **(batch or {})}),

@@ -76,3 +76,22 @@ def test_keys_that_files_set(tmp_path: Path):
     broken = tmp_path / "b.yaml"
     broken.write_text("{")
     assert keys_of([file, broken, tmp_path / "absent.yaml"]) == {"monitor.port", "name"}
+
+
+def test_adapters_by_name() -> None:
+    """A name may hold dots and slashes; a folder is named as seen from here."""
+    given = parse("--lora", "team/sql-v1.2=~/sql", "--lora", "poems=a=b", "--set", "model.dtype=float32")
+    assert overrides_of(given, set()) == {
+        "model": {
+            "dtype": "float32",
+            "lora": {"team/sql-v1.2": str(Path.home() / "sql"), "poems": str(Path.cwd() / "a=b")},
+        }
+    }
+    config = load_config(overrides=overrides_of(given, set()))
+    assert list(config.model.lora) == ["team/sql-v1.2", "poems"]
+
+
+@pytest.mark.parametrize("given", [["sql"], ["=folder"], ["sql="], ["sql=a", "sql=b"]])
+def test_an_adapter_without_name_or_folder_or_twice(given: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--lora"):
+        overrides_of(parse(*[f"--lora={text}" for text in given]), set())

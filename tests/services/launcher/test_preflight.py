@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import json
 import resource
 import socket
 from pathlib import Path
 
 import pytest
 
-from cohort.common.config import Config, GatewayConfig, MetricsConfig, MonitorConfig
+from cohort.common.config import Config, GatewayConfig, MetricsConfig, ModelConfig, MonitorConfig
 from cohort.common.errors import ConfigError, ModelError
 from cohort.services.launcher import preflight
 from cohort.services.launcher.plan import plan
@@ -82,3 +83,22 @@ def test_the_open_file_limit_is_raised_within_the_hard_one():
 
 def test_cores_are_at_least_one():
     assert preflight.usable_cores() >= 1
+
+
+def test_an_adapter_that_no_worker_would_serve_is_named(tmp_path: Path):
+    base = tmp_path / "base"
+    base.mkdir()
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    (base / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 9, **shape}))
+    (tmp_path / "adapter").mkdir()
+    settings = {"peft_type": "LORA", "r": 2, "use_dora": True}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+
+    def config(name: str) -> Config:
+        return Config(model=ModelConfig(path=str(base), lora={name: str(tmp_path / "adapter")}))
+
+    with pytest.raises(ModelError, match=r"adapter_config\.json: use_dora"):
+        preflight.check_adapters(config("sql"), base)
+    with pytest.raises(ModelError, match="'base' is the base model's name"):
+        preflight.check_adapters(config("base"), base)
+    preflight.check_adapters(Config(model=ModelConfig(path=str(base))), base)

@@ -16,6 +16,7 @@ import torch
 from cohort.common.engine import compiled_kernels
 from cohort.common.engine.batch import StepBatch, StepOutput
 from cohort.common.engine.kv_tensors import KvTensors
+from cohort.common.engine.lora import LoraStore
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import Done, ModelRunner
 from cohort.common.types import KvGeometry
@@ -45,6 +46,7 @@ class FreeEngine(ModelRunner):
         self.max_rows = max_rows
         self.max_step_tokens = max_step_tokens
         self.memory_retries = 0
+        self.lora = LoraStore((), self.geometry, torch.float32, self.device)
         self.kv = KvTensors(
             KvGeometry(*_ONE_BYTE_PER_TOKEN, block_size),
             num_blocks=num_blocks,

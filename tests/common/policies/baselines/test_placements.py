@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from cohort.common.policies.baselines.fcfs import Fcfs
 from cohort.common.policies.baselines.placements import Colocated, ColocatedInTurn, Disaggregated
 from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
@@ -127,3 +129,40 @@ def test_only_a_bounded_amount_is_sent_ahead() -> None:
     order.remove(0.0, "r4")
     order.remove(0.0, "never there")
     assert (len(order), order.waiting_tokens) == (2, 80)
+
+
+def with_adapters(view: InstanceView, *adapters: str, free: int = 0, assigned: str = "") -> InstanceView:
+    view.stats = msgspec.structs.replace(view.stats, adapters=list(adapters), free_adapter_slots=free)
+    view.assigned_adapters = frozenset([assigned] if assigned else [])
+    return view
+
+
+def with_adapter(item: WaitingRequest, adapter: str) -> WaitingRequest:
+    item.request = msgspec.structs.replace(item.request, adapter=adapter)
+    return item
+
+
+def test_of_nearly_equal_instances_one_that_holds_the_adapter_is_chosen() -> None:
+    idle, near, busy = (view(name, Role.UNIFIED, free=free) for name, free in (("u0", 100), ("u1", 95), ("u2", 40)))
+    asked = with_adapter(waiting(), "sql")
+
+    def chosen(*views: InstanceView) -> str | None:
+        return segments(Colocated().place(0.0, asked, cluster(*views), None))[0].instance
+
+    assert chosen(idle, with_adapters(near, "sql"), busy) == "u1"
+    assert chosen(idle, with_adapters(near), with_adapters(busy, "sql")) == "u0", "too busy for that"
+    assert chosen(idle, with_adapters(near, "other", free=1), with_adapters(busy, "sql")) == "u1", "it has a slot"
+    assert chosen(idle, with_adapters(near, "other", free=1, assigned="third"), busy) == "u0", "the slot is taken"
+    assert chosen(idle, with_adapters(near, assigned="sql"), busy) == "u1", "sent there a moment ago"
+
+
+def test_prefill_and_decode_go_where_the_adapter_is() -> None:
+    instances = cluster(
+        view("p0", Role.PREFILL, queued=0),
+        with_adapters(view("p1", Role.PREFILL, queued=40), "sql"),
+        view("d0", Role.DECODE, free=60),
+        with_adapters(view("d1", Role.DECODE, free=55), "sql"),
+    )
+    assert [part.instance for part in segments(Disaggregated().place(0.0, waiting(), instances, None))] == ["p0", "d0"]
+    asked = with_adapter(waiting(), "sql")
+    assert [part.instance for part in segments(Disaggregated().place(0.0, asked, instances, None))] == ["p1", "d1"]

@@ -32,6 +32,8 @@ _OPERATORS = (
     "rope_inplace",
     "silu_mul",
     "pack_panels",
+    "pack_quantized",
+    "quantized_bytes",
     "panel_outputs",
     "panel_product",
     "panel_product_added",

@@ -6,6 +6,9 @@ what a product computes. Decides which codes, groups and scales can be packed as
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -30,42 +33,62 @@ def available(codes: torch.dtype, group: int, inputs: int) -> bool:
     return codes == torch.int8 or (codes == torch.uint8 and inputs % 2 == 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A weight of codes as it is packed: int8 [rows, inputs], or uint8 [rows, inputs / 2] with the earlier input in the
+    low nibble. scales and offsets: float32 [rows, groups]."""
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    group: int
+
+    @property
+    def nibbles(self) -> bool:
+        return self.codes.dtype == torch.uint8
+
+    @property
+    def inputs(self) -> int:
+        return self.codes.shape[1] * (2 if self.nibbles else 1)
+
+
 class QuantizedPanels(Panels):
-    """One packed weight [outputs, inputs] of codes with scales, or gate over up as in `Panels`."""
+    """One packed weight [outputs, inputs] of codes with scales, or gate over up as in `Panels`.
+
+    Its outputs may come in several parts of different kinds, one after the other. Scales and offsets are kept as
+    float16 times a power of two for each row. Those that came from float16 or bfloat16 stay exact unless 2^28 below the
+    row's largest; others are rounded by at most 2^-12 of themselves.
+    """
 
     __slots__ = ()
 
-    def __init__(
-        self,
-        codes: Tensor,
-        scales: Tensor,
-        offsets: Tensor | None,
-        group: int,
-        arena: Arena,
-        *,
-        gated: bool = False,
-    ) -> None:
-        """codes: int8 [rows, inputs], or uint8 [rows, inputs / 2] with the earlier input in the low nibble; scales and
-        offsets: float32 [rows, groups]. All may be dropped afterwards.
-
-        Scales and offsets are kept as float16 times a power of two for each row. Those that came from float16 or
-        bfloat16 stay exact unless 2^28 below the row's largest; others are rounded by at most 2^-12 of themselves.
-        """
-        rows, stored = codes.shape
-        nibbles = codes.dtype == torch.uint8
-        self.inputs = stored * (2 if nibbles else 1)
+    def __init__(self, parts: Sequence[Codes], arena: Arena, *, gated: bool = False) -> None:
+        """The tensors may be dropped afterwards. With `gated` the first half of the only part are the gates."""
+        rows = sum(len(part.codes) for part in parts)
+        self.inputs = parts[0].inputs
         self.gated = gated
         self.outputs = rows // 2 if gated else rows
         self._ops = native.operators()
-        zero = 0
-        if nibbles and offsets is not None and torch.equal(offsets, scales * -8):
-            zero, offsets = 8, None
-        factors, small, small_offsets = _halves(scales, offsets)
-        unit = unit_of(group, self.inputs) or 0
-        size = self._ops.quantized_bytes(4 if nibbles else 8, unit, offsets is not None, gated, rows, self.inputs)
-        self.data = arena.take((size,), torch.uint8)
-        codes = codes.contiguous()
-        self._ops.pack_quantized(codes, factors, small, small_offsets, group, zero, unit, gated, self.data)
+        prepared = [_prepare(part) for part in parts]
+        sizes = [
+            self._ops.quantized_bytes(
+                4 if part.nibbles else 8, unit, offsets is not None, gated, len(part.codes), part.inputs
+            )
+            for part, (unit, _, _, _, offsets) in zip(parts, prepared, strict=True)
+        ]
+        self.data = arena.take((sum(sizes),), torch.uint8)
+        places = self.data.split(sizes)
+        for part, place, (unit, zero, factors, scales, offsets) in zip(parts, places, prepared, strict=True):
+            codes = part.codes.contiguous()
+            self._ops.pack_quantized(codes, factors, scales, offsets, part.group, zero, unit, gated, place)
+
+
+def _prepare(part: Codes) -> tuple[int, int, Tensor, Tensor, Tensor | None]:
+    """Unit, zero of the codes, and `_halves`: offsets that only move 0 to the code 8 need not be kept."""
+    zero, offsets = 0, part.offsets
+    if part.nibbles and offsets is not None and torch.equal(offsets, part.scales * -8):
+        zero, offsets = 8, None
+    return unit_of(part.group, part.inputs) or 0, zero, *_halves(part.scales, offsets)
 
 
 def _halves(scales: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine.experts import DenseMlp, ExpertBuffers, Experts, expert_tensors, read_experts
-from cohort.common.engine.linear import Embedding, GatedLinear, Linear
+from cohort.common.engine.linear import Embedding, GatedLinear, Linear, Matrix
+from cohort.common.engine.matrices import RoundedWeights, Rounding, matrix
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.rope import rope_tables
 from cohort.common.engine.step_inputs import StepInputs
@@ -55,14 +56,17 @@ class LeanLlama:
         max_rows: int,
         max_step_tokens: int,
         weights: WeightKind = "files",
+        rounding: Rounding | None = None,
     ) -> None:
+        """`rounding`: of plain matrices, at load; None = they stay as they are."""
         self._geometry = geometry
         self._eps = geometry.norm_eps
         self._query_size = geometry.num_heads * geometry.head_dim
         self._kv_size = geometry.num_kv_heads * geometry.head_dim
         self._scale = geometry.head_dim**-0.5
         self._cos, self._sin = rope_tables(geometry, device)
-        with open_weights(model_dir, weights) as files:
+        opened = open_weights(model_dir, weights)
+        with opened if rounding is None else RoundedWeights(opened, rounding, dtype) as files:
             prefix = files.prefix(("model.", ""), "embed_tokens.weight")
             files.require(_tensor_names(files, geometry, prefix))
             hidden, vocab = geometry.hidden_size, geometry.vocab_size
@@ -71,11 +75,11 @@ class LeanLlama:
                 return files.read(prefix + name, (size,), dtype, device)
 
             arena = Arena()
-            table = files.read(prefix + "embed_tokens.weight", (vocab, hidden), dtype, device)
+            table = matrix(files, [prefix + "embed_tokens.weight"], [vocab], hidden, dtype, device)
             tied = geometry.tie_embeddings or "lm_head.weight" not in files
-            head = table if tied else files.read("lm_head.weight", (vocab, hidden), dtype, device)
-            self._lm_head = Linear(head, arena=arena)
-            self._embedding = Embedding(table, self._lm_head if tied else None)
+            head = table if tied else matrix(files, ["lm_head.weight"], [vocab], hidden, dtype, device)
+            self._lm_head = Linear(head, arena=arena, dtype=dtype)
+            self._embedding = Embedding(table, self._lm_head if tied else None, arena=arena, dtype=dtype)
             del table, head
             scratch = None
             if (mixture := geometry.experts) is not None:
@@ -249,13 +253,13 @@ def _read_layer(
     query_size = geometry.num_heads * geometry.head_dim
     kv_size = geometry.num_kv_heads * geometry.head_dim
 
-    def fused(modules: list[str], rows: list[int], width: int, bias: bool) -> tuple[Tensor, Tensor | None]:
-        weight = files.read_rows([f"{prefix}{module}.weight" for module in modules], rows, (width,), dtype, device)
+    def fused(modules: list[str], rows: list[int], width: int, bias: bool) -> tuple[Matrix, Tensor | None]:
+        weight = matrix(files, [f"{prefix}{module}.weight" for module in modules], rows, width, dtype, device)
         biases = [f"{prefix}{module}.bias" for module in modules]
         return weight, files.read_rows(biases, rows, (), dtype, device) if bias else None
 
     def linear(modules: list[str], rows: list[int], width: int, bias: bool) -> Linear:
-        return Linear(*fused(modules, rows, width, bias), arena=arena)
+        return Linear(*fused(modules, rows, width, bias), arena=arena, dtype=dtype)
 
     def vector(name: str, size: int) -> Tensor:
         return files.read(prefix + name, (size,), dtype, device)
@@ -263,7 +267,7 @@ def _read_layer(
     def mlp() -> DenseMlp | Experts:
         if scratch is not None and (mixture := geometry.experts) is not None and mixture.layers[index]:
             return read_experts(files, prefix, geometry, mixture, dtype, arena, scratch)
-        into = GatedLinear(*fused(gate_up, gate_up_rows, hidden, geometry.mlp_bias), arena=arena)
+        into = GatedLinear(*fused(gate_up, gate_up_rows, hidden, geometry.mlp_bias), arena=arena, dtype=dtype)
         return DenseMlp(into, linear(["mlp.down_proj"], [hidden], inner, geometry.mlp_bias))
 
     head_norms = geometry.qk_norm

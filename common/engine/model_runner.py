@@ -27,12 +27,14 @@ from cohort.common.engine.batch import GREEDY, Int64Array, StepBatch, StepOutput
 from cohort.common.engine.device_memory import DeviceShare, kv_bytes, step_bytes
 from cohort.common.engine.device_steps import DeviceSteps, Launched
 from cohort.common.engine.generic import GenericModel
+from cohort.common.engine.gguf_files import FILE as GGUF_FILE
 from cohort.common.engine.grammar_masks import GrammarMasks, TokenMasks
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.lean_gemma import LeanGemma
 from cohort.common.engine.lean_llama import LeanLlama
 from cohort.common.engine.lean_opt import LeanOpt
 from cohort.common.engine.linear import native_bfloat16
+from cohort.common.engine.matrices import Rounding
 from cohort.common.engine.model_config import DTYPE_BYTES, Family, ModelGeometry, read_geometry
 from cohort.common.engine.prompt_scores import by_row, score, scored_tokens
 from cohort.common.engine.sampler import sample
@@ -41,6 +43,7 @@ from cohort.common.engine.streams import HostStream, Stream
 from cohort.common.engine.transfer_memory import STAGING_BYTES
 from cohort.common.engine.weights import WeightKind
 from cohort.common.errors import ConfigError, InvariantViolated
+from cohort.kernels import native
 
 log = structlog.get_logger(__name__)
 
@@ -112,10 +115,12 @@ class ModelRunner:
         share: DeviceShare | None = None,
         weights: WeightKind = "files",
         device_steps: bool | None = None,
+        rounding: Rounding | None = None,
     ) -> None:
         """Loads the model; `threads` 0 leaves torch's own choice. Raises `ModelError` or `ConfigError`.
 
         `num_blocks` 0: as many KV blocks as `share` has memory for once the weights are there; only on a GPU.
+        `rounding`: of plain matrices, at load, on a processor; None = they stay as they are.
         `max_context`: no request is longer; 0 = what the model allows. `device_steps`: run as on a GPU; None = on one.
         """
         compiled_kernels.keep_in_cache()
@@ -137,6 +142,7 @@ class ModelRunner:
         self._prepare_thread()
         torch_dtype = _TORCH_DTYPES[self.dtype]
         share = share or DeviceShare()
+        self._rounding = rounding
         self._model = self._load(model_dir, torch_dtype, weights)
         num_blocks = num_blocks or self._blocks_that_fit(share)
         on_device = self.device.type == "cuda" if device_steps is None else device_steps
@@ -355,6 +361,7 @@ class ModelRunner:
 
     def _load(self, model_dir: Path, dtype: torch.dtype, weights: WeightKind) -> Model:
         geometry = self.geometry
+        self._check_rounding()
         with torch.inference_mode():
             match family := self._family():
                 case "llama" | "moe":
@@ -366,6 +373,7 @@ class ModelRunner:
                         max_rows=self.max_rows,
                         max_step_tokens=self.max_step_tokens,
                         weights=weights,
+                        rounding=self._rounding,
                     )
                 case "gemma":
                     return LeanGemma(model_dir, geometry, dtype=dtype, device=self.device, weights=weights)
@@ -377,6 +385,18 @@ class ModelRunner:
                     return GenericModel(model_dir, geometry, dtype=dtype, device=self.device)
                 case _:
                     assert_never(family)
+
+    def _check_rounding(self) -> None:
+        """Raises `ConfigError` where weights would not be rounded although the configuration asks for it."""
+        asked = f"model.quantization: {self._rounding} "
+        if self._rounding is None:
+            return
+        if (self._model_dir / GGUF_FILE).exists():
+            raise ConfigError(f"{asked}rounds plain weights, and those of {self._model_dir.name} are codes already")
+        if self.device.type != "cpu" or native.implementation() != "native":
+            raise ConfigError(f"{asked}is served on a processor by the compiled kernels alone")
+        if self.geometry.family != "llama":
+            raise ConfigError(f"{asked}is not served for {self.geometry.model_type}; served are models of Llama's form")
 
     def _family(self) -> Family:
         """The form that runs here. Experts are grouped on the host, which a GPU would have to wait for in every layer:

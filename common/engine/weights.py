@@ -19,6 +19,8 @@ from typing import Literal, Protocol, Self
 import torch
 from torch import Tensor
 
+from cohort.common.engine.gguf_files import FILE as GGUF_FILE
+from cohort.common.engine.gguf_files import GgufFiles
 from cohort.common.engine.tensor_files import TensorFile, open_tensor_file
 from cohort.common.engine.weight_reader import Progress, WeightReader
 from cohort.common.errors import ModelError
@@ -57,7 +59,9 @@ class Weights(Protocol):
 
 def open_weights(model_dir: Path, kind: WeightKind) -> Weights:
     """Of the folder's files, or drawn: "random" measures a model's shape without having the model."""
-    return WeightFiles(model_dir) if kind == "files" else RandomWeights()
+    if kind != "files":
+        return RandomWeights()
+    return GgufFiles(model_dir / GGUF_FILE) if (model_dir / GGUF_FILE).exists() else WeightFiles(model_dir)
 
 
 class WeightFiles:

@@ -117,6 +117,7 @@ def load_runner(config: Config, threads: int, own: WorkerDevice | None = None) -
         max_context=config.model.max_model_len,
         share=DeviceShare(config.kv.memory_fraction, sharers, memory_bytes, config.engine.cuda_graph_memory_bytes),
         weights=config.model.weights,
+        rounding=None if config.model.quantization == "auto" else config.model.quantization,
     )
 
 
@@ -153,10 +154,11 @@ def _learned_state(
     if machine.learned is None:
         return None
     config = context.config
+    rounded = "" if config.model.quantization == "auto" else f"-{config.model.quantization}"
     learned = LearnedState(
         machine.learned,
         Path(config.engine.state_dir) if config.engine.state_dir else paths.cache_dir() / "learned",
-        f"{context.model_name}-{runner.device}-{runner.dtype}-{threads}-{context.instance}-{config.policies.iteration}",
+        f"{context.model_name}-{runner.device}-{runner.dtype}{rounded}-{threads}-{context.instance}-{config.policies.iteration}",
         config.engine.profile,
     )
     context.log.info("step times", start=learned.load())

@@ -10,6 +10,9 @@
 //     codes, 8 bits: [unit / 4][W][4 inputs]      4 bits: [unit / 8][W][4 bytes]: low nibbles hold four inputs, high
 //                                                 ones the next four
 //
+// Weights of different kinds whose outputs follow one another (a projection that a checkpoint keeps in parts) lie one
+// after the other, each with a header of its own.
+//
 // The rows of x are rounded to 8 bits with one scale a unit, so the sums over a unit are exact sums of integers: four
 // multiply-adds per lane and instruction where the processor has VNNI (or AVX2's pairs). Units are added in order, in
 // one float32 accumulator an output: a row's result has the same bits whatever other rows stand beside it. Rounding x
@@ -20,6 +23,7 @@
 #include "ops.h"
 #include "panels.h"
 #include "quantized.h"
+#include "rounded.h"
 
 namespace cohort {
 namespace {
@@ -30,7 +34,6 @@ using I = S::I;
 using H = S::H;
 
 constexpr int kTileRows = kWide == 16 ? 12 : 4;  // as many integer and float sums as registers hold
-constexpr float kLeast = 1e-30f;                 // a unit of x below this counts as zero
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
 constexpr bool kUnsignedBytes = true;  // the instruction multiplies unsigned codes with signed inputs
 #else
@@ -39,7 +42,7 @@ constexpr bool kUnsignedBytes = false;
 
 // Stands at the head of packed data, which therefore says itself what it is.
 struct Header {
-  int32_t bits, unit, zero, offsets, gated, reserved[3];
+  int32_t bits, unit, zero, offsets, gated, reserved[3];  // gated: 0 or 1, as offsets
   int64_t inputs, outputs;  // outputs of the product: half the weight's rows where it is gated
   int64_t padding[2];
 
@@ -48,16 +51,30 @@ struct Header {
   int64_t strip_bytes() const { return kWide * 4 + units() * unit_bytes(); }
   int64_t outputs_per_panel() const { return gated ? kWide : kPanel; }
   int64_t panels() const { return (outputs + outputs_per_panel() - 1) / outputs_per_panel(); }
-  int64_t bytes() const { return int64_t(sizeof(Header)) + panels() * 2 * strip_bytes(); }
+  int64_t bytes() const { return (int64_t(sizeof(Header)) + panels() * 2 * strip_bytes() + 63) / 64 * 64; }
 };
 static_assert(sizeof(Header) == 64);
 
-const Header& header_of(const at::Tensor& panels) {
-  TORCH_CHECK_VALUE(panels.dim() == 1 && panels.is_contiguous() && panels.numel() >= int64_t(sizeof(Header)),
-                    "weights must be packed by pack_quantized");
-  const Header& header = *static_cast<const Header*>(panels.const_data_ptr());
-  TORCH_CHECK_VALUE(panels.numel() == header.bytes(), "weights must be packed by pack_quantized");
-  return header;
+// One weight of packed data: where it begins, and the outputs before its own.
+struct Part {
+  const uint8_t* data;
+  int64_t first;
+
+  const Header& header() const { return *reinterpret_cast<const Header*>(data); }
+};
+
+std::vector<Part> parts_of(const at::Tensor& panels) {
+  TORCH_CHECK_VALUE(panels.dim() == 1 && panels.is_contiguous(), "weights must be packed by pack_quantized");
+  const uint8_t* data = static_cast<const uint8_t*>(panels.const_data_ptr());
+  std::vector<Part> parts;
+  int64_t at = 0, outputs = 0;
+  while (at + int64_t(sizeof(Header)) <= panels.numel()) {
+    parts.push_back({data + at, outputs});
+    outputs += parts.back().header().outputs;
+    at += parts.back().header().bytes();
+  }
+  TORCH_CHECK_VALUE(!parts.empty() && at == panels.numel(), "weights must be packed by pack_quantized");
+  return parts;
 }
 
 inline float half_to_float(uint16_t half) {
@@ -132,71 +149,6 @@ inline I dot4(I sum, I codes, const int8_t* inputs) {
 #endif
 }
 
-// A unit of a row of x in 8 bits: x[i] ≈ scale · q[i].
-template <int U>
-struct Rounded {
-  int8_t q[U];
-  int32_t initial;  // -zero · Σ q: where a unit's integer sums begin
-  float scale;
-  float total;  // scale · Σ q: what an offset is multiplied with
-};
-
-// The horizontal maximum orders bits as integers, so a NaN counts as the largest and spoils the row, as it should.
-template <int U>
-void round_unit(const float* x, int32_t zero, Rounded<U>& to) {
-  constexpr int kVectors = U / kWide;
-  F v[kVectors];
-  I largest{};
-  for (int i = 0; i < kVectors; ++i) {
-    v[i] = S::load(x + i * kWide);
-    I size;
-    std::memcpy(&size, &v[i], sizeof(I));
-    size &= 0x7fffffff;
-    largest = size > largest ? size : largest;
-  }
-  int32_t most = 0;
-  for (int lane = 0; lane < kWide; ++lane) most = std::max(most, largest[lane]);
-  float extent;
-  std::memcpy(&extent, &most, 4);
-  const bool nothing = extent < kLeast;
-  const float inverse = nothing ? 0.0f : 127.0f / extent;
-  const float magic = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer held in the low bits
-  I sum{};
-  for (int i = 0; i < kVectors; ++i) {
-    const F shifted = v[i] * inverse + magic;
-    I q;
-    std::memcpy(&q, &shifted, sizeof(I));
-    q -= 0x4b400000;
-    sum += q;
-#if defined(__AVX512F__)
-    if constexpr (kWide == 16) {
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to.q + i * kWide), _mm512_cvtepi32_epi8((__m512i)q));
-      continue;
-    }
-#endif
-    for (int lane = 0; lane < kWide; ++lane) to.q[i * kWide + lane] = int8_t(q[lane]);
-  }
-  int32_t total = 0;
-  for (int lane = 0; lane < kWide; ++lane) total += sum[lane];
-  to.initial = -zero * total;
-  to.scale = nothing ? 0.0f : extent / 127.0f;
-  to.total = to.scale * float(total);
-}
-
-template <int U, typename T>
-void round_row(const T* x, int64_t inputs, int32_t zero, Rounded<U>* to) {
-  float wide[U];
-  for (int64_t first = 0; first < inputs; first += U, ++to) {
-    const int count = int(std::min<int64_t>(U, inputs - first));
-    if (count == U) {
-      for (int i = 0; i < U; i += kWide) S::store(wide + i, S::load(x + first + i));
-    } else {
-      for (int i = 0; i < U; ++i) wide[i] = i < count ? to_float(x[first + i]) : 0.0f;
-    }
-    round_unit<U>(wide, zero, *to);
-  }
-}
-
 // sums[m][o] = Σ x[m][i] · weight[o][i] for R rows and the W outputs of a strip
 template <int Bits, int U, bool kOffsets, int R>
 void tile(const Rounded<U>* x, int64_t units, const uint8_t* strip, float* sums) {
@@ -245,9 +197,10 @@ void tile_of(int rows, const Rounded<U>* x, int64_t units, const uint8_t* strip,
 }
 
 template <int Bits, int U, bool kOffsets, typename T, typename Finish>
-void multiply_as(const at::Tensor& x, const at::Tensor& panels, const Header& header, Finish&& finish) {
+void multiply_as(const at::Tensor& x, const Part& part, Finish&& finish) {
+  const Header& header = part.header();
   const T* input = static_cast<const T*>(x.const_data_ptr());
-  const uint8_t* packed = static_cast<const uint8_t*>(panels.const_data_ptr()) + sizeof(Header);
+  const uint8_t* packed = part.data + sizeof(Header);
   const int64_t rows = x.size(0), x_stride = x.stride(0), inputs = header.inputs, units = header.units();
   const int64_t strip = header.strip_bytes(), work = rows * header.panels() * kPanel * inputs;
   // One buffer a thread: products of one thread come one after the other.
@@ -269,17 +222,18 @@ void multiply_as(const at::Tensor& x, const at::Tensor& panels, const Header& he
 }
 
 template <typename T, typename Finish>
-void multiply(const at::Tensor& x, const at::Tensor& panels, const Header& header, Finish&& finish) {
+void multiply(const at::Tensor& x, const Part& part, Finish&& finish) {
+  const Header& header = part.header();
   const int kind = (header.bits == 8 ? 4 : 0) + (header.unit == 16 ? 2 : 0) + header.offsets;
   switch (kind) {
-    case 0: return multiply_as<4, 32, false, T>(x, panels, header, finish);
-    case 1: return multiply_as<4, 32, true, T>(x, panels, header, finish);
-    case 2: return multiply_as<4, 16, false, T>(x, panels, header, finish);
-    case 3: return multiply_as<4, 16, true, T>(x, panels, header, finish);
-    case 4: return multiply_as<8, 32, false, T>(x, panels, header, finish);
-    case 5: return multiply_as<8, 32, true, T>(x, panels, header, finish);
-    case 6: return multiply_as<8, 16, false, T>(x, panels, header, finish);
-    default: return multiply_as<8, 16, true, T>(x, panels, header, finish);
+    case 0: return multiply_as<4, 32, false, T>(x, part, finish);
+    case 1: return multiply_as<4, 32, true, T>(x, part, finish);
+    case 2: return multiply_as<4, 16, false, T>(x, part, finish);
+    case 3: return multiply_as<4, 16, true, T>(x, part, finish);
+    case 4: return multiply_as<8, 32, false, T>(x, part, finish);
+    case 5: return multiply_as<8, 32, true, T>(x, part, finish);
+    case 6: return multiply_as<8, 16, false, T>(x, part, finish);
+    default: return multiply_as<8, 16, true, T>(x, part, finish);
   }
 }
 
@@ -288,15 +242,20 @@ bool is_float(const at::Tensor& x) {
   return x.scalar_type() == at::kFloat;
 }
 
-const Header& check_product(const at::Tensor& x, const at::Tensor& panels, const at::Tensor& out, bool gated) {
-  const Header& header = header_of(panels);
-  TORCH_CHECK_VALUE(bool(header.gated) == gated, "weights must be packed ", gated ? "gated" : "plain");
-  TORCH_CHECK_VALUE(x.dim() == 2 && x.stride(1) == 1 && x.size(1) == header.inputs,
-                    "x must be [rows, inputs] with dense rows");
-  TORCH_CHECK_VALUE(out.dim() == 2 && out.stride(1) == 1 && out.size(0) == x.size(0) && out.size(1) == header.outputs,
+std::vector<Part> check_product(const at::Tensor& x, const at::Tensor& panels, const at::Tensor& out, bool gated) {
+  std::vector<Part> parts = parts_of(panels);
+  for (const Part& part : parts) {
+    TORCH_CHECK_VALUE(bool(part.header().gated) == gated, "weights must be packed ", gated ? "gated" : "plain");
+    TORCH_CHECK_VALUE(x.dim() == 2 && x.stride(1) == 1 && x.size(1) == part.header().inputs,
+                      "x must be [rows, inputs] with dense rows");
+  }
+  const int64_t outputs = parts.back().first + parts.back().header().outputs;
+  TORCH_CHECK_VALUE(out.dim() == 2 && out.stride(1) == 1 && out.size(0) == x.size(0) && out.size(1) == outputs,
                     "out must be [rows, outputs] with dense rows");
-  return header;
+  return parts;
 }
+
+at::Tensor columns(const at::Tensor& of, const Part& part) { return of.narrow(1, part.first, part.header().outputs); }
 
 // The weight's row at place `o` of a strip; -1 beyond the last one.
 int64_t row_at(const Header& header, int64_t strip, int64_t o) {
@@ -308,7 +267,7 @@ int64_t row_at(const Header& header, int64_t strip, int64_t o) {
   return row < header.outputs ? row + (strip % 2) * header.outputs : -1;
 }
 
-struct Parts {
+struct Source {
   const uint8_t* codes;  // rows of inputs (8 bits) or inputs / 2 bytes
   const float* factors;
   const uint16_t* scales;
@@ -316,12 +275,12 @@ struct Parts {
   int64_t group, groups;
 };
 
-void pack_strip(const Parts& parts, const Header& header, int64_t strip, uint8_t* to) {
+void pack_strip(const Source& source, const Header& header, int64_t strip, uint8_t* to) {
   const int64_t stored = header.bits == 8 ? header.inputs : (header.inputs + 1) / 2;
   auto code_at = [&](int64_t row, int64_t i) -> uint8_t {
     if (row < 0 || i >= header.inputs) return 0;
-    if (header.bits == 8) return uint8_t(parts.codes[row * stored + i] + (kUnsignedBytes ? 128 : 0));
-    const uint8_t both = parts.codes[row * stored + i / 2];
+    if (header.bits == 8) return uint8_t(source.codes[row * stored + i] + (kUnsignedBytes ? 128 : 0));
+    const uint8_t both = source.codes[row * stored + i / 2];
     return i % 2 ? both >> 4 : both & 15;
   };
   auto put = [&](const void* value, size_t size) {
@@ -330,16 +289,16 @@ void pack_strip(const Parts& parts, const Header& header, int64_t strip, uint8_t
   };
   for (int o = 0; o < kWide; ++o) {
     const int64_t row = row_at(header, strip, o);
-    const float factor = row < 0 ? 0.0f : parts.factors[row];
+    const float factor = row < 0 ? 0.0f : source.factors[row];
     put(&factor, 4);
   }
   for (int64_t first = 0; first < header.inputs; first += header.unit) {
-    const int64_t group = first / parts.group;
-    for (const uint16_t* of : {parts.scales, parts.offsets}) {
+    const int64_t group = first / source.group;
+    for (const uint16_t* of : {source.scales, source.offsets}) {
       if (of == nullptr) continue;
       for (int o = 0; o < kWide; ++o) {
         const int64_t row = row_at(header, strip, o);
-        const uint16_t value = row < 0 ? 0 : of[row * parts.groups + group];
+        const uint16_t value = row < 0 ? 0 : of[row * source.groups + group];
         put(&value, 2);
       }
     }
@@ -381,12 +340,15 @@ void unpack_row(const Header& header, const uint8_t* packed, int64_t id, T* to) 
 }
 
 template <typename T>
-void rows_as(const Header& header, const at::Tensor& panels, const at::Tensor& ids, at::Tensor& out) {
+void rows_as(const std::vector<Part>& parts, const at::Tensor& ids, at::Tensor& out) {
   const int64_t* id = ids.const_data_ptr<int64_t>();
-  const uint8_t* packed = static_cast<const uint8_t*>(panels.const_data_ptr()) + sizeof(Header);
   T* to = static_cast<T*>(out.mutable_data_ptr());
   at::parallel_for(0, ids.size(0), 16, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) unpack_row(header, packed, id[t], to + t * out.stride(0));
+    for (int64_t t = begin; t < end; ++t) {
+      auto part = parts.rbegin();
+      while (part->first > id[t]) ++part;
+      unpack_row(part->header(), part->data + sizeof(Header), id[t] - part->first, to + t * out.stride(0));
+    }
   });
 }
 
@@ -415,7 +377,7 @@ void pack_quantized(const at::Tensor& codes, const at::Tensor& factors, const at
   };
   Header header{bytes ? 8 : 4, int32_t(unit), int32_t(bytes && kUnsignedBytes ? 128 : zero), offsets.has_value(), gated,
                 {}, inputs, gated ? rows / 2 : rows, {}};
-  const Parts parts{static_cast<const uint8_t*>(codes.const_data_ptr()), factors.const_data_ptr<float>(), check(scales),
+  const Source source{static_cast<const uint8_t*>(codes.const_data_ptr()), factors.const_data_ptr<float>(), check(scales),
                     offsets ? check(*offsets) : nullptr, group, groups};
   TORCH_CHECK_VALUE(factors.is_contiguous() && factors.numel() == rows, "factors must be one per output");
   TORCH_CHECK_VALUE(panels.scalar_type() == at::kByte && panels.is_contiguous() && panels.dim() == 1 &&
@@ -424,48 +386,64 @@ void pack_quantized(const at::Tensor& codes, const at::Tensor& factors, const at
   uint8_t* to = static_cast<uint8_t*>(panels.mutable_data_ptr());
   std::memcpy(to, &header, sizeof(Header));
   at::parallel_for(0, 2 * header.panels(), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t s = begin; s < end; ++s) pack_strip(parts, header, s, to + sizeof(Header) + s * header.strip_bytes());
+    for (int64_t s = begin; s < end; ++s) pack_strip(source, header, s, to + sizeof(Header) + s * header.strip_bytes());
   });
 }
 
 void quantized_product(const at::Tensor& x, const at::Tensor& panels, const std::optional<at::Tensor>& bias,
                        at::Tensor& out) {
-  const Header& header = check_product(x, panels, out, false);
   TORCH_CHECK_VALUE(!bias || (bias->is_contiguous() && bias->numel() == out.size(1) &&
                               bias->scalar_type() == x.scalar_type()),
                     "bias must be dense, one per output, of x's dtype");
   const bool wide = out.scalar_type() == at::kFloat;
   TORCH_CHECK_TYPE(wide || out.scalar_type() == x.scalar_type(), "out must have x's dtype or be float32");
-  if (is_float(x)) return multiply<float>(x, panels, header, into_outputs<float, float>(bias, out));
-  wide ? multiply<bf16>(x, panels, header, into_outputs<bf16, float>(bias, out))
-       : multiply<bf16>(x, panels, header, into_outputs<bf16, bf16>(bias, out));
+  const bool floats = is_float(x);
+  for (const Part& part : check_product(x, panels, out, false)) {
+    at::Tensor own = columns(out, part);
+    std::optional<at::Tensor> own_bias;
+    if (bias) own_bias = bias->narrow(0, part.first, part.header().outputs);
+    if (floats) {
+      multiply<float>(x, part, into_outputs<float, float>(own_bias, own));
+    } else if (wide) {
+      multiply<bf16>(x, part, into_outputs<bf16, float>(own_bias, own));
+    } else {
+      multiply<bf16>(x, part, into_outputs<bf16, bf16>(own_bias, own));
+    }
+  }
 }
 
 void quantized_product_added(const at::Tensor& x, const at::Tensor& panels, at::Tensor& residual) {
-  const Header& header = check_product(x, panels, residual, false);
   TORCH_CHECK_TYPE(residual.scalar_type() == x.scalar_type(), "residual must have x's dtype");
-  if (is_float(x)) return multiply<float>(x, panels, header, added_to<float>(residual));
-  multiply<bf16>(x, panels, header, added_to<bf16>(residual));
+  const bool floats = is_float(x);
+  for (const Part& part : check_product(x, panels, residual, false)) {
+    at::Tensor own = columns(residual, part);
+    floats ? multiply<float>(x, part, added_to<float>(own)) : multiply<bf16>(x, part, added_to<bf16>(own));
+  }
 }
 
 void quantized_product_gated(const at::Tensor& x, const at::Tensor& panels, at::Tensor& out) {
-  const Header& header = check_product(x, panels, out, true);
   TORCH_CHECK_TYPE(out.scalar_type() == x.scalar_type(), "out must have x's dtype");
-  if (is_float(x)) return multiply<float>(x, panels, header, gated_into<float>(out));
-  multiply<bf16>(x, panels, header, gated_into<bf16>(out));
+  const bool floats = is_float(x);
+  for (const Part& part : check_product(x, panels, out, true)) {
+    at::Tensor own = columns(out, part);
+    floats ? multiply<float>(x, part, gated_into<float>(own)) : multiply<bf16>(x, part, gated_into<bf16>(own));
+  }
 }
 
 void quantized_rows(const at::Tensor& panels, const at::Tensor& ids, at::Tensor& out) {
-  const Header& header = header_of(panels);
-  TORCH_CHECK_VALUE(!header.gated && out.dim() == 2 && out.stride(1) == 1 && out.size(0) == ids.size(0) &&
-                        out.size(1) == header.inputs,
-                    "out must be [tokens, inputs] with dense rows");
+  const std::vector<Part> parts = parts_of(panels);
+  const int64_t outputs = parts.back().first + parts.back().header().outputs;
+  for (const Part& part : parts) {
+    TORCH_CHECK_VALUE(!part.header().gated && out.dim() == 2 && out.stride(1) == 1 && out.size(0) == ids.size(0) &&
+                          out.size(1) == part.header().inputs,
+                      "out must be [tokens, inputs] with dense rows");
+  }
   TORCH_CHECK_TYPE(ids.scalar_type() == at::kLong && ids.is_contiguous(), "ids must be dense int64");
   const int64_t* id = ids.const_data_ptr<int64_t>();
   for (int64_t t = 0; t < ids.size(0); ++t) {
-    TORCH_CHECK_INDEX(id[t] >= 0 && id[t] < header.outputs, "token ", id[t], " of ", header.outputs);
+    TORCH_CHECK_INDEX(id[t] >= 0 && id[t] < outputs, "token ", id[t], " of ", outputs);
   }
-  is_float(out) ? rows_as<float>(header, panels, ids, out) : rows_as<bf16>(header, panels, ids, out);
+  is_float(out) ? rows_as<float>(parts, ids, out) : rows_as<bf16>(parts, ids, out);
 }
 
 }  // namespace cohort

@@ -11,6 +11,7 @@ EPILOG = """\
 examples:
   cohort serve                                       the small default model on http://127.0.0.1:8000
   cohort serve --model ~/models/Qwen3-0.6B           your own model, any local folder in Hugging Face format
+  cohort serve --model ~/models/Qwen3-0.6B-Q8_0.gguf a GGUF file, its weights as they are
   cohort serve --preset unified --port 9000          another arrangement of processes, another port
   cohort serve --set engine.max_rows=64              one option of configs/default.yaml, as many as you like
   cohort serve --print-config                        every option as it would be here, GPUs and workers included
@@ -25,8 +26,17 @@ Logs: one file per process, named at start. Live figures: `cohort status`, or th
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to serve")
-    what.add_argument("--model", metavar="FOLDER", help="model in Hugging Face format (default: SmolLM2-135M-Instruct)")
+    what.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="model in Hugging Face format, or a GGUF file (default: SmolLM2-135M-Instruct)",
+    )
     what.add_argument("--served-name", metavar="NAME", help="name clients use for it (default: the folder's name)")
+    what.add_argument(
+        "--quantization",
+        metavar="NAME",
+        help="int8 or int4: round plain weights at load, on a processor (default: weights as the checkpoint has them)",
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--preset", default="", metavar="NAME", help="one of configs/presets/, e.g. unified")
     how.add_argument(
@@ -88,6 +98,8 @@ def overrides_of(options: argparse.Namespace, file_keys: set[str]) -> dict[str, 
         flat["model.path"] = options.model
     if options.served_name is not None:
         flat["model.served_name"] = options.served_name
+    if options.quantization is not None:
+        flat["model.quantization"] = options.quantization
     if options.host is not None:
         flat["gateway.host"] = options.host
     for half in ("tls_cert", "tls_key"):

@@ -1,4 +1,4 @@
-"""Packed weights of few bits: codes, scales and offsets come back, and products keep within the rounding of x to 8 bits."""
+"""Packed weights of few bits: they come back, and products keep within the rounding of x to 8 bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from cohort.common.engine.quantized import Code, QuantizedWeight
 from cohort.kernels import native
 from cohort.kernels.panels import Arena
-from cohort.kernels.quantized_panels import QuantizedPanels, available, unit_of
+from cohort.kernels.quantized_panels import Codes, QuantizedPanels, available, unit_of
 from tests.examples import examples
 
 pytestmark = pytest.mark.skipif(native.operators() is None, reason="no compiled kernels here")
@@ -36,7 +36,11 @@ def made(kind: str, outputs: int, inputs: int, group: int, seed: int) -> Quantiz
 
 
 def pack(weight: QuantizedWeight, *, gated: bool = False) -> QuantizedPanels:
-    return QuantizedPanels(weight.codes, weight.scales, weight.offsets, weight.group, Arena(), gated=gated)
+    return QuantizedPanels([codes_of(weight)], Arena(), gated=gated)
+
+
+def codes_of(weight: QuantizedWeight) -> Codes:
+    return Codes(weight.codes, weight.scales, weight.offsets, weight.group)
 
 
 def bound(x: Tensor, weight: Tensor, unit: int) -> Tensor:
@@ -130,19 +134,39 @@ def test_bias_residual_and_activation_are_those_of_the_plain_product(kind: str) 
     assert torch.allclose(activated, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_parts_of_different_kinds_stand_one_after_the_other() -> None:
+    """As query, key and value of a checkpoint that gives them different formats."""
+    weights = [made("uint4", 37, 64, 32, 1), made("int8", 16, 64, 16, 2), made("uint4 around 8", 50, 64, 64, 3)]
+    together = QuantizedPanels([codes_of(weight) for weight in weights], Arena())
+    x, bias, out = torch.randn(5, 64), torch.randn(103), torch.empty(5, 103)
+    together.product(x, bias, out)
+    alone = [torch.empty(5, weight.shape[0]) for weight in weights]
+    for weight, own in zip(weights, alone, strict=True):
+        pack(weight).product(x, None, own)
+    assert torch.equal(out, torch.cat(alone, dim=1) + bias)
+    residual = torch.randn(5, 103)
+    expected = residual + torch.cat(alone, dim=1)
+    together.add_product(x, residual)
+    assert torch.equal(residual, expected)
+    ids, rows = torch.tensor([102, 0, 36, 37, 52, 53]), torch.empty(6, 64)
+    together.rows(ids, rows)
+    whole = torch.cat([weight.dequantized() for weight in weights])
+    assert torch.allclose(rows, whole[ids], rtol=1e-6, atol=1e-7)
+
+
 def test_small_scales_beside_large_ones_stay_exact() -> None:
     """Float16 alone would lose them: a row's scales are kept relative to its largest."""
     codes = torch.full((2, 64), 100, dtype=torch.int8)
     scales = torch.tensor([[3e-5, 2.0], [1e-9, 1e-7]]).bfloat16().float()
     out = torch.empty(2, 64)
-    QuantizedPanels(codes, scales, None, 32, Arena()).rows(torch.arange(2), out)
+    QuantizedPanels([Codes(codes, scales, None, 32)], Arena()).rows(torch.arange(2), out)
     assert torch.equal(out, scales.repeat_interleave(32, dim=1) * 100)
 
 
 def test_a_scale_of_a_whole_row_stays_float32() -> None:
     codes, scales = torch.full((3, 40), -128, dtype=torch.int8), torch.tensor([[0.1], [1e-12], [0.0]])
     out = torch.empty(3, 40)
-    QuantizedPanels(codes, scales, None, 40, Arena()).rows(torch.arange(3), out)
+    QuantizedPanels([Codes(codes, scales, None, 40)], Arena()).rows(torch.arange(3), out)
     assert torch.equal(out, (scales * -128).expand(3, 40))
 
 

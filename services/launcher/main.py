@@ -56,7 +56,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _serve(options: argparse.Namespace, arguments: list[str], config: Config, *, workers_given: bool) -> int:
     any_port = config.gateway.port == 0
-    model = _named_folder(config) if options.print_config else _model_folder(config)
+    model = served_folder(_named_folder(config)) if options.print_config else _model_folder(config)
     gpus = visible_gpus()
     config = on_box(config, gpus, workers_given=workers_given, model=model)
     config = resolve(config, model=model, cores=preflight.usable_cores(), free_port=preflight.free_port)

@@ -77,7 +77,7 @@ class QuantizedPanels(Panels):
             for part, (unit, _, _, _, offsets) in zip(parts, prepared, strict=True)
         ]
         self.data = arena.take((sum(sizes),), torch.uint8)
-        places = self.data.split(sizes)
+        places = torch.split(self.data, sizes)
         for part, place, (unit, zero, factors, scales, offsets) in zip(parts, places, prepared, strict=True):
             codes = part.codes.contiguous()
             self._ops.pack_quantized(codes, factors, scales, offsets, part.group, zero, unit, gated, place)

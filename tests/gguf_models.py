@@ -166,10 +166,10 @@ def _as_pairs(rows: Tensor, heads: int) -> Tensor:
     """Rows of a head in llama.cpp's order, in which neighbours are rotated together."""
     if not heads:
         return rows.contiguous()
-    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(rows.shape)
+    return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _as_halves(rows: Tensor, heads: int) -> Tensor:
     if not heads:
         return rows
-    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
+    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

@@ -15,8 +15,7 @@ class ModelConfig(Section, frozen=True):
     served_name: str = ""  # name clients use; "" = the folder's name
     # of weights and KV; auto = bfloat16 where the device computes it fast, else float32
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    # auto = weights as the checkpoint has them; int8, int4 = plain weights are rounded to nearest at load, in groups of
-    # 32; on a processor
+    # of weights; int8 and int4 round plain ones at load, to nearest in groups of 32, on a processor
     quantization: Literal["auto", "int8", "int4"] = "auto"
     max_model_len: NotNegative = 0  # tokens, prompt + output; 0 = what the model says
     # of requests that name none (temperature, top_p …): as the model's generation_config.json says, else its authors;

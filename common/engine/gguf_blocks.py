@@ -94,7 +94,7 @@ def _small_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _k_nibbles(stored: Tensor) -> Tensor:
     """uint8 [outputs, blocks, 8, 32]: 32 bytes hold one group in their low nibbles and the next in their high ones."""
-    pairs = stored.unflatten(-1, (4, 32))
+    pairs = stored.reshape(*stored.shape[:2], 4, 32)
     return torch.stack((pairs & 15, pairs >> 4), dim=-2).flatten(2, 3)
 
 
@@ -114,10 +114,10 @@ def _q5_k(blocks: Tensor) -> QuantizedWeight:
 def _q6_k(blocks: Tensor) -> QuantizedWeight:
     """Twice 128 inputs: of 64 bytes the nibbles are the low bits of four runs of 32, of 32 bytes the pairs of bits the
     upper ones."""
-    bytes_of = blocks[:, :, :128].unflatten(-1, (2, 64))  # half, two runs of 32
-    low = torch.cat((bytes_of & 15, bytes_of >> 4), dim=-1).unflatten(-1, (4, 32))
+    bytes_of = blocks[:, :, :128].reshape(*blocks.shape[:2], 2, 64)  # half, two runs of 32
+    low = torch.cat((bytes_of & 15, bytes_of >> 4), dim=-1).view(*blocks.shape[:2], 2, 4, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    high = (blocks[:, :, 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3) << 4
+    high = (blocks[:, :, 128:192].reshape(*blocks.shape[:2], 2, 1, 32) >> shifts & 3) << 4
     codes = (low | high).view(torch.int8) - 32
     small = blocks[:, :, 192:208].contiguous().view(torch.int8).float()
     scales = (small * _halves(blocks, 208)[:, :, None]).flatten(1)
@@ -139,4 +139,4 @@ BLOCKS: Mapping[str, BlockType] = {
 def decoded(kind: str, rows: Tensor) -> QuantizedWeight:
     """The codes of rows of blocks: uint8 [outputs, bytes of a row] of the type `kind`, one of `BLOCKS`."""
     block = BLOCKS[kind]
-    return block.decode(rows.unflatten(1, (-1, block.stored)))
+    return block.decode(rows.view(len(rows), -1, block.stored))

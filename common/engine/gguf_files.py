@@ -155,7 +155,7 @@ class GgufFiles:
         heads = next((count for module, count in self._heads.items() if f".{module}." in name), 0)
         if not heads:
             return rows
-        return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
+        return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         found = tuple(int(size) for size in reversed(self._tensors[name].shape))

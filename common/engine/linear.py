@@ -149,10 +149,8 @@ class Linear:
             residual.add_(self(x))
 
 
-def _of_one_kind(weight: Matrix) -> bool:
+def _of_one_kind(weight: Sequence[QuantizedWeight]) -> bool:
     """Whether gates and ups lie in one weight, or in two that can be one."""
-    if isinstance(weight, Tensor):
-        return True
     first = weight[0]
     return len(weight) == 1 or (
         len(weight) == 2 and all((w.code, w.group, w.shape) == (first.code, first.group, first.shape) for w in weight)
@@ -179,7 +177,7 @@ class GatedLinear:
         if bias is None and isinstance(weight, Tensor):
             if linear_form(weight.device, weight.dtype, weight.shape[1]) == "panels":
                 self._packed = Panels(weight, arena or Arena(), gated=True)
-        elif bias is None and dtype != torch.float16 and _of_one_kind(weight):
+        elif bias is None and not isinstance(weight, Tensor) and dtype != torch.float16 and _of_one_kind(weight):
             self._packed = _pack_codes(weight, arena or Arena(), gated=True)
         self._both = Linear(weight, bias, arena=arena, dtype=dtype) if self._packed is None else None
 

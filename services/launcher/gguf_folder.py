@@ -108,7 +108,9 @@ def _metadata(file: Path) -> tuple[dict[str, Any], dict[str, list[int]], list[fl
         raise ModelError(f"{file}: not a complete GGUF file: {error}") from error
     fields = {name: field.contents() for name, field in reader.fields.items() if len(field.data) <= _LARGEST_FIELD}
     tensors = {tensor.name: [int(size) for size in reversed(tensor.shape)] for tensor in reader.tensors}
-    factors = next((tensor.data.tolist() for tensor in reader.tensors if tensor.name == "rope_freqs.weight"), [])
+    factors: list[float] = next(
+        (tensor.data.tolist() for tensor in reader.tensors if tensor.name == "rope_freqs.weight"), []
+    )
     return fields, tensors, factors
 
 

@@ -33,6 +33,8 @@ _OPERATORS = (
     "silu_mul",
     "clamped_swiglu",
     "pack_panels",
+    "pack_quantized",
+    "quantized_bytes",
     "panel_outputs",
     "panel_product",
     "panel_product_added",

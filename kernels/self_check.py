@@ -78,6 +78,27 @@ def _elementwise_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) 
     return _differs(ours, truth)
 
 
+def _codes_differ(ops: Any, random: torch.Generator) -> bool:
+    """Products over weights of 8 and of 4 bits, with offsets; the difference is the rounding of x to 8 bits."""
+    x = torch.randn(3, 64, generator=random)
+    scales = torch.rand(40, 2, generator=random).half()
+    offsets = torch.rand(40, 2, generator=random).half()
+    for bits in (8, 4):
+        codes = torch.randint(-128, 128, (40, 64), generator=random, dtype=torch.int8)
+        stored, values = codes, codes.float()
+        if bits == 4:
+            stored = codes[:, :32].contiguous().view(torch.uint8)
+            values = torch.stack((stored & 15, stored >> 4), dim=-1).flatten(1).float()
+        packed = torch.zeros(ops.quantized_bytes(bits, 32, True, False, 40, 64), dtype=torch.uint8)
+        ops.pack_quantized(stored, torch.ones(40), scales, offsets, 32, 0, 32, False, packed)
+        weight = values * scales.float().repeat_interleave(32, dim=1) + offsets.float().repeat_interleave(32, dim=1)
+        truth, ours = x @ weight.T, torch.empty(3, 40)
+        ops.panel_product(x, packed, None, ours)
+        if _differs(ours.bfloat16(), truth.bfloat16()):
+            return True
+    return False
+
+
 def first_difference(ops: Any) -> str | None:
     """Names what the extension gets wrong; None when it agrees with the reference."""
     random = torch.Generator().manual_seed(0)
@@ -87,4 +108,6 @@ def first_difference(ops: Any) -> str | None:
                 return f"attention in {dtype}"
             if _elementwise_differs(ops, dtype, random):
                 return f"elementwise steps in {dtype}"
+        if _codes_differ(ops, random):
+            return "products over weights in few bits"
     return None

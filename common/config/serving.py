@@ -15,7 +15,7 @@ class ModelConfig(Section, frozen=True):
     served_name: str = ""  # name clients use; "" = the folder's name
     # of weights and KV; auto = bfloat16 where the device computes it fast, else float32
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    # what the checkpoint's config.json must say: auto = whatever it says, none, fp8, compressed-tensors, awq, gptq
+    # auto, none, fp8, compressed-tensors, awq, gptq: what config.json must say; int8, int4: plain ones rounded at load
     quantization: str = "auto"
     max_model_len: NotNegative = 0  # tokens, prompt + output; 0 = what the model says
     # of requests that name none (temperature, top_p …): as the model's generation_config.json says, else its authors;

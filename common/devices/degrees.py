@@ -19,9 +19,11 @@ from cohort.common.config import Config, WorkerGroup
 from cohort.common.devices.division import used_gpus
 from cohort.common.devices.fit import gpu_dtype, need, share_bytes
 from cohort.common.engine.model_config import ModelGeometry
+from cohort.common.engine.quantization_config import rounding_of
 from cohort.common.engine.rank_shares import RankShare, check_degree, degrees
 from cohort.common.errors import ConfigError
 
+_GGUF = "model.gguf"  # in a folder that was made around one
 LEAST_KV_TOKENS = 8192
 """A worker with less has to compute long prompts again and again; a shorter context than that needs only itself."""
 
@@ -42,7 +44,7 @@ def degree_of(config: Config, group: WorkerGroup, model: Path, geometry: ModelGe
     gpus = used_gpus(config, len(memories)) if on_gpu else 0
     if group.tensor_parallel == "auto":
         return _fewest(config, model, geometry, sorted(memories, reverse=True)[:gpus]) if on_gpu else 1
-    check_degree(geometry, group.degree, model.name, config.model.lora)
+    check_divided(config, model, geometry, group.degree)
     if on_gpu and group.degree > gpus:
         raise ConfigError(
             f"workers: tensor_parallel: {group.degree}: every rank of a worker has a GPU of its own, and "
@@ -51,10 +53,26 @@ def degree_of(config: Config, group: WorkerGroup, model: Path, geometry: ModelGe
     return group.degree
 
 
+def check_divided(config: Config, model: Path, geometry: ModelGeometry, degree: int) -> None:
+    """Raises `ConfigError` where the model's heads do not divide by this degree, or what else is asked for goes with
+    none."""
+    if degree > 1 and (reason := _undivided(config, model)):
+        raise ConfigError(f"workers: tensor_parallel: {degree}: {reason} is not divided over ranks yet")
+    check_degree(geometry, degree, model.name)
+
+
+def _undivided(config: Config, model: Path) -> str:
+    if config.model.lora:
+        return "a model with adapters (model.lora)"
+    if rounding_of(config.model.quantization) is not None:
+        return f"a model that is rounded at load (model.quantization: {config.model.quantization})"
+    return "a GGUF file" if (model / _GGUF).exists() else ""
+
+
 def _fewest(config: Config, model: Path, geometry: ModelGeometry, memories: Sequence[int]) -> int:
     """1 where nothing fits: what is missing is said where a worker of one GPU is refused."""
     tokens = min(LEAST_KV_TOKENS, config.model.max_model_len or geometry.max_positions)
-    for degree in degrees(geometry, len(memories) if not config.model.lora else 1):
+    for degree in degrees(geometry, 1 if _undivided(config, model) else len(memories)):
         own = RankShare(geometry, 0, degree).own
         least = need(config, model, geometry, degree).total + tokens * own.kv_token_bytes(gpu_dtype(config))
         smallest = memories[degree - 1]

@@ -154,7 +154,7 @@ def check_fit(config: Config, model: str, wanted: Need, gpu: str, memory_bytes: 
 
 def _fewer_bits(wanted: Need, has: int, workers: int, device_type: str) -> list[str]:
     """Codes of 8 or 4 bits, where products read them; a half and a quarter of 16 bits, scales aside."""
-    if not keeps_codes(device_type, floating=False):
+    if not keeps_codes(device_type, 2, floating=False):
         return []
     fitting = (
         f"--quantization {name}"
@@ -252,9 +252,9 @@ def _kept_bytes(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry, e
     if part in _UNREAD:
         return 0
     if part in _WORDS | _BESIDE_CODES:
-        kept = keeps_codes(device_type, floating=False)
+        kept = keeps_codes(device_type, element, floating=False)
         return _count(tensor) * _SCALE_BYTES if kept else _numbers(name, tensor, geometry) * element
-    kept = (floating or tensor["dtype"] == "I8") and keeps_codes(device_type, floating=floating)
+    kept = (floating or tensor["dtype"] == "I8") and keeps_codes(device_type, element, floating=floating)
     return _count(tensor) * (1 if kept else element)
 
 

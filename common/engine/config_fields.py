@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cohort.common.engine.model_defaults import DEFAULTS
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -112,3 +114,21 @@ def checkpoint_dtype(config: Mapping[str, Any]) -> str:
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
     """YaRN (Peng et al. 2023): what attention is scaled by, for contexts longer by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def text_decoder(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the decoder alone, of a Gemma 3 checkpoint that also takes images; else empty."""
+    text = config.get("text_config")
+    if config["model_type"] != "gemma3" or not isinstance(text, dict):
+        return {}
+    outer = {key: config[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in config}
+    return {**text, **outer, "model_type": "gemma3_text"}
+
+
+def eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """End tokens: generation_config.json rules where it names them, as in transformers."""
+    default = DEFAULTS.get(config["model_type"], {}).get("eos_token_id")
+    eos = generation.get("eos_token_id", config.get("eos_token_id", default))
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (int(eos),)

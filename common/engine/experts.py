@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine.linear import GatedLinear, Linear
+from cohort.common.engine.matrices import matrix
 from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry
-from cohort.common.engine.quantized_files import matrix
 from cohort.common.engine.weights import Weights
 from cohort.kernels.panels import Arena
 
@@ -421,5 +421,6 @@ def read_mlp(
     gate, up, down = (f"{module}.{part}.weight" for part in parts)
     gate_up = matrix(files, [gate, up], [inner, inner], hidden, dtype, device)
     return DenseMlp(
-        GatedLinear(gate_up, arena=arena), Linear(matrix(files, [down], [hidden], inner, dtype, device), arena=arena)
+        GatedLinear(gate_up, arena=arena, dtype=dtype),
+        Linear(matrix(files, [down], [hidden], inner, dtype, device), arena=arena, dtype=dtype),
     )

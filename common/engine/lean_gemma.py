@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cohort.common.engine.linear import Embedding, Linear
+from cohort.common.engine.matrices import matrix
 from cohort.common.engine.model_config import ModelGeometry
-from cohort.common.engine.quantized_files import matrix
 from cohort.common.engine.rope import rope_tables
 from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.engine.weights import WeightKind, Weights, open_weights
@@ -192,4 +192,4 @@ class _LayerReader:
         weight = matrix(self.files, [f"{name}.weight" for name in names], rows, width, self.dtype, self.device)
         biases = [f"{name}.bias" for name in names]
         added = self.files.read_rows(biases, rows, (), self.dtype, self.device) if bias else None
-        return Linear(weight, added, arena=self.arena)
+        return Linear(weight, added, arena=self.arena, dtype=self.dtype)

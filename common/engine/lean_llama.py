@@ -19,9 +19,9 @@ from torch import Tensor
 
 from cohort.common.engine.device_experts import DeviceExperts, read_device_experts
 from cohort.common.engine.experts import DenseMlp, ExpertBuffers, Experts, expert_tensors, groups_on_host, read_experts
-from cohort.common.engine.linear import Embedding, GatedLinear, Linear
+from cohort.common.engine.linear import Embedding, GatedLinear, Linear, Matrix
+from cohort.common.engine.matrices import RoundedWeights, Rounding, matrix
 from cohort.common.engine.model_config import ModelGeometry
-from cohort.common.engine.quantized_files import matrix
 from cohort.common.engine.ranks import Ranks
 from cohort.common.engine.rope import rope_tables
 from cohort.common.engine.sharded_weights import open_sharded
@@ -60,8 +60,10 @@ class LeanLlama:
         max_step_tokens: int,
         weights: WeightKind = "files",
         ranks: Ranks | None = None,
+        rounding: Rounding | None = None,
     ) -> None:
-        """`ranks`: this is one rank of several, and holds its share alone; `geometry` is the whole model's."""
+        """`ranks`: this is one rank of several, and holds its share alone; `geometry` is the whole model's. `rounding`:
+        of plain matrices, at load; None = they stay as they are."""
         self._ranks = ranks
         geometry = geometry if ranks is None else ranks.share.own
         self._geometry = geometry
@@ -74,7 +76,7 @@ class LeanLlama:
             opened = open_weights(model_dir, weights, geometry.quantization)
         else:
             opened = open_sharded(model_dir, weights, ranks.share)
-        with opened as files:
+        with opened if rounding is None else RoundedWeights(opened, rounding, dtype) as files:
             prefix = files.prefix(("model.", ""), "embed_tokens.weight")
             files.require(_tensor_names(files, geometry, prefix))
             hidden, vocab = geometry.hidden_size, geometry.vocab_size
@@ -83,11 +85,11 @@ class LeanLlama:
                 return files.read(prefix + name, (size,), dtype, device)
 
             arena = Arena()
-            table = files.read(prefix + "embed_tokens.weight", (vocab, hidden), dtype, device)
+            table = matrix(files, [prefix + "embed_tokens.weight"], [vocab], hidden, dtype, device)
             tied = geometry.tie_embeddings or "lm_head.weight" not in files
-            head = table if tied else files.read("lm_head.weight", (vocab, hidden), dtype, device)
-            self._lm_head = Linear(head, arena=arena)
-            self._embedding = Embedding(table, self._lm_head if tied else None)
+            head = table if tied else matrix(files, ["lm_head.weight"], [vocab], hidden, dtype, device)
+            self._lm_head = Linear(head, arena=arena, dtype=dtype)
+            self._embedding = Embedding(table, self._lm_head if tied else None, arena=arena, dtype=dtype)
             del table, head
             scratch = None
             if (mixture := geometry.experts) is not None and groups_on_host(device):
@@ -281,13 +283,13 @@ def _read_layer(
     query_size = geometry.num_heads * geometry.head_dim
     kv_size = geometry.num_kv_heads * geometry.head_dim
 
-    def fused(modules: list[str], rows: list[int], width: int, bias: bool) -> tuple[Tensor, Tensor | None]:
+    def fused(modules: list[str], rows: list[int], width: int, bias: bool) -> tuple[Matrix, Tensor | None]:
         weight = matrix(files, [f"{prefix}{module}.weight" for module in modules], rows, width, dtype, device)
         biases = [f"{prefix}{module}.bias" for module in modules]
         return weight, files.read_rows(biases, rows, (), dtype, device) if bias else None
 
     def linear(modules: list[str], rows: list[int], width: int, bias: bool) -> Linear:
-        return Linear(*fused(modules, rows, width, bias), arena=arena)
+        return Linear(*fused(modules, rows, width, bias), arena=arena, dtype=dtype)
 
     def vector(name: str, size: int) -> Tensor:
         return files.read(prefix + name, (size,), dtype, device)
@@ -297,7 +299,7 @@ def _read_layer(
             if scratch is None:
                 return read_device_experts(files, prefix, geometry, mixture, dtype, device)
             return read_experts(files, prefix, geometry, mixture, dtype, arena, scratch)
-        into = GatedLinear(*fused(gate_up, gate_up_rows, hidden, geometry.mlp_bias), arena=arena)
+        into = GatedLinear(*fused(gate_up, gate_up_rows, hidden, geometry.mlp_bias), arena=arena, dtype=dtype)
         return DenseMlp(into, linear(["mlp.down_proj"], [hidden], inner, geometry.mlp_bias))
 
     head_norms = geometry.qk_norm

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cohort.common.engine.linear import Linear
+from cohort.common.engine.matrices import matrix
 from cohort.common.engine.model_config import ModelGeometry
-from cohort.common.engine.quantized_files import matrix
 from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.engine.weights import WeightKind, Weights, open_weights
 from cohort.common.errors import ModelError
@@ -152,7 +152,8 @@ def _read_layer(
     def linear(modules: list[str], rows: list[int], width: int) -> Linear:
         weight = matrix(files, [f"{prefix}{module}.weight" for module in modules], rows, width, dtype, device)
         biases = [f"{prefix}{module}.bias" for module in modules]
-        return Linear(weight, files.read_rows(biases, rows, (), dtype, device) if geometry.qkv_bias else None)
+        added = files.read_rows(biases, rows, (), dtype, device) if geometry.qkv_bias else None
+        return Linear(weight, added, dtype=dtype)
 
     return _Layer(
         attention_norm=_read_norm(files, geometry, f"{prefix}self_attn_layer_norm", dtype, device),

@@ -6,25 +6,32 @@ the number of rows, so that all workers of a pipeline compute alike:
     CPU, float32                         panels: weights packed once for our own kernel
     CPU, bfloat16 and it computes in it  panels
     CPU, other 16-bit                    widened: float32 panels, x widened, the product rounded
+    CPU, codes of 8 or 4 bits            quantized: codes and scales packed as they are, x rounded to 8 bits inside
     no compiled kernels, or a GPU        plain: F.linear
 
 Panels are faster than anything torch has from one row to hundreds, and they give a row the same bits whatever other
-rows stand beside it, which BLAS does not: a request computes exactly the same in every batch.
+rows stand beside it, which BLAS does not: a request computes exactly the same in every batch. Codes that no kernel
+takes (another device, float8, groups that are no multiple of 16) are dequantised here and become another form.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cohort.kernels import panels
+from cohort.common.engine.quantized import QuantizedWeight, stacked
+from cohort.kernels import panels, quantized_panels
 from cohort.kernels.fused import silu_mul
 from cohort.kernels.panels import Arena, Panels
+from cohort.kernels.quantized_panels import Codes, QuantizedPanels
 
-Form = Literal["plain", "panels", "widened"]
+Form = Literal["plain", "panels", "widened", "quantized"]
+Matrix = Tensor | Sequence[QuantizedWeight]
+"""A product's weight [out, in], or codes whose outputs follow one another."""
 
 
 def linear_form(device: torch.device, dtype: torch.dtype, inputs: int) -> Form:
@@ -36,6 +43,27 @@ def linear_form(device: torch.device, dtype: torch.dtype, inputs: int) -> Form:
     if dtype != torch.float32 and panels.available(torch.float32, inputs):
         return "widened"
     return "plain"
+
+
+def packs_codes(weight: QuantizedWeight) -> bool:
+    """Whether its codes are multiplied as they are on this processor."""
+    codes = weight.codes
+    return codes.device.type == "cpu" and quantized_panels.available(codes.dtype, weight.group, weight.shape[1])
+
+
+def settled(weight: Matrix, dtype: torch.dtype) -> Matrix:
+    """The weight in the form a product takes: codes where all of them can be packed, else numbers of `dtype`."""
+    if isinstance(weight, Tensor) or all(packs_codes(part) for part in weight):
+        return weight
+    return torch.cat([part.dequantized().to(dtype) for part in weight])
+
+
+def _pack_codes(parts: Sequence[QuantizedWeight], arena: Arena, *, gated: bool = False) -> QuantizedPanels:
+    if gated and len(parts) == 2:
+        parts = [stacked(list(parts))]
+    return QuantizedPanels(
+        [Codes(part.codes, part.scales, part.offsets, part.group) for part in parts], arena, gated=gated
+    )
 
 
 def native_bfloat16() -> bool:
@@ -51,19 +79,39 @@ class Linear:
     __slots__ = ("bias", "dtype", "form", "in_features", "out_features", "packed", "weight")
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, arena: Arena | None = None, form: Form | None = None
+        self,
+        weight: Matrix,
+        bias: Tensor | None = None,
+        *,
+        arena: Arena | None = None,
+        form: Form | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """Takes weight [out, in]; where the form packs it (into `arena`), the caller's tensor may be dropped."""
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self.form = form or linear_form(weight.device, weight.dtype, self.in_features)
+        """Takes weight [out, in]; where the form packs it (into `arena`), the caller's tensor may be dropped. `dtype`:
+        of x and of codes that are dequantised; None where the weight is no codes."""
+        weight = settled(weight, dtype or torch.float32)
         self.bias = bias
-        self.weight, self.packed = weight, None
-        if self.form != "plain":
-            self.packed = Panels(weight.float() if self.form == "widened" else weight, arena or Arena())
-            self.weight = weight.new_empty(0)
-        if self.form == "widened" and bias is not None:
+        if not isinstance(weight, Tensor):
+            self.out_features = sum(part.shape[0] for part in weight)
+            self.in_features = weight[0].shape[1]
+            self.dtype, self.form = dtype or torch.float32, "quantized"
+            self.weight = torch.empty(0, dtype=self.dtype)
+            self.packed: Panels | None = _pack_codes(weight, arena or Arena())
+        else:
+            self.out_features, self.in_features = weight.shape
+            self.dtype = weight.dtype
+            self.form = form or linear_form(weight.device, weight.dtype, self.in_features)
+            self.weight, self.packed = weight, None
+            if self.form != "plain":
+                self.packed = Panels(weight.float() if self.form == "widened" else weight, arena or Arena())
+                self.weight = weight.new_empty(0)
+        if bias is not None and self._widens:
             self.bias = bias.float()
+
+    @property
+    def _widens(self) -> bool:
+        """x and the product are float32 beside a model in 16 bits."""
+        return self.form == "widened" or (self.form == "quantized" and self.dtype == torch.float16)
 
     def __call__(self, x: Tensor) -> Tensor:
         out = x.new_empty((len(x), self.out_features))
@@ -79,7 +127,7 @@ class Linear:
                 torch.addmm(self.bias, x, self.weight.t(), out=out)
         elif self.packed is None:
             out.copy_(F.linear(x, self.weight, self.bias))
-        elif self.form == "panels":
+        elif not self._widens:
             self.packed.product(x, self.bias, out)
         else:
             wide = torch.empty((len(x), self.out_features))
@@ -88,17 +136,25 @@ class Linear:
 
     @property
     def panel_data(self) -> Tensor | None:
-        """The packed weight, where the form is panels in the model's own dtype."""
-        return self.packed.data if self.form == "panels" and self.packed is not None else None
+        """The packed weight, where it takes x in the model's own dtype."""
+        return self.packed.data if self.packed is not None and not self._widens else None
 
     def add_into(self, x: Tensor, residual: Tensor) -> None:
         """residual [T, out] += the product, rounded before it is added; on a GPU one kernel adds it unrounded."""
         if x.is_cuda and self.bias is None:
             residual.addmm_(x, self.weight.t())
-        elif self.form == "panels" and self.packed is not None and self.bias is None:
+        elif self.packed is not None and not self._widens and self.bias is None:
             self.packed.add_product(x, residual)
         else:
             residual.add_(self(x))
+
+
+def _of_one_kind(weight: Sequence[QuantizedWeight]) -> bool:
+    """Whether gates and ups lie in one weight, or in two that can be one."""
+    first = weight[0]
+    return len(weight) == 1 or (
+        len(weight) == 2 and all((w.code, w.group, w.shape) == (first.code, first.group, first.shape) for w in weight)
+    )
 
 
 class GatedLinear:
@@ -106,11 +162,24 @@ class GatedLinear:
 
     __slots__ = ("_both", "_packed")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, arena: Arena | None = None) -> None:
-        """Takes weight [2 · out, in], the gates over the ups."""
-        packs = bias is None and linear_form(weight.device, weight.dtype, weight.shape[1]) == "panels"
-        self._packed = Panels(weight, arena or Arena(), gated=True) if packs else None
-        self._both = None if packs else Linear(weight, bias, arena=arena)
+    def __init__(
+        self,
+        weight: Matrix,
+        bias: Tensor | None = None,
+        *,
+        arena: Arena | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Takes weight [2 · out, in], the gates over the ups; codes as one weight, or as these two. `dtype` as in
+        `Linear`."""
+        weight = settled(weight, dtype or torch.float32)
+        self._packed: Panels | None = None
+        if bias is None and isinstance(weight, Tensor):
+            if linear_form(weight.device, weight.dtype, weight.shape[1]) == "panels":
+                self._packed = Panels(weight, arena or Arena(), gated=True)
+        elif bias is None and not isinstance(weight, Tensor) and dtype != torch.float16 and _of_one_kind(weight):
+            self._packed = _pack_codes(weight, arena or Arena(), gated=True)
+        self._both = Linear(weight, bias, arena=arena, dtype=dtype) if self._packed is None else None
 
     @property
     def panel_data(self) -> Tensor | None:
@@ -135,17 +204,27 @@ class GatedLinear:
 class Embedding:
     """ids ↦ rows of a table [vocabulary, width]; a table that is also the last product's weight is not kept twice."""
 
-    __slots__ = ("_shared", "_table", "_width")
+    __slots__ = ("_shared", "_table")
 
-    def __init__(self, table: Tensor, head: Linear | None = None) -> None:
-        """`head`: the product over the same matrix, where the model ties both."""
-        self._shared = head.packed if head is not None and head.form == "panels" else None
-        self._width = table.shape[1]
-        self._table = table.new_empty(0) if self._shared is not None else table
+    def __init__(
+        self, table: Matrix, head: Linear | None = None, *, arena: Arena | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """`head`: the product over the same matrix, where the model ties both. `dtype` as in `Linear`."""
+        table = settled(table, dtype or torch.float32)
+        self._shared = head.packed if head is not None and head.panel_data is not None else None
+        self._table = torch.empty(0)
+        if self._shared is None and not isinstance(table, Tensor):
+            self._shared = _pack_codes(table, arena or Arena())
+        elif self._shared is None and isinstance(table, Tensor):
+            self._table = table
 
     def into(self, ids: Tensor, out: Tensor) -> None:
         """out [T, width]."""
-        if self._shared is not None:
-            self._shared.rows(ids, out)
-        else:
+        if self._shared is None:
             torch.index_select(self._table, 0, ids, out=out)
+        elif out.dtype == torch.float16:  # of codes; the kernels write float32 and bfloat16
+            wide = torch.empty(out.shape)
+            self._shared.rows(ids, wide)
+            out.copy_(wide)
+        else:
+            self._shared.rows(ids, out)

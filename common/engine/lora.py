@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine.batch import StepBatch
+from cohort.common.engine.device_experts import DeviceExperts
 from cohort.common.engine.experts import DenseMlp, Experts
-from cohort.common.engine.linear import Linear
+from cohort.common.engine.linear import GatedLinear, Linear
 from cohort.common.engine.lora_checkpoint import Checkpoint, Part, Slot, projections, stamp_of
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.tensor_files import TensorFile, open_tensor_file
@@ -85,11 +86,13 @@ class LoraStep:
                 delta.add_into(x.index_select(0, tokens), rows)
                 out.index_copy_(0, tokens, rows)
 
-    def mlp(self, layer: int, mlp: DenseMlp | Experts, x: Tensor, activated: Tensor, residual: Tensor) -> None:
+    def mlp(
+        self, layer: int, mlp: DenseMlp | Experts | DeviceExperts, x: Tensor, activated: Tensor, residual: Tensor
+    ) -> None:
         """residual [T, hidden] += the MLP of x [T, hidden]; `activated` [T, inner] is scratch. What adapters add to
         gates and ups comes before the activation, which the base product does at once: where there is any, the step
         takes it apart. That gives rows without it the same bits, as `gated_product` rounds and activates alike."""
-        if isinstance(mlp, Experts):
+        if not isinstance(mlp, DenseMlp) or not isinstance(mlp.gate_up, GatedLinear):
             mlp.add_into(x, activated, residual)
             return
         if any("gate_up" in group.layers[layer] for group in self._groups):

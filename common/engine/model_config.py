@@ -17,12 +17,14 @@ from typing import Any, Literal
 from cohort.common.engine.config_fields import RopeConfig as RopeConfig
 from cohort.common.engine.config_fields import (
     checkpoint_dtype,
+    eos_ids,
     first_of,
     has_rope,
     max_positions,
     rope_of,
     ropes_by_layer_type,
     sliding_windows,
+    text_decoder,
     yarn_mscale,
 )
 from cohort.common.engine.model_defaults import DEFAULTS
@@ -167,7 +169,7 @@ def read_geometry(model_dir: Path, quantization: str = "auto") -> ModelGeometry:
         raise ModelError(f"{config_file}: {config['model_type']} is an encoder-decoder; only decoders can be served")
     generation_file = model_dir / "generation_config.json"
     generation = json.loads(generation_file.read_text(encoding="utf-8")) if generation_file.is_file() else {}
-    eos = _eos_ids(config, generation)
+    eos = eos_ids(config, generation)
     try:
         geometry = _geometry(config, eos)
     except KeyError as error:
@@ -187,7 +189,7 @@ def _geometry(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
         return _llama_shaped(config, eos)
     if config["model_type"] in GEMMA_SHAPED:
         return _gemma_shaped(config, eos)
-    if (text := _text_decoder(config)) and (found := _gemma_shaped(text, eos)).family == "gemma":
+    if (text := text_decoder(config)) and (found := _gemma_shaped(text, eos)).family == "gemma":
         return found
     if config["model_type"] == "gpt_oss":
         return _gpt_oss(config, eos)
@@ -196,24 +198,6 @@ def _geometry(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
     if config["model_type"] == "opt":
         return _opt(config, eos)
     return _generic(config, eos)
-
-
-def _text_decoder(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of the decoder alone, of a Gemma 3 checkpoint that also takes images; else empty."""
-    text = config.get("text_config")
-    if config["model_type"] != "gemma3" or not isinstance(text, dict):
-        return {}
-    outer = {key: config[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in config}
-    return {**text, **outer, "model_type": "gemma3_text"}
-
-
-def _eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """End tokens: generation_config.json rules where it names them, as in transformers."""
-    default = DEFAULTS.get(config["model_type"], {}).get("eos_token_id")
-    eos = generation.get("eos_token_id", config.get("eos_token_id", default))
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list) else (int(eos),)
 
 
 def _llama_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -31,21 +30,19 @@ from cohort.common.engine.followers import Followers
 from cohort.common.engine.generic import GenericModel
 from cohort.common.engine.grammar_masks import GrammarMasks, TokenMasks
 from cohort.common.engine.kv_tensors import KvTensors
-from cohort.common.engine.lean_deepseek import LeanDeepseek
-from cohort.common.engine.lean_gemma import LeanGemma
-from cohort.common.engine.lean_gpt_oss import LeanGptOss
 from cohort.common.engine.lean_llama import LeanLlama
-from cohort.common.engine.lean_opt import LeanOpt
 from cohort.common.engine.linear import native_bfloat16
 from cohort.common.engine.lora import LoraStore, host_put
 from cohort.common.engine.lora_checkpoint import LoraOptions, check_lora
-from cohort.common.engine.model_config import DTYPE_BYTES, Family, ModelGeometry, read_geometry
+from cohort.common.engine.matrices import Rounding
+from cohort.common.engine.model_config import DTYPE_BYTES, ModelGeometry, read_geometry
+from cohort.common.engine.model_forms import load_model, served_on
 from cohort.common.engine.prompt_scores import by_row, score, scored_tokens
 from cohort.common.engine.rank_messages import RankLost
 from cohort.common.engine.rank_shares import check_degree, exchange_bytes
 from cohort.common.engine.ranks import RankGroup, Ranks
 from cohort.common.engine.sampler import sample
-from cohort.common.engine.step_inputs import Model, StepInputs, step_inputs
+from cohort.common.engine.step_inputs import StepInputs, step_inputs
 from cohort.common.engine.streams import HostStream, Stream
 from cohort.common.engine.transfer_memory import STAGING_BYTES
 from cohort.common.engine.trial_batch import trial_batch
@@ -81,20 +78,6 @@ def resolve_dtype(dtype: str, device: torch.device) -> str:
     return dtype
 
 
-def served_on(geometry: ModelGeometry, device: torch.device) -> ModelGeometry:
-    """In the form that runs on this device: soft-capped attention has no GPU kernel, so transformers' layers run there,
-    over the torch reference of attention."""
-    if device.type == "cpu" or geometry.family == "generic" or not geometry.attention_softcap:
-        return geometry
-    log.warning(
-        "model runs the generic way on this device, slowly",
-        model_type=geometry.model_type,
-        device=str(device),
-        reason="no GPU kernel computes soft-capped attention (attn_logit_softcapping)",
-    )
-    return dataclasses.replace(geometry, family="generic")
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Done:
     """A step that has run."""
@@ -127,10 +110,12 @@ class ModelRunner:
         group: RankGroup | None = None,
         followers: Followers | None = None,
         lora: LoraOptions | None = None,
+        rounding: Rounding | None = None,
     ) -> None:
         """Loads the model; `threads` 0 leaves torch's own choice. Raises `ModelError` or `ConfigError`.
 
         `num_blocks` 0: as many KV blocks as `share` has memory for once the weights are there; only on a GPU.
+        `rounding`: of plain matrices, at load, on a processor; None = they stay as they are.
         `max_context`: no request is longer; 0 = what the model allows. `device_steps`: run as on a GPU; None = on one.
         `group`: this is one rank of a worker, whose `followers` rank 0 has; blocks are counted as the worker's.
         `lora`: adapters that requests may name; they are checked before the model is loaded.
@@ -160,7 +145,18 @@ class ModelRunner:
         torch_dtype = _TORCH_DTYPES[self.dtype]
         self.lora, self._lora_bytes = self._lora_store(lora or LoraOptions({}, 1, 1), torch_dtype)
         share = share or DeviceShare()
-        self._model = self._load(model_dir, torch_dtype, weights)
+        with torch.inference_mode():
+            self._model = load_model(
+                model_dir,
+                self.geometry,
+                device=self.device,
+                dtype=torch_dtype,
+                max_rows=max_rows,
+                max_step_tokens=max_step_tokens,
+                weights=weights,
+                ranks=self.ranks,
+                rounding=rounding,
+            )
         if self.ranks is not None:
             self.ranks.connect()
         num_blocks = num_blocks or self._blocks_that_fit(share)
@@ -443,45 +439,6 @@ class ModelRunner:
             )
         return blocks
 
-    def _load(self, model_dir: Path, dtype: torch.dtype, weights: WeightKind) -> Model:
-        geometry = self.geometry
-        with torch.inference_mode():
-            match family := self._family():
-                case "llama" | "moe":
-                    return LeanLlama(
-                        model_dir,
-                        geometry,
-                        dtype=dtype,
-                        device=self.device,
-                        max_rows=self.max_rows,
-                        max_step_tokens=self.max_step_tokens,
-                        weights=weights,
-                        ranks=self.ranks,
-                    )
-                case "gemma":
-                    return LeanGemma(model_dir, geometry, dtype=dtype, device=self.device, weights=weights)
-                case "gpt_oss":
-                    return LeanGptOss(
-                        model_dir, geometry, dtype=dtype, max_step_tokens=self.max_step_tokens, weights=weights
-                    )
-                case "deepseek":
-                    return LeanDeepseek(
-                        model_dir, geometry, dtype=dtype, max_step_tokens=self.max_step_tokens, weights=weights
-                    )
-                case "opt":
-                    return LeanOpt(model_dir, geometry, dtype=dtype, device=self.device, weights=weights)
-                case "generic":
-                    if weights != "files":
-                        raise ConfigError(f"model.weights: {geometry.model_type} can only be served from its files")
-                    if geometry.quantization is not None:
-                        raise ConfigError(
-                            f"engine.device: on {self.device} {geometry.model_type} runs through transformers, and "
-                            f"only the project's own forms read quantised weights ({geometry.quantization.method})"
-                        )
-                    return GenericModel(model_dir, geometry, dtype=dtype, device=self.device)
-                case _:
-                    assert_never(family)
-
     def _lora_store(self, options: LoraOptions, dtype: torch.dtype) -> tuple[LoraStore, int]:
         """The adapters, checked, of which none is loaded yet; and what those held at once take at most."""
         if options.adapters and self.geometry.family == "moe" and self.device.type != "cpu":
@@ -489,22 +446,6 @@ class ModelRunner:
         checked = check_lora(options.adapters, self.geometry, options.max_rank)
         store = LoraStore(checked, self.geometry, dtype, self.device)
         return store, store.most_bytes(options.held)
-
-    def _family(self) -> Family:
-        """The form that runs here: gpt-oss has its lean experts on a processor only."""
-        if self.geometry.latent is not None and self.device.type != "cpu":
-            raise ModelError(
-                f"{self.geometry.model_type} cannot be served on {self.device}: no GPU kernel attends to latents; use "
-                "engine.device cpu"
-            )
-        if self.geometry.family != "gpt_oss" or self.device.type == "cpu":
-            return self.geometry.family
-        log.warning(
-            "no lean experts on this device: the model runs through transformers",
-            model_type=self.geometry.model_type,
-            device=str(self.device),
-        )
-        return "generic"
 
     def _prepare_thread(self) -> None:
         """torch keeps the number of OpenMP threads and the current GPU per thread: set where a step will run."""

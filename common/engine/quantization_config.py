@@ -21,7 +21,9 @@ SERVED = (
     "fp8 (E4M3 with a scale of the tensor, the channel or blocks), compressed-tensors (float-quantized and "
     "int-quantized with 8 bits, pack-quantized with 4 or 8), awq (4 bits, gemm), gptq (4 or 8 bits)"
 )
-NAMES = ("auto", "none", *get_args(Method))
+Rounding = Literal["int8", "int4"]
+"""Of plain weights, at load."""
+NAMES = ("auto", "none", *get_args(Method), *get_args(Rounding))
 _ALIASES = {"awq_marlin": "awq", "gptq_marlin": "gptq"}  # vLLM's names of kernels for the same checkpoints
 _FORMATS = frozenset({"float-quantized", "int-quantized", "naive-quantized", "pack-quantized"})
 _MODULE_CLASS = "Linear"  # the one class of modules that targets may name
@@ -69,10 +71,11 @@ class Quantization:
         return _names(pattern, module) or f".{pattern}." in f".{module}."
 
 
-def keeps_codes(device_type: str, *, floating: bool) -> bool:
-    """Whether products over integer codes, or over E4M3 (`floating`), exist on this kind of device; else such weights
-    are dequantised at load. Asked by the sums of what fits; `quantized_files.matrix` does accordingly."""
-    return False
+def keeps_codes(device_type: str, element_bytes: int, *, floating: bool) -> bool:
+    """Whether products over integer codes, or over E4M3 (`floating`), exist on this kind of device for a model of this
+    precision; else such weights are dequantised at load. Asked by the sums of what fits; `matrices.matrix` does
+    accordingly."""
+    return device_type == "cpu" and element_bytes == 2 and not floating
 
 
 def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
@@ -122,13 +125,18 @@ def check_wanted(wanted: str, found: Quantization | None, model: str) -> None:
             f"model.quantization: {wanted!r} is not served; write one of {', '.join(NAMES)}. Served are {SERVED}"
         )
     actual = "none" if found is None else found.method
-    if name in ("auto", actual):
+    if name in ("auto", actual) or (found is None and rounding_of(name) is not None):
         return
     is_ = "its weights are plain" if found is None else f"it is quantised by {actual}"
-    hint = "; plain weights are not quantised at load" if found is None else ""
+    hint = "; at load, plain weights are rounded to int8 or int4" if found is None else ""
     raise ModelError(
         f"model.quantization: {wanted}, but config.json of {model} says that {is_}{hint}; leave it at auto"
     )
+
+
+def rounding_of(wanted: str) -> Rounding | None:
+    """What `model.quantization` makes of plain weights at load; None = nothing."""
+    return next((kind for kind in get_args(Rounding) if kind == wanted), None)
 
 
 class _Refused(Exception):

@@ -21,21 +21,11 @@ from cohort.common.engine.weight_reader import place
 from cohort.common.errors import ModelError
 
 if TYPE_CHECKING:
-    from cohort.common.engine.weights import WeightFiles, Weights
+    from cohort.common.engine.weights import WeightFiles
 
 _ELEMENTS_AT_ONCE = 1 << 22  # that are float32 beside their place while a weight is dequantised
 _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MAIN = {"scaled": "weight", "packed": "weight_packed", "awq": "qweight", "gptq": "qweight"}
-
-
-def matrix(
-    files: Weights, names: Sequence[str], rows: Sequence[int], inputs: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """A projection's weight as `Linear` takes it, several modules' outputs stacked.
-
-    The place where products over quantised weights begin: today every weight is dequantised to the model's dtype.
-    """
-    return files.read_rows(names, rows, (inputs,), dtype, device)
 
 
 class QuantizedFiles:

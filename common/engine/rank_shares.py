@@ -14,7 +14,6 @@ started: hence no torch here. Sums over the ranks add a bias of o or down once, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from cohort.common.engine.model_config import LLAMA_SHAPED, ModelGeometry
@@ -156,10 +155,8 @@ def degrees(geometry: ModelGeometry, most: int = MOST_RANKS) -> list[int]:
     return [degree for degree in range(1, most + 1) if not hindrance(geometry, degree)]
 
 
-def check_degree(geometry: ModelGeometry, degree: int, model: str, adapters: Collection[str] = ()) -> None:
+def check_degree(geometry: ModelGeometry, degree: int, model: str) -> None:
     """Raises `ConfigError` that names what stands against the degree, and which ones would do."""
-    if degree > 1 and adapters:
-        raise ConfigError(f"workers: tensor_parallel: {degree}: a model with adapters (model.lora) is not divided yet")
     if reason := hindrance(geometry, degree):
         able = ", ".join(str(each) for each in degrees(geometry, 16))
         raise ConfigError(f"workers: tensor_parallel: {degree}: {model}: {reason}; degrees for this model: {able}")

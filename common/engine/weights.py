@@ -19,6 +19,8 @@ from typing import Literal, Protocol, Self
 import torch
 from torch import Tensor
 
+from cohort.common.engine.gguf_files import FILE as GGUF_FILE
+from cohort.common.engine.gguf_files import GgufFiles
 from cohort.common.engine.quantization_config import Quantization
 from cohort.common.engine.quantized_files import QuantizedFiles
 from cohort.common.engine.tensor_files import StoredTensor, TensorFile, open_tensor_file
@@ -58,6 +60,8 @@ def open_weights(model_dir: Path, kind: WeightKind, quantization: Quantization |
     """Of the folder's files, or drawn: "random" measures a model's shape without having the model."""
     if kind != "files":
         return RandomWeights()
+    if (model_dir / GGUF_FILE).exists():
+        return GgufFiles(model_dir / GGUF_FILE)
     files = WeightFiles(model_dir)
     return files if quantization is None else QuantizedFiles(files, quantization)
 

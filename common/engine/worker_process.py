@@ -18,6 +18,7 @@ import torch
 
 from cohort.common import exposure, garbage, paths
 from cohort.common.config import Config
+from cohort.common.devices.degrees import check_divided
 from cohort.common.devices.fit import check_host_fit, host_need
 from cohort.common.devices.host_memory import available_bytes
 from cohort.common.engine.compiled_kernels import KernelBuild
@@ -30,8 +31,9 @@ from cohort.common.engine.linear import native_bfloat16
 from cohort.common.engine.lora_checkpoint import LoraOptions
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner, resolve_dtype
+from cohort.common.engine.quantization_config import rounding_of
 from cohort.common.engine.rank_messages import Setup
-from cohort.common.engine.rank_shares import RankShare, check_degree
+from cohort.common.engine.rank_shares import RankShare
 from cohort.common.engine.ranks import RankGroup
 from cohort.common.engine.worker_loop import WorkerLoop
 from cohort.common.errors import ConfigError
@@ -112,7 +114,7 @@ def load_runner(
     whole = geometry = read_geometry(model_dir, config.model.quantization)
     degree = 1 if followers is None else followers.degree
     if degree > 1:
-        check_degree(geometry, degree, model_dir.name, config.model.lora)
+        check_divided(config, model_dir, geometry, degree)
         geometry = RankShare(geometry, 0, degree).own
     block_bytes = geometry.kv_geometry(dtype, config.kv.block_size).block_bytes * degree
     memory_bytes = config.kv.memory_bytes
@@ -168,6 +170,7 @@ def load_runner(
         group=group,
         followers=followers,
         lora=LoraOptions(config.model.lora, config.engine.max_loras, config.engine.max_lora_rank),
+        rounding=rounding_of(config.model.quantization),
     )
 
 
@@ -212,10 +215,12 @@ def _learned_state(
         return None
     config = context.config
     ranks = f"x{degree}" if degree > 1 else ""
+    rounding = rounding_of(config.model.quantization)
+    rounded = "" if rounding is None else f"-{rounding}"
     learned = LearnedState(
         machine.learned,
         Path(config.engine.state_dir) if config.engine.state_dir else paths.cache_dir() / "learned",
-        f"{context.model_name}-{runner.device}-{runner.dtype}-{threads}{ranks}-{context.instance}-{config.policies.iteration}",
+        f"{context.model_name}-{runner.device}-{runner.dtype}{rounded}-{threads}{ranks}-{context.instance}-{config.policies.iteration}",
         config.engine.profile,
     )
     context.log.info("step times", start=learned.load())

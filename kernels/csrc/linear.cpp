@@ -8,8 +8,6 @@
 // So a step of a few rows streams the weights at the speed of the memory, and one of many rows keeps a panel in the
 // cache and all its sums in registers. Every output is summed over the inputs in order, in one accumulator: a row's
 // result has the same bits whatever other rows stand beside it.
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 
@@ -18,17 +16,13 @@
 #include <algorithm>
 
 #include "ops.h"
-#include "silu.h"
-#include "simd.h"
+#include "panels.h"
+#include "quantized.h"
 
 namespace cohort {
 namespace {
 
-constexpr int kPanel = 2 * kWide;                   // outputs of a panel
-constexpr int kMaxRows = kWide == 16 ? 12 : 6;      // rows of a tile: as many sums as registers hold
-constexpr int64_t kAheadBytes = 4096;               // how far ahead weights are asked for
-constexpr int64_t kWorthThreads = 1 << 17;          // multiply-adds; less is done before a second thread wakes
-constexpr int64_t kPanelsPerThread = 8;             // with fewer, rows are shared out too, so that threads end together
+constexpr int kMaxRows = kWide == 16 ? 12 : 6;  // rows of a tile: as many sums as registers hold
 constexpr size_t kHugePage = size_t(2) << 20;
 
 using S = Simd<kWide>;
@@ -104,80 +98,10 @@ void multiply(const at::Tensor& x, const at::Tensor& panels, Finish&& finish) {
   const T* packed = static_cast<const T*>(panels.const_data_ptr());
   const int64_t rows = x.size(0), x_stride = x.stride(0), count = panels.size(0), steps = panels.size(1);
   const int64_t panel_size = steps * P::kInputs * kPanel;
-  const int64_t blocks = (rows + kMaxRows - 1) / kMaxRows;
-  const int64_t threads = at::get_num_threads();
-  const int64_t shares = count < kPanelsPerThread * threads ? std::min(blocks, threads) : 1;
-  const int64_t work = rows * count * panel_size;
-  at::parallel_for(0, count * shares, work < kWorthThreads ? count * shares : 1, [&](int64_t begin, int64_t end) {
-    float sums[kMaxRows * kPanel];
-    for (int64_t unit = begin; unit < end; ++unit) {
-      const int64_t panel = unit / shares, share = unit % shares;
-      const T* weights = packed + panel * panel_size;
-      for (int64_t block = blocks * share / shares; block < blocks * (share + 1) / shares; ++block) {
-        const int64_t first = rows * block / blocks, last = rows * (block + 1) / blocks;
-        tile_of<T>(int(last - first), input + first * x_stride, x_stride, weights, steps, sums);
-        for (int64_t row = first; row < last; ++row) finish(row, panel, sums + (row - first) * kPanel);
-      }
-    }
-  });
-}
-
-// One panel's outputs of a row, some of which may lie beyond the last output.
-template <typename Out, typename Value>
-inline void store_outputs(Out* to, int64_t count, Value&& value) {
-  if (count >= kPanel) {
-    S::store(to, value(0));
-    S::store(to + kWide, value(kWide));
-    return;
-  }
-  Out whole[kPanel];
-  S::store(whole, value(0));
-  S::store(whole + kWide, value(kWide));
-  std::copy(whole, whole + count, to);
-}
-
-template <typename T, typename Out>
-void product(const at::Tensor& x, const at::Tensor& panels, const std::optional<at::Tensor>& bias, at::Tensor& out) {
-  Out* to = static_cast<Out*>(out.mutable_data_ptr());
-  const int64_t stride = out.stride(0), outputs = out.size(1);
-  const T* offsets = bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr;
-  multiply<T>(x, panels, [=](int64_t row, int64_t panel, float* sums) {
-    const int64_t first = panel * kPanel, count = std::min<int64_t>(kPanel, outputs - first);
-    if (offsets) {
-      for (int64_t i = 0; i < count; ++i) sums[i] += to_float(offsets[first + i]);
-    }
-    store_outputs(to + row * stride + first, count, [&](int at) { return S::load(sums + at); });
-  });
-}
-
-template <typename T>
-void product_added(const at::Tensor& x, const at::Tensor& panels, at::Tensor& residual) {
-  T* to = static_cast<T*>(residual.mutable_data_ptr());
-  const int64_t stride = residual.stride(0), outputs = residual.size(1);
-  multiply<T>(x, panels, [=](int64_t row, int64_t panel, float* sums) {
-    const int64_t first = panel * kPanel, count = std::min<int64_t>(kPanel, outputs - first);
-    T* at_row = to + row * stride + first;
-    T before[kPanel] = {};
-    std::copy(at_row, at_row + count, before);
-    store_outputs(at_row, count, [&](int at) {
-      return S::load(before + at) + S::template rounded<T>(S::load(sums + at));
-    });
-  });
-}
-
-// The panels hold kWide gates and the kWide ups that go with them.
-template <typename T>
-void product_gated(const at::Tensor& x, const at::Tensor& panels, at::Tensor& out) {
-  T* to = static_cast<T*>(out.mutable_data_ptr());
-  const int64_t stride = out.stride(0), outputs = out.size(1);
-  multiply<T>(x, panels, [=](int64_t row, int64_t panel, float* sums) {
-    const int64_t first = panel * kWide, count = std::min<int64_t>(kWide, outputs - first);
-    F value = silu_mul_lanes<T>(S::template rounded<T>(S::load(sums)), S::template rounded<T>(S::load(sums + kWide)));
-    if (count == kWide) return S::store(to + row * stride + first, value);
-    T whole[kWide];
-    S::store(whole, value);
-    std::copy(whole, whole + count, to + row * stride + first);
-  });
+  auto sums_of = [=](int64_t first, int count, int64_t panel, float* sums) {
+    tile_of<T>(count, input + first * x_stride, x_stride, packed + panel * panel_size, steps, sums);
+  };
+  for_each_panel<kMaxRows>(rows, count, rows * count * panel_size, sums_of, finish);
 }
 
 bool is_float(const at::Tensor& x) {
@@ -259,37 +183,42 @@ void pack_panels(const at::Tensor& weight, at::Tensor& panels, bool gated) {
 
 void panel_product(const at::Tensor& x, const at::Tensor& panels, const std::optional<at::Tensor>& bias,
                    at::Tensor& out) {
+  if (is_quantized(panels)) return quantized_product(x, panels, bias, out);
   check_product(x, panels, out, kPanel);
   TORCH_CHECK_VALUE(!bias || (bias->is_contiguous() && bias->numel() == out.size(1) &&
                               bias->scalar_type() == x.scalar_type()),
                     "bias must be dense, one per output, of x's dtype");
   const bool wide = out.scalar_type() == at::kFloat;
   TORCH_CHECK_TYPE(wide || out.scalar_type() == x.scalar_type(), "out must have x's dtype or be float32");
-  if (is_float(x)) return product<float, float>(x, panels, bias, out);
+  if (is_float(x)) return multiply<float>(x, panels, into_outputs<float, float>(bias, out));
 #if defined(__AVX512BF16__)
-  wide ? product<bf16, float>(x, panels, bias, out) : product<bf16, bf16>(x, panels, bias, out);
+  wide ? multiply<bf16>(x, panels, into_outputs<bf16, float>(bias, out))
+       : multiply<bf16>(x, panels, into_outputs<bf16, bf16>(bias, out));
 #endif
 }
 
 void panel_product_added(const at::Tensor& x, const at::Tensor& panels, at::Tensor& residual) {
+  if (is_quantized(panels)) return quantized_product_added(x, panels, residual);
   check_product(x, panels, residual, kPanel);
   TORCH_CHECK_TYPE(residual.scalar_type() == x.scalar_type(), "residual must have x's dtype");
-  if (is_float(x)) return product_added<float>(x, panels, residual);
+  if (is_float(x)) return multiply<float>(x, panels, added_to<float>(residual));
 #if defined(__AVX512BF16__)
-  product_added<bf16>(x, panels, residual);
+  multiply<bf16>(x, panels, added_to<bf16>(residual));
 #endif
 }
 
 void panel_product_gated(const at::Tensor& x, const at::Tensor& panels, at::Tensor& out) {
+  if (is_quantized(panels)) return quantized_product_gated(x, panels, out);
   check_product(x, panels, out, kWide);
   TORCH_CHECK_TYPE(out.scalar_type() == x.scalar_type(), "out must have x's dtype");
-  if (is_float(x)) return product_gated<float>(x, panels, out);
+  if (is_float(x)) return multiply<float>(x, panels, gated_into<float>(out));
 #if defined(__AVX512BF16__)
-  product_gated<bf16>(x, panels, out);
+  multiply<bf16>(x, panels, gated_into<bf16>(out));
 #endif
 }
 
 void panel_rows(const at::Tensor& panels, const at::Tensor& ids, at::Tensor& out) {
+  if (is_quantized(panels)) return quantized_rows(panels, ids, out);
   TORCH_CHECK_VALUE(panels.is_contiguous() && panels.dim() >= 3 && panels.size(2) == kPanel && out.dim() == 2 &&
                         out.stride(1) == 1 && out.size(0) == ids.size(0) &&
                         out.size(1) == panels.size(1) * inputs_per_step(panels),

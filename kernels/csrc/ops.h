@@ -42,6 +42,10 @@ void panel_product(const at::Tensor& x, const at::Tensor& panels, const std::opt
 void panel_product_added(const at::Tensor& x, const at::Tensor& panels, at::Tensor& residual);
 void panel_product_gated(const at::Tensor& x, const at::Tensor& panels, at::Tensor& out);
 void panel_rows(const at::Tensor& panels, const at::Tensor& ids, at::Tensor& out);
+int64_t quantized_bytes(int64_t bits, int64_t unit, bool offsets, bool gated, int64_t outputs, int64_t inputs);
+void pack_quantized(const at::Tensor& codes, const at::Tensor& factors, const at::Tensor& scales,
+                    const std::optional<at::Tensor>& offsets, int64_t group, int64_t zero, int64_t unit, bool gated,
+                    at::Tensor& panels);
 at::Tensor huge_zeros(int64_t bytes);
 void llama_layers(at::TensorList input_norms, at::TensorList qkv_panels,
                   const c10::List<std::optional<at::Tensor>>& qkv_biases,

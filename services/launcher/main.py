@@ -25,6 +25,7 @@ from cohort.services.launcher import control, preflight
 from cohort.services.launcher.box import check_host, on_box, summary
 from cohort.services.launcher.console import Console, Line
 from cohort.services.launcher.default_model import is_complete
+from cohort.services.launcher.gguf_folder import served_folder
 from cohort.services.launcher.options import keys_of, overrides_of
 from cohort.services.launcher.plan import ProcessPlan, StopStage, api_scheme, http_base, plan, resolve
 from cohort.services.launcher.run_files import LauncherState, ProcessMark, RunFiles, RunFilesError
@@ -55,7 +56,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _serve(options: argparse.Namespace, arguments: list[str], config: Config, *, workers_given: bool) -> int:
     any_port = config.gateway.port == 0
-    model = _named_folder(config) if options.print_config else _model_folder(config)
+    model = served_folder(_named_folder(config)) if options.print_config else _model_folder(config)
     gpus = visible_gpus()
     config = on_box(config, gpus, workers_given=workers_given, model=model)
     config = resolve(config, model=model, cores=preflight.usable_cores(), free_port=preflight.free_port)
@@ -87,7 +88,7 @@ def _named_folder(config: Config) -> Path:
 
 def _model_folder(config: Config) -> Path:
     """The folder to serve; the default model is made when it is the one wanted and absent."""
-    folder = _named_folder(config)
+    folder = served_folder(_named_folder(config))
     if not config.model.path and not is_complete(folder):
         # In a process of its own: the launcher stays small, and torch's memory goes when it is done.
         command = [sys.executable, "-P", "-m", "cohort.services.launcher.default_model"]

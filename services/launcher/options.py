@@ -11,6 +11,7 @@ EPILOG = """\
 examples:
   cohort serve                                       the small default model on http://127.0.0.1:8000
   cohort serve --model ~/models/Qwen3-0.6B           your own model, any local folder in Hugging Face format
+  cohort serve --model ~/models/Qwen3-0.6B-Q8_0.gguf a GGUF file, its weights as they are
   cohort serve --preset unified --port 9000          another arrangement of processes, another port
   cohort serve --model FOLDER --lora sql=~/lora/sql  a LoRA adapter beside it, served as the model "sql"
   cohort serve --set engine.max_rows=64              one option of configs/default.yaml, as many as you like
@@ -26,12 +27,17 @@ Logs: one file per process, named at start. Live figures: `cohort status`, or th
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what to serve")
-    what.add_argument("--model", metavar="FOLDER", help="model in Hugging Face format (default: SmolLM2-135M-Instruct)")
+    what.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="model in Hugging Face format, or a GGUF file (default: SmolLM2-135M-Instruct)",
+    )
     what.add_argument("--served-name", metavar="NAME", help="name clients use for it (default: the folder's name)")
     what.add_argument(
         "--quantization",
         metavar="NAME",
-        help="what its weights must be: none, fp8, compressed-tensors, awq, gptq (default: whatever config.json says)",
+        help="none, fp8, compressed-tensors, awq, gptq: what its weights must be; int8, int4: round plain ones at "
+        "load, on a processor (default: as the checkpoint is)",
     )
     what.add_argument(
         "--lora",

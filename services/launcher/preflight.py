@@ -23,7 +23,7 @@ from cohort.services.launcher.plan import ProcessPlan
 
 _GATEWAY_REMEDY = "choose another with --port"
 PORT_BLOCK = 40  # the gateway's, the monitor's, and metrics ports of up to 28 workers
-WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "model.gguf")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -31,8 +31,8 @@ def check_model(folder: Path, *, with_weights: bool = True) -> None:
     """Raises `ModelError` unless the folder looks like a model in Hugging Face format; weights may be drawn instead."""
     if folder.suffix == ".gguf" and folder.is_file():
         raise ModelError(
-            f"{folder} is a GGUF file; convert it once: "
-            f"python -m cohort.services.launcher.default_model --gguf {folder} --output {folder.with_suffix('')}"
+            f"{folder} is a GGUF file, and here a folder is needed; make one around it: "
+            f"python -m cohort.services.launcher.gguf_folder {folder} {folder.with_suffix('')}"
         )
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; --model wants a local folder in Hugging Face format")

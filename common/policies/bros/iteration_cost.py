@@ -170,7 +170,7 @@ class IterationCost(Learned):
         weights, covariance = self._weights, self._covariance
         fixed: list[int] = []
         while negative := [i for i in _NOT_NEGATIVE if weights[i] < 0.0 and i not in fixed]:
-            most = min(negative, key=lambda i: float(weights[i]) / math.sqrt(max(covariance[i, i], _SURE)))
+            most = min(negative, key=lambda i: float(weights[i]) / math.sqrt(max(float(covariance[i, i]), _SURE)))
             share = covariance[:, most] / max(covariance[most, most], _SURE)
             weights = weights - share * weights[most]
             covariance = covariance - np.outer(share, covariance[most])

@@ -20,6 +20,7 @@ from cohort.common.errors import ConfigError, ModelError
 from cohort.common.tls import TlsFiles, load
 from cohort.services.cli.checks.finding import Finding, fine, problem, size, skipped, warning
 from cohort.services.launcher.default_model import is_complete
+from cohort.services.launcher.gguf_folder import gguf_file
 from cohort.services.launcher.preflight import WEIGHT_PATTERNS, check_model
 from cohort.services.simulator.profile_note import ProfileNote, warnings
 
@@ -60,6 +61,8 @@ def model(config: Config, folder: Path) -> Finding:
         return problem(name, f"{folder} was not made to its end", f"rm -r {folder}; the next start makes it")
     with_weights = config.model.weights == "files"
     try:
+        if (file := gguf_file(folder)) is not None:
+            return fine(name, f"{file.name}, {size(file.stat().st_size)} of weights in GGUF")
         check_model(folder, with_weights=with_weights)
         missing = _missing_parts(folder) if with_weights else []
     except (ModelError, OSError, ValueError) as error:

@@ -142,7 +142,9 @@ def test_codes_are_counted_as_the_weights_they_stand_for(tmp_path: Path) -> None
 
 
 def test_where_codes_are_kept_they_take_what_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "keeps_codes", lambda device_type, floating: device_type == "cpu" and not floating)
+    monkeypatch.setattr(
+        fit, "keeps_codes", lambda device_type, element, floating: device_type == "cpu" and not floating
+    )
     awq_shard(tmp_path)
     assert weight_bytes(tmp_path, AWQ, 2, "files", "cpu") == 4 * 512 * 4096 + 4 * 32 * (512 + 4096) + 2 * 4096
     assert weight_bytes(tmp_path, AWQ, 2, "files", "cuda") == 2 * (4096 * 4096 + 4096)

@@ -16,6 +16,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from cohort.common.engine.experts import GroupedRouter
 from cohort.common.engine.linear import Linear
 from cohort.common.engine.model_config import LatentGeometry, ModelGeometry, read_geometry
+from cohort.common.engine.model_forms import form_of
 from cohort.common.errors import ModelError
 from cohort.kernels import native
 from tests.common.engine.driver import (
@@ -173,7 +174,7 @@ def test_a_gpu_is_refused_by_name(model_folder: Callable[[str], Path]) -> None:
     runner = make_runner(model_folder("deepseek2"))
     runner.device = torch.device("cuda", 0)
     with pytest.raises(ModelError, match="deepseek_v2 cannot be served on cuda:0: no GPU kernel attends to latents"):
-        runner._family()
+        form_of(runner.geometry, runner.device)
 
 
 @pytest.mark.parametrize("edit", [{"hidden_act": "gelu"}, {"topk_method": "unknown"}, {"moe_layer_freq": 2}])

@@ -22,7 +22,8 @@ from cohort.common.engine.lean_gemma import LeanGemma
 from cohort.common.engine.lean_gpt_oss import LeanGptOss
 from cohort.common.engine.lean_llama import LeanLlama
 from cohort.common.engine.model_config import read_geometry
-from cohort.common.engine.model_runner import ModelRunner, served_on
+from cohort.common.engine.model_forms import served_on
+from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.step_inputs import step_inputs
 from cohort.common.errors import ModelError
 from tests.common.engine.driver import (

@@ -133,13 +133,17 @@ def test_the_wanted_quantisation_agrees_with_the_checkpoint_or_is_refused() -> N
     gptq = read(GPTQ)
     for wanted in ("auto", "gptq", "gptq_marlin"):
         check_wanted(wanted, gptq, "m")
-    for wanted in ("auto", "none"):
+    for wanted in ("auto", "none", "int8", "int4"):
         check_wanted(wanted, None, "m")
+    with pytest.raises(ModelError, match=r"int4, but config\.json of m says that it is quantised by gptq"):
+        check_wanted("int4", gptq, "m")
     with pytest.raises(ModelError, match=r"awq, but config\.json of m says that it is quantised by gptq"):
         check_wanted("awq", gptq, "m")
     with pytest.raises(ModelError, match=r"none, but config\.json of m says"):
         check_wanted("none", gptq, "m")
-    with pytest.raises(ModelError, match=r"fp8, but .* its weights are plain; plain weights are not quantised at load"):
+    with pytest.raises(
+        ModelError, match=r"fp8, but .* its weights are plain; at load, plain weights are rounded to int8 or int4"
+    ):
         check_wanted("fp8", None, "m")
     with pytest.raises(ModelError, match=r"'bitsandbytes' is not served; write one of auto, none, fp8"):
         check_wanted("bitsandbytes", gptq, "m")

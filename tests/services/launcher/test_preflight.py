@@ -39,7 +39,7 @@ def test_a_folder_that_is_not_there_and_a_gguf_file(tmp_path: Path):
         preflight.check_model(tmp_path / "absent")
     gguf = tmp_path / "x.gguf"
     gguf.touch()
-    with pytest.raises(ModelError, match=r"default_model --gguf .*x\.gguf"):
+    with pytest.raises(ModelError, match=r"gguf_folder .*x\.gguf"):
         preflight.check_model(gguf)
 
 

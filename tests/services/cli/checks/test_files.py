@@ -69,6 +69,13 @@ def test_a_file_is_missing(folder: Path, name: str, says: str) -> None:
     assert status == "problem" and says in said
 
 
+def test_a_gguf_file_needs_nothing_beside_it(tmp_path: Path) -> None:
+    file = tmp_path / "x.Q8_0.gguf"
+    file.write_bytes(b"0" * 2048)
+    status, says = checked(file)
+    assert status == "ok" and "x.Q8_0.gguf" in says
+
+
 def test_a_default_model_that_was_not_made_to_its_end(tmp_path: Path) -> None:
     assert files.model(Config(), tmp_path / "absent").status == "ok"
     found = files.model(Config(), tmp_path)

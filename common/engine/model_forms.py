@@ -1,0 +1,121 @@
+"""The form in which a model runs on a device, made of its files: the project's own layers, or transformers'.
+
+Called by the model runner, once. Which form it is follows from the model's configuration and the kind of device alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import assert_never
+
+import structlog
+import torch
+
+from cohort.common.engine.generic import GenericModel
+from cohort.common.engine.gguf_files import FILE as GGUF_FILE
+from cohort.common.engine.lean_deepseek import LeanDeepseek
+from cohort.common.engine.lean_gemma import LeanGemma
+from cohort.common.engine.lean_gpt_oss import LeanGptOss
+from cohort.common.engine.lean_llama import LeanLlama
+from cohort.common.engine.lean_opt import LeanOpt
+from cohort.common.engine.matrices import Rounding
+from cohort.common.engine.model_config import Family, ModelGeometry
+from cohort.common.engine.ranks import Ranks
+from cohort.common.engine.step_inputs import Model
+from cohort.common.engine.weights import WeightKind
+from cohort.common.errors import ConfigError, ModelError
+from cohort.kernels import native
+
+log = structlog.get_logger(__name__)
+
+
+def served_on(geometry: ModelGeometry, device: torch.device) -> ModelGeometry:
+    """In the form that runs on this device: soft-capped attention has no GPU kernel, so transformers' layers run there,
+    over the torch reference of attention."""
+    if device.type == "cpu" or geometry.family == "generic" or not geometry.attention_softcap:
+        return geometry
+    log.warning(
+        "model runs the generic way on this device, slowly",
+        model_type=geometry.model_type,
+        device=str(device),
+        reason="no GPU kernel computes soft-capped attention (attn_logit_softcapping)",
+    )
+    return dataclasses.replace(geometry, family="generic")
+
+
+def load_model(
+    model_dir: Path,
+    geometry: ModelGeometry,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_rows: int,
+    max_step_tokens: int,
+    weights: WeightKind = "files",
+    ranks: Ranks | None = None,
+    rounding: Rounding | None = None,
+) -> Model:
+    """The weights and their forward. `ranks`, `rounding`: see `LeanLlama`. Raises `ModelError` or `ConfigError`."""
+    if rounding is not None:
+        _check_rounding(rounding, model_dir, geometry, device)
+    match family := form_of(geometry, device):
+        case "llama" | "moe":
+            return LeanLlama(
+                model_dir,
+                geometry,
+                dtype=dtype,
+                device=device,
+                max_rows=max_rows,
+                max_step_tokens=max_step_tokens,
+                weights=weights,
+                ranks=ranks,
+                rounding=rounding,
+            )
+        case "gemma":
+            return LeanGemma(model_dir, geometry, dtype=dtype, device=device, weights=weights)
+        case "gpt_oss":
+            return LeanGptOss(model_dir, geometry, dtype=dtype, max_step_tokens=max_step_tokens, weights=weights)
+        case "deepseek":
+            return LeanDeepseek(model_dir, geometry, dtype=dtype, max_step_tokens=max_step_tokens, weights=weights)
+        case "opt":
+            return LeanOpt(model_dir, geometry, dtype=dtype, device=device, weights=weights)
+        case "generic":
+            if weights != "files":
+                raise ConfigError(f"model.weights: {geometry.model_type} can only be served from its files")
+            if geometry.quantization is not None:
+                raise ConfigError(
+                    f"engine.device: on {device} {geometry.model_type} runs through transformers, and "
+                    f"only the project's own forms read quantised weights ({geometry.quantization.method})"
+                )
+            return GenericModel(model_dir, geometry, dtype=dtype, device=device)
+        case _:
+            assert_never(family)
+
+
+def form_of(geometry: ModelGeometry, device: torch.device) -> Family:
+    """The form that runs here: gpt-oss has its lean experts on a processor only."""
+    if geometry.latent is not None and device.type != "cpu":
+        raise ModelError(
+            f"{geometry.model_type} cannot be served on {device}: no GPU kernel attends to latents; use "
+            "engine.device cpu"
+        )
+    if geometry.family != "gpt_oss" or device.type == "cpu":
+        return geometry.family
+    log.warning(
+        "no lean experts on this device: the model runs through transformers",
+        model_type=geometry.model_type,
+        device=str(device),
+    )
+    return "generic"
+
+
+def _check_rounding(rounding: Rounding, model_dir: Path, geometry: ModelGeometry, device: torch.device) -> None:
+    """Raises `ConfigError` where weights would not be rounded although the configuration asks for it."""
+    asked = f"model.quantization: {rounding} "
+    if (model_dir / GGUF_FILE).exists():
+        raise ConfigError(f"{asked}rounds plain weights, and those of {model_dir.name} are codes already")
+    if device.type != "cpu" or native.implementation() != "native":
+        raise ConfigError(f"{asked}is served on a processor by the compiled kernels alone")
+    if geometry.family != "llama":
+        raise ConfigError(f"{asked}is not served for {geometry.model_type}; served are models of Llama's form")

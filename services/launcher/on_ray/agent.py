@@ -162,6 +162,8 @@ class Agent:
         return (dataclasses.replace(plan, host=self._ip) if plan.host in ("", "0.0.0.0", "::") else plan).ready_url
 
     def _log_from(self, offset: int) -> tuple[bytes, int, int]:
+        if self._view.state[0] == State.WAITING:
+            return b"", 0, 0  # what is there is of an earlier agent
         try:
             with self._files.log_file(self._plan.instance).open("rb") as file:
                 size = os.fstat(file.fileno()).st_size

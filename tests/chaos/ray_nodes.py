@@ -29,6 +29,7 @@ STORE_BYTES = 80_000_000
 START_TIMEOUT_S = 120.0
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # by default it follows from a file in the home folder
     # Ray starts processes ahead for work to come; ours come once.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",

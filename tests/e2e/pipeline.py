@@ -53,6 +53,13 @@ class Answer:
     extras: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     longest_pause_s: float = 0.0
+    arrived_s: list[float] = field(default_factory=list)
+    """When each event came, on the monotonic clock; the first is when the request was sent."""
+
+    def pause_after_s(self, since_s: float) -> float:
+        """The longest between two events of which the later came after `since_s`; 0 if all had come by then."""
+        pairs = zip(self.arrived_s, self.arrived_s[1:], strict=False)
+        return max((later - earlier for earlier, later in pairs if later > since_s), default=0.0)
 
 
 class Pipeline:
@@ -251,6 +258,7 @@ async def complete(session: aiohttp.ClientSession, url: str, **body: Any) -> Ans
     """One streamed /v1/completions; `tokens` are there if the body says `return_token_ids`."""
     answer = Answer()
     last = time.monotonic()
+    answer.arrived_s.append(last)
     request = {"stream": True, "stream_options": {"include_usage": True}, **body}
     async with session.post(f"{url}/v1/completions", json=request) as response:
         if response.status != 200:
@@ -266,6 +274,7 @@ async def complete(session: aiohttp.ClientSession, url: str, **body: Any) -> Ans
                 continue
             now = time.monotonic()
             answer.longest_pause_s, last = max(answer.longest_pause_s, now - last), now
+            answer.arrived_s.append(now)
             for choice in chunk["choices"]:
                 answer.text += choice["text"]
                 answer.finish = choice["finish_reason"] or answer.finish

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -102,6 +103,8 @@ def join(address: str) -> Cluster:
         )
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+    if address == LOCAL:  # else Ray leaves a token in the home folder, and later clusters of this user ask for it
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     ray = _imported()
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     session = tempfile.mkdtemp(prefix="cohort-ray-") if address == LOCAL else ""

@@ -26,7 +26,7 @@ from cohort.services.launcher.on_ray.placement import Node
 from cohort.services.launcher.preflight import check_model
 
 AUTO, LOCAL = "auto", "local"
-LOCAL_CPUS = 1024.0
+LOCAL_CPUS = 256.0
 """Of a Ray that is started here: nothing is counted, as where no Ray is used."""
 LOCAL_STORE_BYTES = 80 << 20  # of objects; the least that Ray takes is little less
 LOOK_TIMEOUT_S = 60.0
@@ -39,6 +39,9 @@ _QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
+
+_NO_PRESTART = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
+"""Or a Ray of our own would start a process for each of so many CPUs, for work that never comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +107,14 @@ def join(address: str) -> Cluster:
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     if address == LOCAL:  # else Ray leaves a token in the home folder, and later clusters of this user ask for it
-        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), **_NO_PRESTART)
     ray = _imported()
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     session = tempfile.mkdtemp(prefix="cohort-ray-") if address == LOCAL else ""
     try:
         if address == LOCAL:
             ray.init(
+                address=LOCAL,
                 num_cpus=int(LOCAL_CPUS),
                 object_store_memory=LOCAL_STORE_BYTES,
                 include_dashboard=False,

@@ -166,6 +166,9 @@ class RaySupervisor:
                     await self._welcome(kept, await self._placed(kept))
                     await self._follow(kept)
                     return
+                except errors.RayTaskError as error:
+                    self._give_up(kept, str(error.cause or error))
+                    return
                 except errors.RayActorError as error:
                     kept.ready.clear()
                     self._lost(kept, error)

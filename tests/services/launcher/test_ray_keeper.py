@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from cohort.common.address_book import AddressBook, read_book
-from cohort.common.config import Config, dump_config
+from cohort.common.config import Config, dump_config, load_config
 from cohort.services.launcher.console import Console, Line
 from cohort.services.launcher.on_ray.agent import Agent
 from cohort.services.launcher.on_ray.keeper import RaySupervisor
@@ -165,6 +165,9 @@ class Running:
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeRay]:
+    # Five agents share this process, which Ray gives one each: what msgspec learns of the sections at their first
+    # conversion, it may not learn in several threads at once.
+    load_config(overrides={"name": "warm"})
     made = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", made)  # type: ignore[arg-type]
     monkeypatch.setenv("COHORT_CACHE_DIR", str(tmp_path / "cache"))

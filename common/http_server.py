@@ -211,3 +211,16 @@ def _listener(family: int, address: tuple[object, ...], *, shared: bool) -> sock
         listener.close()
         raise
     return listener
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A TCP socket bound there, for a server to take; port 0 is any. Raises `OSError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -33,6 +32,7 @@ from prometheus_client.registry import Collector
 
 from cohort import __version__
 from cohort.common import exposure, paths
+from cohort.common.address_book import follow_book, located
 from cohort.common.addresses import (
     GATEWAY,
     MANAGER,
@@ -53,7 +53,7 @@ from cohort.common.clock import Clock, SystemClock
 from cohort.common.config import Config, load_config
 from cohort.common.devices.inventory import this_machine
 from cohort.common.errors import ConfigError, ModelError, NoDeviceLeft, PeerUnreachable
-from cohort.common.http_server import name_server, refuse_foreign_pages
+from cohort.common.http_server import listening, name_server, refuse_foreign_pages
 from cohort.common.log_levels import listen_for_levels
 from cohort.common.logs import configure_logging, log_loop_errors
 from cohort.common.messages import Farewell, Heartbeat
@@ -174,6 +174,7 @@ def service_main(
         config = load_config(options.config, preset=options.preset, machine=this_machine)
         instance = options.instance or ROLES.get(role, role)
         run_dir = options.run_dir or paths.run_dir(config.gateway.port)
+        config = located(config, run_dir)
         log = configure_logging(config.logging, service=role, instance=instance)
     except ConfigError as error:
         print(f"cohort {role}: {error}", file=sys.stderr)
@@ -309,11 +310,15 @@ class _Service:
                     preset=self._config.name,
                 )
                 async with asyncio.TaskGroup() as tasks:
-                    heartbeat = tasks.create_task(self._heartbeat(context, bus), name="heartbeat")
+                    beside = [
+                        tasks.create_task(self._heartbeat(context, bus), name="heartbeat"),
+                        tasks.create_task(follow_book(self._run_dir, bus.redial), name="addresses"),
+                    ]
                     try:
                         await self._run_build(context)
                     finally:
-                        heartbeat.cancel()
+                        for task in beside:
+                            task.cancel()
             self._say_farewell(context, bus)
         finally:
             await bus.close()
@@ -399,13 +404,13 @@ class _Service:
         port = metrics_port(self._config, self._role, self._instance) if asked is None else asked
         host = self._config.metrics.host
         try:
-            listener = _listen(host, port)
+            listener = listening(host, port)
         except OSError as error:
             if asked is not None:
                 raise ConfigError(f"--metrics-port: cannot listen on {host}:{port}: {error.strerror}") from error
             # Serving does not depend on where metrics are read, and heartbeats say where: take any port.
             self._log.warning("metrics port is taken, using another", host=host, port=port, error=error.strerror)
-            listener = _listen(host, 0)
+            listener = listening(host, 0)
         guard = BrowserGuard(host, (), open_=True, option="metrics.host")
         application = web.Application(middlewares=[refuse_foreign_pages(guard)])
         application.add_routes(metrics_routes(context))
@@ -464,18 +469,6 @@ def drain_time_s(config: Config, role: str) -> float:
             return config.engine.drain_s
         case _:
             return 5.0
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-    except BaseException:
-        listener.close()
-        raise
-    return listener
 
 
 def _loop_factory(kind: LoopKind) -> Callable[[], asyncio.AbstractEventLoop]:

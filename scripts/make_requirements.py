@@ -4,7 +4,8 @@
     dev.txt      what checks and tests need besides      │ installed with --require-hashes --no-deps, so nothing
     ucx12.txt    UCX for CUDA 12                         │ else and nothing different gets in, whatever index is
     ucx13.txt    UCX for CUDA 13                         │ configured
-    otel.txt     OpenTelemetry, for traces               ┘
+    otel.txt     OpenTelemetry, for traces               │
+    ray.txt      Ray, for a cluster's nodes              ┘
     torch.txt    PyTorch and Triton: versions, no hashes
 
 PyTorch comes in variants (CPU, CUDA 12, CUDA 13 …) with one version and different bytes, from indexes that the
@@ -49,6 +50,7 @@ PURPOSES = {
     "ucx12": "UCX for CUDA 12, besides serve.txt: versions and hashes.",
     "ucx13": "UCX for CUDA 13, besides serve.txt: versions and hashes.",
     "otel": "OpenTelemetry's SDK and exporter, besides serve.txt: versions and hashes.",
+    "ray": "Ray, besides serve.txt: versions and hashes.",
     "torch": "PyTorch and what depends on its variant: versions alone, because the variants' bytes differ.",
 }
 
@@ -145,7 +147,8 @@ def main() -> int:
     serve = without(resolve(SERVE_EXTRAS, every))
     write("serve", serve)
     write("dev", without(every, serve))
-    write("otel", without(resolve(("otel",), every), serve))
+    for extra in ("otel", "ray"):
+        write(extra, without(resolve((extra,), every), serve))
     write("torch", {name: every[name] for name in ("torch", "triton")}, hashes=False)
     for cuda, extras in (("ucx12", ["ucx12"]), ("ucx13", ["engine", "ucx13"])):
         # PyTorch for CUDA 13 shares CUDA's bindings with UCX, so one version has to suit both.

@@ -19,10 +19,14 @@ from typing import Any, Literal
 from cohort.common.config import Config
 from cohort.common.engine.device_memory import host_step_bytes, step_bytes
 from cohort.common.engine.model_config import DTYPE_BYTES, Dtype, ModelGeometry
-from cohort.common.engine.quantization_config import keeps_codes
+from cohort.common.engine.quantization_config import keeps_codes, rounding_of
 from cohort.common.engine.rank_shares import RankShare, exchange_bytes
 from cohort.common.errors import ConfigError
 
+GGUF = "model.gguf"
+"""In the folder that is made around such a file."""
+_GGUF_PACKED = 1.25  # 4.5 bits in the file are 5 to 5.5 here, 6.6 are 9 (docs/models.md)
+_ROUNDED_BITS = {"int8": 8.5, "int4": 5.5}  # scales, and the tables that stay at 8 bits, included
 _LEAST_TOKENS = 4096  # of KV, or the longest request: a cache that holds less serves nobody
 _LEAST_BLOCKS = 3  # a cache of two, and the spare one
 _MOST_HEADER_BYTES = 100 << 20
@@ -48,6 +52,8 @@ class Need:
     graphs: int
     cache: int
     kv_tokens: int = 0
+    rounds: bool = False
+    """Its weights could be rounded to fewer bits at load."""
 
     @property
     def total(self) -> int:
@@ -99,7 +105,11 @@ def host_need(config: Config, model_dir: Path, geometry: ModelGeometry, *, compu
     tokens, cache = _least_cache(config, geometry, dtype, most)
     engine = config.engine
     steps = host_step_bytes(geometry, DTYPE_BYTES[dtype], engine.max_rows, engine.max_step_tokens)
-    return Need(weights, steps, 0, cache, tokens)
+    plain = geometry.family == "llama" and geometry.quantization is None and not (model_dir / GGUF).exists()
+    rounding = rounding_of(config.model.quantization)
+    if rounding is not None and config.model.weights == "files":
+        weights = int(weights * _ROUNDED_BITS[rounding] / (8 * element))
+    return Need(weights, steps, 0, cache, tokens, rounds=plain and rounding is None)
 
 
 def check_host_fit(config: Config, model: str, wanted: Need, memory_bytes: int, workers: int) -> None:
@@ -154,7 +164,7 @@ def check_fit(config: Config, model: str, wanted: Need, gpu: str, memory_bytes: 
 
 def _fewer_bits(wanted: Need, has: int, workers: int, device_type: str) -> list[str]:
     """Codes of 8 or 4 bits, where products read them; a half and a quarter of 16 bits, scales aside."""
-    if not keeps_codes(device_type, 2, floating=False):
+    if not wanted.rounds or not keeps_codes(device_type, 2, floating=False):
         return []
     fitting = (
         f"--quantization {name}"
@@ -186,6 +196,8 @@ def weight_bytes(
     device_type: str = "cuda",
 ) -> int:
     """What the weights take with plain ones in `element` bytes each; 0 where nothing tells."""
+    if kind == "files" and (model_dir / GGUF).exists() and device_type == "cpu":
+        return int((model_dir / GGUF).stat().st_size * _GGUF_PACKED)
     if geometry.quantization is None or kind != "files":
         return parameters(model_dir, geometry, kind) * element
     try:

@@ -180,6 +180,16 @@ class ZmqBus:
         self._peers[peer] = source
         self._watch(source)
 
+    def redial(self, peer: InstanceId, endpoint: str) -> None:
+        """A peer that was dialled is at this endpoint now; nothing for one that was not, or is known to be there."""
+        known = self._peers.get(peer)
+        if known is not None and known.endpoint != endpoint:
+            log.info("peer has moved", peer=peer, endpoint=endpoint)
+            try:
+                self.connect(peer, endpoint, high_water_messages=int(known.socket.getsockopt(zmq.SNDHWM)))
+            except PeerUnreachable as error:
+                log.error("moved peer cannot be dialled", peer=peer, error=str(error))
+
     def disconnect(self, peer: InstanceId) -> None:
         source = self._peers.pop(peer, None)
         if source is not None:

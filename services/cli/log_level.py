@@ -64,6 +64,12 @@ def run(options: argparse.Namespace) -> int:
     if state is None or not files.claimed:
         sys.stderr.write(f"no pipeline is running on port {options.port}\n")
         return 3
+    if state.nodes:
+        sys.stderr.write(
+            "the processes of this pipeline are on several machines: send SIGUSR2 to one on its own, "
+            "`cohort serve --status` names them\n"
+        )
+        return 2
     chosen = matching(options.service, list(state.processes))
     if not chosen:
         sys.stderr.write(f"no process is called {options.service}; there are: {', '.join(state.processes)}\n")

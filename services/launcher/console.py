@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from rich.console import Console as RichConsole
 from rich.live import Live
@@ -52,6 +53,8 @@ class Line:
     pid: int = 0
     note: str = ""
     shown_percent: int = 0  # of the weights, as the last line said
+    node: str = ""
+    """The machine it is on, where there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,18 @@ class Loading:
 
     percent: int
     text: str
+
+
+class View(Protocol):
+    """Where a supervisor shows what happens."""
+
+    def update(self, instance: str, state: State, *, pid: int | None = None, note: str = "") -> None: ...
+
+    def say(self, text: str, *, style: str = "") -> None: ...
+
+    def echo_log(self, instance: str, raw: str) -> None: ...
+
+    def settle(self) -> None: ...
 
 
 class Console:
@@ -89,12 +104,25 @@ class Console:
             self._live.stop()
             self._live = None
 
-    def update(self, instance: str, state: State, *, pid: int | None = None, note: str = "") -> None:
+    def update(
+        self,
+        instance: str,
+        state: State,
+        *,
+        pid: int | None = None,
+        note: str = "",
+        node: str | None = None,
+        port: int | None = None,
+    ) -> None:
         line = self._lines[instance]
-        changed = line.state is not state or line.note != note
+        changed = line.state is not state or line.note != note or node not in (None, line.node)
         line.state, line.note, line.shown_percent = state, note, 0
         if pid is not None:
             line.pid = pid
+        if node is not None:
+            line.node = node
+        if port is not None:
+            line.port = port
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
         elif changed:
@@ -128,18 +156,22 @@ class Console:
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False)
-        for heading in ("process", "state", "pid", "port", "log"):
+        elsewhere = any(line.node for line in self._lines.values())
+        for heading in ("process", "state", *(("node",) if elsewhere else ()), "pid", "port", "log"):
             table.add_column(heading, justify="right" if heading in ("pid", "port") else "left")
         for line in self._lines.values():
             colour = _COLOUR[line.state]
             state = f"[{colour}]{line.state}[/{colour}]" + (f" {escape(line.note)}" if line.note else "")
-            table.add_row(line.instance, state, str(line.pid or ""), str(line.port), escape(_short(line.log)))
+            place = (escape(line.node),) if elsewhere else ()
+            table.add_row(line.instance, state, *place, str(line.pid or ""), str(line.port), escape(_short(line.log)))
         return table
 
     @staticmethod
     def _as_text(line: Line) -> str:
         note = f"  {line.note}" if line.note else ""
-        return f"{line.instance:<12} {line.state:<10} pid {line.pid:<7} port {line.port:<5} {_short(line.log)}{note}"
+        node = f"on {line.node:<15} " if line.node else ""
+        where = f"{node}pid {line.pid:<7} port {line.port:<5}"
+        return f"{line.instance:<12} {line.state:<10} {where} {_short(line.log)}{note}"
 
 
 def readable_warning(raw: str) -> str:

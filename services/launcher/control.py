@@ -113,10 +113,11 @@ def status(files: RunFiles, port: int) -> int:
     lines = []
     for instance, url in state.ready_urls.items():
         mark = state.processes.get(instance)
-        alive = mark is not None and mark.alive
+        node = state.nodes.get(instance, "")
+        alive = bool(node) if state.nodes else mark is not None and mark.alive
         now = State.READY if alive and ready[instance] else State.STARTING if alive else State.RESTARTING
         number = int(url.rpartition(":")[2].partition("/")[0])
-        lines.append(Line(instance, number, files.log_file(instance), now, mark.pid if mark else 0))
+        lines.append(Line(instance, number, files.log_file(instance), now, mark.pid if mark else 0, node=node))
     console = Console(lines)
     console.say(f"{state.name} on {state.url}, launcher pid {state.launcher.pid}")
     console.show()

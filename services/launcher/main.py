@@ -14,25 +14,53 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from cohort.common import paths
+from cohort.common.addresses import GATEWAY, MONITOR
 from cohort.common.config import Config, dump_config, load_config
 from cohort.common.devices.inventory import this_machine, visible_gpus
-from cohort.common.errors import CohortError, ModelError
+from cohort.common.errors import CohortError, ConfigError, ModelError
 from cohort.common.private_files import keep_private
 from cohort.services.launcher import control, preflight
 from cohort.services.launcher.box import check_host, on_box, summary
 from cohort.services.launcher.console import Console, Line
 from cohort.services.launcher.default_model import is_complete
 from cohort.services.launcher.gguf_folder import served_folder
-from cohort.services.launcher.options import keys_of, overrides_of
+from cohort.services.launcher.options import keys_of, overrides_of, ray_address
 from cohort.services.launcher.plan import ProcessPlan, StopStage, api_scheme, http_base, plan, resolve
 from cohort.services.launcher.run_files import LauncherState, ProcessMark, RunFiles, RunFilesError
 from cohort.services.launcher.supervisor import Supervisor
 
+if TYPE_CHECKING:
+    from cohort.services.launcher.on_ray.cluster import Cluster
+
 EXIT_WRONG = 2
+_HERE = (GATEWAY, MONITOR)
+"""Processes that listen on this machine wherever the others are."""
 MODEL_TIMEOUT_S = 3600.0
+
+
+class Keeper(Protocol):
+    """What keeps the processes running: `Supervisor` on this machine, `RaySupervisor` on several."""
+
+    @property
+    def marks(self) -> dict[str, ProcessMark]: ...
+
+    @property
+    def nodes(self) -> dict[str, str]: ...
+
+    @property
+    def ready_urls(self) -> dict[str, str]: ...
+
+    def request_stop(self) -> None: ...
+
+    async def run(self, on_ready: Callable[[], None]) -> int: ...
+
+
+MakeKeeper = Callable[[RunFiles, Console, Callable[[], None]], Keeper]
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -40,14 +68,17 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
     keep_private()
     try:
         overrides = overrides_of(options, keys_of(options.config))
-        asks = not (options.stop or options.status)  # of the driver, which may take its time
-        config = load_config(
-            options.config, preset=options.preset, overrides=overrides, machine=this_machine if asks else None
-        )
+        given = "workers" in keys_of(options.config) | overrides.keys()
         if options.stop or options.status:
+            config = load_config(options.config, preset=options.preset, overrides=overrides)
             files = RunFiles(paths.run_dir(config.gateway.port))
             return (control.stop if options.stop else control.status)(files, config.gateway.port)
-        given = "workers" in keys_of(options.config) | overrides.keys()
+        if options.on is None and options.gateways:
+            raise ConfigError("--gateways: for a pipeline on several machines (--on ray); here gateway.processes=N")
+        if options.on is not None:
+            return _serve_on_ray(options, arguments, overrides, workers_given=given)
+        # Asked of the driver, which may take its time.
+        config = load_config(options.config, preset=options.preset, overrides=overrides, machine=this_machine)
         return _serve(options, arguments, config, workers_given=given)
     except (CohortError, OSError) as error:
         sys.stderr.write(f"cohort serve: {error}\n")
@@ -79,7 +110,57 @@ def _serve(options: argparse.Namespace, arguments: list[str], config: Config, *,
         _check_start(plans)
         preflight.raise_open_file_limit()
         files.write_config(dump_config(config))
-        return asyncio.run(_supervise(config, plans, files, options.notify_fd, summary(config, gpus)))
+
+        def keeper(files: RunFiles, console: Console, on_change: Callable[[], None]) -> Keeper:
+            return Supervisor(plans, files, console, on_change=on_change)
+
+        return asyncio.run(_supervise(config, plans, files, keeper, options.notify_fd, summary(config, gpus)))
+
+
+def _serve_on_ray(
+    options: argparse.Namespace, arguments: list[str], overrides: dict[str, object], *, workers_given: bool
+) -> int:
+    """On the cluster that this machine is a node of. What is imported here needs Ray."""
+    from cohort.services.launcher.on_ray import cluster as ray_cluster
+
+    address = ray_address(options)
+    if options.detach:  # the cluster is looked at by the one that stays
+        config = load_config(options.config, preset=options.preset, overrides=overrides)
+        ray_cluster.check_installed()
+        port = config.gateway.port or preflight.free_port()
+        files = RunFiles(paths.run_dir(port))
+        _check(files, [])
+        again = [argument for argument in arguments if argument != "--detach"]
+        return control.detach(
+            [*again, *([] if config.gateway.port else ["--port", str(port)])], files, options.ready_timeout
+        )
+    cluster = ray_cluster.join(address)
+    try:
+        machine = ray_cluster.machine_of(cluster.look())
+        config = load_config(options.config, preset=options.preset, overrides=overrides, machine=lambda: machine)
+        return _serve_joined(options, cluster, config, workers_given=workers_given)
+    finally:
+        cluster.leave()
+
+
+def _serve_joined(options: argparse.Namespace, cluster: Cluster, config: Config, *, workers_given: bool) -> int:
+    from cohort.services.launcher.on_ray.serving import settle
+
+    model = _named_folder(config) if options.print_config else _model_folder(config)
+    pipeline = settle(cluster, config, model=model, gateways=options.gateways or "1", workers_given=workers_given)
+    config = pipeline.config
+    if options.print_config:
+        sys.stdout.write(dump_config(config))
+        return 0
+    preflight.check_exposure(config)
+    preflight.check_certificate(config)
+    files = RunFiles(paths.run_dir(config.gateway.port))
+    plans = [placement.plan for placement in pipeline.placements]
+    with files.claim():
+        _check_start([process for process in plans if not process.passes_metrics_port and process.instance in _HERE])
+        files.write_config(dump_config(config))
+        work = _supervise(config, plans, files, pipeline.supervisor, options.notify_fd, pipeline.box)
+        return asyncio.run(work)
 
 
 def _named_folder(config: Config) -> Path:
@@ -98,7 +179,7 @@ def _model_folder(config: Config) -> Path:
     return folder
 
 
-def _check(files: RunFiles, plans: list[ProcessPlan]) -> None:
+def _check(files: RunFiles, plans: Sequence[ProcessPlan]) -> None:
     """Errors that would end the background process are raised here, where the operator reads them."""
     if files.claimed:
         with files.claim():  # raises with the message that names the other one
@@ -106,11 +187,13 @@ def _check(files: RunFiles, plans: list[ProcessPlan]) -> None:
     _check_start(plans)
 
 
-def _check_start(plans: list[ProcessPlan]) -> None:
+def _check_start(plans: Sequence[ProcessPlan]) -> None:
     preflight.check_ports(plans)
 
 
-async def _supervise(config: Config, plans: list[ProcessPlan], files: RunFiles, notify_fd: int, box: str = "") -> int:
+async def _supervise(
+    config: Config, plans: Sequence[ProcessPlan], files: RunFiles, keeper: MakeKeeper, notify_fd: int, box: str = ""
+) -> int:
     base = http_base(config.gateway.host, config.gateway.port, api_scheme(config))
     starter = _Starter(notify_fd)
     lines = [Line(process.instance, process.port, files.log_file(process.instance)) for process in plans]
@@ -127,7 +210,8 @@ async def _supervise(config: Config, plans: list[ProcessPlan], files: RunFiles, 
                 url=base,
                 stop_timeout_s=_stop_timeout_s(plans),
                 processes=supervisor.marks,
-                ready_urls={process.instance: process.ready_url for process in plans},
+                ready_urls=supervisor.ready_urls,
+                nodes=supervisor.nodes,
             )
         )
 
@@ -136,7 +220,7 @@ async def _supervise(config: Config, plans: list[ProcessPlan], files: RunFiles, 
         console.say(ready_text(config))
         starter.ready()
 
-    supervisor = Supervisor(plans, files, console, on_change=record)
+    supervisor = keeper(files, console, record)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.request_stop)
@@ -150,7 +234,7 @@ async def _supervise(config: Config, plans: list[ProcessPlan], files: RunFiles, 
         console.settle()
 
 
-def _stop_timeout_s(plans: list[ProcessPlan]) -> float:
+def _stop_timeout_s(plans: Sequence[ProcessPlan]) -> float:
     """The longest an orderly stop may take: the stages' deadlines one after the other."""
     stages = {stage: [process.stop_timeout_s for process in plans if process.stage is stage] for stage in StopStage}
     return 10.0 + sum(max(times) for times in stages.values() if times)

@@ -16,6 +16,7 @@ examples:
   cohort serve --model FOLDER --lora sql=~/lora/sql  a LoRA adapter beside it, served as the model "sql"
   cohort serve --set engine.max_rows=64              one option of configs/default.yaml, as many as you like
   cohort serve --print-config                        every option as it would be here, GPUs and workers included
+  cohort serve --on ray --gateways all               on the nodes of a Ray cluster (docs/guide/ray.md)
   cohort serve --detach                              return once it is ready …
   cohort serve --status                              … see how it is …
   cohort serve --stop                                … and end it
@@ -79,6 +80,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--host", metavar="ADDRESS", help="address clients use (default: 127.0.0.1, this machine only)")
     where.add_argument("--tls-cert", metavar="FILE", help="certificate in PEM format: clients come by https")
     where.add_argument("--tls-key", metavar="FILE", help="its key; both files are read again when they change")
+    where.add_argument(
+        "--on",
+        metavar="ray[=ADDRESS]",
+        help="start the processes on the Ray cluster that this machine is a node of, or on that of HOST:PORT; "
+        "ray=local: on a Ray of this machine alone (needs the extra ray)",
+    )
+    where.add_argument(
+        "--gateways", metavar="N|all", help="with --on ray: nodes with a gateway each, this one first (default: 1)"
+    )
     background = parser.add_argument_group("in the background")
     background.add_argument("--detach", action="store_true", help="return once it is ready; it goes on by itself")
     background.add_argument(
@@ -142,6 +152,16 @@ def adapters_of(named: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--lora {text}: there is another adapter {name!r}")
         found[name] = str(Path(folder).expanduser().absolute())
     return found
+
+
+def ray_address(options: argparse.Namespace) -> str:
+    """ADDRESS of --on ray=ADDRESS, "" where none is named. Raises `ConfigError` for anything but Ray."""
+    from cohort.common.errors import ConfigError
+
+    name, _, address = str(options.on).partition("=")
+    if name != "ray":
+        raise ConfigError(f"--on {options.on}: write --on ray, or --on ray=HOST:PORT")
+    return address
 
 
 def assigned_by(assignments: Sequence[str]) -> dict[str, Any]:

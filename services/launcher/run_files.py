@@ -89,6 +89,8 @@ class LauncherState(msgspec.Struct, frozen=True):
     stop_timeout_s: float
     processes: dict[str, ProcessMark]
     ready_urls: dict[str, str]
+    nodes: dict[str, str] = {}
+    """Of a pipeline on several machines: where its processes are. Those have no mark, which is of this machine."""
 
 
 class RunFiles:

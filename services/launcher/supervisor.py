@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from cohort.services.launcher.child import Child
-from cohort.services.launcher.console import Console, State
+from cohort.services.launcher.console import State, View
 from cohort.services.launcher.log_follower import LogFollower
 from cohort.services.launcher.plan import ProcessPlan, StopStage
 from cohort.services.launcher.probe import answers_ok
@@ -55,7 +55,7 @@ class Supervisor:
         self,
         plans: Sequence[ProcessPlan],
         files: RunFiles,
-        console: Console,
+        console: View,
         *,
         on_change: Callable[[], None],
         python: str = sys.executable,
@@ -79,6 +79,15 @@ class Supervisor:
                 if mark is not None:
                     marks[process.plan.instance] = mark
         return marks
+
+    @property
+    def nodes(self) -> dict[str, str]:
+        """All are here."""
+        return {}
+
+    @property
+    def ready_urls(self) -> dict[str, str]:
+        return {process.plan.instance: process.plan.ready_url for process in self._processes}
 
     @property
     def failure(self) -> str:
@@ -208,13 +217,13 @@ class Supervisor:
         if group and not self._kill_now.is_set():
             drain_s = max(process.plan.stop_timeout_s for process in group)
             timeout_s = FAILED_STOP_TIMEOUT_S if self._failure else drain_s
-            await _wait_all_or(self._kill_now, [process.done for process in group], timeout_s)
+            await wait_all_or(self._kill_now, [process.done for process in group], timeout_s)
         for process in group:
             if process.running and process.child is not None:
                 if not self._kill_now.is_set():
                     self._console.say(f"{process.plan.instance} did not end in time; killed", style="red")
                 process.child.kill()
-        await _wait_all_or(None, [process.done for process in group], KILL_TIMEOUT_S)
+        await wait_all_or(None, [process.done for process in group], KILL_TIMEOUT_S)
 
 
 def _environment(plan: ProcessPlan) -> Mapping[str, str]:
@@ -231,7 +240,7 @@ async def _wait(event: asyncio.Event, timeout_s: float) -> None:
         pass
 
 
-async def _wait_all_or(abort: asyncio.Event | None, events: Sequence[asyncio.Event], timeout_s: float) -> None:
+async def wait_all_or(abort: asyncio.Event | None, events: Sequence[asyncio.Event], timeout_s: float) -> None:
     """Until all events, the abort event, or the deadline."""
     everything = asyncio.ensure_future(_all(events))
     waiting: set[asyncio.Future[None] | asyncio.Task[bool]] = {everything}

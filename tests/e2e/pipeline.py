@@ -53,6 +53,13 @@ class Answer:
     extras: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     longest_pause_s: float = 0.0
+    arrived_s: list[float] = field(default_factory=list)
+    """When each event came, on the monotonic clock; the first is when the request was sent."""
+
+    def pause_after_s(self, since_s: float) -> float:
+        """The longest between two events of which the later came after `since_s`; 0 if all had come by then."""
+        pairs = zip(self.arrived_s, self.arrived_s[1:], strict=False)
+        return max((later - earlier for earlier, later in pairs if later > since_s), default=0.0)
 
 
 class Pipeline:
@@ -228,34 +235,7 @@ class Pipeline:
     # -- requests ----------------------------------------------------------------------------------------------
 
     async def complete(self, session: aiohttp.ClientSession, **body: Any) -> Answer:
-        """One streamed /v1/completions; `tokens` are there if the body says `return_token_ids`."""
-        answer = Answer()
-        last = time.monotonic()
-        request = {"stream": True, "stream_options": {"include_usage": True}, **body}
-        async with session.post(f"{self.url}/v1/completions", json=request) as response:
-            if response.status != 200:
-                answer.error = f"{response.status}: {await response.text()}"
-                return answer
-            async for raw in response.content:
-                line = raw.strip()
-                if not line.startswith(b"data: ") or line == b"data: [DONE]":
-                    continue
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    answer.error = str(chunk["error"])
-                    continue
-                now = time.monotonic()
-                answer.longest_pause_s, last = max(answer.longest_pause_s, now - last), now
-                for choice in chunk["choices"]:
-                    answer.text += choice["text"]
-                    answer.finish = choice["finish_reason"] or answer.finish
-                if chunk.get("usage"):
-                    details = chunk["usage"].get("prompt_tokens_details") or {}
-                    answer.cached_tokens = details.get("cached_tokens", 0)
-                for extras in (chunk.get("cohort") or {}).get("requests", []):
-                    answer.extras = extras
-                    answer.tokens = extras.get("token_ids", [])
-        return answer
+        return await complete(session, self.url, **body)
 
     def complete_all(self, bodies: list[dict[str, Any]], concurrency: int = 16) -> list[Answer]:
         """All of them, `concurrency` at a time, in order."""
@@ -272,3 +252,36 @@ class Pipeline:
                 return await asyncio.gather(*(one(body) for body in bodies))
 
         return asyncio.run(run())
+
+
+async def complete(session: aiohttp.ClientSession, url: str, **body: Any) -> Answer:
+    """One streamed /v1/completions; `tokens` are there if the body says `return_token_ids`."""
+    answer = Answer()
+    last = time.monotonic()
+    answer.arrived_s.append(last)
+    request = {"stream": True, "stream_options": {"include_usage": True}, **body}
+    async with session.post(f"{url}/v1/completions", json=request) as response:
+        if response.status != 200:
+            answer.error = f"{response.status}: {await response.text()}"
+            return answer
+        async for raw in response.content:
+            line = raw.strip()
+            if not line.startswith(b"data: ") or line == b"data: [DONE]":
+                continue
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                answer.error = str(chunk["error"])
+                continue
+            now = time.monotonic()
+            answer.longest_pause_s, last = max(answer.longest_pause_s, now - last), now
+            answer.arrived_s.append(now)
+            for choice in chunk["choices"]:
+                answer.text += choice["text"]
+                answer.finish = choice["finish_reason"] or answer.finish
+            if chunk.get("usage"):
+                details = chunk["usage"].get("prompt_tokens_details") or {}
+                answer.cached_tokens = details.get("cached_tokens", 0)
+            for extras in (chunk.get("cohort") or {}).get("requests", []):
+                answer.extras = extras
+                answer.tokens = extras.get("token_ids", [])
+    return answer

@@ -171,7 +171,22 @@ def test_a_host_is_told_what_lacks_before_anything_is_read() -> None:
         "GiB of memory that are free would fit",
     ):
         assert part in told
-    assert "quantization" not in told and "tensor_parallel" not in told  # neither makes less of one host's memory
+    assert "--quantization int8, or " in told
+    assert "tensor_parallel" not in told  # it makes nothing less of one host's memory
+
+
+def test_weights_that_are_rounded_at_load_are_counted_so() -> None:
+    plain, eight, four = (
+        host_need(
+            load_config(overrides={**CPU_7B, "model": {**CPU_7B["model"], "weights": "files", "quantization": name}}),
+            Path("nowhere"),
+            LLAMA_8B,
+            computes_bfloat16=True,
+        )
+        for name in ("auto", "int8", "int4")
+    )
+    assert (plain.rounds, eight.rounds) == (True, False)
+    assert 0.5 < eight.weights / plain.weights < 0.6 and 0.3 < four.weights / plain.weights < 0.4
 
 
 def test_a_processor_without_bfloat16_widens_all_but_the_embedding() -> None:

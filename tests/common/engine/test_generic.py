@@ -71,7 +71,7 @@ OLD_ATTENTION = transformers.GPTJConfig(vocab_size=99, n_embd=32, n_layer=2, n_h
         (BLOOM, {}, "attention interface|position ids"),
         (CHUNKED, {}, "chunked_attention"),
         (OLD_ATTENTION, {}, "attention interface"),
-        (NARROW_VALUES, {}, "KV heads, key width"),
+        (NARROW_VALUES, {"moe_layer_freq": 2}, "KV heads, key width"),
     ],
 )
 def test_refused(tmp_path: Path, config: Any, edit: dict[str, Any], reason: str) -> None:

@@ -13,10 +13,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from cohort.common.engine import model_forms
 from cohort.common.engine.generic import GenericModel
 from cohort.common.engine.lean_gpt_oss import LeanGptOss
 from cohort.common.engine.model_config import read_geometry
-from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.mxfp4 import dequantized
 from cohort.common.errors import ModelError
 from cohort.kernels import reference
@@ -160,7 +160,7 @@ def test_through_transformers_as_on_a_gpu(
     name: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its sinks then come through transformers' attention interface."""
-    monkeypatch.setattr(ModelRunner, "_family", lambda self: "generic")
+    monkeypatch.setattr(model_forms, "form_of", lambda geometry, device: "generic")
     folder = model_folder(name)
     runner = make_runner(folder)
     assert isinstance(runner._model, GenericModel)

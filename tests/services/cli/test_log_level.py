@@ -97,3 +97,14 @@ def test_a_process_that_does_not_listen_yet_is_left_alone(files: RunFiles, capsy
 def test_without_a_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COHORT_CACHE_DIR", str(tmp_path))
     assert main(["log-level", "debug"]) == 3
+
+
+def test_processes_of_other_machines_are_not_signalled_from_here(
+    files: RunFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ProcessMark.of(os.getpid())
+    assert own is not None
+    nodes = {"gateway": "10.0.0.1"}
+    files.write_state(LauncherState(own, "cohort", "http://127.0.0.1:8000", 1.0, {}, {}, nodes))
+    assert main(["log-level", "gateway", "debug"]) == 2
+    assert "on several machines" in capsys.readouterr().err

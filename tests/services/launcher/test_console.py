@@ -34,6 +34,13 @@ def test_without_a_terminal_every_change_is_a_line(capsys):
     ]
 
 
+def test_the_node_of_a_process_is_named_where_there_are_several(capsys):
+    console = Console([Line("manager", 8011, Path("/logs/manager.log"))], terminal=False)
+    console.update("manager", State.STARTING, pid=7, node="10.0.0.2", port=21_000)
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.split() == ["manager", "starting", "on", "10.0.0.2", "pid", "7", "port", "21000", "/logs/manager.log"]
+
+
 def test_a_log_is_followed_over_cuts_and_partial_lines(tmp_path: Path):
     log = tmp_path / "x.log"
     follower = LogFollower(log)

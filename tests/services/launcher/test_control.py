@@ -86,6 +86,20 @@ def test_status_names_processes_that_are_down(launcher, tmp_path: Path, capsys):
     assert "restarting" in capsys.readouterr().out
 
 
+def test_status_names_the_nodes_of_a_pipeline_on_several_machines(launcher, capsys):
+    files = launcher("ready")
+    state = files.state()
+    assert state is not None
+    urls = {"gateway": "http://127.0.0.1:9/ready", "decode-0": "http://127.0.0.1:9/ready"}
+    nodes = {"gateway": "10.0.0.1"}
+    files.write_state(LauncherState(state.launcher, "cohort", "http://127.0.0.1:9", 5.0, {}, urls, nodes))
+    assert control.status(files, 9) == 1
+    rows = {line.split()[0]: line.split()[1:3] for line in capsys.readouterr().out.splitlines()[1:]}
+    assert rows["process"] == ["state", "node"]
+    assert rows["gateway"] == ["starting", "10.0.0.1"], "placed, and not ready"
+    assert rows["decode-0"][0] == "restarting", "placed nowhere"
+
+
 @pytest.fixture
 def detached(monkeypatch, tmp_path: Path):
     """`control.detach` with a one-line program in place of the launcher."""

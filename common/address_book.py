@@ -1,0 +1,88 @@
+"""Where manager, predictor and monitor are now, for pipelines whose processes may move to another host.
+
+    a process moves ─▶ its keeper writes addresses.json into every process's run folder ─▶ each dials the new address
+
+The file is there before a process starts, or it is not looked for: on one machine, and where the configuration's
+endpoints stay what they are, no process has one. What is read wins over section `endpoints`. Called by `service.py`,
+which follows the file, and by keepers of processes on several hosts, which write it. Never decides where a process is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from cohort.common.addresses import MANAGER, MONITOR, PREDICTOR
+from cohort.common.config import Config
+from cohort.common.errors import ConfigError
+from cohort.common.private_files import open_private
+
+BOOK = "addresses.json"
+LOOK_S = 0.1
+"""Between two looks at the file. A move costs a start of the moved process, seconds: this is no part of it."""
+
+
+class AddressBook(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """tcp://HOST:PORT of each inbox; "" = not known yet."""
+
+    manager: str = ""
+    predictor: str = ""
+    monitor: str = ""
+
+    def named(self) -> dict[str, str]:
+        """Those that are known, by the name under which processes dial them."""
+        every = {MANAGER: self.manager, PREDICTOR: self.predictor, MONITOR: self.monitor}
+        return {name: endpoint for name, endpoint in every.items() if endpoint}
+
+
+def write_book(run_dir: Path, book: AddressBook) -> None:
+    """Whole or not at all."""
+    fresh = run_dir / f".{BOOK}.{os.getpid()}"
+    with open_private(fresh, "wb") as file:
+        file.write(msgspec.json.encode(book))
+    fresh.replace(run_dir / BOOK)
+
+
+def read_book(run_dir: Path) -> AddressBook | None:
+    """None where there is none. Raises `ConfigError` for a file that is no address book."""
+    try:
+        return msgspec.json.decode((run_dir / BOOK).read_bytes(), type=AddressBook)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{run_dir / BOOK}: no readable address book: {error}") from error
+
+
+def located(config: Config, run_dir: Path) -> Config:
+    """The configuration with what the book of this run folder says, where there is one."""
+    book = read_book(run_dir)
+    if book is None:
+        return config
+    endpoints = msgspec.structs.replace(config.endpoints, **book.named())
+    return msgspec.structs.replace(config, endpoints=endpoints)
+
+
+async def follow_book(run_dir: Path, dial: Callable[[str, str], None]) -> None:
+    """Until cancelled, `dial(name, endpoint)` at every look; it does nothing for a peer that is dialled there already,
+    or not at all. At every look and not only after a change, because a process may dial its peers later than it reads
+    its configuration. Returns at once where there is no book. A book that cannot be read counts as unchanged."""
+    named: dict[str, str] = {}
+    seen: tuple[int, int] | None = None
+    if not (run_dir / BOOK).exists():
+        return
+    while True:
+        try:
+            status = (run_dir / BOOK).stat()
+            if (status.st_ino, status.st_mtime_ns) != seen:
+                book = read_book(run_dir)
+                named = book.named() if book is not None else named
+                seen = status.st_ino, status.st_mtime_ns
+        except (OSError, ConfigError):
+            pass
+        for name, endpoint in named.items():
+            dial(name, endpoint)
+        await asyncio.sleep(LOOK_S)

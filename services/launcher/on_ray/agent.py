@@ -1,0 +1,227 @@
+"""One process of the pipeline on the node that Ray chose for it: a Ray actor that keeps it running.
+
+    Ray ─▶ Agent ─▶ a thread with an event loop: the launcher's own `Supervisor`, of one process
+             │ methods, in threads of Ray's
+    launcher ┘   place ─▶ start(book) ─▶ news … ─▶ stop
+
+A process that ends is started again here, by the same rules as on one machine. The actor's end ends it at once: the
+kernel kills a child with the thread that started it (`child.py`), and that thread lives as long as the actor. Ray
+starts a lost actor anew, on another node if it must; then the launcher gives it the present addresses.
+
+Knows its order, and nothing of other processes but their addresses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import random
+import socket
+import threading
+import time
+from pathlib import Path
+
+import yaml
+
+from cohort import __version__
+from cohort.common import paths
+from cohort.common.address_book import AddressBook, write_book
+from cohort.common.config import Config, dump_config, load_config
+from cohort.common.errors import CohortError, ConfigError
+from cohort.common.private_files import keep_private, open_private
+from cohort.services.launcher import preflight
+from cohort.services.launcher.console import State
+from cohort.services.launcher.on_ray.order import News, Order, Place, on_node, own_endpoint
+from cohort.services.launcher.plan import ProcessPlan
+from cohort.services.launcher.run_files import RunFiles
+from cohort.services.launcher.supervisor import Supervisor
+
+WAIT_S = 1.0
+"""The longest that a question for news stays open."""
+_LOOK_S = 0.1
+LOG_BYTES = 256 << 10
+"""Of a log, in one answer; of more, the end."""
+_PORTS = range(20_000, 32_000)  # below those that systems give to connections, above those of Ray's workers
+_KEY_FILE = "cluster.key"
+
+
+class Agent:
+    """Its methods may be called from several threads at once."""
+
+    def __init__(self, order: Order) -> None:
+        import ray
+
+        keep_private()
+        preflight.raise_open_file_limit()
+        context = ray.get_runtime_context()
+        self._incarnation = time.time_ns()
+        self._order = order
+        self._ip = str(ray.util.get_node_ip_address())
+        self._node_id = str(context.get_node_id())
+        self._plan, self._inbox_port = self._with_ports(order.plan)
+        self._files = RunFiles(paths.run_dir(order.port) / "nodes" / self._node_id[:8] / order.plan.instance)
+        self._view = _View()
+        self._lock = threading.Lock()
+        self._edition = -1
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._supervisor: Supervisor | None = None
+        self._stops = 0
+
+    def place(self) -> Place:
+        own = own_endpoint(self._plan.folder, self._ip, self._inbox_port)
+        return Place(
+            self._incarnation, self._node_id, self._ip, socket.gethostname(), __version__, next(iter(own.values()), "")
+        )
+
+    def start(self, book: AddressBook, edition: int) -> None:
+        """Start the process, or tell it of addresses that have changed. An older edition changes nothing."""
+        with self._lock:
+            if edition <= self._edition:
+                return
+            self._edition = edition
+            self._files.make()
+            write_book(self._files.folder, book)
+            if self._thread is None and not self._stops:
+                self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+                self._thread.start()
+
+    def news(self, version: int, offset: int, said: int) -> tuple[int, News]:
+        """What is new since `version`, with the log from `offset` and the operator's lines from number `said` on;
+        waits for something up to `WAIT_S`."""
+        deadline_s = time.monotonic() + WAIT_S
+        while True:
+            now, lines = self._view.since(version, said, _LOOK_S)
+            data, end, skipped = self._log_from(offset)
+            if now != version or lines or data or time.monotonic() > deadline_s:
+                state, pid, note = self._view.state
+                failure = self._supervisor.failure if self._supervisor is not None else ""
+                news = News(
+                    self._incarnation, state, pid, note, self._ready_url(), self._view.broken or failure,
+                    self._view.ended, data, end, skipped, lines,
+                )  # fmt: skip
+                return now, news
+
+    def stop(self) -> None:
+        """First call: drain and end. Second: kill."""
+        with self._lock:
+            self._stops += 1
+            if self._thread is None:
+                self._view.end("")
+            elif self._loop is not None and self._supervisor is not None:
+                self._loop.call_soon_threadsafe(self._supervisor.request_stop)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        broken = ""
+        try:
+            with self._files.claim():
+                self._files.write_config(dump_config(self._settled()))
+                asyncio.run(self._supervise())
+        except (CohortError, OSError) as error:
+            broken = str(error)
+        except BaseException as error:
+            broken = repr(error)
+            raise
+        finally:
+            self._key_file.unlink(missing_ok=True)
+            self._view.end(broken)
+
+    async def _supervise(self) -> None:
+        supervisor = Supervisor([self._plan], self._files, self._view, on_change=lambda: None)
+        with self._lock:
+            self._loop, self._supervisor = asyncio.get_running_loop(), supervisor
+            for _ in range(self._stops):
+                supervisor.request_stop()
+        await supervisor.run(lambda: None)
+
+    @property
+    def _key_file(self) -> Path:
+        return self._files.folder / _KEY_FILE
+
+    def _settled(self) -> Config:
+        """The configuration for this node; the cluster's key becomes a file for its owner alone."""
+        config = load_config(overrides=yaml.safe_load(self._order.config))
+        if self._order.key:
+            with open_private(self._key_file, "wb") as file:
+                file.write(self._order.key.encode())
+        key_file = str(self._key_file) if self._order.key else ""
+        return on_node(config, self._plan, self._ip, self._inbox_port, key_file)
+
+    def _with_ports(self, plan: ProcessPlan) -> tuple[ProcessPlan, int]:
+        inbox = _free_port(self._ip)
+        if plan.passes_metrics_port:
+            plan = dataclasses.replace(plan, host=self._ip, port=_free_port(self._ip, but=inbox))
+        return dataclasses.replace(plan, environment={**plan.environment, **self._order.environment}), inbox
+
+    def _ready_url(self) -> str:
+        """As other nodes reach it, where they do."""
+        plan = self._plan
+        return (dataclasses.replace(plan, host=self._ip) if plan.host in ("", "0.0.0.0", "::") else plan).ready_url
+
+    def _log_from(self, offset: int) -> tuple[bytes, int, int]:
+        if self._view.state[0] == State.WAITING:
+            return b"", 0, 0  # what is there is of an earlier agent
+        try:
+            with self._files.log_file(self._plan.instance).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                offset = 0 if size < offset else offset  # it was cut or begun anew
+                start = max(offset, size - LOG_BYTES)
+                file.seek(start)
+                data = file.read(LOG_BYTES)
+                return data, start + len(data), start - offset
+        except FileNotFoundError:
+            return b"", 0, 0
+
+
+class _View:
+    """In place of the launcher's console: keeps what the supervisor would show until the launcher asks."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._version = 0
+        self._said: list[str] = []
+        self.state: tuple[str, int, str] = (State.WAITING, 0, "")
+        self.broken = ""
+        """Why nothing could be started here."""
+        self.ended = False
+
+    def update(self, instance: str, state: State, *, pid: int | None = None, note: str = "") -> None:
+        with self._changed:
+            self.state = (state, self.state[1] if pid is None else pid, note)
+            self._version += 1
+            self._changed.notify_all()
+
+    def say(self, text: str, *, style: str = "") -> None:
+        """What the supervisor says of one process, the launcher says of all; but that it had to be killed."""
+        if style and self.state[0] != State.FAILED:
+            with self._changed:
+                self._said.append(text)
+                self._changed.notify_all()
+
+    def echo_log(self, instance: str, raw: str) -> None:
+        """The launcher has the whole log."""
+
+    def settle(self) -> None: ...
+
+    def end(self, broken: str) -> None:
+        with self._changed:
+            self.broken, self.ended = broken, True
+            self._version += 1
+            self._changed.notify_all()
+
+    def since(self, version: int, said: int, timeout_s: float) -> tuple[int, list[str]]:
+        with self._changed:
+            if self._version == version and len(self._said) <= said:
+                self._changed.wait(timeout_s)
+            return self._version, self._said[said:]
+
+
+def _free_port(ip: str, *, but: int = 0) -> int:
+    for _ in range(100):
+        port = random.choice(_PORTS)
+        if port != but and not preflight.port_problem(ip, port):
+            return port
+    raise ConfigError(f"no free port on {ip} between {_PORTS.start} and {_PORTS.stop}")

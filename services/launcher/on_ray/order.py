@@ -1,0 +1,103 @@
+"""What travels between the launcher and its agents, and how a process is told which node it is on. Pure.
+
+Orders and news go through Ray's own objects: the cluster's key and the values of API keys are in an `Order`, so they
+are on no command line and in no environment but that of the process that needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from cohort.common import paths
+from cohort.common.addresses import GATEWAY
+from cohort.common.config import Config
+from cohort.common.exposure import is_loopback
+from cohort.services.launcher.plan import ProcessPlan
+
+_NAMED = {"bucketing_manager": "manager", "length_predictor": "predictor", "global_monitor": "monitor"}
+
+
+class Order(msgspec.Struct, frozen=True):
+    """One process to be kept running. `plan` is a `ProcessPlan` without its ports, which the node decides; `config` the
+    YAML of the whole configuration; `key` the content of the cluster's key file, "" = no encryption."""
+
+    plan: ProcessPlan
+    config: str
+    port: int
+    key: str = ""
+    environment: dict[str, str] = {}
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where an agent is. Another `incarnation` is another agent, which knows nothing of the one before."""
+
+    incarnation: int
+    node_id: str
+    ip: str
+    host: str
+    version: str
+    endpoint: str
+    """Of the process's inbox where others dial it by its role; "" otherwise."""
+
+
+class News(msgspec.Struct, frozen=True):
+    """An agent's process now. `log` are bytes of its log from the asked offset on, `log_end` where they end; `skipped`
+    bytes before them were left out. `said` are lines for the operator from the asked number on."""
+
+    incarnation: int
+    state: str
+    pid: int
+    note: str
+    ready_url: str
+    failure: str
+    ended: bool
+    log: bytes
+    log_end: int
+    skipped: int
+    said: list[str]
+
+
+def dialled_by_role(folder: str) -> str:
+    """The name under which all processes dial this one; "" for one that is dialled by what it says itself."""
+    return _NAMED.get(folder, "")
+
+
+def on_node(config: Config, plan: ProcessPlan, ip: str, inbox_port: int, key_file: str) -> Config:
+    """The configuration as a process on this node reads it: it listens on the node's address and is known by it. Of
+    several gateways each has files and batches of its own, also where nodes share their disks."""
+    folder = plan.folder
+    replace = msgspec.structs.replace
+    endpoints = replace(
+        config.endpoints,
+        bind_host=ip,
+        worker=f"tcp://{ip}:0",
+        gateway=f"tcp://{ip}:0",
+        **own_endpoint(folder, ip, inbox_port),
+    )
+    # A server on loopback is found there alone: the monitor reads the gateway's metrics because they share a node.
+    listens = {"gateway": config.gateway.host, "global_monitor": config.monitor.host}.get(folder, ip)
+    advertised = config.metrics.advertise_host or ("" if is_loopback(listens) else ip)
+    batch = config.batch
+    if folder == "gateway" and plan.instance != GATEWAY:
+        own = f"{batch.folder or paths.cache_dir() / 'batches' / str(config.gateway.port)}-{plan.instance}"
+        batch = replace(batch, folder=own)
+    return replace(
+        config,
+        batch=batch,
+        endpoints=endpoints,
+        metrics=replace(config.metrics, host=ip, advertise_host=advertised),
+        security=replace(config.security, curve_secret_key_file=key_file),
+    )
+
+
+def own_endpoint(folder: str, ip: str, inbox_port: int) -> dict[str, str]:
+    name = dialled_by_role(folder)
+    return {name: f"tcp://{ip}:{inbox_port}"} if name else {}
+
+
+def passed_environment(api_keys: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the launcher's shell that `gateway.api_keys` names: a gateway elsewhere has another shell's."""
+    names = [entry.removeprefix("env:") for entry in api_keys if entry.startswith("env:")]
+    return {name: environment[name] for name in names if name in environment}

@@ -1,0 +1,190 @@
+"""What each process of a pipeline asks a Ray cluster for: resources, and the node it has to be on. Pure.
+
+| process | bundle | where |
+|---|---|---|
+| worker | CPUs = its threads; GPUs = its ranks, shared where workers share one | any node, its ranks together |
+| gateway | `SERVICE_CPUS` | the launcher's node; of several one a node |
+| monitor | `SERVICE_CPUS` | the launcher's node, whose address its page has |
+| manager, predictor | `SERVICE_CPUS` | the launcher's node; any other where that one has no CPUs left for them |
+
+When the launcher's node is lost the pipeline ends, so what there is one of is safest there: then no other node takes
+more along than its workers. Called by `serving` before anything is placed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from cohort.common.addresses import GATEWAY, MONITOR
+from cohort.common.config import Config, WorkerGroup
+from cohort.common.errors import ConfigError
+from cohort.services.launcher.plan import ProcessPlan, StopStage
+
+SERVICE_CPUS: Mapping[str, float] = {
+    "gateway": 0.4,
+    "bucketing_manager": 0.2,
+    "length_predictor": 0.1,
+    "global_monitor": 0.1,
+}
+"""What Ray counts for them, by folder. Ray divides by these numbers and limits nobody to them: so little that a node of
+two cores still takes a worker beside all four, which are idle where a pipeline is so small."""
+
+_NODE_SHARE = 0.001  # of the resource `node:IP`, of which each node has 1: it binds a bundle to that node
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node as Ray counts it: totals, not what is free now. `home`: the launcher runs there."""
+
+    node_id: str
+    ip: str
+    cpus: float
+    gpus: float = 0.0
+    home: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One process: its plan, its bundle as Ray wants it, and the address of the node it is bound to ("" = any)."""
+
+    plan: ProcessPlan
+    bundle: Mapping[str, float]
+    bound_to: str = ""
+
+
+def gateway_nodes(asked: str, nodes: Sequence[Node]) -> list[Node]:
+    """The nodes of `--gateways N|all`, the launcher's first. Raises `ConfigError`."""
+    ordered = sorted(nodes, key=lambda node: not node.home)
+    if asked == "all":
+        return ordered
+    if not asked.isdecimal() or int(asked) < 1:
+        raise ConfigError(f"--gateways {asked}: write a number of nodes, or all")
+    if int(asked) > len(nodes):
+        raise ConfigError(f"--gateways {asked}: one a node, and the cluster has {len(nodes)} node(s)")
+    return ordered[: int(asked)]
+
+
+def ranks(config: Config) -> int:
+    """GPUs that the ranks of one worker compute on. They exchange results in every layer, so they share a node: one
+    bundle has them all, and a bundle is never divided."""
+    return max((group.degree for group in config.workers), default=1)
+
+
+def with_threads(config: Config, nodes: Sequence[Node], gateways: int) -> Config:
+    """Workers without a number of threads get the most with which all fit on the nodes at once. Raises `ConfigError`
+    where they do not with one thread each."""
+    most = int(max(node.cpus for node in nodes))
+    if config.engine.threads:
+        most = min(most, config.engine.threads)
+    elif config.on_gpu:
+        most = min(most, config.default_threads(most * max(1, len(config.instance_roles))))
+    for threads in range(max(1, most), 0, -1):
+        groups = tuple(_with(group, group.threads or threads) for group in config.workers)
+        settled = msgspec.structs.replace(config, workers=groups)
+        if not _left_over(_demands(settled, nodes, gateways), nodes):
+            return settled
+    settled = msgspec.structs.replace(
+        config, workers=tuple(_with(group, group.threads or 1) for group in config.workers)
+    )
+    raise _too_small(_left_over(_demands(settled, nodes, gateways), nodes), nodes)
+
+
+def place(
+    config: Config, plans: Sequence[ProcessPlan], nodes: Sequence[Node], gateways: Sequence[Node]
+) -> list[Placement]:
+    """Every process of the plan, the gateway once for each of its nodes. Raises `ConfigError` for processes that the
+    cluster could not take even if it were empty."""
+    home = next((node for node in nodes if node.home), None)
+    at_home = home is not None and home.cpus + _TOLERANCE >= sum(SERVICE_CPUS.values())
+    placements = []
+    for plan in plans:
+        if plan.stage is StopStage.WORKERS:
+            placements.append(Placement(plan, _worker_bundle(config, plan.instance)))
+        elif plan.folder == "gateway":
+            for index, node in enumerate(gateways):
+                name = GATEWAY if index == 0 else f"{GATEWAY}-{index}"
+                placements.append(_bound(dataclasses.replace(plan, instance=name), node))
+        elif home is not None and (at_home or plan.instance == MONITOR):
+            placements.append(_bound(plan, home))
+        else:
+            placements.append(Placement(plan, {"CPU": SERVICE_CPUS[plan.folder]}))
+    missing = _left_over([(each.plan.instance, each.bundle) for each in placements], nodes)
+    if missing:
+        raise _too_small(missing, nodes)
+    return placements
+
+
+def _bound(plan: ProcessPlan, node: Node) -> Placement:
+    """A node without CPUs, as many a head is, takes it all the same."""
+    cpus = SERVICE_CPUS[plan.folder]
+    share = {"CPU": cpus} if node.cpus >= cpus else {}
+    return Placement(plan, {**share, f"node:{node.ip}": _NODE_SHARE}, node.ip)
+
+
+def _worker_bundle(config: Config, instance: str) -> dict[str, float]:
+    bundle: dict[str, float] = {"CPU": float(config.worker_threads(instance, 1))}
+    if config.on_gpu:
+        bundle["GPU"] = ranks(config) / max(1, config.engine.workers_per_gpu)
+    return bundle
+
+
+def _demands(config: Config, nodes: Sequence[Node], gateways: int) -> list[tuple[str, Mapping[str, float]]]:
+    """As `place` will ask, near enough to choose a number of threads by."""
+    home = next((node for node in nodes if node.home and node.cpus > 0), None)
+    services = sum(SERVICE_CPUS.values())
+    bound = {f"node:{home.ip}": _NODE_SHARE} if home is not None and home.cpus >= services else {}
+    demands: list[tuple[str, Mapping[str, float]]] = [("the services", {"CPU": services, **bound})]
+    others = [node for node in nodes if node is not home and node.cpus > 0][: max(0, gateways - 1)]
+    demands += [("a gateway", {"CPU": SERVICE_CPUS["gateway"], f"node:{node.ip}": _NODE_SHARE}) for node in others]
+    return demands + [(name, _worker_bundle(config, name)) for name in config.instance_roles]
+
+
+def _left_over(
+    demands: Sequence[tuple[str, Mapping[str, float]]], nodes: Sequence[Node]
+) -> list[tuple[str, Mapping[str, float]]]:
+    """Demands that find no node when the bound and large ones choose first, each the node with most left."""
+    free = [
+        {"CPU": node.cpus, "GPU": node.gpus, f"node:{node.ip}": 1.0}
+        for node in sorted(nodes, key=lambda node: node.home)
+    ]
+    order = sorted(
+        demands, key=lambda each: (-len(_binding(each[1])), -each[1].get("GPU", 0.0), -each[1].get("CPU", 0.0))
+    )
+    missing = []
+    for name, bundle in order:
+        taking = [
+            have for have in free if all(have.get(kind, 0.0) + _TOLERANCE >= much for kind, much in bundle.items())
+        ]
+        if not taking:
+            missing.append((name, bundle))
+            continue
+        chosen = max(taking, key=lambda have: (have["GPU"], have["CPU"]))
+        for kind, much in bundle.items():
+            chosen[kind] -= much
+    return missing
+
+
+def _binding(bundle: Mapping[str, float]) -> list[str]:
+    return [kind for kind in bundle if kind.startswith("node:")]
+
+
+def _with(group: WorkerGroup, threads: int) -> WorkerGroup:
+    return WorkerGroup(role=group.role, count=group.count, threads=threads)
+
+
+def _too_small(missing: Sequence[tuple[str, Mapping[str, float]]], nodes: Sequence[Node]) -> ConfigError:
+    wanted = "; ".join(f"{name} wants {said(bundle)}" for name, bundle in missing)
+    has = ", ".join(f"{node.ip}: {node.cpus:g} CPUs" + (f", {node.gpus:g} GPUs" if node.gpus else "") for node in nodes)
+    return ConfigError(f"the Ray cluster is too small: {wanted}, beside what the others take; its nodes: {has}")
+
+
+def said(bundle: Mapping[str, float]) -> str:
+    """2 CPUs, 1 GPU on 10.0.0.7"""
+    words = [f"{bundle[kind]:g} {kind}{'s' if bundle[kind] != 1 else ''}" for kind in ("CPU", "GPU") if kind in bundle]
+    where = [kind.removeprefix("node:") for kind in _binding(bundle)]
+    return ", ".join(words or ["a place"]) + (f" on {where[0]}" if where else "")

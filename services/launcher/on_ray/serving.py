@@ -1,0 +1,98 @@
+"""`cohort serve --on ray[=ADDRESS]`: configuration → checks → placements → the keeper. Called by `main`.
+
+What is settled by this machine on one machine is settled by the cluster here: GPUs, threads, who listens where.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cohort.common.config import Config, dump_config
+from cohort.common.errors import ConfigError
+from cohort.common.exposure import is_loopback
+from cohort.common.transport.security import generate_keys
+from cohort.services.launcher import preflight
+from cohort.services.launcher.box import on_box, summary
+from cohort.services.launcher.console import Console
+from cohort.services.launcher.on_ray.cluster import Cluster, gpus_of
+from cohort.services.launcher.on_ray.keeper import RaySupervisor
+from cohort.services.launcher.on_ray.order import Order, passed_environment
+from cohort.services.launcher.on_ray.placement import Placement, gateway_nodes, place, with_threads
+from cohort.services.launcher.plan import plan, resolve
+from cohort.services.launcher.run_files import RunFiles
+
+
+@dataclass(frozen=True, slots=True)
+class RayPipeline:
+    """All that is settled before anything is placed."""
+
+    cluster: Cluster
+    config: Config
+    placements: Sequence[Placement]
+    box: str
+
+    def supervisor(self, files: RunFiles, console: Console, on_change: Callable[[], None]) -> RaySupervisor:
+        key = cluster_key(self.config)
+        text = dump_config(self.config)
+
+        def order_of(placement: Placement) -> Order:
+            gateway = placement.plan.folder == "gateway"
+            passed = passed_environment(self.config.gateway.api_keys, os.environ) if gateway else {}
+            return Order(placement.plan, text, self.config.gateway.port, key, passed)
+
+        return RaySupervisor(self.cluster.ray, self.placements, order_of, files, console, on_change=on_change)
+
+
+def settle(cluster: Cluster, config: Config, *, model: Path, gateways: str, workers_given: bool) -> RayPipeline:
+    """Raises `ConfigError`, `ModelError` for what this cluster cannot serve."""
+    check(config)
+    at = gateway_nodes(gateways, cluster.nodes)
+    if len(at) > 1 and is_loopback(config.gateway.host):
+        raise ConfigError(
+            f"--gateways {gateways}: on other nodes nobody reaches a gateway that listens on {config.gateway.host}; "
+            "--host 0.0.0.0, with API keys or gateway.open=true"
+        )
+    facts = cluster.look(model, with_weights=config.model.weights == "files")
+    gpus = gpus_of(cluster.nodes, facts)
+    config = on_box(config, gpus, workers_given=workers_given, model=model)
+    cores = preflight.usable_cores()
+    if not cluster.local:
+        config = with_threads(config, cluster.nodes, len(at))
+    config = resolve(config, model=model, cores=cores, free_port=preflight.free_port)
+    plans = plan(config, cores if cluster.local else 0)
+    placements = place(config, plans, cluster.nodes, at)
+    names = {node.ip for node in cluster.nodes}
+    box = summary(config, gpus)
+    nodes = f"{len(cluster.nodes)} Ray node(s), {', '.join(sorted(names))}"
+    return RayPipeline(cluster, config, placements, f"{nodes}\n{box}" if box else nodes)
+
+
+def check(config: Config) -> None:
+    """Raises `ConfigError` for options that mean one machine, or fixed addresses."""
+    if config.gateway.processes > 1:
+        raise ConfigError("gateway.processes: on Ray gateways do not share a port of one machine; use --gateways N")
+    endpoints = config.endpoints
+    for name in ("manager", "predictor", "monitor", "gateway", "worker"):
+        if getattr(endpoints, name):
+            raise ConfigError(f"endpoints.{name}: on Ray addresses follow from the nodes; leave it empty")
+
+
+def cluster_key(config: Config) -> str:
+    """The content of the key file that is configured, or of a new one: what leaves a node is encrypted unless
+    `security.allow_plain` says that nobody listens. Raises `ConfigError`."""
+    named = config.security.curve_secret_key_file
+    if named:
+        try:
+            return Path(named).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"security.curve_secret_key_file: {named}: no readable key file: {error}") from error
+    if config.security.allow_plain:
+        return ""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "cluster.key"
+        generate_keys(made)
+        return made.read_text(encoding="utf-8")

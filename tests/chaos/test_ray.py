@@ -1,0 +1,236 @@
+"""A pipeline on a Ray cluster: a node dies with its workers while 400 clients stream, and every stream says exactly
+what an undisturbed run says. Ray brings back what was on the node, on another one."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from tests.chaos.ray_nodes import RayNodes, why_not
+from tests.e2e.pipeline import Answer, complete, free_port
+from tests.e2e.tiny_models import qwen2, save
+from tests.examples import nightly
+from tests.services.gateway.tiny_model import byte_level
+
+pytestmark = [
+    pytest.mark.pipeline,
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra ray"),
+]
+on_three_nodes = pytest.mark.skipif(
+    not nightly() or bool(why_not()), reason=why_not() or "three nodes take minutes: scripts/test --nightly"
+)
+
+STREAMS = 400
+NEW_TOKENS = 100
+SHORT_STREAMS = 40
+VOCABULARY = 400
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(7)
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    save(qwen2(), folder)
+    byte_level(VOCABULARY).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def options(model: Path) -> list[str]:
+    """Three workers that compute prompts and decode."""
+    return [
+        *("--preset", "unified", "--model", str(model), "--set", "model.dtype=float32"),
+        *("--set", "workers=[{role: unified, count: 3, threads: 1}]"),
+        *("--set", "kv.memory_bytes=67108864", "--set", "kv.host_memory_bytes=0", "--set", "gateway.drain_s=10"),
+    ]
+
+
+def bodies(streams: int) -> list[dict[str, Any]]:
+    random = Random(5)
+    return [
+        {
+            "prompt": [random.randrange(3, VOCABULARY) for _ in range(random.randint(3, 40))],
+            "max_tokens": NEW_TOKENS,
+            "temperature": 0.8 if index % 2 else 0,
+            "seed": index,
+            "return_token_ids": True,
+            "ignore_eos": True,
+        }
+        for index in range(streams)
+    ]
+
+
+class Streams:
+    """Clients that stream at once; `began` counts those of which something has arrived."""
+
+    def __init__(self, url: str, streams: int) -> None:
+        self._url = url
+        self._bodies = bodies(streams)
+
+    async def run(self, disturb: Any = None) -> list[Answer]:
+        timeout = aiohttp.ClientTimeout(total=400)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+            tasks = [asyncio.create_task(complete(session, self._url, **body)) for body in self._bodies]
+            if disturb is not None:
+                await self._in_the_middle(session)
+                running = sum(not task.done() for task in tasks)
+                assert running > len(tasks) // 2, f"only {running} streams still ran when the node was to die"
+                await asyncio.to_thread(disturb)
+            return await asyncio.gather(*tasks)
+
+    async def _in_the_middle(self, session: aiohttp.ClientSession) -> None:
+        """Until a fifth of all tokens has been generated since the beginning."""
+        enough = len(self._bodies) * NEW_TOKENS // 5
+        before = await self._generated(session)
+        deadline_s = time.monotonic() + 120
+        while await self._generated(session) - before < enough:
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.05)
+
+    async def _generated(self, session: aiohttp.ClientSession) -> float:
+        async with session.get(f"{self._url}/metrics") as response:
+            text = await response.text()
+        values = [line.split()[-1] for line in text.splitlines() if line.startswith("cohort_generation_tokens_total")]
+        return sum(float(value) for value in values)
+
+
+def check(answers: list[Answer], undisturbed: list[Answer]) -> None:
+    assert [answer.error for answer in answers] == [""] * len(undisturbed)
+    assert [len(answer.tokens) for answer in answers] == [NEW_TOKENS] * len(undisturbed)
+    other = [i for i, (one, two) in enumerate(zip(answers, undisturbed, strict=True)) if one.tokens != two.tokens]
+    assert not other, f"{len(other)} streams say something else than undisturbed: {other[:10]}"
+
+
+def report(what: str, answers: list[Answer], killed_s: float, back_s: float) -> None:
+    pauses = [pause for answer in answers if (pause := answer.pause_after_s(killed_s))]
+    print(
+        f"\n{what}: longest pause {max(pauses):.2f} s, median of {len(pauses)} streams' longest "
+        f"{statistics.median(pauses):.2f} s; what was lost is back after {back_s:.1f} s"
+    )
+
+
+def assert_nothing_left(nodes: RayNodes, indices: list[int]) -> None:
+    deadline_s = time.monotonic() + 15
+    while left := [line for index in indices for line in nodes.processes(index)]:
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.1)
+    assert set(nodes.groups().values()) <= {"REMOVED"}
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RayNodes]:
+    with RayNodes(tmp_path, request.param) as running:
+        yield running
+
+
+@on_three_nodes
+@pytest.mark.parametrize("nodes", [(4, 4, 4)], indirect=True)
+def test_a_node_dies_with_its_worker_and_no_stream_is_lost(nodes: RayNodes, model: Path) -> None:
+    nodes.serve(*options(model))
+    nodes.wait_said("Cohort serves")
+    where = nodes.where()
+    workers = {name: address for name, address in where.items() if name.startswith("unified")}
+    assert len(set(workers.values())) == 3, "one on each node"
+    assert {where[name] for name in ("gateway", "manager", "monitor", "predictor")} == {nodes.address(0)}
+    streams = Streams(nodes.url, STREAMS)
+    undisturbed = asyncio.run(streams.run())
+    before = nodes.said().count(" ready ")
+    killed_s = 0.0
+
+    def kill() -> None:
+        nonlocal killed_s
+        killed_s = time.monotonic()
+        nodes.kill(1)
+
+    answers = asyncio.run(streams.run(kill))
+    nodes.wait_said(" ready ", before + 1)
+    back_s = time.monotonic() - killed_s
+    report("a node with a worker", answers, killed_s, back_s)
+    check(answers, undisturbed)
+    assert nodes.address(1) not in nodes.where().values(), "the lost worker is on another node"
+    check(asyncio.run(streams.run()), undisturbed)
+    assert nodes.stop(signal.SIGINT) == 0
+    assert_nothing_left(nodes, [0, 2])
+
+
+@on_three_nodes
+@pytest.mark.parametrize("nodes", [(0, 4, 4)], indirect=True)
+def test_a_manager_that_moves_to_another_node_is_found_there(nodes: RayNodes, model: Path) -> None:
+    """A head that gives Ray no CPUs takes neither workers nor the manager."""
+    nodes.serve(*options(model))
+    nodes.wait_said("Cohort serves")
+    where = nodes.where()
+    [victim] = [index for index in (1, 2) if nodes.address(index) == where["manager"]]
+    streams = Streams(nodes.url, STREAMS)
+    undisturbed = asyncio.run(streams.run())
+    lost = [name for name, address in where.items() if address == where["manager"]]
+    before = nodes.said().count(" ready ")
+    killed_s = 0.0
+
+    def kill() -> None:
+        nonlocal killed_s
+        killed_s = time.monotonic()
+        nodes.kill(victim)
+
+    answers = asyncio.run(streams.run(kill))
+    nodes.wait_said(" ready ", before + len(lost))
+    back_s = time.monotonic() - killed_s
+    report(f"the node of {', '.join(lost)}", answers, killed_s, back_s)
+    check(answers, undisturbed)
+    assert nodes.where()["manager"] == nodes.address(3 - victim)
+    nodes.kill_launcher()
+    assert_nothing_left(nodes, [0, 3 - victim])
+
+
+def test_a_ray_of_this_machine_serves_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    """Detached, asked for its status, a worker killed under streams, and stopped."""
+    port = free_port()
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+
+    def serve(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-P", "-m", "cohort.services.cli", "serve", "--port", str(port), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+
+    started = serve("--on", "ray=local", "--detach", *options(model), "--set", f"batch.folder={tmp_path / 'batches'}")
+    try:
+        assert started.returncode == 0, started.stdout + started.stderr
+        shown = serve("--status")
+        assert shown.returncode == 0 and shown.stdout.count(" ready ") == 7, shown.stdout
+        streams = Streams(f"http://127.0.0.1:{port}", SHORT_STREAMS)
+        undisturbed = asyncio.run(streams.run())
+        victims = worker_pids(port)
+        assert len(victims) == 3
+        answers = asyncio.run(streams.run(lambda: os.kill(victims[0], signal.SIGKILL)))
+        check(answers, undisturbed)
+    finally:
+        stopped = serve("--stop")
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    assert serve("--status").returncode == 3
+    assert not worker_pids(port)
+
+
+def worker_pids(port: int) -> list[int]:
+    """Of this pipeline, by the run folder in their command lines."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if f"/run/{port}/nodes/" in line and "prefill_worker" in line:
+            found.append(int(folder.name))
+    return sorted(found)

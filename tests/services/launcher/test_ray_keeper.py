@@ -1,0 +1,232 @@
+"""The launcher's side and its agents, with threads of this process in place of Ray's actors and toys in place of the
+pipeline's processes. `Ray` here loses an actor as Ray does: what was asked of it fails, and it is made anew."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cohort.common.address_book import AddressBook, read_book
+from cohort.common.config import Config, dump_config, load_config
+from cohort.services.launcher.console import Console, Line
+from cohort.services.launcher.on_ray.agent import Agent
+from cohort.services.launcher.on_ray.keeper import RaySupervisor
+from cohort.services.launcher.on_ray.order import Order
+from cohort.services.launcher.on_ray.placement import Placement
+from cohort.services.launcher.plan import StopStage
+from cohort.services.launcher.run_files import RunFiles
+from tests.services.launcher.conftest import ToyPlan
+
+pytestmark = pytest.mark.pipeline
+
+FOLDERS = {
+    "gateway": ("gateway", StopStage.GATEWAY),
+    "manager": ("bucketing_manager", StopStage.MANAGER),
+    "monitor": ("global_monitor", StopStage.OTHERS),
+    "predictor": ("length_predictor", StopStage.OTHERS),
+    "decode-0": ("decode_worker", StopStage.WORKERS),
+}
+
+
+class RayActorError(Exception): ...
+
+
+class ActorDiedError(RayActorError): ...
+
+
+class RayTaskError(Exception):
+    cause: Exception | None = None
+
+
+class Actor:
+    def __init__(self, ray: FakeRay, made: type[Agent], order: Order) -> None:
+        self._ray, self._made, self._order = ray, made, order
+        self.pool = ThreadPoolExecutor(16)
+        self.lost, self.back = asyncio.Event(), asyncio.Event()
+        self.back.set()
+        self.agent = made(order)
+        ray.actors[order.plan.instance] = self
+
+    async def lose(self) -> None:
+        """The agent is gone, and its process with it; another one takes its place after a while."""
+        self.back.clear()
+        self.lost.set()
+        await asyncio.to_thread(kill, self.agent)
+        self.agent, self.lost = self._made(self._order), asyncio.Event()
+        self.back.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *words: asyncio.ensure_future(self._call(name, words)))
+
+    async def _call(self, name: str, words: tuple[Any, ...]) -> Any:
+        await self.back.wait()
+        lost = asyncio.ensure_future(self.lost.wait())
+        work = asyncio.get_running_loop().run_in_executor(self.pool, getattr(self.agent, name), *words)
+        await asyncio.wait((lost, work), return_when=asyncio.FIRST_COMPLETED)
+        if lost.done():
+            raise RayActorError
+        lost.cancel()
+        return await work
+
+
+def kill(agent: Agent) -> None:
+    supervisor, loop = agent._supervisor, agent._loop
+    if supervisor is not None and loop is not None and agent._thread is not None and agent._thread.is_alive():
+        for _ in range(2):
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(supervisor.request_stop)
+        agent._thread.join(10)
+
+
+class FakeRay:
+    exceptions = SimpleNamespace(RayActorError=RayActorError, ActorDiedError=ActorDiedError, RayTaskError=RayTaskError)
+
+    def __init__(self) -> None:
+        self.actors: dict[str, Actor] = {}
+        self.groups: list[tuple[list[dict[str, float]], str]] = []
+        self.killed = 0
+        self.util = SimpleNamespace(
+            placement_group=self._group,
+            remove_placement_group=self.groups.remove,
+            get_node_ip_address=lambda: "127.0.0.1",
+            placement_group_table=lambda group: {"state": "CREATED"},
+            scheduling_strategies=SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group, **_: group),
+        )
+
+    def _group(self, bundles: list[dict[str, float]], strategy: str) -> tuple[list[dict[str, float]], str]:
+        self.groups.append((bundles, strategy))
+        return self.groups[-1]
+
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(get_node_id=lambda: "0123456789abcdef")
+
+    def remote(self, made: type[Agent]) -> Any:
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda order: Actor(self, made, order)))
+
+    def kill(self, actor: Actor, *, no_restart: bool) -> None:
+        self.killed += no_restart
+        kill(actor.agent)
+        actor.pool.shutdown(wait=False)
+
+
+class Running:
+    def __init__(self, ray: FakeRay, folder: Path, **behaviours: str) -> None:
+        self.ray = ray
+        self.files = RunFiles(folder / "launcher")
+        self.files.make()
+        plans = [
+            ToyPlan(
+                name, *FOLDERS[name], "127.0.0.1", 1, 3.0, behaviour=behaviours.get(name.partition("-")[0], "ready")
+            )
+            for name in FOLDERS
+        ]
+        console = Console([Line(each.instance, each.port, self.files.log_file(each.instance)) for each in plans])
+        placements = [Placement(each, {"CPU": 1.0}) for each in plans]
+        text = dump_config(Config())
+        self.ready = asyncio.Event()
+        self.supervisor = RaySupervisor(
+            ray,
+            placements,
+            lambda placement: Order(placement.plan, text, 8000, "the key"),
+            self.files,
+            console,
+            on_change=lambda: None,
+        )
+        self.task = asyncio.create_task(self.supervisor.run(self.ready.set))
+
+    async def until(self, condition: Any, what: str) -> None:
+        async with asyncio.timeout(40):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+    def book(self, name: str) -> AddressBook | None:
+        return read_book(self.ray.actors[name].agent._files.folder)
+
+    def pid(self, name: str) -> int:
+        supervisor = self.ray.actors[name].agent._supervisor
+        mark = supervisor.marks.get(name) if supervisor is not None else None
+        return mark.pid if mark is not None else 0
+
+    async def stop(self) -> int:
+        self.supervisor.request_stop()
+        async with asyncio.timeout(60):
+            return await self.task
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeRay]:
+    # Five agents share this process, which Ray gives one each: what msgspec learns of the sections at their first
+    # conversion, it may not learn in several threads at once.
+    load_config(overrides={"name": "warm"})
+    made = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", made)  # type: ignore[arg-type]
+    monkeypatch.setenv("COHORT_CACHE_DIR", str(tmp_path / "cache"))
+    yield made
+
+
+async def test_all_start_with_the_addresses_and_end_in_order_and_nothing_is_left(
+    ray: FakeRay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = Running(ray, tmp_path)
+    await running.until(running.ready.is_set, "ready")
+    assert ray.groups == [([{"CPU": 1.0}], "STRICT_PACK")] * len(FOLDERS)
+    book = running.book("decode-0")
+    assert book is not None and sorted(book.named()) == ["manager", "monitor", "predictor"]
+    folder = ray.actors["manager"].agent._files.folder
+    assert (folder / "cluster.key").read_text() == "the key"
+    assert (folder / "cluster.key").stat().st_mode & 0o077 == 0
+    assert running.supervisor.nodes == dict.fromkeys(FOLDERS, "127.0.0.1")
+    assert await running.stop() == 0
+    stopped = [line.split()[0] for line in capsys.readouterr().out.splitlines() if " stopped" in line]
+    assert stopped[:3] == ["gateway", "manager", "decode-0"]
+    assert ray.groups == [] and ray.killed == len(FOLDERS)
+    assert not (folder / "cluster.key").exists()
+
+
+async def test_a_manager_that_moves_is_made_known_to_all(ray: FakeRay, tmp_path: Path) -> None:
+    running = Running(ray, tmp_path)
+    await running.until(running.ready.is_set, "ready")
+    before = running.book("decode-0")
+    worker = running.pid("decode-0")
+    assert before is not None
+    await ray.actors["manager"].lose()
+
+    def moved() -> bool:
+        now = [running.book(name) for name in FOLDERS]
+        return all(book is not None and book.manager not in ("", before.manager) for book in now)
+
+    await running.until(moved, "the new address is in every book")
+    await running.until(lambda: running.pid("manager") != 0, "the manager is back")
+    assert running.pid("decode-0") == worker, "no other process was started again"
+    assert await running.stop() == 0 and ray.groups == []
+
+
+async def test_a_killed_process_is_its_agents_to_start_again(ray: FakeRay, tmp_path: Path) -> None:
+    running = Running(ray, tmp_path)
+    await running.until(running.ready.is_set, "ready")
+    before, agent = running.pid("decode-0"), ray.actors["decode-0"].agent
+    os.kill(before, signal.SIGKILL)
+    await running.until(lambda: running.pid("decode-0") not in (0, before), "another process")
+    assert ray.actors["decode-0"].agent is agent
+    assert await running.stop() == 0
+
+
+async def test_a_wrong_configuration_ends_all_and_shows_the_log_that_came_over(
+    ray: FakeRay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = Running(ray, tmp_path, decode="config_error")
+    async with asyncio.timeout(60):
+        assert await running.task == 1
+    said = capsys.readouterr().out
+    assert "decode-0 on 127.0.0.1: " in said and "kv.block_size: 7 is none of 8, 16" in said
+    assert ray.groups == [] and ray.killed == len(FOLDERS)

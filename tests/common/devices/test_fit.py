@@ -152,7 +152,7 @@ def test_where_codes_are_kept_they_take_what_they_are(tmp_path: Path, monkeypatc
     assert weight_bytes(tmp_path, AWQ, 2, "files", "cpu") == 2 * 64 + 64
     for has, name in ((20, "int8"), (10, "int4")):
         with pytest.raises(ConfigError, match=f"too much; --quantization {name}, or 29 GiB of memory"):
-            check_host_fit(config(), "m", Need(28 * GIB, 0, 0, GIB, 4096), has * GIB, 1)
+            check_host_fit(config(), "m", Need(28 * GIB, 0, 0, GIB, 4096, rounds=True), has * GIB, 1)
 
 
 def test_a_host_is_told_what_lacks_before_anything_is_read() -> None:

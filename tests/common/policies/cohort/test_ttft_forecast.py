@@ -30,7 +30,7 @@ def replayed(prompts: list[int], index: int, decodes: BatchShape, aim_s: float, 
         tokens = 0
         for at in range(len(left)):
             while left[at] and tokens < most:
-                step = min(8, left[at])
+                step = min(2, left[at])
                 shape = BatchShape(tokens + step, 1, 0, decodes.decodes, decodes.decode_context)
                 if step_seconds(GPU_LINEAR, shape) > aim_s and tokens >= 16:
                     break

@@ -24,8 +24,7 @@ GPU_LINEAR = StepTimes(1.3e-3, 1.06e-4, 1.3e-4, 0.022, 0.0, 1.5e-7)
 
 
 def replayed(prompts: list[int], index: int, decodes: BatchShape, aim_s: float, most: int) -> float:
-    """When this prompt of the list, computed in its order, is done: each iteration takes tokens until the aim, which a
-    pace meets to within half a per cent; where the weights' reads hide tokens, that is one in ten of them."""
+    """When this prompt of the list, computed in its order, is done: each iteration takes tokens until the aim."""
     now_s, left = 0.0, list(prompts)
     while left[index]:
         tokens = 0
@@ -33,7 +32,7 @@ def replayed(prompts: list[int], index: int, decodes: BatchShape, aim_s: float, 
             while left[at] and tokens < most:
                 step = min(2, left[at])
                 shape = BatchShape(tokens + step, 1, 0, decodes.decodes, decodes.decode_context)
-                if step_seconds(GPU_LINEAR, shape) > 1.005 * aim_s and tokens >= 16:
+                if step_seconds(GPU_LINEAR, shape) > aim_s and tokens >= 16:
                     break
                 left[at] -= step
                 tokens += step
@@ -57,9 +56,12 @@ def test_the_forecast_is_the_replay_of_the_iterations_to_within_one(
     decodes = BatchShape(0, 0, 0, rows, rows * 800)
     pace = prompt_pace(GPU_LINEAR, decodes, aim_s, most=2048, least=16)
     before, behind = sum(prompts[: index + 1]), sum(prompts[index + 1 :])
-    real_s = replayed(prompts, index, decodes, aim_s, 2048)
+    # A pace meets its aim to within half a per cent; where the weights' reads hide tokens, that is one in ten of them.
+    soonest_s, latest_s = (replayed(prompts, index, decodes, aim_s * near, 2048) for near in (1.005, 0.995))
     longest_s = max(aim_s, step_seconds(GPU_LINEAR, BatchShape(64, 1, 0, rows, rows * 800)))
-    assert pace.seconds(before, 0.0, behind) == pytest.approx(real_s, rel=0.1, abs=1.2 * longest_s)
+    forecast_s = pace.seconds(before, 0.0, behind)
+    assert min(0.9 * soonest_s, soonest_s - 1.2 * longest_s) <= forecast_s
+    assert forecast_s <= max(1.1 * latest_s, latest_s + 1.2 * longest_s)
 
 
 @given(st.integers(0, 250), st.floats(0.02, 0.5), st.integers(16, 2048))

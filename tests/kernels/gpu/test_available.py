@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cohort.kernels import fused, native, sampling, slots
+from cohort.kernels import experts, fused, native, sampling, slots
 from cohort.kernels.gpu import available, operators
 from cohort.kernels.paged_attention import paged_attention, write_kv
 
@@ -38,6 +38,9 @@ def test_every_kernel_is_reached(every_tensor_served, make_step, monkeypatch, na
         "rope_inplace": lambda: fused.rope_inplace(query, key, table, table, slot),
         "rms_norm": lambda: fused.rms_norm(query, query[0, 0], 1e-5, query),
         "silu_mul": lambda: fused.silu_mul(torch.rand(2, 8), torch.rand(2, 4)),
+        "clamped_swiglu": lambda: fused.clamped_swiglu(torch.rand(2, 8), 1.7, 7.0, torch.rand(2, 4)),
+        "expert_outputs": lambda: experts.expert_outputs(table, torch.zeros(9, 1, dtype=torch.long), table, table),
+        "add_weighted": lambda: experts.add_weighted(table, table, None, table),
         "gather_slots": lambda: slots.gather_slots(kv, slot, tokens),
         "scatter_slots": lambda: slots.scatter_slots(tokens, kv, slot),
         "sample_rows": lambda: sampling.sample_rows(table, None, None),  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import pytest
 from tests.e2e.golden import Golden
 from tests.e2e.pipeline import Answer, Pipeline
 from tests.e2e.test_golden import MEBIBYTE, ask, compare
+from tests.examples import nightly
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
@@ -36,7 +37,17 @@ async def ask_while_rows_are_taken(pipeline: Pipeline, chosen: list[Golden]) -> 
         return await asyncio.gather(*asked)
 
 
-@pytest.mark.parametrize("prefetch", [True, False], ids=["prefetched", "straight from the host"])
+@pytest.mark.parametrize(
+    "prefetch",
+    [
+        pytest.param(True, id="prefetched"),
+        pytest.param(
+            False,
+            id="straight from the host",
+            marks=pytest.mark.skipif(not nightly(), reason="the other half of the pool: scripts/test --nightly"),
+        ),
+    ],
+)
 def test_through_the_pool(tmp_path: Path, default_model: Path, goldens: list[Golden], prefetch: bool) -> None:
     chosen = [golden for golden in goldens if len(golden.prompt) <= 300]
     overrides = {

@@ -13,6 +13,7 @@ from tests.e2e.golden import Golden, golden_outputs
 from tests.e2e.pipeline import Pipeline
 from tests.e2e.test_golden import SHORT_SIGHTED, ask, compare
 from tests.e2e.tiny_models import llama, save
+from tests.examples import nightly
 from tests.services.gateway.tiny_model import byte_level
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
@@ -68,7 +69,10 @@ def test_kv_moves_between_workers_of_any_degrees(
         pipeline.assert_nothing_left()
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize(
+    "preemption",
+    ["swap", pytest.param("recompute", marks=pytest.mark.skipif(not nightly(), reason="scripts/test --nightly"))],
+)
 def test_preempted_requests_go_on(tmp_path: Path, model: Path, goldens: list[Golden], preemption: str) -> None:
     workers = [{"role": "unified", "tensor_parallel": 2}]
     overrides = options(40, workers, preemption=preemption, prefill_chunk=48)

@@ -18,7 +18,7 @@ from cohort.common.engine.uploads import Uploads
 from cohort.common.sampling_inputs import LogitBias, TokenHistory
 from cohort.kernels.gpu import sampling
 from cohort.kernels.sampling import SampledRows
-from tests.examples import examples
+from tests.examples import examples, nightly
 from tests.kernels.gpu.conftest import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about infinities under the interpreter
@@ -139,6 +139,7 @@ def test_flat_rows_whose_last_one_is_guessed_from_a_sample(
     check(logits, [row], **GUESSING_TILES)
 
 
+@pytest.mark.skipif(not nightly(), reason="the interpreter takes long: scripts/test --nightly")
 def test_all_at_the_last_distance_stay() -> None:
     """Twenty equals at the border of top_k 3 and of a small top_p: each of them is sampled by some seed."""
     logits = torch.full((40, 33), -4.0)

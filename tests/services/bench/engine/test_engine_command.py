@@ -25,6 +25,7 @@ from cohort.services.bench.engine.report import (
 )
 from cohort.services.bench.engine.result import EngineBench, encode, step_curves
 from cohort.services.bench.targets import engine_targets
+from tests.examples import nightly
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,7 @@ def test_the_engine_is_measured_end_to_end(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.skipif(not nightly(), reason="the whole measurement covers most of it: scripts/test --nightly")
 @pytest.mark.pipeline
 def test_growth_alone_needs_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["engine", "--only", "growth", "--quick", "--model", str(tmp_path)]

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cohort.common.engine.linear import Embedding, Linear
-from cohort.common.engine.matrices import matrix
+from cohort.common.engine.linear import Linear
+from cohort.common.engine.matrices import matrix, read_outer
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.rope import rope_tables
 from cohort.common.engine.step_inputs import StepInputs
@@ -70,13 +70,7 @@ class LeanGemma:
             prefix = files.prefix(_PREFIXES, "embed_tokens.weight")
             files.require(_tensor_names(geometry, prefix))
             arena = Arena()
-            shape = (geometry.vocab_size, geometry.hidden_size)
-            table = files.read(prefix + "embed_tokens.weight", shape, dtype, device)
-            tied = geometry.tie_embeddings or "lm_head.weight" not in files
-            head = table if tied else files.read("lm_head.weight", shape, dtype, device)
-            self._lm_head = Linear(head, arena=arena)
-            self._embedding = Embedding(table, self._lm_head if tied else None)
-            del table, head
+            self._embedding, self._lm_head = read_outer(files, prefix, geometry, dtype, device, arena)
             norms: list[WideNorm] = []
             self._layers: list[_Layer] = []
             for index, window in enumerate(geometry.sliding_windows):

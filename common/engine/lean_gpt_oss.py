@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine.experts import ChosenRouter, DenseMlp, ExpertBuffers, Experts
-from cohort.common.engine.linear import Embedding, Linear
+from cohort.common.engine.linear import Linear
+from cohort.common.engine.matrices import read_outer
 from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry
 from cohort.common.engine.mxfp4 import GROUP, dequantized
 from cohort.common.engine.rope import rope_tables
@@ -85,13 +86,7 @@ class LeanGptOss:
             prefix = files.prefix(("model.", ""), "embed_tokens.weight")
             files.require(_tensor_names(files, geometry, prefix))
             arena = Arena()
-            shape = (geometry.vocab_size, geometry.hidden_size)
-            table = files.read(prefix + "embed_tokens.weight", shape, dtype, _CPU)
-            tied = geometry.tie_embeddings or "lm_head.weight" not in files
-            head = table if tied else files.read("lm_head.weight", shape, dtype, _CPU)
-            self._lm_head = Linear(head, arena=arena)
-            self._embedding = Embedding(table, self._lm_head if tied else None)
-            del table, head
+            self._embedding, self._lm_head = read_outer(files, prefix, geometry, dtype, _CPU, arena)
             reader = _Reader(files, geometry, dtype, arena, max_step_tokens)
             self._layers = [
                 reader.layer(f"{prefix}layers.{index}.", window)

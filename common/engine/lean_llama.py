@@ -19,8 +19,8 @@ from torch import Tensor
 
 from cohort.common.engine.device_experts import DeviceExperts, read_device_experts
 from cohort.common.engine.experts import DenseMlp, ExpertBuffers, Experts, expert_tensors, groups_on_host, read_experts
-from cohort.common.engine.linear import Embedding, GatedLinear, Linear, Matrix
-from cohort.common.engine.matrices import RoundedWeights, Rounding, matrix
+from cohort.common.engine.linear import GatedLinear, Linear, Matrix
+from cohort.common.engine.matrices import RoundedWeights, Rounding, matrix, read_outer
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.ranks import Ranks
 from cohort.common.engine.rope import rope_tables
@@ -85,12 +85,7 @@ class LeanLlama:
                 return files.read(prefix + name, (size,), dtype, device)
 
             arena = Arena()
-            table = matrix(files, [prefix + "embed_tokens.weight"], [vocab], hidden, dtype, device)
-            tied = geometry.tie_embeddings or "lm_head.weight" not in files
-            head = table if tied else matrix(files, ["lm_head.weight"], [vocab], hidden, dtype, device)
-            self._lm_head = Linear(head, arena=arena, dtype=dtype)
-            self._embedding = Embedding(table, self._lm_head if tied else None, arena=arena, dtype=dtype)
-            del table, head
+            self._embedding, self._lm_head = read_outer(files, prefix, geometry, dtype, device, arena)
             scratch = None
             if (mixture := geometry.experts) is not None and groups_on_host(device):
                 scratch = ExpertBuffers(max_step_tokens * mixture.per_token, hidden, mixture.inner_size, dtype)

@@ -14,11 +14,13 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from cohort.common.engine.linear import Matrix, packs_codes
+from cohort.common.engine.linear import Embedding, Linear, Matrix, packs_codes
+from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.quantization_config import Rounding as Rounding
 from cohort.common.engine.quantized import QuantizedWeight
 from cohort.common.engine.quantized_files import QuantizedFiles
 from cohort.common.engine.weights import Weights
+from cohort.kernels.panels import Arena
 
 GROUP = 32
 """Inputs that share a scale in weights that are rounded at load."""
@@ -49,6 +51,18 @@ def matrix(
         if len(parts) == len(names):
             return parts
     return files.read_rows(names, rows, (inputs,), dtype, device)
+
+
+def read_outer(
+    files: Weights, prefix: str, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device, arena: Arena
+) -> tuple[Embedding, Linear]:
+    """The embedding and the product that makes logits: one matrix where the model ties both, or the files hold one."""
+    vocab, hidden = geometry.vocab_size, geometry.hidden_size
+    table = matrix(files, [prefix + "embed_tokens.weight"], [vocab], hidden, dtype, device)
+    tied = geometry.tie_embeddings or "lm_head.weight" not in files
+    head = table if tied else matrix(files, ["lm_head.weight"], [vocab], hidden, dtype, device)
+    lm_head = Linear(head, arena=arena, dtype=dtype)
+    return Embedding(table, lm_head if tied else None, arena=arena, dtype=dtype), lm_head
 
 
 class RoundedWeights:

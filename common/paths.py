@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+GGUF_FILE = "model.gguf"
+"""In a model folder that was made around a GGUF file: that file, or a link to it."""
 
 
 def cache_dir() -> Path:

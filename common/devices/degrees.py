@@ -17,11 +17,12 @@ import msgspec
 
 from cohort.common.config import Config, WorkerGroup
 from cohort.common.devices.division import used_gpus
-from cohort.common.devices.fit import GGUF, gpu_dtype, need, share_bytes
+from cohort.common.devices.fit import gpu_dtype, need, share_bytes
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.quantization_config import rounding_of
 from cohort.common.engine.rank_shares import RankShare, check_degree, degrees
 from cohort.common.errors import ConfigError
+from cohort.common.paths import GGUF_FILE
 
 LEAST_KV_TOKENS = 8192
 """A worker with less has to compute long prompts again and again; a shorter context than that needs only itself."""
@@ -65,7 +66,7 @@ def _undivided(config: Config, model: Path) -> str:
         return "a model with adapters (model.lora)"
     if rounding_of(config.model.quantization) is not None:
         return f"a model that is rounded at load (model.quantization: {config.model.quantization})"
-    return "a GGUF file" if (model / GGUF).exists() else ""
+    return "a GGUF file" if (model / GGUF_FILE).exists() else ""
 
 
 def _fewest(config: Config, model: Path, geometry: ModelGeometry, memories: Sequence[int]) -> int:

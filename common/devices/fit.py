@@ -22,9 +22,8 @@ from cohort.common.engine.model_config import DTYPE_BYTES, Dtype, ModelGeometry
 from cohort.common.engine.quantization_config import keeps_codes, rounding_of
 from cohort.common.engine.rank_shares import RankShare, exchange_bytes
 from cohort.common.errors import ConfigError
+from cohort.common.paths import GGUF_FILE
 
-GGUF = "model.gguf"
-"""In the folder that is made around such a file."""
 _GGUF_PACKED = 1.25  # 4.5 bits in the file are 5 to 5.5 here, 6.6 are 9 (docs/models.md)
 _ROUNDED_BITS = {"int8": 8.5, "int4": 5.5}  # scales, and the tables that stay at 8 bits, included
 _LEAST_TOKENS = 4096  # of KV, or the longest request: a cache that holds less serves nobody
@@ -105,7 +104,7 @@ def host_need(config: Config, model_dir: Path, geometry: ModelGeometry, *, compu
     tokens, cache = _least_cache(config, geometry, dtype, most)
     engine = config.engine
     steps = host_step_bytes(geometry, DTYPE_BYTES[dtype], engine.max_rows, engine.max_step_tokens)
-    plain = geometry.family == "llama" and geometry.quantization is None and not (model_dir / GGUF).exists()
+    plain = geometry.family == "llama" and geometry.quantization is None and not (model_dir / GGUF_FILE).exists()
     rounding = rounding_of(config.model.quantization)
     if rounding is not None and config.model.weights == "files":
         weights = int(weights * _ROUNDED_BITS[rounding] / (8 * element))
@@ -196,8 +195,8 @@ def weight_bytes(
     device_type: str = "cuda",
 ) -> int:
     """What the weights take with plain ones in `element` bytes each; 0 where nothing tells."""
-    if kind == "files" and (model_dir / GGUF).exists() and device_type == "cpu":
-        return int((model_dir / GGUF).stat().st_size * _GGUF_PACKED)
+    if kind == "files" and (model_dir / GGUF_FILE).exists() and device_type == "cpu":
+        return int((model_dir / GGUF_FILE).stat().st_size * _GGUF_PACKED)
     if geometry.quantization is None or kind != "files":
         return parameters(model_dir, geometry, kind) * element
     try:

@@ -22,8 +22,6 @@ from cohort.common.engine.gguf_blocks import BLOCKS, decoded
 from cohort.common.engine.quantized import QuantizedWeight
 from cohort.common.errors import ModelError
 
-FILE = "model.gguf"
-"""In a model folder: the file, or a link to it."""
 PLAIN = ("F32", "F16", "BF16")
 _OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",

@@ -13,7 +13,6 @@ import structlog
 import torch
 
 from cohort.common.engine.generic import GenericModel
-from cohort.common.engine.gguf_files import FILE as GGUF_FILE
 from cohort.common.engine.lean_deepseek import LeanDeepseek
 from cohort.common.engine.lean_gemma import LeanGemma
 from cohort.common.engine.lean_gpt_oss import LeanGptOss
@@ -25,6 +24,7 @@ from cohort.common.engine.ranks import Ranks
 from cohort.common.engine.step_inputs import Model
 from cohort.common.engine.weights import WeightKind
 from cohort.common.errors import ConfigError, ModelError
+from cohort.common.paths import GGUF_FILE
 from cohort.kernels import native
 
 log = structlog.get_logger(__name__)

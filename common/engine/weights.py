@@ -19,13 +19,13 @@ from typing import Literal, Protocol, Self
 import torch
 from torch import Tensor
 
-from cohort.common.engine.gguf_files import FILE as GGUF_FILE
 from cohort.common.engine.gguf_files import GgufFiles
 from cohort.common.engine.quantization_config import Quantization
 from cohort.common.engine.quantized_files import QuantizedFiles
 from cohort.common.engine.tensor_files import StoredTensor, TensorFile, open_tensor_file
 from cohort.common.engine.weight_reader import Progress, WeightReader, place
 from cohort.common.errors import ModelError
+from cohort.common.paths import GGUF_FILE
 
 WeightKind = Literal["files", "random"]
 

@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from cohort.common.errors import CohortError, ModelError
-from cohort.common.paths import cache_dir
+from cohort.common.paths import GGUF_FILE, cache_dir
 from cohort.services.launcher.gguf_config import generation_config, model_config
 
-FILE = "model.gguf"
 TIMEOUT_S = 600.0
 _BESIDE = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _LARGEST_FIELD = 4096
@@ -91,7 +90,7 @@ def make_folder(file: Path, folder: Path) -> None:
         for name, content in (("config.json", config), ("generation_config.json", generation_config(fields))):
             (partial / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         _tokenizer(file, partial)
-        (partial / FILE).symlink_to(file)
+        (partial / GGUF_FILE).symlink_to(file)
         if not folder.exists():  # another process may have made it meanwhile
             partial.rename(folder)
     finally:

@@ -19,11 +19,12 @@ from cohort.common.config import Config
 from cohort.common.engine.lora_checkpoint import check_lora
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.errors import ConfigError, ModelError
+from cohort.common.paths import GGUF_FILE
 from cohort.services.launcher.plan import ProcessPlan
 
 _GATEWAY_REMEDY = "choose another with --port"
 PORT_BLOCK = 40  # the gateway's, the monitor's, and metrics ports of up to 28 workers
-WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin", "model.gguf")
+WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin", GGUF_FILE)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 

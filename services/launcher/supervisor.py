@@ -190,14 +190,7 @@ class Supervisor:
             on_ready()
 
     async def _watch_logs(self) -> None:
-        followers = {p.plan.instance: LogFollower(self._files.log_file(p.plan.instance)) for p in self._processes}
-        while True:
-            await asyncio.sleep(REFRESH_INTERVAL_S)
-            for instance, follower in followers.items():
-                for line in follower.new_lines():
-                    if not self._stopping.is_set():  # processes that lose each other while ending are no news
-                        self._console.echo_log(instance, line)
-                self._files.limit_log(instance)
+        await echo_logs(self._files, self._console, [p.plan.instance for p in self._processes], self._stopping)
 
     # -- ending ---------------------------------------------------------------------------------------------------
 
@@ -257,3 +250,15 @@ async def wait_all_or(abort: asyncio.Event | None, events: Sequence[asyncio.Even
 async def _all(events: Sequence[asyncio.Event]) -> None:
     for event in events:
         await event.wait()
+
+
+async def echo_logs(files: RunFiles, view: View, instances: Sequence[str], stopping: asyncio.Event) -> None:
+    """Warnings of these processes, with their names, for as long as it runs; and no log grows without end."""
+    followers = {instance: LogFollower(files.log_file(instance)) for instance in instances}
+    while True:
+        await asyncio.sleep(REFRESH_INTERVAL_S)
+        for instance, follower in followers.items():
+            for line in follower.new_lines():
+                if not stopping.is_set():  # processes that lose each other while ending are no news
+                    view.echo_log(instance, line)
+            files.limit_log(instance)

@@ -21,7 +21,6 @@ import msgspec
 from cohort.common.address_book import AddressBook
 from cohort.common.private_files import open_private
 from cohort.services.launcher.console import Console, State
-from cohort.services.launcher.log_follower import LogFollower
 from cohort.services.launcher.on_ray.agent import Agent
 from cohort.services.launcher.on_ray.order import News, Order, Place, dialled_by_role
 from cohort.services.launcher.on_ray.placement import Placement, said
@@ -30,8 +29,8 @@ from cohort.services.launcher.run_files import ProcessMark, RunFiles
 from cohort.services.launcher.supervisor import (
     FAILED_STOP_TIMEOUT_S,
     KILL_TIMEOUT_S,
-    REFRESH_INTERVAL_S,
     TAIL_LINES,
+    echo_logs,
     wait_all_or,
 )
 
@@ -289,15 +288,8 @@ class RaySupervisor:
             on_ready()
 
     async def _watch_logs(self) -> None:
-        """Warnings of all processes, with their names, from the logs that came here."""
-        followers = {kept.instance: LogFollower(self._files.log_file(kept.instance)) for kept in self._kept}
-        while True:
-            await asyncio.sleep(REFRESH_INTERVAL_S)
-            for instance, follower in followers.items():
-                for line in follower.new_lines():
-                    if not self._stopping.is_set():
-                        self._console.echo_log(instance, line)
-                self._files.limit_log(instance)
+        """From the logs that came here."""
+        await echo_logs(self._files, self._console, [kept.instance for kept in self._kept], self._stopping)
 
     async def _stop_all(self) -> None:
         self._console.settle()

@@ -1,11 +1,12 @@
 """`cohort bench fidelity`: the live pipeline beside its simulation, on the device that was profiled.
 
 Starts and stops pipelines itself (`cohort serve --detach`), so nothing else should run. For every arrangement (two
-unified workers; a prefill and a decode worker; one CPU thread each) and every rate: `--requests` requests whose lengths
-are the trace's times `--scale`, Poisson arrivals, greedy, outputs of exactly the trace's length. The same file of
-arrivals and lengths then goes through `cohort simulate`.
+unified workers; a prefill and a decode worker; the default preset's two; one CPU thread each) and every rate:
+`--requests` requests whose lengths are the trace's times `--scale`, Poisson arrivals, greedy, outputs of exactly the
+trace's length. The same file of arrivals and lengths then goes through `cohort simulate`.
 
-Prints, live and simulated: mean and p90 TPOT, mean and p50 TTFT, output tokens a second; and the error of each.
+Prints, live and simulated: mean and p90 TPOT, mean, p50 and p99 TTFT, output tokens a second; and the error of each. Of
+several `--runs` live it takes the median of every number, and shows the lowest and the highest.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 from random import Random
+from statistics import median
 from typing import Any
 
 import yaml
@@ -33,8 +35,9 @@ ARRANGEMENTS: dict[str, tuple[str, list[dict[str, Any]], str]] = {
         [{"role": "prefill", "threads": 1}, {"role": "decode", "threads": 1}],
         "prefill=1,decode=1",
     ),
+    "cohort": ("cohort", [{"role": "prefill", "threads": 1}, {"role": "decode", "threads": 1}], "prefill=1,decode=1"),
 }
-COLUMNS = ("TPOT mean, ms", "TPOT p90, ms", "TTFT mean, ms", "TTFT p50, ms", "output tokens/s")
+COLUMNS = ("TPOT mean, ms", "TPOT p90, ms", "TTFT mean, ms", "TTFT p50, ms", "TTFT p99, ms", "output tokens/s")
 _WITHOUT_PREFIXES = {"prefix_caching": False}
 
 
@@ -48,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--longest", type=int, default=1024, help="tokens of a prompt or an output at most")
     parser.add_argument("--predictor", default="none", help="of the simulation (default: none)")
     parser.add_argument("--cluster", default="cpu-2x1", help="device and count of the simulation")
+    parser.add_argument("--runs", type=int, default=1, help="live ones, the arrangements in turn")
     parser.add_argument("--record", type=Path, help="folder for recordings of the live workers")
     parser.add_argument("--json", type=Path, help="write every number")
     parser.add_argument("--reuse", type=Path, help="live numbers of an earlier --json; only the simulation runs")
@@ -58,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Everything from parsed options. Raises `CohortError`."""
     check_writable(args.json, "--json")
-    earlier = _earlier(args.reuse) if args.reuse else {}
+    if args.runs < 1:
+        raise ConfigError("--runs: at least one")
+    live = _earlier(args.reuse) if args.reuse else {}
     found: list[dict[str, Any]] = []
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -66,11 +72,18 @@ def run(args: argparse.Namespace) -> int:
         for rate in args.rates:
             trace = folder / "trace.csv"
             write_trace(args.trace, trace, args, rate)
+            for turn in range(args.runs):
+                for arrangement in args.arrangements:
+                    runs = live.setdefault((arrangement, rate), [])
+                    if len(runs) <= turn:
+                        runs.append(_live(args, arrangement, trace))
+                        told = ", ".join(f"{value:.1f}" for value in runs[-1])
+                        sys.stderr.write(f"{arrangement}, {rate:g}, live run {turn + 1} of {args.runs}: {told}\n")
             for arrangement in args.arrangements:
-                real = earlier.get((arrangement, rate)) or _live(args, arrangement, trace)
+                runs = live[arrangement, rate]
                 virtual = _simulated(args, arrangement, trace, folder)
-                found.append({"arrangement": arrangement, "rate": rate, "live": real, "simulated": virtual})
-                cells = [f"{a:.1f}, {b:.1f}, {b / a - 1:+.1%}" for a, b in zip(real, virtual, strict=True)]
+                found.append({"arrangement": arrangement, "rate": rate, "live": runs, "simulated": virtual})
+                cells = [_cell(values, sim) for values, sim in zip(zip(*runs, strict=True), virtual, strict=True)]
                 rows.append([f"{arrangement}, {rate:g}", *cells])
                 sys.stderr.write(f"{' | '.join(rows[-1])}\n")
                 if args.json:
@@ -80,10 +93,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _earlier(path: Path) -> dict[tuple[str, float], tuple[float, ...]]:
+def _cell(live: tuple[float, ...], simulated: float) -> str:
+    middle = median(live)
+    spread = f" ({min(live):.1f} to {max(live):.1f})" if len(live) > 1 else ""
+    return f"{middle:.1f}{spread}, {simulated:.1f}, {simulated / middle - 1:+.1%}"
+
+
+def _earlier(path: Path) -> dict[tuple[str, float], list[tuple[float, ...]]]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return {(each["arrangement"], each["rate"]): tuple(each["live"]) for each in found}
+        return {(each["arrangement"], each["rate"]): [tuple(run) for run in each["live"]] for each in found}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"--reuse {path}: {error}") from error
 
@@ -121,4 +140,4 @@ def _simulated(args: argparse.Namespace, arrangement: str, trace: Path, folder: 
 def _columns(overall: dict[str, Any]) -> tuple[float, ...]:
     """Live and simulated reports have the same names."""
     tpot, ttft = overall["tpot_ms"], overall["ttft_ms"]
-    return tpot["mean"], tpot["p90"], ttft["mean"], ttft["p50"], overall["output_tokens_per_s"]
+    return tpot["mean"], tpot["p90"], ttft["mean"], ttft["p50"], ttft["p99"], overall["output_tokens_per_s"]

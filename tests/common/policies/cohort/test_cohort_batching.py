@@ -332,6 +332,39 @@ def test_sequences_that_take_turns_all_keep_their_tpot() -> None:
         assert (now_s - each.prefill_done_s) / max(1, each.output_tokens - 1) <= 0.022
 
 
+@given(st.lists(st.sampled_from([0.1, 0.5, 1.0, 3.0, 10.0]), min_size=24, max_size=24), st.integers(30, 200))
+def test_taking_turns_ends_all_of_them_whatever_was_predicted_and_however_little_memory_there_is(
+    wrong_by: list[float], blocks: int
+) -> None:
+    """And none that holds its KV is passed over: its next token comes within its TPOT and two iterations, also when
+    more were let in than the rows can bear."""
+    policy, kv = scheduler(), cache(blocks)
+    live = [promised(f"p{index}", 20, tpot_s=0.03, max_tokens=40) for index in range(len(wrong_by))]
+    for each, factor in zip(live, wrong_by, strict=True):
+        each.predicted = 40 * factor
+        policy.add(0.0, each)
+    now_s, longest_gap_s, longest_step_s = 0.0, 0.0, 0.0
+    paused: set[str] = set()
+    for _ in range(3000):
+        plan = decide(policy, kv, now_s)
+        step_s = step_seconds(TIMES, plan_shape(plan))
+        now_s, longest_step_s = now_s + step_s, max(longest_step_s, step_s)
+        ran(policy, plan, now_s, step_s)
+        run(plan, kv)
+        paused |= {victim.sequence.request_id for victim in plan.preempted}
+        for each in (row.sequence for row in plan.rows if row.sequence.output_tokens):
+            if each.last_token_s is not None and each.request_id not in paused:
+                longest_gap_s = max(longest_gap_s, now_s - each.last_token_s)
+            paused.discard(each.request_id)
+            each.last_token_s = now_s
+            each.prefill_done_s = each.prefill_done_s or now_s
+        for ended in [each for each in live if each.output_tokens >= 40]:
+            live.remove(ended)
+            leave(policy, kv, ended)
+    assert not live and kv.free_blocks == blocks
+    assert longest_gap_s <= 0.03 + 2 * longest_step_s
+
+
 def test_an_iteration_lasts_longer_while_its_sequences_are_ahead() -> None:
     def aim_ms(ablation: CohortAblation | None = None) -> float:
         policy, kv = scheduler(ablation=ablation), cache(400)

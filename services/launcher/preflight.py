@@ -7,8 +7,10 @@ Called by the launcher only; the processes check their own share again. Never lo
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
+import random
 import resource
 import socket
 from collections.abc import Iterable
@@ -24,6 +26,9 @@ from cohort.services.launcher.plan import ProcessPlan
 
 _GATEWAY_REMEDY = "choose another with --port"
 PORT_BLOCK = 40  # the gateway's, the monitor's, and metrics ports of up to 28 workers
+_FIRST_PORT = 10_000
+_OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_blocks = itertools.count(random.randrange(10_000))
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin", GGUF_FILE)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -107,15 +112,24 @@ def port_problem(host: str, port: int) -> str:
 
 
 def free_port() -> int:
-    """A port without a listener now, and likewise the ones after it."""
-    for _ in range(50):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-        block = range(port, port + PORT_BLOCK)
-        if block.stop <= 65_536 and not any(port_problem("127.0.0.1", candidate) for candidate in block):
+    """A port without a listener now, and likewise the ones after it; never one of an earlier call's. Where that leaves
+    enough, none that the system gives to outgoing connections, of which one could take it before it is listened on."""
+    ports = _for_listeners()
+    for _ in range(len(ports) // PORT_BLOCK):
+        port = ports[0] + next(_blocks) * PORT_BLOCK % (len(ports) - PORT_BLOCK)
+        if not any(port_problem("127.0.0.1", candidate) for candidate in range(port, port + PORT_BLOCK)):
             return port
-    raise ConfigError("no free ports on 127.0.0.1")
+    raise ConfigError(f"no {PORT_BLOCK} free ports in a row on 127.0.0.1 from {ports[0]} to {ports[-1]}")
+
+
+def _for_listeners() -> range:
+    """The larger of what lies below and above the ports of outgoing connections, or all if that is little."""
+    try:
+        first, last = map(int, _OUTGOING_PORTS.read_text(encoding="ascii").split())
+    except (OSError, ValueError):
+        first, last = 32_768, 60_999
+    left = max(range(_FIRST_PORT, first), range(last + 1, 65_536), key=len)
+    return left if len(left) >= 100 * PORT_BLOCK else range(_FIRST_PORT, 65_536)
 
 
 def usable_cores() -> int:

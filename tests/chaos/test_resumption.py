@@ -21,7 +21,8 @@ import aiohttp
 import pytest
 
 from cohort.common.config import dump_config, load_config
-from tests.e2e.pipeline import Pipeline, free_port
+from cohort.services.launcher.preflight import free_port
+from tests.e2e.pipeline import Pipeline
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cohort.services.bench.soak.report import read_document
-from tests.e2e.pipeline import free_port
+from cohort.services.launcher.preflight import free_port
 from tests.examples import nightly
 
 pytestmark = [

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import aiohttp
 from cohort.common.addresses import gateway_names
 from cohort.common.config import Config, dump_config, load_config
 from cohort.common.types import Role
+from cohort.services.launcher.preflight import free_port
 
 CONTEXT_LIMIT = int(os.environ.get("COHORT_TEST_CONTEXT", "2048"))
 """The pipeline under test serves so many positions; 8192 is the model's own limit and takes minutes on two cores."""
@@ -34,12 +34,6 @@ _FOLDERS = {
     "manager": "bucketing_manager",
     "monitor": "global_monitor",
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

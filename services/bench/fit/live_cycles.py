@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import tempfile
 import time
 import urllib.request
@@ -25,6 +24,7 @@ import aiohttp
 from cohort.services.bench.child import MeasurementFailed
 from cohort.services.bench.fit.shared_cores import AT_ONCE_S, Iteration, iterations
 from cohort.services.bench.live.pipelines import Served, pipeline
+from cohort.services.launcher.preflight import free_port
 
 USERS = (1, 4, 8)
 WORKER = "unified-0"
@@ -56,7 +56,7 @@ def measure_live(overlay: dict[str, Any], seconds_each: float, users: Sequence[i
     """`overlay`: configuration over the preset `unified`. Raises `MeasurementFailed`."""
     with tempfile.TemporaryDirectory() as folder:
         free = {"monitor": {"port": 0}, "metrics": {"base_port": 0}, "recording": {"folder": folder}}
-        with pipeline("unified", {**overlay, **free}, _free_port()) as served:
+        with pipeline("unified", {**overlay, **free}, free_port()) as served:
             spans = observe(served, seconds_each, users)
         (recording,) = Path(folder).glob(f"{WORKER}-*.jsonl")
         return phases(list(iterations(recording)), spans)
@@ -136,9 +136,3 @@ def _processor_s(pids: Iterable[int], read: Callable[[int], str] | None = None) 
         user, system = text.rpartition(")")[2].split()[11:13]
         total += int(user) + int(system)
     return total / float(os.sysconf("SC_CLK_TCK"))
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

@@ -205,6 +205,14 @@ class Roster:
             del managed.live[instance]
         return list(worker.live.values())
 
+    def forget_workers(self) -> list[InstanceId]:
+        """Names of all that were there: each has to register anew. No attempt may be live."""
+        names = list(self.workers)
+        self.workers.clear()
+        self._views = None
+        self.forget_unclaimed()
+        return names
+
     def serving(self) -> dict[InstanceId, InstanceView]:
         """Workers that take requests. Built anew only when a worker came, went or drains: policies may keep nothing of
         it, and every event asks."""
@@ -287,6 +295,10 @@ class Roster:
         if self._unclaimed:
             for attempt in [attempt for attempt in self._unclaimed if attempt in claimed]:
                 del self._unclaimed[attempt]
+
+    def forget_unclaimed(self) -> None:
+        """As long as no gateway names anything here."""
+        self._unclaimed.clear()
 
     def ownerless(self, now_s: float) -> list[tuple[Attempt, list[InstanceId]]]:
         """Attempts that no gateway has named for as long as one would need to, and their holders; named once."""

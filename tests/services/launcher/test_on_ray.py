@@ -14,7 +14,7 @@ from cohort.common.transport.security import generate_keys, load_keys
 from cohort.common.types import Role
 from cohort.services.cli.__main__ import main
 from cohort.services.launcher.on_ray import serving
-from cohort.services.launcher.on_ray.order import dialled_by_role, on_node, passed_environment
+from cohort.services.launcher.on_ray.order import dialled_as, on_node, passed_environment
 from cohort.services.launcher.on_ray.placement import SERVICE_CPUS, Node, Placement, gateway_nodes, place, with_threads
 from cohort.services.launcher.plan import ProcessPlan, plan
 
@@ -96,7 +96,7 @@ def test_a_process_listens_on_its_nodes_address_and_is_known_by_it() -> None:
     assert (manager.metrics.host, manager.metrics.advertise_host) == ("10.0.0.2", "10.0.0.2")
     assert manager.security.curve_secret_key_file == "/run/cluster.key"
     worker = on_node(config, plans["decode-0"], "10.0.0.3", 21_001, "")
-    assert worker.endpoints.manager == "" and dialled_by_role("decode_worker") == ""
+    assert worker.endpoints.manager == "" and dialled_as("decode_worker") == ""
     gateway = on_node(config, plans["gateway"], "10.0.0.2", 0, "")
     assert gateway.metrics.advertise_host == "10.0.0.2" and gateway.batch.folder == ""
     at_home = on_node(Config(), plans["gateway"], "10.0.0.2", 0, "")

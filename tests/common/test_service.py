@@ -254,7 +254,7 @@ def test_endpoints_of_managers_that_stand_by() -> None:
     there = Config(manager=two, endpoints=elsewhere)
     assert inbox_of(there, "bucketing_manager", "manager-2", run_dir) == ("tcp://0.0.0.0:1", "tcp://c:1")
     forgotten = Config(manager=two, endpoints=EndpointsConfig(manager="tcp://a:1", standby_managers=("tcp://b:1",)))
-    with pytest.raises(ConfigError, match="2 managers stand by .*, 1 have an endpoint"):
+    with pytest.raises(ConfigError, match=r"2 managers stand by .*, 1 have an endpoint"):
         manager_endpoints(forgotten, run_dir)
 
 

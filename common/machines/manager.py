@@ -69,6 +69,7 @@ _LISTEN_S = 0.5
 _LOOK_AGAIN_S = 0.05
 """While requests wait: between two looks at the queue that no message calls for. Policies go by the age of reports."""
 _LEAST_WAIT_S = 0.001  # between two ticks, however far in the past a policy wanted to be asked
+_REGISTERS_S = 3.0  # workers register with a manager that stands by several times in this time
 _Command = StartSegment | BindSegment | PrefetchKv | Cancel
 """To workers, with the epoch of the manager that leads."""
 _TellEpoch = GatewayHello | RegisterWorker | WorkerReport
@@ -236,7 +237,8 @@ class ManagerMachine:
         return False
 
     def _tick(self, now_s: float) -> None:
-        for instance, silent_s in self._roster.silent_workers(now_s):
+        least_s = 0.0 if self._lead.leads else _REGISTERS_S
+        for instance, silent_s in self._roster.silent_workers(now_s, least_s):
             self._worker_lost(now_s, instance, f"silent for {silent_s:.1f} s")
         for instance in self._roster.silent_gateways(now_s):
             self._abandon(now_s, instance, "gateway is silent")

@@ -187,12 +187,13 @@ class Roster:
             managed.idle_since_s = now_s
         return now_s - managed.idle_since_s if managed.idle_since_s is not None else 0.0
 
-    def silent_workers(self, now_s: float) -> list[tuple[InstanceId, float]]:
-        """Name and silence of those that count as dead. Notes the age of every report on the way."""
-        silent = []
+    def silent_workers(self, now_s: float, least_s: float = 0.0) -> list[tuple[InstanceId, float]]:
+        """Name and silence, of `least_s` at least, of those that count as dead. Notes the age of every report on the
+        way."""
+        silent, patience_s = [], max(self._report_timeout_s, least_s)
         for name, worker in self.workers.items():
             worker.view.report_age_s = now_s - worker.last_report_s
-            if worker.view.report_age_s > self._report_timeout_s:
+            if worker.view.report_age_s > patience_s:
                 silent.append((name, worker.view.report_age_s))
         return silent
 

@@ -83,7 +83,7 @@ def manager_endpoints(config: Config, run_dir: Path) -> dict[str, str]:
             f"endpoints.standby_managers: {len(standbys)} managers stand by (manager.standbys), "
             f"{len(configured)} have an endpoint"
         )
-    found = {MANAGER: endpoint_of(config, MANAGER, run_dir)}
+    found = {MANAGER: endpoint_of(config, "manager", run_dir)}
     for index, name in enumerate(standbys):
         found[name] = (configured[index : index + 1] or ("",))[0] or f"ipc://{run_dir / name}.sock"
     return found

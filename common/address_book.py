@@ -1,4 +1,4 @@
-"""Where manager, predictor and monitor are now, for pipelines whose processes may move to another host.
+"""Where managers, predictor and monitor are now, for pipelines whose processes may move to another host.
 
     a process moves ─▶ its keeper writes addresses.json into every process's run folder ─▶ each dials the new address
 
@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
-from cohort.common.addresses import MANAGER, MONITOR, PREDICTOR
+from cohort.common.addresses import MANAGER, MONITOR, PREDICTOR, STANDBY_MANAGERS
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
 from cohort.common.private_files import open_private
@@ -27,16 +27,23 @@ LOOK_S = 0.1
 
 
 class AddressBook(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """tcp://HOST:PORT of each inbox; "" = not known yet."""
+    """tcp://HOST:PORT of each inbox; "" = not known yet. `standbys`: managers that stand by, by name."""
 
     manager: str = ""
     predictor: str = ""
     monitor: str = ""
+    standbys: dict[str, str] = {}
 
     def named(self) -> dict[str, str]:
         """Those that are known, by the name under which processes dial them."""
-        every = {MANAGER: self.manager, PREDICTOR: self.predictor, MONITOR: self.monitor}
+        every = {MANAGER: self.manager, PREDICTOR: self.predictor, MONITOR: self.monitor, **self.standbys}
         return {name: endpoint for name, endpoint in every.items() if endpoint}
+
+    def entered(self, name: str, endpoint: str) -> AddressBook:
+        """A book in which this one is there."""
+        if name in STANDBY_MANAGERS:
+            return msgspec.structs.replace(self, standbys={**self.standbys, name: endpoint})
+        return msgspec.structs.replace(self, **{name: endpoint})
 
 
 def write_book(run_dir: Path, book: AddressBook) -> None:
@@ -62,8 +69,18 @@ def located(config: Config, run_dir: Path) -> Config:
     book = read_book(run_dir)
     if book is None:
         return config
-    endpoints = msgspec.structs.replace(config.endpoints, **book.named())
+    ours = {name: endpoint for name, endpoint in book.named().items() if name not in STANDBY_MANAGERS}
+    standbys = with_standbys(config.endpoints.standby_managers, book.standbys)
+    endpoints = msgspec.structs.replace(config.endpoints, **ours, standby_managers=standbys)
     return msgspec.structs.replace(config, endpoints=endpoints)
+
+
+def with_standbys(configured: tuple[str, ...], known: Mapping[str, str]) -> tuple[str, ...]:
+    """Endpoints of the managers that stand by, in the order of their names, where `known` has others than were
+    configured."""
+    last = max((STANDBY_MANAGERS.index(name) + 1 for name in known), default=0)
+    given = [*configured, *[""] * (last - len(configured))]
+    return tuple(known.get(name, endpoint) for name, endpoint in zip(STANDBY_MANAGERS, given, strict=False))
 
 
 async def follow_book(run_dir: Path, dial: Callable[[str, str], None]) -> None:

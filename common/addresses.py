@@ -19,6 +19,8 @@ EndpointName = Literal["manager", "predictor", "monitor", "gateway"]
 
 MANAGER, PREDICTOR, MONITOR, GATEWAY = "manager", "predictor", "monitor", "gateway"
 """Names under which every process dials the others; also the instance names of the ones there is one of."""
+STANDBY_MANAGERS = tuple(f"{MANAGER}-{index}" for index in range(1, 8))
+"""Of all managers that may stand by beside the first."""
 
 ROLES: dict[str, str] = {
     "gateway": GATEWAY,
@@ -43,16 +45,21 @@ def gateway_names(config: Config) -> tuple[str, ...]:
     return GATEWAY, *(f"{GATEWAY}-{index}" for index in range(1, config.gateway.processes))
 
 
+def manager_names(config: Config) -> tuple[str, ...]:
+    """Of the managers, in the order in which they are asked to lead; the first has the name of a single one."""
+    return MANAGER, *STANDBY_MANAGERS[: config.manager.standbys]
+
+
 def never_dialling(role: str) -> frozenset[str]:
     """Names that have no business in a role's inbox: these processes are dialled by it and answer over that connection,
     or have nothing to tell it. Predictor and monitor dial the manager; all processes dial the monitor."""
     match role:
         case "gateway" | "prefill_worker" | "decode_worker":
-            return frozenset({MANAGER, PREDICTOR, MONITOR})
+            return frozenset({MANAGER, *STANDBY_MANAGERS, PREDICTOR, MONITOR})
         case "length_predictor":
-            return frozenset({MANAGER, MONITOR})
+            return frozenset({MANAGER, *STANDBY_MANAGERS, MONITOR})
         case "bucketing_manager":
-            return frozenset({MANAGER})
+            return frozenset({MANAGER, *STANDBY_MANAGERS})
         case _:
             return frozenset()
 
@@ -67,12 +74,29 @@ def endpoint_of(config: Config, name: EndpointName, run_dir: Path) -> str:
     return configured or f"ipc://{run_dir / name}.sock"
 
 
+def manager_endpoints(config: Config, run_dir: Path) -> dict[str, str]:
+    """Where to dial each manager, by name. Raises `ConfigError` where the first is elsewhere and a standby nowhere."""
+    standbys = manager_names(config)[1:]
+    configured = config.endpoints.standby_managers
+    if config.endpoints.manager and len(configured) < len(standbys):
+        raise ConfigError(
+            f"endpoints.standby_managers: {len(standbys)} managers stand by (manager.standbys), "
+            f"{len(configured)} have an endpoint"
+        )
+    found = {MANAGER: endpoint_of(config, "manager", run_dir)}
+    for index, name in enumerate(standbys):
+        found[name] = (configured[index : index + 1] or ("",))[0] or f"ipc://{run_dir / name}.sock"
+    return found
+
+
 def inbox_of(config: Config, role: str, instance: str, run_dir: Path) -> tuple[str, str]:
     """(bind, advertise) of a process's own inbox. Over TCP a process binds `endpoints.bind_host` and is dialled under
     the host that the configuration names."""
     name = _ENDPOINTS.get(role)
     if name == "gateway" and instance in gateway_names(config)[1:]:  # the first has the endpoint that is configured
         advertise = _beside(config.endpoints.gateway) or f"ipc://{run_dir / instance}.sock"
+    elif name == "manager":
+        advertise = manager_endpoints(config, run_dir).get(instance) or endpoint_of(config, name, run_dir)
     elif name is not None:
         advertise = endpoint_of(config, name, run_dir)
     else:
@@ -96,14 +120,16 @@ def bind_address(endpoint: str, bind_host: str) -> str:
 
 def metrics_port(config: Config, role: str, instance: str) -> int:
     """From metrics.base_port on: predictor, manager, the configured workers in order, then gateways where several share
-    a port; 0 (any) for others."""
+    a port, then managers that stand by; 0 (any) for others."""
     base = config.metrics.base_port
     if base == 0:
         return 0
     order = ["length_predictor", "bucketing_manager"]
-    if role in order:
+    standbys = manager_names(config)[1:]
+    if role in order and instance not in standbys:
         return base + order.index(role)
-    rest = [*config.instance_roles, *(gateway_names(config) if config.gateway.processes > 1 else ())]
+    gateways = gateway_names(config) if config.gateway.processes > 1 else ()
+    rest = [*config.instance_roles, *gateways, *standbys]
     return base + len(order) + rest.index(instance) if instance in rest else 0
 
 

@@ -68,7 +68,9 @@ def stays_here(config: Config) -> bool:
 def _beyond(config: Config) -> Iterator[tuple[str, str]]:
     """Options of section `endpoints` that say otherwise, with their values."""
     endpoints = config.endpoints
-    tcp = [(name, value) for name in _ENDPOINTS if (value := str(getattr(endpoints, name))).startswith(_TCP)]
+    named = [(name, str(getattr(endpoints, name))) for name in _ENDPOINTS]
+    named += [("standby_managers", endpoint) for endpoint in endpoints.standby_managers]
+    tcp = [(name, value) for name, value in named if value.startswith(_TCP)]
     for name, value in tcp:
         if not is_loopback(value.removeprefix(_TCP).rpartition(":")[0]):
             yield name, value

@@ -91,9 +91,12 @@ class TokenBatch(_Base, frozen=True):
 
 class ManagerHello(_Base, frozen=True):
     """First word of a manager to a peer that greets it. A new `incarnation` means it knows nothing: register again,
-    name what you hold, resubmit what is outstanding."""
+    name what you hold, resubmit what is outstanding. `epoch`: of its leadership, or the highest it heard of while
+    another leads (`leads` False); 0 where there is one manager."""
 
     incarnation: int
+    epoch: int = 0
+    leads: bool = True
 
 
 class Placed(_Base, frozen=True):
@@ -162,12 +165,15 @@ class Predicted(_Base, frozen=True):
 
 class GatewayHello(_Base, frozen=True):
     """A gateway (again) dials in; `endpoint` is its inbox, where workers send tokens. `workers`: those that the last
-    `ClusterLoad` it heard named, so that a restarted manager knows whose registrations are still to come."""
+    `ClusterLoad` it heard named, so that a restarted manager knows whose registrations are still to come. `epoch`: the
+    highest it heard of. `lead`: it finds no manager that leads, and asks this one to."""
 
     instance: InstanceId
     incarnation: int
     endpoint: str
     workers: list[InstanceId] = []
+    epoch: int = 0
+    lead: bool = False
 
 
 class Submit(_Base, frozen=True):
@@ -177,10 +183,12 @@ class Submit(_Base, frozen=True):
 
 
 class Cancel(_Base, frozen=True):
-    """Forget these attempts and free what they hold, wherever they are. Also understood by workers."""
+    """Forget these attempts and free what they hold, wherever they are. Also understood by workers. `epoch`: the
+    manager's, as in `StartSegment`."""
 
     attempts: list[Attempt]
     reason: str = "cancelled"
+    epoch: int = 0
 
 
 class RevisePrediction(_Base, frozen=True):
@@ -202,7 +210,8 @@ class Outstanding(_Base, frozen=True):
 
 class RegisterWorker(_Base, frozen=True):
     """A worker dials in. `endpoint` is its inbox for other workers. `held` are attempts it has computed for, so that a
-    restarted manager takes them over; `awaiting` those whose KV it merely waits for: perhaps no worker sends it."""
+    restarted manager takes them over; `awaiting` those whose KV it merely waits for: perhaps no worker sends it.
+    `epoch`: of the manager that it follows."""
 
     instance: InstanceId
     incarnation: int
@@ -210,10 +219,12 @@ class RegisterWorker(_Base, frozen=True):
     capacity: WorkerCapacity
     held: list[Attempt]
     awaiting: list[Attempt] = []
+    epoch: int = 0
 
 
 class WorkerReport(_Base, frozen=True):
-    """A worker's heartbeat and stats, several times a second and whenever it turns idle."""
+    """A worker's heartbeat and stats, several times a second and whenever it turns idle. `epoch`: of the manager that
+    it follows."""
 
     instance: InstanceId
     incarnation: int
@@ -222,6 +233,7 @@ class WorkerReport(_Base, frozen=True):
     held: list[Attempt]
     awaiting: list[Attempt] = []
     draining: bool = False
+    epoch: int = 0
 
 
 class SegmentEnded(_Base, frozen=True):
@@ -259,9 +271,11 @@ class ClusterStats(_Base, frozen=True):
 
 
 class Registered(_Base, frozen=True):
-    """The manager knows this worker now."""
+    """The manager knows this worker now. `epoch`, `leads`: as in `ManagerHello`."""
 
     incarnation: int
+    epoch: int = 0
+    leads: bool = True
 
 
 class StartSegment(_Base, frozen=True):
@@ -270,7 +284,7 @@ class StartSegment(_Base, frozen=True):
     `gateway_endpoint`: where its tokens go. `next_endpoint`: inbox of the next segment's worker ("" if none or late).
     Workers of later segments get the same message beforehand, so that they know what an offer is about.
     `batch_id` groups requests that the manager batched (B5, A4). The `waited_s` of a resubmitted request counts until
-    this message was sent.
+    this message was sent. `epoch`: of the manager's leadership; a worker takes no command of a lower one than it heard.
     """
 
     request: Request
@@ -279,6 +293,7 @@ class StartSegment(_Base, frozen=True):
     gateway_endpoint: str
     next_endpoint: str = ""
     batch_id: int = 0
+    epoch: int = 0
 
 
 class BindSegment(_Base, frozen=True):
@@ -288,6 +303,7 @@ class BindSegment(_Base, frozen=True):
     segment: Segment
     next_endpoint: str
     batch_id: int = 0
+    epoch: int = 0
 
 
 class PrefetchKv(_Base, frozen=True):
@@ -295,6 +311,7 @@ class PrefetchKv(_Base, frozen=True):
     over soon (A5, A9)."""
 
     attempts: list[Attempt]
+    epoch: int = 0
 
 
 # --------------------------------------------------------------------------------------------------------------

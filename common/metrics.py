@@ -325,6 +325,7 @@ class SchedulerMetrics:
         self.workers = make.gauge(
             "workers", "Workers registered, by role and state (alive, draining, dead)", ("role", "state")
         )
+        self.leads = make.gauge("manager_leads", "1 = this manager leads, 0 = it stands by")
         self.buckets = make.gauge("buckets", "Buckets in use")
         self.placements = make.counter("placements", "Requests placed, by reason", ("reason",))
         self.migrations = make.counter("migrations", "Requests moved between workers while running", ("reason",))

@@ -43,6 +43,8 @@ from cohort.common.addresses import (
     bind_address,
     endpoint_of,
     inbox_of,
+    manager_endpoints,
+    manager_names,
     metrics_port,
     model_name,
     named_host,
@@ -84,6 +86,7 @@ __all__ = [
     "endpoint_of",
     "inbox_of",
     "logging_done",
+    "manager_names",
     "metrics_port",
     "metrics_routes",
     "model_name",
@@ -150,6 +153,11 @@ class ServiceContext:
 
     def endpoint_of(self, name: EndpointName) -> str:
         return endpoint_of(self.config, name, self.run_dir)
+
+    @property
+    def manager_endpoints(self) -> dict[str, str]:
+        """By name, in the order in which managers are asked to lead."""
+        return manager_endpoints(self.config, self.run_dir)
 
 
 Build = Callable[[ServiceContext], Awaitable[None]]
@@ -329,6 +337,7 @@ class _Service:
         """Raises `ConfigError` when sockets would lie in a folder that others can enter."""
         private_folder(self._run_dir)
         endpoints = [endpoint_of(self._config, name, self._run_dir) for name in get_args(EndpointName)]
+        endpoints += manager_endpoints(self._config, self._run_dir).values()
         if self._inbox is True:
             endpoints += inbox_of(self._config, self._role, self._instance, self._run_dir)
         if any(endpoint.startswith("ipc://") for endpoint in endpoints):

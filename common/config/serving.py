@@ -184,6 +184,8 @@ class ManagerConfig(Section, frozen=True):
     report_timeout_s: Seconds = 3.0  # no report for so long: the worker is dead, its requests are rescheduled
     load_interval_s: Seconds = 0.2  # between two ClusterLoad messages
     dispatch_ahead_tokens: Positive = 8192  # prefill tokens sent ahead to a worker; the rest waits here
+    # managers beside the one that leads, which take over when it dies; 0 = it is started anew instead
+    standbys: Annotated[int, msgspec.Meta(ge=0, le=7)] = 0
 
 
 class MonitorConfig(Section, frozen=True):
@@ -283,6 +285,7 @@ class EndpointsConfig(Section, frozen=True):
     gateway: str = ""  # inbox of the gateway
     worker: str = ""  # what a worker advertises; "tcp://HOST:0" picks a port
     bind_host: str = "127.0.0.1"  # address that processes with a tcp endpoint listen on
+    standby_managers: tuple[str, ...] = ()  # inboxes of manager-1, manager-2 …, where manager.standbys are wanted
 
 
 class SecurityConfig(Section, frozen=True):

@@ -66,20 +66,11 @@ from cohort.common.machines.events import (
 from cohort.common.machines.machine import Machine
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_state import REPORT_INTERVAL_S
-from cohort.common.messages import (
-    KvChunk,
-    Look,
-    Message,
-    RegisterWorker,
-    SegmentEnded,
-    TokenLogprob,
-    ToWorker,
-    WorkerReport,
-)
+from cohort.common.messages import KvChunk, Look, Message, SegmentEnded, TokenLogprob, ToWorker, WorkerReport
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.step_times.learned_times import plan_shape
 from cohort.common.sequence import Sequence
-from cohort.common.service import MANAGER, PREDICTOR, ServiceContext
+from cohort.common.service import PREDICTOR, ServiceContext
 from cohort.common.transport.kv_link import KvLink
 from cohort.common.types import InstanceId
 
@@ -155,7 +146,8 @@ class WorkerLoop:
 
     async def run(self) -> None:
         """Until asked to stop, then drain. All tasks end with this coroutine."""
-        self._bus.connect(MANAGER, self._context.endpoint_of("manager"))
+        for manager, endpoint in self._context.manager_endpoints.items():
+            self._bus.connect(manager, endpoint)
         if self._config.predictor.refine_after_prefill:
             self._bus.connect(PREDICTOR, self._context.endpoint_of("predictor"))
         self._context.stats = self._heartbeat
@@ -380,13 +372,12 @@ class WorkerLoop:
     async def _report(self) -> None:
         """Often while the manager does not know this worker, else at the configured interval."""
         while True:
-            pause_s = REPORT_INTERVAL_S
+            pause_s = _REGISTER_EVERY_S
             await self._free_memory.refresh()
             for effect in self._tell(ReportDue(self._free_memory.bytes)):
                 match effect:
-                    case Send(message=RegisterWorker()):
-                        pause_s = _REGISTER_EVERY_S
                     case Send(message=WorkerReport(stats=stats)):
+                        pause_s = REPORT_INTERVAL_S
                         self._metrics.export(stats, self._agent.quarantined_blocks)
                         if self._learned is not None:
                             self._learned.save_if_due(self._clock.now_s())

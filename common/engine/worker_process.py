@@ -43,7 +43,7 @@ from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.policies.interface import IterationScheduler
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.recording import recorded
-from cohort.common.service import MANAGER, ServiceContext, bind_address
+from cohort.common.service import MANAGER, ServiceContext, bind_address, manager_names
 from cohort.common.tracing.observed import traced
 from cohort.common.tracing.worker import WorkerSpans
 from cohort.common.transport.kv_link import KvLink
@@ -301,7 +301,15 @@ async def _serve(
     kv = policies.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks)
     capacity = msgspec.structs.replace(capacity, window=kv.geometry.window)  # some allocators give nothing back
     settings = WorkerSettings.of(config, tuple(links))
-    setup = WorkerSetup(context.instance, context.incarnation, context.bus.endpoint, MANAGER, capacity, settings)
+    setup = WorkerSetup(
+        context.instance,
+        context.incarnation,
+        context.bus.endpoint,
+        MANAGER,
+        capacity,
+        settings,
+        manager_names(context.config)[1:],
+    )
     seed = random.SystemRandom().getrandbits(53)
     machine = WorkerMachine(setup, scheduler, kv, random.Random(seed))
     learned = _learned_state(context, runner, machine, threads, own.degree)

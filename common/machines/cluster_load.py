@@ -1,12 +1,13 @@
-"""The cluster's load as the manager tells it to gateways, for admission and readiness. Called by `ManagerMachine` every
-load interval; knows workers' reports and counts, decides nothing."""
+"""The cluster as the manager shows it: its load to gateways, for admission and readiness; to policies, with the
+monitor's forecast. Called by `ManagerMachine`; knows workers' reports and counts, decides nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
-from cohort.common.messages import ClusterLoad
-from cohort.common.policies.interface import InstanceView
+from cohort.common.messages import ClusterLoad, ClusterStats
+from cohort.common.policies.interface import ClusterView, InstanceView
+from cohort.common.types import InstanceId
 
 _WINDOW_S = 1.0
 _WEIGHT = 0.2
@@ -46,3 +47,28 @@ def cluster_load(
         drain_rate=drain_rate,
         engines=list(dict.fromkeys(view.capacity.engine for view in views if view.capacity.engine is not None)),
     )
+
+
+class Forecast:
+    """The monitor's last summary; none where it is silent."""
+
+    def __init__(self) -> None:
+        self._stats: ClusterStats | None = None
+        self._heard_s = 0.0
+
+    def heard(self, now_s: float, stats: ClusterStats) -> None:
+        self._stats, self._heard_s = stats, now_s
+
+    def cluster(self, now_s: float, serving: Mapping[InstanceId, InstanceView]) -> ClusterView:
+        """What policies decide by. `serving`: the workers that take requests."""
+        stats = self._stats
+        if stats is None:
+            return ClusterView(serving)
+        return ClusterView(
+            instances=serving,
+            arrival_rate=stats.arrival_rate,
+            arrival_rate_forecast=stats.arrival_rate_forecast,
+            mean_prompt_tokens=stats.mean_prompt_tokens,
+            mean_output_tokens=stats.mean_output_tokens,
+            forecast_age_s=now_s - self._heard_s,
+        )

@@ -139,10 +139,12 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class ManagerFound(msgspec.Struct, frozen=True):
-    """A manager of this incarnation answered for the first time, while so many requests were owned."""
+    """A manager of this incarnation answered for the first time, or begins to lead, while so many requests were
+    owned."""
 
     incarnation: int
     outstanding: int
+    manager: InstanceId = "manager"
 
 
 WorkerEffect = Send | Dial | StartStep | SendRuns | ReceiveRuns | CancelRuns | LoadAdapter

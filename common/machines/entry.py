@@ -73,6 +73,8 @@ class Entry:
     """Why the attempt before this one ended."""
     lost_kind: str = ""
     """The same in one word: lost, gap, stall, cancelled, contradiction or manager."""
+    unplaced: int = 0
+    """Attempts that waited at a manager which was replaced: of these it may have any number."""
     queued_tokens: float = 0.0
     """Prompt and expected output while it counts as waiting; 0 afterwards."""
     together: tuple[RequestId, ...] = ()

@@ -123,21 +123,28 @@ class GatewayMachine:
         *,
         manager: InstanceId = "manager",
         predictor: InstanceId = "predictor",
+        standbys: tuple[InstanceId, ...] = (),
     ) -> None:
         """`endpoint`: this gateway's inbox, where workers send tokens. `predictor` "": there is none, and every request
-        that brings no prediction takes the default."""
+        that brings no prediction takes the default. `standbys`: managers beside `manager`, in the order in which they
+        are asked to lead."""
         self.instance = instance
         self.ledger = Ledger(
             stall_timeout_s=settings.stall_timeout_s,
             request_timeout_s=settings.request_timeout_s,
             max_attempts=settings.max_attempts,
         )
-        self.link = ManagerLink(GatewayHello(instance, incarnation, endpoint), load_interval_s=settings.load_interval_s)
+        self.link = ManagerLink(
+            GatewayHello(instance, incarnation, endpoint),
+            load_interval_s=settings.load_interval_s,
+            managers=(manager, *standbys),
+        )
         self.draining = False
         self.misnamed_total = 0
         """Messages dropped because another peer than their sender would have to say them."""
+        self.fenced_total = 0
+        """Messages dropped because another manager than their sender leads."""
         self._settings = settings
-        self._manager = manager
         self._predictor = predictor
         self._admission = AdmissionDesk(admission, self.ledger, expected_output=settings.default_prediction_tokens)
         self._predictions = PredictionDesk(
@@ -281,11 +288,13 @@ class GatewayMachine:
     # -- Messages --------------------------------------------------------------------------------------------------
 
     def _received(self, now_s: float, sender: InstanceId, message: ToGateway) -> None:
-        if not may_say(sender, message, manager=self._manager, predictor=self._predictor):
+        if not may_say(sender, message, managers=self.link.managers, predictor=self._predictor):
             self.misnamed_total += 1
             return
-        if sender == self._manager:
-            self.link.heard(now_s)
+        if sender in self.link.managers and not self.link.heard(now_s, sender) and type(message) is not ManagerHello:
+            self.fenced_total += 1
+            self._correct(now_s, sender)
+            return
         match message:
             case TokenBatch(_, updates):
                 ledger, deliver = self.ledger, self._effects.append
@@ -305,21 +314,28 @@ class GatewayMachine:
             case ClusterLoad():
                 self.link.on_load(message)
             case ManagerHello():
-                self._manager_hello(now_s, message)
+                self._manager_hello(now_s, sender, message)
             case _:
                 assert_never(message)
         if self._held_back and self.link.known(now_s):
             self._submit_unsent(now_s)
 
-    def _manager_hello(self, now_s: float, message: ManagerHello) -> None:
-        if self.link.on_hello(message):
-            self._effects.append(ManagerFound(message.incarnation, len(self.ledger)))
+    def _correct(self, now_s: float, manager: InstanceId) -> None:
+        """It takes itself for the one that leads."""
+        if (hello := self.link.correction(now_s)) is not None:
+            self._effects.append(Send(manager, hello))
+
+    def _manager_hello(self, now_s: float, sender: InstanceId, message: ManagerHello) -> None:
+        if self.link.on_hello(now_s, sender, message):
+            self._effects.append(ManagerFound(message.incarnation, len(self.ledger), sender))
             # This may answer something that was said to its predecessor: then it does not know us yet.
-            self._effects.append(Send(self._manager, self.link.hello(now_s)))
+            self._effects.append(Send(sender, self.link.hello(now_s)))
             again = self.ledger.manager_replaced(now_s)
             held = self.ledger.outstanding()  # runs somewhere; waiting requests come anew
             self._act(now_s, again)
             self._name(held)
+        elif message.leads and sender != self.link.manager:
+            self._correct(now_s, sender)
         self._submit_unsent(now_s)
 
     def _predicted(self, now_s: float, message: Predicted) -> None:
@@ -329,7 +345,7 @@ class GatewayMachine:
             return
         for entry in entries:
             if entry.state is not State.OPEN:  # otherwise it rides along when the request is submitted
-                self._effects.append(Send(self._manager, RevisePrediction(entry.request_id, message.prediction)))
+                self._effects.append(Send(self.link.manager, RevisePrediction(entry.request_id, message.prediction)))
 
     def _undelivered(self, now_s: float, message: Message) -> None:
         match message:
@@ -347,9 +363,7 @@ class GatewayMachine:
     def _tick(self, now_s: float) -> None:
         self._wake_s = float("inf")
         self._submit(now_s, self._predictions.overdue(now_s))
-        greeting = self.link.greeting(now_s)
-        if greeting is not None:
-            self._effects.append(Send(self._manager, greeting))
+        self._effects.extend(Send(manager, greeting) for manager, greeting in self.link.greetings(now_s))
         if now_s >= self._beat_s:
             self._beat_s = now_s + BEAT_S
             self._act(now_s, self.ledger.tick(now_s))
@@ -359,7 +373,7 @@ class GatewayMachine:
 
     def _name(self, held: list[Attempt]) -> None:
         if held:
-            self._effects.append(Send(self._manager, Outstanding(held)))
+            self._effects.append(Send(self.link.manager, Outstanding(held)))
 
     # -- What the ledger asks --------------------------------------------------------------------------------------
 
@@ -377,12 +391,12 @@ class GatewayMachine:
                 case SubmitAttempt(entry):
                     if self.link.known(now_s):
                         self.ledger.submitted(now_s, entry.request_id)
-                        effects.append(Send(self._manager, Submit(entry.current(now_s))))
+                        effects.append(Send(self.link.manager, Submit(entry.current(now_s))))
                     else:
                         self._held_back = True
                 case CancelAttempt(attempt, holders, reason):
                     cancel = Cancel([attempt], reason)
-                    effects.append(Send(self._manager, cancel))
+                    effects.append(Send(self.link.manager, cancel))
                     effects.extend(Send(holder, cancel) for holder in holders)
                 case _:
                     assert_never(action)

@@ -323,6 +323,7 @@ class Ledger:
         actions: list[Action] = []
         for entry in list(self._entries.values()):
             if entry.state is State.WAITING:
+                entry.unplaced += 1
                 actions += self._lost(entry, now_s, "manager", "the manager was replaced while the request waited")
         return actions
 
@@ -396,11 +397,12 @@ class Ledger:
         if finish is not None:  # only the word of its end was lost
             self._end(entry)
             return [*cancel, Deliver(entry, [], [], finish)]
-        if entry.attempt.number + 1 >= self._max_attempts:
+        placed = entry.attempt.number + 1 - entry.unplaced
+        if placed >= self._max_attempts:
             return self._fail(
                 entry,
                 RequestError(
-                    f"The request was placed {entry.attempt.number + 1} times and lost each time (last: {reason}).",
+                    f"The request was placed {placed} times and lost each time (last: {reason}).",
                     status=503,
                     type_="service_unavailable_error",
                     retry_after_s=1.0,

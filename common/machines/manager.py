@@ -13,21 +13,27 @@ so a lost message, a dead worker and a restarted manager are one case. A restart
              until every worker that a gateway        `settle_s` after the start: not what
              named is registered, `_LISTEN_S` at most  workers are still busy with
 
+Of several managers one leads (`leadership.py`). The others stand by: they know who is there and decide nothing. To take
+over is to start again without the start.
+
 `roster.py` keeps the books; here is what follows from them: queue, placement, late binding, prefetch, load. The host
 feeds events and performs effects; the policies decide what goes where.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import assert_never
 
 import msgspec
 
 from cohort.common.errors import InvariantViolated
-from cohort.common.machines.cluster_load import DrainRate, cluster_load
+from cohort.common.machines.cluster_load import DrainRate, Forecast, cluster_load
+from cohort.common.machines.dispatcher import Dispatcher
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import ManagerEvent, PeerLost, Received, Tick, Undelivered
+from cohort.common.machines.leadership import Leadership
+from cohort.common.machines.lost_attempts import LostAttempts
 from cohort.common.machines.manager_counters import ManagerCounters
 from cohort.common.machines.manager_settings import ManagerSettings
 from cohort.common.machines.parked_requests import ParkedRequests
@@ -35,6 +41,7 @@ from cohort.common.machines.roster import Managed, Roster
 from cohort.common.machines.senders import may_say
 from cohort.common.messages import (
     AttemptsLost,
+    BindSegment,
     Cancel,
     ClusterStats,
     GatewayHello,
@@ -42,7 +49,7 @@ from cohort.common.messages import (
     ManagerHello,
     Message,
     Outstanding,
-    Placed,
+    PrefetchKv,
     Refused,
     Registered,
     RegisterWorker,
@@ -54,15 +61,21 @@ from cohort.common.messages import (
     WorkerReport,
 )
 from cohort.common.policies import interface as policies
-from cohort.common.policies.interface import ClusterView, WaitingRequest
-from cohort.common.types import Attempt, InstanceId, Outcome, Request, RequestId
+from cohort.common.policies.interface import WaitingRequest
+from cohort.common.types import Attempt, InstanceId, Outcome, Request
 
 _LISTEN_S = 0.5
 """The longest a new manager waits with placements for workers to register; they try several times a second."""
-_RESUBMIT_S = 0.1  # the longest placements wait for lost attempts to come again: far more than the way there and back
 _LOOK_AGAIN_S = 0.05
 """While requests wait: between two looks at the queue that no message calls for. Policies go by the age of reports."""
 _LEAST_WAIT_S = 0.001  # between two ticks, however far in the past a policy wanted to be asked
+_REGISTERS_S = 3.0  # workers register with a manager that stands by several times in this time
+_Command = StartSegment | BindSegment | PrefetchKv | Cancel
+"""To workers, with the epoch of the manager that leads."""
+_TellEpoch = GatewayHello | RegisterWorker | WorkerReport
+_HeardStandingBy = GatewayHello | RegisterWorker | Leaving | ClusterStats
+_FromFollowers = Submit | Outstanding | WorkerReport
+"""Their sender takes this manager for the one that leads."""
 
 
 class ManagerMachine:
@@ -79,17 +92,18 @@ class ManagerMachine:
         self.instance = instance
         self.counters = ManagerCounters()
         self._incarnation = incarnation
+        self._lead = Leadership(incarnation, settings.rank, settings.managers)
         self._settings = settings
         self._order = order
         self._placement = placement
         self._listened_at_s = now_s + min(_LISTEN_S, settings.settle_s)
         self._settled_at_s = now_s + settings.settle_s
         self._roster = Roster(settings.report_timeout_s)
-        self._parked = ParkedRequests(self._roster, late_binding, self._send, self._start, self._reschedule)
-        self._resubmits: dict[RequestId, float] = {}
-        """Lost attempts whose next one is on its way here, and until when placements wait for it."""
-        self._cluster_stats: ClusterStats | None = None
-        self._cluster_stats_at_s = 0.0
+        self._dispatcher = Dispatcher(self._roster, order, placement, self.counters, self._send)
+        start = self._dispatcher.start
+        self._parked = ParkedRequests(self._roster, late_binding, self._send, start, self._reschedule)
+        self._lost = LostAttempts()
+        self._forecast = Forecast()
         self._next_load_s = 0.0
         self._drain_rate = DrainRate(now_s)
         self._told_wake_s: float | None = None
@@ -115,11 +129,12 @@ class ManagerMachine:
                     schedule = load_due = True
                 case _:
                     assert_never(event)
-        if schedule:
+        if schedule and self._lead.leads:
             self._schedule(now_s)
         if load_due and now_s >= self._next_load_s:
             self._next_load_s = now_s + self._settings.load_interval_s
-            self._send_load(now_s)
+            if self._lead.leads:
+                self._send_load(now_s)
         wake_s = self._wake_s(now_s)
         if wake_s <= now_s:  # a wake that is due stands: each message would put it off by as much again
             wake_s = min(now_s + _LEAST_WAIT_S, self._told_wake_s or float("inf"))
@@ -128,6 +143,10 @@ class ManagerMachine:
             self._effects.append(Wake(wake_s))
         effects, self._effects = self._effects, []
         return effects
+
+    @property
+    def leads(self) -> bool:
+        return self._lead.leads
 
     @property
     def waiting(self) -> int:
@@ -150,12 +169,15 @@ class ManagerMachine:
         waiting = sum(managed.waiting for managed in self._roster.requests.values())
         if waiting != len(self._order):
             raise InvariantViolated(f"{waiting} requests wait, the queue has {len(self._order)}")
+        if self._roster.requests and not self._lead.leads:
+            raise InvariantViolated(f"stands by and has {self.live} requests")
 
     def stats(self) -> dict[str, float]:
         return {
             "waiting": float(self.waiting),
             "live": float(self.live),
             "workers": float(self.workers),
+            "leads": float(self._lead.leads),
             **self.counters.metrics(),
             **self._order.metrics(),
             **self._placement.metrics(),
@@ -171,16 +193,26 @@ class ManagerMachine:
         if not may_say(sender, message):
             self.counters.misnamed += 1
             return False
+        if isinstance(message, _TellEpoch):
+            asked = isinstance(message, GatewayHello) and message.lead
+            if self._lead.outranked(now_s, message.epoch, asked=asked):
+                self._step_down(now_s)
+        if not self._lead.leads and not isinstance(message, _HeardStandingBy):
+            if isinstance(message, _FromFollowers):
+                self._send(sender, self._hello())
+            return False
         match message:
             case GatewayHello():
                 if self._roster.greeted(now_s, message):
                     self._abandon(now_s, message.instance, "gateway restarted")
-                self._send(message.instance, ManagerHello(self._incarnation))
+                if message.lead and self._lead.take(now_s):
+                    self._take_over(now_s, message)
+                self._send(message.instance, self._hello())
             case Submit(request=request):
                 return self._submit(now_s, sender, request)
             case Cancel(attempts=attempts, reason=reason):
                 for attempt in attempts:
-                    self._resubmits.pop(attempt.request_id, None)
+                    self._lost.came(attempt.request_id)
                     managed = self._roster.requests.get(attempt.request_id)
                     if managed is not None and managed.attempt == attempt and managed.gateway == sender:
                         self._forget(now_s, managed, reason)
@@ -199,17 +231,20 @@ class ManagerMachine:
                 if worker is not None and worker.incarnation == incarnation:
                     self._worker_lost(now_s, instance, "left")
             case ClusterStats():
-                self._cluster_stats, self._cluster_stats_at_s = message, now_s
+                self._forecast.heard(now_s, message)
             case _:
                 assert_never(message)
         return False
 
     def _tick(self, now_s: float) -> None:
-        for instance, silent_s in self._roster.silent_workers(now_s):
+        least_s = 0.0 if self._lead.leads else _REGISTERS_S
+        for instance, silent_s in self._roster.silent_workers(now_s, least_s):
             self._worker_lost(now_s, instance, f"silent for {silent_s:.1f} s")
         for instance in self._roster.silent_gateways(now_s):
             self._abandon(now_s, instance, "gateway is silent")
-        if now_s >= self._settled_at_s:
+        if not self._lead.leads:
+            self._roster.forget_unclaimed()
+        elif now_s >= self._settled_at_s:
             for attempt, holders in self._roster.ownerless(now_s):
                 for holder in holders:
                     self._send(holder, Cancel([attempt], "no gateway owns it"))
@@ -225,19 +260,41 @@ class ManagerMachine:
         if len(self._order):
             if now_s < self._listened_at_s:
                 wake_s = min(wake_s, self._listened_at_s)
-            wake_s = min(wake_s, max(self._resubmits.values(), default=wake_s))
+            wake_s = min(wake_s, self._lost.until_s or wake_s)
         return wake_s
 
     def _may_place(self, now_s: float) -> bool:
         """Lost requests are in the queue again, before all that came later."""
-        if self._resubmits:
-            self._resubmits = {name: until_s for name, until_s in self._resubmits.items() if now_s < until_s}
-        return not self._resubmits and self._has_listened(now_s)
+        return not self._lost.awaited(now_s) and self._has_listened(now_s)
 
     def _has_listened(self, now_s: float) -> bool:
         """A worker that registers a moment later must not find all the work with the first one."""
         roster = self._roster
         return now_s >= self._listened_at_s or (bool(roster.expected) and roster.expected <= roster.workers.keys())
+
+    # -- leading -----------------------------------------------------------------------------------------------
+
+    def _hello(self) -> ManagerHello:
+        return ManagerHello(self._incarnation, self._lead.epoch, self._lead.leads)
+
+    def _take_over(self, now_s: float, asked: GatewayHello) -> None:
+        """From here on as after a start: all workers register anew, gateways submit and name what is theirs."""
+        self.counters.takeovers += 1
+        self._listened_at_s = now_s + min(_LISTEN_S, self._settings.settle_s)
+        self._settled_at_s = now_s + self._settings.settle_s
+        workers = self._roster.forget_workers()
+        self._roster.expected = {*workers, *asked.workers}
+        for peer in (*workers, *(name for name in self._roster.gateways if name != asked.instance)):
+            self._send(peer, self._hello())
+
+    def _step_down(self, now_s: float) -> None:
+        """Another manager leads. What is queued here is submitted to it, what runs is named to it: nothing is said of
+        either."""
+        for managed in list(self._roster.requests.values()):
+            self._drop(now_s, managed)
+        self._lost.clear()
+        for gateway in self._roster.gateways:
+            self._send(gateway, self._hello())
 
     # -- gateways ----------------------------------------------------------------------------------------------
 
@@ -250,7 +307,7 @@ class ManagerMachine:
         """False for a gateway that has not greeted this incarnation: it is asked to, and will submit again."""
         if self._roster.heard(now_s, gateway):
             return True
-        self._send(gateway, ManagerHello(self._incarnation))
+        self._send(gateway, self._hello())
         return False
 
     def _submit(self, now_s: float, sender: InstanceId, request: Request) -> bool:
@@ -258,7 +315,7 @@ class ManagerMachine:
             return False
         if self._roster.has_finished(request.attempt):
             return False  # said twice
-        self._resubmits.pop(request.request_id, None)
+        self._lost.came(request.request_id)
         known = self._roster.requests.get(request.request_id)
         if known is not None:
             if known.attempt >= request.attempt:
@@ -270,7 +327,7 @@ class ManagerMachine:
             return False
         self.counters.submitted += 1
         if len(self._order) >= self._settings.max_waiting_requests:
-            self._refuse(sender, Refused(request.attempt, 429, "the manager's queue is full", "queue_full"))
+            self._dispatcher.refuse(sender, Refused(request.attempt, 429, "the manager's queue is full", "queue_full"))
             return False
         item = WaitingRequest(request, now_s, request.prediction)
         self._roster.add(Managed(request.attempt, sender, item, waiting=True))
@@ -306,8 +363,7 @@ class ManagerMachine:
                 self._roster.adopt(now_s, attempt, sender, holders)
             elif now_s >= self._settled_at_s:
                 lost.append(attempt)
-        if lost:
-            self._resubmits.update((attempt.request_id, now_s + _RESUBMIT_S) for attempt in lost)
+        if lost := self._lost.say(now_s, lost):
             self.counters.attempts_lost += len(lost)
             self._send(sender, AttemptsLost(lost, "unknown to the manager and to all workers"))
 
@@ -317,13 +373,13 @@ class ManagerMachine:
         if self._roster.is_new_incarnation(message):
             self._worker_lost(now_s, message.instance, "restarted")
         self._roster.registered(now_s, message)
-        self._send(message.instance, Registered(self._incarnation))
+        self._send(message.instance, Registered(self._incarnation, self._lead.epoch, self._lead.leads))
         return False
 
     def _report(self, now_s: float, report: WorkerReport) -> bool:
         missing = self._roster.reported(now_s, report)
         if missing is None:
-            self._send(report.instance, ManagerHello(self._incarnation))  # asks it to register
+            self._send(report.instance, self._hello())  # asks it to register
             return False
         for managed in missing:
             idle = managed.idle_since_s is not None
@@ -334,8 +390,7 @@ class ManagerMachine:
 
     def _worker_lost(self, now_s: float, instance: InstanceId, reason: str) -> None:
         self.counters.workers_lost += 1
-        for managed in self._roster.remove_worker(instance):
-            self._reschedule(now_s, managed, f"{instance}: {reason}")
+        self._give_back(now_s, self._roster.remove_worker(instance), f"{instance}: {reason}")
 
     # -- placement ---------------------------------------------------------------------------------------------
 
@@ -343,69 +398,10 @@ class ManagerMachine:
         """Ask the policies what goes where now, and send it."""
         if not len(self._order) and not self._parked.binds:
             return
-        cluster = self._cluster(now_s)
+        cluster = self._forecast.cluster(now_s, self._roster.serving())
         if len(self._order) and cluster.instances and self._may_place(now_s):
-            for dispatch in self._order.decide(now_s, cluster):
-                for request_id in dispatch.request_ids:
-                    managed = self._roster.requests.get(request_id)
-                    if managed is not None and managed.item is not None and managed.waiting:
-                        self._place(now_s, managed, managed.item, dispatch, cluster)
+            self._dispatcher.dispatch(now_s, cluster)
         self._parked.decide(now_s, cluster)
-
-    def _place(
-        self, now_s: float, managed: Managed, item: WaitingRequest, dispatch: policies.Dispatch, cluster: ClusterView
-    ) -> None:
-        decision = self._placement.place(now_s, item, cluster, dispatch.instance)
-        match decision:
-            case policies.Wait():
-                self._order.add(now_s, item)
-            case policies.Impossible(reason=reason):
-                self._roster.remove(managed)
-                self._refuse(managed.gateway, Refused(managed.attempt, 400, reason, "impossible"))
-            case policies.Refuse() if item.accepted:
-                self._order.add(now_s, item)
-            case policies.Refuse(reason=cause, retry_after_s=retry_after_s, forecast_s=forecast_s):
-                self._roster.remove(managed)
-                self._placement.finished(now_s, managed.request_id)
-                refused = Refused(managed.attempt, 429, "the server is busy", cause, retry_after_s, forecast_s)
-                self._refuse(managed.gateway, refused)
-            case policies.Placed(segments=segments, reason=reason, forecast_s=forecast_s):
-                managed.waiting = False
-                managed.segments = segments
-                self.counters.dispatched += 1
-                demoted = decision.best_effort and not item.accepted
-                if demoted:
-                    item.request = item.request.as_best_effort()
-                    self.counters.demoted += 1
-                # Later segments first: their workers know the request when the KV offer comes.
-                for index in reversed(range(len(segments))):
-                    self._start(now_s, managed, item, index, dispatch.batch_id)
-                instances = [segment.instance for segment in segments if segment.instance is not None]
-                queued_s = now_s - item.since_s
-                self._send(managed.gateway, Placed(managed.attempt, instances, queued_s, reason, demoted, forecast_s))
-            case _:
-                assert_never(decision)
-
-    def _start(self, now_s: float, managed: Managed, item: WaitingRequest, index: int, batch_id: int) -> None:
-        segments, request = managed.segments, item.request
-        if request.waited_s:  # resubmitted: its place in line is that of its first attempt
-            request = msgspec.structs.replace(request, waited_s=request.waited_s + now_s - item.since_s)
-        instance = segments[index].instance
-        if instance is None:
-            return
-        following = segments[index + 1].instance if index + 1 < len(segments) else None
-        self._roster.engage(now_s, managed, instance)
-        self._send(
-            instance,
-            StartSegment(
-                request,
-                list(segments),
-                index,
-                self._roster.gateways[managed.gateway].endpoint,
-                self._roster.workers[following].endpoint if following is not None else "",
-                batch_id,
-            ),
-        )
 
     # -- endings -----------------------------------------------------------------------------------------------
 
@@ -450,40 +446,39 @@ class ManagerMachine:
 
     def _reschedule(self, now_s: float, managed: Managed, reason: str) -> None:
         """This attempt is lost; its gateway decides how it goes on."""
-        self.counters.attempts_lost += 1
-        self._forget(now_s, managed, "lost")
-        if managed.gateway in self._roster.gateways:
-            self._resubmits[managed.request_id] = now_s + _RESUBMIT_S
-            self._send(managed.gateway, AttemptsLost([managed.attempt], reason))
+        self._give_back(now_s, [managed], reason)
+
+    def _give_back(self, now_s: float, lost: Sequence[Managed], reason: str) -> None:
+        """Each gateway is told once of all of its own."""
+        self.counters.attempts_lost += len(lost)
+        attempts: dict[InstanceId, list[Attempt]] = {}
+        for managed in lost:
+            self._forget(now_s, managed, "lost")
+            if managed.gateway in self._roster.gateways:
+                attempts.setdefault(managed.gateway, []).append(managed.attempt)
+        for gateway, own in attempts.items():
+            self._lost.say(now_s, own)
+            self._send(gateway, AttemptsLost(own, reason))
 
     def _forget(self, now_s: float, managed: Managed, reason: str) -> None:
+        for instance in self._drop(now_s, managed):
+            self._send(instance, Cancel([managed.attempt], reason))
+
+    def _drop(self, now_s: float, managed: Managed) -> list[InstanceId]:
+        """The attempt is over; returns the workers that may still hold it."""
         holders = self._roster.remove(managed)
         if managed.waiting:
             self._order.remove(now_s, managed.request_id)
         self._placement.finished(now_s, managed.request_id)
         self._parked.removed(now_s, managed.request_id)
-        for instance in holders:
-            self._send(instance, Cancel([managed.attempt], reason))
-
-    def _refuse(self, gateway: InstanceId, refused: Refused) -> None:
-        self.counters.refused[refused.cause] = self.counters.refused.get(refused.cause, 0) + 1
-        self._send(gateway, refused)
+        return holders
 
     # -- what policies and gateways are told -------------------------------------------------------------------
 
     def _send(self, peer: InstanceId, message: Message) -> None:
+        if self._lead.epoch and isinstance(message, _Command):
+            message = msgspec.structs.replace(message, epoch=self._lead.epoch)
         self._effects.append(Send(peer, message))
-
-    def _cluster(self, now_s: float) -> ClusterView:
-        stats = self._cluster_stats
-        return ClusterView(
-            instances=self._roster.serving(),
-            arrival_rate=stats.arrival_rate if stats else 0.0,
-            arrival_rate_forecast=stats.arrival_rate_forecast if stats else 0.0,
-            mean_prompt_tokens=stats.mean_prompt_tokens if stats else 0.0,
-            mean_output_tokens=stats.mean_output_tokens if stats else 0.0,
-            forecast_age_s=now_s - self._cluster_stats_at_s if stats else float("inf"),
-        )
 
     def _send_load(self, now_s: float) -> None:
         self._drain_rate.finished(now_s, self.counters.finished)

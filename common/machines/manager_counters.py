@@ -16,6 +16,8 @@ class ManagerCounters:
     refused: dict[str, int] = field(default_factory=dict)
     demoted: int = 0
     workers_lost: int = 0
+    takeovers: int = 0
+    """Times that it began to lead in place of another manager."""
     misnamed: int = 0
     """Messages dropped because another peer than their sender would have to say them."""
 
@@ -28,5 +30,6 @@ class ManagerCounters:
             **{f"refused_{cause}_total": float(count) for cause, count in sorted(self.refused.items())},
             "demoted_total": float(self.demoted),
             "workers_lost_total": float(self.workers_lost),
+            "takeovers_total": float(self.takeovers),
             "misnamed_total": float(self.misnamed),
         }

@@ -19,8 +19,11 @@ class ManagerSettings:
     settle_s: float
     load_interval_s: float
     max_waiting_requests: int
+    rank: int = 0
+    managers: int = 1
+    """Its place in the order of all managers, and how many there are."""
 
     @classmethod
-    def of(cls, config: Config) -> ManagerSettings:
+    def of(cls, config: Config, rank: int = 0, managers: int = 1) -> ManagerSettings:
         manager = config.manager
-        return cls(manager.report_timeout_s, _SETTLE_S, manager.load_interval_s, _MAX_WAITING_REQUESTS)
+        return cls(manager.report_timeout_s, _SETTLE_S, manager.load_interval_s, _MAX_WAITING_REQUESTS, rank, managers)

@@ -54,6 +54,7 @@ class GatewayHeader(_Header, frozen=True, tag="gateway"):
     manager: InstanceId
     predictor: InstanceId
     config: str
+    standbys: tuple[InstanceId, ...] = ()
 
 
 Header = WorkerHeader | ManagerHeader | GatewayHeader

@@ -146,6 +146,7 @@ def _build(header: Header) -> tuple[str, Machine[Any, Any], Any]:
                 header.now_s,
                 manager=header.manager,
                 predictor=header.predictor,
+                standbys=header.standbys,
             )
             return instance, gateway, GatewayEvent
         case _:

@@ -187,12 +187,13 @@ class Roster:
             managed.idle_since_s = now_s
         return now_s - managed.idle_since_s if managed.idle_since_s is not None else 0.0
 
-    def silent_workers(self, now_s: float) -> list[tuple[InstanceId, float]]:
-        """Name and silence of those that count as dead. Notes the age of every report on the way."""
-        silent = []
+    def silent_workers(self, now_s: float, least_s: float = 0.0) -> list[tuple[InstanceId, float]]:
+        """Name and silence, of `least_s` at least, of those that count as dead. Notes the age of every report on the
+        way."""
+        silent, patience_s = [], max(self._report_timeout_s, least_s)
         for name, worker in self.workers.items():
             worker.view.report_age_s = now_s - worker.last_report_s
-            if worker.view.report_age_s > self._report_timeout_s:
+            if worker.view.report_age_s > patience_s:
                 silent.append((name, worker.view.report_age_s))
         return silent
 
@@ -204,6 +205,14 @@ class Roster:
         for managed in worker.live.values():
             del managed.live[instance]
         return list(worker.live.values())
+
+    def forget_workers(self) -> list[InstanceId]:
+        """Names of all that were there: each has to register anew. No attempt may be live."""
+        names = list(self.workers)
+        self.workers.clear()
+        self._views = None
+        self.forget_unclaimed()
+        return names
 
     def serving(self) -> dict[InstanceId, InstanceView]:
         """Workers that take requests. Built anew only when a worker came, went or drains: policies may keep nothing of
@@ -287,6 +296,10 @@ class Roster:
         if self._unclaimed:
             for attempt in [attempt for attempt in self._unclaimed if attempt in claimed]:
                 del self._unclaimed[attempt]
+
+    def forget_unclaimed(self) -> None:
+        """As long as no gateway names anything here."""
+        self._unclaimed.clear()
 
     def ownerless(self, now_s: float) -> list[tuple[Attempt, list[InstanceId]]]:
         """Attempts that no gateway has named for as long as one would need to, and their holders; named once."""

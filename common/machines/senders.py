@@ -7,6 +7,8 @@ on Unix sockets the peer runs as the same user, with CURVE it holds the cluster'
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from cohort.common.messages import (
     AttemptsLost,
     BindSegment,
@@ -55,9 +57,13 @@ _ManagersOwn = (
 
 
 def may_say(
-    sender: InstanceId, message: Message, *, manager: InstanceId = "manager", predictor: InstanceId = "predictor"
+    sender: InstanceId,
+    message: Message,
+    *,
+    managers: Collection[InstanceId] = ("manager",),
+    predictor: InstanceId = "predictor",
 ) -> bool:
-    """False for a message that names another instance as its own, and for the manager's and the predictor's words from
+    """False for a message that names another instance as its own, and for a manager's and the predictor's words from
     any other sender."""
     if isinstance(message, _Signed):
         return message.instance == sender
@@ -65,4 +71,4 @@ def may_say(
         return message.request.gateway == sender
     if isinstance(message, Predicted):
         return sender == predictor
-    return sender == manager or not isinstance(message, _ManagersOwn)
+    return sender in managers or not isinstance(message, _ManagersOwn)

@@ -186,8 +186,10 @@ class WorkerMachine:
     # -- messages ----------------------------------------------------------------------------------------------
 
     def _received(self, now_s: float, sender: InstanceId, message: ToWorker) -> None:
-        if not may_say(sender, message, manager=self.setup.manager):
+        if not may_say(sender, message, managers=self._reports.managers):
             self.counters.misnamed += 1
+            return
+        if self._reports.refuses(sender, message):
             return
         match message:
             case StartSegment():
@@ -217,10 +219,8 @@ class WorkerMachine:
                 self.pool.prefetch(attempts)
             case RevisePrediction():
                 self._revise(now_s, message)
-            case Registered():
-                self._reports.registered = True
-            case ManagerHello():  # it restarted, or took silence for death
-                self._reports.register()
+            case Registered() | ManagerHello():
+                self._reports.heard(sender, message)
             case _:
                 assert_never(message)
 
@@ -497,4 +497,4 @@ class WorkerMachine:
 
     def _ended(self, sequence: Sequence, outcome: Outcome, reason: str = "") -> None:
         ended = SegmentEnded(self.setup.instance, sequence.key, outcome, sequence.computed, reason)
-        self._effects.append(Send(self.setup.manager, ended))
+        self._effects.append(Send(self._reports.manager, ended))

@@ -60,6 +60,8 @@ class WorkerCounters:
     exposed_transfer_s: float = 0.0
     """Of KV transfers to here: time from a segment's last row until the request could go on, which no compute hid."""
     stalls: int = 0
+    fenced: int = 0
+    """Commands refused because another manager leads."""
     misnamed: int = 0
     """Messages dropped because another peer than their sender would have to say them."""
     pooled: int = 0

@@ -1,6 +1,10 @@
-"""A worker's messages about itself: registration, reports and their figures, its leave.
+"""A worker's messages about itself: registration, reports and their figures, its leave; and which manager it obeys.
 
-Called by `WorkerMachine`. Repeats until the manager answers, counts the reports; decides nothing.
+Reports go to the manager that leads, the one of the highest epoch that was heard of. Those that stand by are registered
+with once a second, so that each knows this worker and its connection when it takes over. A command of a lower epoch
+than was heard of is refused, and its sender told.
+
+Called by `WorkerMachine`. Repeats until the manager answers, counts the reports; decides nothing about requests.
 """
 
 from __future__ import annotations
@@ -12,13 +16,27 @@ from cohort.common.kv.lease import LeaseTable
 from cohort.common.machines.adapter_desk import AdapterDesk
 from cohort.common.machines.effects import Send
 from cohort.common.machines.worker_state import Held, WorkerState
-from cohort.common.messages import Leaving, RegisterWorker, WorkerReport
+from cohort.common.messages import (
+    BindSegment,
+    Cancel,
+    Leaving,
+    ManagerHello,
+    PrefetchKv,
+    Registered,
+    RegisterWorker,
+    StartSegment,
+    ToWorker,
+    WorkerReport,
+)
 from cohort.common.policies.interface import Learned
 from cohort.common.sequence import Phase
-from cohort.common.types import Attempt, QueuedWork, WorkerStats
+from cohort.common.types import Attempt, InstanceId, QueuedWork, WorkerStats
 
 _REPORTED_QUEUE = 512
 """Entries of the progress list in a report (D4); beyond, an execution predictor sees totals only."""
+_STANDBYS_EVERY = 5
+"""Reports to the manager that leads, for one registration with those that stand by."""
+_Command = StartSegment | BindSegment | PrefetchKv | Cancel
 
 
 def _queue(everything: Iterable[Held], listed: int) -> dict[str, Any]:
@@ -80,26 +98,62 @@ class WorkerReports:
         self._leases = leases
         self._learned = learned
         self._sequence = 0
-        self.registered = False
-        """The manager knows this worker."""
+        setup = state.setup
+        self.managers = (setup.manager, *setup.standbys)
+        self.manager = setup.manager
+        """The one that leads, as far as is known."""
+        self._epoch = 0
+        self._registered = False
+        """It knows this worker."""
         self.draining = False
+
+    def heard(self, sender: InstanceId, message: ManagerHello | Registered) -> None:
+        """A manager says that it knows this worker now, or that it does not: then it restarted, took over, or took
+        silence for death."""
+        if message.leads and message.epoch >= self._epoch:
+            self._follow(sender, message.epoch)
+        leads = message.leads and message.epoch == self._epoch
+        if sender == self.manager:
+            self._registered = leads and isinstance(message, Registered)
+        if isinstance(message, ManagerHello) or (message.leads and not leads):
+            self._register_with(sender)
+
+    def refuses(self, sender: InstanceId, message: ToWorker) -> bool:
+        """Whether this is the command of a manager that was replaced. One of a higher epoch is followed."""
+        if not isinstance(message, _Command) or sender not in self.managers:
+            return False
+        if message.epoch < self._epoch:
+            self._state.counters.fenced += 1
+            self._register_with(sender)  # and so tells it
+            return True
+        self._follow(sender, message.epoch)
+        return False
+
+    def _follow(self, manager: InstanceId, epoch: int) -> None:
+        if (manager, epoch) != (self.manager, self._epoch):
+            self.manager, self._epoch, self._registered = manager, epoch, False
 
     def due(self, memory_free_bytes: int) -> None:
         """Report; register as long as the manager does not know this worker. It takes silence for death."""
-        if not self.registered:
-            self.register()
+        if not self._registered:
+            for manager in self.managers:
+                self._register_with(manager)
             return
         self._sequence += 1
         setup, stats, (held, awaiting) = self._state.setup, self.stats(memory_free_bytes), self._attempts()
-        self._say(WorkerReport(setup.instance, setup.incarnation, self._sequence, stats, held, awaiting, self.draining))
-
-    def register(self) -> None:
-        self.registered = False
-        setup, (held, awaiting) = self._state.setup, self._attempts()
-        self._say(RegisterWorker(setup.instance, setup.incarnation, setup.endpoint, setup.capacity, held, awaiting))
+        number, draining = self._sequence, self.draining
+        self._say(
+            self.manager,
+            WorkerReport(setup.instance, setup.incarnation, number, stats, held, awaiting, draining, self._epoch),
+        )
+        if number % _STANDBYS_EVERY == 0:
+            for manager in self.managers:
+                if manager != self.manager:
+                    self._register_with(manager)
 
     def leave(self) -> None:
-        self._say(Leaving(self._state.setup.instance, self._state.setup.incarnation))
+        for manager in self.managers:
+            self._say(manager, Leaving(self._state.setup.instance, self._state.setup.incarnation))
 
     def stats(self, memory_free_bytes: int) -> WorkerStats:
         kv, averages = self._state.kv, self._state.averages
@@ -138,5 +192,12 @@ class WorkerReports:
             (awaiting if waits else computed).append(held.sequence.key)
         return computed, awaiting
 
-    def _say(self, message: RegisterWorker | WorkerReport | Leaving) -> None:
-        self._state.effects.append(Send(self._state.setup.manager, message))
+    def _register_with(self, manager: InstanceId) -> None:
+        setup, (held, awaiting) = self._state.setup, self._attempts()
+        endpoint, capacity = setup.endpoint, setup.capacity
+        self._say(
+            manager, RegisterWorker(setup.instance, setup.incarnation, endpoint, capacity, held, awaiting, self._epoch)
+        )
+
+    def _say(self, manager: InstanceId, message: RegisterWorker | WorkerReport | Leaving) -> None:
+        self._state.effects.append(Send(manager, message))

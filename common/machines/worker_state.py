@@ -79,6 +79,8 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     manager: InstanceId
     capacity: WorkerCapacity
     settings: WorkerSettings
+    standbys: tuple[InstanceId, ...] = ()
+    """Managers that may lead in place of `manager`."""
 
 
 @dataclass(slots=True, eq=False)

@@ -43,6 +43,7 @@ class VirtualCluster:
         network: Network,
         cadence: Cadence,
         *,
+        managers: tuple[InstanceId, ...] = (MANAGER,),
         start_s: float = 0.0,
         goes_on: Callable[[], bool] = lambda: True,
         around: Callable[[Node], None] = lambda node: None,
@@ -56,6 +57,7 @@ class VirtualCluster:
         self.nodes: dict[InstanceId, Node] = {}
         self._builder = builder
         self._worker_names = tuple(worker_names)
+        self._managers = managers
         self._cadence = cadence
         self._goes_on = goes_on
         self._around = around
@@ -79,7 +81,8 @@ class VirtualCluster:
     def start(self) -> None:
         """Every process for the first time. Reports of many workers never come in step."""
         self.start_gateway()
-        self.start_manager()
+        for name in self._managers:
+            self.start_manager(name)
         for index, name in enumerate(self._worker_names):
             self.start_worker(name, self._cadence.report_s * (index + 1) / len(self._worker_names))
 
@@ -87,9 +90,9 @@ class VirtualCluster:
         machine = self._builder.make_gateway(GATEWAY, self._incarnation(), self.now_s)
         return self._started(Node(GATEWAY, machine), self._cadence.gateway_tick_s)
 
-    def start_manager(self) -> Node:
-        machine = self._builder.make_manager(MANAGER, self._incarnation(), self.now_s)
-        return self._started(Node(MANAGER, machine), self._cadence.manager_tick_s)
+    def start_manager(self, name: InstanceId = MANAGER) -> Node:
+        machine = self._builder.make_manager(name, self._incarnation(), self.now_s)
+        return self._started(Node(name, machine), self._cadence.manager_tick_s)
 
     def start_worker(self, name: InstanceId, first_report_s: float | None = None) -> WorkerNode:
         """It registers at once, and reports from `first_report_s` from now on."""

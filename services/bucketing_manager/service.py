@@ -13,7 +13,7 @@ from typing import assert_never
 
 from cohort.common import garbage
 from cohort.common.decision_log import DecisionLog
-from cohort.common.errors import PeerUnreachable
+from cohort.common.errors import ConfigError, PeerUnreachable
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import ManagerEvent, PeerLost, Received, Tick, Undelivered
 from cohort.common.machines.machine import Machine
@@ -35,7 +35,7 @@ from cohort.common.messages import (
 from cohort.common.metrics import SchedulerMetrics
 from cohort.common.policies import compose
 from cohort.common.recording import recorded
-from cohort.common.service import MONITOR, ServiceContext
+from cohort.common.service import MONITOR, ServiceContext, manager_names
 from cohort.common.tracing.manager import ManagerSpans
 from cohort.common.tracing.observed import traced
 from cohort.common.types import InstanceId, Segment
@@ -53,7 +53,10 @@ def make_machine(
 ) -> tuple[ManagerMachine, Machine[ManagerEvent, ManagerEffect]]:
     """The machine to look at, and the receiver of its events: itself, or its recorder."""
     config, now_s = context.config, context.clock.now_s()
-    settings = ManagerSettings.of(config)
+    names = manager_names(config)
+    if context.instance not in names:
+        raise ConfigError(f"--instance {context.instance}: manager.standbys means {', '.join(names)}")
+    settings = ManagerSettings.of(config, names.index(context.instance), len(names))
     machine = ManagerMachine(
         context.instance,
         context.incarnation,
@@ -81,6 +84,7 @@ class ManagerService:
         self._split: tuple[Segment, ...] = ()
         """The segments of the request that is being placed, where there are several."""
         self._undelivered: list[Undelivered] = []
+        self._leads: bool | None = None
         self._wake_s = 0.0
         self._wake_moved = asyncio.Event()
 
@@ -139,6 +143,10 @@ class ManagerService:
             for effect in self._told.handle(self._context.clock.now_s(), *events):
                 self._perform(effect)
             events, self._undelivered = tuple(self._undelivered), []
+        if self.machine.leads is not self._leads:
+            self._leads = self.machine.leads
+            self._metrics.leads().set(self._leads)
+            self._context.log.info("leads from now on" if self._leads else "stands by from now on")
 
     def _perform(self, effect: ManagerEffect) -> None:
         match effect:
@@ -159,8 +167,8 @@ class ManagerService:
             self._undelivered.append(Undelivered(peer, message))
 
     def _show(self, looker: InstanceId) -> None:
-        """A person looks at the live page."""
-        if looker != MONITOR:
+        """A person looks at the live page. A manager that stands by has nothing to show."""
+        if looker != MONITOR or not self.machine.leads:
             return
         context, now_s = self._context, self._context.clock.now_s()
         view = ManagerView(

@@ -113,13 +113,14 @@ def render(state: State) -> RenderableType:
     table.add_column("KV use", no_wrap=True)
     for name in ("step", "memory", "restarts"):
         table.add_column(name, justify="right", no_wrap=True)
+    several = sum(process["role"] == "bucketing_manager" for process in state["processes"]) > 1
     for process in state["processes"]:
         stats = process["stats"]
         restarts = process["restarts"]
         table.add_row(
             process["instance"],
             process["role"].replace("_", " "),
-            _state(process),
+            _state(process, _part(process) if several else ""),
             _duration(process["since_s"]),
             _count(stats, "requests_running", "running"),
             _count(stats, "requests_waiting", "waiting"),
@@ -148,12 +149,19 @@ def _headline(state: State) -> RenderableType:
     return line
 
 
-def _state(process: Mapping[str, Any]) -> RenderableType:
+def _part(process: Mapping[str, Any]) -> str:
+    """Which of several managers leads."""
+    if process["role"] != "bucketing_manager":
+        return ""
+    return ", leads" if process["stats"].get("leads") else ", stands by"
+
+
+def _state(process: Mapping[str, Any], part: str) -> RenderableType:
     from rich.text import Text
 
     match process["status"]:
         case "up":
-            return Text("ready", "green") if process["ready"] else Text("not ready", "yellow")
+            return Text(f"ready{part}", "green") if process["ready"] else Text(f"not ready{part}", "yellow")
         case "down":
             return Text(f"down, silent {_duration(process['age_s'])}", "bold red")
         case other:

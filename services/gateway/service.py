@@ -31,7 +31,7 @@ from cohort.common.messages import Look, Message, ToGateway
 from cohort.common.metrics import RequestMetrics
 from cohort.common.policies import compose
 from cohort.common.recording import recorded
-from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, named_host
+from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, manager_names, named_host
 from cohort.common.tls import ServerTls, TlsFiles
 from cohort.common.tracing.spans import Tracing
 from cohort.common.types import InstanceId
@@ -92,6 +92,7 @@ class Gateway:
             now_s,
             manager=MANAGER,
             predictor=PREDICTOR,
+            standbys=manager_names(config)[1:],
         )
         self._owners = Owners(config, keys, self._tenants.weight_of)
         self._metrics = RequestMetrics(context.metrics)
@@ -294,7 +295,8 @@ class Gateway:
 
     def _begin(self) -> None:
         """Dial the peers and greet; from then on the machine's `Wake` effects say when time matters."""
-        self._context.bus.connect(MANAGER, self._context.endpoint_of("manager"))
+        for manager, endpoint in self._context.manager_endpoints.items():
+            self._context.bus.connect(manager, endpoint)
         self._context.bus.connect(PREDICTOR, self._context.endpoint_of("predictor"))
         self.streams.on_told = self._note_ready
         self.streams.tell(Tick())
@@ -355,6 +357,7 @@ class Gateway:
             "open_streams": len(self.streams),
             "resubmitted_total": ledger.resubmitted_total,
             "misnamed_total": self._machine.misnamed_total,
+            "fenced_total": self._machine.fenced_total,
             "asyncio_tasks": len(asyncio.all_tasks()),
         }
 
@@ -369,6 +372,7 @@ def _header(context: ServiceContext, now_s: float) -> GatewayHeader:
         MANAGER,
         PREDICTOR,
         config_text(context.config),
+        manager_names(context.config)[1:],
     )
 
 

@@ -166,8 +166,13 @@ class Streams:
                             track.mailbox.put(track.index, error=error)
                     case Ended(entry, finish, reason):
                         self._finalize(entry, finish, reason)
-                    case ManagerFound(incarnation, outstanding):
-                        self._log.info("manager is there", manager_incarnation=incarnation, outstanding=outstanding)
+                    case ManagerFound(incarnation, outstanding, manager):
+                        self._log.info(
+                            "manager is there",
+                            manager=manager,
+                            manager_incarnation=incarnation,
+                            outstanding=outstanding,
+                        )
                     case _:
                         assert_never(effect)
             except Exception:

@@ -15,7 +15,7 @@ from cohort.common.transport.zmq_bus import ZmqBus
 from cohort.services.global_monitor.exporter import ClusterCollector, Exporter
 from cohort.services.global_monitor.feed import LiveFeed
 from cohort.services.global_monitor.server import application
-from cohort.services.global_monitor.service import MANAGER, GlobalMonitor
+from cohort.services.global_monitor.service import GlobalMonitor
 
 
 async def build(context: ServiceContext) -> None:
@@ -23,13 +23,14 @@ async def build(context: ServiceContext) -> None:
     config = context.config
     if isinstance(context.bus, ZmqBus):
         # A manager that comes back wants the latest stats, not all it missed.
-        context.bus.connect(MANAGER, context.endpoint_of("manager"), high_water_messages=2)
+        for manager, endpoint in context.manager_endpoints.items():
+            context.bus.connect(manager, endpoint, high_water_messages=2)
     monitor = GlobalMonitor(
         config,
         context.bus,
         context.clock,
         context.log,
-        manager_endpoint=context.endpoint_of("manager"),
+        manager_endpoints=context.manager_endpoints,
         model=context.model_name,
         instance=context.instance,
         incarnation=context.incarnation,

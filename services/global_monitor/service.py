@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import Mapping
 
 from structlog.stdlib import BoundLogger
 
@@ -24,7 +25,6 @@ from cohort.services.global_monitor.live import LiveState, live_state
 from cohort.services.global_monitor.looking import Looking
 from cohort.services.global_monitor.page import ClusterState, state
 
-MANAGER = "manager"
 MISSED_HEARTBEATS = 6  # a process that has missed so many is reported as down
 LEAST_SILENCE_S = 3.0
 _LIVE_HISTORY_S = 300.0
@@ -41,7 +41,7 @@ class GlobalMonitor:
         clock: Clock,
         log: BoundLogger,
         *,
-        manager_endpoint: str,
+        manager_endpoints: Mapping[InstanceId, str],
         model: str,
         instance: str,
         incarnation: int,
@@ -57,7 +57,9 @@ class GlobalMonitor:
         self._incarnation = incarnation
         self._started_s = clock.now_s()
         self.looking = Looking(self.cluster, clock.now_s, self._ask)
-        bus.connect(MANAGER, manager_endpoint)
+        self._managers = tuple(manager_endpoints)
+        for manager, endpoint in manager_endpoints.items():
+            bus.connect(manager, endpoint)
 
     async def serve(self) -> None:
         """Take messages until cancelled."""
@@ -87,8 +89,9 @@ class GlobalMonitor:
         now_s = self._clock.now_s()
         self._report(self.cluster.heard(now_s, self._own_heartbeat()))
         self._report(self.cluster.tick(now_s))
-        with contextlib.suppress(PeerUnreachable):  # it is away; the next one will be fresher anyway
-            self._bus.send(MANAGER, self.cluster.stats_for_manager())
+        stats = self.cluster.stats_for_manager()
+        for manager in self._managers:
+            self._ask(manager, stats)  # one that is away: the next will be fresher anyway
 
     def read_state(self, history_s: float) -> ClusterState:
         now_s = self._clock.now_s()

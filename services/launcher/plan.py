@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from cohort.common.addresses import GATEWAY, gateway_names, metrics_port
+from cohort.common.addresses import GATEWAY, gateway_names, manager_names, metrics_port
 from cohort.common.config import Config
 from cohort.common.types import Role
 
@@ -99,6 +99,7 @@ def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
         ProcessPlan(
             "manager", "bucketing_manager", StopStage.MANAGER, host, base + 1, short_drain_s, environment=single
         ),
+        *_standbys(config, short_drain_s, single),
         ProcessPlan(
             "monitor",
             "global_monitor",
@@ -127,6 +128,23 @@ def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
             )
         )
     return plans
+
+
+def _standbys(config: Config, drain_s: float, environment: Mapping[str, str]) -> list[ProcessPlan]:
+    """Managers beside the first."""
+    folder, host = "bucketing_manager", config.metrics.host
+    return [
+        ProcessPlan(
+            instance,
+            folder,
+            StopStage.MANAGER,
+            host,
+            metrics_port(config, folder, instance),
+            drain_s,
+            environment=environment,
+        )
+        for instance in manager_names(config)[1:]
+    ]
 
 
 def _gateways(config: Config, environment: Mapping[str, str]) -> list[ProcessPlan]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from cohort.common.service import MANAGER, ServiceContext, service_main
+from cohort.common.service import ServiceContext, service_main
 from cohort.common.tracing.spans import Tracing
 from cohort.services.length_predictor.service import LengthPredictor
 
@@ -14,7 +14,8 @@ async def build(context: ServiceContext) -> None:
     service = LengthPredictor(context.config, context.bus, context.log, context.registry)
     service.tracing = Tracing.opened(context)
     if context.config.predictor.refine_after_prefill:
-        context.bus.connect(MANAGER, context.endpoint_of("manager"))
+        for manager, endpoint in context.manager_endpoints.items():
+            context.bus.connect(manager, endpoint)
     context.stats = service.stats
     async with asyncio.TaskGroup() as tasks:
         running = [

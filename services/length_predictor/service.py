@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,9 @@ from structlog.stdlib import BoundLogger
 
 from cohort.common.config import Config
 from cohort.common.errors import PeerUnreachable
-from cohort.common.messages import LengthFacts, ObserveLength, Predicted, PredictLength, PromptState
+from cohort.common.messages import LengthFacts, ObserveLength, Predicted, PredictLength, PromptState, RevisePrediction
 from cohort.common.paths import DEFAULT_MODEL_NAME, cache_dir
-from cohort.common.service import MANAGER
+from cohort.common.service import manager_names
 from cohort.common.tracing.spans import Tracing
 from cohort.common.tracing.traceparent import parse
 from cohort.common.transport.bus import Bus
@@ -95,17 +96,19 @@ class LengthPredictor:
         self._bus = bus
         self._log = log
         self._default_mean = float(config.gateway.default_prediction_tokens)
+        self._to_managers = [sending(partial(bus.send, name), PeerUnreachable) for name in manager_names(config)]
         self._predictions = 0
         self._observations = 0
         self._error_tokens = math.nan
         self.tracing: Tracing | None = None
         self.child = TrainingChild(config.predictor, state_file(config), log, self._take_model)
         self._metrics = _Metrics.on(registry, self)
-        self.second = SecondOpinions(
-            state_file(config).with_suffix(".refined.npz"),
-            log,
-            sending(lambda revision: bus.send(MANAGER, revision), PeerUnreachable),
-        )
+        self.second = SecondOpinions(state_file(config).with_suffix(".refined.npz"), log, self._revise)
+
+    def _revise(self, revision: RevisePrediction) -> None:
+        """To all managers: those that stand by skip it."""
+        for send in self._to_managers:
+            send(revision)
 
     async def serve(self) -> None:
         """Answer until cancelled."""

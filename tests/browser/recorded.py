@@ -112,7 +112,7 @@ class Recorded:
             network.bus("monitor"),
             SystemClock(),
             structlog.get_logger(),
-            manager_endpoint="memory://manager",
+            manager_endpoints={"manager": "memory://manager"},
             model=MARKUP,
             instance="monitor",
             incarnation=1,

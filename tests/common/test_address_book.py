@@ -19,6 +19,15 @@ def test_what_the_book_says_wins_over_the_configuration(tmp_path: Path) -> None:
     assert located(config, tmp_path).endpoints == EndpointsConfig("tcp://b:7", "", "tcp://a:2", "", "tcp://a:0")
 
 
+def test_managers_that_stand_by_are_in_the_book_by_name(tmp_path: Path) -> None:
+    book = AddressBook().entered("manager", "tcp://a:1").entered("manager-2", "tcp://c:1")
+    assert book.named() == {"manager": "tcp://a:1", "manager-2": "tcp://c:1"}
+    write_book(tmp_path, book)
+    assert read_book(tmp_path) == book
+    endpoints = located(Config(endpoints=EndpointsConfig(standby_managers=("tcp://b:1",))), tmp_path).endpoints
+    assert (endpoints.manager, endpoints.standby_managers) == ("tcp://a:1", ("tcp://b:1", "tcp://c:1"))
+
+
 def test_a_file_that_is_no_book_is_named(tmp_path: Path) -> None:
     (tmp_path / BOOK).write_text('{"manager": 7}')
     with pytest.raises(ConfigError, match=BOOK):

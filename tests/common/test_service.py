@@ -16,7 +16,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from cohort.common.config import Config, EndpointsConfig, MetricsConfig, WorkerGroup
+from cohort.common.addresses import manager_endpoints
+from cohort.common.config import Config, EndpointsConfig, ManagerConfig, MetricsConfig, WorkerGroup
 from cohort.common.errors import ConfigError
 from cohort.common.messages import Farewell, Heartbeat, KvRenew, Registered
 from cohort.common.service import DRAIN_MARGIN_S, EXIT_NO_DEVICE, endpoint_of, inbox_of, metrics_port, model_name
@@ -240,6 +241,21 @@ def test_endpoints() -> None:
     for wrong in ("tcp://manager", "tcp://manager:x", "tcp://manager:99999"):
         with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
             inbox_of(Config(endpoints=EndpointsConfig(manager=wrong)), "bucketing_manager", "manager", run_dir)
+
+
+def test_endpoints_of_managers_that_stand_by() -> None:
+    run_dir, two = Path("/run/cohort"), ManagerConfig(standbys=2)
+    here = Config(manager=two)
+    assert list(manager_endpoints(here, run_dir)) == ["manager", "manager-1", "manager-2"]
+    second = "ipc:///run/cohort/manager-1.sock"
+    assert manager_endpoints(here, run_dir)["manager-1"] == second
+    assert inbox_of(here, "bucketing_manager", "manager-1", run_dir) == (second, second)
+    elsewhere = EndpointsConfig(manager="tcp://a:1", bind_host="0.0.0.0", standby_managers=("tcp://b:1", "tcp://c:1"))
+    there = Config(manager=two, endpoints=elsewhere)
+    assert inbox_of(there, "bucketing_manager", "manager-2", run_dir) == ("tcp://0.0.0.0:1", "tcp://c:1")
+    forgotten = Config(manager=two, endpoints=EndpointsConfig(manager="tcp://a:1", standby_managers=("tcp://b:1",)))
+    with pytest.raises(ConfigError, match=r"2 managers stand by .*, 1 have an endpoint"):
+        manager_endpoints(forgotten, run_dir)
 
 
 def test_metrics_ports_do_not_collide() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from cohort.common.addresses import gateway_names
+from cohort.common.addresses import gateway_names, manager_names
 from cohort.common.config import Config, dump_config, load_config
 from cohort.common.types import Role
 from cohort.services.launcher.preflight import free_port
@@ -82,7 +82,8 @@ class Pipeline:
         self.config: Config
         self.reconfigure(preset)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.names = ["monitor", "manager", "predictor", *gateway_names(self.config), *self.config.instance_roles]
+        services = ["monitor", *manager_names(self.config), "predictor", *gateway_names(self.config)]
+        self.names = [*services, *self.config.instance_roles]
 
     @property
     def url(self) -> str:
@@ -137,6 +138,9 @@ class Pipeline:
         process = self.processes.pop(name)
         process.kill()
         process.wait(10)
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        self.processes[name].send_signal(number)
 
     def terminate(self, name: str, timeout_s: float = 60.0) -> int:
         process = self.processes.pop(name)
@@ -216,8 +220,9 @@ class Pipeline:
             for key in ("held_blocks", "leases", "running", "waiting", "awaiting_kv", "parked", "quarantined_blocks"):
                 if stats.get(key, 0):
                     left[f"{name}.{key}"] = stats[key]
-        manager = self.stats("manager")
-        left |= {f"manager.{key}": manager[key] for key in ("waiting", "live") if manager.get(key, 0)}
+        for name in manager_names(self.config):
+            manager = self.stats(name)
+            left |= {f"{name}.{key}": manager[key] for key in ("waiting", "live") if manager.get(key, 0)}
         gateway = self.stats("gateway")
         left |= {
             f"gateway.{key}": gateway[key]

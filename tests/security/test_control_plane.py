@@ -197,7 +197,7 @@ async def test_no_process_reports_for_another():
         inbox,  # type: ignore[arg-type]
         SystemClock(),
         structlog.get_logger(),
-        manager_endpoint="",
+        manager_endpoints={"manager": ""},
         model="m",
         instance="monitor",
         incarnation=1,

@@ -49,6 +49,12 @@ function node(box, name, all, lines, extra = []) {
     word && kind === "down" ? null : extra);
 }
 
+/** Which of several managers decides now. */
+function leader(all) {
+  const leads = all.find(each => each.process.status === "up" && each.process.stats.leads);
+  return leads ? `${leads.process.instance} leads` : "none leads";
+}
+
 /** Waiting requests as squares, real-time ones first. */
 function squares(box, classes) {
   const room = Math.min(MOST_SQUARES, Math.floor((box.w - 26) / 8));
@@ -127,7 +133,7 @@ export function drawPipeline(parent, state) {
     node(box.predictor, "predictor", there.predictor, [`${count(sum(there.predictor, "observations"))} lengths learned`]),
     node(box.monitor, "monitor", there.monitor, ["all processes report"]),
     node(box.manager, "manager", there.manager, [`${count(sum(there.manager, "waiting"))} waiting`,
-      `${count(sum(there.manager, "workers"))} workers`], squares(box.manager, classes)),
+      there.manager.length > 1 ? leader(there.manager) : `${count(sum(there.manager, "workers"))} workers`], squares(box.manager, classes)),
     shown(there.prefill, box.prefill), shown(there.decode, box.decode)];
   const at = plan.labels;
   const labels = [

@@ -4,10 +4,12 @@ import { bytes, duration, generic } from "./format.js";
 
 const opened = new Set();
 
-function card({ process }) {
+/** `several`: there are several managers. */
+function card({ process }, several) {
   const { stats, status } = process;
   const colour = status === "down" ? "bad" : status === "left" ? "dim" : process.ready ? "good" : "warn";
-  const word = status === "up" ? (process.ready ? "ready" : "not ready") : status;
+  const part = status !== "up" || process.role !== "bucketing_manager" ? "" : stats.leads ? ", leads" : ", stands by";
+  const word = (status === "up" ? (process.ready ? "ready" : "not ready") : status) + (several ? part : "");
   const facts = process.facts ?? {};
   const about = [facts.device, facts.capability ? `sm ${facts.capability}` : "", facts.dtype, facts.kernels];
   const names = Object.keys(stats).sort();
@@ -30,6 +32,7 @@ function card({ process }) {
 }
 
 export function drawProcesses(parent, state) {
+  const several = state.live.filter(({ process }) => process.role === "bucketing_manager").length > 1;
   const more = state.processes - state.live.length;
-  redraw(parent, state.live.map(card), more > 0 ? h("p", { class: "dim" }, `and ${more} further processes`) : null);
+  redraw(parent, state.live.map(each => card(each, several)), more > 0 ? h("p", { class: "dim" }, `and ${more} further processes`) : null);
 }

@@ -70,10 +70,8 @@ class Agent:
         self._stops = 0
 
     def place(self) -> Place:
-        own = own_endpoint(self._plan.folder, self._ip, self._inbox_port)
-        return Place(
-            self._incarnation, self._node_id, self._ip, socket.gethostname(), __version__, next(iter(own.values()), "")
-        )
+        own = own_endpoint(self._plan, self._ip, self._inbox_port)
+        return Place(self._incarnation, self._node_id, self._ip, socket.gethostname(), __version__, own)
 
     def start(self, book: AddressBook, edition: int) -> None:
         """Start the process, or tell it of addresses that have changed. An older edition changes nothing."""

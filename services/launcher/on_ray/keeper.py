@@ -16,13 +16,11 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
-
 from cohort.common.address_book import AddressBook
 from cohort.common.private_files import open_private
 from cohort.services.launcher.console import Console, State
 from cohort.services.launcher.on_ray.agent import Agent
-from cohort.services.launcher.on_ray.order import News, Order, Place, dialled_by_role
+from cohort.services.launcher.on_ray.order import News, Order, Place, dialled_as
 from cohort.services.launcher.on_ray.placement import Placement, said
 from cohort.services.launcher.plan import StopStage
 from cohort.services.launcher.run_files import ProcessMark, RunFiles
@@ -140,12 +138,19 @@ class RaySupervisor:
     # -- one process ----------------------------------------------------------------------------------------------
 
     def _ask_for(self, kept: Kept) -> None:
-        """A group with one bundle is one node's, whole: STRICT_PACK says so also of bundles to come."""
+        """A group with one bundle is one node's, whole: STRICT_PACK says so also of bundles to come. Processes that are
+        spread share a group, each with a bundle of its own."""
         util = self._ray.util
-        kept.group = util.placement_group([dict(kept.placement.bundle)], strategy="STRICT_PACK")
-        bundle = kept.placement.bundle
+        together = [each for each in self._kept if each.placement.spread and each.plan.folder == kept.plan.folder]
+        if kept not in together:
+            together = [kept]
+        if kept is together[0]:
+            bundles = [dict(each.placement.bundle) for each in together]
+            kept.group = util.placement_group(bundles, strategy="SPREAD" if len(together) > 1 else "STRICT_PACK")
+        kept.group = together[0].group
+        bundle, index = kept.placement.bundle, together.index(kept)
         where = util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-            kept.group, placement_group_bundle_index=0, placement_group_capture_child_tasks=False
+            kept.group, placement_group_bundle_index=index, placement_group_capture_child_tasks=False
         )
         actor = self._ray.remote(Agent).options(
             num_cpus=bundle.get("CPU", 0.0),
@@ -203,10 +208,10 @@ class RaySupervisor:
         """It starts once it can be told the addresses of those it dials; a moved one is made known to all."""
         kept.place, kept.deaths = place, 0
         self._console.update(kept.instance, State.STARTING, pid=0, node=place.ip)
-        name = dialled_by_role(kept.plan.folder)
-        if name and getattr(self._book, name) != place.endpoint:
-            self._book, self._edition = msgspec.structs.replace(self._book, **{name: place.endpoint}), self._edition + 1
-            if len(self._book.named()) == len(AddressBook.__struct_fields__):
+        name = dialled_as(kept.plan)
+        if name and self._book.named().get(name) != place.endpoint:
+            self._book, self._edition = self._book.entered(name, place.endpoint), self._edition + 1
+            if self._book.named().keys() >= {dialled_as(each.plan) for each in self._kept} - {""}:
                 self._tell_addresses(but=kept)
                 self._located.set()
         await wait_all_or(self._stopping, [self._located], LOCATE_TIMEOUT_S)
@@ -323,6 +328,6 @@ class RaySupervisor:
             if kept.actor is not None:
                 with suppress(Exception):
                     self._ray.kill(kept.actor, no_restart=True)
-            if kept.group is not None:
-                with suppress(Exception):
-                    self._ray.util.remove_placement_group(kept.group)
+        for group in {id(kept.group): kept.group for kept in self._kept if kept.group is not None}.values():
+            with suppress(Exception):
+                self._ray.util.remove_placement_group(group)

@@ -7,16 +7,19 @@ are on no command line and in no environment but that of the process that needs 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from cohort.common import paths
-from cohort.common.addresses import GATEWAY
+from cohort.common.address_book import with_standbys
+from cohort.common.addresses import GATEWAY, STANDBY_MANAGERS
 from cohort.common.config import Config
 from cohort.common.exposure import is_loopback
 from cohort.services.launcher.plan import ProcessPlan
 
-_NAMED = {"bucketing_manager": "manager", "length_predictor": "predictor", "global_monitor": "monitor"}
+_DIALLED_BY_NAME = frozenset({"bucketing_manager", "length_predictor", "global_monitor"})
+"""Folders whose processes all others dial; each bears the name that it is dialled by."""
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -39,7 +42,7 @@ class Place(msgspec.Struct, frozen=True):
     host: str
     version: str
     endpoint: str
-    """Of the process's inbox where others dial it by its role; "" otherwise."""
+    """Of the process's inbox where others dial it by its name; "" otherwise."""
 
 
 class News(msgspec.Struct, frozen=True):
@@ -59,9 +62,9 @@ class News(msgspec.Struct, frozen=True):
     said: list[str]
 
 
-def dialled_by_role(folder: str) -> str:
+def dialled_as(plan: ProcessPlan) -> str:
     """The name under which all processes dial this one; "" for one that is dialled by what it says itself."""
-    return _NAMED.get(folder, "")
+    return plan.instance if plan.folder in _DIALLED_BY_NAME else ""
 
 
 def on_node(config: Config, plan: ProcessPlan, ip: str, inbox_port: int, key_file: str) -> Config:
@@ -74,7 +77,7 @@ def on_node(config: Config, plan: ProcessPlan, ip: str, inbox_port: int, key_fil
         bind_host=ip,
         worker=f"tcp://{ip}:0",
         gateway=f"tcp://{ip}:0",
-        **own_endpoint(folder, ip, inbox_port),
+        **_own_endpoint(config, plan, own_endpoint(plan, ip, inbox_port)),
     )
     # A server on loopback is found there alone: the monitor reads the gateway's metrics because they share a node.
     listens = {"gateway": config.gateway.host, "global_monitor": config.monitor.host}.get(folder, ip)
@@ -92,9 +95,16 @@ def on_node(config: Config, plan: ProcessPlan, ip: str, inbox_port: int, key_fil
     )
 
 
-def own_endpoint(folder: str, ip: str, inbox_port: int) -> dict[str, str]:
-    name = dialled_by_role(folder)
-    return {name: f"tcp://{ip}:{inbox_port}"} if name else {}
+def own_endpoint(plan: ProcessPlan, ip: str, inbox_port: int) -> str:
+    return f"tcp://{ip}:{inbox_port}" if dialled_as(plan) else ""
+
+
+def _own_endpoint(config: Config, plan: ProcessPlan, endpoint: str) -> dict[str, Any]:
+    """As section `endpoints` has it."""
+    name = dialled_as(plan)
+    if name in STANDBY_MANAGERS:
+        return {"standby_managers": with_standbys(config.endpoints.standby_managers, {name: endpoint})}
+    return {name: endpoint} if name else {}
 
 
 def passed_environment(api_keys: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:

@@ -6,6 +6,7 @@
 | gateway | `SERVICE_CPUS` | the launcher's node; of several one a node |
 | monitor | `SERVICE_CPUS` | the launcher's node, whose address its page has |
 | manager, predictor | `SERVICE_CPUS` | the launcher's node; any other where that one has no CPUs left for them |
+| manager that stands by | `SERVICE_CPUS` | another node than other managers, where there is one |
 
 When the launcher's node is lost the pipeline ends, so what there is one of is safest there: then no other node takes
 more along than its workers. Called by `serving` before anything is placed.
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cohort.common.addresses import GATEWAY, MONITOR
+from cohort.common.addresses import GATEWAY, MONITOR, STANDBY_MANAGERS
 from cohort.common.config import Config, WorkerGroup
 from cohort.common.errors import ConfigError
 from cohort.services.launcher.plan import ProcessPlan, StopStage
@@ -55,6 +56,8 @@ class Placement:
     plan: ProcessPlan
     bundle: Mapping[str, float]
     bound_to: str = ""
+    spread: bool = False
+    """On another node than other processes of its folder that are spread, as far as there are so many."""
 
 
 def gateway_nodes(asked: str, nodes: Sequence[Node]) -> list[Node]:
@@ -109,10 +112,12 @@ def place(
             for index, node in enumerate(gateways):
                 name = GATEWAY if index == 0 else f"{GATEWAY}-{index}"
                 placements.append(_bound(dataclasses.replace(plan, instance=name), node))
-        elif home is not None and (at_home or plan.instance == MONITOR):
+        elif plan.instance not in STANDBY_MANAGERS and home is not None and (at_home or plan.instance == MONITOR):
             placements.append(_bound(plan, home))
         else:
             placements.append(Placement(plan, {"CPU": SERVICE_CPUS[plan.folder]}))
+    if config.manager.standbys:
+        placements = [dataclasses.replace(each, spread=each.plan.folder == "bucketing_manager") for each in placements]
     missing = _left_over([(each.plan.instance, each.bundle) for each in placements], nodes)
     if missing:
         raise _too_small(missing, nodes)
@@ -141,6 +146,7 @@ def _demands(config: Config, nodes: Sequence[Node], gateways: int) -> list[tuple
     demands: list[tuple[str, Mapping[str, float]]] = [("the services", {"CPU": services, **bound})]
     others = [node for node in nodes if node is not home and node.cpus > 0][: max(0, gateways - 1)]
     demands += [("a gateway", {"CPU": SERVICE_CPUS["gateway"], f"node:{node.ip}": _NODE_SHARE}) for node in others]
+    demands += [("a manager", {"CPU": SERVICE_CPUS["bucketing_manager"]})] * config.manager.standbys
     return demands + [(name, _worker_bundle(config, name)) for name in config.instance_roles]
 
 

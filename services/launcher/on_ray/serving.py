@@ -76,7 +76,7 @@ def check(config: Config) -> None:
     if config.gateway.processes > 1:
         raise ConfigError("gateway.processes: on Ray gateways do not share a port of one machine; use --gateways N")
     endpoints = config.endpoints
-    for name in ("manager", "predictor", "monitor", "gateway", "worker"):
+    for name in ("manager", "standby_managers", "predictor", "monitor", "gateway", "worker"):
         if getattr(endpoints, name):
             raise ConfigError(f"endpoints.{name}: on Ray addresses follow from the nodes; leave it empty")
 

@@ -16,13 +16,18 @@ PREFILL_AND_DECODE_TWICE = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 
 def any_faults(
-    workers: Sequence[str] = PREFILL_AND_DECODE_TWICE, *, latest_s: float = 4.0, longest_s: float = 4.0, most: int = 4
+    workers: Sequence[str] = PREFILL_AND_DECODE_TWICE,
+    *,
+    latest_s: float = 4.0,
+    longest_s: float = 4.0,
+    most: int = 4,
+    managers: Sequence[str] = (MANAGER,),
 ) -> st.SearchStrategy[list[Fault]]:
     """Up to `most` faults from second 1.6 to `latest_s`, each over after up to `longest_s`: half of them end processes
     or requests (a worker's death is noticed at once, or by its silence) or tell of a death that was none; half stop a
     process for a while or cut a pair off from each other."""
-    everybody = (*workers, MANAGER, GATEWAY)
-    ends = st.sampled_from([*workers, "manager", "leave", "cancel"])
+    everybody = (*workers, *managers, GATEWAY)
+    ends = st.sampled_from([*workers, *managers, "leave", "cancel"])
     noticed = st.sampled_from([f"{how} {name}" for name in workers for how in ("crash", "alarm")])
     pauses = st.sampled_from([f"freeze {name}" for name in everybody])
     cuts = st.sampled_from([f"cut {one} {other}" for one, other in combinations(everybody, 2)])

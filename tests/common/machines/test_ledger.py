@@ -245,6 +245,20 @@ def test_another_manager_takes_over_only_waiting_requests() -> None:
     assert book.outstanding() == [Attempt("r", 0)]
 
 
+def test_managers_that_are_replaced_one_after_the_other_use_up_no_attempts() -> None:
+    book = ledger(max_attempts=2)
+    entry = book.open(0.0, request())
+    for number in range(5):
+        book.submitted(0.0, "r")
+        book.manager_replaced(0.0)
+        assert (entry.attempt.number, entry.state) == (number + 1, State.OPEN)
+    book.submitted(0.0, "r")
+    assert book.attempts_lost(0.0, [entry.attempt], "dead")[-1] == SubmitAttempt(entry)
+    book.submitted(0.0, "r")
+    failed = book.attempts_lost(0.0, [entry.attempt], "dead")[-1]
+    assert isinstance(failed, Fail) and "placed 2 times" in failed.error.message
+
+
 def test_an_undelivered_attempt_is_unsubmitted_again() -> None:
     book = ledger()
     entry = book.open(0.0, request())

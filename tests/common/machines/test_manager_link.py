@@ -12,24 +12,31 @@ def link() -> ManagerLink:
 
 
 def greeted(one: ManagerLink, now_s: float, incarnation: int = 7) -> bool:
-    one.heard(now_s)
-    return one.on_hello(ManagerHello(incarnation))
+    one.heard(now_s, "manager")
+    return one.on_hello(now_s, "manager", ManagerHello(incarnation))
+
+
+def greeting(one: ManagerLink, now_s: float) -> GatewayHello | None:
+    """Of the one manager there is, if it is due."""
+    greetings = one.greetings(now_s)
+    assert [name for name, _ in greetings] in ([], ["manager"])
+    return greetings[0][1] if greetings else None
 
 
 def test_it_greets_until_answered_and_soon_again_when_loads_are_overdue() -> None:
     one = link()
-    assert one.greeting(0.0) == HELLO
-    assert one.greeting(0.1) is None  # several a second, not more
-    assert one.greeting(0.25) == HELLO
+    assert greeting(one, 0.0) == HELLO
+    assert greeting(one, 0.1) is None  # several a second, not more
+    assert greeting(one, 0.25) == HELLO
     assert greeted(one, 1.1)
-    assert one.greeting(1.5) is None and one.known(1.5)
-    one.heard(2.5)
-    assert one.greeting(3.0) is None
+    assert greeting(one, 1.5) is None and one.known(1.5)
+    one.heard(2.5, "manager")
+    assert greeting(one, 3.0) is None
     assert not one.known(3.2)
-    assert one.greeting(3.2) == HELLO
+    assert greeting(one, 3.2) == HELLO
     assert one.due_s() == 3.2 + 0.2
-    one.heard(3.25)
-    assert one.known(3.3) and one.greeting(3.5) is None
+    one.heard(3.25, "manager")
+    assert one.known(3.3) and greeting(one, 3.5) is None
 
 
 def test_a_greeting_names_the_workers_of_the_last_load_of_any_manager() -> None:
@@ -53,11 +60,11 @@ def test_readiness_has_a_reason() -> None:
     assert "not answered" in (one.not_ready_because(0.0) or "")
     greeted(one, 0.0)
     assert "not reported" in (one.not_ready_because(0.0) or "")
-    one.heard(0.1)
+    one.heard(0.1, "manager")
     one.on_load(LOAD)
     assert one.not_ready_because(0.2) is None
     assert "silent for 2.4 s" in (one.not_ready_because(2.5) or "")
-    one.heard(3.0)
+    one.heard(3.0, "manager")
     one.on_load(ClusterLoad(False, [], 0, 0, 0, 0, 0, 0, 0.0))
     assert "no worker" in (one.not_ready_because(3.0) or "")
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+from cohort.common.addresses import STANDBY_MANAGERS
 from cohort.common.machines.effects import Admitted, Deliver, Ended, Fail, GatewayEffect, ManagerFound, Rejected
 from cohort.common.machines.events import Closed, DrainEnded, DrainStarted, LinkAddresses, Offered, PeerLost
 from cohort.common.machines.gateway import GatewayMachine, GatewaySettings
@@ -201,12 +202,18 @@ class World:
         plan_ahead: bool = True,
         window: int = 0,
         max_loras: int = 2,
+        managers: int = 1,
+        load_interval_s: float = GATEWAY_SETTINGS.load_interval_s,
     ) -> None:
+        """`managers`: one that leads, the others stand by."""
+        self.manager_names = (MANAGER, *STANDBY_MANAGERS[: managers - 1])
         self._max_loras = max_loras
         self.random = Random(seed)
         self.roles = roles
         self._placement = placement
-        self._gateway_settings = replace(GATEWAY_SETTINGS, stall_timeout_s=stall_timeout_s)
+        self._gateway_settings = replace(
+            GATEWAY_SETTINGS, stall_timeout_s=stall_timeout_s, load_interval_s=load_interval_s
+        )
         self._order = order
         self._late_binding = late_binding
         self._scheduler = scheduler or (
@@ -219,7 +226,9 @@ class World:
         self._window = window
         weather = Weather(message_delay_s, loss_rate, repeat_rate, run_failure_rate)
         self.network = FaultyNetwork(Random(self.random.getrandbits(32)), weather)
-        self.cluster = VirtualCluster(self, roles, self.network, CADENCE, around=self._checked)
+        self.cluster = VirtualCluster(
+            self, roles, self.network, CADENCE, managers=self.manager_names, around=self._checked
+        )
         engine_random = Random(self.random.getrandbits(32))
         self.cluster.engine = DigestEngine(self.cluster, engine_random, blocks, host_blocks, plan_ahead=plan_ahead)
         self.clients = Clients(self)
@@ -252,8 +261,9 @@ class World:
                 assert machine.kv.owners() == {}, f"{node.name} still holds {machine.kv.owners()}"
                 assert machine.idle
                 assert machine.stats(0).leases == 0
-        assert self.manager.live == 0
-        assert self.manager.waiting == 0
+        assert [node.name for node in self.managers if node.machine.leads] == [self.leader], "one leads"
+        for node in self.managers:
+            assert (node.machine.live, node.machine.waiting) == (0, 0), node.name
         assert len(self.gateway.ledger) == 0
 
     def check_outputs(self) -> None:
@@ -278,8 +288,19 @@ class World:
         return {node.name: node for node in self.cluster.workers}
 
     @property
+    def managers(self) -> list[Node]:
+        """Those that live."""
+        nodes = [self.cluster.nodes[name] for name in self.manager_names]
+        return [node for node in nodes if node.alive]
+
+    @property
+    def leader(self) -> str:
+        """The manager that the gateway follows, or did last."""
+        return self.gateway.link.manager
+
+    @property
     def manager(self) -> ManagerMachine:
-        machine: ManagerMachine = self.cluster.nodes[MANAGER].machine
+        machine: ManagerMachine = self.cluster.nodes[self.leader].machine
         return machine
 
     @property
@@ -296,11 +317,25 @@ class World:
 
     def make_gateway(self, name: str, incarnation: int, now_s: float) -> GatewayMachine:
         admission = BoundedAdmission(max_waiting_requests=10_000, max_waiting_tokens=10**9)
-        return GatewayMachine(name, incarnation, name, self._gateway_settings, admission, now_s, predictor="")
+        return GatewayMachine(
+            name,
+            incarnation,
+            name,
+            self._gateway_settings,
+            admission,
+            now_s,
+            predictor="",
+            standbys=self.manager_names[1:],
+        )
 
     def make_manager(self, name: str, incarnation: int, now_s: float) -> ManagerMachine:
+        names = self.manager_names
+        load_interval_s = self._gateway_settings.load_interval_s
+        settings = replace(
+            MANAGER_SETTINGS, load_interval_s=load_interval_s, rank=names.index(name), managers=len(names)
+        )
         return ManagerMachine(
-            name, incarnation, MANAGER_SETTINGS, self._order(), self._placement(), self._late_binding(), now_s
+            name, incarnation, settings, self._order(), self._placement(), self._late_binding(), now_s
         )
 
     def make_worker(self, name: str, incarnation: int, now_s: float) -> WorkerNode:
@@ -312,7 +347,10 @@ class World:
         settings = WorkerSettings(("ucx", "zmq"), 5.0, 5.0, 2.0, 8.0, 2.0, max_loras=self._max_loras)
         seed = self.random.getrandbits(32)
         machine = WorkerMachine(
-            WorkerSetup(name, incarnation, name, MANAGER, capacity, settings), self._scheduler(), kv, Random(seed)
+            WorkerSetup(name, incarnation, name, MANAGER, capacity, settings, self.manager_names[1:]),
+            self._scheduler(),
+            kv,
+            Random(seed),
         )
         node = WorkerNode(name, machine)
         self._worker_made(node, seed)
@@ -337,14 +375,14 @@ class World:
     # -- faults ------------------------------------------------------------------------------------------------
 
     def inflict(self, kind: str, back_s: float, *, leaving: str = "decode-1", cancelled: int = 5) -> None:
-        """One fault, as `tests.common.machines.faults` names them: "manager" (killed, back after `back_s`), the name of
-        a worker to kill with its host, so that its silence tells, "crash NAME" (the same, but its connections end),
-        "alarm NAME" (its connection to the manager ends, and it lives), "leave" (the worker `leaving` drains), "cancel"
-        (of the first `cancelled` requests), "freeze NAME" (stopped and, `back_s` later, continued), "cut NAME NAME"
-        (the two hear nothing of each other)."""
+        """One fault, as `tests.common.machines.faults` names them: "manager", "manager-1" … (killed, back after
+        `back_s`), the name of a worker to kill with its host, so that its silence tells, "crash NAME" (the same, but
+        its connections end), "alarm NAME" (its connection to the managers ends, and it lives), "leave" (the worker
+        `leaving` drains), "cancel" (of the first `cancelled` requests), "freeze NAME" (stopped and, `back_s` later,
+        continued), "cut NAME NAME" (the two hear nothing of each other)."""
         match kind.split():
-            case ["manager"]:
-                self.kill_manager(back_s)
+            case [name] if name in self.manager_names:
+                self.kill_manager(back_s, name)
             case ["leave"]:
                 self.leave_worker(leaving)
             case ["cancel"]:
@@ -365,10 +403,11 @@ class World:
             case _:
                 raise ValueError(f"no such fault: {kind}")
 
-    def kill_manager(self, back_after_s: float) -> None:
-        if self.cluster.nodes[MANAGER].alive:
-            self.cluster.kill(MANAGER)
-            self.at(back_after_s, self.cluster.start_manager)
+    def kill_manager(self, back_after_s: float | None, name: str = MANAGER) -> None:
+        if self.cluster.nodes[name].alive:
+            self.cluster.kill(name)
+            if back_after_s is not None:
+                self.at(back_after_s, lambda: self.cluster.start_manager(name))
 
     def kill_worker(self, name: str, back_after_s: float | None) -> None:
         if self.workers[name].alive:
@@ -377,8 +416,13 @@ class World:
                 self.at(back_after_s, lambda: self.cluster.start_worker(name))
 
     def lose_peer(self, name: str) -> None:
-        """The manager's bus says that the connection of `name` ended and did not come back."""
-        self.at(RETURN_S, lambda: self.cluster.tell(self.cluster.nodes[MANAGER], PeerLost(name)))
+        """The managers' buses say that the connection of `name` ended and did not come back."""
+
+        def lost() -> None:
+            for manager in self.manager_names:
+                self.cluster.tell(self.cluster.nodes[manager], PeerLost(name))
+
+        self.at(RETURN_S, lost)
 
     def leave_worker(self, name: str) -> None:
         node = self.workers[name]

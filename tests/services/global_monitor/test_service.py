@@ -54,7 +54,7 @@ class Rig:
             self.network.bus("monitor"),
             self.clock,
             structlog.get_logger(),
-            manager_endpoint="memory://manager",
+            manager_endpoints={"manager": "memory://manager"},
             model="tiny",
             instance="monitor",
             incarnation=1,

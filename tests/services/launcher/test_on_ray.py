@@ -6,15 +6,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from cohort.common.config import Config, EngineConfig, GatewayConfig, PolicyConfig, WorkerGroup, load_config
+from cohort.common.config import (
+    Config,
+    EngineConfig,
+    GatewayConfig,
+    ManagerConfig,
+    PolicyConfig,
+    WorkerGroup,
+    load_config,
+)
 from cohort.common.errors import ConfigError
 from cohort.common.transport.security import generate_keys, load_keys
 from cohort.common.types import Role
 from cohort.services.cli.__main__ import main
 from cohort.services.launcher.on_ray import serving
-from cohort.services.launcher.on_ray.order import dialled_by_role, on_node, passed_environment
+from cohort.services.launcher.on_ray.order import dialled_as, on_node, passed_environment
 from cohort.services.launcher.on_ray.placement import SERVICE_CPUS, Node, Placement, gateway_nodes, place, with_threads
 from cohort.services.launcher.plan import ProcessPlan, plan
 
@@ -76,6 +85,19 @@ def test_a_head_without_cpus_has_the_gateway_and_the_page_and_others_the_rest() 
     assert placed["predictor"].bound_to == ""
 
 
+def test_a_manager_that_stands_by_goes_to_another_node_and_every_process_is_told_where() -> None:
+    config = msgspec.structs.replace(workers(1), manager=ManagerConfig(standbys=2))
+    placed = of(config, NODES)
+    assert [name for name, each in placed.items() if each.spread] == ["manager", "manager-1", "manager-2"]
+    assert placed["manager"].bound_to == "10.0.0.1"
+    assert placed["manager-1"].bundle == placed["manager-2"].bundle == {"CPU": SERVICE_CPUS["bucketing_manager"]}
+    assert not any(each.spread for each in of(workers(1), NODES).values())
+    second = placed["manager-2"].plan
+    assert dialled_as(second) == "manager-2"
+    own = on_node(config, second, "10.0.0.3", 21_000, "").endpoints
+    assert (own.manager, own.standby_managers) == ("", ("", "tcp://10.0.0.3:21000"))
+
+
 def test_threads_are_the_most_with_which_all_workers_fit() -> None:
     open_threads = Config(workers=(WorkerGroup(Role.UNIFIED, 3, 0),))
     assert with_threads(open_threads, NODES, 1).workers[0].threads == 3, "the services take a part of the first node"
@@ -96,7 +118,7 @@ def test_a_process_listens_on_its_nodes_address_and_is_known_by_it() -> None:
     assert (manager.metrics.host, manager.metrics.advertise_host) == ("10.0.0.2", "10.0.0.2")
     assert manager.security.curve_secret_key_file == "/run/cluster.key"
     worker = on_node(config, plans["decode-0"], "10.0.0.3", 21_001, "")
-    assert worker.endpoints.manager == "" and dialled_by_role("decode_worker") == ""
+    assert worker.endpoints.manager == "" and dialled_as(plans["decode-0"]) == ""
     gateway = on_node(config, plans["gateway"], "10.0.0.2", 0, "")
     assert gateway.metrics.advertise_host == "10.0.0.2" and gateway.batch.folder == ""
     at_home = on_node(Config(), plans["gateway"], "10.0.0.2", 0, "")

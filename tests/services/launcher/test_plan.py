@@ -8,6 +8,7 @@ from cohort.common.config import (
     Config,
     EngineConfig,
     GatewayConfig,
+    ManagerConfig,
     MetricsConfig,
     MonitorConfig,
     PolicyConfig,
@@ -55,6 +56,18 @@ def test_several_gateways_share_a_port_and_have_one_each_for_readiness_and_metri
     for process in gateways:
         assert process.passes_metrics_port and process.port == metrics_port(config, process.folder, process.instance)
         assert process.ready_url == f"http://127.0.0.1:{process.port}/ready"
+    assert len({p.port for p in plan(config)}) == len(plan(config))
+
+
+def test_managers_that_stand_by_have_ports_beside_all_others():
+    config = Config(manager=ManagerConfig(standbys=2), gateway=GatewayConfig(processes=2))
+    managers = [p for p in plan(config) if p.stage is StopStage.MANAGER]
+    assert [(p.instance, p.folder, p.port) for p in managers] == [
+        ("manager", "bucketing_manager", 8011),
+        ("manager-1", "bucketing_manager", 8016),
+        ("manager-2", "bucketing_manager", 8017),
+    ]
+    assert all(p.port == metrics_port(config, p.folder, p.instance) for p in managers)
     assert len({p.port for p in plan(config)}) == len(plan(config))
 
 

@@ -120,18 +120,22 @@ class FakeRay:
 
 
 class Running:
-    def __init__(self, ray: FakeRay, folder: Path, **behaviours: str) -> None:
+    def __init__(
+        self, ray: FakeRay, folder: Path, folders: dict[str, tuple[str, StopStage]] = FOLDERS, **behaviours: str
+    ) -> None:
         self.ray = ray
         self.files = RunFiles(folder / "launcher")
         self.files.make()
         plans = [
             ToyPlan(
-                name, *FOLDERS[name], "127.0.0.1", 1, 3.0, behaviour=behaviours.get(name.partition("-")[0], "ready")
+                name, *folders[name], "127.0.0.1", 1, 3.0, behaviour=behaviours.get(name.partition("-")[0], "ready")
             )
-            for name in FOLDERS
+            for name in folders
         ]
         console = Console([Line(each.instance, each.port, self.files.log_file(each.instance)) for each in plans])
-        placements = [Placement(each, {"CPU": 1.0}) for each in plans]
+        managers = [each for each in plans if each.folder == "bucketing_manager"]
+        spread = managers if len(managers) > 1 else []
+        placements = [Placement(each, {"CPU": 1.0}, spread=each in spread) for each in plans]
         text = dump_config(Config())
         self.ready = asyncio.Event()
         self.supervisor = RaySupervisor(
@@ -191,6 +195,23 @@ async def test_all_start_with_the_addresses_and_end_in_order_and_nothing_is_left
     assert stopped[:3] == ["gateway", "manager", "decode-0"]
     assert ray.groups == [] and ray.killed == len(FOLDERS)
     assert not (folder / "cluster.key").exists()
+
+
+async def test_managers_are_spread_and_all_of_them_known_to_all(ray: FakeRay, tmp_path: Path) -> None:
+    running = Running(ray, tmp_path, {**FOLDERS, "manager-1": FOLDERS["manager"]})
+    await running.until(running.ready.is_set, "ready")
+    assert sorted(ray.groups, key=lambda group: len(group[0]))[-1] == ([{"CPU": 1.0}] * 2, "SPREAD")
+    assert len(ray.groups) == len(FOLDERS)
+    before = running.book("decode-0")
+    assert before is not None and sorted(before.named()) == ["manager", "manager-1", "monitor", "predictor"]
+    await ray.actors["manager-1"].lose()
+
+    def moved() -> bool:
+        now = [running.book(name) for name in FOLDERS]
+        return all(book is not None and book.standbys not in ({}, before.standbys) for book in now)
+
+    await running.until(moved, "the new address is in every book")
+    assert await running.stop() == 0 and ray.groups == []
 
 
 async def test_a_manager_that_moves_is_made_known_to_all(ray: FakeRay, tmp_path: Path) -> None:

@@ -30,11 +30,15 @@ class GroupLink:
         self.name = link.name
         self._link = link
         self._memory = memory
+        self._of_ranks: list[bytes] = []
+        self._joint = b""
 
     def address(self) -> bytes:
-        """Of all ranks."""
-        others = [other.addresses.get(self.name, b"") for other in self._memory.others]
-        return joint_address([self._link.address(), *others])
+        """Of all ranks. Asked for with every event, hence kept."""
+        of_ranks = [self._link.address(), *(other.addresses.get(self.name, b"") for other in self._memory.others)]
+        if of_ranks != self._of_ranks:
+            self._of_ranks, self._joint = of_ranks, joint_address(of_ranks)
+        return self._joint
 
     async def send(self, peer: bytes, tag: int, buffer: object, *, timeout_s: float) -> None:
         addresses = addresses_of(peer)

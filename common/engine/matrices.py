@@ -45,7 +45,7 @@ def matrix(
         parts = []
         for name, outputs in zip(names, rows, strict=True):
             part = files.read_quantized(name, outputs, inputs, device)
-            if not isinstance(part, QuantizedWeight) or not packs_codes(part):
+            if not isinstance(part, QuantizedWeight) or not packs_codes(part := part.on(device)):
                 break
             parts.append(part)
         if len(parts) == len(names):

@@ -141,6 +141,39 @@ def expert_outputs(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> 
     return out
 
 
+def coded_product(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    group: int,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    add: bool = False,
+) -> None:
+    """out [T, out] = x · weightᵀ + bias, in float32 and rounded once; with `add` beside what is there.
+
+    weight[o, i] = scales[o, i // group] · codes[o, i] + offsets[o, i // group]; codes as `coded.CodedMatrix` has them.
+    """
+    total = x.float() @ coded_numbers(codes, scales, offsets, group).t()
+    if bias is not None:
+        total += bias.float()
+    if add:
+        total += out.float()
+    out.copy_(total)
+
+
+def coded_numbers(codes: Tensor, scales: Tensor, offsets: Tensor | None, group: int) -> Tensor:
+    """float32 [out, in]: what codes stand for."""
+    values = codes.float()
+    if codes.dtype == torch.uint8:
+        values = torch.stack((codes & 15, codes >> 4), dim=-1).view(len(codes), -1).float()
+    groups = torch.arange(values.shape[1], device=codes.device) // group
+    values *= scales[:, groups]
+    return values if offsets is None else values + offsets[:, groups]
+
+
 def add_weighted(parts: Tensor, weights: Tensor, shared: Tensor | None, residual: Tensor) -> None:
     """residual += Σ weights · parts in ascending order of places, and shared; every operation rounds."""
     weighted = (parts.view(*weights.shape, -1).float() * weights.float().unsqueeze(2)).to(residual.dtype)

@@ -262,10 +262,12 @@ def _kept_bytes(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry, e
     part, floating = name.rpartition(".")[2], tensor["dtype"] == "F8_E4M3"
     if part in _UNREAD:
         return 0
+    dense = not (device_type == "cuda" and ".experts." in name)  # a mixture's products on a GPU read numbers
     if part in _WORDS | _BESIDE_CODES:
-        kept = keeps_codes(device_type, element, floating=False)
+        kept = dense and keeps_codes(device_type, element, floating=False)
         return _count(tensor) * _SCALE_BYTES if kept else _numbers(name, tensor, geometry) * element
-    kept = (floating or tensor["dtype"] == "I8") and keeps_codes(device_type, element, floating=floating)
+    coded = floating or tensor["dtype"] == "I8"
+    kept = dense and coded and keeps_codes(device_type, element, floating=floating)
     return _count(tensor) * (1 if kept else element)
 
 

@@ -38,6 +38,7 @@ from cohort.common.engine.step_inputs import Model, StepInputs, step_inputs
 from cohort.common.engine.streams import CudaStream, Mark, Stream, stream_for
 from cohort.common.engine.uploads import Uploads
 from cohort.common.errors import InvariantViolated
+from cohort.kernels.coded import products_made
 from cohort.kernels.gpu import available as gpu
 from cohort.kernels.gpu.workspace import Workspace
 
@@ -144,6 +145,7 @@ class DeviceSteps:
             windowed=frozenset(window > 0 for window in g.sliding_windows) or frozenset({False}),
             sinks=g.attention_sinks,
             experts=self._served_experts(),
+            products=products_made(),
             layers=g.num_layers,
         )
         variants.compilations.watch()

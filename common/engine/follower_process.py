@@ -1,6 +1,6 @@
 """A rank of a tensor-parallel worker beside its first: loads its share, runs every step that rank 0 tells it.
 
-    python -m cohort.common.engine.follower_process PARENT_PID CONTROL_FD BLOCKS_FD
+    python -m cohort.common.engine.follower_process PARENT_PID CONTROL_FD ORDERS_FD
 
 Started by `followers` alone. It has no inbox, no metrics and no clients: rank 0 is the worker, this is part of its
 engine. It ends when rank 0 does, however that ends, and takes no signal that is meant for the worker. Decides nothing.
@@ -8,6 +8,7 @@ engine. It ends when rank 0 does, however that ends, and takes no signal that is
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import signal
@@ -21,7 +22,7 @@ import structlog
 import torch
 
 from cohort.common import garbage
-from cohort.common.engine import rank_blocks
+from cohort.common.engine import rank_transfers
 from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.kv_copies import KvCopier
 from cohort.common.engine.model_runner import ModelRunner
@@ -45,17 +46,17 @@ from cohort.common.errors import ConfigError, ModelError
 from cohort.common.logs import configure_logging
 
 _PR_SET_PDEATHSIG = 1
-_SWITCH_INTERVAL_S = 2e-4  # as of a worker: the thread that serves blocks gives the interpreter up so soon
+_SWITCH_INTERVAL_S = 2e-4  # as of a worker: the thread that moves blocks gives the interpreter up so soon
 
 
 def main(arguments: list[str]) -> NoReturn:
-    parent, control_fd, blocks_fd = map(int, arguments)
+    parent, control_fd, orders_fd = map(int, arguments)
     die_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    control, blocks = socket.socket(fileno=control_fd), socket.socket(fileno=blocks_fd)
+    control, orders = socket.socket(fileno=control_fd), socket.socket(fileno=orders_fd)
     try:
-        follow(control, blocks)
+        follow(control, orders)
     except RankLost:
         os._exit(0)  # rank 0 has ended
     except Exception:
@@ -70,7 +71,7 @@ def die_with(parent: int) -> None:
         os._exit(0)
 
 
-def follow(control: socket.socket, blocks: socket.socket) -> None:
+def follow(control: socket.socket, orders: socket.socket) -> None:
     """A rank's whole life."""
     setup = receive_command(control)
     if not isinstance(setup, Setup):
@@ -82,8 +83,7 @@ def follow(control: socket.socket, blocks: socket.socket) -> None:
         send(control, encoded(Failed(str(error), isinstance(error, ConfigError))))
         raise
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    served = rank_blocks.RankBlocks(runner.kv)
-    threading.Thread(target=_serve, args=(served, blocks), name="kv-blocks", daemon=True).start()
+    threading.Thread(target=_move_kv, args=(runner, orders), name="kv-transfers", daemon=True).start()
     copier = KvCopier(runner.kv)
     garbage.settle()
     while True:
@@ -127,13 +127,16 @@ def _runner(setup: Setup, control: socket.socket) -> ModelRunner:
     )
 
 
-def _serve(blocks: rank_blocks.RankBlocks, peer: socket.socket) -> None:
+def _move_kv(runner: ModelRunner, orders: socket.socket) -> None:
+    """KV transfers, beside the steps."""
     try:
-        rank_blocks.serve(blocks, peer)
+        if runner.ranks is None:
+            raise RankLost("this process is no rank of a group")
+        asyncio.run(rank_transfers.serve(runner.kv, runner.ranks.share.kv_heads, orders))
     except RankLost:
         os._exit(0)
     except BaseException:
-        structlog.get_logger(__name__).critical("this rank cannot serve its KV blocks", exc_info=True)
+        structlog.get_logger(__name__).critical("this rank cannot move its KV", exc_info=True)
         os._exit(1)
 
 

@@ -22,15 +22,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import structlog
-from torch import Tensor
 
 from cohort.common.engine.batch import StepBatch
-from cohort.common.engine.rank_blocks import DONE, host_bytes, request
 from cohort.common.engine.rank_messages import (
     Connect,
     Copied,
@@ -42,12 +40,12 @@ from cohort.common.engine.rank_messages import (
     Stop,
     encoded,
     receive_answer,
-    receive_exactly,
     send,
     step_of,
 )
+from cohort.common.engine.rank_orders import OpenLinks
 from cohort.common.engine.ranks import EXCHANGE_TIMEOUT_S
-from cohort.common.engine.transfer_memory import Span
+from cohort.common.engine.remote_rank import RemoteRank
 from cohort.common.errors import ConfigError, ModelError
 from cohort.common.policies.kv_interface import KvCopy
 
@@ -60,15 +58,14 @@ _THREAD_NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "
 
 
 class _Follower:
-    """One process and its two sockets."""
+    """One process and its two sockets; `end` is what rank 0 has of its KV transfers."""
 
     def __init__(self, rank: int, threads: int) -> None:
         self.rank = rank
         self.control, theirs = socket.socketpair()
-        self.blocks, their_blocks = socket.socketpair()
-        self.blocks.settimeout(EXCHANGE_TIMEOUT_S)
-        with theirs, their_blocks:
-            descriptors = (theirs.fileno(), their_blocks.fileno())
+        orders, their_orders = socket.socketpair()
+        with theirs, their_orders:
+            descriptors = (theirs.fileno(), their_orders.fileno())
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "cohort.common.engine.follower_process"),
@@ -78,13 +75,16 @@ class _Follower:
                 pass_fds=descriptors,
                 env={**os.environ, **{name: str(threads) for name in _THREAD_NAMES}} if threads else None,
             )
+        self._orders = orders
+        self.end = RemoteRank(rank, orders)
 
     def close(self) -> None:
         self.control.close()
-        self.blocks.close()
+        self.end.close()
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+        self._orders.close()
 
 
 class Followers:
@@ -102,7 +102,6 @@ class Followers:
         folder.mkdir(mode=0o700)
         self._folder = folder
         self._followers = [_Follower(rank, threads) for rank in range(1, degree)]
-        self._transfers = threading.Lock()
         self._closing = False
         self._pidfds: list[int] = []
 
@@ -205,26 +204,18 @@ class Followers:
                 if not isinstance(receive_answer(follower.control), Copied):
                     raise RankLost(f"rank {follower.rank} answers what was not asked")
 
-    # -- KV blocks -------------------------------------------------------------------------------------------------
+    # -- KV transfers ----------------------------------------------------------------------------------------------
 
-    def read_blocks(self, spans: Sequence[Span], targets: Sequence[Tensor | None]) -> None:
-        """Every follower's part of these blocks into contiguous host memory; None: its part is not wanted. On any
-        thread. Raises `RankLost`."""
-        pairs = [(f, memory) for f, memory in zip(self._followers, targets, strict=True) if memory is not None]
-        with self._transfers:
-            for follower, _ in pairs:
-                send(follower.blocks, request(False, spans))
-            for follower, memory in pairs:
-                receive_exactly(follower.blocks, host_bytes(memory))
+    @property
+    def ends(self) -> list[RemoteRank]:
+        """Of ranks 1 to degree - 1, in order."""
+        return [follower.end for follower in self._followers]
 
-    def write_blocks(self, spans: Sequence[Span], sources: Sequence[Tensor]) -> None:
-        """Every follower's part of these blocks; on return they lie there. On any thread. Raises `RankLost`."""
-        with self._transfers:
-            for follower, memory in zip(self._followers, sources, strict=True):
-                send(follower.blocks, request(True, spans))
-                try:
-                    follower.blocks.sendall(host_bytes(memory))
-                except OSError as error:
-                    raise RankLost(f"rank {follower.rank} takes no blocks: {error}") from error
-            for follower in self._followers:
-                receive_exactly(follower.blocks, memoryview(bytearray(len(DONE))))
+    async def open_links(self, order: OpenLinks, *, on_network: bool) -> set[str]:
+        """Have every rank open the KV links that rank 0 has opened. Returns those that all of them have. Unless it is
+        the network that they listen on, they do in the group's own folder. Raises `TransferError`."""
+        for end in self.ends:
+            bind = order.zmq_bind if on_network else f"ipc://{self._folder}/kv-{end.rank}.sock"
+            own = msgspec.structs.replace(order, order=end.number(), zmq_bind=bind)
+            await end.open(own if on_network else msgspec.structs.replace(own, zmq_advertise=bind))
+        return set(order.names).intersection(*(end.addresses for end in self.ends))

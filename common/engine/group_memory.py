@@ -1,102 +1,137 @@
-"""The caches of all ranks of a worker as the transfer agent sees them: whole blocks, by way of rank 0's host memory.
+"""The caches of all ranks of a worker as the transfer agent sees them: messages whose parts stay where they are.
 
-    ranks' caches ──gather──▶ whole blocks ══ message over the link ══▶ whole blocks ──check, scatter──▶ ranks' caches
+    rank 0's cache ── its heads ══ rank 0's link ══▶ …
+    rank 1's cache ── its heads ══ rank 1's link ══▶ …        what goes to whom: `kv_parts`
+    rank n's cache ── its heads ══ rank n's link ══▶ …
 
-Takes the place of `CacheMemory` where a worker has several ranks. A message is what a worker of one device would send,
-so workers of any degrees exchange KV. Every message has host memory of its own while it is under way, and is copied
-once more than the cache of one device.
+Every worker has one; between two workers of one rank each it is the cache itself. A message in parts is gathered,
+summed and placed by every rank for its own part, by rank 0's order. No KV passes through rank 0 but its own. The
+message's sum is one over its parts' sums.
 
 What blocks here is called in the agent's threads. Decides how memory is copied and summed, never what is sent.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from cohort.common.engine import run_checksum
-from cohort.common.engine.followers import Followers
-from cohort.common.engine.kv_tensors import KvTensors
-from cohort.common.engine.rank_blocks import RankBlocks
-from cohort.common.engine.rank_messages import RankLost
-from cohort.common.engine.rank_shares import RankShare
-from cohort.common.engine.transfer_memory import Message, Span
+from cohort.common.engine.kv_parts import Heads, KvPart, addresses_of, parts_between
+from cohort.common.engine.rank_orders import Drop, Gather, Keyed, Place, Sum, Work
+from cohort.common.engine.rank_transfers import RankTransfers
+from cohort.common.engine.remote_rank import RemoteRank
+from cohort.common.engine.transfer_memory import Message
 from cohort.common.errors import TransferError
 from cohort.common.types import KvGeometry
 
 
 class GroupMemory:
-    """See `RunMemory`; `kv` is rank 0's."""
+    """See `RunMemory`."""
 
-    on_device = True  # the blocks are not this process's to read, and what does is never done on the event loop
-    staged = True
-
-    def __init__(self, kv: KvTensors, followers: Followers, share: RankShare, whole: KvGeometry) -> None:
-        """`whole`: of a block over all ranks."""
+    def __init__(self, own: RankTransfers, others: Sequence[RemoteRank], whole: KvGeometry) -> None:
+        """`own`: rank 0's end, `others`: the ends of ranks 1 to n. `whole`: of a block over all ranks."""
+        self.own, self.others = own, tuple(others)
+        self.ranks = 1 + len(self.others)
+        self.on_device = bool(others) or own.memory.cache.on_device  # an answer is never waited for on the event loop
         self.block_bytes = whole.block_bytes
-        self._own = RankBlocks(kv)
-        self._followers = followers
-        self._shares = [RankShare(share.geometry, rank, share.degree) for rank in range(share.degree)]
-        self._shape = (whole.num_layers, 2, whole.num_kv_heads, self._own.block_shape[-1])
-        self._buffers: dict[int, Tensor] = {}
+        self._kv_heads = whole.num_kv_heads
+        self._keys: dict[int, int] = {}
+        self._numbers = itertools.count(1)
+
+    def ranks_at(self, address: bytes) -> int:
+        try:
+            return len(addresses_of(address))
+        except TransferError:
+            return 1
+
+    def in_parts(self, message: Message) -> bool:
+        return self.ranks > 1 or message.ranks > 1
 
     def buffer(self, message: Message) -> object:
-        return self._whole(message).view(-1).numpy()
+        """Of a message in parts: itself, which `GroupLink` knows what to do with."""
+        return message if self.in_parts(message) else self.own.memory.cache.buffer(message)
 
     def outgoing(self, messages: Sequence[Message], *, summed: bool) -> list[int]:
-        """Raises `TransferError`."""
-        for message in messages:
-            self.gather(message.spans, self._whole(message))
-        return [run_checksum.crc32(self._whole(message).view(-1)) for message in messages] if summed else []
+        """Messages to one worker. Raises `TransferError`."""
+        if not any(self.in_parts(message) for message in messages):
+            return self.own.memory.cache.outgoing(messages, summed=summed)
+        keyed = tuple(self.keyed(message) for message in messages)
+        parts = self.parts_out(messages[0])
+        wanted = {rank: _heads(parts, sender=rank) for rank in range(self.ranks)}
+        found = self._everywhere(
+            {rank: Gather(self._number(rank), keyed, heads, summed) for rank, heads in wanted.items() if heads}
+        )
+        if not summed:
+            return []
+        said = run_checksum.of_ranks(self.ranks)
+        sums = []
+        for index in range(len(messages)):
+            each = [found[part.sender][index][wanted[part.sender].index(part.heads)] for part in parts]
+            sums.append(run_checksum.joint(each) | said)
+        return sums
 
     def sums(self, messages: Sequence[Message], likes: Sequence[int]) -> list[int]:
-        return run_checksum.alike_all([self._whole(message).view(-1) for message in messages], likes)
+        return self.own.memory.cache.sums(messages, likes)
 
     def scatter(self, message: Message, checksum: int) -> bool:
         """Raises `TransferError`."""
-        if checksum and self.sums([message], [checksum]) != [checksum]:
-            return False
-        self.spread(message.spans, self._whole(message))
+        if not self.in_parts(message):
+            return self.own.memory.cache.scatter(message, checksum)
+        keyed, parts = self.keyed(message), self.parts_in(message)
+        wanted = {rank: _heads(parts, receiver=rank) for rank in range(self.ranks)}
+        if checksum:
+            weighted = run_checksum.is_weighted(checksum)
+            found = self._everywhere(
+                {rank: Sum(self._number(rank), keyed, heads, weighted) for rank, heads in wanted.items()}
+            )
+            each = [found[part.receiver][0][part.place] for part in parts]
+            if run_checksum.joint(each) != checksum:
+                return False
+        if message.slot is not None or any(len(heads) > 1 for heads in wanted.values()):
+            self._everywhere({rank: Place(self._number(rank), keyed, heads) for rank, heads in wanted.items()})
         return True
 
     def release(self, message: Message) -> None:
-        self._buffers.pop(id(message), None)
+        key = self._keys.pop(id(message), None)
+        if key is None:
+            return
+        if message.ranks != self.ranks:  # else no rank has cut anything
+            self.own.memory.drop(key)
+            for other in self.others:
+                other.tell(Drop(key))
 
-    def gather(self, spans: Sequence[Span], whole: Tensor) -> None:
-        """whole [blocks, layers, 2, all KV heads, bytes] = the blocks of these spans. Heads that several ranks have are
-        read once. Raises `TransferError`."""
-        self._own.read(spans, self._heads(whole, 0))
-        parts = [self._own.empty(spans) if share.kv_is_first_copy else None for share in self._shares[1:]]
-        try:
-            self._followers.read_blocks(spans, parts)
-        except RankLost as error:
-            raise TransferError(str(error)) from error
-        for rank, part in enumerate(parts, start=1):
-            if part is not None:
-                self._heads(whole, rank).numpy()[:] = part.numpy()
+    # -- what `GroupLink` asks ---------------------------------------------------------------------------------------
 
-    def spread(self, spans: Sequence[Span], whole: Tensor) -> None:
-        """The way back of `gather`."""
-        self._own.write(spans, self._heads(whole, 0))
-        parts = []
-        for rank in range(1, len(self._shares)):
-            part = self._own.empty(spans)
-            part.numpy()[:] = self._heads(whole, rank).numpy()
-            parts.append(part)
-        try:
-            self._followers.write_blocks(spans, parts)
-        except RankLost as error:
-            raise TransferError(str(error)) from error
+    def keyed(self, message: Message) -> Keyed:
+        """Under its number, from its first mention until `release`."""
+        key = self._keys.get(id(message))
+        if key is None:
+            key = self._keys[id(message)] = next(self._numbers)
+        return Keyed(key, message)
 
-    def _heads(self, whole: Tensor, rank: int) -> Tensor:
-        first, end = self._shares[rank].kv_heads
-        return whole[:, :, :, first:end]
+    def parts_out(self, message: Message) -> tuple[KvPart, ...]:
+        """Of a message from here."""
+        return parts_between(self._kv_heads, self.ranks, message.ranks)
 
-    def _whole(self, message: Message) -> Tensor:
-        """The message's memory, from its first mention until `release`."""
-        found = self._buffers.get(id(message))
-        if found is None:
-            found = self._buffers[id(message)] = torch.empty((message.num_blocks, *self._shape), dtype=torch.uint8)
+    def parts_in(self, message: Message) -> tuple[KvPart, ...]:
+        """Of a message to here."""
+        return parts_between(self._kv_heads, message.ranks, self.ranks)
+
+    def _number(self, rank: int) -> int:
+        return self.others[rank - 1].number() if rank else 0
+
+    def _everywhere(self, orders: dict[int, Work]) -> dict[int, tuple[tuple[int, ...], ...]]:
+        """What comes of these orders, by rank; all ranks are at work at the same time."""
+        begun = [(rank, self.others[rank - 1].begin(order)) for rank, order in orders.items() if rank]
+        found = {0: self.own.work(orders[0])} if 0 in orders else {}
+        for rank, answer in begun:
+            found[rank] = self.others[rank - 1].sums(answer)
         return found
+
+
+def _heads(parts: Sequence[KvPart], *, sender: int = -1, receiver: int = -1) -> tuple[Heads, ...]:
+    """What one rank sends or receives; what it sends to several ranks once."""
+    return tuple(
+        dict.fromkeys(part.heads for part in parts if sender in (-1, part.sender) and receiver in (-1, part.receiver))
+    )

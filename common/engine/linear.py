@@ -7,11 +7,13 @@ the number of rows, so that all workers of a pipeline compute alike:
     CPU, bfloat16 and it computes in it  panels
     CPU, other 16-bit                    widened: float32 panels, x widened, the product rounded
     CPU, codes of 8 or 4 bits            quantized: codes and scales packed as they are, x rounded to 8 bits inside
+    GPU, codes of 8 or 4 bits or E4M3    coded: codes and scales as they are, x as it is
     no compiled kernels, or a GPU        plain: F.linear
 
 Panels are faster than anything torch has from one row to hundreds, and they give a row the same bits whatever other
 rows stand beside it, which BLAS does not: a request computes exactly the same in every batch. Codes that no kernel
-takes (another device, float8, groups that are no multiple of 16) are dequantised here and become another form.
+takes (groups that are no multiple of 16, on a GPU of 32; on a processor float8) are dequantised here and become another
+form.
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cohort.common.engine.quantized import QuantizedWeight, stacked
-from cohort.kernels import panels, quantized_panels
+from cohort.kernels import coded, panels, quantized_panels
+from cohort.kernels.coded import CodedMatrix
 from cohort.kernels.fused import silu_mul
 from cohort.kernels.panels import Arena, Panels
 from cohort.kernels.quantized_panels import Codes, QuantizedPanels
 
-Form = Literal["plain", "panels", "widened", "quantized"]
+Form = Literal["plain", "panels", "widened", "quantized", "coded"]
 Matrix = Tensor | Sequence[QuantizedWeight]
 """A product's weight [out, in], or codes whose outputs follow one another."""
 
@@ -45,9 +48,15 @@ def linear_form(device: torch.device, dtype: torch.dtype, inputs: int) -> Form:
     return "plain"
 
 
+def on_gpu(weight: QuantizedWeight) -> bool:
+    return weight.codes.device.type == "cuda"
+
+
 def packs_codes(weight: QuantizedWeight) -> bool:
-    """Whether its codes are multiplied as they are on this processor."""
+    """Whether its codes are multiplied as they are where they lie."""
     codes = weight.codes
+    if on_gpu(weight):
+        return coded.available(codes, weight.group, weight.shape[1])
     return codes.device.type == "cpu" and quantized_panels.available(codes.dtype, weight.group, weight.shape[1])
 
 
@@ -64,6 +73,11 @@ def _pack_codes(parts: Sequence[QuantizedWeight], arena: Arena, *, gated: bool =
     return QuantizedPanels(
         [Codes(part.codes, part.scales, part.offsets, part.group) for part in parts], arena, gated=gated
     )
+
+
+def _coded(parts: Sequence[QuantizedWeight], *, biased: bool) -> CodedMatrix:
+    """As they lie, for the kernel of a GPU."""
+    return CodedMatrix([Codes(part.codes, part.scales, part.offsets, part.group) for part in parts], biased=biased)
 
 
 def native_bfloat16() -> bool:
@@ -94,9 +108,13 @@ class Linear:
         if not isinstance(weight, Tensor):
             self.out_features = sum(part.shape[0] for part in weight)
             self.in_features = weight[0].shape[1]
-            self.dtype, self.form = dtype or torch.float32, "quantized"
+            self.dtype, self.form = dtype or torch.float32, "coded" if on_gpu(weight[0]) else "quantized"
             self.weight = torch.empty(0, dtype=self.dtype)
-            self.packed: Panels | None = _pack_codes(weight, arena or Arena())
+            self.packed: Panels | CodedMatrix | None = None
+            if self.form == "coded":
+                self.packed = _coded(weight, biased=bias is not None)
+            else:
+                self.packed = _pack_codes(weight, arena or Arena())
         else:
             self.out_features, self.in_features = weight.shape
             self.dtype = weight.dtype
@@ -137,11 +155,11 @@ class Linear:
     @property
     def panel_data(self) -> Tensor | None:
         """The packed weight, where it takes x in the model's own dtype."""
-        return self.packed.data if self.packed is not None and not self._widens else None
+        return self.packed.data if isinstance(self.packed, Panels) and not self._widens else None
 
     def add_into(self, x: Tensor, residual: Tensor) -> None:
         """residual [T, out] += the product, rounded before it is added; on a GPU one kernel adds it unrounded."""
-        if x.is_cuda and self.bias is None:
+        if self.packed is None and x.is_cuda and self.bias is None:
             residual.addmm_(x, self.weight.t())
         elif self.packed is not None and not self._widens and self.bias is None:
             self.packed.add_product(x, residual)
@@ -150,8 +168,10 @@ class Linear:
 
 
 def _of_one_kind(weight: Sequence[QuantizedWeight]) -> bool:
-    """Whether gates and ups lie in one weight, or in two that can be one."""
+    """Whether gates and ups are packed together: they lie in one weight, or in two that can be one."""
     first = weight[0]
+    if on_gpu(first):
+        return False
     return len(weight) == 1 or (
         len(weight) == 2 and all((w.code, w.group, w.shape) == (first.code, first.group, first.shape) for w in weight)
     )
@@ -211,10 +231,12 @@ class Embedding:
     ) -> None:
         """`head`: the product over the same matrix, where the model ties both. `dtype` as in `Linear`."""
         table = settled(table, dtype or torch.float32)
-        self._shared = head.packed if head is not None and head.panel_data is not None else None
+        self._shared: Panels | CodedMatrix | None = None
+        if head is not None and (head.panel_data is not None or head.form == "coded"):
+            self._shared = head.packed
         self._table = torch.empty(0)
         if self._shared is None and not isinstance(table, Tensor):
-            self._shared = _pack_codes(table, arena or Arena())
+            self._shared = _coded(table, biased=False) if on_gpu(table[0]) else _pack_codes(table, arena or Arena())
         elif self._shared is None and isinstance(table, Tensor):
             self._table = table
 
@@ -222,7 +244,9 @@ class Embedding:
         """out [T, width]."""
         if self._shared is None:
             torch.index_select(self._table, 0, ids, out=out)
-        elif out.dtype == torch.float16:  # of codes; the kernels write float32 and bfloat16
+        elif out.dtype == torch.float16 and isinstance(
+            self._shared, Panels
+        ):  # of codes; the kernels write float32 and bfloat16
             wide = torch.empty(out.shape)
             self._shared.rows(ids, wide)
             out.copy_(wide)

@@ -45,7 +45,7 @@ def matrix(
         parts = []
         for name, outputs in zip(names, rows, strict=True):
             part = files.read_quantized(name, outputs, inputs, device)
-            if not isinstance(part, QuantizedWeight) or not packs_codes(part):
+            if not isinstance(part, QuantizedWeight) or not packs_codes(part := part.on(device)):
                 break
             parts.append(part)
         if len(parts) == len(names):
@@ -118,8 +118,9 @@ def rounded(weight: Tensor, rounding: Rounding) -> QuantizedWeight:
     if rounding == "int4" and inputs % 2:
         raise ValueError(f"codes of 4 bits come in pairs, and there are {inputs} inputs")
     groups = -(-inputs // GROUP)
-    codes = torch.empty((outputs, inputs), dtype=torch.int8 if rounding == "int8" else torch.uint8)
-    scales, offsets = torch.empty((outputs, groups)), torch.empty((outputs, groups))
+    device = weight.device
+    codes = torch.empty((outputs, inputs), dtype=torch.int8 if rounding == "int8" else torch.uint8, device=device)
+    scales, offsets = (torch.empty((outputs, groups), device=device) for _ in range(2))
     for first in range(0, outputs, step := max(1, (1 << 22) // inputs)):  # float32 copies stay small
         part = slice(first, first + step)
         padding = groups * GROUP - inputs  # repeats the last input, so that no group's range changes

@@ -75,7 +75,7 @@ def keeps_codes(device_type: str, element_bytes: int, *, floating: bool) -> bool
     """Whether products over integer codes, or over E4M3 (`floating`), exist on this kind of device for a model of this
     precision; else such weights are dequantised at load. Asked by the sums of what fits; `matrices.matrix` does
     accordingly."""
-    return device_type == "cpu" and element_bytes == 2 and not floating
+    return element_bytes == 2 and (device_type == "cuda" or (device_type == "cpu" and not floating))
 
 
 def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:

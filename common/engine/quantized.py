@@ -7,7 +7,7 @@ Computes nothing for a step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -53,6 +53,13 @@ class QuantizedWeight:
         """Of codes, scales and offsets as they are here."""
         parts = (self.codes, self.scales, *(() if self.offsets is None else (self.offsets,)))
         return sum(part.nbytes for part in parts)
+
+    def on(self, device: torch.device) -> QuantizedWeight:
+        """The same on this device; itself where it is there."""
+        if self.codes.device == device:
+            return self
+        offsets = None if self.offsets is None else self.offsets.to(device)
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), offsets=offsets)
 
     def dequantized(self) -> Tensor:
         """float32 [out, in]: what a product over this weight is compared with."""

@@ -4,7 +4,7 @@
     follower ──▶ rank 0   Loaded, Failed, Copied
 
 A frame is its length (8 bytes) and a MessagePack struct. Every wait has a deadline but a follower's wait for its next
-command: that ends with the command, or with rank 0. KV blocks go over a second pair: `rank_blocks`.
+command: that ends with the command, or with rank 0. Orders about KV transfers go over a second pair: `rank_orders`.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class RankShare:
         return dataclasses.replace(
             whole,
             num_heads=whole.num_heads // self.degree,
-            num_kv_heads=self._kv_heads[1],
+            num_kv_heads=self.kv_heads[1] - self.kv_heads[0],
             intermediate_size=whole.intermediate_size // self.degree,
             vocab_size=end - first,
         )
@@ -74,13 +74,7 @@ class RankShare:
     @property
     def kv_heads(self) -> tuple[int, int]:
         """The KV heads [first, end) that are here."""
-        first, count = self._kv_heads
-        return first, first + count
-
-    @property
-    def kv_is_first_copy(self) -> bool:
-        """False on a rank whose KV heads are those of the rank before it."""
-        return self.rank == 0 or RankShare(self.geometry, self.rank - 1, self.degree).kv_heads != self.kv_heads
+        return kv_heads_of(self.geometry.num_kv_heads, self.rank, self.degree)
 
     def part(self, name: str) -> Part | None:
         """Of the tensor of this name, by its last two words; None = all of it."""
@@ -116,15 +110,15 @@ class RankShare:
         """A bias of a product that is summed over the ranks, on all but the first."""
         return self.rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias"))
 
-    @property
-    def _kv_heads(self) -> tuple[int, int]:
-        """The first, and how many."""
-        heads = self.geometry.num_kv_heads
-        return self.rank * heads // self.degree, max(1, heads // self.degree)
-
     def _even(self, extent: int) -> tuple[int, int]:
         each = extent // self.degree
         return self.rank * each, (self.rank + 1) * each
+
+
+def kv_heads_of(heads: int, rank: int, degree: int) -> tuple[int, int]:
+    """Which of a model's KV heads, [first, end), rank `rank` of `degree` holds."""
+    first = rank * heads // degree
+    return first, first + max(1, heads // degree)
 
 
 def hindrance(geometry: ModelGeometry, degree: int) -> str:

@@ -7,11 +7,15 @@ workers of both kinds understand each other: values under 2**32 are CRC-32, othe
 A sender may gather scattered runs and send them as one message under the first one's tag. It says so where the sums are
 said: a run with bit 33 has no sum of its own; its bytes follow those of the run before in the same message, whose first
 run carries the sum of all.
+
+A message between workers of which one has several ranks goes in parts, from rank to rank (`kv_parts`). Its sum is a sum
+over its parts' sums, and says of how many ranks the sender is: bits 34 on hold that number less one.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 import zlib
 from collections.abc import Sequence
 
@@ -20,6 +24,8 @@ from torch import Tensor
 
 JOINED = 1 << 33
 _WEIGHTED = 1 << 32
+_SUM_BITS = (1 << 33) - 1
+_RANKS_SHIFT = 34
 _WORDS_PER_GROUP = 1024
 
 
@@ -53,6 +59,35 @@ def alike_all(datas: Sequence[Tensor], others: Sequence[int]) -> list[int]:
     """The sum of each in the form that its counterpart in `others` has."""
     heavy = iter(weighted_all([data for data, other in zip(datas, others, strict=True) if other & _WEIGHTED]))
     return [next(heavy) if other & _WEIGHTED else crc32(data.cpu()) for data, other in zip(datas, others, strict=True)]
+
+
+def form_of(*, weighted: bool) -> int:
+    """A value that has this form, for `alike`."""
+    return _WEIGHTED if weighted else 0
+
+
+def is_weighted(value: int) -> bool:
+    return bool(value & _WEIGHTED)
+
+
+def of_ranks(ranks: int) -> int:
+    """What a sum from a worker of so many ranks carries beside the sum; 0 of a worker of one rank."""
+    return ranks - 1 << _RANKS_SHIFT
+
+
+def ranks_of(value: int) -> int:
+    """How many ranks its sender has."""
+    return (value >> _RANKS_SHIFT) + 1
+
+
+def sum_of(value: int) -> int:
+    """The sum alone; 0 where there is none."""
+    return value & _SUM_BITS
+
+
+def joint(sums: Sequence[int]) -> int:
+    """One sum over those of a message's parts, in their form."""
+    return (zlib.crc32(struct.pack(f"<{len(sums)}Q", *sums)) or 1) | sums[0] & _WEIGHTED
 
 
 def _weighted_words(data: Tensor) -> Tensor:

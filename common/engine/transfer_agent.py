@@ -20,7 +20,7 @@ from typing import TypeVar
 import structlog
 
 from cohort.common.clock import Clock
-from cohort.common.engine.run_checksum import JOINED
+from cohort.common.engine.run_checksum import JOINED, of_ranks, ranks_of, sum_of
 from cohort.common.engine.transfer_memory import SLOT_BYTES, SLOTS, Message, RunMemory, Slots, Span
 from cohort.common.errors import BufferStranded, ChecksumMismatch, TransferError, TransferTimeout
 from cohort.common.machines.effects import ReceiveRuns, Run, SendRuns
@@ -166,19 +166,22 @@ class TransferAgent:
                 self._free(sending.message, self._send_slots)
             ended(sending, error)
 
-        at_once = asyncio.Semaphore(self._runs_at_once)
+        at_once, left = asyncio.Semaphore(self._runs_at_once), "aborted"
         try:
             sums = await self._prepare([sending.message for sending in sendings])
+            sums = sums or [of_ranks(self._memory.ranks)] * len(sendings)
             self._announce(effect.peer, _announcement(effect, sendings, sums))
             async with asyncio.TaskGroup() as tasks:
                 for sending in sendings:
                     tasks.create_task(send(sending))
         except asyncio.CancelledError:
             self._metrics.failures(effect.link, "aborted").inc()
+        except TransferError as failure:  # before anything was announced
+            left = self._failed(effect.link, failure)
         finally:
             for sending in list(unreported):
                 self._free(sending.message, self._send_slots)
-                ended(sending, "aborted")
+                ended(sending, left)
 
     async def _push(self, effect: SendRuns, sending: _Sending) -> None:
         started_s = self._clock.now_s()
@@ -189,7 +192,7 @@ class TransferAgent:
     def _messages_of(self, effect: SendRuns) -> list[_Sending]:
         """The runs as they lie, or gathered as far as slots are free."""
         found: list[_Sending] = []
-        host = effect.from_host
+        host, ranks = effect.from_host, self._memory.ranks_at(effect.address)
         together: list[Run] = []
         for run in (*effect.runs, None):
             if run is not None and self._fits(together, run, effect):
@@ -197,10 +200,11 @@ class TransferAgent:
                 continue
             slot = self._send_slots.take_now() if len(together) > 1 else None
             if slot is None:
-                found += [_Sending((each,), Message((Span(each.source, each.num_blocks, host),))) for each in together]
+                for each in together:
+                    found.append(_Sending((each,), Message((Span(each.source, each.num_blocks, host),), None, ranks)))
             else:
                 spans = tuple(Span(each.source, each.num_blocks, host) for each in together)
-                found.append(_Sending(tuple(together), Message(spans, slot)))
+                found.append(_Sending(tuple(together), Message(spans, slot, ranks)))
             together = [] if run is None else [run]
         return found
 
@@ -220,7 +224,7 @@ class TransferAgent:
 
     async def _prepare(self, messages: Sequence[Message]) -> list[int]:
         """Everything gathered and summed, with one wait."""
-        gathered = self._memory.staged or any(message.slot is not None for message in messages)
+        gathered = any(message.slot is not None or self._memory.in_parts(message) for message in messages)
         if not self._checksums and not gathered:
             return []
         return await self._blocking(
@@ -233,18 +237,19 @@ class TransferAgent:
     async def _receive(self, effect: ReceiveRuns, runs: tuple[Run, ...], at_once: asyncio.Semaphore) -> None:
         error: str | None = "aborted"
         spans = tuple(Span(run.target, run.num_blocks) for run in runs)
-        message = Message(spans)
+        ranks = ranks_of(runs[0].checksum)
+        message = Message(spans, None, ranks)
         try:
             async with at_once:
                 link = self._links.get(effect.link)
                 if link is None:
                     raise TransferError(f"no {effect.link} link here")
                 if len(runs) > 1:
-                    message = Message(spans, await self._slot_for(message))
+                    message = Message(spans, await self._slot_for(message), ranks)
                 started_s = self._clock.now_s()
                 buffer = self._memory.buffer(message)
                 await link.receive(runs[0].tag, buffer, timeout_s=self._run_timeout_s)
-            await self._arrived(message, runs[0].checksum if self._checksums else 0)
+            await self._arrived(message, sum_of(runs[0].checksum) if self._checksums else 0)
             self._moved(effect.link, "received", message, started_s)
             error = None
         except BufferStranded as failure:
@@ -270,7 +275,7 @@ class TransferAgent:
 
     async def _arrived(self, message: Message, checksum: int) -> None:
         """Check, and bring to its place what came gathered."""
-        if message.slot is not None or self._memory.staged:
+        if message.slot is not None or self._memory.in_parts(message):
             right = await self._blocking(message.num_blocks, lambda: self._memory.scatter(message, checksum))
         else:
             right = not checksum or await self._sums.of(message, checksum) == checksum
@@ -373,9 +378,9 @@ def _joined(runs: Sequence[Run]) -> list[tuple[Run, ...]]:
 
 
 def _announcement(effect: SendRuns, sendings: Sequence[_Sending], sums: Sequence[int]) -> KvChunk:
-    """`sums`: of every message, or none at all."""
+    """`sums`: of every message, as `run_checksum` has them."""
     runs = []
-    for sending, checksum in zip(sendings, sums or [0] * len(sendings), strict=True):
+    for sending, checksum in zip(sendings, sums, strict=True):
         first, *others = sending.runs
         runs.append(KvRun(first.tag, first.target, first.num_blocks, checksum))
         runs += [KvRun(run.tag, run.target, run.num_blocks, JOINED) for run in others]

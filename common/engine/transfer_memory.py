@@ -39,10 +39,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What the link moves in one go: one span as it lies, or several that lie one behind the other in a slot."""
+    """What the link moves in one go: one span as it lies, or several that lie one behind the other in a slot.
+    `ranks`: of the worker at the other end."""
 
     spans: tuple[Span, ...]
     slot: int | None = None
+    ranks: int = 1
 
     @property
     def num_blocks(self) -> int:
@@ -50,12 +52,17 @@ class Message:
 
 
 class RunMemory(Protocol):
-    """`on_device`: the blocks, and the slots with them, are not the processor's to read. `staged`: no message lies in
-    the cache, every one goes by way of `outgoing` or `scatter`."""
+    """`on_device`: the blocks, and the slots with them, are not the processor's to read. `ranks`: of this worker."""
 
     on_device: bool
-    staged: bool
+    ranks: int
     block_bytes: int
+
+    def ranks_at(self, address: bytes) -> int:
+        """How many ranks the worker has that is reached there; 1 for what is no address, which the link refuses."""
+
+    def in_parts(self, message: Message) -> bool:
+        """Whether it always goes by way of `outgoing` and `scatter`, and `sums` does not take it."""
 
     def buffer(self, message: Message) -> object:
         """What the link reads or writes. Never blocks."""
@@ -78,9 +85,9 @@ class RunMemory(Protocol):
 
 
 class CacheMemory:
-    """The cache tensors as transfer buffers."""
+    """The cache tensors as transfer buffers: of a worker of one rank to another such, or of one rank of a group."""
 
-    staged = False
+    ranks = 1
 
     def __init__(self, kv: KvTensors, *, staged: bool = True) -> None:
         """Slots on the device take their memory here; on the host a page costs nothing until it is used. Without
@@ -91,6 +98,12 @@ class CacheMemory:
         self.block_bytes = kv.block_bytes
         slots = 2 * SLOTS if staged else 0
         self._slots = torch.empty((slots, SLOT_BYTES), dtype=torch.uint8, device=kv.device)
+
+    def ranks_at(self, address: bytes) -> int:
+        return 1
+
+    def in_parts(self, message: Message) -> bool:
+        return False
 
     def buffer(self, message: Message) -> object:
         view = self._view(message)

@@ -22,6 +22,7 @@ from cohort.common.engine.batch_builder import BatchBuilder
 from cohort.common.engine.decode_time import DecodeTime, plan_after_s
 from cohort.common.engine.engine_threads import EngineThreads, StepUnderWay
 from cohort.common.engine.free_memory import FreeMemory
+from cohort.common.engine.group_links import GroupLink
 from cohort.common.engine.group_memory import GroupMemory
 from cohort.common.engine.iteration_gaps import IterationGaps
 from cohort.common.engine.kv_copies import KvCopier
@@ -29,10 +30,11 @@ from cohort.common.engine.learned_state import LearnedState
 from cohort.common.engine.lora_loader import LoraLoader
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.prompt_states import prompt_states
+from cohort.common.engine.rank_memory import RankMemory
+from cohort.common.engine.rank_transfers import RankTransfers
 from cohort.common.engine.stream_copies import StreamCopier
 from cohort.common.engine.streams import stream_for
 from cohort.common.engine.transfer_agent import TransferAgent
-from cohort.common.engine.transfer_memory import CacheMemory, RunMemory
 from cohort.common.engine.worker_metrics import WorkerMetrics
 from cohort.common.engine.worker_show import WorkerShow
 from cohort.common.errors import PeerUnreachable
@@ -107,9 +109,10 @@ class WorkerLoop:
         if runner.device.type == "cuda":
             self._metrics.engine.decode_classes_recorded().set(len(runner.recorded_classes))
         self._show = WorkerShow(context, machine, self._metrics.transfer)
+        memory = _transfer_memory(runner, links)
         self._agent = TransferAgent(
-            links,
-            _transfer_memory(runner, staged=bool(links)),
+            {name: GroupLink(link, memory) for name, link in links.items()},
+            memory,
             checksums=config.transfer.checksum != "off",
             run_timeout_s=config.transfer.run_timeout_s,
             runs_at_once=config.transfer.runs_at_once,
@@ -401,10 +404,11 @@ class WorkerLoop:
         return self._metrics.heartbeat(stats, self._agent.quarantined_blocks)
 
 
-def _transfer_memory(runner: ModelRunner, *, staged: bool) -> RunMemory:
-    if runner.followers is None or runner.ranks is None:
-        return CacheMemory(runner.kv, staged=staged)
-    return GroupMemory(runner.kv, runner.followers, runner.ranks.share, runner.block_geometry)
+def _transfer_memory(runner: ModelRunner, links: dict[str, KvLink]) -> GroupMemory:
+    whole = runner.block_geometry
+    heads = (0, whole.num_kv_heads) if runner.ranks is None else runner.ranks.share.kv_heads
+    own = RankTransfers(RankMemory(runner.kv, heads, staged=bool(links)), links)
+    return GroupMemory(own, [] if runner.followers is None else runner.followers.ends, whole)
 
 
 def _sampled(sampling: list[Sequence], output: StepOutput | None) -> list[Sampled]:

@@ -33,6 +33,7 @@ from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner, resolve_dtype
 from cohort.common.engine.quantization_config import rounding_of
 from cohort.common.engine.rank_messages import Setup
+from cohort.common.engine.rank_orders import OpenLinks
 from cohort.common.engine.rank_shares import RankShare
 from cohort.common.engine.ranks import RankGroup
 from cohort.common.engine.worker_loop import WorkerLoop
@@ -181,22 +182,37 @@ def _group(setup: Setup, followers: Followers, own: WorkerDevice) -> RankGroup:
     return RankGroup(setup.rank, setup.degree, setup.store, followers.meet, followers.end)
 
 
-def open_worker_links(context: ServiceContext, policies: WorkerPolicies) -> dict[str, KvLink]:
-    """The configured links that can be had here, best first. None where no KV ever moves: nothing listens for it."""
+async def open_worker_links(
+    context: ServiceContext, policies: WorkerPolicies, followers: Followers | None = None
+) -> dict[str, KvLink]:
+    """The configured links that can be had here, by all ranks, best first. None where no KV ever moves: nothing listens
+    for it. Raises `ConfigError`."""
     config = context.config
     if not policies.moves_kv(config):
         context.log.info("no KV links: this placement moves no KV", placement=config.policies.placement)
         return {}
     endpoint = _data_endpoint(context)
-    links = open_links(
+    bind, one_machine = bind_address(endpoint, config.endpoints.bind_host), exposure.stays_here(config)
+    keys_file, plain_allowed = str(config.security.curve_secret_key_file), config.transfer.plain_links_allowed
+    opened = open_links(
         config.transfer.links,
-        zmq_bind=bind_address(endpoint, config.endpoints.bind_host),
+        zmq_bind=bind,
         zmq_advertise=endpoint,
-        curve=load_keys(config.security.curve_secret_key_file),
-        plain_allowed=config.transfer.plain_links_allowed,
-        one_machine=exposure.stays_here(config),
+        curve=load_keys(keys_file),
+        plain_allowed=plain_allowed,
+        one_machine=one_machine,
     )
-    return {link.name: link for link in links}
+    links = {link.name: link for link in opened}
+    if followers is None:
+        return links
+    order = OpenLinks(0, tuple(links), bind, endpoint, keys_file, plain_allowed, one_machine)
+    common = await followers.open_links(order, on_network=endpoint.startswith("tcp://"))
+    for name in [name for name in links if name not in common]:
+        context.log.warning("KV link left out: not every rank of this worker has it", link=name)
+        await links.pop(name).close()
+    if not links:
+        raise ConfigError(f"transfer.links: none of {', '.join(config.transfer.links)} could be opened by every rank")
+    return links
 
 
 def _data_endpoint(context: ServiceContext) -> str:
@@ -296,7 +312,7 @@ async def _serve(
     for warning in warnings:
         context.log.warning(warning)
     capacity = capacity_of(config, role, runner, context.model_name, threads=threads, instance=context.instance)
-    links = open_worker_links(context, policies)
+    links = await open_worker_links(context, policies, followers)
     scheduler = policies.iteration(config)
     kv = policies.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks)
     capacity = msgspec.structs.replace(capacity, window=kv.geometry.window)  # some allocators give nothing back

@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from cohort.kernels.coded import ServedProduct
 from cohort.kernels.gpu.plan import decode_plan
 from cohort.kernels.gpu.variants import Served, ServedExperts, compile_only, launches
 
@@ -39,6 +40,12 @@ def _model(
     return Served(query_heads, kv_heads, head_dim, hidden, inner, vocabulary, kind, rotary_half=head_dim // 2, **more)
 
 
+def _codes(codes: torch.dtype, group: int, *, offsets: bool) -> tuple[ServedProduct, ...]:
+    """The products of Llama-3-8B's layers."""
+    shapes = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+    return tuple(ServedProduct(outputs, inputs, codes, group, offsets, False) for outputs, inputs in shapes)
+
+
 _MIXTRAL = ServedExperts(count=8, per_token=2, inner=14336, shared_inner=0, rounded=False)
 _QWEN3 = ServedExperts(count=128, per_token=8, inner=768, shared_inner=0, rounded=True)
 
@@ -49,6 +56,12 @@ MODELS = {
     "SmolLM2-135M": _model(9, 3, 64, 576, 1536, 49152, "float32"),
     "Mixtral-8x7B": _model(32, 8, 128, 4096, 14336, 32000, "bfloat16", experts=_MIXTRAL),
     "Qwen3-30B-A3B": _model(32, 4, 128, 2048, 6144, 151936, "bfloat16", experts=_QWEN3),
+    "Llama-3-8B in 4 bits": _model(
+        32, 8, 128, 4096, 14336, 128256, "bfloat16", products=_codes(torch.uint8, 128, offsets=True)
+    ),
+    "Llama-3-8B in FP8": _model(
+        32, 8, 128, 4096, 14336, 128256, "bfloat16", products=_codes(torch.float8_e4m3fn, 128, offsets=False)
+    ),
     "gpt-oss-20b": _model(64, 8, 64, 2880, 2880, 201088, "bfloat16", windowed=frozenset({False, True}), sinks=True),
 }
 SHAPES = MODELS | {

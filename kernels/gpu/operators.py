@@ -1,6 +1,7 @@
 """Every kernel in Triton under the name its dispatching module calls it by. Importing this loads Triton."""
 
 from cohort.kernels.gpu.attention import paged_attention
+from cohort.kernels.gpu.coded import coded_product
 from cohort.kernels.gpu.elementwise import clamped_swiglu, rms_norm, rope_and_write_kv, rope_inplace, silu_mul, write_kv
 from cohort.kernels.gpu.experts import add_weighted, expert_outputs
 from cohort.kernels.gpu.sampling import sample_rows
@@ -9,6 +10,7 @@ from cohort.kernels.gpu.slots import gather_slots, scatter_slots
 __all__ = [
     "add_weighted",
     "clamped_swiglu",
+    "coded_product",
     "expert_outputs",
     "gather_slots",
     "paged_attention",

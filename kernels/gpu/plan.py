@@ -72,8 +72,8 @@ def prefill_plan(*, group: int, head_dim: int, element_bytes: int) -> PrefillPla
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """One grouped product of a mixture: a program computes `tile_rows` rows of one expert, `tile_columns` outputs of
-    each, `tile_depth` inputs at a time."""
+    """One product over tiles: a program computes `tile_rows` rows (of one expert, where there are several),
+    `tile_columns` outputs of each, `tile_depth` inputs at a time."""
 
     tile_rows: int
     tile_columns: int
@@ -89,6 +89,17 @@ def expert_plan(*, rows: int, experts: int, element_bytes: int) -> ExpertPlan:
     if element_bytes > 2:  # products without matrix units
         return ExpertPlan(16 if few else 32, 32, 32, warps=4, stages=2)
     return ExpertPlan(16, 64, 128, warps=4, stages=3) if few else ExpertPlan(64, 64, 64, warps=4, stages=3)
+
+
+def coded_plan(*, rows: int, group: int, inputs: int, element_bytes: int) -> ExpertPlan:
+    """A product over codes with scales for `group` inputs each. Few rows are bound by reading codes, and want many
+    programs; more by turning codes into numbers, which a tile does once for all its rows."""
+    few = rows <= 16
+    if element_bytes > 2:  # products without matrix units
+        return ExpertPlan(16 if few else 32, 32, 32, warps=4, stages=2)
+    most = 128 if few else 64
+    depth = most if group >= inputs else min(most, group & -group)
+    return ExpertPlan(16, 32, depth, warps=4, stages=4) if few else ExpertPlan(64, 64, depth, warps=4, stages=3)
 
 
 def padded_rows(rows: int, at_least: int = 0) -> int:

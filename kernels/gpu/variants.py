@@ -24,7 +24,8 @@ from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
 from cohort.kernels.attention_meta import AttentionMeta
-from cohort.kernels.gpu import attention, elementwise, experts, prefill, sampling, slots
+from cohort.kernels.coded import ServedProduct
+from cohort.kernels.gpu import attention, coded, elementwise, experts, prefill, sampling, slots
 from cohort.kernels.gpu.plan import DecodePlan, padded_rows
 from cohort.kernels.sampling import EDIT_KINDS, SampledRows, SamplingTables
 
@@ -50,7 +51,7 @@ class ServedExperts:
 class Served:
     """A model as the kernels see it. `rotary_half`: half of the elements of a head that are rotated, 0 for models that
     leave all but attention to other kernels; `windowed`: whether layers have a sliding window, some or none; `sinks`:
-    whether attention has sinks."""
+    whether attention has sinks; `products`: over weights in codes."""
 
     query_heads: int
     kv_heads: int
@@ -64,6 +65,7 @@ class Served:
     windowed: frozenset[bool] = frozenset({False})
     sinks: bool = False
     experts: ServedExperts | None = None
+    products: tuple[ServedProduct, ...] = ()
     layers: int = 2
 
 
@@ -107,6 +109,8 @@ def launches(
     yield from step.elementwise()
     if served.experts is not None:
         yield from _of_experts(served, served.experts, device)
+    for product in served.products:
+        yield from _of_codes(product, served.dtype, device)
     yield "sample", lambda: sampling.sample_rows(*_sampled(served, device))
 
 
@@ -195,6 +199,27 @@ def _of_experts(served: Served, mixture: ServedExperts, device: torch.device) ->
         inner = torch.empty((2, mixture.shared_inner), dtype=served.dtype, device=device)
         yield "activate shared", lambda: elementwise.silu_mul(both, inner)
     yield "weighted sum", lambda: experts.add_weighted(parts, weights, own, total)
+
+
+def _of_codes(product: ServedProduct, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Launch]]:
+    """A product's two plans, each into a place of the model's type, into float32, and added to a residual."""
+    stored = product.inputs // 2 if product.codes == torch.uint8 else product.inputs
+    codes = torch.empty((product.outputs, stored), dtype=product.codes, device="meta")
+    scales = torch.empty((product.outputs, -(-product.inputs // product.group)), device="meta")
+    bias = torch.empty(product.outputs, dtype=dtype, device=device) if product.biased else None
+    for rows in (1, 17):
+        x = torch.empty((rows, product.inputs), dtype=dtype, device=device)
+        for into, kind, add in (("", dtype, False), (", float32", torch.float32, False), (", added", dtype, True)):
+            if add and product.biased:
+                continue
+            out = torch.empty((rows, product.outputs), dtype=kind, device=device)
+            name = f"{product.codes} {product.outputs} x {product.inputs}, {rows} rows{into}"
+            yield (
+                name.removeprefix("torch."),
+                lambda x=x, o=out, a=add: coded.coded_product(  # type: ignore[misc]
+                    x, codes, scales, scales if product.offsets else None, product.group, bias, o, add=a
+                ),
+            )
 
 
 def _sampled(served: Served, device: torch.device) -> tuple[Tensor, SamplingTables, SampledRows]:

@@ -51,7 +51,14 @@ def options(blocks: int, workers: list[dict[str, Any]], **engine: Any) -> dict[s
     }
 
 
-@pytest.mark.parametrize("degrees", [(1, 2), (4, 2), (2, 2)], ids=lambda degrees: "to".join(map(str, degrees)))
+LONGER = pytest.mark.skipif(not nightly(), reason="scripts/test --nightly")
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [(1, 2), (4, 2), (2, 2), pytest.param((2, 4), marks=LONGER)],
+    ids=lambda degrees: "to".join(map(str, degrees)),
+)
 def test_kv_moves_between_workers_of_any_degrees(
     tmp_path: Path, model: Path, goldens: list[Golden], degrees: tuple[int, int]
 ) -> None:
@@ -69,10 +76,7 @@ def test_kv_moves_between_workers_of_any_degrees(
         pipeline.assert_nothing_left()
 
 
-@pytest.mark.parametrize(
-    "preemption",
-    ["swap", pytest.param("recompute", marks=pytest.mark.skipif(not nightly(), reason="scripts/test --nightly"))],
-)
+@pytest.mark.parametrize("preemption", ["swap", pytest.param("recompute", marks=LONGER)])
 def test_preempted_requests_go_on(tmp_path: Path, model: Path, goldens: list[Golden], preemption: str) -> None:
     workers = [{"role": "unified", "tensor_parallel": 2}]
     overrides = options(40, workers, preemption=preemption, prefill_chunk=48)

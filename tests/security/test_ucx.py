@@ -7,6 +7,7 @@ UCX in clear.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -127,7 +128,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, config: Config, run_dir: Path) -> li
         return []
 
     monkeypatch.setattr(worker_process, "open_links", note)
-    assert worker_process.open_worker_links(Context(config, run_dir), compose) == {}  # type: ignore[arg-type]
+    assert asyncio.run(worker_process.open_worker_links(Context(config, run_dir), compose)) == {}  # type: ignore[arg-type]
     return calls
 
 

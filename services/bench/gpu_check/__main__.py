@@ -15,6 +15,7 @@ import torch
 from cohort.common.engine import compiled_kernels
 from cohort.services.bench.gpu_check import (
     attention,
+    coded,
     device,
     golden,
     kernels,
@@ -39,6 +40,7 @@ RUN: dict[Section, Callable[[Check], None]] = {
     "products": products.run,
     "golden": golden.run,
     "attention": attention.run,
+    "coded-products": coded.run,
     "golden-presets": golden.run_presets,
     "kv-transfer": kv_transfer.run,
     "model-14b": model.run_14b,

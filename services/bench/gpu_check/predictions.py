@@ -18,6 +18,7 @@ from cohort.services.bench.gpu_check.report import Prediction
 
 # What the derivations assume.
 _PRODUCT_BYTES = 0.92  # share of bandwidth that a library product of few rows reaches
+_CODED_BYTES = 0.6  # share of bandwidth that a product over codes is hoped to reach: its numbers are made in the tile
 _PRODUCT_RATE = 0.85  # share of the matrix rate, of many rows
 _KV_LONG, _KV_SHORT = 0.80, 0.60  # share of bandwidth of decode attention, from 8,192 keys a row; below
 _KERNELS_A_LAYER = 10
@@ -199,6 +200,7 @@ TABLE: dict[str, Line] = {
         f"at {_PRODUCT_BYTES:.0%} of the larger bound, and {_RAMP_S * 1e6:.1f} us of start and end",
         lambda f: 1 / _PRODUCT_BYTES,
     ),
+    "coded product": Line(f"at {_CODED_BYTES:.0%} of the larger bound: a guess", lambda f: 1 / _CODED_BYTES),
     "mixed": Line(
         f"the longer of eleven launches a layer of {_LAUNCH_S * 1e6:.0f} us and the device's work", _mixed_ms
     ),

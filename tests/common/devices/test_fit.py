@@ -133,10 +133,13 @@ def awq_shard(folder: Path) -> None:
 
 
 def test_codes_are_counted_as_the_weights_they_stand_for(tmp_path: Path) -> None:
-    """They are dequantised at load, so that is what they take."""
+    """Where they are dequantised at load, that is what they take: in float32, and of a mixture's experts on a GPU."""
     awq_shard(tmp_path)
     assert parameters(tmp_path, AWQ) == 4096 * 4096 + 4096
-    assert weight_bytes(tmp_path, AWQ, 2) == 2 * (4096 * 4096 + 4096)
+    assert weight_bytes(tmp_path, AWQ, 4) == 4 * (4096 * 4096 + 4096)
+    assert weight_bytes(tmp_path, AWQ, 2) == 4 * 512 * 4096 + 4 * 32 * (512 + 4096) + 2 * 4096
+    shard(tmp_path / "model.safetensors", {"mlp.experts.0.up.weight": ("F8_E4M3", [8, 8])})
+    assert weight_bytes(tmp_path, AWQ, 2) == 2 * 64
     shard(tmp_path / "model.safetensors", {"m.weight": ("F8_E4M3", [8, 8]), "m.weight_scale": ("F32", [8, 1])})
     assert parameters(tmp_path, AWQ) == 64
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cohort.common.engine import linear
 from cohort.common.engine.linear import Embedding, Form, GatedLinear, Linear, linear_form, native_bfloat16
+from cohort.common.engine.quantized import Code, QuantizedWeight
+from cohort.kernels import coded
+from cohort.kernels.fused import silu_mul
 
 CPU = torch.device("cpu")
 COMPILED = linear_form(CPU, torch.float32, 64) == "panels"
@@ -104,3 +108,64 @@ def test_an_odd_number_of_inputs_is_served_too() -> None:
     weight, x = torch.randn(40, 7).bfloat16(), torch.randn(3, 7).bfloat16()
     out = Linear(weight)(x)
     assert torch.allclose(out.float(), x.float() @ weight.float().T, rtol=2e-2, atol=5e-2)
+
+
+# -- codes on a GPU --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes are taken to lie on a GPU that has the kernel; what computes is its reference."""
+    monkeypatch.setattr(linear, "on_gpu", lambda weight: True)
+    monkeypatch.setattr(coded, "available", lambda codes, group, inputs: coded.takes(codes.dtype, group, inputs))
+
+
+def coded_weight(code: Code, outputs: int, inputs: int = 64) -> QuantizedWeight:
+    groups = inputs // 32
+    scales, offsets = torch.rand(outputs, groups) / 100, None
+    if code == "uint4":
+        codes, offsets = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8), -8 * scales
+    elif code == "int8":
+        codes = torch.randint(-127, 128, (outputs, inputs), dtype=torch.int8)
+    else:
+        codes = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
+    return QuantizedWeight(code, codes, scales, offsets, 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_codes_on_a_gpu_stay_codes(as_on_a_gpu: None, dtype: torch.dtype) -> None:
+    """A projection of three parts with a bias, one that adds to the residual, and a gated one; x is not rounded."""
+    parts = [coded_weight("uint4", 16), coded_weight("int8", 8), coded_weight("e4m3", 8)]
+    whole, bias = torch.cat([part.dequantized() for part in parts]), torch.randn(32).to(dtype)
+    x = torch.randn(5, 64).to(dtype)
+    product = Linear(parts, bias, dtype=dtype)
+    assert (product.form, product.panel_data, product.out_features) == ("coded", None, 32)
+    assert torch.equal(product(x), (x.float() @ whole.t() + bias.float()).to(dtype))
+    residual = torch.randn(5, 32).to(dtype)
+    expected = (residual.float() + x.float() @ whole.t()).to(dtype)
+    Linear(parts, dtype=dtype).add_into(x, residual)
+    assert torch.equal(residual, expected)
+    gated, out = GatedLinear(parts[1:], dtype=dtype), torch.empty(5, 8, dtype=dtype)
+    gated.into(x, out)
+    both = (x.float() @ whole[16:].t()).to(dtype)
+    reference = torch.empty_like(out)
+    silu_mul(both, reference)
+    assert torch.equal(out, reference) and torch.equal(gated.unactivated(x), both)
+
+
+def test_a_table_in_codes_is_kept_once_on_a_gpu(as_on_a_gpu: None) -> None:
+    part = coded_weight("int8", 20)
+    head = Linear([part], dtype=torch.bfloat16)
+    table = Embedding([part], head, dtype=torch.bfloat16)
+    assert table._shared is head.packed
+    for embedding in (table, Embedding([part], dtype=torch.float16)):
+        out = torch.empty(3, 64, dtype=torch.float16)
+        embedding.into(torch.tensor([4, 0, 19]), out)
+        assert torch.equal(out, part.dequantized()[[4, 0, 19]].half())
+
+
+def test_codes_that_the_kernel_of_a_gpu_does_not_take_are_dequantised(as_on_a_gpu: None) -> None:
+    weight = QuantizedWeight("int8", torch.ones(4, 48, dtype=torch.int8), torch.ones(4, 3), None, 16)
+    product = Linear([weight], dtype=torch.bfloat16, form="plain")
+    assert product.packed is None and product.weight.dtype == torch.bfloat16
+    assert torch.equal(product(torch.eye(48).bfloat16()), weight.dequantized().t().bfloat16())

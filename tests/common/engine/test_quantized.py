@@ -47,3 +47,13 @@ def test_parts_that_do_not_fit_are_refused():
         QuantizedWeight("uint4", weight.codes, weight.scales, None, 2)
     with pytest.raises(InvariantViolated, match="different kinds"):
         stacked([weight, _four_bits(2, group=8)])
+
+
+def test_codes_of_a_file_go_where_the_model_is():
+    """A GGUF file's are read on the host, whatever multiplies them."""
+    weight, there = _four_bits(1), torch.device("meta")
+    moved = weight.on(there)
+    assert moved.offsets is not None
+    assert {part.device for part in (moved.codes, moved.scales, moved.offsets)} == {there}
+    assert (moved.shape, moved.group) == (weight.shape, weight.group)
+    assert weight.on(torch.device("cpu")) is weight

@@ -36,7 +36,6 @@ def test_fewer_kv_heads_than_ranks_are_copied() -> None:
     geometry = dataclasses.replace(LLAMA_8B, num_kv_heads=2)
     shares = [RankShare(geometry, rank, 8) for rank in range(8)]
     assert [share.kv_heads for share in shares] == [(0, 1)] * 4 + [(1, 2)] * 4
-    assert [share.kv_is_first_copy for share in shares] == [True, False, False, False] * 2
     assert {share.own.num_kv_heads for share in shares} == {1}
 
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 
 from cohort.common.engine.batch import SamplingRow, ScoringRow
-from cohort.common.engine.group_memory import GroupMemory
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner
-from cohort.common.engine.rank_shares import RankShare, reduced_bytes
-from cohort.common.engine.transfer_memory import CacheMemory, Message, Span
+from cohort.common.engine.rank_memory import RankMemory
+from cohort.common.engine.rank_orders import OpenLinks
+from cohort.common.engine.rank_shares import reduced_bytes
+from cohort.common.engine.rank_transfers import RankTransfers
+from cohort.common.machines.effects import Run
 from cohort.common.policies.kv_interface import KvCopy
+from cohort.common.transport.zmq_link import ZmqLink
 from tests.common.engine.driver import (
     Driver,
     check_schedule,
@@ -28,6 +31,8 @@ from tests.common.engine.driver import (
     run_together,
 )
 from tests.common.engine.groups import group_runner
+from tests.common.engine.rank_ends import AgentEnd
+from tests.common.engine.transfer_ends import until
 from tests.engine_models import BLOCK_SIZE, VOCAB, save_random_model
 
 OUTPUTS = 16
@@ -146,76 +151,60 @@ def test_swapped_blocks_come_back_on_every_rank(group: tuple[ModelRunner, Path])
     request = driver.requests["0"]
     gone, host = tuple(request.blocks), tuple(range(len(request.blocks)))
     other = tuple(block for block in range(len(runner.kv.blocks)) if block not in gone)[: len(gone)]
-    for copy in (KvCopy("out", "block", gone, host), KvCopy("in", "block", other, host)):
+    blank = tuple(range(len(gone), 2 * len(gone)))
+    copies = [
+        KvCopy("out", "block", gone, host),
+        KvCopy("in", "block", other, host),
+        KvCopy("in", "block", gone, blank),
+    ]
+    for copy in copies:
         with runner.copies_elsewhere([copy]):
             pairs = zip(copy.device, copy.host, strict=True)
             if copy.direction == "out":
                 runner.kv.copy_out(list(pairs))
             else:
                 runner.kv.copy_in([(host, device) for device, host in pairs])
-    memory = _memory(runner)
-    blank = torch.zeros((len(gone), *memory._shape), dtype=torch.uint8)
-    for place, block in enumerate(gone):
-        memory.spread([Span(block, 1)], blank[place : place + 1])
     request.blocks = list(other)
     for _ in range(6):
         driver.step([("0", 1)])
     assert request.tokens[20:] == expected.tokens
 
 
-def test_blocks_of_all_ranks_are_the_blocks_of_one_device(group: tuple[ModelRunner, Path]) -> None:
-    """So a worker of any degree takes over: the bytes are where a worker of one rank has them."""
+def test_blocks_of_all_ranks_are_the_blocks_of_one_device(group: tuple[ModelRunner, Path], tmp_path: Path) -> None:
+    """So a worker of any degree takes over: sent to one of one rank, the bytes are where that one computes them."""
     runner, folder = group
-    alone = make_runner(folder)
+    alone, beside = make_runner(folder), make_runner(folder)
     prompt = random_prompts([3 * BLOCK_SIZE])[0]
     for each in (runner, alone):
         driver = Driver(each)
         driver.add("0", prompt)
         driver.step([("0", len(prompt))])
     blocks = driver.requests["0"].blocks
-    spans = tuple(Span(block, 1) for block in blocks)
-    memory = _memory(runner)
-    message = Message(spans)
-    (checksum,) = memory.outgoing([message], summed=True)
-    sent = torch.from_numpy(np.array(memory.buffer(message))).view(torch.float32)
-    kept = torch.cat([alone.kv.blocks[block].reshape(-1) for block in blocks])
+    asyncio.run(_move(runner, beside, [(block, block) for block in blocks], tmp_path))
+    kept, sent = alone.kv.blocks[blocks], beside.kv.blocks[blocks]
     torch.testing.assert_close(sent, kept, rtol=1e-3, atol=1e-3)
-    first_layer = sent.view(len(blocks), alone.kv.blocks[0].numel() // 1)[0][: kept.numel() // len(blocks) // 3 // 2]
-    torch.testing.assert_close(first_layer, alone.kv.blocks[blocks[0]][0, 0].reshape(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sent[:, 0, 0], kept[:, 0, 0], rtol=1e-5, atol=1e-5)
 
-    # … and back again, to other blocks, checked on the way.
-    targets = Message(tuple(Span(block, 1) for block in (60, 50, 70)))
-    memory.buffer(targets)[:] = memory.buffer(message)  # type: ignore[index]
-    assert not memory.scatter(targets, checksum ^ 1)
-    assert memory.scatter(targets, checksum)
-    again = Message(targets.spans)
-    assert memory.outgoing([again], summed=True) == [checksum]
-    for each in (message, targets, again):
-        memory.release(each)
-    assert not memory._buffers
+    # … and back again, to other blocks, and from there to one rank: the same bits.
+    asyncio.run(_move(beside, runner, list(zip(blocks, (60, 50, 70), strict=True)), tmp_path))
+    asyncio.run(_move(runner, beside, [(60, 6), (50, 7), (70, 8)], tmp_path))
+    assert torch.equal(beside.kv.blocks[[6, 7, 8]], sent)
 
 
-def test_a_worker_of_one_rank_goes_on_with_the_blocks_of_a_group(group: tuple[ModelRunner, Path]) -> None:
+def test_a_worker_of_one_rank_goes_on_with_the_blocks_of_a_group(
+    group: tuple[ModelRunner, Path], tmp_path: Path
+) -> None:
     """And a group with those of a worker of one rank."""
     runner, folder = group
     expected = reference_generate(folder, random_prompts([29]), 12)[0]
     alone = make_runner(folder)
-    memories = {id(runner): _memory(runner), id(alone): CacheMemory(alone.kv)}
     for source, target in ((runner, alone), (alone, runner)):
         driver = Driver(source)
         driver.add("0", expected.prompt)
         for _ in range(4):
             driver.step([("0", driver.remaining("0"))])
         request = driver.requests["0"]
-        for block in request.blocks:
-            message = Message((Span(block, 1),))
-            sender, receiver = memories[id(source)], memories[id(target)]
-            (checksum,) = sender.outgoing([message], summed=True)
-            receiver.buffer(message)[:] = sender.buffer(message)  # type: ignore[index]
-            if receiver.staged:
-                assert receiver.scatter(message, checksum)
-            sender.release(message)
-            receiver.release(message)
+        asyncio.run(_move(source, target, [(block, block) for block in request.blocks], tmp_path))
         driver.runner = target
         for _ in range(8):
             driver.step([("0", driver.remaining("0"))])
@@ -233,7 +222,26 @@ def test_what_is_summed_is_what_is_planned_with(group: tuple[ModelRunner, Path])
     assert ranks.reduced_bytes - before == geometry.num_layers * reduced_bytes(geometry, 4, 13)
 
 
-def _memory(runner: ModelRunner) -> GroupMemory:
-    assert runner.followers is not None and runner.ranks is not None
-    share: RankShare = runner.ranks.share
-    return GroupMemory(runner.kv, runner.followers, share, runner.block_geometry)
+async def _move(source: ModelRunner, target: ModelRunner, blocks: Sequence[tuple[int, int]], folder: Path) -> None:
+    """From block to block, as two live workers do it."""
+    ends = [await _end(runner, folder / name) for runner, name in ((source, "a.sock"), (target, "b.sock"))]
+    a, b = ends
+    a.other = b
+    a.send_to(b, [Run(tag, first, second, 1) for tag, (first, second) in enumerate(blocks)])
+    await until(lambda: len(b.received) == len(blocks) == len(a.sent) and not a.busy and not b.busy)
+    assert a.sent == b.received == [None] * len(blocks)
+    for end in ends:
+        await end.agent.close()
+
+
+async def _end(runner: ModelRunner, path: Path) -> AgentEnd:
+    heads, others = (0, runner.block_geometry.num_kv_heads), []
+    if runner.followers is not None and runner.ranks is not None:
+        heads, others = runner.ranks.share.kv_heads, runner.followers.ends
+        if not others[0].addresses:
+            order = OpenLinks(0, ("zmq",), "", "", "", False, True)
+            assert await runner.followers.open_links(order, on_network=False) == {"zmq"}
+    links: dict[str, Any] = {"zmq": ZmqLink(f"ipc://{path}")}
+    end = AgentEnd(RankTransfers(RankMemory(runner.kv, heads), links), others, runner.block_geometry)
+    end.start()
+    return end

@@ -1,0 +1,109 @@
+"""Weights of 8 and 4 bits on a GPU: codes and scales as they are, multiplied without a copy in the model's dtype.
+
+Called by the engine's linear layers, as `quantized_panels` is on a processor. x is not rounded: a product is that of
+the dequantised weight within float32's rounding. Decides which codes and groups the kernel takes; never reads a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cohort.kernels import reference
+from cohort.kernels.gpu import available as gpu
+from cohort.kernels.quantized_panels import Codes
+
+_LEAST_GROUP = 32
+_CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedProduct:
+    """A product over codes as the kernel is compiled for it."""
+
+    outputs: int
+    inputs: int
+    codes: torch.dtype
+    group: int
+    offsets: bool
+    biased: bool
+
+
+_made: dict[ServedProduct, None] = {}
+
+
+def products_made() -> tuple[ServedProduct, ...]:
+    """Of all weights of this process so far, each kind once: what is to be compiled before requests come."""
+    return tuple(_made)
+
+
+def takes(codes: torch.dtype, group: int, inputs: int) -> bool:
+    """Whether the kernel multiplies weights of these codes (int8; uint8 of two nibbles; float8_e4m3fn) in groups of so
+    many inputs."""
+    return (
+        codes in _CODES and (group >= inputs or group % _LEAST_GROUP == 0) and (codes != torch.uint8 or inputs % 2 == 0)
+    )
+
+
+def available(codes: Tensor, group: int, inputs: int) -> bool:
+    """Whether these codes are where a kernel reads them."""
+    return gpu.ops_for(codes) is not None and takes(codes.dtype, group, inputs)
+
+
+class CodedMatrix:
+    """One weight [outputs, inputs] in codes, or several with the same inputs, whose outputs follow one another."""
+
+    __slots__ = ("_parts", "inputs", "outputs")
+
+    def __init__(self, parts: Sequence[Codes], *, biased: bool = False) -> None:
+        """`biased`: products add a bias."""
+        self._parts = [
+            Codes(
+                part.codes.contiguous(),
+                part.scales.contiguous(),
+                None if part.offsets is None else part.offsets.contiguous(),
+                part.group,
+            )
+            for part in parts
+        ]
+        self.inputs = parts[0].inputs
+        self.outputs = sum(len(part.codes) for part in parts)
+        for each in self._parts:
+            offsets = each.offsets is not None
+            made = ServedProduct(len(each.codes), each.inputs, each.codes.dtype, each.group, offsets, biased)
+            _made[made] = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of codes, scales and offsets."""
+        return sum(
+            part.codes.nbytes + part.scales.nbytes + (0 if part.offsets is None else part.offsets.nbytes)
+            for part in self._parts
+        )
+
+    def product(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """out [T, outputs] = x · weightᵀ + bias; `out` may be float32, then it takes the sums unrounded."""
+        self._each(x, bias, out, add=False)
+
+    def add_product(self, x: Tensor, residual: Tensor) -> None:
+        """residual [T, outputs] += the product, rounded once."""
+        self._each(x, None, residual, add=True)
+
+    def rows(self, ids: Tensor, out: Tensor) -> None:
+        """out [T, inputs] = the weight's rows of these numbers; of a weight in one part."""
+        (part,) = self._parts
+        offsets = None if part.offsets is None else part.offsets[ids]
+        raw = part.codes if part.codes.dtype != torch.float8_e4m3fn else part.codes.view(torch.uint8)
+        codes = raw[ids].view(part.codes.dtype)
+        out.copy_(reference.coded_numbers(codes, part.scales[ids], offsets, part.group))
+
+    def _each(self, x: Tensor, bias: Tensor | None, out: Tensor, *, add: bool) -> None:
+        ops, first = gpu.ops_for(x) or reference, 0
+        for part in self._parts:
+            end = first + len(part.codes)
+            own = None if bias is None else bias[first:end]
+            ops.coded_product(x, part.codes, part.scales, part.offsets, part.group, own, out[:, first:end], add=add)
+            first = end

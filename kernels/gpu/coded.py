@@ -1,0 +1,73 @@
+"""Products over weights of 8 and 4 bits on a GPU: one launch for each part of a weight.
+
+Called by `kernels.coded`. The tiles follow from rows, type and group alone, so two variants of a product serve all
+steps, and a recorded step keeps its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from cohort.kernels.gpu.coded_kernels import coded_rows
+from cohort.kernels.gpu.plan import coded_plan
+
+_WIDEN_PRODUCTS = bool(knobs.runtime.interpret)  # as `attention.WIDEN_PRODUCTS`
+_KINDS = {torch.int8: 0, torch.uint8: 1, torch.float8_e4m3fn: 2}  # as `coded_kernels` names them
+LEAST_GROUP = 32
+"""Groups are multiples of this, or whole rows: nibbles are multiplied in halves of a tile, and a tile's product has a
+depth of 16 at least."""
+
+
+def coded_product(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    offsets: Tensor | None,
+    group: int,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    add: bool = False,
+) -> None:
+    """As `reference.coded_product`. `out` may be a part of wider rows."""
+    outputs, stored = codes.shape
+    inputs = stored * 2 if codes.dtype == torch.uint8 else stored
+    rows, groups = len(x), -(-inputs // group)
+    if codes.dtype not in _KINDS or (group < inputs and group % LEAST_GROUP):
+        raise TypeError(f"codes of {codes.dtype} in groups of {group}")
+    if x.shape != (rows, inputs) or out.shape != (rows, outputs) or scales.shape != (outputs, groups):
+        raise ValueError(
+            f"x {list(x.shape)}, out {list(out.shape)}, scales {list(scales.shape)} for {list(codes.shape)}"
+        )
+    dense = (codes, scales, *(each for each in (offsets, bias) if each is not None))
+    if x.stride(1) != 1 or out.stride(1) != 1 or not all(each.is_contiguous() for each in dense):
+        raise ValueError("codes, scales and bias must be dense, and so a row of x and of the product")
+    if not rows:
+        return
+    plan = coded_plan(rows=rows, group=group, inputs=inputs, element_bytes=x.element_size())
+    coded_rows[(-(-rows // plan.tile_rows), -(-outputs // plan.tile_columns))](
+        x,
+        codes if codes.dtype != torch.float8_e4m3fn else codes.view(torch.uint8),
+        scales,
+        scales if offsets is None else offsets,  # read with OFFSETS only
+        scales if bias is None else bias,
+        out,
+        rows,
+        x.stride(0),
+        out.stride(0),
+        OUTPUTS=outputs,
+        INPUTS=inputs,
+        GROUP=max(group, inputs) if groups == 1 else group,
+        CODE=_KINDS[codes.dtype],
+        OFFSETS=offsets is not None,
+        BIAS=bias is not None,
+        ADD=add,
+        TILE_ROWS=plan.tile_rows,
+        TILE_COLUMNS=plan.tile_columns,
+        TILE_DEPTH=plan.tile_depth,
+        WIDE=_WIDEN_PRODUCTS or x.dtype == torch.float32,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+    )

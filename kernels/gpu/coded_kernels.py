@@ -1,0 +1,107 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, no-any-return"
+"""Products over weights of 8 and 4 bits in Triton: codes are read as they are stored and become numbers in the tile.
+
+Launched by `coded`. A code is a number of few digits, exact in 16 bits, so a tile of them goes to the matrix units as
+it is; scales and offsets multiply sums in float32, group by group. x is not rounded.
+
+Triton reads annotations, so this file must not postpone them.
+"""
+
+import triton
+import triton.language as tl
+
+# Of these Triton compiles no variant for a 1 or a multiple of 16, as in `attention_kernels`.
+_VARYING = ["rows"]
+
+INT8 = tl.constexpr(0)
+UINT4 = tl.constexpr(1)
+E4M3 = tl.constexpr(2)
+
+
+@triton.jit
+def _product(a, b, total, WIDE: tl.constexpr):
+    """total + a · b in float32. WIDE: a and b are widened before, see `attention.WIDEN_PRODUCTS`."""
+    if WIDE:
+        return total + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _number(byte, kind: tl.constexpr, CODE: tl.constexpr):
+    """What codes of 8 bits stand for, in the type of x; of E4M3 a 256th of it, which the scale makes good."""
+    if CODE == E4M3:
+        # The same digits and exponent at their places in a float16, whose exponents count from 8 lower; subnormals too.
+        bits = byte.to(tl.uint16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        return half.to(tl.float16, bitcast=True).to(tl.float32).to(kind)
+    return byte.to(tl.float32).to(kind)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def coded_rows(
+    x,
+    codes,
+    scales,
+    offsets,
+    bias,
+    out,
+    rows,
+    x_stride,
+    out_stride,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CODE: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """out[t, o] = Σ x[t, i] · (scales[o, i // GROUP] · number(codes[o, i]) + offsets[o, i // GROUP]) + bias[o].
+
+    With ADD beside what is there; rounded once. Grid (tiles of rows, tiles of OUTPUTS). GROUP is a multiple of
+    TILE_DEPTH, or INPUTS at least."""
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    held, wanted = row < rows, column < OUTPUTS
+    kind = x.dtype.element_ty
+    GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+    tokens = x + row[:, None].to(tl.int64) * x_stride
+    total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    for deep in range(0, INPUTS, TILE_DEPTH):
+        if CODE == UINT4:  # the lower nibble is the even input's, so the even inputs of x meet the lower nibbles
+            pair = deep // 2 + tl.arange(0, TILE_DEPTH // 2)
+            inside = pair < INPUTS // 2
+            here = held[:, None] & inside[None, :]
+            even = tl.load(tokens + 2 * pair[None, :], mask=here, other=0.0)
+            odd = tl.load(tokens + 2 * pair[None, :] + 1, mask=here, other=0.0)
+            cell = codes + column[None, :].to(tl.int64) * (INPUTS // 2) + pair[:, None]
+            byte = tl.load(cell, mask=inside[:, None] & wanted[None, :], other=0)
+            part = _product(even, (byte & 15).to(tl.float32).to(kind), tl.zeros_like(total), WIDE)
+            part = _product(odd, (byte >> 4).to(tl.float32).to(kind), part, WIDE)
+            sums = tl.sum(even.to(tl.float32), 1) + tl.sum(odd.to(tl.float32), 1)
+        else:
+            at = deep + tl.arange(0, TILE_DEPTH)
+            inside = at < INPUTS
+            own = tl.load(tokens + at[None, :], mask=held[:, None] & inside[None, :], other=0.0)
+            cell = codes + column[None, :].to(tl.int64) * INPUTS + at[:, None]
+            byte = tl.load(cell, mask=inside[:, None] & wanted[None, :], other=0)
+            part = _product(own, _number(byte, kind, CODE), tl.zeros_like(total), WIDE)
+            sums = tl.sum(own.to(tl.float32), 1)
+        place = column.to(tl.int64) * GROUPS + deep // GROUP
+        scale = tl.load(scales + place, mask=wanted, other=0.0)
+        if CODE == E4M3:
+            scale *= 256.0
+        total += part * scale[None, :]
+        if OFFSETS:
+            total += sums[:, None] * tl.load(offsets + place, mask=wanted, other=0.0)[None, :]
+    if BIAS:
+        total += tl.load(bias + column, mask=wanted, other=0.0).to(tl.float32)[None, :]
+    there = out + row[:, None].to(tl.int64) * out_stride + column[None, :]
+    kept = held[:, None] & wanted[None, :]
+    if ADD:
+        total += tl.load(there, mask=kept, other=0.0).to(tl.float32)
+    tl.store(there, total.to(out.dtype.element_ty), mask=kept)

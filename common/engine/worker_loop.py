@@ -76,6 +76,7 @@ from cohort.common.messages import (
     ToWorker,
     WorkerReport,
 )
+from cohort.common.planning.foresight import to_stats
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.step_times.learned_times import plan_shape
 from cohort.common.sequence import Sequence
@@ -407,7 +408,7 @@ class WorkerLoop:
 
     def _heartbeat(self) -> dict[str, float]:
         stats = self._machine.stats(self._free_memory.bytes)
-        return self._metrics.heartbeat(stats, self._agent.quarantined_blocks)
+        return self._metrics.heartbeat(stats, self._agent.quarantined_blocks) | to_stats(stats.step_times)
 
 
 def _transfer_memory(runner: ModelRunner, *, staged: bool) -> RunMemory:

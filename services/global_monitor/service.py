@@ -15,7 +15,7 @@ from structlog.stdlib import BoundLogger
 from cohort.common.clock import Clock
 from cohort.common.config import Config
 from cohort.common.errors import PeerUnreachable
-from cohort.common.messages import Farewell, GatewayView, Heartbeat, ManagerView, Message, WorkerView
+from cohort.common.messages import Farewell, GatewayView, Heartbeat, ManagerView, Message, RequestTraffic, WorkerView
 from cohort.common.service import process_stats
 from cohort.common.transport.bus import Bus
 from cohort.common.types import InstanceId, RequestId
@@ -23,6 +23,7 @@ from cohort.services.global_monitor.aggregate import Cluster, Event
 from cohort.services.global_monitor.live import LiveState, live_state
 from cohort.services.global_monitor.looking import Looking
 from cohort.services.global_monitor.page import ClusterState, state
+from cohort.services.global_monitor.planner import Planner, planner_state
 
 MANAGER = "manager"
 MISSED_HEARTBEATS = 6  # a process that has missed so many is reported as down
@@ -57,6 +58,8 @@ class GlobalMonitor:
         self._incarnation = incarnation
         self._started_s = clock.now_s()
         self.looking = Looking(self.cluster, clock.now_s, self._ask)
+        self.planner: Planner | None = None
+        """Where section `planner` is not off."""
         bus.connect(MANAGER, manager_endpoint)
 
     async def serve(self) -> None:
@@ -64,7 +67,7 @@ class GlobalMonitor:
         while True:
             sender, message = await self._bus.receive()
             match message:
-                case Heartbeat() | Farewell() | GatewayView() | ManagerView() | WorkerView() if (
+                case Heartbeat() | Farewell() | RequestTraffic() | GatewayView() | ManagerView() | WorkerView() if (
                     message.instance != sender
                 ):
                     self._log.warning("message_of_another_dropped", peer=sender, named=message.instance)
@@ -72,6 +75,9 @@ class GlobalMonitor:
                     self._report(self.cluster.heard(self._clock.now_s(), message))
                 case Farewell():
                     self._report(self.cluster.left(self._clock.now_s(), message))
+                case RequestTraffic():
+                    if self.planner is not None:
+                        self.planner.heard(message)
                 case GatewayView() | ManagerView() | WorkerView():
                     self.looking.heard(message)
                 case _:
@@ -99,11 +105,12 @@ class GlobalMonitor:
             model=self._model,
             uptime_s=now_s - self._started_s,
             history_s=history_s,
+            planner=None if self.planner is None else planner_state(self.planner),
         )
 
     def read_live(self, request_id: RequestId) -> LiveState:
         """As the feed has it for a page that shows the life of this request; "" = of none."""
-        return live_state(self.read_state(_LIVE_HISTORY_S), self.looking, request_id)
+        return live_state(self.read_state(_LIVE_HISTORY_S), self.looking, request_id, self._clock.now_s())
 
     def _ask(self, peer: InstanceId, message: Message) -> None:
         with contextlib.suppress(PeerUnreachable):  # it will be seen to be down

@@ -1,7 +1,7 @@
 """The traffic of the last minutes as lengths and times, and whether a request was served in time.
 
-Gateways tell a request twice: when it is admitted and when it ends. No text, no token, no id that a client chose. Called
-by `machine.py`; `in_time` judges measured and simulated requests alike.
+Gateways tell a request twice: when it is admitted and when it ends. No text, no token, no id that a client chose.
+Called by `machine.py`; `in_time` judges measured and simulated requests alike.
 """
 
 from __future__ import annotations

@@ -361,12 +361,12 @@ class PlannerMachine:
         if after is None or judged < LEAST_JUDGED:
             self._record(msgspec.structs.replace(decision, verdict="too little traffic to tell"))
             return False
-        self._smooth_error(abs(after - decision.predicted) if decision.predicted > after else self.error or 0.0)
+        bar = max(self.settings.min_gain, decision.error)  # as it was: this change's own surprise is no excuse for it
         score = self.score(after, decision.after)
         former = self.score(shares.get(decision.before, 1.0), decision.before)
-        worse = before is None or score < self.score(before, decision.before) - self.bar
+        worse = before is None or score < self.score(before, decision.before) - bar
         judged_decision = msgspec.structs.replace(decision, measured_after=after)
-        if not (worse and score < former - self.bar) or not self.settings.bounds.allows(decision.before):
+        if not (worse and score < former - bar) or not self.settings.bounds.allows(decision.before):
             self._record(msgspec.structs.replace(judged_decision, verdict="stands"))
             return False
         self._record(msgspec.structs.replace(judged_decision, verdict="undone"))

@@ -131,6 +131,7 @@ class SimCluster:
             placement=placement,
             profile=partial(self._profile, longest) if options.profiled else None,
             seed=options.seed,
+            device_of=partial(_device_of, cluster) if measured else None,
         )
         self.wall = {"worker": WallTime(), "manager": WallTime()}
         network = SimNetwork(cluster, self.geometry)
@@ -302,6 +303,10 @@ def _cost_model(model: ModelShape, part: Cluster) -> CostModel:
     return CostModel(
         model, part.device, part.stack, tensor_parallel=part.tensor_parallel, decode_attention=part.decode_attention
     )
+
+
+def _device_of(cluster: Cluster, number: int) -> str:
+    return f"device-{number // cluster.workers_per_device}"
 
 
 def _prompts_are_shared(config: Config, workload: Workload) -> bool:

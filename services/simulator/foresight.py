@@ -61,8 +61,7 @@ def replay(job: Job, shape: Shape, config: Config, model: ModelShape) -> list[Ti
         if finished:
             timings[live.index] = timing_of(live)
 
-    crowded = job.cores if len(costs) * job.threads > job.cores else 0
-    cluster = live_cluster(config, len(costs), crowded, job.threads)
+    cluster = live_cluster(config, len(costs), job.cores, job.threads)
     last_s = job.requests[-1].at_s if job.requests else 0.0
     options = SimOptions(horizon_s=last_s + _PATIENCE_S, if_late="")
     sim = SimCluster(config, cluster, model, workload_of(job, config), options, shape.roles, measured=measured)
@@ -98,8 +97,15 @@ def workload_of(job: Job, config: Config) -> Workload:
 
 
 def live_cluster(config: Config, instances: int, cores: int, threads: int) -> Cluster:
-    """Equal places for workers, on one box. `cores` that workers of `threads` threads share; 0: none are shared."""
+    """Equal places for workers, on one box. `cores` that workers of `threads` threads share; 0: none are shared.
+
+    Workers that have all cores each, or a GPU together, compute in turn; fewer threads share the cores as they come.
+    """
     link = load_link(_LINKS["gpu" if config.on_gpu else "cpu"])
+    in_turn = instances if cores and threads >= cores else 1
+    if config.on_gpu:
+        in_turn = max(1, config.engine.workers_per_gpu)
+    crowded = in_turn == 1 and instances * threads > cores > 0
     return Cluster(
         name="live",
         device=learned_device(),
@@ -114,9 +120,10 @@ def live_cluster(config: Config, instances: int, cores: int, threads: int) -> Cl
         decode_attention="split_kv",
         host_memory_bytes=0,
         control_latency_s=0.0003,
-        cores=max(1, cores // max(1, threads)) if cores else 0,
+        cores=max(1, cores // max(1, threads)) if crowded else 0,
         service_step_s=0.0,
         service_row_s=0.0,
+        workers_per_device=in_turn,
     )
 
 

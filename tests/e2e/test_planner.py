@@ -58,6 +58,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     outside = write_model(tmp_path / "outside", tokenizer)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (model / file).write_bytes((outside / file).read_bytes())
+    (tmp_path / "cache").mkdir()
     made = Serve(tmp_path / "cache", model)
     yield made
     made("--stop")

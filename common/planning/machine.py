@@ -220,19 +220,20 @@ class PlannerMachine:
             return
         self._next_s = now_s + settings.interval_s
         self._rounds += 1
-        seen = self._window.latest(now_s)
+        replay = self._window.latest(now_s)
+        seen, start_s = replay.seen, replay.start_s
         former = () if self._unjudged is None else (self._unjudged.before,)
         bounds = msgspec.structs.replace(
             settings.bounds, degrees=tuple(each for each in settings.bounds.degrees if each in self.costs)
         )
         self._held = {each: until_s for each, until_s in self._held.items() if until_s > now_s}
         candidates = [each for each in neighbours(shape, bounds) if each not in self._held and each not in former]
-        lead_in_s = seen[0].arrived_s + LEAD_IN * (now_s - seen[0].arrived_s) if seen else now_s
+        lead_in_s = start_s + LEAD_IN * (now_s - start_s)
         since_s = max(lead_in_s, self._changed_s) if former else lead_in_s
         job = Job(
             round=self._rounds,
             shapes=(shape, *former, *candidates),
-            requests=tuple(to_replay(seen, settings.default_output)),
+            requests=tuple(to_replay(replay, settings.default_output)),
             judged_from=sum(each.arrived_s < since_s for each in seen),
             costs=self.costs,
             worker_cost=settings.worker_cost,
@@ -361,12 +362,12 @@ class PlannerMachine:
         if after is None or judged < LEAST_JUDGED:
             self._record(msgspec.structs.replace(decision, verdict="too little traffic to tell"))
             return False
-        bar = max(self.settings.min_gain, decision.error)  # as it was: this change's own surprise is no excuse for it
-        score = self.score(after, decision.after)
-        former = self.score(shares.get(decision.before, 1.0), decision.before)
-        worse = before is None or score < self.score(before, decision.before) - bar
+        # The bar as it was: this change's own surprise is no excuse for it. A loss that was foreseen was accepted.
+        bar = max(self.settings.min_gain, decision.error) + max(0.0, decision.predicted_before - decision.predicted)
+        former = shares.get(decision.before, 1.0)
+        worse = (before is None or after < before - bar) and after < former - bar
         judged_decision = msgspec.structs.replace(decision, measured_after=after)
-        if not (worse and score < former - bar) or not self.settings.bounds.allows(decision.before):
+        if not worse or not self.settings.bounds.allows(decision.before):
             self._record(msgspec.structs.replace(judged_decision, verdict="stands"))
             return False
         self._record(msgspec.structs.replace(judged_decision, verdict="undone"))

@@ -6,7 +6,7 @@ Called by `machine.py`; `in_time` judges measured and simulated requests alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
@@ -15,7 +15,9 @@ from cohort.common.types import InstanceId, Slo, TrafficClass
 MOST_REQUESTS = 20_000
 """Remembered at most; the oldest go first."""
 LEAD_IN = 0.15
-"""Share of the replayed time whose requests are not judged: the replay begins with idle workers."""
+"""Share of the replayed time whose requests are not judged: what was under way at its start is known roughly."""
+_LONGEST_S = 600.0
+"""A request that is open for longer than this before the replay is left out of it."""
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
@@ -64,6 +66,26 @@ class Seen(msgspec.Struct, frozen=True):
     def judged(self) -> bool:
         return self.record.timing is not None and not self.record.cancelled
 
+    def ends_after(self, at_s: float) -> bool:
+        """Or has not ended. Of one that failed nothing is known: it counts as ended."""
+        timing = self.record.timing
+        return timing is None or self.arrived_s + timing.e2e_s > at_s
+
+    def share_by(self, at_s: float) -> float:
+        """Of its answer, as far as is known."""
+        timing = self.record.timing
+        if timing is None or timing.ttft_s < 0.0 or timing.e2e_s <= timing.ttft_s:
+            return 0.0
+        since_s = at_s - self.arrived_s - timing.ttft_s
+        return min(1.0, max(0.0, since_s / (timing.e2e_s - timing.ttft_s)))
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """`seen` in order of arrival: those that were under way at `start_s`, then the latest."""
+
+    start_s: float
+    seen: tuple[Seen, ...]
+
 
 def in_time(slo: Slo, timing: Timing, best_effort_s: float) -> bool:
     """Every objective was met; a request without one has ended within `best_effort_s`."""
@@ -91,20 +113,25 @@ class TrafficWindow:
         while len(self._seen) > MOST_REQUESTS:
             del self._seen[next(iter(self._seen))]
 
-    def latest(self, now_s: float) -> list[Seen]:
-        """In order of arrival; older ones are forgotten."""
-        start_s = now_s - self._window_s
-        self._seen = {key: seen for key, seen in self._seen.items() if seen.arrived_s >= start_s}
-        return sorted(self._seen.values(), key=lambda seen: seen.arrived_s)[-self._most :]
+    def latest(self, now_s: float) -> Replay:
+        """The latest requests, and those that were under way when the first of them came; older ones are forgotten."""
+        ordered = sorted(self._seen.items(), key=lambda item: item[1].arrived_s)
+        recent = [seen for _, seen in ordered if seen.arrived_s >= now_s - self._window_s][-self._most :]
+        start_s = recent[0].arrived_s if recent else now_s
+        backlog = [seen for _, seen in ordered if seen.arrived_s < start_s and seen.ends_after(start_s)]
+        backlog = [seen for seen in backlog if seen.arrived_s >= start_s - _LONGEST_S][-self._most :]
+        kept_s = min(start_s, now_s - self._window_s) - _LONGEST_S
+        self._seen = {key: seen for key, seen in ordered if seen.arrived_s >= kept_s}
+        return Replay(start_s, (*backlog, *recent))
 
 
-def to_replay(seen: Sequence[Seen], default_output: int) -> list[Replayed]:
-    """Of a request that is still open the mean length of those that ended, by class; `default_output` without any."""
+def to_replay(replay: Replay, default_output: int) -> list[Replayed]:
+    """Of a request that is still open the mean length of those that ended, by class; `default_output` without any. One
+    that was under way at the start arrives then, with the rest of its answer."""
     ended: dict[TrafficClass, list[int]] = {}
-    for each in seen:
+    for each in replay.seen:
         if each.judged:
             ended.setdefault(each.record.traffic_class, []).append(each.record.output_tokens)
-    first_s = seen[0].arrived_s if seen else 0.0
 
     def output(record: TrafficRecord) -> int:
         if record.timing is not None:
@@ -112,14 +139,18 @@ def to_replay(seen: Sequence[Seen], default_output: int) -> list[Replayed]:
         known = ended.get(record.traffic_class)
         return max(1, sum(known) // len(known) if known else default_output)
 
-    return [
-        Replayed(
-            each.arrived_s - first_s,
-            each.record.prompt_tokens,
-            output(each.record),
-            each.record.traffic_class,
-            each.record.slo,
-            min(each.record.cached_tokens, each.record.prompt_tokens - 1),
+    found = []
+    for each in replay.seen:
+        record, tokens = each.record, output(each.record)
+        done = min(tokens - 1, round(tokens * each.share_by(replay.start_s)))
+        found.append(
+            Replayed(
+                max(0.0, each.arrived_s - replay.start_s),
+                record.prompt_tokens + done,
+                tokens - done,
+                record.traffic_class,
+                record.slo,
+                min(record.cached_tokens, record.prompt_tokens - 1),
+            )
         )
-        for each in seen
-    ]
+    return found

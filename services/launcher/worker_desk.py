@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import assert_never
 
 import msgspec
 
@@ -82,14 +83,19 @@ class WorkerDesk:
         try:
             order = msgspec.json.decode(line, type=Order)
             async with self._one:
-                match order:
-                    case AddWorker(role=role, degree=degree):
-                        return Done(await self.add(role, degree))
-                    case DrainWorker(instance=instance):
-                        await self.drain(instance)
-                        return Done(instance)
+                return Done(await self._done(order))
         except (CohortError, OSError, msgspec.MsgspecError) as error:
             return Done(failure=str(error))
+
+    async def _done(self, order: Order) -> InstanceId:
+        match order:
+            case AddWorker(role=role, degree=degree):
+                return await self.add(role, degree)
+            case DrainWorker(instance=instance):
+                await self.drain(instance)
+                return instance
+            case _:
+                assert_never(order)
 
     async def add(self, role: Role, degree: int) -> InstanceId:
         """Raises `CohortError` where its model does not fit beside the others, or it does not become ready."""

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from cohort.common.config import Config
+from cohort.common.config.serving import PlannerConfig
 from cohort.common.errors import ConfigError
 from cohort.common.planning.foresight import Foreseen, Job, WorkerCost
 from cohort.common.planning.shape import Shape
@@ -53,6 +56,7 @@ def _share(job: Job, timings: Sequence[Timing]) -> float:
 
 def replay(job: Job, shape: Shape, config: Config, model: ModelShape) -> list[Timing]:
     """Timings by request."""
+    config = without_planner(config)
     costs = [job.costs[group.degree] for group in shape.groups for _ in range(group.count)]
     measured = [_measured(cost, model, config) for cost in costs]
     timings = [Timing()] * len(job.requests)
@@ -68,6 +72,11 @@ def replay(job: Job, shape: Shape, config: Config, model: ModelShape) -> list[Ti
     sim.clients.on_end = ended
     sim.run()
     return timings
+
+
+def without_planner(config: Config) -> Config:
+    """Within its own simulations none plans."""
+    return msgspec.structs.replace(config, planner=PlannerConfig())
 
 
 def timing_of(live: InFlight) -> Timing:

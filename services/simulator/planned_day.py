@@ -39,7 +39,7 @@ from cohort.common.virtual_cluster.cluster import GATEWAY
 from cohort.common.workloads.items import Workload
 from cohort.services.simulator.clients import InFlight
 from cohort.services.simulator.cluster import SimCluster, SimOptions
-from cohort.services.simulator.foresight import foresee, timing_of
+from cohort.services.simulator.foresight import foresee, timing_of, without_planner
 from cohort.services.simulator.hardware import Cluster
 
 _TICK_S = 1.0
@@ -286,7 +286,7 @@ def _fixed(
 ) -> DayRow:
     options = SimOptions(seed=seed, predictor="lognormal", predictor_sigma=0.5, if_late="", profiled=False)
     places = msgspec.structs.replace(cluster, instances=shape.workers)
-    sim = SimCluster(config, places, model, workload, options, shape.roles)
+    sim = SimCluster(without_planner(config), places, model, workload, options, shape.roles)
     tally = Tally(settings.best_effort_s, sent=len(workload.items))
     tally.devices(0.0, shape.devices)
     sim.clients.on_end = tally.ended

@@ -44,6 +44,7 @@ async def build(context: ServiceContext) -> None:
     foresight = ForesightProcess(context.run_dir / CONFIG_FILE)
     if config.planner.mode != "off":
         monitor.planner = _planner(context, monitor, foresight)
+        await foresight.start()
         context.registry.register(PlannerCollector(monitor.planner))
     async with aiohttp.ClientSession(trust_env=False) as session:
         exporter = Exporter(context.instance, monitor.cluster, context.registry, session, context.log)

@@ -1,6 +1,7 @@
 """The simulating process as the planner's host sees it: a job in, an answer out, and it is gone when the monitor is.
 
-Called by `planner.py`. Started with the first job; where it dies, the next job starts another one. It stays in the
+Called by `planner.py`. Started early, since its start takes a second of processor time; where it dies, the next job
+starts another one. It stays in the
 monitor's process group, which the launcher ends with the monitor, and its input ends with the monitor in any case.
 """
 
@@ -42,6 +43,11 @@ class ForesightProcess:
     def __init__(self, config_file: Path) -> None:
         self._config_file = config_file
         self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Ahead of the first job."""
+        with contextlib.suppress(OSError):
+            await self._started()
 
     async def ask(self, job: Job) -> Answer:
         """One job at a time. `Answer.failure` where the process ended."""

@@ -2,9 +2,10 @@
 
     global monitor ──Job, a JSON line──▶ stdin ─▶ foresight.foresee ─▶ stdout ──Answer, a JSON line──▶ global monitor
 
-It takes the lowest priority: nice 19 and, where the system has it, SCHED_IDLE, so that it computes
-when nothing else would. It tells the processor time that each answer took, its own start included, and ends when its
-input ends.
+It takes the lowest priority that still computes: nice 19 and SCHED_BATCH, whose weight is a sixtieth of an ordinary
+process's, so that a box whose cores are all taken still plans; SCHED_IDLE, a three-hundredth, would not get the share of
+a core that the budget allows just where workers are missing. It tells the processor time that each answer took, its own
+start included, and ends when its input ends.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def main() -> int:
 
 def lower_priority() -> None:
     os.nice(_NICEST)
-    if hasattr(os, "SCHED_IDLE"):
+    if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _answer(line: bytes, config_file: Path) -> Answer:

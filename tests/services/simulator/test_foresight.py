@@ -108,7 +108,7 @@ def test_the_process_answers_at_the_lowest_priority(tmp_path: Path):
             if asked.shapes[0].groups:
                 assert len(answer.foreseen[0].timings) == 5 and not answer.failure
                 assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
-                assert os.sched_getscheduler(process.pid) == os.SCHED_IDLE
+                assert os.sched_getscheduler(process.pid) == os.SCHED_BATCH
             else:
                 assert answer.failure, "no workers: said, and not the end of the process"
         process.stdin.close()
@@ -153,7 +153,8 @@ def test_a_planned_cluster_grows_with_its_load_shrinks_after_it_and_loses_nothin
             "worker_cost": 0.05,
         },
     )
-    busy = [WorkItem(index * 0.04, 300, 100, slo=Slo(ttft_s=0.5)) for index in range(2000)]
+    # A worker serves two rows of some 0.16 s: 12 requests a second. These are 18, for 80 seconds.
+    busy = [WorkItem(index / 18.0, 300, 100, slo=Slo(ttft_s=0.5)) for index in range(1440)]
     quiet = [WorkItem(80.0 + index * 5.0, 300, 100, slo=Slo(ttft_s=0.5)) for index in range(40)]
     workload = Workload("load", (*busy, *quiet))
     settings = planner_settings(config)

@@ -24,6 +24,12 @@ class WorkerCost(msgspec.Struct, frozen=True):
     blocks: int
     kv_element_bytes: int = 2
 
+    def paced(self, factor: float) -> WorkerCost:
+        """With iterations that take so many times as long."""
+        times = {name: factor * getattr(self.times, name) for name in StepTimes.__struct_fields__}
+        times["mixed_share"] = self.times.mixed_share
+        return msgspec.structs.replace(self, times=StepTimes(**times))
+
 
 class Job(msgspec.Struct, frozen=True):
     """Replay `requests` on each of `shapes`; the first is the present one.

@@ -38,6 +38,7 @@ LEAST_JUDGED = 8
 _ERROR_WEIGHT = 0.35
 _KEPT_DECISIONS = 64
 _MOST_LOG_ERROR = 3.0
+_MOST_PACE = 4.0
 
 
 class PlannerSettings(msgspec.Struct, frozen=True):
@@ -143,6 +144,9 @@ class PlannerMachine:
         """Smoothed difference of shares predicted and measured; None before the first comparison."""
         self.time_errors: dict[str, float] = {}
         """The same of median TTFT and TPOT, as a factor - 1."""
+        self.pace = 1.0
+        """How many times as long as learned an iteration takes with what lies between two of them (messages, other
+        processes): found from measured and simulated TPOT."""
         self.predicted: float | None = None
         self.measured: float | None = None
         """Shares of the present shape in the last round."""
@@ -235,7 +239,7 @@ class PlannerMachine:
             shapes=(shape, *former, *candidates),
             requests=tuple(to_replay(replay, settings.default_output)),
             judged_from=sum(each.arrived_s < since_s for each in seen),
-            costs=self.costs,
+            costs={degree: cost.paced(self.pace) for degree, cost in self.costs.items()},
             worker_cost=settings.worker_cost,
             bar=self.bar,
             best_effort_s=settings.best_effort_s,
@@ -295,6 +299,10 @@ class PlannerMachine:
             real_s = _median([getattr(real, name) for _, real, _ in both])
             simulated_s = _median([getattr(timing, name) for _, _, timing in both])
             if real_s > 0.0 and simulated_s > 0.0:
+                if name == "tpot_s":
+                    weight = _ERROR_WEIGHT if name in self.time_errors else 1.0
+                    pace = self.pace * (real_s / simulated_s) ** weight
+                    self.pace = min(_MOST_PACE, max(1.0 / _MOST_PACE, pace))
                 log = min(_MOST_LOG_ERROR, abs(math.log(simulated_s / real_s)))
                 before = math.log1p(self.time_errors[name]) if name in self.time_errors else log
                 self.time_errors[name] = math.expm1(before + _ERROR_WEIGHT * (log - before))

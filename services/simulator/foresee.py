@@ -3,9 +3,9 @@
     global monitor ──Job, a JSON line──▶ stdin ─▶ foresight.foresee ─▶ stdout ──Answer, a JSON line──▶ global monitor
 
 It takes the lowest priority that still computes: nice 19 and SCHED_BATCH, whose weight is a sixtieth of an ordinary
-process's, so that a box whose cores are all taken still plans; SCHED_IDLE, a three-hundredth, would not get the share of
-a core that the budget allows just where workers are missing. It tells the processor time that each answer took, its own
-start included, and ends when its input ends.
+process's, so that a box whose cores are all taken still plans. SCHED_IDLE, a three-hundredth, would not get the share
+that the budget allows just where workers are missing. It tells the processor time that each answer took, its own start
+included, and ends when its input ends.
 """
 
 from __future__ import annotations

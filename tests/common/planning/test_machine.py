@@ -67,6 +67,7 @@ class World:
         self.applied: list[tuple[float, Shape, Shape]] = []
         self.told: list[PlanDecision] = []
         self.fails = False
+        self.tpot_s = 0.01
         self._count = 0
 
     def run(self, seconds: float) -> None:
@@ -77,7 +78,8 @@ class World:
             if self.traffic:
                 # One request of a hundred after the other is late, as many as the share says.
                 kept = (self._count * 37) % 100 < 100 * self.real.get(self.shape, self.default)
-                record = TrafficRecord(self._count, 0.5, 10, "rt", SLO, 5, 0, Timing(0.1 if kept else 9.0, 0.01, 9.5))
+                timing = Timing(0.1 if kept else 9.0, self.tpot_s, 9.5)
+                record = TrafficRecord(self._count, 0.5, 10, "rt", SLO, 5, 0, timing)
                 self._count += 1
                 events.insert(0, Traffic("gateway", 1, [record]))
             self.tell(*events)
@@ -100,9 +102,9 @@ class World:
                     self.told.append(decision)
 
     def timings(self, job: Job, shape: Shape) -> tuple[Timing, ...]:
-        share = self.foreseen.get(shape, self.default)
+        share, tpot_s = self.foreseen.get(shape, self.default), 10.0 * job.costs[1].times.step_s
         return tuple(
-            Timing(0.1 if (index * 37) % 100 < 100 * share else 9.0, 0.01, 9.5) for index in range(len(job.requests))
+            Timing(0.1 if (index * 37) % 100 < 100 * share else 9.0, tpot_s, 9.5) for index in range(len(job.requests))
         )
 
 
@@ -201,6 +203,20 @@ def test_a_worker_that_is_away_for_a_moment_stops_rounds_and_is_no_new_shape():
     assert len(world.jobs) == rounds and world.machine.shape == unified(2)
     world.run(60.0)
     assert world.machine.shape == unified(1), "it stays away: this is what there is"
+
+
+def test_simulations_take_over_the_pace_that_is_measured():
+    """Tokens come every 20 ms where the simulation says 10: iterations take twice as long as learned."""
+    world = World()
+    world.tpot_s, world.real = 0.02, {unified(1): 0.9}
+    world.foreseen = {unified(1): 0.9, unified(2): 0.9}
+    world.run(110.0)
+    assert world.machine.pace == pytest.approx(2.0)
+    assert world.machine.time_errors["tpot_s"] == pytest.approx(1.0)
+    world.run(300.0)
+    assert world.machine.pace == pytest.approx(2.0, rel=0.05)
+    assert world.machine.time_errors["tpot_s"] < 0.1
+    assert world.jobs[-1].costs[1].times.step_s == pytest.approx(0.002, rel=0.05)
 
 
 def test_rounds_wait_for_processor_time():

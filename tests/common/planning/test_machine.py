@@ -210,7 +210,7 @@ def test_simulations_take_over_the_pace_that_is_measured():
     world = World()
     world.tpot_s, world.real = 0.02, {unified(1): 0.9}
     world.foreseen = {unified(1): 0.9, unified(2): 0.9}
-    world.run(110.0)
+    world.run(65.0)
     assert world.machine.pace == pytest.approx(2.0)
     assert world.machine.time_errors["tpot_s"] == pytest.approx(1.0)
     world.run(300.0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
+from cohort.common.planning.traffic import TrafficRecord
 from cohort.common.types import (
     Attempt,
     EngineFacts,
@@ -495,6 +496,15 @@ class Farewell(_Base, frozen=True):
     incarnation: int
 
 
+class RequestTraffic(_Base, frozen=True):
+    """From a gateway where section `planner` is not off, once a second: requests that were admitted, and those that
+    ended, as lengths and times."""
+
+    instance: InstanceId
+    incarnation: int
+    records: list[TrafficRecord]
+
+
 # While a person looks at the live page: one view for every `Look`, over the connection that it came by.
 
 
@@ -582,7 +592,7 @@ ToWorker = (
 )
 ToPredictor = PredictLength | ObserveLength | PromptState
 View = GatewayView | ManagerView | WorkerView
-ToMonitor = Heartbeat | Farewell | View
+ToMonitor = Heartbeat | Farewell | RequestTraffic | View
 ToHosts = Look
 
 Message = ToGateway | ToManager | ToWorker | ToPredictor | ToMonitor | ToHosts

@@ -32,7 +32,7 @@ use it at once. `settling`: of a sequence that has gone, while a transfer may st
 
 RowPhase = Literal["awaiting_kv", "waiting", "prefill", "decode", "swapped", "parked", "leaving"]
 RequestState = Literal["open", "waiting", "placed", "running", "finished", "failed", "cancelled", "refused"]
-DecisionKind = Literal["placed", "split", "refused", "demoted", "lost", "bound", "preempted", "evicted"]
+DecisionKind = Literal["placed", "split", "refused", "demoted", "lost", "bound", "preempted", "evicted", "planned"]
 
 
 class QueueClass(msgspec.Struct, frozen=True):

@@ -25,6 +25,7 @@ from cohort.common.config.serving import (
     MetricsConfig,
     ModelConfig,
     MonitorConfig,
+    PlannerConfig,
     PredictorConfig,
     RecordingConfig,
     ResponsesConfig,
@@ -58,6 +59,7 @@ class Config(Section, frozen=True):
     predictor: PredictorConfig = PredictorConfig()
     manager: ManagerConfig = ManagerConfig()
     monitor: MonitorConfig = MonitorConfig()
+    planner: PlannerConfig = PlannerConfig()
     kv: KvConfig = KvConfig()
     transfer: TransferConfig = TransferConfig()
     engine: EngineConfig = EngineConfig()

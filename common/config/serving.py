@@ -196,6 +196,30 @@ class MonitorConfig(Section, frozen=True):
     allowed_hosts: tuple[str, ...] = ()  # as gateway.allowed_hosts, of the live page
 
 
+class PlannerConfig(Section, frozen=True):
+    """The monitor replays the last minutes of traffic on other shapes of this pipeline: how many workers, of which role
+    and degree. docs/guide/planner.md."""
+
+    # off; advise: decide and tell; act: add, drain and change the roles of workers, on one machine (`cohort serve`)
+    mode: Literal["off", "advise", "act"] = "off"
+    interval_s: Seconds = 30.0  # least time between two rounds of simulations
+    window_s: Seconds = 180.0  # of traffic that is replayed; at least settle_s
+    max_requests: Positive = 400  # of it, the latest
+    cpu_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.02  # of one core, on average, for simulations
+    settle_s: Seconds = 120.0  # after a change: no other one, and then it is judged
+    min_workers: Positive = 1  # kept in any case
+    max_workers: NotNegative = 0  # 0 = as many as are configured
+    # unified workers, or prefill workers beside decode workers
+    shapes: tuple[Literal["colocated", "split"], ...] = ("colocated", "split")
+    # what a device must earn: share of the requests served in time
+    worker_cost: Fraction = 0.03
+    min_gain: Fraction = 0.02  # a change must gain more of that share than this, and more than the planner's own error
+    confirmations: Positive = 2  # rounds in succession that want a change of the same direction
+    hold_s: Seconds = 900.0  # a shape that failed or was undone is not tried again for so long
+    best_effort_s: Seconds = 60.0  # a request without an SLO is served in time if it has ended by then
+    start_timeout_s: Seconds = 300.0  # the longest a worker that is added may take to be ready
+
+
 class KvConfig(Section, frozen=True):
     block_size: Literal[8, 16, 32, 64] = 16  # tokens per block
     memory_bytes: NotNegative = 0  # cache of one worker (a GPU: at most); 0 = what is free, or cpu_memory_bytes

@@ -69,6 +69,7 @@ from cohort.common.machines.machine import Machine
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_state import REPORT_INTERVAL_S
 from cohort.common.messages import KvChunk, Look, Message, SegmentEnded, TokenLogprob, ToWorker, WorkerReport
+from cohort.common.planning.foresight import to_stats
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.step_times.learned_times import plan_shape
 from cohort.common.sequence import Sequence
@@ -401,7 +402,7 @@ class WorkerLoop:
 
     def _heartbeat(self) -> dict[str, float]:
         stats = self._machine.stats(self._free_memory.bytes)
-        return self._metrics.heartbeat(stats, self._agent.quarantined_blocks)
+        return self._metrics.heartbeat(stats, self._agent.quarantined_blocks) | to_stats(stats.step_times)
 
 
 def _transfer_memory(runner: ModelRunner, links: dict[str, KvLink]) -> GroupMemory:

@@ -14,12 +14,15 @@ from cohort.common.types import FinishReason, Request, TrafficClass
 from cohort.services.gateway.past_requests import PastRequests
 from cohort.services.gateway.stats import Recent
 from cohort.services.gateway.timing import GatewayTimes, slo_outcomes, tpot_s, ttft_stages
+from cohort.services.gateway.traffic_report import TrafficReport
 
 
 class RequestStats:
     def __init__(self, metrics: RequestMetrics, log: structlog.stdlib.BoundLogger) -> None:
         self.recent = Recent()
         self.past = PastRequests()
+        self.traffic: TrafficReport | None = None
+        """Where a planner wants to know (section `planner`)."""
         self._metrics = metrics
         self._log = log
         self._dropped_tokens = self._default_predictions = 0
@@ -32,6 +35,8 @@ class RequestStats:
         self._metrics.in_flight(request.traffic_class).inc()
         self._metrics.prompt_tokens(request.traffic_class).inc(request.prompt_tokens)
         self.recent.accepted(request.prompt_tokens)
+        if self.traffic is not None:
+            self.traffic.admitted(request)
         if request.adapter:
             self._metrics.lora_requests(request.adapter).inc()
 
@@ -83,6 +88,8 @@ class RequestStats:
     def ended(self, now_s: float, entry: Entry, times: GatewayTimes, finish: FinishReason, reason: str) -> None:
         """The request is over: count it, log it."""
         self.past.ended(now_s, entry, times, finish, reason)
+        if self.traffic is not None:
+            self.traffic.ended(now_s, entry, times, finish)
         e2e_s = now_s - times.arrived_s
         ttft_s = None if entry.first_token_s is None else entry.first_token_s - times.arrived_s
         self._count(entry, times, finish, ttft_s, e2e_s)

@@ -11,6 +11,7 @@ request until its last token: a manager, predictor or worker that dies costs a p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from contextlib import aclosing
@@ -22,16 +23,16 @@ from aiohttp import web
 from cohort.common import exposure, garbage
 from cohort.common.browsers import BrowserGuard
 from cohort.common.config import Config
-from cohort.common.errors import ConfigError
+from cohort.common.errors import ConfigError, PeerUnreachable
 from cohort.common.http_server import AcceptingSite, name_server, raise_descriptor_limit
 from cohort.common.machines.events import DrainEnded, DrainStarted, Received, Tick
 from cohort.common.machines.gateway import GatewayMachine, GatewaySettings
 from cohort.common.machines.recorder import GatewayHeader, config_text
-from cohort.common.messages import Look, Message, ToGateway
+from cohort.common.messages import Look, Message, RequestTraffic, ToGateway
 from cohort.common.metrics import RequestMetrics
 from cohort.common.policies import compose
 from cohort.common.recording import recorded
-from cohort.common.service import MANAGER, PREDICTOR, ServiceContext, manager_names, named_host
+from cohort.common.service import MANAGER, MONITOR, PREDICTOR, ServiceContext, manager_names, named_host
 from cohort.common.tls import ServerTls, TlsFiles
 from cohort.common.tracing.spans import Tracing
 from cohort.common.types import InstanceId
@@ -65,6 +66,7 @@ from cohort.services.gateway.tenants import Tenants
 from cohort.services.gateway.token_api import TokenApi
 from cohort.services.gateway.tokenizer import Tokenizer
 from cohort.services.gateway.tool_formats import tool_format
+from cohort.services.gateway.traffic_report import REPORT_EVERY_S, TrafficReport
 
 KEEP_ALIVE_S = 75.0
 BACKLOG = 1024
@@ -104,6 +106,8 @@ class Gateway:
             metrics=self._metrics,
             log=context.log,
         )
+        if config.planner.mode != "off":
+            self.streams.stats.traffic = TrafficReport(context.clock)
         bodies = RequestBodies(config.gateway)
         written = tool_format(tokenizer.template_source, tokenizer.added_token)
         self.generator = Generator(
@@ -248,6 +252,8 @@ class Gateway:
                     tasks.create_task(self._resumption.run(), name="streams"),
                     working_off,
                 ]
+                if self.streams.stats.traffic is not None:
+                    background.append(tasks.create_task(self._tell_traffic(self.streams.stats.traffic), name="traffic"))
                 if self._tls is not None:
                     background.append(tasks.create_task(self._tls.watch(), name="certificate"))
                 try:
@@ -300,6 +306,15 @@ class Gateway:
         self._context.bus.connect(PREDICTOR, self._context.endpoint_of("predictor"))
         self.streams.on_told = self._note_ready
         self.streams.tell(Tick())
+
+    async def _tell_traffic(self, traffic: TrafficReport) -> NoReturn:
+        """To the monitor, which the heartbeat has dialled."""
+        while True:
+            await asyncio.sleep(REPORT_EVERY_S)
+            if records := traffic.take():
+                with contextlib.suppress(PeerUnreachable):
+                    told = RequestTraffic(self._context.instance, self._context.incarnation, records)
+                    self._context.bus.send(MONITOR, told)
 
     async def _receive(self) -> NoReturn:
         bus, log = self._context.bus, self._context.log

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from cohort.common.browsers import BrowserGuard
 from cohort.common.errors import ConfigError
 from cohort.common.http_server import name_server
+from cohort.common.planning.settings import planner_settings
 from cohort.common.service import ServiceContext, service_main
 from cohort.common.transport.zmq_bus import ZmqBus
 from cohort.services.global_monitor.exporter import ClusterCollector, Exporter
 from cohort.services.global_monitor.feed import LiveFeed
+from cohort.services.global_monitor.foresight_process import CONFIG_FILE, ForesightProcess, keep_config
+from cohort.services.global_monitor.launcher_orders import LauncherOrders
+from cohort.services.global_monitor.planner import Planner, PlannerCollector
 from cohort.services.global_monitor.server import application
 from cohort.services.global_monitor.service import GlobalMonitor
 
@@ -36,6 +42,11 @@ async def build(context: ServiceContext) -> None:
         incarnation=context.incarnation,
     )
     context.registry.register(ClusterCollector(monitor.cluster, context.clock.now_s))
+    foresight = ForesightProcess(context.run_dir / CONFIG_FILE)
+    if config.planner.mode != "off":
+        monitor.planner = _planner(context, monitor, foresight)
+        await foresight.start()
+        context.registry.register(PlannerCollector(monitor.planner))
     async with aiohttp.ClientSession(trust_env=False) as session:
         exporter = Exporter(context.instance, monitor.cluster, context.registry, session, context.log)
         guard = BrowserGuard(
@@ -63,11 +74,25 @@ async def build(context: ServiceContext) -> None:
                     tasks.create_task(monitor.push(), name="push"),
                     tasks.create_task(monitor.looking.run(), name="look"),
                 ]
+                if monitor.planner is not None:
+                    running.append(tasks.create_task(monitor.planner.run(), name="plan"))
                 await context.stopping.wait()
                 for task in running:
                     task.cancel()
         finally:
+            await foresight.close()
             await runner.cleanup()
+
+
+def _planner(context: ServiceContext, monitor: GlobalMonitor, foresight: ForesightProcess) -> Planner:
+    """Raises `ConfigError` where it is to act and nothing takes its orders."""
+    config = context.config
+    keep_config(config, context.run_dir / CONFIG_FILE)
+    cores = 0 if config.on_gpu else len(os.sched_getaffinity(0))
+    settings = planner_settings(config, cores=cores)
+    orders = LauncherOrders(context.run_dir) if config.planner.mode == "act" else None
+    context.log.info("planner", mode=settings.mode, bounds=msgspec.to_builtins(settings.bounds))
+    return Planner(config, settings, monitor.cluster, context.clock, context.log, simulate=foresight.ask, orders=orders)
 
 
 async def _listen(runner: web.AppRunner, host: str, port: int) -> None:

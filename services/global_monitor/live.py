@@ -7,6 +7,8 @@ markup of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from cohort.common.messages import ManagerView, WorkerView
@@ -26,6 +28,7 @@ from cohort.common.views import (
 )
 from cohort.services.global_monitor.looking import RATED, Looking
 from cohort.services.global_monitor.page import ClusterState, ProcessState
+from cohort.services.global_monitor.planner import PlannerState
 
 MOST_PROCESSES = 160
 MOST_WITH_STATS = 40
@@ -87,8 +90,8 @@ class LiveState(msgspec.Struct, frozen=True):
     decisions: list[LiveDecision]
 
 
-def live_state(cluster: ClusterState, looking: Looking, request_id: RequestId) -> LiveState:
-    """`cluster` as `/api/state` has it."""
+def live_state(cluster: ClusterState, looking: Looking, request_id: RequestId, now_s: float = 0.0) -> LiveState:
+    """`cluster` as `/api/state` has it; `now_s` on the monitor's clock, which a planner's decisions are dated by."""
     shown = cluster.processes[:MOST_PROCESSES]
     requests = sorted(
         (_older(brief, age_s) for age_s, view in looking.gateways() for brief in view.requests),
@@ -112,7 +115,7 @@ def live_state(cluster: ClusterState, looking: Looking, request_id: RequestId) -
         open_requests=sum(view.open for _, view in looking.gateways()),
         life=lives[0] if lives else None,
         slo=_tallies(looking),
-        decisions=_decisions(looking),
+        decisions=_decisions(looking, planned(cluster.planner, now_s)),
     )
 
 
@@ -184,7 +187,24 @@ def _tallies(looking: Looking) -> list[SloTally]:
     return [sums[place] for place in sorted(sums)][:MOST_TALLIES]
 
 
-def _decisions(looking: Looking) -> list[LiveDecision]:
+def planned(planner: PlannerState | None, now_s: float) -> list[LiveDecision]:
+    """What was predicted, and what then happened."""
+    rows = []
+    for each in () if planner is None else planner.decisions:
+        predicted = f"{each.predicted_before:.0%} → {each.predicted:.0%} in time predicted (error {each.error:.0%})"
+        then = "" if each.measured_after is None else f"then {each.measured_after:.0%}"
+        judged = {"": "not judged yet" if each.action == "changed" else "", "stands": "stands"}.get(
+            each.verdict, each.verdict
+        )
+        what = ", ".join(part for part in (f"{each.action}: {each.before} → {each.after}", then, judged) if part)
+        reason = each.why if each.action == "failed" else predicted
+        rows.append(
+            LiveDecision("planner", Decision(max(0.0, now_s - each.at_s), "planned", "", reason=reason, what=what))
+        )
+    return rows
+
+
+def _decisions(looking: Looking, planned: Iterable[LiveDecision] = ()) -> list[LiveDecision]:
     """The last one first. Ordinary placements are the many, and kept apart where they are made."""
     views: list[tuple[float, ManagerView | WorkerView]] = [*looking.managers(), *looking.workers()]
     found = [
@@ -192,5 +212,6 @@ def _decisions(looking: Looking) -> list[LiveDecision]:
         for age_s, view in views
         for each in view.decisions
     ]
+    found += planned
     found.sort(key=lambda one: one.decision.age_s)
     return found[:MOST_DECISIONS]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from cohort.services.global_monitor.aggregate import Cluster, Event, Process, Sample
+from cohort.services.global_monitor.planner import PlannerState
 
 _ROLE_ORDER = ("gateway", "length_predictor", "bucketing_manager", "global_monitor")
 
@@ -50,9 +51,19 @@ class ClusterState(msgspec.Struct, frozen=True):
     mean_output_tokens: float
     sample_ages_s: list[float]
     samples: dict[str, list[float]]
+    planner: PlannerState | None = None
 
 
-def state(cluster: Cluster, now_s: float, *, name: str, model: str, uptime_s: float, history_s: float) -> ClusterState:
+def state(
+    cluster: Cluster,
+    now_s: float,
+    *,
+    name: str,
+    model: str,
+    uptime_s: float,
+    history_s: float,
+    planner: PlannerState | None = None,
+) -> ClusterState:
     """`history_s`: how far back the curves go."""
     samples = [sample for sample in cluster.samples if now_s - sample.at_s <= history_s]
     columns = [field for field in Sample.__dataclass_fields__ if field != "at_s"]
@@ -68,6 +79,7 @@ def state(cluster: Cluster, now_s: float, *, name: str, model: str, uptime_s: fl
         mean_output_tokens=cluster.demand.mean_output_tokens,
         sample_ages_s=[round(now_s - sample.at_s, 2) for sample in samples],
         samples={column: [round(getattr(sample, column), 4) for sample in samples] for column in columns},
+        planner=planner,
     )
 
 

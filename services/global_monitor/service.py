@@ -16,7 +16,7 @@ from structlog.stdlib import BoundLogger
 from cohort.common.clock import Clock
 from cohort.common.config import Config
 from cohort.common.errors import PeerUnreachable
-from cohort.common.messages import Farewell, GatewayView, Heartbeat, ManagerView, Message, WorkerView
+from cohort.common.messages import Farewell, GatewayView, Heartbeat, ManagerView, Message, RequestTraffic, WorkerView
 from cohort.common.service import process_stats
 from cohort.common.transport.bus import Bus
 from cohort.common.types import InstanceId, RequestId
@@ -24,6 +24,7 @@ from cohort.services.global_monitor.aggregate import Cluster, Event
 from cohort.services.global_monitor.live import LiveState, live_state
 from cohort.services.global_monitor.looking import Looking
 from cohort.services.global_monitor.page import ClusterState, state
+from cohort.services.global_monitor.planner import Planner, planner_state
 
 MISSED_HEARTBEATS = 6  # a process that has missed so many is reported as down
 LEAST_SILENCE_S = 3.0
@@ -60,13 +61,15 @@ class GlobalMonitor:
         self._managers = tuple(manager_endpoints)
         for manager, endpoint in manager_endpoints.items():
             bus.connect(manager, endpoint)
+        self.planner: Planner | None = None
+        """Where section `planner` is not off."""
 
     async def serve(self) -> None:
         """Take messages until cancelled."""
         while True:
             sender, message = await self._bus.receive()
             match message:
-                case Heartbeat() | Farewell() | GatewayView() | ManagerView() | WorkerView() if (
+                case Heartbeat() | Farewell() | RequestTraffic() | GatewayView() | ManagerView() | WorkerView() if (
                     message.instance != sender
                 ):
                     self._log.warning("message_of_another_dropped", peer=sender, named=message.instance)
@@ -74,6 +77,9 @@ class GlobalMonitor:
                     self._report(self.cluster.heard(self._clock.now_s(), message))
                 case Farewell():
                     self._report(self.cluster.left(self._clock.now_s(), message))
+                case RequestTraffic():
+                    if self.planner is not None:
+                        self.planner.heard(message)
                 case GatewayView() | ManagerView() | WorkerView():
                     self.looking.heard(message)
                 case _:
@@ -102,11 +108,12 @@ class GlobalMonitor:
             model=self._model,
             uptime_s=now_s - self._started_s,
             history_s=history_s,
+            planner=None if self.planner is None else planner_state(self.planner),
         )
 
     def read_live(self, request_id: RequestId) -> LiveState:
         """As the feed has it for a page that shows the life of this request; "" = of none."""
-        return live_state(self.read_state(_LIVE_HISTORY_S), self.looking, request_id)
+        return live_state(self.read_state(_LIVE_HISTORY_S), self.looking, request_id, self._clock.now_s())
 
     def _ask(self, peer: InstanceId, message: Message) -> None:
         with contextlib.suppress(PeerUnreachable):  # it will be seen to be down

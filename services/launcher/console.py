@@ -70,6 +70,10 @@ class View(Protocol):
 
     def update(self, instance: str, state: State, *, pid: int | None = None, note: str = "") -> None: ...
 
+    def add(self, line: Line) -> None: ...
+
+    def remove(self, instance: str) -> None: ...
+
     def say(self, text: str, *, style: str = "") -> None: ...
 
     def echo_log(self, instance: str, raw: str) -> None: ...
@@ -96,6 +100,13 @@ class Console:
     def show(self) -> None:
         """The table, once."""
         self._rich.print(self._table())
+
+    def add(self, line: Line) -> None:
+        """Of a process that is started later."""
+        self._lines[line.instance] = line
+
+    def remove(self, instance: str) -> None:
+        self._lines.pop(instance, None)
 
     def settle(self) -> None:
         """The table stays as it is; from now on changes are lines."""

@@ -33,6 +33,7 @@ from cohort.services.launcher.options import keys_of, overrides_of, ray_address
 from cohort.services.launcher.plan import ProcessPlan, StopStage, api_scheme, http_base, plan, resolve
 from cohort.services.launcher.run_files import LauncherState, ProcessMark, RunFiles, RunFilesError
 from cohort.services.launcher.supervisor import Supervisor
+from cohort.services.launcher.worker_desk import PlannedSupervisor
 
 if TYPE_CHECKING:
     from cohort.services.launcher.on_ray.cluster import Cluster
@@ -112,7 +113,8 @@ def _serve(options: argparse.Namespace, arguments: list[str], config: Config, *,
         files.write_config(dump_config(config))
 
         def keeper(files: RunFiles, console: Console, on_change: Callable[[], None]) -> Keeper:
-            return Supervisor(plans, files, console, on_change=on_change)
+            supervisor = Supervisor(plans, files, console, on_change=on_change)
+            return supervisor if config.planner.mode != "act" else PlannedSupervisor(config, supervisor, files)
 
         return asyncio.run(_supervise(config, plans, files, keeper, options.notify_fd, summary(config, gpus)))
 
@@ -152,6 +154,8 @@ def _serve_joined(options: argparse.Namespace, cluster: Cluster, config: Config,
     if options.print_config:
         sys.stdout.write(dump_config(config))
         return 0
+    if config.planner.mode == "act":
+        raise ConfigError("planner.mode: act changes the workers of one machine; on a Ray cluster set advise")
     preflight.check_exposure(config)
     preflight.check_certificate(config)
     files = RunFiles(paths.run_dir(config.gateway.port))

@@ -115,18 +115,9 @@ def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
     busy = max if config.gathers else sum  # threads that compute at one time
     of_all_ranks = [each * config.worker_group(instance).degree for instance, each in threads.items()]
     crowded = 0 < cores < busy(of_all_ranks)
-    for index, (instance, role) in enumerate(config.instance_roles.items()):
-        plans.append(
-            ProcessPlan(
-                instance,
-                _FOLDER_OF_ROLE[role],
-                StopStage.WORKERS,
-                host,
-                base + 2 + index,
-                config.engine.drain_s,
-                environment=_threads_environment(threads[instance], crowded=crowded),
-            )
-        )
+    for index, instance in enumerate(config.instance_roles):
+        environment = _threads_environment(threads[instance], crowded=crowded)
+        plans.append(worker_plan(config, instance, base + 2 + index, environment))
     return plans
 
 
@@ -145,6 +136,16 @@ def _standbys(config: Config, drain_s: float, environment: Mapping[str, str]) ->
         )
         for instance in manager_names(config)[1:]
     ]
+
+
+def worker_plan(config: Config, instance: str, port: int, environment: Mapping[str, str] | None = None) -> ProcessPlan:
+    """One worker that the configuration names. Without an `environment`, one that comes to a pipeline that runs: others
+    compute on the same cores."""
+    if environment is None:
+        environment = _threads_environment(config.rank_threads(instance, 1), crowded=True)
+    folder = _FOLDER_OF_ROLE[config.instance_roles[instance]]
+    drain_s = config.engine.drain_s
+    return ProcessPlan(instance, folder, StopStage.WORKERS, config.metrics.host, port, drain_s, environment=environment)
 
 
 def _gateways(config: Config, environment: Mapping[str, str]) -> list[ProcessPlan]:

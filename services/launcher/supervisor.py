@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from cohort.services.launcher.child import Child
-from cohort.services.launcher.console import State, View
+from cohort.services.launcher.console import Line, State, View
 from cohort.services.launcher.log_follower import LogFollower
 from cohort.services.launcher.plan import ProcessPlan, StopStage
 from cohort.services.launcher.probe import answers_ok
 from cohort.services.launcher.restart_policy import GiveUp, RestartPolicy, exit_reason
-from cohort.services.launcher.run_files import ProcessMark, RunFiles
+from cohort.services.launcher.run_files import ProcessMark, RunFiles, RunFilesError
 
 PROBE_INTERVAL_S = 0.05  # while a process starts; nothing else tells from outside that it is ready
 PROBE_TIMEOUT_S = 2.0
@@ -38,8 +38,13 @@ _UNLESS_SET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_P
 class Supervised:
     """One process and its history."""
 
-    def __init__(self, plan: ProcessPlan) -> None:
+    def __init__(self, plan: ProcessPlan, *, added: bool = False) -> None:
+        """`added` while the pipeline runs: it goes on without it, where this one cannot start."""
         self.plan = plan
+        self.added = added
+        self.leaving = asyncio.Event()
+        """Asked to end, and not to come back."""
+        self.failure = ""
         self.policy = RestartPolicy()
         self.child: Child | None = None
         self.ready = asyncio.Event()
@@ -68,6 +73,8 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._kill_now = asyncio.Event()
         self._failure = ""
+        self._keepers: asyncio.TaskGroup | None = None
+        """While processes may be added."""
 
     @property
     def marks(self) -> dict[str, ProcessMark]:
@@ -103,15 +110,51 @@ class Supervisor:
     async def run(self, on_ready: Callable[[], None]) -> int:
         """Until everything has ended. `on_ready` is called once, when all processes are ready."""
         async with asyncio.TaskGroup() as tasks:
-            keepers = [tasks.create_task(self._keep(process)) for process in self._processes]
+            self._keepers = tasks
+            for process in self._processes:
+                tasks.create_task(self._keep(process))
             helpers = [tasks.create_task(self._announce(on_ready)), tasks.create_task(self._watch_logs())]
             await self._stopping.wait()
             await self._stop_all()
-            for task in keepers:
-                await task
+            self._keepers = None
+            await _all([process.done for process in self._processes])
             for task in helpers:
                 task.cancel()
         return 1 if self._failure else 0
+
+    # -- processes that come and go ------------------------------------------------------------------------------
+
+    async def add(self, plan: ProcessPlan, timeout_s: float) -> None:
+        """Start another process beside the others; returns when it is ready. Raises `RunFilesError` when it ends before
+        that or takes longer: then it is gone."""
+        if self._keepers is None or self._stopping.is_set():
+            raise RunFilesError("the pipeline is stopping")
+        process = Supervised(plan, added=True)
+        self._processes.append(process)
+        self._console.add(Line(plan.instance, plan.port, self._files.log_file(plan.instance)))
+        self._keepers.create_task(self._keep(process))
+        await wait_any((process.ready, process.done), timeout_s)
+        if not process.ready.is_set():
+            why = process.failure or f"{plan.instance} is not ready after {timeout_s:.0f} s"
+            await self.retire(plan.instance)
+            raise RunFilesError(why)
+        self._on_change()
+
+    async def retire(self, instance: str) -> None:
+        """Ask one process to drain and end, for good; returns when it is gone. Killed where it does not end in time."""
+        process = next(each for each in self._processes if each.plan.instance == instance)
+        process.leaving.set()
+        if process.running and process.child is not None:
+            self._console.update(instance, State.STOPPING)
+            process.child.terminate()
+        await wait_any((process.done, self._kill_now), process.plan.stop_timeout_s)
+        if not process.done.is_set() and process.child is not None:
+            process.child.kill()
+            await wait_any((process.done,), KILL_TIMEOUT_S)
+        if not self._stopping.is_set():
+            self._processes.remove(process)
+            self._console.remove(instance)
+        self._on_change()
 
     # -- keeping one process running -----------------------------------------------------------------------------
 
@@ -119,11 +162,11 @@ class Supervisor:
         plan = process.plan
         self._files.start_log(plan.instance)
         try:
-            while not self._stopping.is_set():
+            while not self._stopping.is_set() and not process.leaving.is_set():
                 delay_s = await self._run_once(process)
                 if delay_s is None:
                     return
-                await _wait(self._stopping, delay_s)
+                await wait_any((self._stopping, process.leaving), delay_s)
         finally:
             process.done.set()
 
@@ -142,14 +185,16 @@ class Supervisor:
         finally:
             probe.cancel()
         process.ready.clear()
-        if self._stopping.is_set():
+        if self._stopping.is_set() or process.leaving.is_set():
             note = "" if code in (0, -signal.SIGTERM) else exit_reason(code)
             self._console.update(plan.instance, State.STOPPED, note=note)
             return None
         match process.policy.ended(time.monotonic(), code, relieved=self._is_relieved(process)):
             case GiveUp(reason):
                 self._console.update(plan.instance, State.FAILED, note=reason)
-                self._give_up(process, reason)
+                process.failure = f"{plan.instance}: {reason}"
+                if not process.added:
+                    self._give_up(process, reason)
                 return None
             case restart:
                 when = f"in {restart.delay_s:.1f} s" if restart.delay_s else "at once"
@@ -190,7 +235,10 @@ class Supervisor:
             on_ready()
 
     async def _watch_logs(self) -> None:
-        await echo_logs(self._files, self._console, [p.plan.instance for p in self._processes], self._stopping)
+        await echo_logs(self._files, self._console, self._instances, self._stopping)
+
+    def _instances(self) -> list[str]:
+        return [process.plan.instance for process in self._processes]
 
     # -- ending ---------------------------------------------------------------------------------------------------
 
@@ -224,13 +272,15 @@ def _environment(plan: ProcessPlan) -> Mapping[str, str]:
     return {**_UNLESS_SET, **os.environ, **plan.environment, **_ALWAYS}
 
 
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Until the event or the deadline."""
+async def wait_any(events: Sequence[asyncio.Event], timeout_s: float) -> None:
+    """Until one of the events or the deadline."""
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
     try:
-        async with asyncio.timeout(timeout_s):
-            await event.wait()
-    except TimeoutError:
-        pass
+        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def wait_all_or(abort: asyncio.Event | None, events: Sequence[asyncio.Event], timeout_s: float) -> None:
@@ -252,11 +302,15 @@ async def _all(events: Sequence[asyncio.Event]) -> None:
         await event.wait()
 
 
-async def echo_logs(files: RunFiles, view: View, instances: Sequence[str], stopping: asyncio.Event) -> None:
+async def echo_logs(
+    files: RunFiles, view: View, instances: Callable[[], Sequence[str]], stopping: asyncio.Event
+) -> None:
     """Warnings of these processes, with their names, for as long as it runs; and no log grows without end."""
-    followers = {instance: LogFollower(files.log_file(instance)) for instance in instances}
+    followers: dict[str, LogFollower] = {}
     while True:
         await asyncio.sleep(REFRESH_INTERVAL_S)
+        names = instances()
+        followers = {name: followers.get(name) or LogFollower(files.log_file(name)) for name in names}
         for instance, follower in followers.items():
             for line in follower.new_lines():
                 if not stopping.is_set():  # processes that lose each other while ending are no news

@@ -21,6 +21,7 @@ from cohort.services.simulator import advise as advise_
 from cohort.services.simulator import (
     comparison,
     comparison_tables,
+    planned_command,
     plots,
     render,
     replays,
@@ -50,6 +51,8 @@ def run_simulate(options: argparse.Namespace) -> int:
     if options.plot:
         check_available()
     what, values = _sweep(options.sweep)
+    if options.planner and (what or options.capacity is not None):
+        raise ConfigError("--planner compares shapes of its own: give neither --sweep nor --capacity")
     if options.plot and not what:
         raise ConfigError("--plot draws a sweep: give --sweep")
     console = _console(quiet=options.json == "-")
@@ -57,6 +60,11 @@ def run_simulate(options: argparse.Namespace) -> int:
     told_of_profiles(options, [cluster_of(options, name) for name in named], _tell)
     if options.capacity is not None:
         return _capacity(options, console)
+    if options.planner:
+        report = planned_command.run(options, _tell)
+        planned_command.show(report, console)
+        _write_json(options.json, report)
+        return 0
     model, traffic, sim_options = load_model(options.model), traffic_of(options), simulation_options(options)
     roles = parse_roles(options.roles)
     reports = []

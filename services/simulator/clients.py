@@ -136,6 +136,8 @@ class TraceClients:
         self._count = 0
         self._under_way: deque[tuple[Node, list[TokenUpdate], list[float]]] = deque()
         """Tokens of steps run as one that the gateway has yet to hear of."""
+        self.on_end: Callable[[InFlight, bool], None] = lambda live, finished: None
+        """Called with every request that ended, and whether it was answered in full."""
         self._run: _Run | None = None
         """While tokens of steps that were run as one are being delivered."""
 
@@ -244,6 +246,7 @@ class TraceClients:
             if effect.finish is not None:
                 del self.live[name]
                 self._finished(self._events.now_s, live)
+                self.on_end(live, True)
             return
         match effect:
             case Rejected(offer_id, error):
@@ -258,6 +261,7 @@ class TraceClients:
 
     def _turned_away(self, name: str, reason: str) -> None:
         live = self.live.pop(name)
+        self.on_end(live, False)
         self._refused(self._virtual.now_s, live.item, reason, live.answered)
 
     # -- tokens ----------------------------------------------------------------------------------------------------

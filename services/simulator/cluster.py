@@ -10,19 +10,20 @@ processes have met before the first request arrives: virtual time 0 is a cluster
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
+from cohort.common.machines.events import DrainEnded, DrainStarted
 from cohort.common.machines.gateway import GatewayMachine
 from cohort.common.machines.manager import ManagerMachine
 from cohort.common.machines.worker_state import REPORT_INTERVAL_S
 from cohort.common.policies import compose
 from cohort.common.policies.cost_model import CostModel, ModelShape
 from cohort.common.policies.interface import Placement
-from cohort.common.types import IfLate, Role
+from cohort.common.types import IfLate, InstanceId, Role
 from cohort.common.virtual_cluster.cluster import GATEWAY, MANAGER, VirtualCluster
 from cohort.common.virtual_cluster.plugins import Cadence, Node
 from cohort.common.workloads.closed_loop import ClosedLoopUsers
@@ -37,6 +38,7 @@ from cohort.services.simulator.scatter import StepScatter
 from cohort.services.simulator.tally import WallTime, WorkerTally, timed
 
 _GATEWAY_BEAT_S = 1.0
+_DRAIN_LOOK_S = 0.1
 _SETTLING_S = 4.0
 """Virtual time before the first arrival, in which processes meet."""
 
@@ -69,6 +71,16 @@ class SimOptions:
     """Schedulers that learn step times start from a profile of their instance, as after `cohort profile`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """An instance as it was measured, in the place of what model and device say: the time of its iterations, its blocks
+    on the device and in host memory."""
+
+    cost: CostModel
+    blocks: int
+    host_blocks: int
+
+
 class SimCluster:
     def __init__(
         self,
@@ -79,25 +91,31 @@ class SimCluster:
         options: SimOptions,
         roles: Mapping[Role, int] | None = None,
         placement: Placement | None = None,
+        *,
+        measured: Sequence[Measured] = (),
+        grows: bool = False,
     ) -> None:
-        """`placement` stands in for the configured one: an oracle, say, that no configuration has."""
+        """`placement` stands in for the configured one: an oracle, say, that no configuration has. `measured`: every
+        instance, by number; () = as model and devices say. `grows`: `roles` may name fewer instances than the cluster
+        has; the others are places for `add_worker`."""
         workload.check()
         compose.check_names(config)
         self.config, self.cluster, self.model, self.options = config, cluster, model, options
         self.geometry = model.kv_geometry(config.kv.block_size)
         parts = [cluster.of(number) for number in range(cluster.instances)]
-        costs = {part.device: _cost_model(model, part) for part in parts}
-        self.costs = [costs[part.device] for part in parts]
+        costs = {} if measured else {part.device: _cost_model(model, part) for part in parts}
+        self.costs = [each.cost for each in measured] or [costs[part.device] for part in parts]
         """Of every instance, by number."""
-        blocks = [kv_blocks(config, part, model, self.geometry) for part in parts]
+        blocks = [(each.blocks, each.host_blocks) for each in measured]
+        blocks = blocks or [kv_blocks(config, part, model, self.geometry) for part in parts]
         largest = max(on_device for on_device, _ in blocks)
         longest = min(config.model.max_model_len or model.max_positions, largest * config.kv.block_size)
-        named = {
+        self.roles = named = {
             f"{role.value}-{index}": role
             for role, count in (roles or spread_roles(config, cluster.instances)).items()
             for index in range(count)
         }
-        if len(named) != cluster.instances:
+        if len(named) > cluster.instances or (len(named) < cluster.instances and not grows):
             raise ConfigError(f"roles name {len(named)} instances, the cluster has {cluster.instances}")
         shared = _prompts_are_shared(config, workload)
         deployment = Deployment(
@@ -113,6 +131,7 @@ class SimCluster:
             placement=placement,
             profile=partial(self._profile, longest) if options.profiled else None,
             seed=options.seed,
+            device_of=partial(_device_of, cluster) if measured else None,
         )
         self.wall = {"worker": WallTime(), "manager": WallTime()}
         network = SimNetwork(cluster, self.geometry)
@@ -134,6 +153,7 @@ class SimCluster:
             around=self._time,
         )
         self.events = self.virtual.events
+        self._places = cluster.instances - len(named)
         self.clients = TraceClients(
             self.virtual,
             max_model_len=longest,
@@ -192,6 +212,37 @@ class SimCluster:
             for worker in self.workers:
                 self.engine.catch_up(worker, self.options.horizon_s)
             self.clients.end_at(self.options.horizon_s)
+
+    # -- workers that come and go ------------------------------------------------------------------------------
+
+    def add_worker(self, name: InstanceId, role: Role) -> None:
+        """It starts now. Raises `ConfigError` when the cluster has no place left: those of drained workers stay
+        theirs."""
+        if not self._places or name in self.roles:
+            raise ConfigError(f"no place for {name} in cluster {self.cluster.name}")
+        self._places -= 1
+        self.roles[name] = role
+        self.virtual.start_worker(name)
+
+    def drain_worker(self, name: InstanceId, longest_s: float, gone: Callable[[], None]) -> None:
+        """As a live worker that is asked to end: it takes nothing new and ends when nothing is left, or then."""
+        worker = self.virtual.nodes[name]
+        self.virtual.tell(worker, DrainStarted())
+        deadline_s = self.events.now_s + longest_s
+
+        def look() -> None:
+            if not worker.machine.idle and self.events.now_s < deadline_s:
+                self.events.at(self.events.now_s + _DRAIN_LOOK_S, look)
+                return
+            self.virtual.tell(worker, DrainEnded())
+            self.events.at(self.events.now_s + _DRAIN_LOOK_S, end)  # once its last word has arrived
+
+        def end() -> None:
+            self.virtual.kill(name)
+            del self.roles[name]
+            gone()
+
+        look()
 
     def _begin_counting(self) -> None:
         """The cluster is warm: earlier events are no result."""
@@ -252,6 +303,10 @@ def _cost_model(model: ModelShape, part: Cluster) -> CostModel:
     return CostModel(
         model, part.device, part.stack, tensor_parallel=part.tensor_parallel, decode_attention=part.decode_attention
     )
+
+
+def _device_of(cluster: Cluster, number: int) -> str:
+    return f"device-{number // cluster.workers_per_device}"
 
 
 def _prompts_are_shared(config: Config, workload: Workload) -> bool:

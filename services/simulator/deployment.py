@@ -45,7 +45,9 @@ class Deployment:
         placement: Placement | None,
         profile: Callable[[int], bytes] | None,
         seed: int,
+        device_of: Callable[[int], str] | None = None,
     ) -> None:
+        """`device_of`: what policies are told of the device of an instance, by number; None: each has its own."""
         # Where no prompt shares anything the prefix cache can only miss: hashing every block would change nothing. And
         # the prompts are all made of the same token then: nothing may look for common prefixes.
         self._config = config = config if shared_prompts else _without_prefix_cache(config)
@@ -59,9 +61,11 @@ class Deployment:
         self._placement = placement
         self._lists_queue = compose.reads_queues(config, placement or compose.placement(config))
         self._learns = compose.wants_step_times(config) or (placement is not None and placement.wants_step_times)
+        self._learns = self._learns or config.planner.mode != "off"
         self._profile = profile
         self._random = Random(seed)
         self._numbers = itertools.count()
+        self._device_of = device_of
 
     def make_gateway(self, name: InstanceId, incarnation: int, now_s: float) -> GatewayMachine:
         config = self._config
@@ -105,7 +109,7 @@ class Deployment:
             host_blocks,
             config.engine.max_rows,
             config.engine.max_step_tokens,
-            device=name,
+            device=name if self._device_of is None else self._device_of(number),
             window=kv.geometry.window,
         )
         settings = msgspec.structs.replace(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-TRAFFIC_HELP = "a trace file, PROMPTxOUTPUT (all requests alike), or a paper's shape by name"
+TRAFFIC_HELP = "a trace file, PROMPTxOUTPUT (all requests alike), `day` (--rate: its peak), or a paper's shape by name"
 
 _CLUSTER_HELP = "a name of configs/clusters or of `cohort profile --save`, a YAML file, or DEVICE:COUNT; A+B: unlike"
 
@@ -15,6 +15,7 @@ examples:
   cohort simulate … --sweep rate=1,2,4,8 --plot rates.png
   cohort simulate … --sweep preset=unified,disaggregated --json -
   cohort simulate … --slo ttft=2,tpot=0.1 --capacity 0.9
+  cohort simulate --planner --trace day --cluster a100-80:4 --model qwen2.5-32b --slo ttft=2,tpot=0.1
 
 Without --rate or --concurrency a trace keeps its own times; workloads without any arrive all at once."""
 
@@ -93,6 +94,18 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=float, default=0.0, metavar="S", help="virtual time before figures count")
     parser.add_argument("--sweep", metavar="rate|preset|cluster=A,B,…", help="one run per value")
     parser.add_argument("--capacity", type=float, metavar="SHARE", help="search the rate that keeps this share")
+    parser.add_argument(
+        "--planner",
+        action="store_true",
+        help="workers as the planner has them (section `planner`), and all fixed shapes",
+    )
+    parser.add_argument(
+        "--worker-start",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="with --planner: until a worker serves (default: 20)",
+    )
     parser.add_argument("--step-by-step", action="store_true", help="one event per iteration (slower, same result)")
     parser.add_argument("--json", metavar="FILE", help="write everything; - = standard output")
     parser.add_argument("--plot", metavar="FILE", help="picture of a sweep")

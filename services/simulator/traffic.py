@@ -9,6 +9,7 @@ from cohort.common.errors import ConfigError
 from cohort.common.types import Slo
 from cohort.common.workloads.arrivals import AllAtOnce, Arrivals, ClosedLoop, RandomArrivals, TraceTimes
 from cohort.common.workloads.changes import with_class_share, with_slos
+from cohort.common.workloads.day import synthetic_day
 from cohort.common.workloads.generate import Drawn, FromTrace, Source, generate
 from cohort.common.workloads.items import Workload
 from cohort.common.workloads.lengths import Fixed
@@ -16,6 +17,9 @@ from cohort.common.workloads.papers import SHAPES, paper_workload
 from cohort.common.workloads.traces import Trace, read_trace
 
 _FIXED = re.compile(r"(\d+)x(\d+)$")
+DAY = "day"
+"""A synthetic day in `--duration` seconds, whose peak is `--rate`."""
+_DAY_S, _DAY_PEAK_PER_S = 3600.0, 3.0
 _ENOUGH = 1000
 """Requests when neither a number nor a duration is given and the source has no end."""
 
@@ -49,8 +53,9 @@ class Traffic:
             if not prompt or not output:
                 raise ConfigError(f"--trace {text}: prompt and output need at least one token")
             self._source = Drawn(Fixed(prompt), Fixed(output))
-        elif text not in SHAPES:
-            raise ConfigError(f"--trace {text}: neither a file nor PROMPTxOUTPUT nor one of {', '.join(SHAPES)}")
+        elif text not in SHAPES and text != DAY:
+            known = ", ".join((DAY, *SHAPES))
+            raise ConfigError(f"--trace {text}: neither a file nor PROMPTxOUTPUT nor one of {known}")
 
     def workload(self, rate_per_s: float | None = None, concurrency: int | None = None) -> Workload:
         """At this rate (Poisson unless `cv`), at this concurrency, or with the source's own times. Without any of
@@ -62,7 +67,10 @@ class Traffic:
             arrivals = RandomArrivals(rate_per_s, self._cv)
         elif concurrency is not None:
             arrivals = ClosedLoop(concurrency)
-        workload = self._generate(arrivals)
+        if self._text == DAY:
+            workload = synthetic_day(self._duration_s or _DAY_S, rate_per_s or _DAY_PEAK_PER_S, seed=self._seed)
+        else:
+            workload = self._generate(arrivals)
         if self._slo != Slo():
             workload = with_slos(workload, lambda item: self._slo)
         if self._best_effort:
@@ -94,6 +102,8 @@ class Traffic:
     @property
     def own_rate_per_s(self) -> float | None:
         """Of the source's own times; None when it has none."""
+        if self._text == DAY:
+            return None
         if self._trace is None:
             return SHAPES[self._text].rate_per_s if self._text in SHAPES else None
         return self.workload().rate_per_s if self._trace.arrival_s is not None else None

@@ -3,7 +3,7 @@ import { h, redraw } from "./dom.js";
 import { count, duration, seconds } from "./format.js";
 
 const KINDS = { placed: "", split: "rt", bound: "", refused: "bad", demoted: "warn", lost: "bad", preempted: "warn",
-  evicted: "warn" };
+  evicted: "warn", planned: "good" };
 const EVENTS = { down: "bad", restarted: "warn", back: "good", appeared: "good", left: "dim" };
 export const short = id => id.length > 12 ? id.slice(0, 10) + "…" : id;
 

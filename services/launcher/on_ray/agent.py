@@ -31,7 +31,7 @@ from cohort.common.config import Config, dump_config, load_config
 from cohort.common.errors import CohortError, ConfigError
 from cohort.common.private_files import keep_private, open_private
 from cohort.services.launcher import preflight
-from cohort.services.launcher.console import State
+from cohort.services.launcher.console import Line, State
 from cohort.services.launcher.on_ray.order import News, Order, Place, on_node, own_endpoint
 from cohort.services.launcher.plan import ProcessPlan
 from cohort.services.launcher.run_files import RunFiles
@@ -203,6 +203,10 @@ class _View:
         """The launcher has the whole log."""
 
     def settle(self) -> None: ...
+
+    def add(self, line: Line) -> None: ...
+
+    def remove(self, instance: str) -> None: ...
 
     def end(self, broken: str) -> None:
         with self._changed:

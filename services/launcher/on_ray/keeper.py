@@ -294,7 +294,8 @@ class RaySupervisor:
 
     async def _watch_logs(self) -> None:
         """From the logs that came here."""
-        await echo_logs(self._files, self._console, [kept.instance for kept in self._kept], self._stopping)
+        instances = [kept.instance for kept in self._kept]
+        await echo_logs(self._files, self._console, lambda: instances, self._stopping)
 
     async def _stop_all(self) -> None:
         self._console.settle()

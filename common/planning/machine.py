@@ -1,0 +1,424 @@
+"""When to simulate, when to change the workers, when to undo: the planner as a pure state machine.
+
+    Traffic, Workers ──▶ ┌──────────────┐ ──Evaluate──▶ a simulation at low priority
+                         │PlannerMachine│ ◀─Evaluated──
+    Tick ──────────────▶ │              │ ──Apply─────▶ what starts and drains workers
+                         └──────────────┘ ◀─Applied────
+                                └──Decided──▶ log, metrics, live page
+
+One round replays the traffic of the last minutes on the present shape and on its neighbours. What the present shape
+was simulated to keep and what it kept in fact differ: that error, smoothed, is the bar that a gain must exceed, beside
+`min_gain`. A change is followed by `settle_s` without another one. Then the same comparison judges it: where less was
+served in time than before, by more than the error, and less than the former shape would have served of the same
+traffic, it is undone. Hosted by the global monitor live and by the simulator under virtual time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Literal, assert_never
+
+import msgspec
+
+from cohort.common.machines.events import Tick
+from cohort.common.planning.budget import Budget
+from cohort.common.planning.foresight import Answer, Foreseen, Job, WorkerCost
+from cohort.common.planning.shape import Bounds, Shape, neighbours
+from cohort.common.planning.traffic import LEAD_IN, Seen, Timing, TrafficRecord, TrafficWindow, in_time, to_replay
+from cohort.common.types import InstanceId
+
+Mode = Literal["off", "advise", "act"]
+Action = Literal["advised", "changed", "undone", "failed"]
+Verdict = Literal["", "stands", "undone", "too little traffic to tell"]
+
+LEAST_JUDGED = 8
+"""Requests without which a share says nothing."""
+_ERROR_WEIGHT = 0.35
+_KEPT_DECISIONS = 64
+_MOST_LOG_ERROR = 3.0
+_MOST_PACE = 4.0
+
+
+class PlannerSettings(msgspec.Struct, frozen=True):
+    """See section `planner` of the configuration."""
+
+    mode: Mode
+    interval_s: float
+    window_s: float
+    max_requests: int
+    cpu_share: float
+    settle_s: float
+    min_gain: float
+    worker_cost: float
+    confirmations: int
+    hold_s: float
+    best_effort_s: float
+    bounds: Bounds
+    default_output: int = 256
+    cores: int = 0
+    threads: int = 1
+
+
+class PlanDecision(msgspec.Struct, frozen=True):
+    """Shares are of requests served in time. `predicted`, `predicted_before`: of the traffic that was replayed, on the
+    new shape and on the former; `error`: what such a prediction was worth then. `measured_before` and `measured_after`,
+    once it is there: in fact. `verdict` "": not judged yet."""
+
+    number: int
+    at_s: float
+    action: Action
+    before: Shape
+    after: Shape
+    predicted_before: float = 0.0
+    predicted: float = 0.0
+    error: float = 0.0
+    measured_before: float | None = None
+    measured_after: float | None = None
+    verdict: Verdict = ""
+    why: str = ""
+
+
+class Traffic(msgspec.Struct, frozen=True):
+    """A gateway tells of its requests."""
+
+    gateway: InstanceId
+    incarnation: int
+    records: Sequence[TrafficRecord]
+
+
+class Workers(msgspec.Struct, frozen=True):
+    """The workers that serve now, and what is measured of those of each degree."""
+
+    shape: Shape
+    costs: dict[int, WorkerCost]
+
+
+class Evaluated(msgspec.Struct, frozen=True):
+    """Answers `Evaluate`."""
+
+    answer: Answer
+
+
+class Applied(msgspec.Struct, frozen=True):
+    """Answers `Apply`: the workers are there and the others gone; `failure` says why not."""
+
+    failure: str = ""
+
+
+class Evaluate(msgspec.Struct, frozen=True):
+    job: Job
+
+
+class Apply(msgspec.Struct, frozen=True):
+    before: Shape
+    after: Shape
+
+
+class Decided(msgspec.Struct, frozen=True):
+    """Also when a former decision was judged: `decision.verdict`."""
+
+    decision: PlanDecision
+
+
+PlannerEvent = Traffic | Workers | Evaluated | Applied | Tick
+PlannerEffect = Evaluate | Apply | Decided
+
+
+class _Round(msgspec.Struct):
+    """What is being simulated."""
+
+    job: Job
+    seen: Sequence[Seen]
+
+
+class PlannerMachine:
+    def __init__(self, settings: PlannerSettings, now_s: float) -> None:
+        self.settings = settings
+        self.budget = Budget(settings.cpu_share, now_s)
+        self.decisions: deque[PlanDecision] = deque(maxlen=_KEPT_DECISIONS)
+        self.counts: Counter[str] = Counter()
+        """Decisions by action, and verdicts by name."""
+        self.error: float | None = None
+        """Smoothed difference of shares predicted and measured; None before the first comparison."""
+        self.time_errors: dict[str, float] = {}
+        """The same of median TTFT and TPOT, as a factor - 1."""
+        self.pace = 1.0
+        """How many times as long as learned an iteration takes with what lies between two of them (messages, other
+        processes): found from measured and simulated TPOT."""
+        self.predicted: float | None = None
+        self.measured: float | None = None
+        """Shares of the present shape in the last round."""
+        self.shape: Shape | None = None
+        """The present one; while it is being changed, the one it will have."""
+        self.costs: dict[int, WorkerCost] = {}
+        self._window = TrafficWindow(settings.window_s, settings.max_requests)
+        self._effects: list[PlannerEffect] = []
+        self._rounds = 0
+        self._round: _Round | None = None
+        self._changing: PlanDecision | None = None
+        self._unjudged: PlanDecision | None = None
+        self._next_s = now_s + settings.interval_s
+        self._changed_s = now_s
+        self._other_since_s: float | None = None
+        """Since when the workers differ from `shape`: one died, say, and is started again."""
+        self._held: dict[Shape, float] = {}
+        """Shapes that are not tried again until then."""
+        self._leaning: tuple[int, int] = (0, 0)
+        """Which way the last rounds would have gone (fewer, other or more devices), and how many of them."""
+        self._advised: Shape | None = None
+
+    def handle(self, now_s: float, *events: PlannerEvent) -> list[PlannerEffect]:
+        for event in events:
+            match event:
+                case Traffic():
+                    self._window.note(now_s, event.gateway, event.incarnation, event.records)
+                case Workers():
+                    self._workers(now_s, event)
+                case Evaluated(answer=answer):
+                    self._evaluated(now_s, answer)
+                case Applied(failure=failure):
+                    self._applied(now_s, failure)
+                case Tick():
+                    self._begin_round(now_s)
+                case _:
+                    assert_never(event)
+        effects = self._effects.copy()
+        self._effects.clear()
+        return effects
+
+    @property
+    def bar(self) -> float:
+        """What a gain must exceed."""
+        return max(self.settings.min_gain, self.error or 0.0)
+
+    def score(self, share: float, shape: Shape) -> float:
+        """What is optimised: the share served in time, less what the devices cost."""
+        return share - self.settings.worker_cost * shape.devices
+
+    # -- what is there ---------------------------------------------------------------------------------------------
+
+    def _workers(self, now_s: float, event: Workers) -> None:
+        self.costs |= event.costs
+        if self._changing is not None or event.shape == self.shape:
+            self._other_since_s = None
+            return
+        if self._other_since_s is None:
+            self._other_since_s = now_s
+        starting = self.shape is None or not self._rounds
+        if starting or now_s - self._other_since_s >= self.settings.settle_s:
+            self.shape, self._changed_s, self._other_since_s = event.shape, now_s, None
+            self._round, self._unjudged = None, None
+
+    # -- rounds ----------------------------------------------------------------------------------------------------
+
+    def _begin_round(self, now_s: float) -> None:
+        settings, shape = self.settings, self.shape
+        busy = self._round is not None or self._changing is not None or self._other_since_s is not None
+        settling = now_s < self._changed_s + settings.settle_s
+        if settings.mode == "off" or shape is None or not shape.serves or busy or settling or now_s < self._next_s:
+            return
+        degrees = {group.degree for group in shape.groups}
+        if not degrees <= self.costs.keys() or not self.budget.affords(now_s):
+            return
+        self._next_s = now_s + settings.interval_s
+        self._rounds += 1
+        replay = self._window.latest(now_s)
+        seen, start_s = replay.seen, replay.start_s
+        former = () if self._unjudged is None else (self._unjudged.before,)
+        bounds = msgspec.structs.replace(
+            settings.bounds, degrees=tuple(each for each in settings.bounds.degrees if each in self.costs)
+        )
+        self._held = {each: until_s for each, until_s in self._held.items() if until_s > now_s}
+        candidates = [each for each in neighbours(shape, bounds) if each not in self._held and each not in former]
+        lead_in_s = start_s + LEAD_IN * (now_s - start_s)
+        since_s = max(lead_in_s, self._changed_s) if former else lead_in_s
+        job = Job(
+            round=self._rounds,
+            shapes=(shape, *former, *candidates),
+            requests=tuple(to_replay(replay, settings.default_output)),
+            judged_from=sum(each.arrived_s < since_s for each in seen),
+            costs={degree: cost.paced(self.pace) for degree, cost in self.costs.items()},
+            worker_cost=settings.worker_cost,
+            bar=self.bar,
+            best_effort_s=settings.best_effort_s,
+            keep=(shape, *former),
+            cores=settings.cores,
+            threads=settings.threads,
+        )
+        self._round = _Round(job, seen)
+        if seen:
+            self._effects.append(Evaluate(job))
+        else:  # nothing to replay: all shapes serve it
+            self._evaluated(now_s, Answer(job.round, tuple(Foreseen(each, ()) for each in job.shapes), 0.0))
+
+    def _evaluated(self, now_s: float, answer: Answer) -> None:
+        self.budget.spend(answer.cpu_s)
+        asked, shape = self._round, self.shape
+        if asked is None or asked.job.round != answer.round or shape is None:
+            return
+        self._round = None
+        if answer.failure or not answer.foreseen or answer.foreseen[0].shape != shape:
+            self.counts["rounds_failed"] += 1
+            return
+        shares = {each.shape: self._share(asked, each.timings) for each in answer.foreseen}
+        self._learn_error(asked, answer.foreseen[0])
+        self.predicted = shares[shape]
+        if self._unjudged is not None and self._judge(now_s, asked, shares):
+            return
+        if self._other_since_s is None and self.error is not None:
+            self._decide(now_s, shape, shares)
+
+    def _share(self, asked: _Round, timings: Sequence[Timing]) -> float:
+        """Simulated, of the requests that count; of none: all."""
+        job = asked.job
+        pairs = list(zip(job.requests, timings, strict=True))[job.judged_from :]
+        return _mean([in_time(request.slo, timing, job.best_effort_s) for request, timing in pairs])
+
+    def _learn_error(self, asked: _Round, present: Foreseen) -> None:
+        """Of the requests that have ended, simulated and measured."""
+        job = asked.job
+        both = [
+            (each.record, each.record.timing, timing)
+            for each, timing in list(zip(asked.seen, present.timings, strict=True))[job.judged_from :]
+            if each.record.timing is not None and each.judged and each.arrived_s >= self._changed_s
+        ]
+        if not both:
+            self.measured = None
+            if not asked.seen:  # nothing was promised and nothing missed
+                self._smooth_error(0.0)
+            return
+        measured = _mean([in_time(record.slo, real, job.best_effort_s) for record, real, _ in both])
+        simulated = _mean([in_time(record.slo, timing, job.best_effort_s) for record, _, timing in both])
+        self.measured = measured
+        if len(both) < LEAST_JUDGED:
+            return
+        self._smooth_error(abs(measured - simulated))
+        for name in ("ttft_s", "tpot_s"):
+            real_s = _median([getattr(real, name) for _, real, _ in both])
+            simulated_s = _median([getattr(timing, name) for _, _, timing in both])
+            if real_s > 0.0 and simulated_s > 0.0:
+                if name == "tpot_s":
+                    weight = _ERROR_WEIGHT if name in self.time_errors else 1.0
+                    pace = self.pace * (real_s / simulated_s) ** weight
+                    self.pace = min(_MOST_PACE, max(1.0 / _MOST_PACE, pace))
+                log = min(_MOST_LOG_ERROR, abs(math.log(simulated_s / real_s)))
+                before = math.log1p(self.time_errors[name]) if name in self.time_errors else log
+                self.time_errors[name] = math.expm1(before + _ERROR_WEIGHT * (log - before))
+
+    def _smooth_error(self, error: float) -> None:
+        self.error = error if self.error is None else self.error + _ERROR_WEIGHT * (error - self.error)
+
+    # -- decisions -------------------------------------------------------------------------------------------------
+
+    def _decide(self, now_s: float, shape: Shape, shares: dict[Shape, float]) -> None:
+        present = self.score(shares[shape], shape)
+        best = max(shares, key=lambda each: (self.score(shares[each], each), -each.devices))
+        gain = self.score(shares[best], best) - present
+        if best == shape or gain <= self.bar:
+            self._leaning, self._advised = (0, 0), None
+            return
+        way = (best.devices > shape.devices) - (best.devices < shape.devices)
+        self._leaning = (way, self._leaning[1] + 1 if self._leaning[0] == way else 1)
+        if self._leaning[1] < self.settings.confirmations:
+            return
+        decision = PlanDecision(
+            number=self._number(),
+            at_s=now_s,
+            action="advised" if self.settings.mode == "advise" else "changed",
+            before=shape,
+            after=best,
+            predicted_before=shares[shape],
+            predicted=shares[best],
+            error=self.error or 0.0,
+            measured_before=self.measured,
+            why=f"gain {gain:.3f} beyond {self.bar:.3f}",
+        )
+        if self.settings.mode == "advise":
+            if best != self._advised:
+                self._advised = best
+                self._record(decision)
+            return
+        self._change(decision)
+
+    def _change(self, decision: PlanDecision) -> None:
+        self._changing, self._unjudged, self._leaning = decision, None, (0, 0)
+        self.shape = decision.after
+        self._record(decision)
+        self._effects.append(Apply(decision.before, decision.after))
+
+    def _applied(self, now_s: float, failure: str) -> None:
+        decision = self._changing
+        if decision is None:
+            return
+        self._changing, self._changed_s, self._other_since_s = None, now_s, None
+        if failure:
+            self._held[decision.after] = now_s + self.settings.hold_s
+            self.shape = decision.before
+            self._record(msgspec.structs.replace(decision, action="failed", why=failure))
+        elif decision.action == "changed":
+            self._unjudged = decision
+
+    def _judge(self, now_s: float, asked: _Round, shares: dict[Shape, float]) -> bool:
+        """Of a change that had its time to settle. True: it is undone."""
+        decision = self._unjudged
+        assert decision is not None
+        self._unjudged = None
+        before, after = decision.measured_before, self.measured
+        judged = sum(each.judged and each.arrived_s >= self._changed_s for each in asked.seen)
+        if after is None or judged < LEAST_JUDGED:
+            self._record(msgspec.structs.replace(decision, verdict="too little traffic to tell"))
+            return False
+        # The bar as it was: this change's own surprise is no excuse for it. A loss that was foreseen was accepted.
+        bar = max(self.settings.min_gain, decision.error) + max(0.0, decision.predicted_before - decision.predicted)
+        former = shares.get(decision.before, 1.0)
+        worse = (before is None or after < before - bar) and after < former - bar
+        judged_decision = msgspec.structs.replace(decision, measured_after=after)
+        if not worse or not self.settings.bounds.allows(decision.before):
+            self._record(msgspec.structs.replace(judged_decision, verdict="stands"))
+            return False
+        self._record(msgspec.structs.replace(judged_decision, verdict="undone"))
+        self._held[decision.after] = now_s + self.settings.hold_s
+        self._change(
+            PlanDecision(
+                number=self._number(),
+                at_s=now_s,
+                action="undone",
+                before=decision.after,
+                after=decision.before,
+                predicted_before=shares.get(decision.after, after),
+                predicted=shares.get(decision.before, 1.0),
+                error=self.error or 0.0,
+                measured_before=after,
+                why=f"{after:.3f} in time, predicted were {decision.predicted:.3f}",
+            )
+        )
+        return True
+
+    def _number(self) -> int:
+        self.counts["decisions"] += 1
+        return self.counts["decisions"]
+
+    def _record(self, decision: PlanDecision) -> None:
+        """A new decision, or what became of one."""
+        known = next((index for index, each in enumerate(self.decisions) if each.number == decision.number), None)
+        if known is None:
+            self.decisions.append(decision)
+            self.counts[decision.action] += 1
+        else:
+            if decision.verdict:
+                self.counts[f"verdict_{decision.verdict.partition(' ')[0]}"] += 1
+            elif decision.action != self.decisions[known].action:
+                self.counts[decision.action] += 1
+            self.decisions[known] = decision
+        self._effects.append(Decided(decision))
+
+
+def _mean(values: Sequence[bool]) -> float:
+    return sum(values) / len(values) if values else 1.0
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2] if ordered else 0.0

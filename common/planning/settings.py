@@ -1,0 +1,39 @@
+"""Section `planner` of the configuration as the machine wants it. Called by both hosts."""
+
+from __future__ import annotations
+
+from cohort.common.config import Config
+from cohort.common.planning.machine import PlannerSettings
+from cohort.common.planning.shape import Bounds, Kind, Shape
+
+
+def planner_settings(config: Config, *, cores: int = 0) -> PlannerSettings:
+    """`cores` that the workers share; 0 where each has a device of its own."""
+    planner, present = config.planner, configured_shape(config)
+    degrees = tuple(sorted({group.degree for group in config.workers}))
+    most = planner.max_workers or present.workers
+    return PlannerSettings(
+        mode=planner.mode,
+        interval_s=planner.interval_s,
+        window_s=max(planner.window_s, planner.settle_s),
+        max_requests=planner.max_requests,
+        cpu_share=planner.cpu_share,
+        settle_s=planner.settle_s,
+        min_gain=planner.min_gain,
+        worker_cost=planner.worker_cost,
+        confirmations=planner.confirmations,
+        hold_s=planner.hold_s,
+        best_effort_s=planner.best_effort_s,
+        bounds=Bounds(min(planner.min_workers, most), most, planner.shapes, degrees),
+        default_output=config.gateway.default_prediction_tokens,
+        cores=cores,
+        threads=max((group.threads for group in config.workers), default=0) or config.default_threads(cores or 1),
+    )
+
+
+def configured_shape(config: Config) -> Shape:
+    counts: dict[Kind, int] = {}
+    for instance, role in config.instance_roles.items():
+        kind = (role, config.worker_group(instance).degree)
+        counts[kind] = counts.get(kind, 0) + 1
+    return Shape.of(counts)

@@ -1,0 +1,156 @@
+"""The traffic of the last minutes as lengths and times, and whether a request was served in time.
+
+Gateways tell a request twice: when it is admitted and when it ends. No text, no token, no id that a client chose.
+Called by `machine.py`; `in_time` judges measured and simulated requests alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from cohort.common.types import InstanceId, Slo, TrafficClass
+
+MOST_REQUESTS = 20_000
+"""Remembered at most; the oldest go first."""
+LEAD_IN = 0.15
+"""Share of the replayed time whose requests are not judged: what was under way at its start is known roughly."""
+_LONGEST_S = 600.0
+"""A request that is open for longer than this before the replay is left out of it."""
+
+
+class Timing(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds from arrival to the first token, between later ones, and from arrival to the last; below 0: it never
+    came."""
+
+    ttft_s: float = -1.0
+    tpot_s: float = -1.0
+    e2e_s: float = -1.0
+
+
+class TrafficRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One request of a gateway, by its own count. `age_s`: since it arrived. `output_tokens` and `timing` once it has
+    ended; `cancelled`: by its client, so its times judge nothing. `cached_tokens` of its prompt were in the prefix
+    cache."""
+
+    number: int
+    age_s: float
+    prompt_tokens: int
+    traffic_class: TrafficClass = "rt"
+    slo: Slo = Slo()
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    timing: Timing | None = None
+    cancelled: bool = False
+
+
+class Replayed(msgspec.Struct, frozen=True, array_like=True):
+    """A request to simulate; `at_s` since the first one. `shared_tokens` begin as those of all others do."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    traffic_class: TrafficClass = "rt"
+    slo: Slo = Slo()
+    shared_tokens: int = 0
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """A request as it is remembered; `arrived_s` on the host's clock."""
+
+    arrived_s: float
+    record: TrafficRecord
+
+    @property
+    def judged(self) -> bool:
+        return self.record.timing is not None and not self.record.cancelled
+
+    def ends_after(self, at_s: float) -> bool:
+        """Or has not ended. Of one that failed nothing is known: it counts as ended."""
+        timing = self.record.timing
+        return timing is None or self.arrived_s + timing.e2e_s > at_s
+
+    def share_by(self, at_s: float) -> float:
+        """Of its answer, as far as is known."""
+        timing = self.record.timing
+        if timing is None or timing.ttft_s < 0.0 or timing.e2e_s <= timing.ttft_s:
+            return 0.0
+        since_s = at_s - self.arrived_s - timing.ttft_s
+        return min(1.0, max(0.0, since_s / (timing.e2e_s - timing.ttft_s)))
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """`seen` in order of arrival: those that were under way at `start_s`, then the latest."""
+
+    start_s: float
+    seen: tuple[Seen, ...]
+
+
+def in_time(slo: Slo, timing: Timing, best_effort_s: float) -> bool:
+    """Every objective was met; a request without one has ended within `best_effort_s`."""
+    if timing.e2e_s < 0.0:
+        return False
+    if not (slo.ttft_s or slo.tpot_s or slo.deadline_s):
+        return timing.e2e_s <= best_effort_s
+    late = (slo.ttft_s and not 0.0 <= timing.ttft_s <= slo.ttft_s) or (slo.tpot_s and timing.tpot_s > slo.tpot_s)
+    return not (late or (slo.deadline_s and timing.e2e_s > slo.deadline_s))
+
+
+class TrafficWindow:
+    def __init__(self, window_s: float, most: int) -> None:
+        """`most`: requests that are replayed, the latest ones."""
+        self._window_s = window_s
+        self._most = most
+        self._seen: dict[tuple[InstanceId, int, int], Seen] = {}
+
+    def note(self, now_s: float, gateway: InstanceId, incarnation: int, records: Iterable[TrafficRecord]) -> None:
+        for record in records:
+            key = (gateway, incarnation, record.number)
+            known = self._seen.get(key)
+            arrived_s = now_s - record.age_s if known is None else known.arrived_s
+            self._seen[key] = Seen(arrived_s, record)
+        while len(self._seen) > MOST_REQUESTS:
+            del self._seen[next(iter(self._seen))]
+
+    def latest(self, now_s: float) -> Replay:
+        """The latest requests, and those that were under way when the first of them came; older ones are forgotten."""
+        ordered = sorted(self._seen.items(), key=lambda item: item[1].arrived_s)
+        recent = [seen for _, seen in ordered if seen.arrived_s >= now_s - self._window_s][-self._most :]
+        start_s = recent[0].arrived_s if recent else now_s
+        backlog = [seen for _, seen in ordered if seen.arrived_s < start_s and seen.ends_after(start_s)]
+        backlog = [seen for seen in backlog if seen.arrived_s >= start_s - _LONGEST_S][-self._most :]
+        kept_s = min(start_s, now_s - self._window_s) - _LONGEST_S
+        self._seen = {key: seen for key, seen in ordered if seen.arrived_s >= kept_s}
+        return Replay(start_s, (*backlog, *recent))
+
+
+def to_replay(replay: Replay, default_output: int) -> list[Replayed]:
+    """Of a request that is still open the mean length of those that ended, by class; `default_output` without any. One
+    that was under way at the start arrives then, with the rest of its answer."""
+    ended: dict[TrafficClass, list[int]] = {}
+    for each in replay.seen:
+        if each.judged:
+            ended.setdefault(each.record.traffic_class, []).append(each.record.output_tokens)
+
+    def output(record: TrafficRecord) -> int:
+        if record.timing is not None:
+            return max(1, record.output_tokens)
+        known = ended.get(record.traffic_class)
+        return max(1, sum(known) // len(known) if known else default_output)
+
+    found = []
+    for each in replay.seen:
+        record, tokens = each.record, output(each.record)
+        done = min(tokens - 1, round(tokens * each.share_by(replay.start_s)))
+        found.append(
+            Replayed(
+                max(0.0, each.arrived_s - replay.start_s),
+                record.prompt_tokens + done,
+                tokens - done,
+                record.traffic_class,
+                record.slo,
+                min(record.cached_tokens, record.prompt_tokens - 1),
+            )
+        )
+    return found

@@ -1,0 +1,298 @@
+"""Hosts the planner's machine: tells it what the monitor hears, and does what it decides.
+
+    RequestTraffic, heartbeats ──▶ PlannerMachine ──Evaluate──▶ a process that simulates (foresight_process.py)
+                                        │──Apply────▶ the launcher, worker by worker (launcher_orders.py)
+                                        └──Decided──▶ log line; metrics and live page read the machine
+
+Called by `__main__.py` where section `planner` is not off. Decides nothing; a defect here ends no other work of the
+monitor's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from typing import Any, assert_never
+
+import msgspec
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from structlog.stdlib import BoundLogger
+
+from cohort.common.clock import Clock
+from cohort.common.config import Config
+from cohort.common.errors import CohortError
+from cohort.common.machines.events import Tick
+from cohort.common.messages import RequestTraffic
+from cohort.common.planning.foresight import Answer, Job, WorkerCost, from_stats
+from cohort.common.planning.machine import (
+    Applied,
+    Apply,
+    Decided,
+    Evaluate,
+    Evaluated,
+    PlanDecision,
+    PlannerEvent,
+    PlannerMachine,
+    PlannerSettings,
+    Traffic,
+    Workers,
+)
+from cohort.common.planning.orders import WorkerOrders
+from cohort.common.planning.shape import Kind, Shape, steps
+from cohort.common.types import InstanceId, Role, StepTimes
+from cohort.services.global_monitor.aggregate import Cluster, Process
+
+TICK_S = 1.0
+_GONE_S = 30.0
+"""After a drain, the longest a worker's heartbeats may still say that it is there."""
+
+Simulate = Callable[[Job], Coroutine[Any, Any, Answer]]
+
+
+class Planner:
+    def __init__(
+        self,
+        config: Config,
+        settings: PlannerSettings,
+        cluster: Cluster,
+        clock: Clock,
+        log: BoundLogger,
+        *,
+        simulate: Simulate,
+        orders: WorkerOrders | None,
+    ) -> None:
+        """`orders` None: nothing may be changed (`advise`)."""
+        self.machine = PlannerMachine(settings, clock.now_s())
+        self._config = config
+        self._cluster = cluster
+        self._clock = clock
+        self._log = log
+        self._simulate = simulate
+        self._orders = orders
+        self._started_s = clock.now_s()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(TICK_S)
+                self.tick()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def tick(self) -> None:
+        self._tell(Workers(*present(self._config, self._cluster)), Tick())
+
+    def heard(self, message: RequestTraffic) -> None:
+        self._tell(Traffic(message.instance, message.incarnation, message.records))
+
+    @property
+    def cpu_share(self) -> float:
+        """Of one core, so far."""
+        return self.machine.budget.spent_s / max(1e-9, self._clock.now_s() - self._started_s)
+
+    # -- what the machine wants ------------------------------------------------------------------------------------
+
+    def _tell(self, *events: PlannerEvent) -> None:
+        for effect in self.machine.handle(self._clock.now_s(), *events):
+            match effect:
+                case Evaluate(job=job):
+                    self._begin(self._evaluate(job))
+                case Apply(before=before, after=after):
+                    self._begin(self._apply(before, after))
+                case Decided(decision=decision):
+                    self._log_decision(decision)
+                case _:
+                    assert_never(effect)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name="planner")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _evaluate(self, job: Job) -> None:
+        answer = await self._simulate(job)
+        if answer.failure:
+            self._log.warning("planner_simulation_failed", reason=answer.failure)
+        self._tell(Evaluated(answer))
+
+    async def _apply(self, before: Shape, after: Shape) -> None:
+        failure = ""
+        try:
+            await self._change(before, after)
+        except CohortError as error:
+            failure = str(error)
+        except Exception as error:  # the machine must hear of an end, whatever it is
+            self._log.exception("planner_change_failed")
+            failure = f"{type(error).__name__}: {error}"
+        self._tell(Applied(failure))
+
+    async def _change(self, before: Shape, after: Shape) -> None:
+        """Workers are added before others go, so that capacity does not fall in between. On GPUs, whose shares are all
+        taken, the other way round, as long as a worker is left."""
+        if self._orders is None:
+            raise CohortError("nothing here may change workers")
+        wanted = steps(before, after)
+        first_out = self._config.on_gpu and before.workers > len(wanted.drain)
+        if first_out:
+            await self._drain(wanted.drain)
+        added: list[InstanceId] = []
+        try:
+            for kind in wanted.add:
+                added.append(await self._orders.add(kind))
+        except CohortError:
+            for instance in reversed(added):
+                with contextlib.suppress(CohortError):
+                    await self._orders.drain(instance)
+            raise
+        if not first_out:
+            await self._drain(wanted.drain)
+        await self._until_seen(after)
+
+    async def _drain(self, kinds: Iterable[Kind]) -> None:
+        assert self._orders is not None
+        for kind in kinds:
+            there = [name for name, its in _kinds(self._config, self._cluster).items() if its == kind]
+            if not there:
+                raise CohortError(f"no {kind[0].value} worker to drain")
+            name = max(there, key=_index)
+            self._log.info("planner_drains", worker=name)
+            await self._orders.drain(name)
+            await self._until(lambda gone=name: gone not in _kinds(self._config, self._cluster))  # type: ignore[misc]
+
+    async def _until_seen(self, after: Shape) -> None:
+        await self._until(lambda: present(self._config, self._cluster)[0] == after)
+
+    async def _until(self, there: Callable[[], bool]) -> None:
+        """Heartbeats say so. Where they do not, the machine compares what it hears with what it wants, later."""
+        deadline_s = self._clock.now_s() + _GONE_S
+        while not there() and self._clock.now_s() < deadline_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+    def _log_decision(self, decision: PlanDecision) -> None:
+        what = f"planner_{'judged' if decision.verdict else decision.action}"
+        write = self._log.warning if decision.action == "failed" or decision.verdict == "undone" else self._log.info
+        write(
+            what,
+            number=decision.number,
+            before=str(decision.before),
+            after=str(decision.after),
+            predicted=round(decision.predicted, 4),
+            predicted_before=round(decision.predicted_before, 4),
+            error=round(decision.error, 4),
+            measured_before=_rounded(decision.measured_before),
+            measured_after=_rounded(decision.measured_after),
+            verdict=decision.verdict or None,
+            why=decision.why or None,
+        )
+
+
+def present(config: Config, cluster: Cluster) -> tuple[Shape, dict[int, WorkerCost]]:
+    """Workers that are ready, and what those of each degree have learned, on average."""
+    counts: dict[Kind, int] = {}
+    learned: dict[int, list[WorkerCost]] = {}
+    for name, kind in _kinds(config, cluster).items():
+        counts[kind] = counts.get(kind, 0) + 1
+        process = cluster.processes[name]
+        times, blocks = from_stats(process.stats), int(process.stats.get("kv_total_blocks", 0))
+        if times is not None and blocks:
+            width = 4 if process.facts.get("dtype") == "float32" else 2
+            learned.setdefault(kind[1], []).append(WorkerCost(times, blocks, width))
+    return Shape.of(counts), {degree: _mean(costs) for degree, costs in learned.items()}
+
+
+def _kinds(config: Config, cluster: Cluster) -> dict[InstanceId, Kind]:
+    return {
+        process.instance: (role, config.worker_group(process.instance, role).degree)
+        for process in cluster.up()
+        if process.ready and process.role.endswith("_worker") and (role := _role(process)) is not None
+    }
+
+
+def _role(process: Process) -> Role | None:
+    """Workers are named by their role; one that is not, as in a container, has that of its service."""
+    for word in (process.instance.rpartition("-")[0], process.role.removesuffix("_worker")):
+        if word in list(Role):
+            return Role(word)
+    return None
+
+
+def _index(instance: InstanceId) -> tuple[int, str]:
+    number = instance.rpartition("-")[2]
+    return (int(number) if number.isdecimal() else -1, instance)
+
+
+def _mean(costs: list[WorkerCost]) -> WorkerCost:
+    names = StepTimes.__struct_fields__
+    times = StepTimes(*(sum(getattr(cost.times, name) for cost in costs) / len(costs) for name in names))
+    return WorkerCost(times, min(cost.blocks for cost in costs), costs[0].kv_element_bytes)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+class PlannerState(msgspec.Struct, frozen=True):
+    """Of `/api/state`. Shares of requests served in time; errors as in `PlannerMachine`."""
+
+    mode: str
+    shape: str
+    predicted: float | None
+    measured: float | None
+    error: float | None
+    ttft_error: float | None
+    tpot_error: float | None
+    bar: float
+    cpu_share: float
+    counts: dict[str, int]
+    decisions: list[PlanDecision]
+
+
+def planner_state(planner: Planner) -> PlannerState:
+    machine = planner.machine
+    return PlannerState(
+        mode=machine.settings.mode,
+        shape=str(machine.shape or ""),
+        predicted=machine.predicted,
+        measured=machine.measured,
+        error=machine.error,
+        ttft_error=machine.time_errors.get("ttft_s"),
+        tpot_error=machine.time_errors.get("tpot_s"),
+        bar=machine.bar,
+        cpu_share=planner.cpu_share,
+        counts=dict(machine.counts),
+        decisions=list(reversed(machine.decisions)),
+    )
+
+
+class PlannerCollector(Collector):
+    """The planner as metrics."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+
+    def collect(self) -> Iterator[Metric]:
+        state = planner_state(self._planner)
+        share = GaugeMetricFamily(
+            "cohort_planner_in_time", "Share of requests served in time, last round.", labels=["source"]
+        )
+        for source, value in (("predicted", state.predicted), ("measured", state.measured)):
+            if value is not None:
+                share.add_metric([source], value)
+        error = GaugeMetricFamily(
+            "cohort_planner_error", "Smoothed error: of the share, and of median times as a factor - 1.", labels=["of"]
+        )
+        for name, value in (("in_time", state.error), ("ttft", state.ttft_error), ("tpot", state.tpot_error)):
+            if value is not None:
+                error.add_metric([name], value)
+        decisions = CounterMetricFamily("cohort_planner_decisions", "Decisions, and verdicts on them.", labels=["what"])
+        for name, count in sorted(state.counts.items()):
+            decisions.add_metric([name], count)
+        spent = CounterMetricFamily("cohort_planner_cpu_seconds", "Processor time of the planner's simulations.")
+        spent.add_metric([], self._planner.machine.budget.spent_s)
+        yield from (share, error, decisions, spent)

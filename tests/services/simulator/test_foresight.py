@@ -1,0 +1,170 @@
+"""Shapes of a running pipeline, simulated from its learned step times; and a cluster whose planner changes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cohort.common.config import dump_config
+from cohort.common.planning.foresight import Answer, Job, WorkerCost
+from cohort.common.planning.settings import planner_settings
+from cohort.common.planning.shape import Shape
+from cohort.common.planning.traffic import Replayed, in_time
+from cohort.common.policies.cost_model import StepWork
+from cohort.common.types import KvGeometry, Role, Slo, StepTimes
+from cohort.common.workloads.day import morning_share, rate_at, synthetic_day
+from cohort.common.workloads.items import WorkItem, Workload
+from cohort.services.simulator.foresight import foresee, replay
+from cohort.services.simulator.learned_cost import LearnedCost, model_of
+from cohort.services.simulator.planned_day import PlannedCluster, all_shapes
+from tests.services.simulator import lab
+
+TIMES = StepTimes(0.004, 0.001, 1e-4, 0.006, 1e-8, 1e-7, 0.1, 1e-7)
+MODEL = model_of(KvGeometry(4, 2, 8, 4, 16), "tiny", 512)
+SLO = Slo(ttft_s=0.5)
+
+
+def unified(count: int) -> Shape:
+    return Shape.of({(Role.UNIFIED, 1): count})
+
+
+def job(*shapes: Shape, count: int = 60, every_s: float = 0.1, **more: object) -> Job:
+    requests = tuple(Replayed(index * every_s, 40, 60, "rt", SLO) for index in range(count))
+    options = {"judged_from": 0, "costs": {1: WorkerCost(TIMES, 400, 4)}, "worker_cost": 0.03, "bar": 0.02, **more}
+    return Job(1, shapes, requests, best_effort_s=60.0, **options)  # type: ignore[arg-type]
+
+
+def test_learned_times_are_those_of_the_closed_form():
+    cost = LearnedCost(TIMES, MODEL)
+    decode = StepWork(tokens=3, rows=3, sampled=3, decode_rows=3, decode_context=300, longest_context=120)
+    linear = (((1e-4 * 3) ** 4) + 0.006**4) ** 0.25
+    assert cost.step_s(decode) == pytest.approx(0.004 + 0.003 + linear + 300e-7)
+    mixed = StepWork(tokens=11, rows=4, sampled=4, pairs=36, prefill_context=8, decode_rows=3, decode_context=300)
+    linear = (((1e-4 * 11) ** 4) + 0.006**4) ** 0.25
+    assert cost.step_s(mixed) == pytest.approx(1.1 * (0.004 + 0.004 + linear + 36e-8 + 300e-7))
+    later = [msgspec.structs.replace(decode, decode_context=300 + 3 * step) for step in range(4)]
+    assert cost.repeated_s(decode, 4) == pytest.approx([cost.step_s(each) for each in later])
+
+
+def test_two_workers_serve_what_one_cannot():
+    config = lab.config("unified", engine={"max_rows": 2})
+    one, two = foresee(job(unified(1), unified(2), count=40), config, MODEL)
+    shares = [sum(in_time(SLO, timing, 60.0) for timing in found.timings) for found in (one, two)]
+    assert shares[0] < 0.6 * shares[1]
+    assert all(timing.e2e_s >= timing.ttft_s > 0 for timing in two.timings)
+
+
+def test_a_shape_that_cannot_win_is_left_out_unless_it_is_wanted():
+    config = lab.config("unified")
+    asked = job(unified(1), unified(2), unified(3), count=10, every_s=2.0)
+    assert [found.shape for found in foresee(asked, config, MODEL)] == [unified(1)]
+    kept = msgspec.structs.replace(asked, keep=(unified(3),))
+    assert [found.shape for found in foresee(kept, config, MODEL)] == [unified(1), unified(3)]
+
+
+def test_prefill_beside_decode_and_shared_beginnings():
+    config = lab.config("disaggregated")
+    shape = Shape.of({(Role.PREFILL, 1): 1, (Role.DECODE, 1): 1})
+    asked = job(shape, count=20)
+    requests = tuple(msgspec.structs.replace(each, shared_tokens=32) for each in asked.requests)
+    plain = replay(asked, shape, config, MODEL)
+    shared = replay(msgspec.structs.replace(asked, requests=requests), shape, config, MODEL)
+    assert all(timing.e2e_s > 0 for timing in (*plain, *shared))
+    assert sum(timing.ttft_s for timing in shared) < sum(timing.ttft_s for timing in plain)
+
+
+def test_workers_with_all_cores_each_compute_in_turn():
+    config = lab.config("unified", engine={"max_rows": 2})
+    asked = job(unified(2), count=30)
+    alone = replay(asked, unified(2), config, MODEL)
+    together = replay(msgspec.structs.replace(asked, cores=2, threads=2), unified(2), config, MODEL)
+    assert sum(timing.e2e_s for timing in together) > 1.3 * sum(timing.e2e_s for timing in alone)
+
+
+@pytest.mark.pipeline
+def test_the_process_answers_at_the_lowest_priority(tmp_path: Path):
+    model = tmp_path / "model"
+    model.mkdir()
+    shape = {"model_type": "llama", "vocab_size": 400, "hidden_size": 16, "num_hidden_layers": 4, "eos_token_id": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32}
+    (model / "config.json").write_text(json.dumps({**shape, **heads, "max_position_embeddings": 512}))
+    config = lab.config("unified", model={"path": str(model)})
+    (tmp_path / "planner.yaml").write_text(dump_config(config))
+    command = [sys.executable, "-m", "cohort.services.simulator.foresee", "--config", str(tmp_path / "planner.yaml")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        for asked in (job(unified(1), count=5), job(Shape(), count=5)):
+            process.stdin.write(msgspec.json.encode(asked) + b"\n")
+            process.stdin.flush()
+            answer = msgspec.json.decode(process.stdout.readline(), type=Answer)
+            assert answer.cpu_s > 0.0
+            if asked.shapes[0].groups:
+                assert len(answer.foreseen[0].timings) == 5 and not answer.failure
+                assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+                assert os.sched_getscheduler(process.pid) == os.SCHED_BATCH
+            else:
+                assert answer.failure, "no workers: said, and not the end of the process"
+        process.stdin.close()
+        assert process.wait(20) == 0, "it ends with its input"
+    finally:
+        process.kill()
+
+
+def test_the_day_rises_falls_and_changes():
+    day = synthetic_day(2000.0, 2.0, seed=1, slo=SLO)
+    assert day == synthetic_day(2000.0, 2.0, seed=1, slo=SLO)
+    day.check()
+
+    def of(low: float, high: float) -> list[WorkItem]:
+        return [item for item in day.items if low * 2000.0 <= item.arrival_s < high * 2000.0]
+
+    morning, night, evening = of(0.25, 0.35), of(0.95, 1.0), of(0.67, 0.77)
+    assert len(morning) > 6 * len(night) and len(evening) > 5 * len(night)
+    assert sum(i.prompt_tokens for i in morning) / len(morning) > 4 * sum(i.prompt_tokens for i in evening) / len(
+        evening
+    )
+    assert 3 * sum(i.output_tokens for i in morning) / len(morning) < sum(i.output_tokens for i in evening) / len(
+        evening
+    )
+    assert rate_at(0.3, 2.0) == pytest.approx(2.0) and morning_share(0.1) > 0.9 > 0.1 > morning_share(0.9)
+
+
+def test_a_planned_cluster_grows_with_its_load_shrinks_after_it_and_loses_nothing():
+    config = lab.config(
+        "unified",
+        engine={"max_rows": 2},
+        planner={
+            "mode": "act",
+            "max_workers": 3,
+            "shapes": ["colocated"],
+            "interval_s": 5,
+            "window_s": 30,
+            "settle_s": 20,
+            "max_requests": 100,
+            "cpu_share": 1,
+            "confirmations": 1,
+            "worker_cost": 0.05,
+        },
+    )
+    # A worker serves two rows of some 0.16 s: 12 requests a second. These are 18, for 80 seconds.
+    busy = [WorkItem(index / 18.0, 300, 100, slo=Slo(ttft_s=0.5)) for index in range(1440)]
+    quiet = [WorkItem(80.0 + index * 5.0, 300, 100, slo=Slo(ttft_s=0.5)) for index in range(40)]
+    workload = Workload("load", (*busy, *quiet))
+    settings = planner_settings(config)
+    planned = PlannedCluster(config, lab.cluster(1), lab.MODEL, workload, settings, unified(1), start_s=2.0)
+    planned.run()
+    changes = [(str(each.before), str(each.after)) for each in planned.machine.decisions if each.action == "changed"]
+    assert changes, planned.machine.counts
+    grown = [after for before, after in changes if after > before]
+    shrunk = [after for before, after in changes if after < before]
+    assert grown and shrunk and planned.machine.shape == unified(1)
+    finished = sum(stats.finished for stats in planned.sim.clients.classes.values())
+    assert finished == len(workload.items), "no request was lost with a worker that went"
+    assert len(all_shapes(settings.bounds)) == 3

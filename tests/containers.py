@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from cohort.common.paths import DEFAULT_MODEL_NAME, cache_dir
-from cohort.services.launcher.preflight import free_port
+from cohort.common.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))

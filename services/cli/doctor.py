@@ -83,9 +83,10 @@ def monitor_url(config: Config) -> str:
 
 def of_machine(config: Config, *, running: bool) -> Iterator[Finding]:
     from cohort.common.policies import compose
+    from cohort.common.ports import free_port
     from cohort.services.launcher.box import on_box
     from cohort.services.launcher.plan import plan, resolve
-    from cohort.services.launcher.preflight import free_port, usable_cores
+    from cohort.services.launcher.preflight import usable_cores
     from cohort.services.simulator.data_files import names, user_folder
     from cohort.services.simulator.hardware import load_device
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from cohort.common import paths
+from cohort.common import paths, ports
 from cohort.common.addresses import GATEWAY, MONITOR
 from cohort.common.config import Config, dump_config, load_config
 from cohort.common.devices.inventory import this_machine, visible_gpus
@@ -91,7 +91,7 @@ def _serve(options: argparse.Namespace, arguments: list[str], config: Config, *,
     model = served_folder(_named_folder(config)) if options.print_config else _model_folder(config)
     gpus = visible_gpus()
     config = on_box(config, gpus, workers_given=workers_given, model=model)
-    config = resolve(config, model=model, cores=preflight.usable_cores(), free_port=preflight.free_port)
+    config = resolve(config, model=model, cores=preflight.usable_cores(), free_port=ports.free_port)
     if options.print_config:
         sys.stdout.write(dump_config(config))
         return 0
@@ -129,7 +129,7 @@ def _serve_on_ray(
     if options.detach:  # the cluster is looked at by the one that stays
         config = load_config(options.config, preset=options.preset, overrides=overrides)
         ray_cluster.check_installed()
-        port = config.gateway.port or preflight.free_port()
+        port = config.gateway.port or ports.free_port()
         files = RunFiles(paths.run_dir(port))
         _check(files, [])
         again = [argument for argument in arguments if argument != "--detach"]

@@ -17,12 +17,12 @@ from typing import assert_never
 
 import msgspec
 
+from cohort.common import ports
 from cohort.common.config import Config, dump_config
 from cohort.common.config.serving import WorkerGroup
 from cohort.common.errors import CohortError
 from cohort.common.planning.orders import AddWorker, Done, DrainWorker, Order, socket_of
 from cohort.common.types import InstanceId, Role
-from cohort.services.launcher import preflight
 from cohort.services.launcher.box import check_host
 from cohort.services.launcher.plan import worker_plan
 from cohort.services.launcher.run_files import ProcessMark, RunFiles, RunFilesError
@@ -105,7 +105,7 @@ class WorkerDesk:
         (instance,) = config.instance_roles.keys() - before.instance_roles.keys()
         self._settle(config)
         try:
-            plan = worker_plan(config, instance, preflight.free_port())
+            plan = worker_plan(config, instance, ports.free_port())
             await self._supervisor.add(plan, config.planner.start_timeout_s)
         except BaseException:
             self._settle(before)

@@ -20,7 +20,7 @@ import aiohttp
 import pytest
 import torch
 
-from cohort.services.launcher.preflight import free_port
+from cohort.common.ports import free_port
 from tests.chaos.ray_nodes import RayNodes, why_not
 from tests.e2e.pipeline import Answer, complete
 from tests.e2e.tiny_models import qwen2, save

@@ -21,7 +21,7 @@ import aiohttp
 import pytest
 
 from cohort.common.config import dump_config, load_config
-from cohort.services.launcher.preflight import free_port
+from cohort.common.ports import free_port
 from tests.e2e.pipeline import Pipeline
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cohort.common.ports import free_port
 from cohort.services.bench.soak.report import read_document
-from cohort.services.launcher.preflight import free_port
 from tests.examples import nightly
 
 pytestmark = [

@@ -21,8 +21,8 @@ import aiohttp
 
 from cohort.common.addresses import gateway_names, manager_names
 from cohort.common.config import Config, dump_config, load_config
+from cohort.common.ports import free_port
 from cohort.common.types import Role
-from cohort.services.launcher.preflight import free_port
 
 CONTEXT_LIMIT = int(os.environ.get("COHORT_TEST_CONTEXT", "2048"))
 """The pipeline under test serves so many positions; 8192 is the model's own limit and takes minutes on two cores."""

@@ -23,8 +23,8 @@ import pytest
 import yaml
 
 from cohort.common.paths import cache_dir, default_model_dir
+from cohort.common.ports import free_port
 from cohort.common.transport.security import generate_keys
-from cohort.services.launcher.preflight import free_port
 from tests.containers import ENTRYPOINT, ROOT
 from tests.kustomize import pod_spec, render
 

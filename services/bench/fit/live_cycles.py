@@ -21,10 +21,10 @@ from typing import Any
 
 import aiohttp
 
+from cohort.common.ports import free_port
 from cohort.services.bench.child import MeasurementFailed
 from cohort.services.bench.fit.shared_cores import AT_ONCE_S, Iteration, iterations
 from cohort.services.bench.live.pipelines import Served, pipeline
-from cohort.services.launcher.preflight import free_port
 
 USERS = (1, 4, 8)
 WORKER = "unified-0"

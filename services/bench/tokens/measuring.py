@@ -13,11 +13,11 @@ from pathlib import Path
 
 from cohort.common.config import Config, load_config, nested
 from cohort.common.paths import default_model_dir
+from cohort.common.ports import free_port
 from cohort.services.bench.tokens.clients import Clients
 from cohort.services.bench.tokens.processes import Processes, started
 from cohort.services.launcher.options import assigned_by
 from cohort.services.launcher.plan import resolve
-from cohort.services.launcher.preflight import free_port
 
 _SETTLE_S = 1.0
 """Between the last stream's first tokens and the first look at the clocks."""

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cohort.common.config import Config
+from cohort.common.ports import port_problem
 from cohort.services.cli.checks.finding import Finding, fine, problem, size, skipped, warning
 from cohort.services.launcher.plan import ProcessPlan
-from cohort.services.launcher.preflight import port_problem
 
 LEAST_DISK_BYTES, ENOUGH_DISK_BYTES = 512 << 20, 4 << 30
 LEAST_SHARED_BYTES = 256 << 20

@@ -25,7 +25,7 @@ from pathlib import Path
 import yaml
 
 from cohort import __version__
-from cohort.common import paths
+from cohort.common import paths, ports
 from cohort.common.address_book import AddressBook, write_book
 from cohort.common.config import Config, dump_config, load_config
 from cohort.common.errors import CohortError, ConfigError
@@ -224,6 +224,6 @@ class _View:
 def _free_port(ip: str, *, but: int = 0) -> int:
     for _ in range(100):
         port = random.choice(_PORTS)
-        if port != but and not preflight.port_problem(ip, port):
+        if port != but and not ports.port_problem(ip, port):
             return port
     raise ConfigError(f"no free port on {ip} between {_PORTS.start} and {_PORTS.stop}")

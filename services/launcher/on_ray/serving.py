@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cohort.common import ports
 from cohort.common.config import Config, dump_config
 from cohort.common.errors import ConfigError
 from cohort.common.exposure import is_loopback
@@ -62,7 +63,7 @@ def settle(cluster: Cluster, config: Config, *, model: Path, gateways: str, work
     cores = preflight.usable_cores()
     if not cluster.local:
         config = with_threads(config, cluster.nodes, len(at))
-    config = resolve(config, model=model, cores=cores, free_port=preflight.free_port)
+    config = resolve(config, model=model, cores=cores, free_port=ports.free_port)
     plans = plan(config, cores if cluster.local else 0)
     placements = place(config, plans, cluster.nodes, at)
     names = {node.ip for node in cluster.nodes}

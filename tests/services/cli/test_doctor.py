@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from cohort import __version__
+from cohort.common.ports import free_port
 from cohort.services.cli import doctor
 from cohort.services.cli.__main__ import main
 from cohort.services.cli.checks.finding import fine, warning
-from cohort.services.launcher.preflight import free_port
 
 
 class Monitor(HTTPServer):

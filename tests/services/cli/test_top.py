@@ -8,11 +8,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from cohort.common.metrics import EngineMetrics, MetricFactory, RequestMetrics, SchedulerMetrics, exposition
+from cohort.common.ports import free_port
 from cohort.services.cli import top
 from cohort.services.cli.__main__ import main
 from cohort.services.cli.scraped import Scraped
 from cohort.services.cli.top import Reading, picture
-from cohort.services.launcher.preflight import free_port
 
 WORKER = {"requests_running": 5.0, "requests_waiting": 2.0, "kv_total_blocks": 100.0, "kv_free_blocks": 25.0}
 

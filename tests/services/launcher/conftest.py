@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from cohort.common.ports import free_port
 from cohort.services.launcher.console import Console, Line
 from cohort.services.launcher.plan import ProcessPlan, StopStage
-from cohort.services.launcher.preflight import free_port
 from cohort.services.launcher.run_files import RunFiles
 from cohort.services.launcher.supervisor import Supervisor
 

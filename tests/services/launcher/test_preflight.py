@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cohort.common import ports
 from cohort.common.config import Config, GatewayConfig, MetricsConfig, ModelConfig, MonitorConfig
 from cohort.common.errors import ConfigError, ModelError
 from cohort.services.launcher import preflight
@@ -52,7 +53,7 @@ def config_on(block: int) -> Config:
 
 
 def test_free_ports_pass_and_a_taken_one_is_named_with_its_owner():
-    block = preflight.free_port()
+    block = ports.free_port()
     plans = plan(config_on(block))
     preflight.check_ports(plans)
     with socket.socket() as taken:
@@ -68,7 +69,7 @@ def test_one_port_for_two_is_an_error():
 
 
 def test_an_address_of_another_machine():
-    assert "cannot listen on 192.0.2.1:1" in preflight.port_problem("192.0.2.1", 18_000)
+    assert "cannot listen on 192.0.2.1:1" in ports.port_problem("192.0.2.1", 18_000)
 
 
 def test_the_open_file_limit_is_raised_within_the_hard_one():

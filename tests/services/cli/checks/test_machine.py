@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from cohort.common.config import Config, EngineConfig, KvConfig, MetricsConfig, MonitorConfig, PolicyConfig, WorkerGroup
+from cohort.common.ports import free_port
 from cohort.common.types import Role
 from cohort.services.cli.checks import machine
 from cohort.services.cli.checks.machine import Usage
 from cohort.services.launcher.plan import plan
-from cohort.services.launcher.preflight import free_port
 
 GIB = 1 << 30
 

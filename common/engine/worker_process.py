@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from cohort.common import exposure, garbage, paths
+from cohort.common.addresses import manager_names
 from cohort.common.config import Config
 from cohort.common.devices.degrees import check_divided
 from cohort.common.devices.fit import check_host_fit, host_need
@@ -44,7 +45,7 @@ from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.policies.interface import IterationScheduler
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.recording import recorded
-from cohort.common.service import MANAGER, ServiceContext, bind_address, manager_names
+from cohort.common.service import MANAGER, ServiceContext, bind_address
 from cohort.common.tracing.observed import traced
 from cohort.common.tracing.worker import WorkerSpans
 from cohort.common.transport.kv_link import KvLink

@@ -12,6 +12,7 @@ import contextlib
 from typing import assert_never
 
 from cohort.common import garbage
+from cohort.common.addresses import manager_names
 from cohort.common.decision_log import DecisionLog
 from cohort.common.errors import ConfigError, PeerUnreachable
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
@@ -35,7 +36,7 @@ from cohort.common.messages import (
 from cohort.common.metrics import SchedulerMetrics
 from cohort.common.policies import compose
 from cohort.common.recording import recorded
-from cohort.common.service import MONITOR, ServiceContext, manager_names
+from cohort.common.service import MONITOR, ServiceContext
 from cohort.common.tracing.manager import ManagerSpans
 from cohort.common.tracing.observed import traced
 from cohort.common.types import InstanceId, Segment

@@ -21,6 +21,7 @@ from typing import NoReturn, assert_never
 from aiohttp import web
 
 from cohort.common import exposure, garbage
+from cohort.common.addresses import manager_names
 from cohort.common.browsers import BrowserGuard
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError, PeerUnreachable
@@ -32,7 +33,7 @@ from cohort.common.messages import Look, Message, RequestTraffic, ToGateway
 from cohort.common.metrics import RequestMetrics
 from cohort.common.policies import compose
 from cohort.common.recording import recorded
-from cohort.common.service import MANAGER, MONITOR, PREDICTOR, ServiceContext, manager_names, named_host
+from cohort.common.service import MANAGER, MONITOR, PREDICTOR, ServiceContext, named_host
 from cohort.common.tls import ServerTls, TlsFiles
 from cohort.common.tracing.spans import Tracing
 from cohort.common.types import InstanceId

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from structlog.stdlib import BoundLogger
 
+from cohort.common.addresses import manager_names
 from cohort.common.config import Config
 from cohort.common.errors import PeerUnreachable
 from cohort.common.messages import LengthFacts, ObserveLength, Predicted, PredictLength, PromptState, RevisePrediction
 from cohort.common.paths import DEFAULT_MODEL_NAME, cache_dir
-from cohort.common.service import manager_names
 from cohort.common.tracing.spans import Tracing
 from cohort.common.tracing.traceparent import parse
 from cohort.common.transport.bus import Bus

@@ -1,15 +1,15 @@
 // One call for all rows of a step (R14): cuts them into tasks, runs the tasks on torch's threads, joins split contexts.
 //
-// Row with few columns → attend_few (decode), with many → attend_many (prefill). Tasks are taken from one counter, so a
-// thread that drew short rows takes more of them; a context long enough to keep others waiting is split (split-KV).
+// A task is some positions of a row: all that a decode row has, or as many of a prompt as keep their sums close. Tasks are
+// taken from one counter, so a thread that drew short rows takes more of them; a context long enough to keep others waiting
+// is split (split-KV). How a step is cut changes no bit of it: attention_tile.h says why.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
 #include <memory>
 
-#include "attention_few.h"
-#include "attention_many.h"
+#include "attention_tile.h"
 #include "ops.h"
 
 namespace cohort {
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kSmallestSplit = 256;  // tokens: below it a merge costs more than it gains
 constexpr int64_t kTasksPerThread = 4;   // enough for the counter to even out unequal rows
-constexpr int64_t kManyColumns = 16;     // from here on register tiles beat one pass per query
+constexpr int64_t kManyColumns = 64;     // from here on arithmetic takes longer than reading the cache
 constexpr int kColumnsPerTask = 128;
 constexpr int64_t kWorthThreads = 1 << 17;  // multiply-adds; less is done before a second thread wakes
 
@@ -54,8 +54,8 @@ Plan plan_tasks(const Step<T>& step, int64_t rows, int64_t table_blocks, int64_t
     if (queries == 0) continue;
     TORCH_CHECK_VALUE(context >= queries && context <= table_blocks * step.cache.block_size, "context_lens: row ", r,
                       " has ", context, " tokens, ", queries, " queries and ", table_blocks, " blocks");
-    bool many = queries * group >= kManyColumns || (queries > 1 && queries * group > 4);
-    int per_task = many ? int(std::max<int64_t>(1, kColumnsPerTask / group)) : 1;
+    bool many = queries * group >= kManyColumns;
+    int per_task = int(std::max<int64_t>(1, kColumnsPerTask / group));
     row_plans.push_back({int(r), queries, context, many, per_task});
     work += kv_heads * group * queries * context;
     if (many) many_tasks += kv_heads * ((queries + per_task - 1) / per_task);
@@ -72,19 +72,21 @@ Plan plan_tasks(const Step<T>& step, int64_t rows, int64_t table_blocks, int64_t
     int64_t split = std::max(kSmallestSplit, share == INT64_MAX ? length : (share + columns - 1) / columns);
     int parts = int((length + split - 1) / split);
     int64_t part_length = (length + parts - 1) / parts;
-    // parts begin where blocks begin
-    part_length = (part_length + step.cache.block_size - 1) / step.cache.block_size * step.cache.block_size;
-    parts = int((kv_end - kv_begin + part_length - 1) / part_length);
+    // parts begin where tiles begin
+    const int64_t first_tile = kv_begin / kTile, tiles = (kv_end + kTile - 1) / kTile - first_tile;
+    const int64_t part_tiles = parts == 1 ? tiles : (part_length + kTile - 1) / kTile;
+    parts = int((tiles + part_tiles - 1) / part_tiles);
     for (int head = 0; head < kv_heads; head += heads) {
       int merge = -1;
       if (parts > 1) {
         merge = int(plan.merges.size());
-        plan.merges.push_back({parts, plan.partial_floats});
-        plan.partial_floats += parts * columns * (head_dim + 2);
+        plan.merges.push_back({parts, first_tile, tiles, plan.partial_floats});
+        plan.partial_floats += tiles * columns * partial_floats(int(head_dim));
       }
       for (int part = 0; part < parts; ++part) {
-        int64_t from = kv_begin + part * part_length;
-        plan.tasks.push_back({row.row, head, heads, begin, end, from, std::min(kv_end, from + part_length), merge, part});
+        const int64_t from = first_tile + part * part_tiles;
+        plan.tasks.push_back({row.row, head, heads, begin, end, std::max(kv_begin, from * kTile),
+                              std::min(kv_end, (from + part_tiles) * kTile), merge});
       }
     }
   };
@@ -99,49 +101,28 @@ Plan plan_tasks(const Step<T>& step, int64_t rows, int64_t table_blocks, int64_t
   }
   // A block's heads lie side by side: one task for all of them reads longer stretches. Few rows leave too few tasks.
   int64_t few = 0;
-  for (RowPlan& row : row_plans) few += row.many ? 0 : row.queries;
-  const bool together = head_dim % Dot<T, 8>::kChunk == 0;  // attend_many, which takes the others, knows one head only
-  const int heads = together && few >= 2 * threads ? int(kv_heads) : 1;
+  for (RowPlan& row : row_plans) few += !row.many;
+  const int heads = few >= 2 * threads ? int(kv_heads) : 1;
   for (RowPlan& row : row_plans) {
-    if (row.many) continue;
-    for (int q = 0; q < row.queries; ++q) add(row, q, q + 1, heads);
+    if (!row.many) add(row, 0, row.queries, heads);
   }
   return plan;
 }
 
 template <typename T>
 void merge_parts(const Step<T>& step, const Task& task, const MergeGroup& merge, const float* partials) {
-  const int head_dim = step.cache.head_dim, columns = columns_of(task, step.group);
-  const int64_t width = head_dim + 2;
-  std::vector<float> sum(head_dim);
-  for (int column = 0; column < columns; ++column) {
-    const float* first = partials + merge.offset + column * width;
-    float maximum = kNoScore, total = 0;
-    for (int part = 0; part < merge.parts; ++part)
-      maximum = std::max(maximum, first[part * columns * width + head_dim]);
-    std::fill(sum.begin(), sum.end(), 0.0f);
-    for (int part = 0; part < merge.parts; ++part) {
-      const float* from = first + part * columns * width;
-      float factor = std::exp2(from[head_dim] - maximum);
-      total += factor * from[head_dim + 1];
-      for (int d = 0; d < head_dim; ++d) sum[d] += factor * from[d];
+  const int floats = sum_floats(step.cache.head_dim), width = partial_floats(step.cache.head_dim);
+  const int64_t columns = columns_of(task, step.group), all = task.kv_heads * columns;
+  std::vector<float> sums(floats);
+  for (int64_t i = 0; i < all; ++i) {
+    float maximum = kNoScore;
+    std::fill(sums.begin(), sums.end(), 0.0f);
+    for (int64_t tile = 0; tile < merge.tiles; ++tile) {
+      const float* found = partials + merge.offset + (tile * all + i) * width;
+      if (found[floats] != kMasked) merge_sums(sums.data(), maximum, found, found[floats], floats);
     }
-    write_column<T>(step, task, column, sum.data(), maximum, total, nullptr);
+    write_column<T>(step, task, int(task.kv_head + i / columns), int(i % columns), sums.data(), maximum);
   }
-}
-
-template <typename T>
-void run_task(const Step<T>& step, const Task& task, float* partial) {
-  static thread_local Scratch scratch;
-  const int head_dim = step.cache.head_dim;
-  const int columns = columns_of(task, step.group);
-  bool one_query = task.query_end - task.query_begin == 1;
-  bool few = one_query && step.group < kManyColumns;
-  if (few && head_dim % Dot<T, kWide>::kChunk == 0) return attend_few<T, kWide>(step, task, partial, scratch);
-  if (few && head_dim % Dot<T, 8>::kChunk == 0) return attend_few<T, 8>(step, task, partial, scratch);
-  // panels of 2W columns: do not compute 32 when 16 hold them all
-  if (kWide > 8 && columns <= 16) return attend_many<T, 8>(step, task, partial, scratch);
-  attend_many<T, kWide>(step, task, partial, scratch);
 }
 
 template <typename T>
@@ -157,15 +138,15 @@ void run(const Step<T>& step, int64_t rows, int64_t table_blocks, int64_t tokens
 
   std::atomic<size_t> next{0};
   auto work = [&](int64_t, int64_t) {
+    static thread_local Scratch scratch;
     for (size_t i = next++; i < plan.tasks.size(); i = next++) {
       const Task& task = plan.tasks[i];
       if (task.merge < 0) {
-        run_task(step, task, nullptr);
+        attend(step, task, nullptr, 0, scratch);
         continue;
       }
       const MergeGroup& merge = plan.merges[task.merge];
-      int64_t columns = columns_of(task, step.group);
-      run_task(step, task, partial_base + merge.offset + task.part * columns * (step.cache.head_dim + 2));
+      attend(step, task, partial_base + merge.offset, merge.first_tile, scratch);
       if (missing[task.merge].fetch_sub(1) == 1) merge_parts(step, task, merge, partial_base);
     }
   };

@@ -46,18 +46,24 @@ struct Step {
   const float* sinks;  // per query head, a score that takes weight and gives no value; null: none
 };
 
+// Positions are taken in tiles that begin at multiples of this, whatever a step computes: see attention_tile.h.
+constexpr int kTile = 128;
+
 struct Task {
   int row, kv_head, kv_heads;  // heads [kv_head, kv_head + kv_heads)
   int query_begin, query_end;  // within the row
-  int64_t kv_begin, kv_end;    // positions
+  int64_t kv_begin, kv_end;    // positions; tasks that share columns meet where tiles begin
   int merge;                   // index of the merge group, or -1: this task owns its columns
-  int part;                    // which part of the merge group
+
+  int queries() const { return query_end - query_begin; }
+  int64_t first_tile() const { return kv_begin / kTile; }
 };
 
 // Columns whose context was split over several tasks. The task that finishes last merges.
 struct MergeGroup {
   int parts;
-  int64_t offset;  // floats, into the partial results: [part][column][head_dim + 2], the last two: maximum, sum
+  int64_t first_tile, tiles;
+  int64_t offset;  // floats, into the partial results: [tile][column] of `partial_floats` each
 };
 
 // Soft-capping, cap · tanh(score / cap), of scores that are scaled and in powers of two as the cap is.
@@ -66,60 +72,45 @@ inline typename Simd<W>::F soft_capped(typename Simd<W>::F scores, float cap_log
   return Simd<W>::tanh(scores * (1.0f / cap_log2)) * cap_log2;
 }
 
-inline int columns_of(const Task& task, int group) {
-  return (task.query_end - task.query_begin) * task.kv_heads * group;
+// Columns of one kv head; a task's columns are those of its first head, then those of the next.
+inline int columns_of(const Task& task, int group) { return task.queries() * group; }
+
+// Floats of a column's sums: its head, in whole vectors, and behind it a vector whose lanes add up to the total weight.
+inline int sum_floats(int head_dim) { return (head_dim + kWide - 1) / kWide * kWide + kWide; }
+
+// The same with the highest score behind it: what a tile leaves where another task merges.
+inline int partial_floats(int head_dim) { return sum_floats(head_dim) + kWide; }
+
+// The sums of a later part of a column's context are added to those of the part before. Two parts in the same order
+// always give the same bits: one of the factors is 1, so each element is one multiply-add.
+inline void merge_sums(float* sums, float& maximum, const float* later, float later_maximum, int floats) {
+  using S = Simd<kWide>;
+  const bool higher = later_maximum > maximum;
+  const auto factor = S::exp2(S::splat(higher ? maximum - later_maximum : later_maximum - maximum));
+  for (int i = 0; i < floats; i += kWide) {
+    const auto before = S::load(sums + i), after = S::load(later + i);
+    S::store(sums + i, higher ? S::madd(before, factor, after) : S::madd(after, factor, before));
+  }
+  if (higher) maximum = later_maximum;
 }
 
-// Tokens of a row that lie beside each other in memory; their order inside does not matter to a softmax.
+// A column's finished sums: divided and written out.
 template <typename T>
-struct Segment {
-  const T* keys;
-  const T* values;
-  int count;
-};
-
-// The part of one block that holds positions [begin, end) of a row, end not beyond the block.
-//
-// R13 · A block filled right to left holds its j-th token in slot block_size-1-j, so tokens [a, b) of it lie in slots
-// [block_size-b, block_size-a): still one contiguous piece, which is why direction costs nothing here.
-// Of the task's first head; the next heads' keys and values follow `CacheView::head_stride` apart.
-template <typename T>
-inline Segment<T> segment_of(const Step<T>& step, const Task& task, int64_t begin, int64_t end) {
-  const CacheView<T>& cache = step.cache;
-  int64_t index = begin / cache.block_size;
-  int first = int(begin - index * cache.block_size), count = int(end - begin);
-  int64_t block = step.block_tables[task.row * step.table_stride + index];
-  if (block < 0 || block >= cache.num_blocks) throw std::out_of_range("block table names a block outside the cache");
-  if (step.directions && step.directions[task.row * step.direction_stride + index]) {
-    first = cache.block_size - first - count;
-  }
-  const T* keys = cache.keys(block, task.kv_head) + int64_t(first) * cache.head_dim;
-  return {keys, keys + cache.value_offset, count};
-}
-
-// One column's finished sum: divided and written out, or left as a partial result for the merge.
-template <typename T>
-inline void write_column(const Step<T>& step, const Task& task, int column, const float* sum, float maximum,
-                         float total, float* partial) {
-  int head_dim = step.cache.head_dim;
-  if (partial) {
-    float* to = partial + int64_t(column) * (head_dim + 2);
-    std::memcpy(to, sum, sizeof(float) * head_dim);
-    to[head_dim] = maximum;
-    to[head_dim + 1] = total;
-    return;
-  }
-  const int heads = task.kv_heads * step.group;
-  int64_t token = step.query_start[task.row] + task.query_begin + column / heads;
-  int64_t head = int64_t(task.kv_head) * step.group + column % heads;
+inline void write_column(const Step<T>& step, const Task& task, int kv_head, int column, const float* sums,
+                         float maximum) {
+  using S = Simd<kWide>;
+  const int head_dim = step.cache.head_dim;
+  const int64_t token = step.query_start[task.row] + task.query_begin + column / step.group;
+  const int64_t head = int64_t(kv_head) * step.group + column % step.group;
   T* to = step.out + token * step.out_token_stride + head * step.out_head_stride;
+  const float total = S::sum(S::load(sums + sum_floats(head_dim) - kWide));
   float inverse = 1.0f / total;
   if (step.sinks) {  // here, where a column is finished, so a context in parts counts its sink once
     const float sink = step.sinks[head] * 1.44269504f, peak = std::max(maximum, sink);
     const float shrink = std::exp2(maximum - peak);
     inverse = shrink / (total * shrink + std::exp2(sink - peak));
   }
-  for (int d = 0; d < head_dim; ++d) to[d] = from_float<T>(sum[d] * inverse);
+  for (int d = 0; d < head_dim; ++d) to[d] = from_float<T>(sums[d] * inverse + 0.0f);  // no zero has a sign
 }
 
 // Aligned scratch that a thread keeps between tasks.

@@ -129,15 +129,25 @@ struct Simd {
   // The operand order matters for NaN: a NaN in `b` survives.
   static inline F max(F a, F b) { return a > b ? a : b; }
 
-  // 2W bfloat16 as two float vectors: the elements at even and at odd places. One shift and one mask instead of a
-  // shuffle each; whoever cares about the order undoes it at the end (see `even_odd_place`).
-  static inline void load_even_odd(const bf16* from, F& even, F& odd) {
-    I pairs;
-    std::memcpy(&pairs, from, sizeof(I));
-    I low = pairs << 16;
-    I high = pairs & int32_t(0xffff0000);
-    std::memcpy(&even, &low, sizeof(F));
-    std::memcpy(&odd, &high, sizeof(F));
+  // a · b + sum, rounded once where the processor can: written out where two kernels must round alike.
+  static inline F madd(F a, F b, F sum) {
+#if defined(__FMA__) && defined(__AVX2__)
+    if constexpr (W == 8) return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#endif
+#if defined(__AVX512F__)
+    if constexpr (W == 16) return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#endif
+    return a * b + sum;
+  }
+
+  // The largest lane; a NaN need not survive.
+  static inline float highest(F v) {
+#if defined(__AVX512F__)
+    if constexpr (W == 16) return _mm512_reduce_max_ps((__m512)v);
+#endif
+    float best = v[0];
+    for (int lane = 1; lane < W; ++lane) best = v[lane] > best ? v[lane] : best;
+    return best;
   }
 
   // 2^x for x ≤ 0 to about 1e-7 relative; below 2^-126 it is 0.
@@ -148,12 +158,9 @@ struct Simd {
     F shifted = clamped + magic;
     F f = clamped - (shifted - magic);
     F p = splat(1.5403530e-4f);
-    p = p * f + 1.3333558e-3f;
-    p = p * f + 9.6181291e-3f;
-    p = p * f + 5.5504109e-2f;
-    p = p * f + 2.4022651e-1f;
-    p = p * f + 6.9314718e-1f;
-    p = p * f + 1.0f;
+    for (float next : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f}) {
+      p = madd(p, f, splat(next));
+    }
     I n, bits;
     std::memcpy(&n, &shifted, sizeof(I));
     std::memcpy(&bits, &p, sizeof(I));
@@ -179,44 +186,67 @@ struct Simd {
     return x < 0.0f ? -result : result;
   }
 
-  // out[i] = sum of the lanes of rows[i]
-  static inline F sum_rows(const F (&rows)[W]) {
-#if defined(__AVX2__)
-    if constexpr (W == 8) {
-      return sum_eight(rows[0], rows[1], rows[2], rows[3], rows[4], rows[5], rows[6], rows[7]);
-    }
-#endif
+  // rows[i][j] and rows[j][i] change places.
+  static inline void transpose(F (&rows)[W]) {
 #if defined(__AVX512F__)
-    if constexpr (W == 16) {
-      // A tree of pairwise sums: each level interleaves two vectors and halves what is left of every row.
-      __m512 four[4];
-      for (int i = 0; i < 4; ++i) {
-        __m512 a = (__m512)rows[4 * i], b = (__m512)rows[4 * i + 1];
-        __m512 c = (__m512)rows[4 * i + 2], d = (__m512)rows[4 * i + 3];
-        __m512d ab = _mm512_castps_pd(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
-        __m512d cd = _mm512_castps_pd(_mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d));
-        four[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)) + _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
-      }
-      auto join = [](__m512 a, __m512 b) {
-        return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
-      };
-      return (F)join(join(four[0], four[1]), join(four[2], four[3]));
-    }
+    if constexpr (W == 16) return transpose_sixteen(rows);
 #endif
-    F out{};
+#if defined(__AVX2__)
+    if constexpr (W == 8) return transpose_eight(rows);
+#endif
     for (int i = 0; i < W; ++i) {
-      float sum = 0;
-      for (int lane = 0; lane < W; ++lane) sum += rows[i][lane];
-      out[i] = sum;
+      for (int j = 0; j < i; ++j) {
+        const float other = rows[i][j];
+        rows[i][j] = rows[j][i];
+        rows[j][i] = other;
+      }
     }
-    return out;
   }
 
+#if defined(__AVX512F__)
+  // By pairs of elements, by fours, and then by 128 bits.
+  static inline void transpose_sixteen(F (&rows)[W]) {
+    __m512 r[16], t[16];
+    for (int i = 0; i < 16; i += 2) {
+      t[i] = _mm512_unpacklo_ps((__m512)rows[i], (__m512)rows[i + 1]);
+      t[i + 1] = _mm512_unpackhi_ps((__m512)rows[i], (__m512)rows[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+      const __m512d a = _mm512_castps_pd(t[i]), b = _mm512_castps_pd(t[i + 2]);
+      const __m512d c = _mm512_castps_pd(t[i + 1]), d = _mm512_castps_pd(t[i + 3]);
+      r[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+      r[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+      r[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(c, d));
+      r[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
+    }
+    for (int e = 0; e < 4; ++e) {
+      const __m512 a = _mm512_shuffle_f32x4(r[e], r[4 + e], 0x88), b = _mm512_shuffle_f32x4(r[e], r[4 + e], 0xdd);
+      const __m512 c = _mm512_shuffle_f32x4(r[8 + e], r[12 + e], 0x88);
+      const __m512 d = _mm512_shuffle_f32x4(r[8 + e], r[12 + e], 0xdd);
+      rows[e] = (F)_mm512_shuffle_f32x4(a, c, 0x88);
+      rows[4 + e] = (F)_mm512_shuffle_f32x4(b, d, 0x88);
+      rows[8 + e] = (F)_mm512_shuffle_f32x4(a, c, 0xdd);
+      rows[12 + e] = (F)_mm512_shuffle_f32x4(b, d, 0xdd);
+    }
+  }
+#endif
 #if defined(__AVX2__)
-  static inline __m256 sum_eight(__m256 a, __m256 b, __m256 c, __m256 d, __m256 e, __m256 f, __m256 g, __m256 h) {
-    __m256 abcd = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
-    __m256 efgh = _mm256_hadd_ps(_mm256_hadd_ps(e, f), _mm256_hadd_ps(g, h));
-    return _mm256_permute2f128_ps(abcd, efgh, 0x20) + _mm256_permute2f128_ps(abcd, efgh, 0x31);
+  static inline void transpose_eight(F (&rows)[W]) {
+    __m256 r[8], t[8];
+    for (int i = 0; i < 8; i += 2) {
+      t[i] = _mm256_unpacklo_ps((__m256)rows[i], (__m256)rows[i + 1]);
+      t[i + 1] = _mm256_unpackhi_ps((__m256)rows[i], (__m256)rows[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+      r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+      r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+      r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+      r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+    for (int e = 0; e < 4; ++e) {
+      rows[e] = (F)_mm256_permute2f128_ps(r[e], r[4 + e], 0x20);
+      rows[4 + e] = (F)_mm256_permute2f128_ps(r[e], r[4 + e], 0x31);
+    }
   }
 #endif
 
@@ -226,12 +256,5 @@ struct Simd {
     return total;
   }
 };
-
-// Where element i of a row lies after `load_even_odd` of every 2W elements.
-template <int W>
-inline int even_odd_place(int i) {
-  int chunk = i / (2 * W), rest = i % (2 * W);
-  return chunk * 2 * W + (rest & 1) * W + rest / 2;
-}
 
 }  // namespace cohort

@@ -1,7 +1,14 @@
 """Paged attention on a GPU: prefill rows and decode rows of one step, each by the kernel made for it.
 
 Called by `kernels.paged_attention` once per layer. Prefill rows in 16 bits go through flash attention (`prefill`), in
-float32, or where their gathered context has no room, through our own kernel over the paged cache.
+float32, or where their gathered context has no room, through our own kernel over the paged cache. A decode row that
+carries drafts has several positions, so it is a prefill row here.
+
+Bits: a row's result follows how the step was cut, unlike on a processor (ADR 14). Prefill and decode rows have
+kernels of their own, the lengths of all decode rows say into how many parts each one's context is cut
+(`plan.DecodePlan`), flash attention chooses its tiles by lengths, and the products around attention by their number of
+rows. So a position that was verified as a draft may differ from the same position as a decode step in its last bits,
+and the token may differ where two nearly tie.
 """
 
 import math

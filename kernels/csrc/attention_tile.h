@@ -1,0 +1,245 @@
+// Attention of one task: the columns of some positions of a row, a tile of keys and values at a time.
+//
+// A column's bits are those of its position, its head and the window alone: the same for a prompt at once, for any chunk of
+// one, for positions that a decode row carries to be verified, and for a single one. What makes them so:
+//
+//   - tiles begin at multiples of kTile positions, and a tile's maximum, weights and sums depend on no other tile;
+//   - scores and weighted values are chains over units in order (attention_units.h); tokens that a column does not see have
+//     the weight zero, which changes no sum;
+//   - weights are added up lane by lane, a token's lane being its position modulo the lanes;
+//   - tiles are merged in order, by one function, whether one task has them all or several had some each;
+//   - a block's direction (R13) decides where a token is read, never when.
+//
+// Keys are transposed and values interleaved once per tile, for all columns of a task: a row of several positions reads its
+// KV once. Few columns are bound by reading the cache, so the next tile is asked for among this tile's arithmetic.
+#pragma once
+
+#include <utility>
+
+#include "attention_units.h"
+
+namespace cohort {
+
+// Where the tokens of a tile lie; the task's first head, others `head_stride` apart.
+template <typename T>
+struct TileRows {
+  const T* keys[kTile];
+  int64_t begin = 0;         // the tile's first position
+  int first = 0, count = 0;  // tokens in [first, count) are the task's; whole vectors around them have a row as well
+
+  void find(const Step<T>& step, const Task& task, int64_t tile) {
+    const CacheView<T>& cache = step.cache;
+    begin = tile;
+    const int64_t from = std::max(tile, task.kv_begin), to = std::min(tile + kTile, task.kv_end);
+    first = int(from - tile);
+    count = int(std::max(from, to) - tile);
+    for (int64_t at = from; at < to;) {
+      const int64_t index = at / cache.block_size, start = index * cache.block_size;
+      const int64_t stop = std::min(start + cache.block_size, to);
+      const int64_t block = step.block_tables[task.row * step.table_stride + index];
+      if (block < 0 || block >= cache.num_blocks) throw std::out_of_range("block table names a block outside the cache");
+      // R7, R13 · A block filled right to left holds its j-th token in slot block_size - 1 - j.
+      const bool reversed = step.directions && step.directions[task.row * step.direction_stride + index];
+      const T* base = cache.keys(block, task.kv_head);
+      for (; at < stop; ++at) {
+        const int64_t slot = reversed ? cache.block_size - 1 - (at - start) : at - start;
+        keys[at - tile] = base + slot * cache.head_dim;
+      }
+    }
+    if (count == first) return;
+    // Slots that hold none of the task's tokens are never read: nobody may have written them, or another by now.
+    for (int t = first / kWide * kWide; t < first; ++t) keys[t] = keys[first];
+    for (int t = count; t % kWide; ++t) keys[t] = keys[count - 1];
+  }
+};
+
+// Asks for the lines of a tile's keys and values, a share at a time. Into the second cache: lines asked for by the first
+// one are too few in flight to hide the memory.
+template <typename T>
+class Ahead {
+ public:
+  // `shares`: how often `take` will be called
+  Ahead(const TileRows<T>& rows, int64_t offset, int64_t value_offset, int head_dim, int shares)
+      : rows_(rows), offset_(offset), value_offset_(value_offset), row_bytes_(head_dim * int64_t(sizeof(T))) {
+    at_ = rows.first;
+    planes_ = rows.count == rows.first ? 0 : value_offset == 0 ? 1 : 2;
+    share_ = (planes_ * (rows.count - rows.first) + shares - 1) / shares;
+  }
+
+  void take() {
+    for (int i = 0; i < share_ && plane_ < planes_; ++i) {
+      const char* row = reinterpret_cast<const char*>(rows_.keys[at_] + offset_ + plane_ * value_offset_);
+      for (int64_t byte = 0; byte < row_bytes_; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+      if (++at_ == rows_.count) {
+        at_ = rows_.first;
+        ++plane_;
+      }
+    }
+  }
+
+ private:
+  const TileRows<T>& rows_;
+  int64_t offset_, value_offset_, row_bytes_;
+  int at_, plane_ = 0, planes_, share_;
+};
+
+// A column's scores of tokens [first, last) of a tile become weights 2^(score - maximum); those outside [begin, end) become
+// zeros. Adds the weights up into `total` and returns the maximum.
+template <typename T>
+inline float weigh(const Step<T>& step, float* scores, int first, int last, int begin, int end,
+                   typename Units<T>::Weight* weights, float* total) {
+  using S = Simd<kWide>;
+  using F = S::F;
+  for (int t = first; t < last; t += kWide) {
+    F score = S::load(scores + t) * step.scale_log2;
+    S::store(scores + t, step.cap_log2 > 0 ? soft_capped<kWide>(score, step.cap_log2) : score);
+  }
+  std::fill(scores + first, scores + std::max(first, begin), kMasked);
+  std::fill(scores + std::min(last, end), scores + last, kMasked);
+  F highest = S::splat(kNoScore);
+  for (int t = first; t < last; t += kWide) highest = S::max(S::load(scores + t), highest);
+  const float best = S::highest(highest);
+  F sum{};
+  for (int t = first; t < last; t += kWide) {
+    const F weight = S::exp2(S::load(scores + t) - best);
+    Units<T>::store_weights(weights + t, weight);
+    sum += weight;
+  }
+  S::store(total, sum);
+  return best;
+}
+
+// One task's arrays; `kt` and `vt` hold a tile of one head.
+struct TileScratch {
+  float *query, *sums, *maximum, *kt, *vt, *scores, *weights, *found;
+};
+
+// What the columns of one kv head do in one tile whose keys and values are packed. `query`, `sums` and `maximum`: of the
+// head; `partial`: of the head and tile, or null where the task merges tiles itself.
+template <typename T>
+inline void attend_tile(const Step<T>& step, const Task& task, const TileRows<T>& rows, const TileScratch& at,
+                        float* partial, Ahead<T>& ahead) {
+  using U = Units<T>;
+  const int head_dim = step.cache.head_dim, group = step.group, columns = columns_of(task, group);
+  const int units = units_of<T>(head_dim), floats = sum_floats(head_dim), width = floats - kWide;
+  const int queries = step.query_start[task.row + 1] - step.query_start[task.row];
+  const int64_t first_position = step.context_lens[task.row] - queries + task.query_begin;
+  const int groups = (columns + kRows - 1) / kRows;
+  // The tile's tokens that the column sees.
+  auto seen = [&](int column) {
+    const int64_t position = first_position + column / group;
+    const int64_t begin = step.window ? std::max(rows.begin, position - step.window + 1) : rows.begin;
+    return std::pair<int, int>(int(std::clamp<int64_t>(begin - rows.begin, rows.first, rows.count)),
+                               int(std::clamp<int64_t>(position + 1 - rows.begin, rows.first, rows.count)));
+  };
+  for (int g = 0; g < groups; ++g) {
+    const int from = columns * g / groups, to = columns * (g + 1) / groups, count = to - from;
+    const int first = seen(from).first / kWide * kWide, last = (seen(to - 1).second + kWide - 1) / kWide * kWide;
+    for (int stripe = first / kStripe * kStripe; stripe < last; stripe += kStripe) {
+      const int vectors = std::min(kVectors, (last - stripe) / kWide);
+      multiply<T>(count, vectors, units, at.query + int64_t(from) * units, units, at.kt + int64_t(stripe) * units,
+                  kStripe, at.scores + stripe, kTile);
+      ahead.take();
+    }
+    float best[kRows];
+    for (int m = 0; m < count; ++m) {
+      const auto [begin, end] = seen(from + m);
+      auto* weights = reinterpret_cast<typename U::Weight*>(at.weights + m * kTile);
+      best[m] = weigh<T>(step, at.scores + m * kTile, first, last, begin, end, weights, at.found + m * floats + width);
+      if (begin >= end) best[m] = kMasked;
+    }
+    const int depth = std::max(0, last - first) / U::kElements;
+    for (int d = 0; d < width; d += kStripe) {
+      multiply<T>(count, std::min(kVectors, (width - d) / kWide), depth, at.weights + first / U::kElements, kTile,
+                  at.vt + int64_t(first / U::kElements) * width + d, width, at.found + d, floats);
+      ahead.take();
+    }
+    for (int m = 0; m < count; ++m) {
+      const float* found = at.found + m * floats;
+      if (partial) {
+        float* to_column = partial + int64_t(from + m) * partial_floats(head_dim);
+        std::memcpy(to_column, found, sizeof(float) * floats);
+        to_column[floats] = best[m];
+      } else if (best[m] != kMasked) {
+        merge_sums(at.sums + int64_t(from + m) * floats, at.maximum[from + m], found, best[m], floats);
+      }
+    }
+  }
+}
+
+// `partial`: [tile of the merge group][column], or null.
+template <typename T>
+void attend(const Step<T>& step, const Task& task, float* partial, int64_t partial_tile, Scratch& scratch) {
+  using U = Units<T>;
+  const int head_dim = step.cache.head_dim, heads = task.kv_heads, columns = columns_of(task, step.group);
+  const int units = units_of<T>(head_dim), floats = sum_floats(head_dim), width = floats - kWide;
+  const int64_t head_stride = step.cache.head_stride(), value_offset = step.cache.value_offset;
+  const int64_t all = int64_t(heads) * columns;
+  const size_t packed_values = size_t(kTile) / U::kElements * width;
+  scratch.reset(all * (units + floats + 1) + size_t(kTile) * units + packed_values + kRows * (2 * kTile + floats) +
+                8 * 16);
+  TileScratch at;
+  at.kt = scratch.take(size_t(kTile) * units);
+  at.vt = scratch.take(packed_values);
+  at.scores = scratch.take(kRows * kTile);
+  at.weights = scratch.take(kRows * kTile);
+  at.found = scratch.take(kRows * floats);
+  float* query = scratch.take(all * units);
+  float* sums = scratch.take(all * floats);
+  float* maximum = scratch.take(all);
+
+  const int64_t first_token = step.query_start[task.row] + task.query_begin;
+  for (int64_t i = 0; i < all; ++i) {
+    const int64_t token = first_token + i % columns / step.group;
+    const int64_t head = (task.kv_head + i / columns) * step.group + i % step.group;
+    const T* from = step.query + token * step.query_token_stride + head * step.query_head_stride;
+    float* to = query + i * units;
+    if constexpr (sizeof(T) * U::kElements == sizeof(float)) {
+      to[units - 1] = 0.0f;  // half of it may stay so
+      std::memcpy(to, from, sizeof(T) * head_dim);
+    } else {
+      for (int d = 0; d < head_dim; ++d) to[d] = to_float(from[d]);
+    }
+    maximum[i] = kNoScore;
+  }
+  std::fill(sums, sums + all * floats, 0.0f);
+
+  const int groups = (columns + kRows - 1) / kRows;
+  const int products = groups * ((kTile + kStripe - 1) / kStripe + (width + kStripe - 1) / kStripe);
+  TileRows<T> kept[2];
+  kept[0].find(step, task, task.first_tile() * kTile);
+  int now = 0;
+  for (int64_t tile = task.first_tile(); tile * kTile < task.kv_end; ++tile, now = 1 - now) {
+    const TileRows<T>& rows = kept[now];
+    kept[1 - now].find(step, task, (tile + 1) * kTile);  // none, at the end
+    const int begin = rows.first / kWide * kWide;
+    const int vectors = (rows.count - begin + kWide - 1) / kWide;
+    for (int head = 0; head < heads; ++head) {
+      const bool same = head + 1 < heads;
+      Ahead<T> ahead(same ? rows : kept[1 - now], same ? (head + 1) * head_stride : 0, value_offset, head_dim,
+                     2 * vectors + products);
+      for (int t = begin; t < rows.count; t += kWide) {
+        pack_keys(rows.keys + t, head * head_stride, head_dim,
+                  at.kt + int64_t(t / kStripe * kStripe) * units + t % kStripe);
+        ahead.take();
+      }
+      for (int t = begin; t < rows.count; t += kWide) {
+        pack_values(rows.keys + t, head * head_stride + value_offset, head_dim, width,
+                    at.vt + int64_t(t) / U::kElements * width);
+        ahead.take();
+      }
+      at.query = query + head * columns * int64_t(units);
+      at.sums = sums + head * columns * int64_t(floats);
+      at.maximum = maximum + head * columns;
+      float* of_tile = nullptr;
+      if (partial) of_tile = partial + ((tile - partial_tile) * all + head * columns) * partial_floats(head_dim);
+      attend_tile(step, task, rows, at, of_tile, ahead);
+    }
+  }
+  if (partial) return;
+  for (int64_t i = 0; i < all; ++i) {
+    write_column(step, task, int(task.kv_head + i / columns), int(i % columns), sums + i * floats, maximum[i]);
+  }
+}
+
+}  // namespace cohort

@@ -29,6 +29,7 @@ from cohort.common.config.serving import (
     RecordingConfig,
     ResponsesConfig,
     SecurityConfig,
+    SpeculationConfig,
     TracingConfig,
     TransferConfig,
     WorkerGroup,
@@ -61,6 +62,7 @@ class Config(Section, frozen=True):
     kv: KvConfig = KvConfig()
     transfer: TransferConfig = TransferConfig()
     engine: EngineConfig = EngineConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     endpoints: EndpointsConfig = EndpointsConfig()
     security: SecurityConfig = SecurityConfig()
     logging: LoggingConfig = LoggingConfig()

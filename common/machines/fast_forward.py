@@ -37,6 +37,7 @@ class FastForward:
             sequence = row.sequence
             if (
                 row.count != 1
+                or row.drafts
                 or sequence.end is not None
                 or sequence.last_token_s is None
                 or sequence.repeat_from is not None

@@ -54,8 +54,8 @@ class Drafting:
         return [s.key for s in sequences if len(self._propose(s)) > 1] if rows <= _JUDGED_ROWS else []
 
     def judged(self, sampling: Seq[Sequence], proposed: Seq[int] | None, output: StepOutput) -> list[Drafted]:
-        """How the step's drafts did, and what was only expected. `proposed`: drafts of each of these. To be asked before
-        the machine hears of the tokens."""
+        """How the step's drafts did, and what was only expected. `proposed`: drafts of each of these. To be asked
+        before the machine hears of the tokens."""
         if len(sampling) > _JUDGED_ROWS and proposed is None:
             return []
         judged, place = [], 0

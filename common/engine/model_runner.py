@@ -219,6 +219,11 @@ class ModelRunner:
         return HostStream() if self._device_steps is None else self._device_steps.stream
 
     @property
+    def samples_on_device(self) -> bool:
+        """All tokens of a step at once, as on a GPU."""
+        return self._device_steps is not None
+
+    @property
     def recorded_classes(self) -> tuple[int, ...]:
         """Row counts whose decode steps are recorded; none on a processor, or where recording failed."""
         return () if self._device_steps is None else self._device_steps.decode.classes

@@ -49,9 +49,9 @@ from cohort.common.machines.effects import (
     WorkerEffect,
 )
 from cohort.common.machines.events import (
+    Drafted,
     DrainEnded,
     DrainStarted,
-    Drafted,
     LinkAddresses,
     PlanAhead,
     PromptScores,
@@ -429,11 +429,16 @@ def _transfer_memory(runner: ModelRunner, *, staged: bool) -> RunMemory:
 
 
 def _drafting(context: ServiceContext, runner: ModelRunner) -> Drafting | None:
-    """None: nothing is ever drafted. On a GPU all tokens of a step are sampled at once."""
+    """None: nothing is ever drafted."""
     speculation = context.config.speculation
     if speculation.mode == "off":
         return None
-    return Drafting(PromptLookup, speculation.max_drafts, looks_back=runner.device.type == "cpu")
+    return Drafting(PromptLookup, speculation.max_drafts, looks_back=_samples_in_turn(runner))
+
+
+def _samples_in_turn(runner: ModelRunner) -> bool:
+    """A GPU samples all tokens of a step at once."""
+    return not runner.samples_on_device
 
 
 def _sampled(sampling: list[Sequence], output: StepOutput | None) -> list[Sampled]:

@@ -1,4 +1,4 @@
-"""How many drafted tokens decode rows may carry in an iteration: as many as bring more tokens a second, none under load.
+"""How many drafted tokens decode rows may carry in an iteration: as many as bring more tokens a second.
 
 Asked by the worker's machine once a scheduler has made its plan, so that every preset has it; told of every iteration
 that ran. Pure. What is proposed, and whether it is right, is the engine's.
@@ -105,8 +105,9 @@ class Speculation:
         return (right + _PRIOR_WEIGHT * self._common) / (tried + _PRIOR_WEIGHT)
 
     def judged(self, sequence: Sequence, proposed: int, right: int) -> None:
-        """So many tokens were expected behind it, of which the first `right` came. Those behind a wrong one say nothing.
-        Tokens that were expected and not computed count alike: looking costs nothing, so nothing is tried to learn."""
+        """So many tokens were expected behind it, of which the first `right` came; those behind a wrong one say
+        nothing. Expected tokens count alike where they were not computed: looking costs nothing, so no iteration is
+        spent on finding out."""
         looked_at = min(right + 1, proposed)
         sequence.drafts_judged = _FADES * sequence.drafts_judged + looked_at
         sequence.drafts_right = _FADES * sequence.drafts_right + right

@@ -120,7 +120,8 @@ class TraceClients:
         if_late: IfLate = "refuse",
         acceptance: float = 0.0,
     ) -> None:
-        """`acceptance`: as of `SimOptions`. `if_late`: of requests with a TTFT SLO of their own; by default as the gateway understands them."""
+        """`acceptance`: as of `SimOptions`. `if_late`: of requests with a TTFT SLO of their own; by default as the
+        gateway understands them."""
         self.classes: dict[str, ClassStats] = {}
         self.live: dict[str, InFlight] = {}
         self.first_arrival_s = math.inf

@@ -64,8 +64,8 @@ class SimOptions:
     """An instance computes nothing while KV arrives: the next iteration takes that much longer, as in engines whose
     decode loop itself waits for KV transfers."""
     acceptance: float = 0.0
-    """Where the configuration lets rows carry drafts (`speculation.mode`): the chance of a drafted token to be right, on
-    average over requests, which differ (`acceptance.py`)."""
+    """Where the configuration lets rows carry drafts (`speculation.mode`): the chance of a drafted token to be right,
+    on average over requests, which differ (`acceptance.py`)."""
     adapter_load_s: float = 0.1
     """What an instance takes to load a LoRA adapter of the workload."""
     profiled: bool = True

@@ -152,9 +152,9 @@ def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
     if drafted := sum(sum(each.drafted_tokens.values()) for each in counters):
         rows = sum(sum(each.drafted_rows.values()) for each in counters)
         right = sum(sum(each.accepted_tokens.values()) for each in counters)
-        share = 100 * right / max(1, sum(each.decode_tokens for each in counters))
+        of_all = right / max(1, sum(each.decode_tokens for each in counters))
         notes.append(
-            f"{drafted} tokens drafted in {rows} rows, {100 * right / drafted:.3g} % right: {share:.3g} % of all decoded"
+            f"{drafted} tokens drafted in {rows} rows, {right / drafted:.1%} right: {of_all:.1%} of all decoded"
         )
     resubmitted = sim.gateway.ledger.resubmitted_total
     if resubmitted:

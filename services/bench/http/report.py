@@ -100,6 +100,8 @@ class Slice(msgspec.Struct, frozen=True):
     e2e_ms: Distribution | None
     client_queue_ms: Distribution | None
     slo: SloReport | None
+    tokens_per_chunk: float = 0.0
+    """Output tokens in a chunk of a stream, on average: more than one where several come of one iteration."""
 
 
 class RunReport(msgspec.Struct, frozen=True):
@@ -199,6 +201,7 @@ def slice_figures(records: Sequence[RequestRecord], duration_s: float, limits: S
         e2e_ms=distribution([record.e2e_s for record in done]),
         client_queue_ms=distribution([record.client_queue_s for record in records]),
         slo=_slo(records, limits, per_s) if limits else None,
+        tokens_per_chunk=output_tokens / chunks if (chunks := sum(len(record.token_s) for record in done)) else 0.0,
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 from cohort.common import grammar
 from cohort.common.engine import worker_loop
 from cohort.common.messages import TokenBatch
+from cohort.common.policies.speculation import Speculation
 from tests.common.engine.driver import random_prompts, save_random_model
 from tests.common.engine.test_worker_loop import HeldBus, ModelFolder, Running, request, worker
 from tests.engine_models import CONFIGS, VOCAB
@@ -47,6 +48,14 @@ class Oracle:
 
     def observe(self, tokens: Sequence[int], prompt_tokens: int) -> None:
         pass
+
+
+def _three_each(self: Speculation, *asked: Any, most: int, within_s: float) -> list[int]:
+    """A policy for which a tiny model's times, which are all noise, decide nothing."""
+    allotted: list[int] = []
+    for _, limit in asked[2]:
+        allotted.append(min(3, limit, most - sum(allotted)))
+    return allotted
 
 
 def _answers(bus: HeldBus) -> Answers:
@@ -92,22 +101,21 @@ async def test_answers_are_the_same_with_drafts(
         request(name, PROMPTS[index % len(PROMPTS)], max_tokens=40, **kind)
         for index, (name, kind) in enumerate(KINDS.items())
     ]
-    options: dict[str, Any] = {"plan_ahead": True, "device_steps": device_steps}
+    monkeypatch.setattr(Speculation, "allot", _three_each)
+    options: dict[str, Any] = {"plan_ahead": True, "device_steps": device_steps, "max_rows": 16}
     with monkeypatch.context() as patch:
         async with worker(folder, tmp_path, patch, **options) as running:
             plain = await _asked(running, asked, together=together)
             assert sum(running.machine.counters.drafted_tokens.values()) == 0
-    monkeypatch.setattr(
-        Oracle, "known", [[*each[1].request.tokens, *plain[each[1].request.request_id][0]] for each in asked]
-    )
+    known = [[*message.request.tokens, *plain[message.request.request_id][0]] for _, message in asked]
+    monkeypatch.setattr(Oracle, "known", known)
     monkeypatch.setattr(worker_loop, "PromptLookup", Oracle)
     with monkeypatch.context() as patch:
         async with worker(folder, tmp_path, patch, speculation="lookup", **options) as running:
             drafted = await _asked(running, asked, together=together)
             counters = running.machine.counters
     _same(drafted, plain)
-    # Together they leave little of the eight positions that a step of this engine may sample.
-    assert (5 if together else 40) < counters.accepted_tokens["rt"] < counters.drafted_tokens["rt"]
+    assert 40 < counters.accepted_tokens["rt"] < counters.drafted_tokens["rt"]
     assert counters.decode_tokens == sum(len(tokens) - 1 for tokens, _, _ in plain.values())
     if not together:
         assert counters.steps < counters.decode_tokens
@@ -119,6 +127,7 @@ async def test_penalties_are_drafted_for_on_a_processor_only(
     """There tokens are sampled one after the other; a device samples those of a step at once."""
     folder = model_folder("llama")
     asked = [request("r", PROMPTS[0], max_tokens=40, **KINDS["repetition"])]
+    monkeypatch.setattr(Speculation, "allot", _three_each)
     counts = []
     for device_steps in (False, True):
         with monkeypatch.context() as patch:
@@ -137,6 +146,7 @@ async def test_penalties_are_drafted_for_on_a_processor_only(
 
 
 async def test_a_grammar_binds_drafted_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speculation, "allot", _three_each)
     folder = save_random_model(CONFIGS["llama"](), tmp_path / "m")
     byte_level().save(str(folder / "tokenizer.json"))
     digits = {"temperature": 0.9, "seed": 4, "grammar": grammar.of_regex("[0-9]{30}"), "stop_token_ids": (2,)}
@@ -161,6 +171,7 @@ async def test_a_prompt_that_repeats_is_drafted_from_itself(
     model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tiny model's greedy answer ends in a loop, which prompt lookup finds."""
+    monkeypatch.setattr(Speculation, "allot", _three_each)
     folder = model_folder("llama")
     asked = [request("r", PROMPTS[1], max_tokens=150, temperature=0.0)]
     found: list[Answers] = []
@@ -174,4 +185,4 @@ async def test_a_prompt_that_repeats_is_drafted_from_itself(
                 steps.append(running.machine.counters.steps)
                 accepted.append(running.machine.counters.accepted_tokens["rt"])
     _same(*found)
-    assert steps[0] - steps[1] == accepted[1] > 10
+    assert steps[0] - steps[1] == accepted[1] > 0

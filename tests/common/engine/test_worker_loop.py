@@ -106,8 +106,9 @@ async def worker(
     device_steps: bool,
     preset: str = "",
     speculation: str = "off",
+    max_rows: int = 8,
 ) -> AsyncIterator[Running]:
-    engine_options = {"plan_ahead": plan_ahead, "max_rows": 8, "prefill_chunk": 12}
+    engine_options = {"plan_ahead": plan_ahead, "max_rows": max_rows, "prefill_chunk": 12}
     overrides = {"engine": engine_options, "speculation": {"mode": speculation}}
     config = load_config(preset=preset, overrides=overrides)
     share = DeviceShare(graphs=1 << 40)

@@ -10,7 +10,8 @@ full share of time. None where KV is copied, or where the cache is nearly full: 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.machines.events import Sampled, StepEnded
@@ -18,7 +19,7 @@ from cohort.common.machines.worker_state import WorkerState
 from cohort.common.policies.interface import IterationPlan, Row
 from cohort.common.policies.speculation import Speculation
 from cohort.common.policies.step_times.learned_times import LearnedTimes, decode_shape
-from cohort.common.sequence import Phase
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, StepTimes
 
 _MOST_ROWS = 32
@@ -39,18 +40,23 @@ class SpeculationDesk:
         policy, kv = self.policy, self._state.kv
         if policy is None or not self._suits(plan) or kv.free_blocks + kv.cached_blocks <= 2 * len(plan.rows):
             return
-        for index, count in enumerate(self._allotted(policy, plan.rows, frozenset())):
+        candidates, most, within_s = self._candidates(plan.rows)
+        shape = decode_shape(plan.rows)
+        allotted = policy.allot(self._step_times(), shape, candidates, most=most, within_s=within_s)
+        for index, count in enumerate(allotted):
             row = plan.rows[index]
             # Slots that are its own by now or free, and nothing copied: as for a step that is planned ahead.
             if count and kv.extend_ahead([Row(row.sequence, row.start + 1, count)]) is None:
                 plan.rows[index] = Row(row.sequence, row.start, 1, count)
 
-    def wants(self, expected: Sequence[Attempt]) -> bool:
+    def wants(self, expected: Seq[Attempt]) -> bool:
         """Whether one of these sequences, all in the step in flight, is better drafted for than planned ahead of."""
         policy, plan = self.policy, self._state.in_flight
         if policy is None or plan is None or not expected or not self._suits(plan):
             return False
-        return any(self._allotted(policy, plan.rows, frozenset(expected)))
+        candidates, most, within_s = self._candidates(plan.rows, frozenset(expected))
+        shape = decode_shape(plan.rows)
+        return policy.worth_waiting(self._step_times(), shape, candidates, most=most, within_s=within_s)
 
     def ended(self, plan: IterationPlan, event: StepEnded) -> None:
         """The step of this plan ran. Before its tokens are taken."""
@@ -74,7 +80,7 @@ class SpeculationDesk:
         if plan.rows and not plan.copies and all([row.count == 1 for row in plan.rows]):
             policy.ran(self._step_times(), decode_shape(plan.rows), plan.drafted, event.latency_s)
 
-    def one_by_one(self, sampled: Sequence[Sampled]) -> Iterator[Sampled]:
+    def one_by_one(self, sampled: Seq[Sampled]) -> Iterator[Sampled]:
         """The tokens of a step with drafts. Before each but a row's first the row's position before it is computed;
         those behind the end of a request are left out."""
         state, last = self._state, None
@@ -102,9 +108,12 @@ class SpeculationDesk:
             return False
         return all([row.count == 1 and row.sequence.output_tokens > 0 for row in rows])
 
-    def _allotted(self, policy: Speculation, rows: Sequence[Row], only: frozenset[Attempt]) -> list[int]:
-        """By row. `only`: none for others; empty = for any."""
-        candidates, bound_s = [], math.inf
+    def _candidates(
+        self, rows: Seq[Row], only: frozenset[Attempt] = frozenset()
+    ) -> tuple[list[tuple[Sequence, int]], int, float]:
+        """By row, its sequence and the most drafts it may have; the most of all; what the iteration may take. `only`:
+        none for others; empty = for any."""
+        candidates, bound_s = list[tuple[Sequence, int]](), math.inf
         for row in rows:
             sequence = row.sequence
             # A request's last token is not computed, and behind a segment's end another worker computes.
@@ -116,7 +125,7 @@ class SpeculationDesk:
                 bound_s = min(bound_s, tpot_s)
         capacity = self._state.setup.capacity
         most = min(capacity.max_rows, capacity.max_step_tokens) - len(rows)
-        return policy.allot(self._step_times(), decode_shape(list(rows)), candidates, most=most, within_s=bound_s)
+        return candidates, most, bound_s
 
     def _step_times(self) -> StepTimes | None:
         return None if self._times is None else self._times.step_times()

@@ -27,6 +27,8 @@ _COMMON = 0.02
 """Weight of one judged proposal in what requests have in common."""
 _GAIN = 1.03
 """Fewer tokens a second more are not worth it: prices are not known better than that."""
+_WAIT = 0.05
+"""What waiting for the iteration before it costs one, as a share of it: the host's work, which planning ahead hides."""
 _LOOKS_ON = 4
 """Positions beyond the best number so far that are looked at before the search ends."""
 _NEW, _CORRECTION_PRIOR = 0.1, 2.0
@@ -128,9 +130,36 @@ class Speculation:
     ) -> list[int]:
         """Drafts of each of these sequences, whose rows have `shape` with those of others. With each the most that its
         own end leaves it; `most` of all together. `within_s`: what the iteration may take (infinite: any time)."""
+        return self._best(times, shape, candidates, most, within_s)[0]
+
+    def worth_waiting(
+        self,
+        times: StepTimes | None,
+        shape: BatchShape,
+        candidates: Seq[tuple[Sequence, int]],
+        *,
+        most: int,
+        within_s: float,
+    ) -> bool:
+        """As `allot`, while the token before their drafts is still being computed: whether the next iteration should
+        wait for it instead of being planned ahead. The wait is certain, the drafts come if that token is as expected.
+        """
+        allotted, faster = self._best(times, shape, candidates, most, within_s)
+        chances = [self.chance(each) for (each, _), count in zip(candidates, allotted, strict=True) if count]
+        return (faster - 1.0) * max(chances, default=0.0) > _WAIT
+
+    def _best(
+        self,
+        times: StepTimes | None,
+        shape: BatchShape,
+        candidates: Seq[tuple[Sequence, int]],
+        most: int,
+        within_s: float,
+    ) -> tuple[list[int], float]:
+        """Drafts of each, and by how much they raise tokens a second."""
         allotted = [0] * len(candidates)
         if not self._prices.known or most < 1:
-            return allotted
+            return allotted, 1.0
         chances = [self.chance(sequence) for sequence, _ in candidates]
         limits = [min(limit, self._max_drafts) for _, limit in candidates]
         plain_s = self._prices.seconds(times, shape, 0)
@@ -153,7 +182,7 @@ class Speculation:
         allotted = [0] * len(candidates)
         for index in order[:best]:
             allotted[index] += 1
-        return allotted
+        return allotted, best_rate * plain_s / shape.decodes if best else 1.0
 
     def metrics(self) -> dict[str, float]:
         return {"draft_chance": self._common}

@@ -50,12 +50,14 @@ class Oracle:
         pass
 
 
-def _three_each(self: Speculation, *asked: Any, most: int, within_s: float) -> list[int]:
+def _three_each(
+    self: Speculation, times: Any, shape: Any, candidates: Sequence[Any], most: int, within_s: float
+) -> tuple[list[int], float]:
     """A policy for which a tiny model's times, which are all noise, decide nothing."""
     allotted: list[int] = []
-    for _, limit in asked[2]:
+    for _, limit in candidates:
         allotted.append(min(3, limit, most - sum(allotted)))
-    return allotted
+    return allotted, 2.0
 
 
 def _answers(bus: HeldBus) -> Answers:
@@ -101,7 +103,7 @@ async def test_answers_are_the_same_with_drafts(
         request(name, PROMPTS[index % len(PROMPTS)], max_tokens=40, **kind)
         for index, (name, kind) in enumerate(KINDS.items())
     ]
-    monkeypatch.setattr(Speculation, "allot", _three_each)
+    monkeypatch.setattr(Speculation, "_best", _three_each)
     options: dict[str, Any] = {"plan_ahead": True, "device_steps": device_steps, "max_rows": 16}
     with monkeypatch.context() as patch:
         async with worker(folder, tmp_path, patch, **options) as running:
@@ -127,7 +129,7 @@ async def test_penalties_are_drafted_for_on_a_processor_only(
     """There tokens are sampled one after the other; a device samples those of a step at once."""
     folder = model_folder("llama")
     asked = [request("r", PROMPTS[0], max_tokens=40, **KINDS["repetition"])]
-    monkeypatch.setattr(Speculation, "allot", _three_each)
+    monkeypatch.setattr(Speculation, "_best", _three_each)
     counts = []
     for device_steps in (False, True):
         with monkeypatch.context() as patch:
@@ -146,7 +148,7 @@ async def test_penalties_are_drafted_for_on_a_processor_only(
 
 
 async def test_a_grammar_binds_drafted_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Speculation, "allot", _three_each)
+    monkeypatch.setattr(Speculation, "_best", _three_each)
     folder = save_random_model(CONFIGS["llama"](), tmp_path / "m")
     byte_level().save(str(folder / "tokenizer.json"))
     digits = {"temperature": 0.9, "seed": 4, "grammar": grammar.of_regex("[0-9]{30}"), "stop_token_ids": (2,)}
@@ -171,7 +173,7 @@ async def test_a_prompt_that_repeats_is_drafted_from_itself(
     model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tiny model's greedy answer ends in a loop, which prompt lookup finds."""
-    monkeypatch.setattr(Speculation, "allot", _three_each)
+    monkeypatch.setattr(Speculation, "_best", _three_each)
     folder = model_folder("llama")
     asked = [request("r", PROMPTS[1], max_tokens=150, temperature=0.0)]
     found: list[Answers] = []

@@ -89,14 +89,24 @@ def test_an_iteration_with_drafts_keeps_the_strictest_tpot() -> None:
 
 
 def test_a_price_that_the_times_do_not_know_is_learned() -> None:
-    """Iterations with drafts turn out twice as long."""
+    """Iterations with drafts turn out three times as long."""
     policy, shape = _policy(WEIGHTS), _shape(1)
     doubtful = _sequence(judged=20.0, right=12.0)
     before = _allot(policy, WEIGHTS, [doubtful])[0]
     assert before > 0
     for drafted in (1, 2, 4, 8) * 20:
-        policy.ran(WEIGHTS, shape, drafted, 2.0 * step_seconds(WEIGHTS, shape))
+        policy.ran(WEIGHTS, shape, drafted, 3.0 * step_seconds(WEIGHTS, shape))
     assert _allot(policy, WEIGHTS, [doubtful]) == [0]
+
+
+def test_an_iteration_waits_for_the_one_before_it_only_for_drafts_that_are_likely() -> None:
+    """Waiting is certain; the drafts come if the token before them is as expected."""
+    times = StepTimes(0.0, 0.0, 1e-3, 4e-3, 0.0, 0.0)
+    policy, shape = _policy(times), _shape(1)
+    quoting, telling = _sequence("q", 10.0, 9.8), _sequence("t", 10.0, 2.0)
+    for sequence, waits in ((quoting, True), (telling, False)):
+        assert policy.worth_waiting(times, shape, [(sequence, MOST)], most=9, within_s=math.inf) is waits
+    assert _allot(policy, times, [telling])[0] > 0, "without a wait they would be worth it"
 
 
 @given(

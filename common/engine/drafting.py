@@ -16,8 +16,6 @@ from cohort.common.policies.interface import Row
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt
 
-_KEPT = 64
-"""Sequences beyond twice a step's rows whose drafters stay before those without a row are forgotten."""
 _JUDGED_ROWS = 32
 """Rows of a step beyond which nothing is expected of its sequences: so many are never worth drafting for."""
 
@@ -81,9 +79,8 @@ class Drafting:
             expected.known, expected.tokens = known, expected.drafter.propose(sequence.tokens, self._most + 1)
         return expected.tokens
 
-    def forget(self, sequences: Seq[Sequence]) -> None:
-        """Those without a row, once they are too many. `sequences`: of the step."""
-        if len(self._expected) > 2 * len(sequences) + _KEPT:
-            present = set(sequences)
-            for gone in [each for each in self._expected if each not in present]:
-                del self._expected[gone]
+    def forget(self, holds: Callable[[Sequence], bool]) -> None:
+        """Those that the worker holds no more: an index takes some hundred bytes a token."""
+        if gone := [each for each in self._expected if not holds(each)]:
+            for each in gone:
+                del self._expected[each]

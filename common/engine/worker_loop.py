@@ -365,8 +365,9 @@ class WorkerLoop:
         if self._drafting is not None and output is not None:
             proposed = None if step.batch.drafts is None else step.batch.drafts[step.batch.sample_rows].tolist()
             drafts = self._drafting.judged(step.sampling, proposed, output)
-            self._drafting.forget(step.sampling)
         effects = self._ask(StepEnded(_sampled(step.sampling, output), latency_s, scores, drafts))
+        if self._drafting is not None:
+            self._drafting.forget(self._machine.state.holds)
         if self._config.predictor.refine_after_prefill and not step.batch.scoring:
             self._tell_predictor(step.sampling)
         if alone and self._overlaps and self._next is not None:

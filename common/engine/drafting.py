@@ -16,9 +16,6 @@ from cohort.common.policies.interface import Row
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt
 
-_JUDGED_ROWS = 32
-"""Rows of a step beyond which nothing is expected of its sequences: so many are never worth drafting for."""
-
 
 class _Expected:
     """Of one sequence: its drafter, and what that proposed when `known` tokens were known."""
@@ -47,15 +44,13 @@ class Drafting:
         found = [self._propose(row.sequence)[: row.drafts] if row.drafts else [] for row in rows]
         return found if any(found) else None
 
-    def expected(self, sequences: Iterable[Sequence], rows: int) -> list[Attempt]:
+    def expected(self, sequences: Iterable[Sequence]) -> list[Attempt]:
         """Those of which more than the token that the step in flight samples is expected."""
-        return [s.key for s in sequences if len(self._propose(s)) > 1] if rows <= _JUDGED_ROWS else []
+        return [s.key for s in sequences if len(self._propose(s)) > 1]
 
     def judged(self, sampling: Seq[Sequence], proposed: Seq[int] | None, output: StepOutput) -> list[Drafted]:
         """How the step's drafts did, and what was only expected. `proposed`: drafts of each of these. To be asked
         before the machine hears of the tokens."""
-        if len(sampling) > _JUDGED_ROWS and proposed is None:
-            return []
         judged, place = [], 0
         tokens, counts = output.tokens.tolist(), output.counts or (1,) * len(sampling)
         for index, (sequence, count) in enumerate(zip(sampling, counts, strict=True)):

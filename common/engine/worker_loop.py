@@ -340,7 +340,7 @@ class WorkerLoop:
         if step.computed.done():
             return None
         drafting = self._drafting
-        expected = [] if drafting is None else drafting.expected(step.sampling, len(step.plan.rows))
+        expected = [] if drafting is None or not step.plan.watched else drafting.expected(step.sampling)
         self._perform(self._ask(PlanAhead(expected)))
         plan, self._behind = self._behind, None
         return None if plan is None else self._begin(plan, behind=step.sampling)
@@ -362,7 +362,7 @@ class WorkerLoop:
         if step.batch.drafts is None and all([row.count == 1 for row in step.plan.rows]) and step.plan.rows:
             self._decode_time.note(latency_s)
         scores, drafts = _scores(step.plan, step.batch, output), list[Drafted]()
-        if self._drafting is not None and output is not None:
+        if self._drafting is not None and step.plan.watched and output is not None:
             proposed = None if step.batch.drafts is None else step.batch.drafts[step.batch.sample_rows].tolist()
             drafts = self._drafting.judged(step.sampling, proposed, output)
         effects = self._ask(StepEnded(_sampled(step.sampling, output), latency_s, scores, drafts))

@@ -22,8 +22,9 @@ from cohort.common.policies.step_times.learned_times import LearnedTimes, decode
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, StepTimes
 
-_MOST_ROWS = 32
-"""Of an iteration with drafts. With more rows computing them takes the time, and looking at each row costs its own."""
+_MOST_ROWS = 8
+"""Of an iteration with drafts. With more rows computing them takes the time, and looking at each row costs the host
+its own."""
 
 
 class SpeculationDesk:
@@ -38,7 +39,8 @@ class SpeculationDesk:
     def allot(self, plan: IterationPlan) -> None:
         """Drafts for rows of a plan that is about to start, with blocks for them."""
         policy, kv = self.policy, self._state.kv
-        if policy is None or not self._suits(plan) or kv.free_blocks + kv.cached_blocks <= 2 * len(plan.rows):
+        self.watch(plan)
+        if policy is None or not plan.watched or kv.free_blocks + kv.cached_blocks <= 2 * len(plan.rows):
             return
         candidates, most, within_s = self._candidates(plan.rows)
         shape = decode_shape(plan.rows)
@@ -49,10 +51,16 @@ class SpeculationDesk:
             if count and kv.extend_ahead([Row(row.sequence, row.start + 1, count)]) is None:
                 plan.rows[index] = Row(row.sequence, row.start, 1, count)
 
+    def watch(self, plan: IterationPlan) -> None:
+        """Whether the engine is to look at what comes behind these rows."""
+        policy = self.policy
+        if policy is not None and self._suits(plan):
+            plan.watched = policy.may_pay(self._step_times(), decode_shape(plan.rows))
+
     def wants(self, expected: Seq[Attempt]) -> bool:
         """Whether one of these sequences, all in the step in flight, is better drafted for than planned ahead of."""
         policy, plan = self.policy, self._state.in_flight
-        if policy is None or plan is None or not expected or not self._suits(plan):
+        if policy is None or plan is None or not expected or not plan.watched:
             return False
         candidates, most, within_s = self._candidates(plan.rows, frozenset(expected))
         shape = decode_shape(plan.rows)
@@ -77,7 +85,7 @@ class SpeculationDesk:
                 counters.drafted_rows[of_class] += 1
                 counters.drafted_tokens[of_class] += each.proposed
                 counters.accepted_tokens[of_class] += each.right
-        if plan.rows and not plan.copies and all([row.count == 1 for row in plan.rows]):
+        if self._suits(plan):
             policy.ran(self._step_times(), decode_shape(plan.rows), plan.drafted, event.latency_s)
 
     def one_by_one(self, sampled: Seq[Sampled]) -> Iterator[Sampled]:

@@ -353,8 +353,8 @@ class WorkerMachine:
         news = bool(self._revised) or self._scoring.pending
         plan = self._ahead.plan(news=news, prompt_step=self._prompt_step, drafts=self.drafts.wants(expected))
         if plan is not None:
-            self.state.moved_s = now_s
-            self.state.ahead = plan
+            self.state.moved_s, self.state.ahead = now_s, plan
+            self.drafts.watch(plan)
             self._effects.append(StartStep(plan, ahead=True))
 
     def _decide(self, now_s: float) -> IterationPlan:

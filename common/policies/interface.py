@@ -407,6 +407,9 @@ class IterationPlan(msgspec.Struct):
     ended_context: int = 0
     estimated_s: float = 0.0
     reason: str = ""
+    watched: bool = False
+    """The engine is to say what it expects behind these rows: drafts may be worth their time. Looking costs the host
+    some, so it does not look otherwise."""
     drafted: int = 0
     """Of a plan that has run: positions of drafted tokens that were computed beside its rows' own. What it took then
     says nothing about its rows alone."""

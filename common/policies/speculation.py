@@ -29,6 +29,7 @@ _GAIN = 1.03
 """Fewer tokens a second more are not worth it: prices are not known better than that."""
 _WAIT = 0.05
 """What waiting for the iteration before it costs one, as a share of it: the host's work, which planning ahead hides."""
+_LIKELY = 0.9
 _LOOKS_ON = 4
 """Positions beyond the best number so far that are looked at before the search ends."""
 _NEW, _CORRECTION_PRIOR = 0.1, 2.0
@@ -118,6 +119,18 @@ class Speculation:
     def ran(self, times: StepTimes | None, shape: BatchShape, drafted: int, seconds: float) -> None:
         """An iteration of decode rows, with so many drafted positions in all."""
         self._prices.note(times, shape, drafted, seconds)
+
+    def may_pay(self, times: StepTimes | None, shape: BatchShape) -> bool:
+        """Whether rows of this shape would be given drafts if these were as good as certain. Cheap: asked of every
+        iteration."""
+        if not self._prices.known:
+            return True
+        plain_s, rows = self._prices.seconds(times, shape, 0), shape.decodes
+        for positions in (1, rows * self._max_drafts):
+            tokens = rows + _LIKELY * positions
+            if tokens / self._prices.seconds(times, shape, positions) > _GAIN * rows / plain_s:
+                return True
+        return False
 
     def allot(
         self,

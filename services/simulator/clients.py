@@ -21,7 +21,7 @@ import msgspec
 from cohort.common.machines.effects import Admitted, Deliver, Ended, Fail, GatewayEffect, ManagerFound, Rejected
 from cohort.common.machines.events import Drafted, Offered, Received, Sampled
 from cohort.common.messages import Message, TokenBatch, TokenUpdate
-from cohort.common.policies.interface import Row
+from cohort.common.policies.interface import IterationPlan, Row
 from cohort.common.types import Attempt, IfLate, Prediction, Request, SamplingParams
 from cohort.common.virtual_cluster.cluster import GATEWAY, VirtualCluster
 from cohort.common.virtual_cluster.plugins import Node
@@ -271,12 +271,12 @@ class TraceClients:
         """Tokens are expected behind rows: those that may carry drafts have as many."""
         return bool(self._acceptance)
 
-    def drafted(self, rows: Iterable[Row]) -> list[Drafted]:
+    def drafted(self, plan: IterationPlan) -> list[Drafted]:
         """How the drafts of a step do, and of rows without any what was only expected."""
-        if not self._acceptance:
+        if not self._acceptance or not plan.watched:
             return []
         judged = []
-        for row in rows:
+        for row in plan.rows:
             sequence, live = row.sequence, self.live.get(row.sequence.request_id)
             known = len(sequence.tokens)
             if live is None or row.start + 1 != known or row.count != 1 or sequence.output_tokens < 1:

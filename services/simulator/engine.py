@@ -201,7 +201,7 @@ class CostEngine:
         if worker.unsaid_s:
             self._say(worker)
         latency_s, plan = worker.latencies_s[0], worker.machine.plan_in_flight
-        drafts = self._clients.drafted(plan.rows)
+        drafts = self._clients.drafted(plan)
         sampled = self._clients.sample(plan.rows, drafts)
         worker.ends_s, worker.latencies_s = [], []
         if self._shares:

@@ -217,7 +217,7 @@ class DigestEngine:
         """What came of the drafts, and of others that were only expected."""
         counts = Counter([each.attempt for each in sampled])
         judged = [Drafted(key, len(tokens), counts[key] - 1) for key, tokens in begun.drafts.items()]
-        if self._acceptance:
+        if self._acceptance and begun.plan.watched:
             others = [key for key in counts if key not in begun.drafts]
             judged += [
                 Drafted(key, 1, int(self._guesses.random() < self._acceptance), computed=False) for key in others

@@ -74,6 +74,12 @@ def test_where_each_position_costs_a_full_share_none_is_drafted() -> None:
         assert _allot(_policy(COMPUTING, rows), COMPUTING, quoting) == [0] * rows
 
 
+def test_the_engine_need_not_look_where_not_even_sure_drafts_would_pay() -> None:
+    assert _policy(WEIGHTS).may_pay(WEIGHTS, _shape(1))
+    assert _policy(WEIGHTS, 4).may_pay(WEIGHTS, _shape(4))
+    assert not _policy(COMPUTING, 4).may_pay(COMPUTING, _shape(4))
+
+
 def test_a_row_that_quotes_comes_before_one_that_tells() -> None:
     times = StepTimes(0.0, 0.0, 1e-3, 4e-3, 0.0, 0.0)
     telling, quoting = _sequence("t", 10.0, 1.0), _sequence("q", 10.0, 9.8)

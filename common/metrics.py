@@ -283,9 +283,12 @@ class EngineMetrics:
         self.steps_not_ahead = make.counter(
             "steps_not_planned_ahead",
             "Steps whose next one had to be decided after them, by reason: prompts, ended, request, kv_transfer, news, "
-            "policy, memory",
+            "policy, memory, shared, drafts",
             ("reason",),
         )
+        self.drafted_rows = make.counter("drafted_rows", "Decode rows computed with drafted tokens", ("class",))
+        self.drafted_tokens = make.counter("drafted_tokens", "Drafted tokens that were computed", ("class",))
+        self.accepted_tokens = make.counter("accepted_tokens", "Of these, those that were right", ("class",))
         self.wasted_rows = make.counter("wasted_rows", "Rows computed for requests that had ended meanwhile")
         self.loras_held = make.gauge("lora_adapters_held", "LoRA adapters that requests need not wait for")
         self.lora_loads = make.counter("lora_loads", "LoRA adapters read, by outcome: loaded, failed", ("outcome",))

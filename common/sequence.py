@@ -69,6 +69,10 @@ class Sequence:
     """Its blocks are being read by a transfer: it must not be preempted now."""
     scored_slice: int = 0
     """Of a scored prompt, tokens that one iteration may compute; 0 = it is not scored."""
+    drafts_judged: float = 0.0
+    drafts_right: float = 0.0
+    """Tokens that the engine expected behind it and that were looked at, and those of them that came; older ones count
+    less (`common/policies/speculation.py`)."""
     transfer_s: float = 0.0
     """KV transfer time on the way here that nothing was computed in."""
     key: Attempt = field(init=False)

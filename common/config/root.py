@@ -30,6 +30,7 @@ from cohort.common.config.serving import (
     RecordingConfig,
     ResponsesConfig,
     SecurityConfig,
+    SpeculationConfig,
     TracingConfig,
     TransferConfig,
     WorkerGroup,
@@ -63,6 +64,7 @@ class Config(Section, frozen=True):
     kv: KvConfig = KvConfig()
     transfer: TransferConfig = TransferConfig()
     engine: EngineConfig = EngineConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     endpoints: EndpointsConfig = EndpointsConfig()
     security: SecurityConfig = SecurityConfig()
     logging: LoggingConfig = LoggingConfig()

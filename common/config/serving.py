@@ -297,6 +297,16 @@ class WorkerGroup(Section, frozen=True):
         return 1 if self.tensor_parallel == "auto" else self.tensor_parallel
 
 
+class SpeculationConfig(Section, frozen=True):
+    """Several tokens of a decode row in one iteration: expected tokens are computed along and kept where they are what
+    the model gives, so that answers stay the same (docs/guide/speculation.md)."""
+
+    # lookup = what followed the last tokens where they stood before, in prompt or answer
+    mode: Literal["off", "lookup"] = "off"
+    # expected tokens of one row in an iteration; how many it has is decided by what they bring, none under load
+    max_drafts: Annotated[int, msgspec.Meta(ge=1, le=64)] = 8
+
+
 class EndpointsConfig(Section, frozen=True):
     """Where the processes' inboxes are. "" = a Unix socket in the pipeline's run folder (one host).
 

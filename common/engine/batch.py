@@ -46,7 +46,16 @@ class SamplingRow:
     grammar: GrammarInputs | None = None
     awaits: int = 0
     """Output tokens before this one that `history` and `grammar` are to have, where the last of them is sampled by the
-    step that runs (`StepBatch.look_back`); 0 = they have all."""
+    step that runs (`StepBatch.look_back`) or at the position before, in the same row; 0 = they have all."""
+
+    def look_back(self, token: int) -> None:
+        """Penalties and grammar take in the token before this one, which has just been sampled; once, however often
+        this is said."""
+        if self.awaits:
+            if self.history is not None and self.history.output_tokens < self.awaits:
+                self.history.catch_up([token])
+            if self.grammar is not None and len(self.grammar.output) < self.awaits:
+                self.grammar.output.append(token)
 
     @property
     def penalised(self) -> bool:
@@ -93,7 +102,7 @@ class StepBatch:
     directions: Uint8Array | None  # [R, M], 1 = block filled right to left: offset j lies in slot block_size-1-j
     slot_mapping: Int64Array  # [T] block · block_size + slot where each token's KV goes
     sample_rows: Int32Array  # [S] rows whose last token's logits are sampled
-    sampling: tuple[SamplingRow, ...]  # one per sample row
+    sampling: tuple[SamplingRow, ...]  # one per sample row; one for every token of a sample row with drafts
     padding: Int32Array | None = None  # [R] tokens at a row's end that only fill it up; None = none anywhere
     scoring: tuple[ScoringRow, ...] = ()  # rows whose prompt tokens are scored
     grammars: tuple[GrammarInputs, ...] = ()  # of all rows, those of prompts that are not yet at their end too
@@ -102,6 +111,9 @@ class StepBatch:
     -1 where they are. Only rows of one token have any."""
     adapters: tuple[str, ...] = ()
     """[R] the LoRA adapter of each row, "" = none; empty where no row has one."""
+    drafts: Int32Array | None = None
+    """[R] tokens at the end of each row that are only expected: the row is sampled at every position from the one
+    before them on. Such a row is a sample row, all of whose other tokens is one. None = no row has any."""
 
     @property
     def num_rows(self) -> int:
@@ -110,6 +122,12 @@ class StepBatch:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Positions whose logits are sampled."""
+        drafted = 0 if self.drafts is None else int(self.drafts[self.sample_rows].sum())
+        return len(self.sample_rows) + drafted
 
     def check(self) -> None:
         """Raise `InvariantViolated` unless the arrays fit together. Cheap enough for tests and debug runs."""
@@ -126,7 +144,13 @@ class StepBatch:
             "one table per row": self.block_tables.shape[0] == self.num_rows,
             "every row has an adapter or none": len(self.adapters) in (0, self.num_rows),
             "directions match the tables": self.directions is None or self.directions.shape == self.block_tables.shape,
-            "one sampling row per sampled row": len(self.sample_rows) == len(self.sampling),
+            "one sampling row per sampled token": self.num_sampled == len(self.sampling),
+            "drafts stand behind one known token": self.drafts is None
+            or (
+                bool((self.drafts >= 0).all())
+                and bool((lengths[self.drafts > 0] == self.drafts[self.drafts > 0] + 1).all())
+                and set(np.flatnonzero(self.drafts).tolist()) <= set(self.sample_rows.tolist())
+            ),
             "a sampled token is one row's": self.token_source is None
             or (
                 len(self.token_source) == self.num_tokens
@@ -157,11 +181,7 @@ class StepBatch:
             return
         for index, row in zip(self.sample_rows.tolist(), self.sampling, strict=True):
             if row.awaits:
-                token = int(tokens[self.token_source[self.query_start[index]]])
-                if row.history is not None and row.history.output_tokens < row.awaits:
-                    row.history.catch_up([token])
-                if row.grammar is not None and len(row.grammar.output) < row.awaits:
-                    row.grammar.output.append(token)
+                row.look_back(int(tokens[self.token_source[self.query_start[index]]]))
 
     def split(self) -> tuple[StepBatch, StepBatch]:
         """Two batches that together compute the same: used when the device refuses memory for the whole. Its tokens
@@ -179,6 +199,13 @@ class StepBatch:
         token_first, token_end = int(self.query_start[first]), int(self.query_start[end])
         tokens = slice(token_first, token_end)
         sampled = [i for i, row in enumerate(self.sample_rows.tolist()) if first <= row < end]
+        sampling = self.sampling
+        if self.drafts is not None:
+            each = 1 + self.drafts[self.sample_rows]
+            inside = np.repeat((self.sample_rows >= first) & (self.sample_rows < end), each)
+            sampling = tuple(row for row, kept in zip(sampling, inside.tolist(), strict=True) if kept)
+        else:
+            sampling = tuple(sampling[i] for i in sampled)
         return StepBatch(
             token_ids=self.token_ids[tokens],
             positions=self.positions[tokens],
@@ -188,7 +215,7 @@ class StepBatch:
             directions=None if self.directions is None else self.directions[first:end],
             slot_mapping=self.slot_mapping[tokens],
             sample_rows=self.sample_rows[sampled] - np.int32(first),
-            sampling=tuple(self.sampling[i] for i in sampled),
+            sampling=sampling,
             padding=None if self.padding is None else self.padding[first:end],
             scoring=tuple(
                 ScoringRow(item.row - first, item.first - token_first, item.targets, item.top)
@@ -197,6 +224,7 @@ class StepBatch:
             ),
             grammars=self.grammars,
             adapters=self.adapters[first:end],
+            drafts=None if self.drafts is None else self.drafts[first:end],
         )
 
 
@@ -212,10 +240,12 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """The sampled tokens, in the order of `StepBatch.sample_rows`; prompt scores, in the order of
-    `StepBatch.scoring`."""
+    `StepBatch.scoring`. Of rows with drafts as many tokens as were right, and the one behind them."""
 
-    tokens: Int64Array  # [S]
-    logprobs: tuple[TokenLogprobs | None, ...]  # [S]
+    tokens: Int64Array  # [S], or as many as `counts` says
+    logprobs: tuple[TokenLogprobs | None, ...]  # one for each of them
     scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
     failures: Mapping[int, str] = field(default_factory=dict)
     """By the index of a token that is none: why its request can have no further one."""
+    counts: tuple[int, ...] | None = None
+    """[S] how many of the tokens each sample row has; None = one each."""

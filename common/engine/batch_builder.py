@@ -75,8 +75,8 @@ class _Standing:
             self.always = SamplingRow(params.seed, 0, *self.constant, (), params.logprobs)
 
     def sampling(self, sequence: Sequence, position: int) -> SamplingRow:
-        """Of the token that will stand at `position`. Where the one before it is still to be sampled, history and
-        grammar are the engine's, which brings them up to date with it."""
+        """Of the token that will stand at `position`. Where those before it are still to be sampled, history and
+        grammar are the engine's, which brings them up to date with them."""
         banned = sequence.request.sampling.stop_token_ids if position < self.banned_before else ()
         history, grammar, prompt_tokens = self.constant[7], self.grammar, sequence.request.prompt_tokens
         if position > len(sequence.tokens):
@@ -111,17 +111,23 @@ class BatchBuilder:
         self._always: tuple[SamplingRow, ...] | None = None
         """How these rows sample, where nothing is drawn for any of them."""
 
-    def build(self, plan: IterationPlan, behind: Seq[Sequence] | None = None) -> tuple[StepBatch, list[Sequence]]:
+    def build(
+        self, plan: IterationPlan, behind: Seq[Sequence] | None = None, proposals: Seq[list[int]] | None = None
+    ) -> tuple[StepBatch, list[Sequence]]:
         """The batch of `plan.rows`, and the sequences whose next token it samples, in the order of `sample_rows`.
 
         With `plan.padded_to` (B2) every prefill row is filled up to that many tokens, as far as its blocks reach.
         `behind`: the sequences that the step in flight samples, in its order, for a plan that was made ahead.
+        `proposals`: tokens expected behind each of the rows, of a plan of decode rows; rows with some come first (R14).
         """
         kv, rows = self._kv, plan.rows
+        if proposals is not None:
+            order = sorted(range(len(rows)), key=lambda index: not proposals[index])
+            rows, proposals = [rows[index] for index in order], [proposals[index] for index in order]
         size, number = kv.geometry.block_size, len(rows)
         sequences = [row.sequence for row in rows]
         row_counts = [row.count for row in rows]
-        single = max(row_counts, default=1) == 1 and not plan.padded_to
+        single = proposals is None and max(row_counts, default=1) == 1 and not plan.padded_to
         if behind is not None and single and self._starts is not None and sequences == self._sequences:
             starts = self._starts + 1
         else:
@@ -130,6 +136,9 @@ class BatchBuilder:
         padding = np.array(row_padding(rows, plan.padded_to, kv), dtype=np.int32) if plan.padded_to else None
         if padding is not None:
             counts += padding
+        drafts = None if proposals is None else np.array([len(tokens) for tokens in proposals], dtype=np.int32)
+        if drafts is not None:
+            counts += drafts
         query_start = np.zeros(number + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
         context_lens = starts + counts
@@ -145,7 +154,7 @@ class BatchBuilder:
         elif sources is None and single:
             token_ids = np.array([row.sequence.tokens[row.start] for row in rows], dtype=np.int64)
         else:
-            token_ids = _tokens(rows, padding)
+            token_ids = _tokens(rows, padding, proposals)
 
         if single:
             positions, table_rows = starts, np.arange(number)
@@ -171,7 +180,7 @@ class BatchBuilder:
             directions=directions,
             slot_mapping=slot_mapping,
             sample_rows=np.array(sampled, dtype=np.int32),
-            sampling=self._sampling(rows, sampled),
+            sampling=self._sampling(rows, sampled) if drafts is None else self._sampling_of(rows, drafts),
             padding=padding,
             scoring=tuple(
                 [
@@ -185,6 +194,7 @@ class BatchBuilder:
             grammars=tuple([each.grammar for each in self._rows if each.grammar is not None]) if self._bound else (),
             token_source=None if sources is None or not bool((sources >= 0).any()) else np.repeat(sources, counts),
             adapters=self._adapters,
+            drafts=drafts,
         )
         return batch, sequences if len(sampled) == number else [sequences[index] for index in sampled]
 
@@ -205,6 +215,16 @@ class BatchBuilder:
         if always:
             self._always = sampling
         return sampling
+
+    def _sampling_of(self, rows: list[Row], drafts: npt.NDArray[np.int32]) -> tuple[SamplingRow, ...]:
+        """Of every token of decode rows with drafts, and of the others."""
+        return tuple(
+            [
+                each.sampling(row.sequence, row.start + 1 + offset)
+                for row, each, drafted in zip(rows, self._rows, drafts.tolist(), strict=True)
+                for offset in range(drafted + 1)
+            ]
+        )
 
     # -- what stands -------------------------------------------------------------------------------------------
 
@@ -289,7 +309,7 @@ def _sources(sequences: list[Sequence], behind: Seq[Sequence]) -> Int64s:
     return np.array([places.get(sequence, -1) for sequence in sequences], dtype=np.int64)
 
 
-def _tokens(rows: list[Row], padding: npt.NDArray[np.int32] | None) -> Int64s:
+def _tokens(rows: list[Row], padding: npt.NDArray[np.int32] | None, proposals: Seq[list[int]] | None = None) -> Int64s:
     """Of all rows; 0 where the step in flight samples it."""
     token_ids: list[int] = []
     for index, row in enumerate(rows):
@@ -298,6 +318,8 @@ def _tokens(rows: list[Row], padding: npt.NDArray[np.int32] | None) -> Int64s:
             token_ids.append(tokens[row.start] if row.start < len(tokens) else 0)
         else:
             token_ids.extend(row.sequence.tokens[row.start : row.start + row.count])
+        if proposals is not None:
+            token_ids.extend(proposals[index])
         if padding is not None:
             token_ids.extend([row.sequence.tokens[row.start + row.count - 1]] * int(padding[index]))
     return np.array(token_ids, dtype=np.int64)

@@ -37,6 +37,7 @@ from cohort.common.engine.step_estimates import launching_takes_longer
 from cohort.common.engine.step_inputs import Model, StepInputs, step_inputs
 from cohort.common.engine.streams import CudaStream, Mark, Stream, stream_for
 from cohort.common.engine.uploads import Uploads
+from cohort.common.engine.verification import right_ones
 from cohort.common.errors import InvariantViolated
 from cohort.kernels.coded import products_made
 from cohort.kernels.gpu import available as gpu
@@ -51,15 +52,18 @@ log = structlog.get_logger(__name__)
 class Launched:
     """A step under way."""
 
-    def __init__(self, sampled: SampledOnDevice, mark: Mark) -> None:
+    def __init__(self, sampled: SampledOnDevice, mark: Mark, drafted: StepBatch | None = None) -> None:
+        """`drafted`: the batch, if it has drafts."""
         self._sampled = sampled
         self._mark = mark
+        self._drafted = drafted
 
     def finish(self) -> StepOutput:
         """Wait for the device, then its answer. Everything the step wrote is there afterwards, KV included. Any
         thread."""
         self._mark.wait()
-        return self._sampled.output()
+        output = self._sampled.output()
+        return output if self._drafted is None else right_ones(output, self._drafted)
 
     @property
     def tokens(self) -> Tensor | None:
@@ -232,7 +236,7 @@ class DeviceSteps:
                     return Launched(sampled, self.stream.mark())
                 logits = self._of_sampled(done.logits, batch)
             sampled = sample_on_device(logits, batch.sampling, self._uploads, masks())
-            return Launched(sampled, self.stream.mark())
+            return Launched(sampled, self.stream.mark(), None if batch.drafts is None else batch)
 
     @staticmethod
     def _look_back(batch: StepBatch, last: Launched | None) -> None:
@@ -245,7 +249,7 @@ class DeviceSteps:
         """The logits of a step's sampled rows, recorded or kernel by kernel."""
         if not batch.adapters and (mixed := self.mixed.takes(batch)) is not None:
             done = self.mixed.run(batch, mixed, before)
-            sampled = len(batch.sample_rows)
+            sampled = batch.num_sampled
             self._states = None if done.states is None else done.states[:sampled]
             return done.logits[:sampled]
         inputs = self._inputs(batch)

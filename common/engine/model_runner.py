@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine import compiled_kernels
-from cohort.common.engine.batch import Int64Array, StepBatch, StepOutput, TokenLogprobs
+from cohort.common.engine.batch import Int64Array, SamplingRow, StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.device_memory import DeviceShare, kv_bytes, step_bytes
 from cohort.common.engine.device_steps import DeviceSteps, Launched
 from cohort.common.engine.followers import Followers
@@ -46,6 +46,7 @@ from cohort.common.engine.step_inputs import StepInputs, step_inputs
 from cohort.common.engine.streams import HostStream, Stream
 from cohort.common.engine.transfer_memory import STAGING_BYTES
 from cohort.common.engine.trial_batch import trial_batch
+from cohort.common.engine.verification import joined, sample_drafted
 from cohort.common.engine.weights import WeightKind
 from cohort.common.errors import ConfigError, InvariantViolated, ModelError
 from cohort.common.policies.kv_interface import KvCopy
@@ -218,6 +219,11 @@ class ModelRunner:
         return HostStream() if self._device_steps is None else self._device_steps.stream
 
     @property
+    def samples_on_device(self) -> bool:
+        """All tokens of a step at once, as on a GPU."""
+        return self._device_steps is not None
+
+    @property
     def recorded_classes(self) -> tuple[int, ...]:
         """Row counts whose decode steps are recorded; none on a processor, or where recording failed."""
         return () if self._device_steps is None else self._device_steps.decode.classes
@@ -289,15 +295,7 @@ class ModelRunner:
         first, second = batch.split()
         log.warning("device refused memory; step runs in halves", rows=batch.num_rows, tokens=batch.num_tokens)
         outputs = self.execute(first), self.execute(second)
-        return StepOutput(
-            tokens=np.concatenate([output.tokens for output in outputs]),
-            logprobs=outputs[0].logprobs + outputs[1].logprobs,
-            scores=outputs[0].scores + outputs[1].scores,
-            failures={
-                **outputs[0].failures,
-                **{len(outputs[0].tokens) + index: why for index, why in outputs[1].failures.items()},
-            },
-        )
+        return joined(*outputs)
 
     def use_grammars(self) -> None:
         """Read the tokenizer, for requests that have a grammar: a few tenths of a second, which none shall wait for."""
@@ -353,27 +351,32 @@ class ModelRunner:
         inputs.lora = self.lora.step(batch, host_put(self.device))
         if batch.scoring:
             return self._execute_and_score(batch, inputs)
-        logits = self._forward(inputs)
-        return sample(logits, batch.sampling, self._masks(batch))
+        return self._sample(self._forward(inputs), batch)
+
+    def _sample(self, logits: Tensor, batch: StepBatch) -> StepOutput:
+        if batch.drafts is None:
+            return sample(logits, batch.sampling, self._masks(batch))
+        return sample_drafted(logits, batch, self._masks_of)
 
     def _masks(self, batch: StepBatch) -> TokenMasks | None:
-        if not batch.grammars:
-            return None
+        return self._masks_of(batch.sampling) if batch.grammars else None
+
+    def _masks_of(self, rows: Sequence[SamplingRow]) -> TokenMasks | None:
         if self._grammars is None:  # made at start where requests may have some; a test or a tool may have the first
             self.use_grammars()
         assert self._grammars is not None
-        return self._grammars.of(batch.sampling)
+        return self._grammars.of(rows)
 
     def _execute_and_score(self, batch: StepBatch, inputs: StepInputs) -> StepOutput:
         """A whole prompt's logits may be more than the device has, so those of `max_rows` tokens exist at a time. For
         more of them the forward runs again, over the same tokens: it writes the same KV, and scoring is rare."""
-        sampled = len(batch.sample_rows)
+        sampled = len(inputs.sample_index)
         pairs = ((target, row.top) for row in batch.scoring for target in row.targets)
         scores: list[TokenLogprobs] = []
         output: StepOutput | None = None
         for logits in self._forwards(batch, inputs):
             if output is None:
-                output = sample(logits[:sampled], batch.sampling, self._masks(batch))
+                output = self._sample(logits[:sampled], batch)
                 logits = logits[sampled:]
             scores += score(logits, pairs)
         assert output is not None
@@ -382,7 +385,7 @@ class ModelRunner:
     def _forwards(self, batch: StepBatch, inputs: StepInputs) -> Iterator[Tensor]:
         """The logits of its sampled and its scored tokens, so many at a time."""
         wanted = torch.cat([inputs.sample_index, scored_tokens(batch.scoring, self.device)])
-        at_once = max(self.max_rows, len(batch.sample_rows), 1)
+        at_once = max(self.max_rows, len(inputs.sample_index), 1)
         for start in range(0, max(1, len(wanted)), at_once):
             inputs.sample_index = wanted[start : start + at_once]
             yield self._forward(inputs)

@@ -71,6 +71,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     sample_rows: bytes
     padding: bytes | None
     scoring: tuple[ScoringRow, ...]
+    drafts: bytes | None = None
 
 
 class Copies(msgspec.Struct, frozen=True, tag=True):
@@ -163,6 +164,7 @@ def step_of(batch: StepBatch) -> Step:
         sample_rows=batch.sample_rows.tobytes(),
         padding=None if batch.padding is None else batch.padding.tobytes(),
         scoring=batch.scoring,
+        drafts=None if batch.drafts is None else batch.drafts.tobytes(),
     )
 
 
@@ -176,6 +178,8 @@ def batch_of(step: Step) -> StepBatch:
         return np.frombuffer(bytearray(data), np.int32)
 
     sample_rows = half(step.sample_rows)
+    drafts = None if step.drafts is None else half(step.drafts)
+    sampled = len(sample_rows) + (0 if drafts is None else int(drafts[sample_rows].sum()))
     batch = StepBatch(
         token_ids=whole(step.token_ids),
         positions=whole(step.positions),
@@ -185,9 +189,10 @@ def batch_of(step: Step) -> StepBatch:
         directions=None,
         slot_mapping=whole(step.slot_mapping),
         sample_rows=sample_rows,
-        sampling=(GREEDY,) * len(sample_rows),
+        sampling=(GREEDY,) * sampled,
         padding=None if step.padding is None else half(step.padding),
         scoring=step.scoring,
+        drafts=drafts,
     )
     if step.directions is None:
         return batch

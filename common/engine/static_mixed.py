@@ -28,7 +28,7 @@ from cohort.common.engine.decode_classes import CaptureBudget, MixedClass, mixed
 from cohort.common.engine.recorded_steps import Recorder, StepResult, record_all
 from cohort.common.engine.sampled_before import fill_sources, put_tokens
 from cohort.common.engine.standing_inputs import StandingInputs
-from cohort.common.engine.step_inputs import Model, StepInputs, last_tokens, signed_tables
+from cohort.common.engine.step_inputs import Model, StepInputs, sampled_tokens, signed_tables
 from cohort.kernels.gpu.workspace import Workspace
 from cohort.kernels.paged_attention import AttentionMeta
 
@@ -97,7 +97,7 @@ class StaticMixed:
         prompts = _prompt_rows(batch)
         if not 0 < prompts <= PROMPT_ROWS or int(batch.context_lens[:prompts].max()) > LONGEST_CONTEXT:
             return None
-        return mixed_class_for(int(batch.query_start[prompts]), batch.num_rows, self._steps)
+        return mixed_class_for(int(batch.query_start[prompts]), max(batch.num_rows, batch.num_sampled), self._steps)
 
     def run(self, batch: StepBatch, mixed: MixedClass, before: Tensor | None = None) -> StepResult:
         """Launch the step. The first rows of its result are the batch's sampled ones, in order. The step before it may
@@ -133,11 +133,10 @@ class StaticMixed:
         begin = PROMPT_ROWS + 1
         lens[begin : begin + decodes] = batch.context_lens[prompts:]
         lens[begin + decodes : begin + mixed.rows] = 1
-        last = last_tokens(batch)
-        last[prompts:] += gap
+        sampled = sampled_tokens(batch)
         index = numbers["sample_index"]
-        index[: len(batch.sample_rows)] = last[batch.sample_rows]
-        index[len(batch.sample_rows) : mixed.rows] = 0
+        index[: len(sampled)] = sampled + gap * (sampled >= used)
+        index[len(sampled) : mixed.rows] = 0
         awaited = fill_sources(batch, numbers, gap, used)
         self._buffers.send_numbers()
         self._fill_tables(batch, prompts, decodes, begin + mixed.rows, -(-gap // self._block_size))

@@ -63,7 +63,7 @@ def step_inputs(
         batch.token_ids,
         batch.positions,
         batch.slot_mapping,
-        last_tokens(batch)[batch.sample_rows],
+        sampled_tokens(batch),
         batch.query_start,
         batch.context_lens,
         batch.block_tables if uploads is None else signed_tables(batch),
@@ -104,6 +104,17 @@ def last_tokens(batch: StepBatch) -> npt.NDArray[np.int64]:
     if batch.padding is not None:
         last -= batch.padding
     return last
+
+
+def sampled_tokens(batch: StepBatch) -> npt.NDArray[np.int64]:
+    """[S] flat index of the tokens whose logits are sampled: the last one of each sample row; where it has drafts, also
+    those before it down to its known one."""
+    last = last_tokens(batch)[batch.sample_rows]
+    if batch.drafts is None:
+        return last
+    each = 1 + batch.drafts[batch.sample_rows].astype(np.int64)
+    ends = np.cumsum(each)
+    return np.repeat(last - (ends - 1), each) + np.arange(int(each.sum()))
 
 
 def signed_tables(batch: StepBatch) -> npt.NDArray[np.int32]:

@@ -20,6 +20,8 @@ from typing import assert_never
 from cohort.common.engine.batch import StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.batch_builder import BatchBuilder
 from cohort.common.engine.decode_time import DecodeTime, plan_after_s
+from cohort.common.engine.drafting import Drafting
+from cohort.common.engine.drafts.prompt_lookup import PromptLookup
 from cohort.common.engine.engine_threads import EngineThreads, StepUnderWay
 from cohort.common.engine.free_memory import FreeMemory
 from cohort.common.engine.group_links import GroupLink
@@ -49,6 +51,7 @@ from cohort.common.machines.effects import (
     WorkerEffect,
 )
 from cohort.common.machines.events import (
+    Drafted,
     DrainEnded,
     DrainStarted,
     LinkAddresses,
@@ -128,6 +131,7 @@ class WorkerLoop:
         self._overlaps = runner.device.type == "cuda"
         self._copier: KvCopier | StreamCopier
         self._builder = BatchBuilder(machine.kv)
+        self._drafting = _drafting(context, runner)
         if runner.device.type == "cuda" and runner.ranks is None:
             self._copier = StreamCopier(runner.kv, runner.stream, stream_for(runner.device))
         else:
@@ -313,7 +317,9 @@ class WorkerLoop:
             step = following
 
     def _begin(self, plan: IterationPlan, behind: list[Sequence] | None = None) -> StepUnderWay:
-        batch, sampling = self._builder.build(plan, behind)
+        drafting = self._drafting
+        proposals = drafting.proposals(plan.rows) if drafting is not None and behind is None else None
+        batch, sampling = self._builder.build(plan, behind, proposals)
         now_s = self._clock.now_s()
         self._metrics.engine.schedule_seconds().observe(now_s - self._decided_s)
         return self._engine.begin(plan, batch, sampling, now_s)
@@ -322,14 +328,16 @@ class WorkerLoop:
         """Begin the next step behind this one, as late as can be and yet before this one ends; None: it has to be
         decided when this one has ended."""
         after_s = self._plan_after_s(step.plan) if self._config.engine.plan_ahead else None
-        if after_s is None:
+        if after_s is None or step.batch.drafts is not None:  # how many tokens it yields is not known before its end
             return None
         pause_s = step.begun_s + after_s - self._clock.now_s()
         if pause_s > 0 and not step.computed.done():
             await asyncio.wait([step.computed], timeout=pause_s)
         if step.computed.done():
             return None
-        self._perform(self._ask(PlanAhead()))
+        drafting = self._drafting
+        expected = [] if drafting is None or not step.plan.watched else drafting.expected(step.sampling)
+        self._perform(self._ask(PlanAhead(expected)))
         plan, self._behind = self._behind, None
         return None if plan is None else self._begin(plan, behind=step.sampling)
 
@@ -347,10 +355,15 @@ class WorkerLoop:
 
     def _ended(self, step: StepUnderWay, output: StepOutput | None, latency_s: float, *, alone: bool) -> None:
         """`alone`: no other step was begun behind it."""
-        if all([row.count == 1 for row in step.plan.rows]) and step.plan.rows:
+        if step.batch.drafts is None and all([row.count == 1 for row in step.plan.rows]) and step.plan.rows:
             self._decode_time.note(latency_s)
-        scores = _scores(step.plan, step.batch, output)
-        effects = self._ask(StepEnded(_sampled(step.sampling, output), latency_s, scores))
+        scores, drafts = _scores(step.plan, step.batch, output), list[Drafted]()
+        if self._drafting is not None and step.plan.watched and output is not None:
+            proposed = None if step.batch.drafts is None else step.batch.drafts[step.batch.sample_rows].tolist()
+            drafts = self._drafting.judged(step.sampling, proposed, output)
+        effects = self._ask(StepEnded(_sampled(step.sampling, output), latency_s, scores, drafts))
+        if self._drafting is not None:
+            self._drafting.forget(self._machine.state.holds)
         if self._config.predictor.refine_after_prefill and not step.batch.scoring:
             self._tell_predictor(step.sampling)
         if alone and self._overlaps and self._next is not None:
@@ -412,9 +425,24 @@ def _transfer_memory(runner: ModelRunner, links: dict[str, KvLink]) -> GroupMemo
     return GroupMemory(own, [] if runner.followers is None else runner.followers.ends, whole)
 
 
+def _drafting(context: ServiceContext, runner: ModelRunner) -> Drafting | None:
+    """None: nothing is ever drafted."""
+    speculation = context.config.speculation
+    if speculation.mode == "off":
+        return None
+    return Drafting(PromptLookup, speculation.max_drafts, looks_back=_samples_in_turn(runner))
+
+
+def _samples_in_turn(runner: ModelRunner) -> bool:
+    """A GPU samples all tokens of a step at once."""
+    return not runner.samples_on_device
+
+
 def _sampled(sampling: list[Sequence], output: StepOutput | None) -> list[Sampled]:
     if output is None:
         return []
+    if output.counts is not None:
+        sampling = [each for each, count in zip(sampling, output.counts, strict=True) for _ in range(count)]
     return [
         Sampled(sequence.key, token, _to_wire(logprobs) if logprobs else None, output.failures.get(index, ""))
         for index, (sequence, token, logprobs) in enumerate(

@@ -5,7 +5,7 @@ Called by the worker loop with each report, heartbeat and step. Reads the machin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
@@ -20,7 +20,7 @@ from cohort.common.metrics import EngineMetrics, MetricFactory, TransferMetrics
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.step_times.profile_table import IterationKind
 from cohort.common.sequence import Phase
-from cohort.common.types import WorkerStats
+from cohort.common.types import TrafficClass, WorkerStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,15 @@ def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
             Stat("", "total", partial(_not_ahead, reason), engine.steps_not_ahead(reason))
             for reason in get_args(NotAhead)
         ),
+        *(
+            Stat(f"{name}_{of_class}_total", "total", partial(_of_class, totals, of_class), metric(of_class))
+            for name, totals, metric in (
+                ("drafted_rows", lambda counters: counters.drafted_rows, engine.drafted_rows),
+                ("drafted_tokens", lambda counters: counters.drafted_tokens, engine.drafted_tokens),
+                ("accepted_tokens", lambda counters: counters.accepted_tokens, engine.accepted_tokens),
+            )
+            for of_class in get_args(TrafficClass)
+        ),
         Stat("wasted_rows_total", "total", lambda s: s.counters.wasted_rows, engine.wasted_rows()),
         Stat("loras_held", "gauge", lambda s: len(s.stats.adapters), engine.loras_held()),
         Stat("lora_loads_total", "total", lambda s: s.counters.adapter_loads, engine.lora_loads("loaded")),
@@ -122,6 +131,12 @@ def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
 
 def _not_ahead(reason: NotAhead, snapshot: Snapshot) -> float:
     return snapshot.counters.not_ahead.get(reason, 0)
+
+
+def _of_class(
+    totals: Callable[[WorkerCounters], Mapping[TrafficClass, int]], of_class: TrafficClass, snapshot: Snapshot
+) -> float:
+    return totals(snapshot.counters)[of_class]
 
 
 def _step_time_error(kind: IterationKind, snapshot: Snapshot) -> float:
@@ -194,6 +209,10 @@ class WorkerMetrics:
         return Snapshot(stats, machine.counters, running, waiting, held, quarantined_blocks, retries, compiled, errors)
 
     def _policy_stats(self) -> Iterator[tuple[str, str, float]]:
-        for interface, policy in (("iteration", self._machine.scheduler), ("allocation", self._machine.kv)):
+        for interface, policy in (
+            ("iteration", self._machine.scheduler),
+            ("allocation", self._machine.kv),
+            ("speculation", self._machine.drafts),
+        ):
             for name, value in policy.metrics().items():
                 yield interface, name, value

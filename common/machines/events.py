@@ -78,6 +78,16 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True):
     failure: str = ""
 
 
+class Drafted(msgspec.Struct, frozen=True, array_like=True):
+    """What the engine expected behind a decode row: so many tokens, of which the first `right` were sampled indeed.
+    `computed` False: it was computed without them, and only the first is judged."""
+
+    attempt: Attempt
+    proposed: int
+    right: int
+    computed: bool = True
+
+
 class PromptScores(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of the prompt tokens after `position`, one each, from the positions just computed."""
 
@@ -88,11 +98,13 @@ class PromptScores(msgspec.Struct, frozen=True, array_like=True):
 
 class StepEnded(_Event, frozen=True):
     """The step in flight has run. `sampled`: one entry per row that reached its sequence's last known token, in the
-    order of the rows. `latency_s`: from its start until its tokens were there."""
+    order of the rows. `latency_s`: from its start until its tokens were there. Of a row with drafts (`Row.drafts`) one
+    entry for each of its tokens, in their order: those drafts that were right, and the token behind them."""
 
     sampled: list[Sampled]
     latency_s: float
     scores: list[PromptScores] = []
+    drafts: list[Drafted] = []
 
 
 class StepFailed(_Event, frozen=True):
@@ -104,7 +116,13 @@ class StepFailed(_Event, frozen=True):
 
 class PlanAhead(_Event, frozen=True):
     """The host could begin the next step behind the one in flight, now: answered with a `StartStep` that is `ahead`, or
-    with nothing. Hosts tell it as late as they can: what arrives later waits for one step more."""
+    with nothing. Hosts tell it as late as they can: what arrives later waits for one step more. Not told of a step that
+    computes drafts: how many tokens its rows yield is not known before it ends.
+
+    `expected`: sequences of which the engine expects several tokens from here on, which only a decided step can draft.
+    """
+
+    expected: list[Attempt] = []
 
 
 class RunsSent(_Event, frozen=True):

@@ -31,6 +31,8 @@ class FastForward:
         plan = self._state.in_flight
         if not self._state.kv.grows_by_block or plan is None or not plan.rows:
             return False
+        if self._machine.drafts.policy is not None:  # each iteration teaches it, and may be given drafts
+            return False
         if self._receiver.offers or self._state.aborting or not self._machine.pool.quiet:
             return False
         for row in plan.rows:

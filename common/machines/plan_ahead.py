@@ -49,14 +49,15 @@ class AheadPlanner:
         """The step that begins now was chosen by the scheduler."""
         self._undecided = 0
 
-    def plan(self, *, news: bool, prompt_step: int) -> IterationPlan | None:
+    def plan(self, *, news: bool, prompt_step: int, drafts: bool = False) -> IterationPlan | None:
         """What follows the step in flight, with its blocks reserved; None: that must be decided when it has ended, or
-        is planned already. `news`: something waits for a decision. `prompt_step`: as of `KvReceiver.arriving`."""
+        is planned already. `news`: something waits for a decision. `prompt_step`: as of `KvReceiver.arriving`.
+        `drafts`: the next step is to have some."""
         state = self._state
         if state.in_flight is None or state.ahead is not None:
             return None
         plan = IterationPlan(reason="repeats")
-        why = self._refusal(state.in_flight, plan, news, prompt_step)
+        why: NotAhead | None = "drafts" if drafts else self._refusal(state.in_flight, plan, news, prompt_step)
         counters = state.counters
         if why is not None:
             counters.not_ahead[why] = counters.not_ahead.get(why, 0) + 1

@@ -79,7 +79,10 @@ def config_text(config: Config) -> str:
 
 def describe_plan(plan: IterationPlan) -> list[str]:
     """Everything a plan decides, as text."""
-    rows = [f"{row.sequence.key} [{row.start}, {row.start + row.count})" for row in plan.rows]
+    rows = [
+        f"{row.sequence.key} [{row.start}, {row.start + row.count}){f' + {row.drafts}' if row.drafts else ''}"
+        for row in plan.rows
+    ]
     preempted = [f"{preempt.how} {preempt.sequence.key}" for preempt in plan.preempted]
     return [*rows, *preempted, *(str(copy) for copy in plan.copies), f"padded to {plan.padded_to}"]
 

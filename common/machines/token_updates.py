@@ -41,11 +41,18 @@ class TokenUpdates:
         if updates is None:
             updates = self._updates[held.gateway] = []
         if finish is None and not logprobs and not first_here and sequence.repeat_from is None:  # nearly all of them
-            updates.append(TokenUpdate(sequence.key, position, [token], cached_tokens=sequence.cached_tokens))
+            if updates and updates[-1].attempt is sequence.key:  # of the same row: they are told together
+                updates[-1].tokens.append(token)
+            else:
+                updates.append(TokenUpdate(sequence.key, position, [token], cached_tokens=sequence.cached_tokens))
             return None
         request = sequence.request
         start = position if sequence.repeat_from is None else sequence.repeat_from
         sequence.repeat_from = None
+        before = updates.pop() if updates and updates[-1].attempt is sequence.key else None
+        if before is not None:  # of the same row: they are told together
+            start = before.position
+        times = self._times(now_s, sequence) if first_here or finish else None
         updates.append(
             TokenUpdate(
                 request.attempt,
@@ -54,7 +61,7 @@ class TokenUpdates:
                 logprobs[start - len(request.tokens) :] if logprobs else [],
                 finish,
                 cached_tokens=sequence.cached_tokens,
-                times=self._times(now_s, sequence) if first_here or finish else None,
+                times=times if before is None or times is not None else before.times,
                 prompt_logprobs=held.prompt_logprobs if start == request.prompt_tokens else [],
             )
         )

@@ -45,6 +45,7 @@ from cohort.common.machines.parked_pool import ParkedPool
 from cohort.common.machines.plan_ahead import AheadPlanner, same_rows
 from cohort.common.machines.scored_prompts import ScoringTurns
 from cohort.common.machines.senders import may_say
+from cohort.common.machines.speculation_desk import SpeculationDesk
 from cohort.common.machines.token_updates import TokenUpdates
 from cohort.common.machines.worker_report import WorkerReports
 from cohort.common.machines.worker_state import Held, WorkerSetup, WorkerState
@@ -99,6 +100,7 @@ class WorkerMachine:
         self._effects = state.effects
         self._tokens = TokenUpdates(state)
         self._scoring = ScoringTurns(state.holds)
+        self.drafts = SpeculationDesk(state, self.times)
         self._next_renewal_s = 0.0
         self._repeats = False
         """The step in flight was planned ahead and has the rows of the one before it."""
@@ -129,8 +131,8 @@ class WorkerMachine:
                     self._reports.due(memory_free_bytes)
                 case StepFailed(reason=reason):
                     self._step_failed(now_s, reason)
-                case PlanAhead():
-                    self._plan_ahead(now_s)
+                case PlanAhead(expected=expected):
+                    self._plan_ahead(now_s, expected)
                 case Undelivered(peer=peer):
                     self.sender.peer_lost(now_s, peer)
                     self.receiver.peer_lost(now_s, peer)
@@ -176,8 +178,7 @@ class WorkerMachine:
     def check(self) -> None:
         """Raise `InvariantViolated` if anything is held by no request, or by two."""
         self.kv.check()
-        known = {*self._held, *self.sender.settling, *self.receiver.settling}
-        stray = set(self.kv.owners()) - known
+        stray = set(self.kv.owners()) - {*self._held, *self.sender.settling, *self.receiver.settling}
         if stray:
             raise InvariantViolated(f"blocks of forgotten sequences: {sorted(stray)[:4]}")
         self.receiver.check()
@@ -343,23 +344,23 @@ class WorkerMachine:
                 following = self._held[sequence.key].next_instance
                 if following is not None:
                     self.sender.offer(now_s, sequence, following, sequence.end)
+        self.drafts.allot(plan)
         self.state.in_flight = plan
         self._effects.append(StartStep(plan))
 
-    def _plan_ahead(self, now_s: float) -> None:
+    def _plan_ahead(self, now_s: float, expected: list[Attempt]) -> None:
         """Begin the next iteration behind the one in flight, if which rows it has is certain."""
         news = bool(self._revised) or self._scoring.pending
-        plan = self._ahead.plan(news=news, prompt_step=self._prompt_step)
+        plan = self._ahead.plan(news=news, prompt_step=self._prompt_step, drafts=self.drafts.wants(expected))
         if plan is not None:
-            self.state.moved_s = now_s
-            self.state.ahead = plan
+            self.state.moved_s, self.state.ahead = now_s, plan
+            self.drafts.watch(plan)
             self._effects.append(StartStep(plan, ahead=True))
 
     def _decide(self, now_s: float) -> IterationPlan:
         counts_arriving = self.scheduler.wants_arriving
         arriving = self.receiver.arriving(self._prompt_step) if counts_arriving else 0
-        scored = self._scoring.next()
-        if scored is not None:
+        if (scored := self._scoring.next()) is not None:
             self.scheduler.add(now_s, scored)
         news = News(self._ran, self._revised, arriving, self._earlier)
         self._ran, self._earlier, self._revised = None, [], []
@@ -375,14 +376,14 @@ class WorkerMachine:
             self._scored(scores)
         plan, self.state.in_flight, self.state.ahead = self.plan_in_flight, self.state.ahead, None
         held_of = self._held
+        self.drafts.ended(plan, event)
         self.counters.steps += 1
         if plan.rows:
             self.state.averages.note(plan, event.latency_s)
         if self.observed is not None and not self._repeats:  # which teaches nothing new
             self.observed.note(plan, event.latency_s, self.kv.geometry)
         behind = self.state.in_flight
-        repeats = behind is not None and same_rows(plan, behind)
-        self._repeats = repeats
+        self._repeats = repeats = behind is not None and same_rows(plan, behind)
         self.state.skipped_s.append(event.latency_s)
         if behind is None or (not repeats and plan.tokens > len(plan.rows)):
             ran = Ran(plan, now_s, tuple(self.state.skipped_s))
@@ -393,10 +394,9 @@ class WorkerMachine:
                 self._earlier.append(ran)
         ending = note_computed(now_s, plan, self.state)
         add = self._tokens.add
-        for sampled in event.sampled:
+        for sampled in self.drafts.one_by_one(event.sampled) if plan.drafted else event.sampled:
             held = held_of[sampled.attempt]
-            finish = None if held.aborting else add(now_s, held, sampled)
-            if finish is not None:
+            if not held.aborting and (finish := add(now_s, held, sampled)) is not None:
                 self._finished(now_s, held.sequence, finish)
         for sequence in ending:
             known = held_of.get(sequence.key)

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cohort.common.policies.interface import IterationPlan
+from cohort.common.types import TrafficClass
 
-NotAhead = Literal["prompts", "ended", "request", "kv_transfer", "news", "policy", "memory", "shared"]
+NotAhead = Literal["prompts", "ended", "request", "kv_transfer", "news", "policy", "memory", "shared", "drafts"]
 """Why the step after the one in flight is not planned ahead: a prompt goes on, and its next chunk is still to be
 decided; no row goes on; a sequence does not run any more; KV is under way or copied; there is news that only a decision
 takes in; the scheduler might choose other rows; blocks lack; a row's next slot is, or may become, another sequence's
-(`KvAllocator.extend_ahead`)."""
+(`KvAllocator.extend_ahead`); the engine expects several tokens of a sequence, which only a decided step can draft."""
 
 
 @dataclass(slots=True)
@@ -76,4 +77,8 @@ class WorkerCounters:
     adapter_loads: int = 0
     adapter_failures: int = 0
     """LoRA adapters loaded, and those that could not be."""
+    drafted_rows: dict[TrafficClass, int] = field(default_factory=lambda: {"rt": 0, "be": 0})
+    drafted_tokens: dict[TrafficClass, int] = field(default_factory=lambda: {"rt": 0, "be": 0})
+    accepted_tokens: dict[TrafficClass, int] = field(default_factory=lambda: {"rt": 0, "be": 0})
+    """Decode rows that were computed with drafts, these drafts, and those of them that were right."""
     finished: dict[str, int] = field(default_factory=dict)

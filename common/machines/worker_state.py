@@ -10,7 +10,7 @@ from random import Random
 
 import msgspec
 
-from cohort.common.config import Config
+from cohort.common.config import Config, SpeculationConfig
 from cohort.common.machines.effects import WorkerEffect
 from cohort.common.machines.worker_counters import Averages, WorkerCounters
 from cohort.common.messages import StartSegment, TokenLogprob
@@ -51,6 +51,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """Reports tell the progress of every sequence (`WorkerStats.queue`)."""
     max_loras: int = 8
     """LoRA adapters held at once."""
+    speculation: SpeculationConfig = SpeculationConfig()
 
     @staticmethod
     def of(config: Config, links: tuple[str, ...]) -> WorkerSettings:
@@ -64,6 +65,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
             chunked_transfer=transfer.ablation.chunked,
             scored_step_tokens=config.engine.scored_step_tokens,
             max_loras=config.engine.max_loras,
+            speculation=config.speculation,
         )
 
 

@@ -368,11 +368,17 @@ class LateBinding(ABC):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """Compute positions [start, start + count) of a sequence."""
+    """Compute positions [start, start + count) of a sequence.
+
+    `drafts`: of a decode row, positions behind it that the engine may compute with it, for tokens that it expects there
+    (`common/policies/speculation.py`). Schedulers leave it 0: the machine sets it once the plan is made, and has blocks
+    for these positions too.
+    """
 
     sequence: Sequence
     start: int
     count: int
+    drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,6 +407,12 @@ class IterationPlan(msgspec.Struct):
     ended_context: int = 0
     estimated_s: float = 0.0
     reason: str = ""
+    watched: bool = False
+    """The engine is to say what it expects behind these rows: drafts may be worth their time. Looking costs the host
+    some, so it does not look otherwise."""
+    drafted: int = 0
+    """Of a plan that has run: positions of drafted tokens that were computed beside its rows' own. What it took then
+    says nothing about its rows alone."""
 
     @property
     def tokens(self) -> int:

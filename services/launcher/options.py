@@ -48,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="LoRA adapter in PEFT format that requests select by this model name; may be repeated",
     )
     how = parser.add_argument_group("how")
+    how.add_argument(
+        "--speculation",
+        choices=("off", "lookup"),
+        help="lookup: expected tokens are computed along and kept where they are right (default: off)",
+    )
     how.add_argument("--preset", default="", metavar="NAME", help="one of configs/presets/, e.g. unified")
     how.add_argument(
         "--config",
@@ -119,6 +124,8 @@ def overrides_of(options: argparse.Namespace, file_keys: set[str]) -> dict[str, 
         flat["model.served_name"] = options.served_name
     if options.quantization is not None:
         flat["model.quantization"] = options.quantization
+    if options.speculation is not None:
+        flat["speculation.mode"] = options.speculation
     if options.host is not None:
         flat["gateway.host"] = options.host
     for half in ("tls_cert", "tls_key"):

@@ -19,13 +19,14 @@ from typing import Literal
 import msgspec
 
 from cohort.common.machines.effects import Admitted, Deliver, Ended, Fail, GatewayEffect, ManagerFound, Rejected
-from cohort.common.machines.events import Offered, Received, Sampled
+from cohort.common.machines.events import Drafted, Offered, Received, Sampled
 from cohort.common.messages import Message, TokenBatch, TokenUpdate
-from cohort.common.policies.interface import Row
+from cohort.common.policies.interface import IterationPlan, Row
 from cohort.common.types import Attempt, IfLate, Prediction, Request, SamplingParams
 from cohort.common.virtual_cluster.cluster import GATEWAY, VirtualCluster
 from cohort.common.virtual_cluster.plugins import Node
 from cohort.common.workloads.items import WorkItem
+from cohort.services.simulator.acceptance import Acceptance
 from cohort.services.simulator.statistics import Histogram
 
 OUTPUT_TOKEN, STOP_TOKEN = 1, 2
@@ -117,8 +118,10 @@ class TraceClients:
         distinct_prompts: bool,
         seed: int,
         if_late: IfLate = "refuse",
+        acceptance: float = 0.0,
     ) -> None:
-        """`if_late`: of requests with a TTFT SLO of their own; by default as the gateway understands them."""
+        """`acceptance`: as of `SimOptions`. `if_late`: of requests with a TTFT SLO of their own; by default as the
+        gateway understands them."""
         self.classes: dict[str, ClassStats] = {}
         self.live: dict[str, InFlight] = {}
         self.first_arrival_s = math.inf
@@ -133,6 +136,7 @@ class TraceClients:
         self._distinct = distinct_prompts
         self._if_late = if_late
         self._random = Random(seed)
+        self._acceptance = Acceptance(acceptance, seed)
         self._count = 0
         self._under_way: deque[tuple[Node, list[TokenUpdate], list[float]]] = deque()
         """Tokens of steps run as one that the gateway has yet to hear of."""
@@ -266,9 +270,31 @@ class TraceClients:
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 
-    def sample(self, rows: Iterable[Row]) -> list[Sampled]:
-        """Tokens the model samples for the rows of a step that reach their last known token."""
+    @property
+    def drafts(self) -> bool:
+        """Tokens are expected behind rows: those that may carry drafts have as many."""
+        return bool(self._acceptance)
+
+    def drafted(self, plan: IterationPlan) -> list[Drafted]:
+        """How the drafts of a step do, and of rows without any what was only expected."""
+        if not self._acceptance or not plan.watched:
+            return []
+        judged = []
+        for row in plan.rows:
+            sequence, live = row.sequence, self.live.get(row.sequence.request_id)
+            known = len(sequence.tokens)
+            if live is None or row.start + 1 != known or row.count != 1 or sequence.output_tokens < 1:
+                continue
+            # The answer's last token is the end token, which no draft has.
+            left = max(0, live.output_tokens - sequence.output_tokens - 1)
+            right = min(left, self._acceptance.right(live.index, known, max(1, row.drafts)))
+            judged.append(Drafted(sequence.key, max(1, row.drafts), right, computed=row.drafts > 0))
+        return judged
+
+    def sample(self, rows: Iterable[Row], drafted: Iterable[Drafted] = ()) -> list[Sampled]:
+        """Tokens the model samples for the rows of a step that reach their last known token, and for right drafts."""
         sampled, all_live = [], self.live
+        more = {each.attempt: each.right for each in drafted if each.computed}
         for row in rows:
             sequence = row.sequence
             known = len(sequence.tokens)
@@ -277,6 +303,9 @@ class TraceClients:
                 live = all_live.get(key.request_id)
                 last = live is not None and known + 1 - sequence.request.prompt_tokens >= live.output_tokens
                 sampled.append(Sampled(key, STOP_TOKEN if last else OUTPUT_TOKEN))
+                for count in range(1, more.get(key, 0) + 1) if more else ():
+                    last = live is not None and sequence.output_tokens + 1 + count >= live.output_tokens
+                    sampled.append(Sampled(key, STOP_TOKEN if last else OUTPUT_TOKEN))
         return sampled
 
     def fewest_left(self, rows: Iterable[Row]) -> int:

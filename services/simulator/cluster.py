@@ -65,6 +65,9 @@ class SimOptions:
     blocking_transfers: bool = False
     """An instance computes nothing while KV arrives: the next iteration takes that much longer, as in engines whose
     decode loop itself waits for KV transfers."""
+    acceptance: float = 0.0
+    """Where the configuration lets rows carry drafts (`speculation.mode`): the chance of a drafted token to be right,
+    on average over requests, which differ (`acceptance.py`)."""
     adapter_load_s: float = 0.1
     """What an instance takes to load a LoRA adapter of the workload."""
     profiled: bool = True
@@ -163,6 +166,7 @@ class SimCluster:
             distinct_prompts=shared,
             seed=options.seed,
             if_late=options.if_late,
+            acceptance=options.acceptance,
         )
         self.engine = CostEngine(
             self.virtual,

@@ -114,8 +114,8 @@ class CostEngine:
     def begin(self, node: WorkerNode, step: StartStep) -> None:
         worker = _sim(node)
         plan, now_s = step.plan, self._events.now_s
-        stages = not self._cluster.of(worker.number).cpu
-        cost, model = plan_cost(plan, self._geometry, device_stages=stages), self._costs[worker.number]
+        stages, drafts = not self._cluster.of(worker.number).cpu, self._clients.drafts
+        cost, model = plan_cost(plan, self._geometry, device_stages=stages, drafts=drafts), self._costs[worker.number]
         beside_s = model.swap_s(cost.beside_bytes)
         worker.step += 1
         step_s = model.step_s(cost.work) * self._factor(worker, 0)
@@ -201,11 +201,12 @@ class CostEngine:
         if worker.unsaid_s:
             self._say(worker)
         latency_s, plan = worker.latencies_s[0], worker.machine.plan_in_flight
-        sampled = self._clients.sample(plan.rows)
+        drafts = self._clients.drafted(plan)
+        sampled = self._clients.sample(plan.rows, drafts)
         worker.ends_s, worker.latencies_s = [], []
         if self._shares:
             self._share_cores()
-        self._virtual.tell(worker, StepEnded(sampled, latency_s))
+        self._virtual.tell(worker, StepEnded(sampled, latency_s, drafts=drafts))
 
     def _factor(self, worker: SimWorker, ahead: int) -> float:
         """Of the step so many after the one in flight."""

@@ -47,6 +47,13 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
         help="coefficient of variation of an iteration's time (default: as profiled; 0 in the shipped files)",
     )
     group.add_argument(
+        "--acceptance",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="with speculation.mode lookup: chance of a drafted token to be right, mean of the requests (default: 0)",
+    )
+    group.add_argument(
         "--adapter-load",
         type=float,
         default=0.1,

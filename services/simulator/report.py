@@ -148,6 +148,14 @@ def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
     variation = cluster.scatter if sim.options.scatter is None else sim.options.scatter
     if variation:
         notes.append(f"iterations scatter by {100 * variation:.3g} %")
+    counters = [worker.machine.counters for worker in sim.workers]
+    if drafted := sum(sum(each.drafted_tokens.values()) for each in counters):
+        rows = sum(sum(each.drafted_rows.values()) for each in counters)
+        right = sum(sum(each.accepted_tokens.values()) for each in counters)
+        of_all = right / max(1, sum(each.decode_tokens for each in counters))
+        notes.append(
+            f"{drafted} tokens drafted in {rows} rows, {right / drafted:.1%} right: {of_all:.1%} of all decoded"
+        )
     resubmitted = sim.gateway.ledger.resubmitted_total
     if resubmitted:
         notes.append(f"{resubmitted} requests were given back and submitted again")

@@ -80,6 +80,9 @@ def traffic_of(options: argparse.Namespace, *, count: int | None = None) -> Traf
 def simulation_options(options: argparse.Namespace) -> SimOptions:
     if options.scatter is not None and options.scatter < 0:
         raise ConfigError(f"--scatter {options.scatter:g}: must not be below 0")
+    acceptance = getattr(options, "acceptance", 0.0)
+    if not 0.0 <= acceptance <= 1.0:
+        raise ConfigError(f"--acceptance {acceptance:g}: must be between 0 and 1")
     return SimOptions(
         seed=options.seed,
         predictor=options.predictor,
@@ -91,6 +94,7 @@ def simulation_options(options: argparse.Namespace) -> SimOptions:
         slo_defaults=True,
         if_late=options.if_late,
         scatter=options.scatter,
+        acceptance=acceptance,
         adapter_load_s=getattr(options, "adapter_load", 0.1),
     )
 

@@ -22,8 +22,11 @@ class PlanCost(msgspec.Struct, frozen=True):
     """While the rows are computed (R12)."""
 
 
-def plan_cost(plan: IterationPlan, geometry: KvGeometry, *, device_stages: bool = False) -> PlanCost:
-    """`device_stages`: the engine's copies out leave the device beside the rows where they can, as a GPU's do."""
+def plan_cost(
+    plan: IterationPlan, geometry: KvGeometry, *, device_stages: bool = False, drafts: bool = False
+) -> PlanCost:
+    """`device_stages`: the engine's copies out leave the device beside the rows where they can, as a GPU's do.
+    `drafts`: rows have as many as they may, each of which costs what a row of its own would."""
     tokens = useful = pairs = prefill_context = decode_rows = decode_context = longest = sampled = 0
     padded_to = plan.padded_to
     for row in plan.rows:
@@ -37,6 +40,10 @@ def plan_cost(plan: IterationPlan, geometry: KvGeometry, *, device_stages: bool 
             decode_context += start + 1
             if start >= longest:
                 longest = start + 1
+            if drafts and row.drafts:
+                drafted = row.drafts
+                tokens, sampled, decode_rows = tokens + drafted, sampled + drafted, decode_rows + drafted
+                decode_context += drafted * (start + 1) + drafted * (drafted + 1) // 2
         else:
             computed = max(count, padded_to)
             tokens += computed

@@ -41,7 +41,9 @@ class LearnedTimes(Learned):
     def note(self, plan: IterationPlan, latency_s: float, geometry: KvGeometry) -> BatchShape | None:
         """Record an iteration; its shape, or None where nothing was learned. Decode-only iterations that repeat the
         last one by row teach nothing new and are left out, as are those that copied KV beside their rows: which of the
-        two took the time is not known."""
+        two took the time is not known. Likewise those with drafts."""
+        if plan.drafted:  # its drafts are priced by `common/policies/speculation.py`
+            return None
         copies, rows = plan.copies, frozenset[Attempt]()
         if copies:
             if any(copy.beside for copy in copies):

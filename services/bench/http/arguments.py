@@ -88,6 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--shuffle", action="store_true", help="take the rows in an order drawn by --seed")
     what.add_argument("--max-prompt", type=int, metavar="N", help="clip longer prompts; the result says how many")
     what.add_argument("--max-output", type=int, metavar="N", help="clip longer outputs; the result says how many")
+    what.add_argument(
+        "--repeat",
+        type=int,
+        metavar="N",
+        help="prompts say their first N tokens again and again, as texts do that an answer quotes (not of a --dataset)",
+    )
     what.add_argument("--class-mix", metavar="MIX", help="x-cohort-class by share, for example rt=0.7,be=0.3")
     what.add_argument(
         "--ignore-eos",

@@ -150,6 +150,7 @@ class Harness:
             seed=self.options.workload.seed,
             salt=salt,
             hash_block_tokens=self.options.hash_block_tokens,
+            repeat=self.options.repeat,
         )
 
     async def _warm_up(self, server: Server, spec: WorkloadSpec, salt: int) -> None:

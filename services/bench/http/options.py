@@ -67,6 +67,7 @@ class BenchOptions:
     tokenizer: Path | None
     token_range: tuple[int, int] | None
     hash_block_tokens: int
+    repeat: int
     ignore_eos: bool
     temperature: float
     extra_body: dict[str, Any]
@@ -92,6 +93,7 @@ def from_args(args: argparse.Namespace) -> BenchOptions:
         "max_prompt",
         "max_output",
         "hash_block",
+        "repeat",
         "rounds",
         "rate",
         "time_scale",
@@ -131,6 +133,7 @@ def from_args(args: argparse.Namespace) -> BenchOptions:
         tokenizer=args.tokenizer,
         token_range=_token_range(args.token_range),
         hash_block_tokens=args.hash_block,
+        repeat=args.repeat or 0,
         ignore_eos=args.dataset is None if args.ignore_eos is None else args.ignore_eos,
         temperature=args.temperature,
         extra_body=_extra_body(args.extra_body),

@@ -75,6 +75,7 @@ def _print_run(run: RunReport, console: Console) -> None:
     totals.add_row("Requests", f"{whole.requests_per_s:.2f} /s")
     totals.add_row("Output tokens", f"{whole.output_tokens_per_s:.1f} /s  ({whole.output_tokens})")
     totals.add_row("All tokens", f"{whole.total_tokens_per_s:.1f} /s  ({whole.prompt_tokens + whole.output_tokens})")
+    totals.add_row("Output tokens at once", f"{whole.tokens_at_once:.2f}")
     if run.lengths is not None and run.lengths.cached_prompt_tokens is not None:
         totals.add_row("Prompt tokens from prefix cache", f"{run.lengths.cached_prompt_tokens}")
     console.print(totals)
@@ -127,13 +128,13 @@ def _slo(slo: SloReport) -> str:
 
 def _breakdown(title: str, slices: dict[str, Slice]) -> Table:
     latencies = ("TTFT p50", "p99", "TPOT p50", "p99", "e2e p50", "p99")
-    table = plain_table(title, "done", "failed", "out tok/s", *latencies, "SLO %")
+    table = plain_table(title, "done", "failed", "out tok/s", "at once", *latencies, "SLO %")
     for name, one in slices.items():
         cells = []
         for found in (one.ttft_ms, one.tpot_ms, one.e2e_ms):
             cells += ["–", "–"] if found is None else [_short(found.p50), _short(found.p99)]
         kept = f"{100 * one.slo.kept_of_sent:.1f}" if one.slo else "–"
-        counts = (str(one.completed), str(one.failed), _short(one.output_tokens_per_s))
+        counts = (str(one.completed), str(one.failed), _short(one.output_tokens_per_s), f"{one.tokens_at_once:.2f}")
         table.add_row(escape(name) or "–", *counts, *cells, kept)
     return table
 

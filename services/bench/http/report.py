@@ -6,6 +6,7 @@ Called by `harness` after each run. Definitions (docs/guide/benchmarking.md says
     TPOT   (e2e − TTFT) / (output tokens − 1)                completed requests with at least 2 tokens
     ITL    gaps between consecutive chunks with output       all gaps of all completed requests
     e2e    last chunk with choices − sent                    completed requests
+    at once        output tokens / moments at which a chunk arrived
     client queue   sent − due                                all requests that were sent
     duration       first send → last end of any request
     throughput     requests completed, and their tokens, per second of duration
@@ -100,6 +101,9 @@ class Slice(msgspec.Struct, frozen=True):
     e2e_ms: Distribution | None
     client_queue_ms: Distribution | None
     slo: SloReport | None
+    tokens_at_once: float = 0.0
+    """Output tokens that a client read together, on average: more than one where several come of one iteration, in one
+    chunk or in several."""
 
 
 class RunReport(msgspec.Struct, frozen=True):
@@ -199,6 +203,7 @@ def slice_figures(records: Sequence[RequestRecord], duration_s: float, limits: S
         e2e_ms=distribution([record.e2e_s for record in done]),
         client_queue_ms=distribution([record.client_queue_s for record in records]),
         slo=_slo(records, limits, per_s) if limits else None,
+        tokens_at_once=output_tokens / max(1, sum(len(set(record.token_s)) for record in done)),
     )
 
 

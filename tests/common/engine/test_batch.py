@@ -40,7 +40,7 @@ def test_check_accepts_batches_of_the_driver(batch: StepBatch) -> None:
         ("slot_mapping", lambda a: np.full_like(a, 3), "slots are distinct"),
         ("context_lens", lambda a: a + 1, "last position is its context's last"),
         ("query_start", lambda a: a + 1, "does not cut 24 tokens"),
-        ("sampling", lambda rows: rows[:1], "one sampling row per sampled row"),
+        ("sampling", lambda rows: rows[:1], "one sampling row per sampled token"),
         ("directions", lambda a: a[:, :1], "directions match"),
     ],
 )

@@ -105,9 +105,12 @@ async def worker(
     plan_ahead: bool,
     device_steps: bool,
     preset: str = "",
+    speculation: str = "off",
+    max_rows: int = 8,
 ) -> AsyncIterator[Running]:
-    engine_options = {"plan_ahead": plan_ahead, "max_rows": 8, "prefill_chunk": 12}
-    config = load_config(preset=preset, overrides={"engine": engine_options})
+    engine_options = {"plan_ahead": plan_ahead, "max_rows": max_rows, "prefill_chunk": 12}
+    overrides = {"engine": engine_options, "speculation": {"mode": speculation}}
+    config = load_config(preset=preset, overrides=overrides)
     share = DeviceShare(graphs=1 << 40)
     engine = ThreadPoolExecutor(1)
     runner = make_runner(folder, device_steps=device_steps, share=share, num_blocks=80)

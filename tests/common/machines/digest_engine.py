@@ -7,17 +7,21 @@ digest too, so a request's output is known beforehand whatever happens on the wa
 
 Steps are planned ahead, if wanted: some time into a step the engine asks for the next one, and begins it when the step
 has ended, with the tokens that it sampled itself, whatever the machine has been told by then.
+
+Rows that may carry drafts get some, each right with a given chance; the KV of wrong ones stays in their slots, where no
+other row may ever find it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING
 
 from cohort.common.machines.effects import StartStep
-from cohort.common.machines.events import PlanAhead, Sampled, StepEnded
-from cohort.common.policies.interface import IterationPlan
+from cohort.common.machines.events import Drafted, PlanAhead, Sampled, StepEnded
+from cohort.common.policies.interface import IterationPlan, Row
 from cohort.common.policies.kv_interface import NO_BLOCK, KvCopy
 from cohort.common.policies.padding import row_padding
 from cohort.common.types import Attempt
@@ -82,6 +86,7 @@ class Begun:
 
     plan: IterationPlan
     tables: list[list[int]]
+    drafts: dict[Attempt, list[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -97,8 +102,16 @@ class DigestEngine:
     step is asked for at some moment of every step."""
 
     def __init__(
-        self, cluster: VirtualCluster, random: Random, blocks: int, host_blocks: int, *, plan_ahead: bool = True
+        self,
+        cluster: VirtualCluster,
+        random: Random,
+        blocks: int,
+        host_blocks: int,
+        *,
+        plan_ahead: bool = True,
+        acceptance: float = 0.0,
     ) -> None:
+        """`acceptance`: the chance of a drafted token to be right."""
         self._cluster = cluster
         self._random = random
         self._sizes = (blocks * BLOCK, host_blocks * BLOCK)
@@ -106,6 +119,7 @@ class DigestEngine:
         self._devices: dict[WorkerNode, Device] = {}
         # Of its own, so that all else happens as without.
         self._moments = Random(17) if plan_ahead else None
+        self._acceptance, self._guesses = acceptance, Random(18)
 
     def memory(self, node: WorkerNode) -> Memory:
         memory = self._memories.get(node)
@@ -119,22 +133,38 @@ class DigestEngine:
         node.worker.check()
         device, kv = self._devices.setdefault(node, Device()), node.worker.kv
         assert len(device.steps) <= step.ahead
-        device.steps.append(Begun(step.plan, [list(kv.blocks(row.sequence.key)) for row in step.plan.rows]))
+        drafts = {row.sequence.key: self._drafts(row) for row in step.plan.rows if row.drafts}
+        assert not (step.ahead and (drafts or any(begun.drafts for begun in device.steps)))
+        tables = [list(kv.blocks(row.sequence.key)) for row in step.plan.rows]
+        device.steps.append(Begun(step.plan, tables, {key: tokens for key, tokens in drafts.items() if tokens}))
         if len(device.steps) == 1:  # one that is ahead finds none where the host was stopped meanwhile
             self._run(node, device)
 
     def _run(self, node: WorkerNode, device: Device) -> None:
         """The first of the device's steps starts now."""
         begun = device.steps[0]
-        now_s, takes_s = self._cluster.now_s, 0.005 + 0.001 * begun.plan.tokens
-        if self._moments is not None:
+        computed = begun.plan.tokens + sum(map(len, begun.drafts.values()))
+        now_s, takes_s = self._cluster.now_s, 0.005 + 0.001 * computed
+        if self._moments is not None and not begun.drafts:
             self._cluster.events.at(now_s + self._moments.random() * takes_s, self._ask_ahead, node, begun)
         self._cluster.events.at(now_s + takes_s, self._end, node, begun)
 
     def _ask_ahead(self, node: WorkerNode, begun: Begun) -> None:
         if node.alive and begun in self._devices[node].steps[:1]:
-            self._cluster.tell(node, PlanAhead())
+            guesses = self._guesses
+            expected = [row.sequence.key for row in begun.plan.rows if guesses.random() < self._acceptance]
+            self._cluster.tell(node, PlanAhead(expected))
             node.worker.check()
+
+    def _drafts(self, row: Row) -> list[int]:
+        """Of a row that may have some: as many as it may, or fewer, or none."""
+        guesses, first = self._guesses, adapted(row.sequence.request.adapter)
+        tokens = list(row.sequence.tokens)
+        assert row.start + 1 == len(tokens) and row.count == 1
+        for _ in range(guesses.choice([0, 1, row.drafts, row.drafts])):
+            right = next_token(first + tokens)
+            tokens.append(right if guesses.random() < self._acceptance else (right + 1) % VOCABULARY)
+        return tokens[row.start + 1 :]
 
     def about_to_tell(self, node: WorkerNode, events: tuple[object, ...]) -> None:
         pass
@@ -179,8 +209,20 @@ class DigestEngine:
                 memory.move(copy)
         if device.steps:  # it does not wait for the host
             self._run(node, device)
-        self._cluster.tell(node, StepEnded(sampled, 0.01))
+        taken_s = 0.005 + 0.001 * (plan.tokens + sum(map(len, begun.drafts.values())))
+        self._cluster.tell(node, StepEnded(sampled, taken_s, drafts=self._judged(begun, sampled)))
         node.worker.check()
+
+    def _judged(self, begun: Begun, sampled: list[Sampled]) -> list[Drafted]:
+        """What came of the drafts, and of others that were only expected."""
+        counts = Counter([each.attempt for each in sampled])
+        judged = [Drafted(key, len(tokens), counts[key] - 1) for key, tokens in begun.drafts.items()]
+        if self._acceptance and begun.plan.watched:
+            others = [key for key in counts if key not in begun.drafts]
+            judged += [
+                Drafted(key, 1, int(self._guesses.random() < self._acceptance), computed=False) for key in others
+            ]
+        return judged
 
     def _rows(self, node: WorkerNode, begun: Begun, slots: list[int], before: dict[Attempt, int]) -> list[Sampled]:
         plan, kv, sampled = begun.plan, node.worker.kv, []
@@ -191,9 +233,12 @@ class DigestEngine:
             assert not adapter or adapter in node.worker.adapters.adapters, f"{node.name} does not hold {adapter}"
             if row.start == len(tokens):  # planned ahead, and the host does not know the token, or will not
                 tokens = [*tokens, before[row.sequence.key]]
+            drafted = begun.drafts.get(row.sequence.key, [])
+            known, tokens = len(tokens), [*tokens, *drafted]
+            end = row.start + row.count + len(drafted)
             directions = kv.directions(row.sequence.key)
             window = kv.geometry.window
-            for position in range(max(0, row.start + 1 - window) if window else 0, row.start + row.count):
+            for position in range(max(0, row.start + 1 - window) if window else 0, end):
                 offset = position % BLOCK
                 if directions is not None and directions[position // BLOCK]:
                     offset = BLOCK - 1 - offset
@@ -208,6 +253,9 @@ class DigestEngine:
                     slots[slot] = value
             for position in range(row.start + row.count, row.start + row.count + filled):
                 slots[blocks[position // BLOCK] * BLOCK + position % BLOCK] = -1  # the engine writes there too
-            if row.start + row.count == len(tokens):
-                sampled.append(Sampled(row.sequence.key, next_token(first + tokens)))
+            if row.start + row.count == known:
+                for count in range(known, len(tokens) + 1):
+                    sampled.append(Sampled(row.sequence.key, next_token(first + tokens[:count])))
+                    if tokens[count : count + 1] != [sampled[-1].token]:
+                        break
         return sampled

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 from cohort.common.addresses import STANDBY_MANAGERS
+from cohort.common.config import SpeculationConfig
 from cohort.common.machines.effects import Admitted, Deliver, Ended, Fail, GatewayEffect, ManagerFound, Rejected
 from cohort.common.machines.events import Closed, DrainEnded, DrainStarted, LinkAddresses, Offered, PeerLost
 from cohort.common.machines.gateway import GatewayMachine, GatewaySettings
@@ -204,10 +205,13 @@ class World:
         max_loras: int = 2,
         managers: int = 1,
         load_interval_s: float = GATEWAY_SETTINGS.load_interval_s,
+        acceptance: float | None = None,
     ) -> None:
-        """`managers`: one that leads, the others stand by."""
+        """`managers`: one that leads, the others stand by. `acceptance`: workers may draft, and a drafted token is right
+        with this chance; None = they may not."""
         self.manager_names = (MANAGER, *STANDBY_MANAGERS[: managers - 1])
         self._max_loras = max_loras
+        self._speculation = SpeculationConfig("off" if acceptance is None else "lookup", max_drafts=6)
         self.random = Random(seed)
         self.roles = roles
         self._placement = placement
@@ -230,7 +234,9 @@ class World:
             self, roles, self.network, CADENCE, managers=self.manager_names, around=self._checked
         )
         engine_random = Random(self.random.getrandbits(32))
-        self.cluster.engine = DigestEngine(self.cluster, engine_random, blocks, host_blocks, plan_ahead=plan_ahead)
+        self.cluster.engine = DigestEngine(
+            self.cluster, engine_random, blocks, host_blocks, plan_ahead=plan_ahead, acceptance=acceptance or 0.0
+        )
         self.clients = Clients(self)
         self.cluster.clients = self.clients
         self.cluster.start()
@@ -344,7 +350,9 @@ class World:
         capacity = WorkerCapacity(
             self.roles[name], "m", 10_000, 1, 1, 1, 1, BLOCK, blocks, host_blocks, 8, 32, window=kv.geometry.window
         )
-        settings = WorkerSettings(("ucx", "zmq"), 5.0, 5.0, 2.0, 8.0, 2.0, max_loras=self._max_loras)
+        settings = WorkerSettings(
+            ("ucx", "zmq"), 5.0, 5.0, 2.0, 8.0, 2.0, max_loras=self._max_loras, speculation=self._speculation
+        )
         seed = self.random.getrandbits(32)
         machine = WorkerMachine(
             WorkerSetup(name, incarnation, name, MANAGER, capacity, settings, self.manager_names[1:]),

@@ -1,0 +1,201 @@
+"""How many drafted tokens decode rows may carry in an iteration: as many as bring more tokens a second.
+
+Asked by the worker's machine once a scheduler has made its plan, so that every preset has it; told of every iteration
+that ran. Pure. What is proposed, and whether it is right, is the engine's.
+
+Each further position that an iteration computes is a chance of one more token, at a price that the learned step times
+know: little where reading the weights takes the time, a full share where computing does. Positions are worth it in the
+order of their chances as long as tokens a second grow (the rule of SpecInfer's and SmartSpec's goodput, one position at
+a time), and as long as the iteration keeps the TPOT SLO of each of its rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+
+from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
+from cohort.common.sequence import Sequence
+from cohort.common.types import StepTimes
+
+_FADES = 0.9
+"""Weight of what was seen before, each time a proposal is judged: a request changes between quoting and telling."""
+_PRIOR_WEIGHT = 2.0
+"""Judged tokens that what requests have in common counts for, of one of which little was seen."""
+_FIRST_CHANCE = 0.5
+_COMMON = 0.02
+"""Weight of one judged proposal in what requests have in common."""
+_GAIN = 1.03
+"""Fewer tokens a second more are not worth it: prices are not known better than that."""
+_WAIT = 0.05
+"""What waiting for the iteration before it costs one, as a share of it: the host's work, which planning ahead hides."""
+_LIKELY = 0.9
+_LOOKS_ON = 4
+"""Positions beyond the best number so far that are looked at before the search ends."""
+_NEW, _CORRECTION_PRIOR = 0.1, 2.0
+"""Weight of a measured iteration, and of the step times' own word before any was measured."""
+_UNKNOWN = StepTimes(0.0, 0.0, 0.25, 1.0, 0.0, 0.0)
+"""Until step times are learned, in units of an iteration with one row: four positions cost as much as the weights."""
+
+
+class Mean:
+    """A moving mean that starts as a plain one."""
+
+    def __init__(self, prior: float = 0.0, weight: float = 0.0) -> None:
+        self.value, self._count = prior, weight
+
+    @property
+    def known(self) -> bool:
+        return self._count > 0
+
+    def note(self, value: float) -> None:
+        self._count += 1.0
+        self.value += max(_NEW, 1.0 / self._count) * (value - self.value)
+
+
+class StepPrices:
+    """What an iteration of decode rows takes with so many positions more, by step times and what was measured."""
+
+    def __init__(self) -> None:
+        self._learned = False
+        self._plain = Mean()
+        """Logarithm of measured over estimated time, without drafts."""
+        self._more: dict[int, Mean] = {}
+        """By the octave of further positions: of the ratio to an iteration without them the same."""
+
+    @property
+    def known(self) -> bool:
+        """An iteration was measured, so that seconds are some."""
+        return self._plain.known
+
+    def seconds(self, times: StepTimes | None, shape: BatchShape, positions: int) -> float:
+        """Of `shape` with so many drafted positions, each as dear as a row of its own."""
+        more = self._more.get(positions.bit_length())
+        correction = self._plain.value + (more.value if more is not None and positions else 0.0)
+        return _model_s(times, shape, positions) * math.exp(correction)
+
+    def note(self, times: StepTimes | None, shape: BatchShape, positions: int, seconds: float) -> None:
+        if (times is not None) != self._learned:  # other units
+            self._learned, self._plain = times is not None, Mean()
+        measured = math.log(max(seconds, 1e-9) / _model_s(times, shape, positions))
+        if not positions:
+            self._plain.note(measured)
+        elif self._plain.known:
+            more = self._more.setdefault(positions.bit_length(), Mean(0.0, _CORRECTION_PRIOR))
+            more.note(measured - self._plain.value)
+
+
+def _model_s(times: StepTimes | None, shape: BatchShape, positions: int) -> float:
+    if positions:
+        context = shape.decode_context * positions // max(1, shape.decodes)
+        shape = shape._replace(decodes=shape.decodes + positions, decode_context=shape.decode_context + context)
+    return max(step_seconds(times or _UNKNOWN, shape), 1e-9)
+
+
+class Speculation:
+    """Of one worker."""
+
+    def __init__(self, max_drafts: int) -> None:
+        """`max_drafts`: of one row."""
+        self._max_drafts = max_drafts
+        self._prices = StepPrices()
+        self._common = _FIRST_CHANCE
+        """The chance of a proposed token over all requests."""
+
+    def chance(self, sequence: Sequence) -> float:
+        """Of the next token proposed for it to be right, if those before it are."""
+        tried, right = sequence.drafts_judged, sequence.drafts_right
+        return (right + _PRIOR_WEIGHT * self._common) / (tried + _PRIOR_WEIGHT)
+
+    def judged(self, sequence: Sequence, proposed: int, right: int) -> None:
+        """So many tokens were expected behind it, of which the first `right` came; those behind a wrong one say
+        nothing. Expected tokens count alike where they were not computed: looking costs nothing, so no iteration is
+        spent on finding out."""
+        looked_at = min(right + 1, proposed)
+        sequence.drafts_judged = _FADES * sequence.drafts_judged + looked_at
+        sequence.drafts_right = _FADES * sequence.drafts_right + right
+        self._common += _COMMON * (right / looked_at - self._common)
+
+    def ran(self, times: StepTimes | None, shape: BatchShape, drafted: int, seconds: float) -> None:
+        """An iteration of decode rows, with so many drafted positions in all."""
+        self._prices.note(times, shape, drafted, seconds)
+
+    def may_pay(self, times: StepTimes | None, shape: BatchShape) -> bool:
+        """Whether rows of this shape would be given drafts if these were as good as certain. Cheap: asked of every
+        iteration."""
+        if not self._prices.known:
+            return True
+        plain_s, rows = self._prices.seconds(times, shape, 0), shape.decodes
+        for positions in (1, rows * self._max_drafts):
+            tokens = rows + _LIKELY * positions
+            if tokens / self._prices.seconds(times, shape, positions) > _GAIN * rows / plain_s:
+                return True
+        return False
+
+    def allot(
+        self,
+        times: StepTimes | None,
+        shape: BatchShape,
+        candidates: Seq[tuple[Sequence, int]],
+        *,
+        most: int,
+        within_s: float,
+    ) -> list[int]:
+        """Drafts of each of these sequences, whose rows have `shape` with those of others. With each the most that its
+        own end leaves it; `most` of all together. `within_s`: what the iteration may take (infinite: any time)."""
+        return self._best(times, shape, candidates, most, within_s)[0]
+
+    def worth_waiting(
+        self,
+        times: StepTimes | None,
+        shape: BatchShape,
+        candidates: Seq[tuple[Sequence, int]],
+        *,
+        most: int,
+        within_s: float,
+    ) -> bool:
+        """As `allot`, while the token before their drafts is still being computed: whether the next iteration should
+        wait for it instead of being planned ahead. The wait is certain, the drafts come if that token is as expected.
+        """
+        allotted, faster = self._best(times, shape, candidates, most, within_s)
+        chances = [self.chance(each) for (each, _), count in zip(candidates, allotted, strict=True) if count]
+        return (faster - 1.0) * max(chances, default=0.0) > _WAIT
+
+    def _best(
+        self,
+        times: StepTimes | None,
+        shape: BatchShape,
+        candidates: Seq[tuple[Sequence, int]],
+        most: int,
+        within_s: float,
+    ) -> tuple[list[int], float]:
+        """Drafts of each, and by how much they raise tokens a second."""
+        allotted = [0] * len(candidates)
+        if not self._prices.known or most < 1:
+            return allotted, 1.0
+        chances = [self.chance(sequence) for sequence, _ in candidates]
+        limits = [min(limit, self._max_drafts) for _, limit in candidates]
+        plain_s = self._prices.seconds(times, shape, 0)
+        tokens, best_rate, best = float(shape.decodes), _GAIN * shape.decodes / plain_s, 0
+        gains = [chance if limit > 0 else 0.0 for chance, limit in zip(chances, limits, strict=True)]
+        order: list[int] = []
+        while len(order) < min(most, best + _LOOKS_ON):
+            index = max(range(len(gains)), key=gains.__getitem__)
+            if gains[index] <= 0.0:
+                break
+            tokens += gains[index]
+            order.append(index)
+            taken_s = self._prices.seconds(times, shape, len(order))
+            if taken_s > within_s:
+                break
+            if tokens / taken_s > best_rate:
+                best_rate, best = tokens / taken_s, len(order)
+            allotted[index] += 1
+            gains[index] = gains[index] * chances[index] if allotted[index] < limits[index] else 0.0
+        allotted = [0] * len(candidates)
+        for index in order[:best]:
+            allotted[index] += 1
+        return allotted, best_rate * plain_s / shape.decodes if best else 1.0
+
+    def metrics(self) -> dict[str, float]:
+        return {"draft_chance": self._common}

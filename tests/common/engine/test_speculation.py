@@ -1,0 +1,190 @@
+"""Live speculation: whatever is drafted, right or wrong, the answers are those of a step a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from cohort.common import grammar
+from cohort.common.engine import worker_loop
+from cohort.common.messages import TokenBatch
+from cohort.common.policies.speculation import Speculation
+from tests.common.engine.driver import random_prompts, save_random_model
+from tests.common.engine.test_worker_loop import HeldBus, ModelFolder, Running, request, worker
+from tests.engine_models import CONFIGS, VOCAB
+from tests.services.gateway.tiny_model import byte_level
+
+PROMPTS = random_prompts((5, 17, 9, 30))
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.9, "seed": 3, "logprobs": 2},
+    "nucleus": {"temperature": 1.0, "seed": 5, "top_p": 0.9, "top_k": 40},
+    "stop tokens": {"temperature": 0.8, "seed": 8, "stop_token_ids": tuple(range(0, VOCAB, 13)), "min_tokens": 6},
+    "frequency": {"temperature": 0.5, "seed": 7, "frequency_penalty": 0.7, "presence_penalty": 0.2},
+    "repetition": {"temperature": 0.0, "repetition_penalty": 1.3},
+    "bias": {"temperature": 0.7, "seed": 9, "logit_bias": {4: 3.0, 9: -5.0}},
+}
+Answers = dict[str, tuple[list[int], list[float], str]]
+
+
+class Oracle:
+    """Drafts what was answered without drafts, wrong at some positions."""
+
+    known: ClassVar[list[list[int]]] = []
+    wrong = 5
+
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        length = len(tokens)
+        for whole in self.known:
+            if whole[:length] == list(tokens):
+                return [
+                    (token + (position % self.wrong == 0)) % VOCAB
+                    for position, token in enumerate(whole[length : length + limit], start=length)
+                ]
+        return []
+
+    def observe(self, tokens: Sequence[int], prompt_tokens: int) -> None:
+        pass
+
+
+def _three_each(
+    self: Speculation, times: Any, shape: Any, candidates: Sequence[Any], most: int, within_s: float
+) -> tuple[list[int], float]:
+    """A policy for which a tiny model's times, which are all noise, decide nothing."""
+    allotted: list[int] = []
+    for _, limit in candidates:
+        allotted.append(min(3, limit, most - sum(allotted)))
+    return allotted, 2.0
+
+
+def _answers(bus: HeldBus) -> Answers:
+    """By request: tokens, their log-probabilities, how it ended."""
+    found: Answers = {}
+    for message in bus.said:
+        for update in message.updates if isinstance(message, TokenBatch) else ():
+            tokens, logprobs, _ = found.get(update.attempt.request_id, ([], [], ""))
+            logprobs = [*logprobs, *(each.logprob for each in update.logprobs)]
+            found[update.attempt.request_id] = ([*tokens, *update.tokens], logprobs, str(update.finish))
+    return found
+
+
+async def _asked(running: Running, asked: Sequence[Any], *, together: bool) -> Answers:
+    bus = running.bus
+    for number, each in enumerate(asked, start=1):
+        bus.inbox.put_nowait(each)
+        if not together:
+            await bus.until(lambda: sum(finish is not None for _, finish in bus.updates().values()) == number)  # noqa: B023
+    await bus.until(lambda: sum(finish is not None for _, finish in bus.updates().values()) == len(asked))
+    await bus.until(lambda: running.machine.idle)
+    running.machine.check()
+    assert running.machine.kv.owners() == {}
+    return _answers(bus)
+
+
+def _same(one: Answers, other: Answers) -> None:
+    assert {name: (tokens, finish) for name, (tokens, _, finish) in one.items()} == {
+        name: (tokens, finish) for name, (tokens, _, finish) in other.items()
+    }
+    for name, (_, logprobs, _) in one.items():
+        assert logprobs == pytest.approx(other[name][1], abs=1e-5)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("device_steps", [False, True])
+async def test_answers_are_the_same_with_drafts(
+    model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device_steps: bool, together: bool
+) -> None:
+    """One request alone, or all together, of which some are sampled under penalties that look back on drafts."""
+    folder = model_folder("llama")
+    asked = [
+        request(name, PROMPTS[index % len(PROMPTS)], max_tokens=40, **kind)
+        for index, (name, kind) in enumerate(KINDS.items())
+    ]
+    monkeypatch.setattr(Speculation, "_best", _three_each)
+    options: dict[str, Any] = {"plan_ahead": True, "device_steps": device_steps, "max_rows": 16}
+    with monkeypatch.context() as patch:
+        async with worker(folder, tmp_path, patch, **options) as running:
+            plain = await _asked(running, asked, together=together)
+            assert sum(running.machine.counters.drafted_tokens.values()) == 0
+    known = [[*message.request.tokens, *plain[message.request.request_id][0]] for _, message in asked]
+    monkeypatch.setattr(Oracle, "known", known)
+    monkeypatch.setattr(worker_loop, "PromptLookup", Oracle)
+    with monkeypatch.context() as patch:
+        async with worker(folder, tmp_path, patch, speculation="lookup", **options) as running:
+            drafted = await _asked(running, asked, together=together)
+            counters = running.machine.counters
+    _same(drafted, plain)
+    assert 40 < counters.accepted_tokens["rt"] < counters.drafted_tokens["rt"]
+    assert counters.decode_tokens == sum(len(tokens) - 1 for tokens, _, _ in plain.values())
+    if not together:
+        assert counters.steps < counters.decode_tokens
+
+
+async def test_penalties_are_drafted_for_on_a_processor_only(
+    model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There tokens are sampled one after the other; a device samples those of a step at once."""
+    folder = model_folder("llama")
+    asked = [request("r", PROMPTS[0], max_tokens=40, **KINDS["repetition"])]
+    monkeypatch.setattr(Speculation, "_best", _three_each)
+    counts = []
+    for device_steps in (False, True):
+        with monkeypatch.context() as patch:
+            async with worker(folder, tmp_path, patch, plan_ahead=True, device_steps=device_steps) as running:
+                plain = await _asked(running, asked, together=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(Oracle, "known", [[*PROMPTS[0], *plain["r"][0]]])
+            patch.setattr(worker_loop, "PromptLookup", Oracle)
+            patch.setattr(worker_loop, "_samples_in_turn", lambda runner: not device_steps)  # noqa: B023
+            async with worker(
+                folder, tmp_path, patch, plan_ahead=True, device_steps=device_steps, speculation="lookup"
+            ) as running:
+                _same(await _asked(running, asked, together=True), plain)
+                counts.append(running.machine.counters.drafted_tokens["rt"])
+    assert counts[0] > 20 and counts[1] == 0
+
+
+async def test_a_grammar_binds_drafted_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speculation, "_best", _three_each)
+    folder = save_random_model(CONFIGS["llama"](), tmp_path / "m")
+    byte_level().save(str(folder / "tokenizer.json"))
+    digits = {"temperature": 0.9, "seed": 4, "grammar": grammar.of_regex("[0-9]{30}"), "stop_token_ids": (2,)}
+    asked = [
+        request("bound", [5, 6, 7], max_tokens=40, **digits),
+        request("free", [8, 9], max_tokens=30, temperature=0.9, seed=5),
+    ]
+    with monkeypatch.context() as patch:
+        async with worker(folder, tmp_path, patch, plan_ahead=True, device_steps=False) as running:
+            plain = await _asked(running, asked, together=False)
+    monkeypatch.setattr(Oracle, "known", [[5, 6, 7, *plain["bound"][0]], [8, 9, *plain["free"][0]]])
+    monkeypatch.setattr(worker_loop, "PromptLookup", Oracle)
+    options: dict[str, Any] = {"plan_ahead": True, "device_steps": False, "speculation": "lookup"}
+    async with worker(folder, tmp_path, monkeypatch, **options) as running:
+        drafted = await _asked(running, asked, together=False)
+        assert running.machine.counters.accepted_tokens["rt"] > 20
+    _same(drafted, plain)
+    assert byte_level().decode(drafted["bound"][0]).strip("\x00").isdecimal()
+
+
+async def test_a_prompt_that_repeats_is_drafted_from_itself(
+    model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tiny model's greedy answer ends in a loop, which prompt lookup finds."""
+    monkeypatch.setattr(Speculation, "_best", _three_each)
+    folder = model_folder("llama")
+    asked = [request("r", PROMPTS[1], max_tokens=150, temperature=0.0)]
+    found: list[Answers] = []
+    steps: list[int] = []
+    accepted: list[int] = []
+    for mode in ("off", "lookup"):
+        with monkeypatch.context() as patch:
+            options: dict[str, Any] = {"plan_ahead": True, "device_steps": False, "speculation": mode}
+            async with worker(folder, tmp_path, patch, **options) as running:
+                found.append(await _asked(running, asked, together=True))
+                steps.append(running.machine.counters.steps)
+                accepted.append(running.machine.counters.accepted_tokens["rt"])
+    _same(*found)
+    assert steps[0] - steps[1] == accepted[1] > 0

@@ -207,8 +207,8 @@ class World:
         load_interval_s: float = GATEWAY_SETTINGS.load_interval_s,
         acceptance: float | None = None,
     ) -> None:
-        """`managers`: one that leads, the others stand by. `acceptance`: workers may draft, and a drafted token is right
-        with this chance; None = they may not."""
+        """`managers`: one that leads, the others stand by. `acceptance`: workers may draft, and a drafted token is
+        right with this chance; None = they may not."""
         self.manager_names = (MANAGER, *STANDBY_MANAGERS[: managers - 1])
         self._max_loras = max_loras
         self._speculation = SpeculationConfig("off" if acceptance is None else "lookup", max_drafts=6)

@@ -122,8 +122,9 @@ class BatchBuilder:
         """
         kv, rows = self._kv, plan.rows
         if proposals is not None:
-            order = sorted(range(len(rows)), key=lambda index: not proposals[index])
-            rows, proposals = [rows[index] for index in order], [proposals[index] for index in order]
+            proposed = proposals
+            order = sorted(range(len(rows)), key=lambda index: not proposed[index])
+            rows, proposals = [rows[index] for index in order], [proposed[index] for index in order]
         size, number = kv.geometry.block_size, len(rows)
         sequences = [row.sequence for row in rows]
         row_counts = [row.count for row in rows]

@@ -13,8 +13,7 @@ so a lost message, a dead worker and a restarted manager are one case. A restart
              until every worker that a gateway        `settle_s` after the start: not what
              named is registered, `_LISTEN_S` at most  workers are still busy with
 
-`roster.py` keeps the books; here is what follows from them: queue, placement, late binding, prefetch, load. The host
-feeds events and performs effects; the policies decide what goes where.
+`roster.py` keeps the books; here is what follows from them. The policies decide what goes where.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from cohort.common.machines.manager_settings import ManagerSettings
 from cohort.common.machines.parked_requests import ParkedRequests
 from cohort.common.machines.roster import Managed, Roster
 from cohort.common.machines.senders import may_say
+from cohort.common.machines.vacating import Vacating
 from cohort.common.messages import (
     AttemptsLost,
     Cancel,
@@ -86,6 +86,7 @@ class ManagerMachine:
         self._settled_at_s = now_s + settings.settle_s
         self._roster = Roster(settings.report_timeout_s)
         self._parked = ParkedRequests(self._roster, late_binding, self._send, self._start, self._reschedule)
+        self._vacating = Vacating(self._roster, self._send, self._start, moves_kv=placement.moves_kv)
         self._resubmits: dict[RequestId, float] = {}
         """Lost attempts whose next one is on its way here, and until when placements wait for it."""
         self._cluster_stats: ClusterStats | None = None
@@ -189,7 +190,7 @@ class ManagerMachine:
             case Outstanding(attempts=attempts):
                 self._outstanding(now_s, sender, attempts)
             case RegisterWorker():
-                return self._register(now_s, message)
+                self._register(now_s, message)
             case WorkerReport():
                 return self._report(now_s, message)
             case SegmentEnded():
@@ -313,12 +314,11 @@ class ManagerMachine:
 
     # -- workers -----------------------------------------------------------------------------------------------
 
-    def _register(self, now_s: float, message: RegisterWorker) -> bool:
+    def _register(self, now_s: float, message: RegisterWorker) -> None:
         if self._roster.is_new_incarnation(message):
             self._worker_lost(now_s, message.instance, "restarted")
         self._roster.registered(now_s, message)
         self._send(message.instance, Registered(self._incarnation))
-        return False
 
     def _report(self, now_s: float, report: WorkerReport) -> bool:
         missing = self._roster.reported(now_s, report)
@@ -326,10 +326,9 @@ class ManagerMachine:
             self._send(report.instance, ManagerHello(self._incarnation))  # asks it to register
             return False
         for managed in missing:
-            idle = managed.idle_since_s is not None
-            self._reschedule(
-                now_s, managed, f"{report.instance} {'waits in vain' if idle else 'does not hold it any more'}"
-            )
+            why = "does not hold it any more" if managed.idle_since_s is None else "waits in vain"
+            self._reschedule(now_s, managed, f"{report.instance} {why}")
+        self._vacating.reported(now_s, report.instance)
         return True
 
     def _worker_lost(self, now_s: float, instance: InstanceId, reason: str) -> None:

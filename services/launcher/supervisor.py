@@ -10,19 +10,23 @@ Called by `main`. Decides nothing about restarts (`restart_policy`) and knows no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from cohort.common import listeners
 from cohort.services.launcher.child import Child
 from cohort.services.launcher.console import State, View
 from cohort.services.launcher.log_follower import LogFollower
 from cohort.services.launcher.plan import ProcessPlan, StopStage
 from cohort.services.launcher.probe import answers_ok
 from cohort.services.launcher.restart_policy import GiveUp, RestartPolicy, exit_reason
-from cohort.services.launcher.run_files import ProcessMark, RunFiles
+from cohort.services.launcher.rolling import RollingRestart
+from cohort.services.launcher.run_files import ProcessMark, RestartState, RunFiles
 
 PROBE_INTERVAL_S = 0.05  # while a process starts; nothing else tells from outside that it is ready
 PROBE_TIMEOUT_S = 2.0
@@ -44,6 +48,9 @@ class Supervised:
         self.child: Child | None = None
         self.ready = asyncio.Event()
         self.done = asyncio.Event()
+        self.renewed = False
+        """It was asked to end, to be started again at once."""
+        self.listeners: list[socket.socket] = []
 
     @property
     def running(self) -> bool:
@@ -66,6 +73,7 @@ class Supervisor:
         self._python = python
         self._processes = [Supervised(plan) for plan in plans]
         self._stopping = asyncio.Event()
+        self._rolling = RollingRestart(self._processes, self._stopping, console, on_change)
         self._kill_now = asyncio.Event()
         self._failure = ""
 
@@ -94,6 +102,15 @@ class Supervisor:
         """Why the pipeline was given up; "" if it was not."""
         return self._failure
 
+    @property
+    def restart(self) -> RestartState:
+        """The rolling restart that runs, or the last one."""
+        return self._rolling.state
+
+    def request_restart(self) -> None:
+        """Restart the processes that the run folder names, or all, one after the other."""
+        self._rolling.request(self._files.wanted_restart())
+
     def request_stop(self) -> None:
         """First call: drain and end. Second: kill."""
         if self._stopping.is_set():
@@ -104,7 +121,8 @@ class Supervisor:
         """Until everything has ended. `on_ready` is called once, when all processes are ready."""
         async with asyncio.TaskGroup() as tasks:
             keepers = [tasks.create_task(self._keep(process)) for process in self._processes]
-            helpers = [tasks.create_task(self._announce(on_ready)), tasks.create_task(self._watch_logs())]
+            watching = (self._announce(on_ready), self._watch_logs(), self._rolling.run())
+            helpers = [tasks.create_task(work) for work in watching]
             await self._stopping.wait()
             await self._stop_all()
             for task in keepers:
@@ -125,14 +143,19 @@ class Supervisor:
                     return
                 await _wait(self._stopping, delay_s)
         finally:
+            for listener in process.listeners:
+                listener.close()
             process.done.set()
 
     async def _run_once(self, process: Supervised) -> float | None:
         """One life of the process. Returns the delay before the next, or None if there is none."""
         plan = process.plan
         command = plan.command(self._python, self._files.config_file, self._files.folder)
-        child = Child(command, self._files.log_file(plan.instance), _environment(plan))
-        process.child = child
+        held = self._held(process)
+        environment = {**_environment(plan), **listeners.environment(held)}
+        descriptors = [each.fileno() for each in held]
+        child = Child(command, self._files.log_file(plan.instance), environment, descriptors)
+        process.child, process.renewed = child, False
         process.policy.started()
         self._console.update(plan.instance, State.STARTING, pid=child.pid)
         self._on_change()
@@ -146,6 +169,10 @@ class Supervisor:
             note = "" if code in (0, -signal.SIGTERM) else exit_reason(code)
             self._console.update(plan.instance, State.STOPPED, note=note)
             return None
+        if process.renewed:
+            self._console.update(plan.instance, State.RESTARTING, note="(asked to)")
+            self._on_change()
+            return 0.0
         match process.policy.ended(time.monotonic(), code, relieved=self._is_relieved(process)):
             case GiveUp(reason):
                 self._console.update(plan.instance, State.FAILED, note=reason)
@@ -157,6 +184,14 @@ class Supervisor:
                 self._console.update(plan.instance, State.RESTARTING, note=note)
                 self._on_change()
                 return restart.delay_s
+
+    @staticmethod
+    def _held(process: Supervised) -> list[socket.socket]:
+        """The sockets that it serves and the launcher keeps; none where they cannot be had: then it says why itself."""
+        if process.plan.held and not process.listeners:
+            with contextlib.suppress(OSError):
+                process.listeners = listeners.bound_everywhere(process.plan.host, process.plan.port)
+        return process.listeners
 
     def _is_relieved(self, process: Supervised) -> bool:
         """A worker whose requests go on at another one."""

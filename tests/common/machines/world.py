@@ -339,14 +339,17 @@ class World:
     def inflict(self, kind: str, back_s: float, *, leaving: str = "decode-1", cancelled: int = 5) -> None:
         """One fault, as `tests.common.machines.faults` names them: "manager" (killed, back after `back_s`), the name of
         a worker to kill with its host, so that its silence tells, "crash NAME" (the same, but its connections end),
-        "alarm NAME" (its connection to the manager ends, and it lives), "leave" (the worker `leaving` drains), "cancel"
-        (of the first `cancelled` requests), "freeze NAME" (stopped and, `back_s` later, continued), "cut NAME NAME"
-        (the two hear nothing of each other)."""
+        "alarm NAME" (its connection to the manager ends, and it lives), "leave" (the worker `leaving` ends in an
+        orderly way, at once), "drain NAME" (the same, once it is empty or after `back_s`), "cancel" (of the first
+        `cancelled` requests), "freeze NAME" (stopped and, `back_s` later, continued), "cut NAME NAME" (the two hear
+        nothing of each other)."""
         match kind.split():
             case ["manager"]:
                 self.kill_manager(back_s)
             case ["leave"]:
                 self.leave_worker(leaving)
+            case ["drain", name]:
+                self.drain_worker(name, back_s)
             case ["cancel"]:
                 for name in [f"r{index}" for index in range(cancelled)]:
                     if name in self.owned:
@@ -385,6 +388,25 @@ class World:
         self.cluster.tell(node, DrainStarted())
         self.cluster.tell(node, DrainEnded())
         self.at(0.05, lambda: self.kill_worker(name, 1.0))
+
+    def drain_worker(self, name: str, for_s: float, back_after_s: float = 1.0) -> None:
+        """It takes its leave once it is empty, at the latest after `for_s`, and is started again."""
+        node = self.workers[name]
+        if not node.alive:
+            return
+        self.cluster.tell(node, DrainStarted())
+        until_s = self.now_s + for_s
+
+        def look() -> None:
+            if node is not self.workers[name] or not node.alive:
+                return  # something else has ended it
+            if node.worker.idle or self.now_s >= until_s:
+                self.cluster.tell(node, DrainEnded())
+                self.at(0.05, lambda: self.kill_worker(name, back_after_s))
+            else:
+                self.at(0.05, look)
+
+        self.at(0.05, look)
 
     # -- requests ----------------------------------------------------------------------------------------------
 

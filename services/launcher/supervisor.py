@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from cohort.common import listeners
 from cohort.services.launcher.child import Child
 from cohort.services.launcher.console import State, View
+from cohort.services.launcher.forks import FROM, Fork, Forks
 from cohort.services.launcher.log_follower import LogFollower
 from cohort.services.launcher.plan import ProcessPlan, StopStage
 from cohort.services.launcher.probe import answers_ok
@@ -29,7 +30,10 @@ from cohort.services.launcher.rolling import RollingRestart
 from cohort.services.launcher.run_files import ProcessMark, RestartState, RunFiles
 
 PROBE_INTERVAL_S = 0.05  # while a process starts; nothing else tells from outside that it is ready
+PROBED_AT_ONCE = 16
+"""Processes; of more each is asked less often, or the asking would take the cores that they start on."""
 PROBE_TIMEOUT_S = 2.0
+TEMPLATE_LOG = "workers-template"
 REFRESH_INTERVAL_S = 0.5  # of warnings on the console and of the log size check
 KILL_TIMEOUT_S = 10.0  # for the kernel to end a killed process
 FAILED_STOP_TIMEOUT_S = 3.0  # for each stage when the pipeline is given up: nothing is worth draining for
@@ -45,7 +49,7 @@ class Supervised:
     def __init__(self, plan: ProcessPlan) -> None:
         self.plan = plan
         self.policy = RestartPolicy()
-        self.child: Child | None = None
+        self.child: Child | Fork | None = None
         self.ready = asyncio.Event()
         self.done = asyncio.Event()
         self.renewed = False
@@ -73,6 +77,10 @@ class Supervisor:
         self._python = python
         self._processes = [Supervised(plan) for plan in plans]
         self._stopping = asyncio.Event()
+        workers = [plan for plan in plans if plan.stage is StopStage.WORKERS]
+        modules = [f"cohort.services.{plan.folder}.service" for plan in workers]
+        self._forks = Forks(python, modules, files.log_file(TEMPLATE_LOG)) if len(workers) >= FROM else None
+        self._probe_interval_s = PROBE_INTERVAL_S * max(1.0, len(plans) / PROBED_AT_ONCE)
         self._rolling = RollingRestart(self._processes, self._stopping, console, on_change)
         self._kill_now = asyncio.Event()
         self._failure = ""
@@ -129,6 +137,8 @@ class Supervisor:
                 await task
             for task in helpers:
                 task.cancel()
+            if self._forks is not None:
+                self._forks.end()
         return 1 if self._failure else 0
 
     # -- keeping one process running -----------------------------------------------------------------------------
@@ -151,10 +161,7 @@ class Supervisor:
         """One life of the process. Returns the delay before the next, or None if there is none."""
         plan = process.plan
         command = plan.command(self._python, self._files.config_file, self._files.folder)
-        held = self._held(process)
-        environment = {**_environment(plan), **listeners.environment(held)}
-        descriptors = [each.fileno() for each in held]
-        child = Child(command, self._files.log_file(plan.instance), environment, descriptors)
+        child = await self._begin(process, command)
         process.child, process.renewed = child, False
         process.policy.started()
         self._console.update(plan.instance, State.STARTING, pid=child.pid)
@@ -185,6 +192,15 @@ class Supervisor:
                 self._on_change()
                 return restart.delay_s
 
+    async def _begin(self, process: Supervised, command: Sequence[str]) -> Child | Fork:
+        plan = process.plan
+        log, environment = self._files.log_file(plan.instance), _environment(plan)
+        if self._forks is not None and plan.stage is StopStage.WORKERS:
+            return await self._forks.child(command, log, environment)
+        held = self._held(process)
+        environment = {**environment, **listeners.environment(held)}
+        return Child(command, log, environment, [each.fileno() for each in held])
+
     @staticmethod
     def _held(process: Supervised) -> list[socket.socket]:
         """The sockets that it serves and the launcher keeps; none where they cannot be had: then it says why itself."""
@@ -201,7 +217,7 @@ class Supervisor:
     async def _until_ready(self, process: Supervised) -> None:
         """Ends when the process is ready, or is cancelled when it ends before."""
         while not await answers_ok(process.plan.ready_url, PROBE_TIMEOUT_S):  # noqa: ASYNC110
-            await asyncio.sleep(PROBE_INTERVAL_S)
+            await asyncio.sleep(self._probe_interval_s)
         process.policy.became_ready(time.monotonic())
         process.ready.set()
         if not self._stopping.is_set():

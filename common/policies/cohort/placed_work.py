@@ -49,6 +49,8 @@ class Known:
     placed_s: float
     predicted_s: float | None = None
     """TTFT, to be compared with what came of it; None: it was, or cannot be."""
+    sent_to: tuple[str, ...] = ()
+    """Workers that were given a part of it."""
 
     def demote(self) -> None:
         """From now on it is best-effort, without SLO."""

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from cohort.common.policies.baselines.fcfs import Fcfs
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
 from cohort.common.types import Role
 from tests.common.machines.clusters import PD, PD_TWICE, UNIFIED_TWICE, total
@@ -24,12 +25,17 @@ def world_of(
     roles: dict[str, Role], placement: type[Colocated | Disaggregated], requests: int, *, blocks: int = 2048
 ) -> World:
     """With so many requests of some hundred tokens, which have just begun. An iteration takes 10 ms."""
-    world, random = World(3, roles, placement, blocks=blocks), Random(3)
+    world, random = World(3, roles, placement, blocks=blocks, order=all_at_once), Random(3)
     world.run(1.7)
     for index in range(requests):
         world.submit(f"r{index}", long_prompt(random), LONG)
     world.run(1.9)
     return world
+
+
+def all_at_once() -> Fcfs:
+    """Nothing waits in the manager."""
+    return Fcfs(dispatch_ahead_tokens=100_000)
 
 
 def long_prompt(random: Random) -> list[int]:

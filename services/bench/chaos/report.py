@@ -16,19 +16,11 @@ from cohort.services.bench.output import markdown_table, plain_table
 UNDISTURBED = "none"
 RESTART = "each in turn, restarted"
 _WORDS = ("preset", "killed")
-_NUMBERS = (
-    "requests",
-    "failed",
-    "elsewhere",
-    "resumed",
-    "wrong text",
-    "longest pause, s",
-    "longest TTFT, s",
-    "back after, s",
-)
+_NUMBERS = ("requests", "failed", "elsewhere", "resumed", "wrong text", "pause, s", "TTFT, s", "back, s")
 LEGEND = (
     "failed: plain streams whose connection the killed process held; elsewhere: all other failures; resumed: streams "
-    "that broke, were resumed and ended; longest pause: between two tokens of one stream"
+    "that broke, were resumed and ended; pause: the longest between two tokens of one stream; TTFT: the longest; back: from "
+    "the kill until all is whole again (of a restart: until the last process is ready)"
 )
 
 
@@ -110,7 +102,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
 
 def as_table(rows: Sequence[Row]) -> Table:
     table = plain_table("preset", *_NUMBERS)
-    table.columns[0].header = "preset, killed"
+    table.columns[0].header, table.columns[0].no_wrap = "preset, killed", True
     for row in rows:
         preset, killed, *numbers = row.cells
         table.add_row(f"{preset}, {killed}", *numbers)

@@ -10,10 +10,11 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import aiohttp
 
@@ -30,6 +31,9 @@ EARLIEST, LATEST = 0.1, 0.6
 """Shares of the requests between which a process is killed."""
 _POLL_S = 0.02
 _PROC = Path("/proc")
+
+Strike = Callable[[Sequence[Client], Counts], Coroutine[Any, Any, float]]
+"""What happens while the clients ask; seconds until all was whole again."""
 
 
 @dataclass(slots=True)
@@ -96,13 +100,11 @@ class Strikes:
 
         return await self._run(tell, strike)
 
-    async def _run(
-        self, tell: Callable[[int], None], strike: Callable[[Sequence[Client], Counts], asyncio.Future[float]] | None
-    ) -> Struck:
+    async def _run(self, tell: Callable[[int], None], strike: Strike | None) -> Struck:
         counts = Counts()
         clients = [Client(number, self._place.url, self._load, self._known) for number in range(self._load.clients)]
         began_s = time.monotonic()
-        striking = None if strike is None else asyncio.ensure_future(strike(clients, counts))
+        striking = None if strike is None else asyncio.create_task(strike(clients, counts))
         telling = asyncio.create_task(_tell(counts, tell))
         try:
             await asyncio.gather(*(each.run(counts, lambda: striking is None or striking.done()) for each in clients))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -30,8 +31,9 @@ class Handover:
         self._ended_s = float("-inf")
 
     def listen(self) -> None:
-        """From now on the signal asks for it. On the running loop."""
-        asyncio.get_running_loop().add_signal_handler(SIGNAL, self._ask)
+        """From now on the signal asks for it. On the running loop; only that of the main thread hears signals."""
+        if threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(SIGNAL, self._ask)
 
     def middleware(self) -> Middleware:
         """Counts the requests that run."""

@@ -19,8 +19,8 @@ _WORDS = ("preset", "killed")
 _NUMBERS = ("requests", "failed", "elsewhere", "resumed", "wrong text", "pause, s", "TTFT, s", "back, s")
 LEGEND = (
     "failed: plain streams whose connection the killed process held; elsewhere: all other failures; resumed: streams "
-    "that broke, were resumed and ended; pause: the longest between two tokens of one stream; TTFT: the longest; back: from "
-    "the kill until all is whole again (of a restart: until the last process is ready)"
+    "that broke, were resumed and ended; pause: the longest between two tokens of one stream; TTFT: the longest; "
+    "back: until all is whole again"
 )
 
 

@@ -87,6 +87,11 @@ class Template:
         self._forks: dict[int, Fork] = {}
         asyncio.get_running_loop().add_reader(self._orders, self._hear)
 
+    @property
+    def forks(self) -> int:
+        """Workers of it that live."""
+        return len(self._forks)
+
     async def fork(self, module: str, arguments: Sequence[str], log_file: Path) -> Fork:
         """A worker that runs `module`. Raises `TemplateGone`."""
         with contextlib.suppress(TimeoutError):
@@ -148,9 +153,13 @@ class Forks:
         self._modules = sorted(set(modules))
         self._log_file = log_file
         self._templates: dict[tuple[tuple[str, str], ...], Template] = {}
+        self._former: list[Template] = []
 
     async def child(self, command: Sequence[str], log_file: Path, environment: Mapping[str, str]) -> Fork | Child:
         """`command` as of `ProcessPlan`: PYTHON -P -m MODULE ARGUMENTS. A new process where the template fails."""
+        for former in [each for each in self._former if not each.forks]:
+            former.end()
+            self._former.remove(former)
         key = tuple(sorted(environment.items()))
         template = self._templates.get(key)
         if template is None:
@@ -161,6 +170,12 @@ class Forks:
             self._templates.pop(key, None)
             return Child(command, log_file, environment)
 
+    def renew(self) -> None:
+        """Workers from now on are forks of new templates, which import the files as they are then. The former ones end
+        with the last of their workers."""
+        self._former += self._templates.values()
+        self._templates.clear()
+
     def end(self) -> None:
-        for template in self._templates.values():
+        for template in (*self._templates.values(), *self._former):
             template.end()

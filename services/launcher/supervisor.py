@@ -117,6 +117,8 @@ class Supervisor:
 
     def request_restart(self) -> None:
         """Restart the processes that the run folder names, or all, one after the other."""
+        if self._forks is not None and not self.restart.running:
+            self._forks.renew()
         self._rolling.request(self._files.wanted_restart())
 
     def request_stop(self) -> None:

@@ -14,7 +14,7 @@ from cohort.services.bench.chaos.strikes import Struck
 from cohort.services.bench.output import markdown_table, plain_table
 
 UNDISTURBED = "none"
-RESTART = "each in turn, restarted"
+RESTART = "all restarted"
 _WORDS = ("preset", "killed")
 _NUMBERS = ("requests", "failed", "elsewhere", "resumed", "wrong text", "pause, s", "TTFT, s", "back, s")
 LEGEND = (

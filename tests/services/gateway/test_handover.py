@@ -36,7 +36,7 @@ async def test_open_connections_are_served_once_more_and_then_closed(open_site: 
             with pytest.raises(aiohttp.ClientConnectorError):
                 await client.post(url, json=ASKED)
         async with asyncio.timeout(8):
-            await site.serving
+            await site.task
 
 
 async def test_what_outlasts_the_drain_is_told_so(open_site: OpenSite) -> None:
@@ -58,7 +58,7 @@ async def test_connections_wait_at_a_held_port(open_site: OpenSite, monkeypatch:
             assert (await site.get("/health"))[0] == 200
             os.kill(os.getpid(), signal.SIGUSR1)
             async with asyncio.timeout(8):
-                await site.serving
+                await site.task
             with socket.create_connection(("127.0.0.1", port), timeout=5):
                 held.setblocking(True)
                 held.settimeout(5)

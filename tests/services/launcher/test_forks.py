@@ -98,6 +98,22 @@ async def test_with_another_environment_there_is_another_template(forks: Forks, 
     assert len({line.rpartition(" ")[2] for line in lines}) == 2
 
 
+async def test_after_a_renewal_others_are_forked_from_a_new_one(forks: Forks, tmp_path: Path) -> None:
+    """And the former one lives as long as its workers do."""
+    old = await forks.child(command("serves"), tmp_path / "old.log", environment())
+    await said(tmp_path / "old.log", 2)
+    [former] = forks._templates.values()
+    forks.renew()
+    new = await forks.child(command("serves"), tmp_path / "new.log", environment())
+    imported = [(await said(tmp_path / f"{name}.log", 2))[0].rpartition(" ")[2] for name in ("old", "new")]
+    assert imported[0] != imported[1] and old.running
+    old.terminate()
+    assert await old.wait() == 0
+    third = await forks.child(command("ends", "0"), tmp_path / "third.log", environment())
+    assert await third.wait() == 0 and new.running
+    await gone(former._process.pid)
+
+
 async def test_a_template_that_dies_takes_its_workers_and_others_start_without_it(forks: Forks, tmp_path: Path) -> None:
     log = tmp_path / "orphan.log"
     worker = await forks.child(command("serves"), log, environment())

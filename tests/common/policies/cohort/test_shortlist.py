@@ -53,7 +53,7 @@ def test_another_cluster_is_noticed() -> None:
     assert all("w49" not in shortlist.of(None, {}) for _ in range(50))
 
 
-def test_a_large_cluster_is_loaded_evenly_and_prefixes_find_their_worker() -> None:
+def test_a_large_cluster_is_loaded_evenly() -> None:
     """No report comes between the placements: only what was placed tells of the load."""
     policy, draw = placement(), Random(1)
     large = cluster(*(worker(f"w{index}") for index in range(64)))
@@ -63,10 +63,18 @@ def test_a_large_cluster_is_loaded_evenly_and_prefixes_find_their_worker() -> No
         [name] = where(policy.place(0.001 * index, asked(f"r{index}", tokens), large, None))
         counts[name] = counts.get(name, 0) + 1
     assert len(counts) == 64 and max(counts.values()) <= 2 * 640 / 64
-    common = [draw.randrange(40_000) for _ in range(2000)]
+
+
+def test_a_cached_prefix_finds_its_worker_among_many() -> None:
+    policy, large = placement(), cluster(*(worker(f"w{index}") for index in range(64)))
+    common = list(range(2000))
     [first] = where(policy.place(1.0, asked("a", common), large, None))
-    again = [where(policy.place(1.1 + 0.01 * i, asked(f"b{i}", [*common, i]), large, None)) for i in range(2)]
-    assert again == [[first], [first]]
+    policy.finished(1.5, "a")
+    again = []
+    for index in range(12):
+        again.append(where(policy.place(2.0 + index, asked(f"b{index}", [*common, index]), large, None)))
+        policy.finished(2.5 + index, f"b{index}")
+    assert again == [[first]] * 12
 
 
 def test_a_finished_request_weighs_on_no_worker() -> None:

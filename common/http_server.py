@@ -10,13 +10,14 @@ import contextlib
 import errno
 import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 from aiohttp import web, web_response
 from aiohttp.typedefs import Handler, Middleware
 
 from cohort.common.browsers import BrowserGuard
+from cohort.common.listeners import bound
 from cohort.common.tls import ServerTls
 
 SERVER = "cohort"
@@ -75,10 +76,12 @@ class AcceptingSite(web.BaseSite):
         log: structlog.stdlib.BoundLogger,
         tls: ServerTls | None = None,
         shared: bool = False,
+        held: Sequence[socket.socket] = (),
     ) -> None:
         """`failed` is called once for each accept that failed. `tls`: connections are encrypted, each by the
         certificate that is in use when it comes. `shared`: other processes of this user may listen on the same port;
-        the kernel gives each connection to one of them."""
+        the kernel gives each connection to one of them. `held`: sockets bound there that another process holds as well,
+        and will give to the next one."""
         super().__init__(runner, backlog=backlog)
         self._host = host
         self._port = port
@@ -86,7 +89,8 @@ class AcceptingSite(web.BaseSite):
         self._log = log
         self._tls = tls
         self._shared = shared
-        self._listeners: list[socket.socket] = []
+        self._listeners: list[socket.socket] = list(held)
+        self._held = bool(held)
         self._pauses: dict[socket.socket, asyncio.TimerHandle] = {}
         self._opening: set[asyncio.Task[None]] = set()
         self._failures = 0
@@ -106,11 +110,12 @@ class AcceptingSite(web.BaseSite):
         await super().start()
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(
-                self._host or None, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )
-            for family, _, _, _, address in dict.fromkeys(found):
-                self._listeners.append(_listener(family, address, shared=self._shared))
+            if not self._held:
+                found = await loop.getaddrinfo(
+                    self._host or None, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+                )
+                for family, _, _, _, address in dict.fromkeys(found):
+                    self._listeners.append(bound(family, address, shared=self._shared))
             for listener in self._listeners:
                 listener.listen(self._backlog)
                 loop.add_reader(listener, self._accept, listener)
@@ -119,9 +124,11 @@ class AcceptingSite(web.BaseSite):
             raise
 
     def leave(self) -> None:
-        """Accept what waits, and nothing more: new connections are for the others that share the port."""
-        for listener in self._listeners:
-            self._accept(listener)
+        """Accept nothing more: new connections are for the others that share the port, or for the next process that is
+        given the sockets. What waits in a queue of this process alone is accepted first."""
+        if not self._held:
+            for listener in self._listeners:
+                self._accept(listener)
         self._close()
 
     async def stop(self) -> None:
@@ -195,22 +202,6 @@ class AcceptingSite(web.BaseSite):
     def _again(self, listener: socket.socket) -> None:
         del self._pauses[listener]
         asyncio.get_running_loop().add_reader(listener, self._accept, listener)
-
-
-def _listener(family: int, address: tuple[object, ...], *, shared: bool) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setblocking(False)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind(address)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
 
 
 def listening(host: str, port: int) -> socket.socket:

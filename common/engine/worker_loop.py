@@ -403,8 +403,10 @@ class WorkerLoop:
             await asyncio.sleep(pause_s)
 
     async def _drain(self) -> None:
-        """Finish the sequences here; those left at the deadline are rescheduled by the leave."""
+        """Finish the sequences here, but for those that the manager, told at once, moves to other workers. Those left
+        at the deadline are rescheduled by the leave."""
         self._tell(DrainStarted())
+        self._tell(ReportDue(self._free_memory.bytes))
         deadline_s = self._clock.now_s() + self._config.engine.drain_s
         while not self._machine.idle and self._clock.now_s() < deadline_s:
             self._something.clear()

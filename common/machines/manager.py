@@ -16,8 +16,7 @@ so a lost message, a dead worker and a restarted manager are one case. A restart
 Of several managers one leads (`leadership.py`). The others stand by: they know who is there and decide nothing. To take
 over is to start again without the start.
 
-`roster.py` keeps the books; here is what follows from them: queue, placement, late binding, prefetch, load. The host
-feeds events and performs effects; the policies decide what goes where.
+`roster.py` keeps the books; here is what follows from them. The policies decide what goes where.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from cohort.common.machines.manager_settings import ManagerSettings
 from cohort.common.machines.parked_requests import ParkedRequests
 from cohort.common.machines.roster import Managed, Roster
 from cohort.common.machines.senders import may_say
+from cohort.common.machines.vacating import Vacating
 from cohort.common.messages import (
     AttemptsLost,
     BindSegment,
@@ -102,6 +102,7 @@ class ManagerMachine:
         self._dispatcher = Dispatcher(self._roster, order, placement, self.counters, self._send)
         start = self._dispatcher.start
         self._parked = ParkedRequests(self._roster, late_binding, self._send, start, self._reschedule)
+        self._vacating = Vacating(self._roster, self._send, start, moves_kv=placement.moves_kv)
         self._lost = LostAttempts()
         self._forecast = Forecast()
         self._next_load_s = 0.0
@@ -221,7 +222,7 @@ class ManagerMachine:
             case Outstanding(attempts=attempts):
                 self._outstanding(now_s, sender, attempts)
             case RegisterWorker():
-                return self._register(now_s, message)
+                self._register(now_s, message)
             case WorkerReport():
                 return self._report(now_s, message)
             case SegmentEnded():
@@ -369,12 +370,11 @@ class ManagerMachine:
 
     # -- workers -----------------------------------------------------------------------------------------------
 
-    def _register(self, now_s: float, message: RegisterWorker) -> bool:
+    def _register(self, now_s: float, message: RegisterWorker) -> None:
         if self._roster.is_new_incarnation(message):
             self._worker_lost(now_s, message.instance, "restarted")
         self._roster.registered(now_s, message)
         self._send(message.instance, Registered(self._incarnation, self._lead.epoch, self._lead.leads))
-        return False
 
     def _report(self, now_s: float, report: WorkerReport) -> bool:
         missing = self._roster.reported(now_s, report)
@@ -382,10 +382,9 @@ class ManagerMachine:
             self._send(report.instance, self._hello())  # asks it to register
             return False
         for managed in missing:
-            idle = managed.idle_since_s is not None
-            self._reschedule(
-                now_s, managed, f"{report.instance} {'waits in vain' if idle else 'does not hold it any more'}"
-            )
+            why = "does not hold it any more" if managed.idle_since_s is None else "waits in vain"
+            self._reschedule(now_s, managed, f"{report.instance} {why}")
+        self._vacating.reported(now_s, report.instance)
         return True
 
     def _worker_lost(self, now_s: float, instance: InstanceId, reason: str) -> None:

@@ -41,6 +41,7 @@ from cohort.common.machines.events import (
 from cohort.common.machines.kv_receiver import KvReceiver
 from cohort.common.machines.kv_sender import KvSender, brings_back
 from cohort.common.machines.kv_stall import given_back
+from cohort.common.machines.onward import Onward
 from cohort.common.machines.parked_pool import ParkedPool
 from cohort.common.machines.plan_ahead import AheadPlanner, same_rows
 from cohort.common.machines.scored_prompts import ScoringTurns
@@ -95,6 +96,7 @@ class WorkerMachine:
         self.times = learned if isinstance(learned, LearnedTimes) else self.observed
         """What iterations take, whoever learns it; None: nobody does."""
         self.adapters = AdapterDesk(state, self._enter, self._refuse)
+        self._onward = Onward(state, scheduler, self.pool, self.sender, self.adapters, self._fail)
         self._reports = WorkerReports(state, self.leases, self.times, self.adapters)
         self._held = state.held
         self._effects = state.effects
@@ -215,7 +217,7 @@ class WorkerMachine:
                 for attempt in attempts:
                     self._cancel(now_s, attempt, reason)
             case BindSegment():
-                self._bind(now_s, message)
+                self._onward.bound(now_s, message)
             case PrefetchKv(attempts=attempts):
                 self.pool.prefetch(attempts)
             case RevisePrediction():
@@ -287,22 +289,6 @@ class WorkerMachine:
         if sequence.phase is not Phase.WAITING or not self._scoring.must_wait(sequence):
             self.scheduler.add(now_s, sequence)
 
-    def _bind(self, now_s: float, message: BindSegment) -> None:
-        held, segment = self._held.get(message.attempt), message.segment
-        if held is None or held.sequence.phase is not Phase.PARKED or segment.instance is None:
-            return
-        sequence = held.sequence
-        self.pool.bound(sequence.key)
-        if segment.instance == self.setup.instance:  # what was parked here runs on here
-            sequence.end, sequence.batch_id = segment.end, message.batch_id
-            sequence.phase = Phase.SWAPPED if held.pooled else Phase.RUNNING
-            held.pooled = False
-            self.adapters.admit(now_s, sequence)
-            return
-        self._effects.append(Dial(segment.instance, message.next_endpoint))
-        sequence.phase = Phase.LEAVING
-        self.sender.offer(now_s, sequence, segment.instance, segment.start).computed_at_s = now_s
-
     def _park(self, now_s: float, sequence: Sequence) -> None:
         """It waits, holding its KV, until a `BindSegment` says where it goes on."""
         sequence.phase = Phase.PARKED
@@ -326,6 +312,8 @@ class WorkerMachine:
 
     def _plan(self, now_s: float) -> None:
         """Start the next iteration, if anything can run. Its rows' blocks are reserved until it has ended."""
+        if self._onward.pending:
+            self._onward.between_iterations(now_s)
         plan = self._decide(now_s)
         for sequence in plan.evicted:
             sequence.end = sequence.computed
@@ -350,7 +338,7 @@ class WorkerMachine:
 
     def _plan_ahead(self, now_s: float, expected: list[Attempt]) -> None:
         """Begin the next iteration behind the one in flight, if which rows it has is certain."""
-        news = bool(self._revised) or self._scoring.pending
+        news = bool(self._revised) or self._scoring.pending or self._onward.pending
         plan = self._ahead.plan(news=news, prompt_step=self._prompt_step, drafts=self.drafts.wants(expected))
         if plan is not None:
             self.state.moved_s, self.state.ahead = now_s, plan

@@ -46,6 +46,11 @@ class Steps:
         if self._console.is_terminal:
             self._bar.stop()
 
+    @property
+    def live(self) -> bool:
+        """It shows a bar, and may be told often."""
+        return self._console.is_terminal
+
     def report(self, done: int, total: int, what: str) -> None:
         if self._console.is_terminal:
             self._bar.update(self._task, completed=done, total=total, description=what)

@@ -26,6 +26,8 @@ COMMANDS = {
     "doctor": "what is wrong with this machine or a running pipeline, and the cure",
     "log-level": "change what running processes write into their logs",
     "keys": "API keys of clients; and the key that a pipeline over TCP encrypts with",
+    "restart": "restart the processes of a running pipeline one after the other, without a lost request",
+    "chaos": "kill one process of each kind under clients, and tell what they saw",
     "bench": "measure any OpenAI-style server, and everything of ours that can be measured",
     "simulate": "replay traffic on a cluster that need not exist",
     "advise": "which preset, roles and settings suit a traffic and a cluster",

@@ -26,6 +26,7 @@ from cohort.common.browsers import BrowserGuard
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError, PeerUnreachable
 from cohort.common.http_server import AcceptingSite, name_server, raise_descriptor_limit
+from cohort.common.listeners import inherited
 from cohort.common.machines.events import DrainEnded, DrainStarted, Received, Tick
 from cohort.common.machines.gateway import GatewayMachine, GatewaySettings
 from cohort.common.machines.recorder import GatewayHeader, config_text
@@ -45,6 +46,7 @@ from cohort.services.gateway.chat_page import ChatPage
 from cohort.services.gateway.front_page import FrontPage
 from cohort.services.gateway.generator import Generator
 from cohort.services.gateway.grammar_process import GrammarCompiler
+from cohort.services.gateway.handover import Handover
 from cohort.services.gateway.keyring import Keyring
 from cohort.services.gateway.messages_api import MessagesApi
 from cohort.services.gateway.middleware import answer_everything, refuse_foreign_pages, require_key, resolve_keys
@@ -163,6 +165,7 @@ class Gateway:
         self._chat = ChatPage()
         self._show = GatewayShow(context, self.streams, self._metrics)
         self._tracing = Tracing.opened(context)
+        self._handover = Handover(context.stopping)
         files = TlsFiles.of(config.gateway.tls_cert, config.gateway.tls_key, "gateway")
         self._tls = tls = ServerTls(files, context.log) if files else None
         if tls is not None:
@@ -189,6 +192,7 @@ class Gateway:
         traces = [request_trace.middleware(self._tracing, self._context.clock)] if self._tracing else []
         application = web.Application(
             middlewares=[
+                self._handover.middleware(),
                 self._slow_readers.middleware(),
                 *traces,
                 answer_everything(self._context.log),
@@ -201,6 +205,7 @@ class Gateway:
             client_max_size=gateway.max_body_bytes,
         )
         application.on_response_prepare.append(self._tenants.name_limits)
+        application.on_response_prepare.append(self._handover.end_connection)
         pages = ApiPages(keys=self._keyring.required, model=self._card.name)
         apis = (self._api, self._resumption, self._responses, self._messages, batches, self._tokens, self._tenants)
         for part in (*apis, self._probes, self._front, self._chat, pages):
@@ -244,6 +249,7 @@ class Gateway:
         )
         await runner.setup()
         try:
+            self._handover.listen()
             await self._listen(runner)
             async with asyncio.TaskGroup() as tasks:
                 self._begin()
@@ -281,6 +287,7 @@ class Gateway:
             log=self._context.log,
             tls=self._tls,
             shared=self._config.gateway.processes > 1,
+            held=inherited(port),
         )
         try:
             await site.start()
@@ -340,12 +347,16 @@ class Gateway:
                 self.streams.tell()
 
     async def _drain(self) -> None:
-        """Running requests finish; those left at the deadline end with an error their clients can read."""
-        self.streams.tell(DrainStarted())
-        if self._config.gateway.processes > 1:
+        """Running requests finish; those left at the deadline end with an error their clients can read. Where another
+        process takes the port over, what still comes on open connections is served before."""
+        until_s = asyncio.get_running_loop().time() + self._config.gateway.drain_s
+        if self._handover.asked or self._config.gateway.processes > 1:
             self._site.leave()
+        if self._handover.asked:
+            await self._handover.quiet(self._config.gateway.drain_s)
+        self.streams.tell(DrainStarted())
         try:
-            async with asyncio.timeout(self._config.gateway.drain_s):
+            async with asyncio.timeout_at(until_s):
                 await self.streams.drained()
         except TimeoutError:
             self._context.log.warning("drain time is over, failing what is left", requests=len(self.streams))

@@ -32,7 +32,10 @@ class ChildGone(CohortError):
 
 
 class Child:
-    def __init__(self, command: Sequence[str], log_file: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], log_file: Path, environment: Mapping[str, str], descriptors: Sequence[int] = ()
+    ) -> None:
+        """`descriptors` that it inherits, under the same numbers."""
         with open_private(log_file, "ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -41,6 +44,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
                 start_new_session=True,
+                pass_fds=tuple(descriptors),
                 preexec_fn=_die_with(os.getpid()),
             )
         self.pid = self._process.pid
@@ -61,6 +65,11 @@ class Child:
         """Ask it to drain and end."""
         if self.running:
             self._process.send_signal(signal.SIGTERM)
+
+    def hand_over(self) -> None:
+        """The same, where another one takes its port over."""
+        if self.running:
+            self._process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
         """End it and all it started, now."""

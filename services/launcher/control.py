@@ -1,4 +1,4 @@
-"""The other side of a running pipeline: wait for a detached one, stop it, show it.
+"""The other side of a running pipeline: wait for a detached one, stop it, show it, restart its processes.
 
 Finds the pipeline by its run folder; signals only processes whose start time matches the one on record.
 """
@@ -26,6 +26,7 @@ READY = "ready"
 EXIT_NOT_RUNNING = 3
 PROBE_TIMEOUT_S = 1.0
 KILLED_TIMEOUT_S = 10.0
+_RESTART_POLL_S = 0.1
 TAIL_LINES = 15
 
 
@@ -122,6 +123,56 @@ def status(files: RunFiles, port: int) -> int:
     console.say(f"{state.name} on {state.url}, launcher pid {state.launcher.pid}")
     console.show()
     return 0 if all(line.state is State.READY for line in lines) else 1
+
+
+def restart(files: RunFiles, port: int, instances: Sequence[str]) -> int:
+    """Its processes one after the other, or these. Exit code 0: all are ready again; 1: one did not come back, or
+    there is no such process; 3: nothing runs."""
+    state = files.state()
+    if state is None or not files.claimed:
+        sys.stderr.write(f"no pipeline is running on port {port}\n")
+        return EXIT_NOT_RUNNING
+    if why := _no_restart(state, instances):
+        sys.stderr.write(f"{why}\n")
+        return 1
+    files.want_restart(list(instances))
+    if not state.launcher.send(signal.SIGUSR1):
+        sys.stderr.write(f"no pipeline is running on port {port}\n")
+        return EXIT_NOT_RUNNING
+    return _follow_restart(files, state)
+
+
+def _no_restart(state: LauncherState, instances: Sequence[str]) -> str:
+    """Why it cannot be; "" where it can."""
+    if state.nodes:
+        return "a pipeline on Ray is not restarted process by process"
+    if state.restart.running:
+        return f"a restart is under way; it waits for {state.restart.left[0]}"
+    unknown = [name for name in instances if name not in state.ready_urls]
+    return f"no process {unknown[0]} here; there are {', '.join(state.ready_urls)}" if unknown else ""
+
+
+def _follow_restart(files: RunFiles, before: LauncherState) -> int:
+    """Say each process as it is ready again."""
+    said, began_s = 0, time.monotonic()
+    while before.launcher.alive:
+        time.sleep(_RESTART_POLL_S)
+        state = files.state()
+        if state is None or state.restart.number == before.restart.number:
+            continue
+        now = state.restart
+        for name in now.done[said:]:
+            sys.stdout.write(f"{name} is ready again after {time.monotonic() - began_s:.1f} s\n")
+            sys.stdout.flush()
+            began_s = time.monotonic()
+        said = len(now.done)
+        if now.failure:
+            sys.stderr.write(f"stopped: {now.failure}; as before: {', '.join(now.left[1:]) or 'none'}\n")
+            return 1
+        if not now.left:
+            return 0
+    sys.stderr.write("the pipeline has ended meanwhile\n")
+    return 1
 
 
 async def _probe(state: LauncherState) -> dict[str, bool]:

@@ -31,7 +31,7 @@ from cohort.services.launcher.default_model import is_complete
 from cohort.services.launcher.gguf_folder import served_folder
 from cohort.services.launcher.options import keys_of, overrides_of, ray_address
 from cohort.services.launcher.plan import ProcessPlan, StopStage, api_scheme, http_base, plan, resolve
-from cohort.services.launcher.run_files import LauncherState, ProcessMark, RunFiles, RunFilesError
+from cohort.services.launcher.run_files import LauncherState, ProcessMark, RestartState, RunFiles, RunFilesError
 from cohort.services.launcher.supervisor import Supervisor
 from cohort.services.launcher.worker_desk import PlannedSupervisor
 
@@ -55,6 +55,11 @@ class Keeper(Protocol):
 
     @property
     def ready_urls(self) -> dict[str, str]: ...
+
+    @property
+    def restart(self) -> RestartState: ...
+
+    def request_restart(self) -> None: ...
 
     def request_stop(self) -> None: ...
 
@@ -216,6 +221,7 @@ async def _supervise(
                 processes=supervisor.marks,
                 ready_urls=supervisor.ready_urls,
                 nodes=supervisor.nodes,
+                restart=supervisor.restart,
             )
         )
 
@@ -228,6 +234,7 @@ async def _supervise(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.request_stop)
+    loop.add_signal_handler(signal.SIGUSR1, supervisor.request_restart)
     record()
     if box:
         console.say(box)

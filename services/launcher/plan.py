@@ -55,6 +55,10 @@ class ProcessPlan:
     scheme: str = "http"
     shared: tuple[str, int] | None = None
     """Host and port on which it listens too, beside others of the same kind."""
+    held: bool = False
+    """The launcher holds the socket of `host` and `port`, so that connections wait while the process is away."""
+    hands_over: bool = False
+    """Asked to end for a restart, it serves open connections to their end (SIGUSR1 instead of SIGTERM)."""
 
     @property
     def ready_url(self) -> str:
@@ -163,6 +167,8 @@ def _gateways(config: Config, environment: Mapping[str, str]) -> list[ProcessPla
                 passes_metrics_port=False,
                 environment=environment,
                 scheme=api_scheme(config),
+                held=True,
+                hands_over=True,
             )
         ]
     return [
@@ -175,6 +181,7 @@ def _gateways(config: Config, environment: Mapping[str, str]) -> list[ProcessPla
             gateway.drain_s,
             environment=environment,
             shared=(gateway.host, gateway.port),
+            hands_over=True,
         )
         for instance in gateway_names(config)
     ]

@@ -4,6 +4,7 @@ run/<port>/             0700
   launcher.lock         held (flock) as long as a launcher lives: the one truth about "is it running"
   launcher.json         its pid and the processes', each with its start time, so that no stranger is ever signalled
   resolved.yaml         the configuration all processes read
+  restart.json          which processes are to be restarted, until the launcher has read it
   *.sock                inboxes of the processes
   logs/<instance>.log   output of each process; .1 is the run before
 """
@@ -80,8 +81,21 @@ class ProcessMark(msgspec.Struct, frozen=True):
             os.close(fd)
 
 
+class RestartState(msgspec.Struct, frozen=True):
+    """How far a rolling restart is, or the last one was. `failure`: why it stopped, "" where it did not."""
+
+    number: int
+    done: list[str]
+    left: list[str]
+    failure: str = ""
+
+    @property
+    def running(self) -> bool:
+        return bool(self.left) and not self.failure
+
+
 class LauncherState(msgspec.Struct, frozen=True):
-    """What `--stop` and `--status` need to know."""
+    """What `--stop`, `--status` and `cohort restart` need to know."""
 
     launcher: ProcessMark
     name: str
@@ -91,6 +105,7 @@ class LauncherState(msgspec.Struct, frozen=True):
     ready_urls: dict[str, str]
     nodes: dict[str, str] = {}
     """Of a pipeline on several machines: where its processes are. Those have no mark, which is of this machine."""
+    restart: RestartState = RestartState(0, [], [])
 
 
 class RunFiles:
@@ -100,6 +115,7 @@ class RunFiles:
         self.logs = folder / "logs"
         self._state_file = folder / "launcher.json"
         self._lock_file = folder / "launcher.lock"
+        self._wanted_file = folder / "restart.json"
 
     def log_file(self, instance: str) -> Path:
         return self.logs / f"{instance}.log"
@@ -150,6 +166,19 @@ class RunFiles:
 
     def write_state(self, state: LauncherState) -> None:
         self._write(self._state_file, msgspec.json.encode(state))
+
+    def want_restart(self, instances: list[str]) -> None:
+        """Which processes the next rolling restart is of; said before the launcher is signalled."""
+        self._write(self._wanted_file, msgspec.json.encode(instances))
+
+    def wanted_restart(self) -> list[str]:
+        """Once; empty where nothing was said."""
+        try:
+            found = msgspec.json.decode(self._wanted_file.read_bytes(), type=list[str])
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return []
+        self._wanted_file.unlink(missing_ok=True)
+        return found
 
     def write_config(self, text: str) -> None:
         """It may hold API keys: for its owner's eyes only."""

@@ -10,22 +10,30 @@ Called by `main`. Decides nothing about restarts (`restart_policy`) and knows no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from cohort.common import listeners
 from cohort.services.launcher.child import Child
 from cohort.services.launcher.console import Line, State, View
+from cohort.services.launcher.forks import FROM, Fork, Forks
 from cohort.services.launcher.log_follower import LogFollower
 from cohort.services.launcher.plan import ProcessPlan, StopStage
 from cohort.services.launcher.probe import answers_ok
 from cohort.services.launcher.restart_policy import GiveUp, RestartPolicy, exit_reason
-from cohort.services.launcher.run_files import ProcessMark, RunFiles, RunFilesError
+from cohort.services.launcher.rolling import RollingRestart
+from cohort.services.launcher.run_files import ProcessMark, RestartState, RunFiles, RunFilesError
 
 PROBE_INTERVAL_S = 0.05  # while a process starts; nothing else tells from outside that it is ready
+PROBED_AT_ONCE = 16
+"""Processes; of more each is asked less often, or the asking would take the cores that they start on."""
 PROBE_TIMEOUT_S = 2.0
+TEMPLATE_LOG = "workers-template"
 REFRESH_INTERVAL_S = 0.5  # of warnings on the console and of the log size check
 KILL_TIMEOUT_S = 10.0  # for the kernel to end a killed process
 FAILED_STOP_TIMEOUT_S = 3.0  # for each stage when the pipeline is given up: nothing is worth draining for
@@ -46,9 +54,12 @@ class Supervised:
         """Asked to end, and not to come back."""
         self.failure = ""
         self.policy = RestartPolicy()
-        self.child: Child | None = None
+        self.child: Child | Fork | None = None
         self.ready = asyncio.Event()
         self.done = asyncio.Event()
+        self.renewed = False
+        """It was asked to end, to be started again at once."""
+        self.listeners: list[socket.socket] = []
 
     @property
     def running(self) -> bool:
@@ -71,6 +82,11 @@ class Supervisor:
         self._python = python
         self._processes = [Supervised(plan) for plan in plans]
         self._stopping = asyncio.Event()
+        workers = [plan for plan in plans if plan.stage is StopStage.WORKERS]
+        modules = [f"cohort.services.{plan.folder}.service" for plan in workers]
+        self._forks = Forks(python, modules, files.log_file(TEMPLATE_LOG)) if len(workers) >= FROM else None
+        self._probe_interval_s = PROBE_INTERVAL_S * max(1.0, len(plans) / PROBED_AT_ONCE)
+        self._rolling = RollingRestart(self._processes, self._stopping, console, on_change)
         self._kill_now = asyncio.Event()
         self._failure = ""
         self._keepers: asyncio.TaskGroup | None = None
@@ -101,6 +117,17 @@ class Supervisor:
         """Why the pipeline was given up; "" if it was not."""
         return self._failure
 
+    @property
+    def restart(self) -> RestartState:
+        """The rolling restart that runs, or the last one."""
+        return self._rolling.state
+
+    def request_restart(self) -> None:
+        """Restart the processes that the run folder names, or all, one after the other."""
+        if self._forks is not None and not self.restart.running:
+            self._forks.renew()
+        self._rolling.request(self._files.wanted_restart())
+
     def request_stop(self) -> None:
         """First call: drain and end. Second: kill."""
         if self._stopping.is_set():
@@ -113,13 +140,16 @@ class Supervisor:
             self._keepers = tasks
             for process in self._processes:
                 tasks.create_task(self._keep(process))
-            helpers = [tasks.create_task(self._announce(on_ready)), tasks.create_task(self._watch_logs())]
+            watching = (self._announce(on_ready), self._watch_logs(), self._rolling.run())
+            helpers = [tasks.create_task(work) for work in watching]
             await self._stopping.wait()
             await self._stop_all()
             self._keepers = None
             await _all([process.done for process in self._processes])
             for task in helpers:
                 task.cancel()
+            if self._forks is not None:
+                self._forks.end()
         return 1 if self._failure else 0
 
     # -- processes that come and go ------------------------------------------------------------------------------
@@ -168,14 +198,16 @@ class Supervisor:
                     return
                 await wait_any((self._stopping, process.leaving), delay_s)
         finally:
+            for listener in process.listeners:
+                listener.close()
             process.done.set()
 
     async def _run_once(self, process: Supervised) -> float | None:
         """One life of the process. Returns the delay before the next, or None if there is none."""
         plan = process.plan
         command = plan.command(self._python, self._files.config_file, self._files.folder)
-        child = Child(command, self._files.log_file(plan.instance), _environment(plan))
-        process.child = child
+        child = await self._begin(process, command)
+        process.child, process.renewed = child, False
         process.policy.started()
         self._console.update(plan.instance, State.STARTING, pid=child.pid)
         self._on_change()
@@ -189,6 +221,10 @@ class Supervisor:
             note = "" if code in (0, -signal.SIGTERM) else exit_reason(code)
             self._console.update(plan.instance, State.STOPPED, note=note)
             return None
+        if process.renewed:
+            self._console.update(plan.instance, State.RESTARTING, note="(asked to)")
+            self._on_change()
+            return 0.0
         match process.policy.ended(time.monotonic(), code, relieved=self._is_relieved(process)):
             case GiveUp(reason):
                 self._console.update(plan.instance, State.FAILED, note=reason)
@@ -203,6 +239,23 @@ class Supervisor:
                 self._on_change()
                 return restart.delay_s
 
+    async def _begin(self, process: Supervised, command: Sequence[str]) -> Child | Fork:
+        plan = process.plan
+        log, environment = self._files.log_file(plan.instance), _environment(plan)
+        if self._forks is not None and plan.stage is StopStage.WORKERS:
+            return await self._forks.child(command, log, environment)
+        held = self._held(process)
+        environment = {**environment, **listeners.environment(held)}
+        return Child(command, log, environment, [each.fileno() for each in held])
+
+    @staticmethod
+    def _held(process: Supervised) -> list[socket.socket]:
+        """The sockets that it serves and the launcher keeps; none where they cannot be had: then it says why itself."""
+        if process.plan.held and not process.listeners:
+            with contextlib.suppress(OSError):
+                process.listeners = listeners.bound_everywhere(process.plan.host, process.plan.port)
+        return process.listeners
+
     def _is_relieved(self, process: Supervised) -> bool:
         """A worker whose requests go on at another one."""
         others = [other for other in self._processes if other is not process and other.ready.is_set()]
@@ -211,7 +264,7 @@ class Supervisor:
     async def _until_ready(self, process: Supervised) -> None:
         """Ends when the process is ready, or is cancelled when it ends before."""
         while not await answers_ok(process.plan.ready_url, PROBE_TIMEOUT_S):  # noqa: ASYNC110
-            await asyncio.sleep(PROBE_INTERVAL_S)
+            await asyncio.sleep(self._probe_interval_s)
         process.policy.became_ready(time.monotonic())
         process.ready.set()
         if not self._stopping.is_set():

@@ -25,7 +25,7 @@ from cohort.common.planning.orders import AddWorker, Done, DrainWorker, Order, s
 from cohort.common.types import InstanceId, Role
 from cohort.services.launcher.box import check_host
 from cohort.services.launcher.plan import worker_plan
-from cohort.services.launcher.run_files import ProcessMark, RunFiles, RunFilesError
+from cohort.services.launcher.run_files import ProcessMark, RestartState, RunFiles, RunFilesError
 from cohort.services.launcher.supervisor import Supervisor
 
 _LONGEST_LINE = 4096
@@ -50,6 +50,13 @@ class PlannedSupervisor:
     @property
     def ready_urls(self) -> dict[str, str]:
         return self._supervisor.ready_urls
+
+    @property
+    def restart(self) -> RestartState:
+        return self._supervisor.restart
+
+    def request_restart(self) -> None:
+        self._supervisor.request_restart()
 
     def request_stop(self) -> None:
         self._supervisor.request_stop()

@@ -1,6 +1,6 @@
 """Where a request runs: the worker on which its first token is predicted to come soonest.
 
-    every worker that can hold it ─▶ one per device (the others of a device stand by)
+    every worker that can hold it (of many: a few) ─▶ one per device (the others of a device stand by)
            ─▶ predicted TTFT there + the price of the memory that everything there will still need
            ─▶ in time on no worker: what `admission_test` says of the soonest
            ─▶ whole on the best; or, where its decode row would close a worker to prompts, its prompt there and its
@@ -12,7 +12,7 @@ requests is its own scheduler's business; how long that takes is `ttft_forecast`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from typing import assert_never
@@ -26,6 +26,7 @@ from cohort.common.policies.cohort.placed_work import Known, PlacedWork
 from cohort.common.policies.cohort.prefix_record import Chain, PrefixRecord
 from cohort.common.policies.cohort.promise import targets
 from cohort.common.policies.cohort.prompt_order import PromptOrder
+from cohort.common.policies.cohort.shortlist import MOST, Shortlist
 from cohort.common.policies.cohort.ttft_forecast import Pace, memory_price_s, mixes, transfer_fits
 from cohort.common.policies.interface import (
     ClusterView,
@@ -122,7 +123,8 @@ class LeastTtft(Placement):
         self._prefixes = PrefixRecord() if prefix_caching else None
         self._arriving = ArrivingPrompts() if own_order and PromptOrder.of(options).first in _BY_LENGTH else None
         self._rate = 0.0
-        self._whole = self._splits = self._full = self._standbys = 0
+        self._shortlist = Shortlist()
+        self._whole = self._splits = self._full = 0
         self._cached_tokens = 0
         self._adapter_load_s = _ADAPTER_LOAD_S
         self._error = PredictionError()
@@ -135,18 +137,28 @@ class LeastTtft(Placement):
         views = cluster.instances
         if not views:
             return Wait("no worker is registered")
-        able = [view for view in views.values() if fits(view, waiting.request)]
+        if self._shortlist.changed(views):
+            self._only(views)
+        chain = Chain(waiting.request)
+        cached = self._prefixes.cached(chain) if self._prefixes is not None else {}
+        looked_at = self._shortlist.of(preferred, cached)
+        able = [view for view in looked_at.values() if fits(view, waiting.request)]
+        if not able and looked_at is not views:
+            able = [view for view in views.values() if fits(view, waiting.request)][:MOST]
+            looked_at = {view.instance: view for view in able}
         if not able:
             return impossible(views.values(), waiting.request)
-        self._refresh(now_s, cluster)
-        devices = self._devices(able, views.values())
-        rows, context = sum([work.rows for work in self._work.values()]), sum([w.context for w in self._work.values()])
-        wanted = self._wanted(now_s, waiting, (rows / len(devices), context / len(devices)), len(devices))
+        self._refresh(now_s, looked_at)
+        devices = self._devices(able, looked_at.values())
+        works = [self._work[name] for name in looked_at]
+        rows, context = sum([work.rows for work in works]), sum([work.context for work in works])
+        all_devices = len(devices) if looked_at is views else self._shortlist.devices
+        wanted = self._wanted(now_s, waiting, (rows / len(devices), context / len(devices)), all_devices, chain, cached)
         candidates = [self.forecast(now_s, view, others, wanted) for view, others in devices]
         best = next((c for c in candidates if c.view.instance == preferred), None)
         if best is not None:
             return self._keep(now_s, wanted, best, "as preferred")
-        self._rate = sum([candidate.pace.rate for candidate in candidates])
+        self._rate = sum([candidate.pace.rate for candidate in candidates]) * all_devices / len(devices)
         # A worker that has said nothing of its pace may be soon enough.
         soonest_s = min(candidate.ttft_s if _is_paced(candidate.view) else 0.0 for candidate in candidates)
         match self._test.judge(now_s, waiting, soonest_s):
@@ -162,7 +174,9 @@ class LeastTtft(Placement):
                 assert_never(other)
 
     def _place(self, now_s: float, wanted: _Wanted, candidates: list[Candidate]) -> Placed:
-        best = min(candidates, key=_key)
+        ordered = sorted(candidates, key=_key)
+        best = ordered[0]
+        self._shortlist.remember(candidate.view.instance for candidate in ordered[1:])
         if not (best.closes or best.closed):
             return self._keep(now_s, wanted, best, "its first token comes soonest here")
         home = self._home(candidates, best, wanted)
@@ -171,9 +185,10 @@ class LeastTtft(Placement):
         return self._share(now_s, wanted, best, home)
 
     def finished(self, now_s: float, request_id: RequestId) -> None:
-        if self._known.pop(request_id, None) is not None:
-            for work in self._work.values():
-                work.forget(request_id)
+        known = self._known.pop(request_id, None)
+        for name in known.sent_to if known is not None else ():
+            if name in self._work:
+                self._work[name].forget(request_id)
 
     def metrics(self) -> dict[str, float]:
         """`ttft_error`, `ttft_bias`: |predicted − real| / real, and predicted / real, moving averages over requests
@@ -182,17 +197,21 @@ class LeastTtft(Placement):
             "splits_total": float(self._splits),
             "whole_total": float(self._whole),
             "placed_full_total": float(self._full),
-            "standby_workers": float(self._standbys),
+            "standby_workers": float(self._shortlist.standbys),
             "prefix_tokens_expected_total": float(self._cached_tokens),
             **self._error.metrics("ttft"),
         }
 
     # -- what is known ---------------------------------------------------------------------------------------------
 
-    def _refresh(self, now_s: float, cluster: ClusterView) -> None:
-        views = cluster.instances
+    def _only(self, views: Mapping[InstanceId, InstanceView]) -> None:
+        """These workers are there now."""
         for name in [name for name in self._work if name not in views]:
             del self._work[name]
+        if self._prefixes is not None:
+            self._prefixes.only(views)
+
+    def _refresh(self, now_s: float, views: Mapping[InstanceId, InstanceView]) -> None:
         for name, view in views.items():
             work = self._work.get(name)
             if work is None:
@@ -200,8 +219,6 @@ class LeastTtft(Placement):
             if work.refresh(now_s, view, self._known):
                 self._learn(work.reported_s, view)
                 self._adapter_load_s = view.stats.adapter_load_s or self._adapter_load_s
-        if self._prefixes is not None:
-            self._prefixes.only(views)
 
     def _learn(self, reported_s: float, view: InstanceView) -> None:
         """How well first tokens were foreseen. A report names the positions of every decode row, so that the time of
@@ -218,7 +235,15 @@ class LeastTtft(Placement):
             predicted_s, known.predicted_s = known.predicted_s, None
             self._error.add(predicted_s, real_s)
 
-    def _wanted(self, now_s: float, waiting: WaitingRequest, even: tuple[float, float], devices: int) -> _Wanted:
+    def _wanted(
+        self,
+        now_s: float,
+        waiting: WaitingRequest,
+        even: tuple[float, float],
+        devices: int,
+        chain: Chain,
+        cached: dict[InstanceId, int],
+    ) -> _Wanted:
         request = waiting.request
         most = float(request.sampling.max_tokens - request.output_known)
         output = max(1.0, min(most, waiting.expected_output(self._default_output) - request.output_known))
@@ -237,8 +262,6 @@ class LeastTtft(Placement):
             variance=spread * spread,
             placed_s=now_s,
         )
-        chain = Chain(request)
-        cached = self._prefixes.cached(chain) if self._prefixes is not None else {}
         stretched, overtaking = self._overtaken(now_s, known, output)
         return _Wanted(request, known, output, spread * spread, stretched, overtaking / devices, chain, cached, even)
 
@@ -273,7 +296,6 @@ class LeastTtft(Placement):
         for view in views:
             if view.capacity.device:
                 sharing.setdefault(view.capacity.device, []).append(view)
-        self._standbys = sum(len(group) - 1 for group in sharing.values())
         return [
             (view, [self._work[v.instance] for v in sharing.get(view.capacity.device, ()) if v is not view])
             for view in chosen.values()
@@ -397,6 +419,7 @@ class LeastTtft(Placement):
 
     def _note(self, now_s: float, wanted: _Wanted, where: Candidate, *, prompt: bool, decode: bool) -> None:
         known = wanted.known
+        known.sent_to += (where.view.instance,)
         if prompt:
             known.cached = where.cached
             self._cached_tokens += where.cached

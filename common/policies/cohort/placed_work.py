@@ -23,7 +23,7 @@ from cohort.common.policies.cohort.ttft_forecast import Pace, prompt_pace
 from cohort.common.policies.interface import InstanceView
 from cohort.common.policies.step_times.reported_times import reported_times
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
-from cohort.common.types import Attempt, RequestId, StepTimes, WorkerStats
+from cohort.common.types import Attempt, RequestId, StepTimes, WorkerCapacity, WorkerStats
 
 _DISTANT_S = 1e9
 _REPORT_S = 0.2
@@ -49,6 +49,8 @@ class Known:
     placed_s: float
     predicted_s: float | None = None
     """TTFT, to be compared with what came of it; None: it was, or cannot be."""
+    sent_to: tuple[str, ...] = ()
+    """Workers that were given a part of it."""
 
     def demote(self) -> None:
         """From now on it is best-effort, without SLO."""
@@ -94,13 +96,20 @@ class PlacedWork:
         self._needed = self._variance = 0.0
         self._bound_s = self._bound_to_come_s = inf
         self._ranks: list[RankKey] | None = None
+        """Of all prompts here, in order; None: to be summed up again. `_prompts` are these; the lists after it have
+        their sums up to each."""
+        self._prompts: list[_Prompt] = []
         self._tokens: list[int] = []
         self._pairs: list[float] = []
         self._needs: list[float] = []
         self._block_waits: dict[bool, BlockWait] = {}
         self._effort = set[RequestId]()
         self._to_come = 0, 0
+        self._coming_sums: tuple[float, float] | None = None
+        """Positions that `_coming` needs, and the variance of that."""
+        self._strictest: float | None = None
         self._pace: Pace | None = None
+        self._paced_by: tuple[StepTimes, int, int, float, WorkerCapacity] | None = None
         self._memory: tuple[float, float, float] | None = None
         self._crowded: tuple[int, float] | None = None
         self._slowed: dict[float, float] = {}
@@ -172,7 +181,8 @@ class PlacedWork:
         """It was sent here: its prompt, its decode row, or both."""
         left = request.tokens - request.cached
         rank = self._rank(now_s, request, request.tokens, self.times.token_s) if prompt else None
-        self._coming[request.attempt.request_id] = Coming(
+        again = request.attempt.request_id in self._coming
+        coming = self._coming[request.attempt.request_id] = Coming(
             now_s,
             rank,
             left if prompt else 0,
@@ -181,7 +191,26 @@ class PlacedWork:
             self._growth(request, left, output if decode else 0.0),
             request,
         )
-        self._changed()
+        if again:
+            self._changed()
+        else:
+            self._came(coming)
+
+    def _came(self, coming: Coming) -> None:
+        """One more at the end of `_coming`: what was summed up stays, and goes on from its place."""
+        self._memory = self._crowded = self._strictest = None
+        self._slowed.clear()
+        if coming.decode_context:
+            self._to_come = self._to_come[0] + 1, self._to_come[1] + coming.decode_context
+        if self._coming_sums is not None:
+            needed, variance = self._coming_sums
+            self._coming_sums = needed + coming.needed, variance + coming.known.variance
+        if self._ranks is not None and coming.rank is not None:
+            prompt = _Prompt(coming.rank, coming.tokens, coming.pairs, coming.needed)
+            at = bisect_left(self._prompts, prompt)
+            self._prompts.insert(at, prompt)
+            self._ranks.insert(at, prompt.rank)
+            self._sum_up_from(at)
 
     def _growth(self, request: Known, left: int, output: float) -> float:
         """Positions that a newcomer will need."""
@@ -190,11 +219,21 @@ class PlacedWork:
         return self._view.capacity.geometry.growth(request.cached, left, ceil(output))
 
     def forget(self, request_id: RequestId) -> None:
-        if self._coming.pop(request_id, None) is not None:
-            self._changed()
+        coming = self._coming.pop(request_id, None)
+        if coming is None:
+            return
+        ranks = self._ranks
+        at = bisect_left(ranks, coming.rank) if ranks is not None and coming.rank is not None else 0
+        self._changed()
+        if ranks is None or coming.rank is None:
+            self._ranks = ranks
+        elif at < len(ranks) and ranks[at] == coming.rank:
+            del ranks[at], self._prompts[at]
+            self._ranks = ranks
+            self._sum_up_from(at)
 
     def _changed(self) -> None:
-        self._ranks = self._pace = self._memory = self._crowded = None
+        self._ranks = self._coming_sums = self._strictest = self._memory = self._crowded = None
         self._slowed.clear()
         contexts = [coming.decode_context for coming in self._coming.values() if coming.decode_context]
         self._to_come = len(contexts), sum(contexts)
@@ -235,11 +274,12 @@ class PlacedWork:
 
     def pace(self, companions: Iterable[PlacedWork] = ()) -> Pace:
         """Of this worker, with the decode rows of those that share its device."""
-        if self._pace is not None and not companions:
-            return self._pace
         assert self._view is not None
         capacity, options = self._view.capacity, self._options
         rows, context, bound_s = self._rows, self._context, self._bound_s
+        paced_by = (self.times, rows, context, bound_s, capacity)
+        if self._pace is not None and not companions and paced_by == self._paced_by:
+            return self._pace  # also of a new report that says the same
         for other in companions:
             rows, context, bound_s = rows + other._rows, context + other._context, min(bound_s, other._bound_s)
         decodes = BatchShape(0, 0, 0, rows, context)
@@ -249,7 +289,7 @@ class PlacedWork:
         else:
             aim_s = min(options.longest_step_s, bound_s * (1.0 - options.headroom))
             pace = prompt_pace(self.times, decodes, aim_s, most=most, least=options.least_prefill)
-        self._pace = None if companions else pace
+        self._pace, self._paced_by = None if companions else pace, paced_by
         return pace
 
     def slowed(self, bound_s: float, pace: Pace) -> float:
@@ -280,10 +320,13 @@ class PlacedWork:
     @property
     def strictest_s(self) -> float:
         """TPOT of all that decode here or will; infinite if nothing was promised to any of them."""
+        if self._strictest is not None:
+            return self._strictest
         strictest_s = min(self._bound_s, self._bound_to_come_s)
         for coming in self._coming.values():
             if coming.decode_context and coming.known.tpot_s and coming.known.tpot_s < strictest_s:
                 strictest_s = coming.known.tpot_s
+        self._strictest = strictest_s
         return strictest_s
 
     @property
@@ -318,8 +361,9 @@ class PlacedWork:
         if self._memory is None:
             assert self._view is not None
             view, coming = self._view, self._coming.values()
-            needed = self._needed + sum([c.needed for c in coming])
-            variance = self._variance + sum([c.known.variance for c in coming])
+            if self._coming_sums is None:
+                self._coming_sums = sum([c.needed for c in coming]), sum([c.known.variance for c in coming])
+            needed, variance = self._needed + self._coming_sums[0], self._variance + self._coming_sums[1]
             blocks = view.free_blocks if view.stats.total_blocks else view.capacity.num_blocks  # no report yet
             self._memory = needed, variance, float(blocks * view.capacity.block_size)
         return self._memory
@@ -365,9 +409,22 @@ class PlacedWork:
     def _sum_up(self) -> None:
         prompts = self._reported
         coming = [_Prompt(c.rank, c.tokens, c.pairs, c.needed) for c in self._coming.values() if c.rank is not None]
-        if coming:
-            prompts = sorted([*prompts, *coming])
-        self._ranks = [prompt.rank for prompt in prompts]
-        self._tokens = list(accumulate(prompt.tokens for prompt in prompts))
-        self._pairs = list(accumulate(prompt.pairs for prompt in prompts))
-        self._needs = list(accumulate(prompt.needed for prompt in prompts))
+        prompts = sorted([*prompts, *coming]) if coming else prompts.copy()
+        self._prompts, self._ranks = prompts, [prompt.rank for prompt in prompts]
+        self._sum_up_from(0)
+
+    def _sum_up_from(self, at: int) -> None:
+        """The sums up to each prompt, from this one on: in the order in which all of them would be added."""
+        prompts = self._prompts[at:]
+        _go_on(self._tokens, at, [prompt.tokens for prompt in prompts])
+        _go_on(self._pairs, at, [prompt.pairs for prompt in prompts])
+        _go_on(self._needs, at, [prompt.needed for prompt in prompts])
+
+
+def _go_on(sums: list[float] | list[int], at: int, values: list[float] | list[int]) -> None:
+    """Sums from `at` on, of these values behind those that are summed up before."""
+    del sums[at:]
+    if at:
+        values = [sums[-1], *values]  # type: ignore[assignment]
+        sums.pop()
+    sums.extend(accumulate(values))  # type: ignore[arg-type]

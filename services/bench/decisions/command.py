@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cohort.services.bench.decisions import bucket_waste, iteration_scheduling, placement, scheduling
+from cohort.services.bench.decisions import bucket_waste, iteration_scheduling, placement, scheduling, width
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -12,6 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, module, summary in (
         ("prefill-order", scheduling, "a request's way through the manager's prefill order"),
         ("placement", placement, "placing a request on instances with so much queued"),
+        ("width", width, "a whole manager with many workers and many requests"),
         ("iteration", iteration_scheduling, "deciding a worker's iteration"),
         ("buckets", bucket_waste, "padding waste against the number of buckets, for the lengths of a trace"),
     ):

@@ -26,23 +26,19 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from cohort.common.config import load_config
 from cohort.common.errors import ConfigError
-from cohort.common.paths import default_model_dir, run_dir
+from cohort.common.paths import run_dir
 from cohort.services.bench.live.pipelines import pipeline
 from cohort.services.bench.output import check_writable, publish_json
-from cohort.services.bench.soak import report, tiny_model
+from cohort.services.bench.soak import report
 from cohort.services.bench.soak.accounts import Verdict
-from cohort.services.bench.soak.catalogue import SERVED
 from cohort.services.bench.soak.census import Census
 from cohort.services.bench.soak.leftovers import unknown_files
+from cohort.services.bench.soak.own_state import TINY, own_state
 from cohort.services.bench.soak.soak import Soak, Terms
 from cohort.services.bench.soak.users import Place
-
-_TINY = "tiny"
-_TINY_KV_BYTES = 16 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=10.0, help="of traffic; start, quiet time and end come beside")
     parser.add_argument("--preset", default="disaggregated")
     parser.add_argument(
-        "--model", default=_TINY, metavar="FOLDER", help="default: a tiny one; `default`: the default model"
+        "--model", default=TINY, metavar="FOLDER", help="default: a tiny one; `default`: the default model"
     )
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="SECTION.OPTION=VALUE")
     parser.add_argument("--clients", type=int, default=12, help="at once, besides one that runs batches")
@@ -100,13 +96,12 @@ def run(args: argparse.Namespace) -> int:
     began = datetime.now(UTC).isoformat(timespec="seconds")
     with tempfile.TemporaryDirectory(prefix="cohort-soak-") as folder, _temporary(Path(folder)) as temporary:
         state = Path(folder) / "state"
-        state.mkdir()
         keys = [secrets.token_hex(8), secrets.token_hex(8)]
         settings = ["engine.threads=1", *args.settings]
         census = Census(run_dir(args.port))
-        with pipeline(
-            args.preset, _overlay(args.model, Path(folder), keys, args.quiet_s), args.port, settings
-        ) as served:
+        resume_s = max(15.0, min(20.0, args.quiet_s / 2))
+        overlay = own_state(args.model, Path(folder), keys, resume_s)
+        with pipeline(args.preset, overlay, args.port, settings) as served:
             place = Place(served.url, served.monitor_url, keys, time.monotonic())
             workers = frozenset(load_config([run_dir(args.port) / "resolved.yaml"]).instance_roles)
             soak = Soak(place, census, terms, workers, say=_say)
@@ -153,36 +148,6 @@ def _document(
         unaccounted=accounts.unaccounted,
         findings=findings,
     )
-
-
-def _overlay(model: str, folder: Path, keys: list[str], quiet_s: float) -> dict[str, Any]:
-    """All that the pipeline keeps lies in a folder of the soak's own. Short waits, so that what a client leaves behind
-    has ended before the quiet time has."""
-    state = folder / "state"
-    kv: dict[str, Any] = {}
-    match model:
-        case "tiny":
-            path, kv = tiny_model.write(folder / "model"), {"memory_bytes": _TINY_KV_BYTES}
-        case "default":
-            path = default_model_dir()
-        case _:
-            path = Path(model)
-    return {
-        "model": {"path": str(path), "dtype": "float32", "served_name": SERVED},
-        "kv": kv,
-        "gateway": {
-            "api_keys": keys,
-            "resume_file": str(state / "streams.sqlite3"),
-            "resume_s": max(15.0, min(20.0, quiet_s / 2)),
-            "write_timeout_s": 10.0,
-            "body_timeout_s": 10.0,
-            "drain_s": 5.0,
-        },
-        "keys": {"usage_file": str(state / "usage.sqlite3")},
-        "batch": {"folder": str(state / "batches"), "concurrency": 4},
-        "predictor": {"state_path": str(state / "lengths.npz"), "save_every_s": 10.0},
-        "engine": {"state_dir": str(state / "learned"), "drain_s": 5.0},
-    }
 
 
 @contextlib.contextmanager

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -89,6 +90,10 @@ class Stream:
     token: str = ""
     last_id: str = ""
     events: int = 0
+    keep: bool = True
+    """Ask that it can be resumed at all."""
+    times_s: list[float] = field(default_factory=list)
+    """When each event came, of the monotonic clock."""
 
 
 def session(key: str, *, keep_alive: bool, small_buffers: bool = False) -> aiohttp.ClientSession:
@@ -143,7 +148,7 @@ async def follow_resumed(
     try:
         if first is not None:
             path, body = first
-            headers = {"x-cohort-resume": "keep"}
+            headers = {"x-cohort-resume": "keep"} if stream.keep else {}
             request = http.post(url + path, json={**body, "stream": True}, headers=headers)
         else:
             request = http.get(
@@ -210,6 +215,7 @@ async def _follow(response: aiohttp.ClientResponse, stream: Stream, manner: Mann
     """Until the stream says that it is done, or the client leaves."""
     events_here = 0
     async for identity, data in _events(response, manner):
+        stream.times_s.append(time.monotonic())
         stream.reader.take(data)
         stream.last_id = identity or stream.last_id
         stream.events += 1

@@ -23,7 +23,7 @@ from cohort.services.launcher.on_ray.agent import Agent
 from cohort.services.launcher.on_ray.order import News, Order, Place, dialled_as
 from cohort.services.launcher.on_ray.placement import Placement, said
 from cohort.services.launcher.plan import StopStage
-from cohort.services.launcher.run_files import ProcessMark, RunFiles
+from cohort.services.launcher.run_files import ProcessMark, RestartState, RunFiles
 from cohort.services.launcher.supervisor import (
     FAILED_STOP_TIMEOUT_S,
     KILL_TIMEOUT_S,
@@ -98,6 +98,15 @@ class RaySupervisor:
     @property
     def ready_urls(self) -> dict[str, str]:
         return {kept.instance: kept.ready_url or kept.plan.ready_url for kept in self._kept}
+
+    @property
+    def restart(self) -> RestartState:
+        """Never one."""
+        return RestartState(0, [], [])
+
+    def request_restart(self) -> None:
+        """`cohort restart` refuses before; a signal by hand is answered in words."""
+        self._console.say("a pipeline on Ray is not restarted process by process", style="yellow")
 
     def request_stop(self) -> None:
         """First call: drain and end. Second: kill."""

@@ -25,11 +25,12 @@ def any_faults(
 ) -> st.SearchStrategy[list[Fault]]:
     """Up to `most` faults from second 1.6 to `latest_s`, each over after up to `longest_s`: half of them end processes
     or requests (a worker's death is noticed at once, or by its silence) or tell of a death that was none; half stop a
-    process for a while or cut a pair off from each other."""
+    process for a while, cut a pair off from each other, or drain a worker."""
     everybody = (*workers, *managers, GATEWAY)
     ends = st.sampled_from([*workers, *managers, "leave", "cancel"])
     noticed = st.sampled_from([f"{how} {name}" for name in workers for how in ("crash", "alarm")])
     pauses = st.sampled_from([f"freeze {name}" for name in everybody])
+    drains = st.sampled_from([f"drain {name}" for name in workers])
     cuts = st.sampled_from([f"cut {one} {other}" for one, other in combinations(everybody, 2)])
-    kinds = ends | noticed | pauses | cuts
+    kinds = ends | noticed | pauses | cuts | drains
     return st.lists(st.tuples(kinds, st.floats(1.6, latest_s), st.floats(0.1, longest_s)), max_size=most)

@@ -24,18 +24,7 @@ from cohort.common.policies.baselines.bounded_admission import BoundedAdmission
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
 from cohort.common.policies.baselines.fcfs import Fcfs
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
-from cohort.common.policies.baselines.placements import fits
-from cohort.common.policies.interface import (
-    ClusterView,
-    Impossible,
-    IterationScheduler,
-    LateBinding,
-    Placed,
-    Placement,
-    PrefillOrder,
-    Wait,
-    WaitingRequest,
-)
+from cohort.common.policies.interface import IterationScheduler, LateBinding, Placement, PrefillOrder
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.types import (
     Attempt,
@@ -46,7 +35,6 @@ from cohort.common.types import (
     Request,
     Role,
     SamplingParams,
-    Segment,
     Slo,
     TrafficClass,
     WorkerCapacity,
@@ -63,6 +51,7 @@ from tests.common.machines.digest_engine import (
     next_token,
 )
 from tests.common.machines.faulty_network import FaultyNetwork, Weather
+from tests.common.machines.split_anywhere import SplitAnywhere
 
 __all__ = ["BLOCK", "STOP_TOKEN", "VOCABULARY", "SplitAnywhere", "World", "digest", "expected_output", "next_token"]
 
@@ -83,30 +72,6 @@ RETURN_S = 0.05
 """From the end of a connection until its peer counts as lost."""
 NO_SLO = Slo()
 MANAGER_SETTINGS = ManagerSettings(3.0, 1.5, 0.5, 10_000)
-
-
-class SplitAnywhere(Placement):
-    """Segments that meet at any position, in the prompt or in the output, on any two workers."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self._random = Random(seed)
-
-    def place(
-        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: str | None
-    ) -> Placed | Wait | Impossible:
-        request = waiting.request
-        names = sorted(cluster.instances)
-        views = [view for view in cluster.instances.values() if fits(view, request)]
-        if not names or len(views) < len(names):
-            return Impossible("too big") if names else Wait("nobody is there")
-        first, second = self._random.choice(names), self._random.choice(names)
-        split = self._random.randint(1, len(request.tokens) + request.sampling.max_tokens)
-        if first == second:
-            return Placed((Segment(0, None, first),), "one")
-        return Placed((Segment(0, split, first), Segment(split, None, second)), "two")
-
-    def finished(self, now_s: float, request_id: str) -> None:
-        pass
 
 
 @dataclass
@@ -386,13 +351,16 @@ class World:
         """One fault, as `tests.common.machines.faults` names them: "manager", "manager-1" … (killed, back after
         `back_s`), the name of a worker to kill with its host, so that its silence tells, "crash NAME" (the same, but
         its connections end), "alarm NAME" (its connection to the managers ends, and it lives), "leave" (the worker
-        `leaving` drains), "cancel" (of the first `cancelled` requests), "freeze NAME" (stopped and, `back_s` later,
-        continued), "cut NAME NAME" (the two hear nothing of each other)."""
+        `leaving` ends in an orderly way, at once), "drain NAME" (the same, once it is empty or after `back_s`),
+        "cancel" (of the first `cancelled` requests), "freeze NAME" (stopped and, `back_s` later, continued), "cut NAME
+        NAME" (the two hear nothing of each other)."""
         match kind.split():
             case [name] if name in self.manager_names:
                 self.kill_manager(back_s, name)
             case ["leave"]:
                 self.leave_worker(leaving)
+            case ["drain", name]:
+                self.drain_worker(name, back_s)
             case ["cancel"]:
                 for name in [f"r{index}" for index in range(cancelled)]:
                     if name in self.owned:
@@ -437,6 +405,25 @@ class World:
         self.cluster.tell(node, DrainStarted())
         self.cluster.tell(node, DrainEnded())
         self.at(0.05, lambda: self.kill_worker(name, 1.0))
+
+    def drain_worker(self, name: str, for_s: float, back_after_s: float = 1.0) -> None:
+        """It takes its leave once it is empty, at the latest after `for_s`, and is started again."""
+        node = self.workers[name]
+        if not node.alive:
+            return
+        self.cluster.tell(node, DrainStarted())
+        until_s = self.now_s + for_s
+
+        def look() -> None:
+            if node is not self.workers[name] or not node.alive:
+                return  # something else has ended it
+            if node.worker.idle or self.now_s >= until_s:
+                self.cluster.tell(node, DrainEnded())
+                self.at(0.05, lambda: self.kill_worker(name, back_after_s))
+            else:
+                self.at(0.05, look)
+
+        self.at(0.05, look)
 
     # -- requests ----------------------------------------------------------------------------------------------
 

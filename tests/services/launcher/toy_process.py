@@ -5,6 +5,7 @@ stubborn      serves and ignores SIGTERM
 config_error  says so and exits 2
 crash         exits 1 at once
 helper        as ready, with a child of its own (its pid goes to the log)
+once          the first time as ready, later exits 1
 crash_once    exits 1 if the file named by the second-to-last argument does not exist yet (and makes it), else ready
 """
 
@@ -34,6 +35,10 @@ def main() -> None:
     if behaviour == "crash" or (behaviour == "crash_once" and not marker.exists()):
         marker.touch()
         sys.exit(1)
+    if behaviour == "once":
+        if marker.exists():
+            sys.exit(1)
+        marker.touch()
     if behaviour == "helper":
         print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "stubborn" else lambda *_: sys.exit(0))

@@ -1,0 +1,81 @@
+"""Which workers a placement looks at: all of a small cluster, a few of a large one.
+
+    up to `MOST` devices ─▶ every worker
+    more                 ─▶ where its prefix is cached, those that were best but one last time, the next ones in turn
+
+What a decision costs then does not grow with the cluster. The best of a few, some of them known to have been good a
+moment ago, is nearly as good as the best of all (Mitzenmacher, Prabhakar, Shah: Load balancing with memory, 2002).
+Every worker comes up in turn, so none is forgotten. Workers that share a device are looked at together. Asked by
+`least_ttft`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from cohort.common.policies.interface import InstanceView
+from cohort.common.types import InstanceId
+
+MOST = 8
+"""Devices looked at for one request."""
+_CACHED = 2
+"""Of these, at most, because they are said to have a part of its prompt."""
+_REMEMBERED = 3
+"""Of these, at most, because they were good for the request before."""
+
+
+class Shortlist:
+    def __init__(self) -> None:
+        self._views: Mapping[InstanceId, InstanceView] = {}
+        self._members = 0
+        self._devices: list[list[InstanceId]] = []
+        self._device_of: dict[InstanceId, int] = {}
+        self._next = 0
+        self._remembered: list[int] = []
+
+    @property
+    def devices(self) -> int:
+        """Of the whole cluster."""
+        return len(self._devices)
+
+    @property
+    def standbys(self) -> int:
+        """Workers beside the first one of their device."""
+        return self._members - len(self._devices)
+
+    def changed(self, views: Mapping[InstanceId, InstanceView]) -> bool:
+        """Take the cluster in; True where it is another one than last time. The manager makes a mapping anew when a
+        worker comes or goes."""
+        if views is self._views and len(views) == self._members:
+            return False
+        self._views, self._members = views, len(views)
+        devices: dict[str, list[InstanceId]] = {}
+        for name, view in views.items():
+            devices.setdefault(view.capacity.device or name, []).append(name)
+        self._devices = list(devices.values())
+        self._device_of = {name: index for index, names in enumerate(self._devices) for name in names}
+        self._remembered.clear()
+        return True
+
+    def of(self, preferred: InstanceId | None, cached: Mapping[InstanceId, int]) -> Mapping[InstanceId, InstanceView]:
+        """Of the cluster that was taken in. `cached`: tokens of this prompt that workers have."""
+        if len(self._devices) <= MOST:
+            return self._views
+        chosen: dict[int, None] = {}
+        if preferred in self._device_of:
+            chosen[self._device_of[preferred]] = None
+        if cached:
+            most = sorted(cached, key=lambda name: (-cached[name], name))[:_CACHED]
+            chosen |= dict.fromkeys(self._device_of[name] for name in most if name in self._device_of)
+        chosen |= dict.fromkeys(self._remembered)
+        while len(chosen) < MOST:
+            chosen[self._next % len(self._devices)] = None
+            self._next += 1
+        views = self._views
+        return {name: views[name] for index in chosen for name in self._devices[index]}
+
+    def remember(self, names: Iterable[InstanceId]) -> None:
+        """The best ones but the chosen one, the best first."""
+        if len(self._devices) > MOST:
+            devices = dict.fromkeys(self._device_of[name] for name in names)
+            self._remembered = list(devices)[:_REMEMBERED]

@@ -1,0 +1,253 @@
+"""What a request costs the manager, by the number of workers and of requests that wait: `cohort bench decisions width`.
+
+The whole `ManagerMachine` of a preset, told what a live one is told: so many requests a second come, as many end, and
+every worker reports five times a second. Prints microseconds of processor time: of a decision (`Submit`, up to the
+effects that place it), of a request's end, of a report; and the share of a core that all of it takes at that rate. The
+workers are counters, the clock is virtual. One core, no processes, no model. Exit status 1 where a decision is not flat
+(`--within`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import cycle
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from cohort.common.config import load_config
+from cohort.common.machines.effects import ManagerEffect, Send
+from cohort.common.machines.events import ManagerEvent, Received, Tick
+from cohort.common.machines.manager import ManagerMachine
+from cohort.common.machines.manager_settings import ManagerSettings
+from cohort.common.machines.worker_state import REPORT_INTERVAL_S
+from cohort.common.messages import GatewayHello, RegisterWorker, SegmentEnded, StartSegment, Submit, WorkerReport
+from cohort.common.policies import compose
+from cohort.common.types import (
+    Attempt,
+    InstanceId,
+    Outcome,
+    Prediction,
+    QueuedWork,
+    Request,
+    Role,
+    SamplingParams,
+    StepTimes,
+    WorkerCapacity,
+    WorkerStats,
+)
+from cohort.services.bench.no_collection import no_collection
+
+_TIMES = StepTimes(1.3e-3, 1.06e-4, 1.3e-4, 0.022, 6e-9, 1.5e-7)
+"""Roughly Qwen2.5-14B on an A100."""
+_BLOCKS, _BLOCK_SIZE = 1_000_000, 16
+_LISTED = 512
+"""Requests that a report lists one by one, as of a live worker."""
+_GATEWAY = "gateway"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Microseconds of processor time. `core_share`: of everything at the rate."""
+
+    preset: str
+    workers: int
+    waiting: int
+    rate: float
+    decision_us: float
+    decision_p99_us: float
+    end_us: float
+    report_us: float
+    core_share: float
+
+
+@dataclass(slots=True)
+class _Spent:
+    """Seconds of each call, by what it told."""
+
+    decisions: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    reports: list[float] = field(default_factory=list)
+    ticks: list[float] = field(default_factory=list)
+
+    @property
+    def total_s(self) -> float:
+        return sum(map(sum, (self.decisions, self.ends, self.reports, self.ticks)))
+
+
+class _Cluster:
+    """A manager and its workers, of which it is known what they hold and nothing else."""
+
+    def __init__(self, preset: str, workers: int, seed: int) -> None:
+        config = load_config(preset=preset)
+        self._random = random.Random(seed)
+        self.machine = ManagerMachine(
+            "manager",
+            1,
+            ManagerSettings.of(config),
+            compose.prefill_order(config),
+            compose.placement(config),
+            compose.late_binding(config),
+            0.0,
+        )
+        roles = [group.role for group in config.workers]
+        self.held: dict[InstanceId, dict[Attempt, int]] = {}
+        self._placed: deque[list[StartSegment]] = deque()
+        self._serial = 0
+        self.machine.handle(0.0, Received(_GATEWAY, GatewayHello(_GATEWAY, 1, "at-gateway")))
+        for index, role in zip(range(workers), cycle(roles), strict=False):
+            self._register(f"{role}-{index}", role)
+
+    def _register(self, name: InstanceId, role: Role) -> None:
+        capacity = WorkerCapacity(role, "m", 32_768, 48, 8, 128, 2, _BLOCK_SIZE, _BLOCKS, 0, 256, 2048)
+        self.held[name] = {}
+        self.machine.handle(0.0, Received(name, RegisterWorker(name, 1, f"at-{name}", capacity, [])))
+        self.machine.handle(0.0, Received(name, self._report(name)))
+
+    def told(self, now_s: float, event: ManagerEvent) -> float:
+        """Seconds that it took."""
+        began_s = time.thread_time()
+        effects = self.machine.handle(now_s, event)
+        spent_s = time.thread_time() - began_s
+        self._perform(effects)
+        return spent_s
+
+    def _perform(self, effects: Sequence[ManagerEffect]) -> None:
+        starts = [e.message for e in effects if isinstance(e, Send) and isinstance(e.message, StartSegment)]
+        for start in starts:
+            instance = start.segments[start.index].instance
+            assert instance is not None
+            self.held[instance][start.request.attempt] = len(start.request.tokens)
+            if start.index == 0:
+                self._placed.append([each for each in starts if each.request is start.request])
+
+    def submission(self, now_s: float) -> Received:
+        self._serial += 1
+        draw = self._random
+        prompt, output = draw.randint(16, 800), float(draw.randint(1, 500))
+        request = Request(
+            Attempt(f"r{self._serial}", 0),
+            _GATEWAY,
+            draw.choices(range(32_000), k=prompt),
+            prompt,
+            SamplingParams(max_tokens=1000),
+            now_s,
+            prediction=Prediction(output, output, output, output),
+        )
+        return Received(_GATEWAY, Submit(request))
+
+    def ends(self) -> list[Received]:
+        """Of the oldest request that was placed: each of its segments."""
+        if not self._placed:
+            return []
+        starts = sorted(self._placed.popleft(), key=lambda start: start.index)
+        events = []
+        for start in starts:
+            instance = start.segments[start.index].instance
+            assert instance is not None
+            attempt = start.request.attempt
+            tokens = self.held[instance].pop(attempt)
+            outcome = Outcome.FINISHED if start is starts[-1] else Outcome.HANDED_OVER
+            events.append(Received(instance, SegmentEnded(instance, attempt, outcome, tokens)))
+        return events
+
+    def report(self, name: InstanceId) -> Received:
+        return Received(name, self._report(name))
+
+    def _report(self, name: InstanceId) -> WorkerReport:
+        held = self.held[name]
+        queue = [QueuedWork(attempt.request_id, tokens, 0, 100) for attempt, tokens in list(held.items())[:_LISTED]]
+        stats = WorkerStats(
+            total_blocks=_BLOCKS,
+            free_blocks=_BLOCKS - sum(held.values()) // _BLOCK_SIZE,
+            waiting=len(held),
+            queue=queue,
+            step_times=_TIMES,
+            step_s=0.03,
+            queued_prefill_tokens=sum(held.values()),
+        )
+        return WorkerReport(name, 1, 1, stats, list(held))
+
+
+def measure(preset: str, workers: int, waiting: int, *, rate: float, seconds: float, seed: int = 0) -> Cost:
+    cluster = _Cluster(preset, workers, seed)
+    names = list(cluster.held)
+    now_s = 1.0
+    for number in range(waiting):
+        cluster.told(now_s, cluster.submission(now_s))
+        now_s += 1e-5
+        if number % 1000 == 999:  # as they would have reported meanwhile
+            for name in names:
+                cluster.told(now_s, cluster.report(name))
+    spent, reporting, due = _Spent(), cycle(names), 0.0
+    began_s, last_tick_s = now_s, now_s
+    with no_collection():
+        while now_s - began_s < seconds:
+            now_s += 1.0 / rate
+            spent.decisions.append(cluster.told(now_s, cluster.submission(now_s)))
+            for event in cluster.ends():
+                spent.ends.append(cluster.told(now_s, event))
+            due += len(names) / REPORT_INTERVAL_S / rate
+            while due >= 1.0:
+                due -= 1.0
+                spent.reports.append(cluster.told(now_s, cluster.report(next(reporting))))
+            if now_s - last_tick_s >= 0.05:
+                last_tick_s = now_s
+                spent.ticks.append(cluster.told(now_s, Tick()))
+    decisions = sorted(spent.decisions)
+    return Cost(
+        preset,
+        workers,
+        waiting,
+        rate,
+        1e6 * median(decisions),
+        1e6 * decisions[int(0.99 * len(decisions))],
+        1e6 * median(spent.ends),
+        1e6 * median(spent.reports or [0.0]),
+        spent.total_s / (now_s - began_s),
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--preset", default="cohort")
+    parser.add_argument("--workers", nargs="*", type=int, default=[8, 64, 1000])
+    parser.add_argument("--waiting", nargs="*", type=int, default=[10, 1000, 100_000], help="on all workers together")
+    parser.add_argument("--rate", type=float, default=1000.0, help="requests a second")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of virtual time, for each point")
+    parser.add_argument("--within", type=float, default=0.0, metavar="FACTOR", help="largest median / smallest at most")
+    parser.add_argument("--json", action="store_true", help="a list of objects instead of the table")
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Everything from parsed options."""
+    costs = [
+        measure(options.preset, workers, waiting, rate=options.rate, seconds=options.seconds)
+        for workers in options.workers
+        for waiting in options.waiting
+    ]
+    if options.json:
+        json.dump([asdict(cost) for cost in costs], sys.stdout, indent=1)
+    else:
+        table = Table("preset", "workers", "waiting", "µs/decision", "p99", "µs/end", "µs/report", "of a core")
+        for cost in costs:
+            times = (cost.decision_us, cost.decision_p99_us, cost.end_us, cost.report_us)
+            table.add_row(
+                cost.preset,
+                f"{cost.workers:,}",
+                f"{cost.waiting:,}",
+                *(f"{each:.0f}" for each in times),
+                f"{cost.core_share:.2f}",
+            )
+        Console().print(table)
+    medians = [cost.decision_us for cost in costs]
+    spread = max(medians) / min(medians)
+    sys.stderr.write(f"a decision: largest median / smallest = {spread:.2f}\n")
+    return 1 if options.within and spread > options.within else 0

@@ -1,0 +1,94 @@
+"""A rolling restart: the processes of a running pipeline ended and started again, one after the other.
+
+    monitor, predictor ─▶ manager ─▶ each worker ─▶ each gateway         each: drain, end, start, ready; then the next
+
+Each goes as in an orderly stop: a worker's requests go on at other workers, a gateway's clients keep their connections
+until their responses are complete, and new ones wait at the port or find another gateway. A process that does not come
+back stops the restart, so a release that cannot start costs one process and no more. Part of `Supervisor`, which starts
+what has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from cohort.services.launcher.console import State, View
+from cohort.services.launcher.plan import StopStage
+from cohort.services.launcher.run_files import RestartState
+
+if TYPE_CHECKING:
+    from cohort.services.launcher.supervisor import Supervised
+
+_ORDER = (StopStage.OTHERS, StopStage.MANAGER, StopStage.WORKERS, StopStage.GATEWAY)
+READY_TIMEOUT_S = 300.0
+"""The longest a process may take to be ready again; a large model is read meanwhile."""
+
+
+class RollingRestart:
+    def __init__(
+        self, processes: Sequence[Supervised], stopping: asyncio.Event, console: View, on_change: Callable[[], None]
+    ) -> None:
+        """`on_change` is called when `state` has changed."""
+        self._processes = processes
+        self._stopping = stopping
+        self._console = console
+        self._on_change = on_change
+        self._asked = asyncio.Event()
+        self.state = RestartState(0, [], [])
+
+    def request(self, instances: Sequence[str]) -> None:
+        """These, or all where none is named. Ignored while one runs."""
+        if self.state.running or self._stopping.is_set():
+            return
+        ordered = [
+            process.plan.instance for stage in _ORDER for process in self._processes if process.plan.stage is stage
+        ]
+        left = [name for name in ordered if not instances or name in instances]
+        self.state = RestartState(self.state.number + 1, [], left)
+        self._asked.set()
+        self._on_change()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            await self._restart_all()
+
+    async def _restart_all(self) -> None:
+        by_name = {process.plan.instance: process for process in self._processes}
+        while self.state.running and not self._stopping.is_set():
+            name = self.state.left[0]
+            failure = await self._restart(by_name[name])
+            done, left = self.state.done, self.state.left
+            if failure:
+                self._console.say(f"the rolling restart has stopped: {failure}", style="red")
+                self.state = RestartState(self.state.number, done, left, failure)
+            else:
+                self.state = RestartState(self.state.number, [*done, name], left[1:])
+            self._on_change()
+
+    async def _restart(self, process: Supervised) -> str:
+        """Why it failed; "" where the process is ready again."""
+        plan = process.plan
+        if process.child is None or not process.running:
+            return f"{plan.instance} does not run"
+        child = process.child
+        process.ready.clear()
+        process.renewed = True
+        self._console.update(plan.instance, State.STOPPING, note="(to be started again)")
+        (child.hand_over if plan.hands_over else child.terminate)()
+        try:
+            async with asyncio.timeout(plan.stop_timeout_s):
+                await child.wait()
+        except TimeoutError:
+            self._console.say(f"{plan.instance} did not end in time; killed", style="red")
+            child.kill()
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await process.ready.wait()
+        except TimeoutError:
+            return f"{plan.instance} was not ready again within {READY_TIMEOUT_S:.0f} s"
+        return ""

@@ -1,0 +1,50 @@
+"""`cohort chaos`: the kill table and the rolling restart, short; the 800 requests of every kind nightly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cohort.services.bench.chaos.report import RESTART, UNDISTURBED, Document
+from tests.e2e.pipeline import free_port
+from tests.examples import nightly
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+on_many_requests = pytest.mark.skipif(not nightly(), reason="the whole table takes minutes: scripts/test --nightly")
+
+
+def chaos(folder: Path, *words: str, timeout_s: float = 300.0) -> Document:
+    document = folder / "chaos.json"
+    command = [sys.executable, "-P", "-m", "cohort.services.cli", "chaos", "--port", str(free_port()), *words]
+    done = subprocess.run(
+        [*command, "--json", str(document), "--markdown"], capture_output=True, text=True, timeout=timeout_s
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = msgspec.json.decode(document.read_bytes(), type=Document)
+    assert done.stdout.count("\n") == 2 + len(found.rows)
+    return found
+
+
+def test_a_rolling_restart_and_a_killed_gateway_lose_nothing_that_another_process_holds(tmp_path: Path) -> None:
+    """Two gateways: of the one that is killed only its own plain streams may fail. Then all processes in turn."""
+    words = ("--kill", "gateway", "--rolling-restart", "--clients", "4", "--requests", "15")
+    found = chaos(tmp_path, *words, "--set", "gateway.processes=2")
+    undisturbed, killed, restarted = found.rows
+    assert [undisturbed.killed, killed.killed, restarted.killed] == [UNDISTURBED, "gateway", RESTART]
+    assert killed.failed <= 2 and killed.back_s > 0
+    assert restarted.requests >= 60 and restarted.failed == restarted.elsewhere == restarted.wrong == 0
+
+
+@on_many_requests
+@pytest.mark.parametrize("preset", ["cohort", "disaggregated"])
+def test_the_whole_table(tmp_path: Path, preset: str) -> None:
+    found = chaos(tmp_path, "--preset", preset, "--rolling-restart", timeout_s=1500.0)
+    assert [row.killed for row in found.rows] == [
+        *(UNDISTURBED, "gateway", "predictor", "manager", "monitor", "prefill", "decode", RESTART)
+    ]
+    assert all(row.requests >= 800 and not row.wrong and not row.elsewhere for row in found.rows)
+    assert all(not row.failed for row in found.rows if row.killed != "gateway")

@@ -1,0 +1,5 @@
+"""The process that imported it."""
+
+import os
+
+PID = os.getpid()

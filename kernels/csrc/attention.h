@@ -10,26 +10,41 @@
 #include <stdexcept>
 #include <vector>
 
+#include "fp8_cache.h"
 #include "simd.h"
 
 namespace cohort {
 
-// kv [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], seen from one layer.
-template <typename T>
+// kv [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], seen from one layer; places and steps in bytes.
 struct CacheView {
-  const T* layer_base;   // kv + layer · (2 · Hkv · block_size · D)
-  int64_t block_stride;  // elements from one block to the next
-  int64_t value_offset;  // elements from a key to its value
+  const char* layer_base;  // kv + layer · (2 · Hkv · block_size · row)
+  int64_t block_stride;    // from one block to the next
+  int64_t value_offset;    // from a key to its value
   int64_t num_blocks;
   int num_kv_heads, block_size, head_dim;
+  int row;   // from one token to the next
+  bool fp8;  // rows as fp8_cache.h has them, else elements of the step's type
 
-  int64_t head_stride() const { return int64_t(block_size) * head_dim; }
-  const T* keys(int64_t block, int kv_head) const { return layer_base + block * block_stride + kv_head * head_stride(); }
+  int64_t head_stride() const { return int64_t(block_size) * row; }
+  const char* keys(int64_t block, int kv_head) const {
+    return layer_base + block * block_stride + kv_head * head_stride();
+  }
 };
+
+// `count` rows of the cache as numbers of T: where they lie, or, in FP8, read into `place` [count, head_dim].
+template <typename T>
+inline const T* rows_of(const CacheView& cache, const char* from, int count, T* place) {
+  if (!cache.fp8) return reinterpret_cast<const T*>(from);
+  for (int i = 0; i < count; ++i) {
+    read_fp8_row(reinterpret_cast<const uint8_t*>(from) + int64_t(i) * cache.row, cache.head_dim,
+                 place + int64_t(i) * cache.head_dim);
+  }
+  return place;
+}
 
 template <typename T>
 struct Step {
-  CacheView<T> cache;
+  CacheView cache;
   const T* query;
   int64_t query_token_stride, query_head_stride;
   T* out;
@@ -71,10 +86,9 @@ inline int columns_of(const Task& task, int group) {
 }
 
 // Tokens of a row that lie beside each other in memory; their order inside does not matter to a softmax.
-template <typename T>
 struct Segment {
-  const T* keys;
-  const T* values;
+  const char* keys;
+  const char* values;
   int count;
 };
 
@@ -84,8 +98,8 @@ struct Segment {
 // [block_size-b, block_size-a): still one contiguous piece, which is why direction costs nothing here.
 // Of the task's first head; the next heads' keys and values follow `CacheView::head_stride` apart.
 template <typename T>
-inline Segment<T> segment_of(const Step<T>& step, const Task& task, int64_t begin, int64_t end) {
-  const CacheView<T>& cache = step.cache;
+inline Segment segment_of(const Step<T>& step, const Task& task, int64_t begin, int64_t end) {
+  const CacheView& cache = step.cache;
   int64_t index = begin / cache.block_size;
   int first = int(begin - index * cache.block_size), count = int(end - begin);
   int64_t block = step.block_tables[task.row * step.table_stride + index];
@@ -93,7 +107,7 @@ inline Segment<T> segment_of(const Step<T>& step, const Task& task, int64_t begi
   if (step.directions && step.directions[task.row * step.direction_stride + index]) {
     first = cache.block_size - first - count;
   }
-  const T* keys = cache.keys(block, task.kv_head) + int64_t(first) * cache.head_dim;
+  const char* keys = cache.keys(block, task.kv_head) + int64_t(first) * cache.row;
   return {keys, keys + cache.value_offset, count};
 }
 

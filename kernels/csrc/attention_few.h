@@ -131,9 +131,7 @@ inline typename Simd<W>::F add_pairs(typename Simd<W>::F sum, typename Lanes<W>:
 
 // Into the second cache: lines asked for by the first one are too few in flight to hide the memory (measured: 25 GB/s
 // against 15, with or without other hints).
-template <typename T>
-inline void prefetch_bytes(const T* from, int64_t begin, int64_t end) {
-  const char* at = reinterpret_cast<const char*>(from);
+inline void prefetch_bytes(const char* at, int64_t begin, int64_t end) {
   for (int64_t byte = begin; byte < end; byte += 64) __builtin_prefetch(at + byte, 0, 2);
 }
 
@@ -159,23 +157,22 @@ inline typename Simd<W>::F score_tokens(const T* keys, int last, const float* qu
   return Simd<W>::sum_rows(sums);
 }
 
-// scores[token] = query · key[token] · scale, soft-capped where `cap_log2` is not 0, for the segment's tokens, masked from
-// there to `capacity` tokens (a multiple of W).
+// scores[token] = query · key[token] · scale, soft-capped where `cap_log2` is not 0, for `count` tokens, masked from
+// there to `capacity` tokens (a multiple of W). Meanwhile as many rows of `row_bytes` from `next` are asked for.
 template <typename T, int W>
-inline void score_segment(const Segment<T>& segment, const T* next, const float* query, int head_dim, float scale,
-                          float cap_log2, float* scores, int capacity) {
+inline void score_segment(const T* all_keys, int count, const char* next, int64_t row_bytes, const float* query,
+                          int head_dim, float scale, float cap_log2, float* scores, int capacity) {
   using S = Simd<W>;
-  const int64_t row_bytes = int64_t(head_dim) * sizeof(T);
-  for (int token = 0; token < segment.count; token += W) {
+  for (int token = 0; token < count; token += W) {
     if (next) prefetch_bytes(next, token * row_bytes, (token + W) * row_bytes);
-    const T* keys = segment.keys + int64_t(token) * head_dim;
-    const int last = segment.count - 1 - token;
+    const T* keys = all_keys + int64_t(token) * head_dim;
+    const int last = count - 1 - token;
     auto sums = last >= W - 1 ? score_tokens<T, W, true>(keys, last, query, head_dim)
                               : score_tokens<T, W, false>(keys, last, query, head_dim);
     sums *= scale;
     S::store(scores + token, cap_log2 > 0 ? soft_capped<W>(sums, cap_log2) : sums);
   }
-  for (int token = segment.count; token < capacity; ++token) scores[token] = kMasked;
+  for (int token = count; token < capacity; ++token) scores[token] = kMasked;
 }
 
 // Scores become weights 2^(score - maximum); a head's `maximum` and `total` move on. Returns by how much earlier sums
@@ -247,18 +244,17 @@ inline void add_values(const T* values, int tokens, int head_dim, const float* w
 }
 
 template <typename T, int W, int NH>
-inline void add_segment(const Segment<T>& segment, const T* next, int head_dim, const float* weights, size_t stride,
-                        float* sums) {
+inline void add_segment(const T* values, int count, const char* next, int64_t row_bytes, int head_dim,
+                        const float* weights, size_t stride, float* sums) {
   using D = Dot<T, W>;
   // few heads leave few sums in flight: take more of the head dimension at once to hide the multiply-add's latency
   constexpr int kSteps = NH * D::kVectors >= 6 ? 2 : 4;
   const int chunks = head_dim / D::kChunk;
-  const int64_t bytes = int64_t(segment.count) * head_dim * sizeof(T);
+  const int64_t bytes = count * row_bytes;
   int c = 0;
   auto take = [&](auto steps) {
     if (next) prefetch_bytes(next, bytes * c / chunks, bytes * (c + steps()) / chunks);
-    add_values<T, W, NH, steps()>(segment.values + c * D::kChunk, segment.count, head_dim, weights, stride,
-                                  sums + c * D::kChunk);
+    add_values<T, W, NH, steps()>(values + c * D::kChunk, count, head_dim, weights, stride, sums + c * D::kChunk);
     c += steps();
   };
   while (c + kSteps <= chunks) take(std::integral_constant<int, kSteps>{});
@@ -283,12 +279,12 @@ inline void with_heads(int heads, Call&& f) {
 }
 
 // The blocks whose scores are held at once.
-template <typename T>
 struct Chunk {
   int count = 0;
-  Segment<T> segments[kChunkSegments];
+  Segment segments[kChunkSegments];
 
   // Takes the blocks from position `at` on; returns where the next chunk begins.
+  template <typename T>
   int64_t fill(const Step<T>& step, const Task& task, int64_t at) {
     const int block_size = step.cache.block_size;
     for (count = 0; count < kChunkSegments && at < task.kv_end; ++count) {
@@ -305,11 +301,12 @@ void attend_few(const Step<T>& step, const Task& task, float* partial, Scratch& 
   using D = Dot<T, W>;
   const int head_dim = step.cache.head_dim, block_size = step.cache.block_size, group = step.group;
   const int kv_heads = task.kv_heads, heads = kv_heads * group;
-  const int64_t head_stride = step.cache.head_stride();
+  const int64_t head_stride = step.cache.head_stride(), row_bytes = step.cache.row;
   const size_t query_stride = D::query_floats(head_dim);
   const int capacity = (std::min(block_size, kSegmentTokens) + W - 1) / W * W;  // score places of one segment
   const size_t chunk_scores = size_t(kChunkSegments) * capacity;                // of one lane
-  scratch.reset(heads * (query_stride + head_dim + 2 + chunk_scores + 8) + head_dim + 6 * 16);
+  const size_t staged = step.cache.fp8 ? size_t(std::min(block_size, kSegmentTokens)) * head_dim : 0;
+  scratch.reset(heads * (query_stride + head_dim + 2 + chunk_scores + 8) + head_dim + staged + 7 * 16);
   float* query = scratch.take(heads * query_stride);
   float* sums = scratch.take(size_t(heads) * head_dim);
   float* maximum = scratch.take(heads);
@@ -317,6 +314,7 @@ void attend_few(const Step<T>& step, const Task& task, float* partial, Scratch& 
   float* ordered = scratch.take(head_dim);
   // scores [head][token], and after `weigh` weights: bfloat16 ones in the first half of each head's place
   float* scores = scratch.take(heads * chunk_scores);
+  T* place = reinterpret_cast<T*>(scratch.take(staged));  // of a segment's rows, read once for all heads of a group
 
   const int64_t token = step.query_start[task.row] + task.query_begin;
   for (int h = 0; h < heads; ++h) {
@@ -331,8 +329,8 @@ void attend_few(const Step<T>& step, const Task& task, float* partial, Scratch& 
   // What is read, in this order: the chunk's keys, its values, the next chunk's keys; of every block one head after the
   // other, as they lie. The hardware does not foresee the jumps between blocks, so each piece is prefetched `distance`
   // pieces ahead, line by line among the arithmetic.
-  Chunk<T> chunk, next;
-  const int piece_bytes = std::min(block_size, kSegmentTokens) * head_dim * int(sizeof(T));
+  Chunk chunk, next;
+  const int piece_bytes = std::min(block_size, kSegmentTokens) * int(row_bytes);
   const int distance = std::clamp(kPrefetchBytes / piece_bytes, 1, kMaxDistance);
   int64_t at = chunk.fill(step, task, task.kv_begin);
   for (int i = 0; i < std::min(distance, chunk.count * kv_heads); ++i) {
@@ -341,7 +339,7 @@ void attend_few(const Step<T>& step, const Task& task, float* partial, Scratch& 
   for (; chunk.count > 0; std::swap(chunk, next)) {
     at = next.fill(step, task, at);
     const int pieces = chunk.count * kv_heads;
-    auto ahead = [&](int piece) -> const T* {
+    auto ahead = [&](int piece) -> const char* {
       piece += distance;
       const int64_t head = piece % kv_heads * head_stride;  // `pieces` is a multiple of kv_heads
       if (piece < pieces) return chunk.segments[piece / kv_heads].keys + head;
@@ -350,12 +348,12 @@ void attend_few(const Step<T>& step, const Task& task, float* partial, Scratch& 
       return piece < next.count ? next.segments[piece].keys + head : nullptr;
     };
     for (int piece = 0; piece < pieces; ++piece) {
-      Segment<T> segment = chunk.segments[piece / kv_heads];
+      const Segment& segment = chunk.segments[piece / kv_heads];
       const int first = piece % kv_heads * group;  // the kv head's first column
-      segment.keys += piece % kv_heads * head_stride;
+      const T* keys = rows_of<T>(step.cache, segment.keys + piece % kv_heads * head_stride, segment.count, place);
       for (int h = first; h < first + group; ++h) {
-        score_segment<T, W>(segment, h == first ? ahead(piece) : nullptr, query + h * query_stride, head_dim,
-                            step.scale_log2, step.cap_log2,
+        score_segment<T, W>(keys, segment.count, h == first ? ahead(piece) : nullptr, row_bytes,
+                            query + h * query_stride, head_dim, step.scale_log2, step.cap_log2,
                             scores + h * chunk_scores + piece / kv_heads * capacity, capacity);
       }
     }
@@ -367,16 +365,16 @@ void attend_few(const Step<T>& step, const Task& task, float* partial, Scratch& 
       for (int d = 0; d < head_dim; ++d) sums[int64_t(h) * head_dim + d] *= rescale;
     }
     for (int piece = 0; piece < pieces; ++piece) {
-      Segment<T> segment = chunk.segments[piece / kv_heads];
+      const Segment& segment = chunk.segments[piece / kv_heads];
       const int first = piece % kv_heads * group;
-      segment.values += piece % kv_heads * head_stride;
+      const T* values = rows_of<T>(step.cache, segment.values + piece % kv_heads * head_stride, segment.count, place);
       for (int h = first; h < first + group; h += 4) {
         const float* weights = scores + h * chunk_scores;
         // bfloat16 weights take half the place
         weights += piece / kv_heads * capacity / (D::kPairedTokens ? 2 : 1);
-        const T* next_piece = h == first ? ahead(pieces + piece) : nullptr;
+        const char* next_piece = h == first ? ahead(pieces + piece) : nullptr;
         with_heads(std::min(4, first + group - h), [&](auto count) {
-          add_segment<T, W, count()>(segment, next_piece, head_dim, weights, chunk_scores,
+          add_segment<T, W, count()>(values, segment.count, next_piece, row_bytes, head_dim, weights, chunk_scores,
                                      sums + int64_t(h) * head_dim);
         });
       }

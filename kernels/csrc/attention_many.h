@@ -72,24 +72,35 @@ inline void widen(const bf16* from, float* to, int64_t count) {
   for (; i < count; ++i) to[i] = to_float(from[i]);
 }
 
+// `count` rows of the cache as float32.
+template <typename T>
+inline void widen_rows(const CacheView& cache, const char* from, int count, float* to) {
+  if (cache.fp8) {
+    rows_of<float>(cache, from, count, to);
+  } else {
+    widen(reinterpret_cast<const T*>(from), to, int64_t(count) * cache.head_dim);
+  }
+}
+
 // Keys and values of positions [begin, end) in order of position, as float32.
 template <typename T>
 inline void read_tile(const Step<T>& step, const Task& task, int64_t begin, int64_t end, float* keys, float* values) {
   const int head_dim = step.cache.head_dim, block_size = step.cache.block_size;
+  const int64_t row = step.cache.row;
   for (int64_t at = begin; at < end;) {
     int64_t stop = std::min((at / block_size + 1) * block_size, end);
-    Segment<T> segment = segment_of(step, task, at, stop);
+    Segment segment = segment_of(step, task, at, stop);
     float* key = keys + (at - begin) * head_dim;
     float* value = values + (at - begin) * head_dim;
     bool reversed = step.directions && step.directions[task.row * step.direction_stride + at / block_size];
     if (!reversed) {
-      widen(segment.keys, key, int64_t(segment.count) * head_dim);
-      widen(segment.values, value, int64_t(segment.count) * head_dim);
+      widen_rows<T>(step.cache, segment.keys, segment.count, key);
+      widen_rows<T>(step.cache, segment.values, segment.count, value);
     } else {
       for (int i = 0; i < segment.count; ++i) {  // R13: from the right
         int64_t slot = segment.count - 1 - i;
-        widen(segment.keys + slot * head_dim, key + int64_t(i) * head_dim, head_dim);
-        widen(segment.values + slot * head_dim, value + int64_t(i) * head_dim, head_dim);
+        widen_rows<T>(step.cache, segment.keys + slot * row, 1, key + int64_t(i) * head_dim);
+        widen_rows<T>(step.cache, segment.values + slot * row, 1, value + int64_t(i) * head_dim);
       }
     }
     at = stop;

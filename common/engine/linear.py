@@ -7,11 +7,12 @@ the number of rows, so that all workers of a pipeline compute alike:
     CPU, bfloat16 and it computes in it  panels
     CPU, other 16-bit                    widened: float32 panels, x widened, the product rounded
     CPU, codes of 8 or 4 bits            quantized: codes and scales packed as they are, x rounded to 8 bits inside
+    CPU, codes in E4M3                   quantized: likewise, x as it is
     no compiled kernels, or a GPU        plain: F.linear
 
 Panels are faster than anything torch has from one row to hundreds, and they give a row the same bits whatever other
 rows stand beside it, which BLAS does not: a request computes exactly the same in every batch. Codes that no kernel
-takes (another device, float8, groups that are no multiple of 16) are dequantised here and become another form.
+takes (another device, groups that are no multiple of 16) are dequantised here and become another form.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def linear_form(device: torch.device, dtype: torch.dtype, inputs: int) -> Form:
 
 def packs_codes(weight: QuantizedWeight) -> bool:
     """Whether its codes are multiplied as they are on this processor."""
-    codes = weight.codes
-    return codes.device.type == "cpu" and quantized_panels.available(codes.dtype, weight.group, weight.shape[1])
+    codes, offsets = weight.codes, weight.offsets is not None
+    available = quantized_panels.available(codes.dtype, weight.group, weight.shape[1], offsets=offsets)
+    return codes.device.type == "cpu" and available
 
 
 def settled(weight: Matrix, dtype: torch.dtype) -> Matrix:

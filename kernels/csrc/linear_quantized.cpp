@@ -262,14 +262,17 @@ bool is_float(const at::Tensor& x) {
   return x.scalar_type() == at::kFloat;
 }
 
-std::vector<Part> check_product(const at::Tensor& x, const at::Tensor& panels, const at::Tensor& out, bool gated) {
+// `whole`: what stands in the panels of a gated weight, gates and ups as they lie there, in place of its outputs.
+std::vector<Part> check_product(const at::Tensor& x, const at::Tensor& panels, const at::Tensor& out, bool gated,
+                                bool whole = false) {
   std::vector<Part> parts = parts_of(panels);
   for (const Part& part : parts) {
     TORCH_CHECK_VALUE(bool(part.header().gated) == gated, "weights must be packed ", gated ? "gated" : "plain");
     TORCH_CHECK_VALUE(x.dim() == 2 && x.stride(1) == 1 && x.size(1) == part.header().inputs,
                       "x must be [rows, inputs] with dense rows");
   }
-  const int64_t outputs = parts.back().first + parts.back().header().outputs;
+  const Header& last = parts.back().header();
+  const int64_t outputs = parts.back().first + (whole ? last.panels() * kPanel : last.outputs);
   TORCH_CHECK_VALUE(out.dim() == 2 && out.stride(1) == 1 && out.size(0) == x.size(0) && out.size(1) == outputs,
                     "out must be [rows, outputs] with dense rows");
   return parts;
@@ -444,9 +447,10 @@ void quantized_product(const at::Tensor& x, const at::Tensor& panels, const std:
                     "bias must be dense, one per output, of x's dtype");
   const bool wide = out.scalar_type() == at::kFloat;
   TORCH_CHECK_TYPE(wide || out.scalar_type() == x.scalar_type(), "out must have x's dtype or be float32");
-  const bool floats = is_float(x);
-  for (const Part& part : check_product(x, panels, out, false)) {
-    at::Tensor own = columns(out, part);
+  const bool floats = is_float(x), gated = parts_of(panels).front().header().gated;
+  TORCH_CHECK_VALUE(!gated || !bias, "gates and ups take no bias");
+  for (const Part& part : check_product(x, panels, out, gated, gated)) {
+    at::Tensor own = gated ? out : columns(out, part);
     std::optional<at::Tensor> own_bias;
     if (bias) own_bias = bias->narrow(0, part.first, part.header().outputs);
     if (floats) {

@@ -97,8 +97,7 @@ def test_bias_residual_activation_and_rows(dtype: torch.dtype) -> None:
     gated.gated_product(x, activated)
     expected = torch.nn.functional.silu(plain[:, :36].float()) * plain[:, 36:].float()
     torch.testing.assert_close(activated.float(), expected, rtol=2**-6, atol=2**-6)
-    halves = gated.halves(x)
-    assert torch.equal(halves, plain)
+    assert torch.equal(gated.halves(x), plain)
 
 
 def test_parts_of_several_kinds_in_one_product() -> None:

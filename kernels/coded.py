@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from cohort.kernels import reference
+from cohort.kernels.code_units import tiled
 from cohort.kernels.gpu import available as gpu
 from cohort.kernels.quantized_panels import Codes
 
-_LEAST_GROUP = 32
 _CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
 
 
@@ -43,9 +43,7 @@ def products_made() -> tuple[ServedProduct, ...]:
 def takes(codes: torch.dtype, group: int, inputs: int) -> bool:
     """Whether the kernel multiplies weights of these codes (int8; uint8 of two nibbles; float8_e4m3fn) in groups of so
     many inputs."""
-    return (
-        codes in _CODES and (group >= inputs or group % _LEAST_GROUP == 0) and (codes != torch.uint8 or inputs % 2 == 0)
-    )
+    return codes in _CODES and tiled(bits=4 if codes == torch.uint8 else 8, group=group, inputs=inputs)
 
 
 def available(codes: Tensor, group: int, inputs: int) -> bool:

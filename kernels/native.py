@@ -23,6 +23,7 @@ from cohort.kernels.self_check import first_difference
 
 ENVIRONMENT = "COHORT_KERNELS"
 _DTYPES = frozenset({torch.float32, torch.bfloat16})
+_BYTES = torch.uint8  # of caches in FP8, which copies move as they are
 _OPERATORS = (
     "paged_attention",
     "write_kv",
@@ -34,6 +35,7 @@ _OPERATORS = (
     "clamped_swiglu",
     "pack_panels",
     "pack_quantized",
+    "pack_e4m3",
     "quantized_bytes",
     "panel_outputs",
     "panel_product",
@@ -143,3 +145,8 @@ def ops_for(tensor: Tensor) -> Any:
     if not _decided:
         _decide()
     return _operators
+
+
+def ops_for_cache(kv: Tensor) -> Any:
+    """Those that move a cache's tokens as they are, likewise."""
+    return operators() if kv.is_cpu and kv.dtype == _BYTES else ops_for(kv)

@@ -32,9 +32,10 @@ def paged_attention(
     The step's own keys and values must be in the cache already (`write_kv`). `sliding_window` w > 0 keeps only the last
     w positions, the query's own included. `softcap` c > 0 bounds the scaled scores: c · tanh(score / c); on a GPU the
     torch reference computes them then, since Triton's kernels do not. `sinks` float32 [Hq]: beside the keys' scores
-    each head has this one, which takes its share of the weight and gives no value (gpt-oss).
+    each head has this one, which takes its share of the weight and gives no value (gpt-oss). `kv` may be in FP8
+    (`fp8_cache`) on a processor.
     """
-    if (ops := native.ops_for(kv)) is not None:
+    if (ops := native.ops_for(query)) is not None:
         tables, directions = meta.separate()
         rows = (meta.query_start, meta.context_lens, tables, directions)
         ops.paged_attention(query, kv, layer, *rows, scale, out, sliding_window, softcap, sinks)
@@ -48,7 +49,7 @@ def paged_attention(
 
 def write_kv(key: Tensor, value: Tensor, kv: Tensor, layer: int, slot_mapping: Tensor) -> None:
     """Store key and value [T, Hkv, D] (views of a fused projection are fine) of one layer; slot_mapping int64 [T]."""
-    if (ops := native.ops_for(kv) or gpu.ops_for(kv)) is not None:
+    if (ops := native.ops_for(key) or gpu.ops_for(kv)) is not None:
         ops.write_kv(key, value, kv, layer, slot_mapping)
     else:
         reference.write_kv(key, value, kv, layer, slot_mapping)

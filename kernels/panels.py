@@ -81,7 +81,8 @@ class Panels:
 
     def halves(self, x: Tensor) -> Tensor:
         """[T, 2 · outputs]: the gates and the ups of a gated weight, before what `gated_product` makes of them."""
-        panels, width = self.data.shape[0], self.data.shape[2]
+        width = self._ops.panel_outputs()
+        panels = -(-self.outputs // (width // 2))
         both = x.new_empty((len(x), panels * width))
         self._ops.panel_product(x, self.data, None, both)
         apart = both.view(len(x), panels, 2, width // 2).transpose(1, 2).reshape(len(x), 2, -1)

@@ -13,30 +13,26 @@ import torch
 from torch import Tensor
 
 from cohort.kernels import native
+from cohort.kernels.code_units import packable
+from cohort.kernels.code_units import unit_of as unit_of
 from cohort.kernels.panels import Arena, Panels
 
-_UNITS = (32, 16)
+_CODES = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn})
 _LARGEST_EXPONENT = 14  # a row's largest scale is moved into [2^14, 2^15), so its smallest ones stay normal float16
 
 
-def unit_of(group: int, inputs: int) -> int | None:
-    """Inputs that are summed as integers, for scales in groups of `group`; None where such groups cannot be packed."""
-    if group >= inputs:
-        return _UNITS[0]
-    return next((unit for unit in _UNITS if group % unit == 0), None)
-
-
-def available(codes: torch.dtype, group: int, inputs: int) -> bool:
-    """Whether weights of these codes (int8; uint8 of two nibbles) and groups are served on this processor."""
-    if native.operators() is None or unit_of(group, inputs) is None:
+def available(codes: torch.dtype, group: int, inputs: int, *, offsets: bool = False) -> bool:
+    """Whether weights of these codes (int8; uint8 of two nibbles; E4M3) and groups are served on this processor."""
+    if codes not in _CODES or native.operators() is None:
         return False
-    return codes == torch.int8 or (codes == torch.uint8 and inputs % 2 == 0)
+    bits = 4 if codes == torch.uint8 else 8
+    return packable(bits=bits, floating=codes == torch.float8_e4m3fn, group=group, inputs=inputs, offsets=offsets)
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """A weight of codes as it is packed: int8 [rows, inputs], or uint8 [rows, inputs / 2] with the earlier input in the
-    low nibble. scales and offsets: float32 [rows, groups]."""
+    """A weight of codes as it is packed: int8 or float8_e4m3fn [rows, inputs], or uint8 [rows, inputs / 2] with the
+    earlier input in the low nibble. scales and offsets (none of E4M3): float32 [rows, groups]."""
 
     codes: Tensor
     scales: Tensor
@@ -48,6 +44,15 @@ class Codes:
         return self.codes.dtype == torch.uint8
 
     @property
+    def floating(self) -> bool:
+        return self.codes.dtype == torch.float8_e4m3fn
+
+    @property
+    def even_group(self) -> int:
+        """Of E4M3: the group, or all inputs where it is no shorter."""
+        return min(self.group, self.inputs)
+
+    @property
     def inputs(self) -> int:
         return self.codes.shape[1] * (2 if self.nibbles else 1)
 
@@ -57,7 +62,7 @@ class QuantizedPanels(Panels):
 
     Its outputs may come in several parts of different kinds, one after the other. Scales and offsets are kept as
     float16 times a power of two for each row. Those that came from float16 or bfloat16 stay exact unless 2^28 below the
-    row's largest; others are rounded by at most 2^-12 of themselves.
+    row's largest; others are rounded by at most 2^-12 of themselves. Scales of E4M3 stay float32.
     """
 
     __slots__ = ()
@@ -69,26 +74,36 @@ class QuantizedPanels(Panels):
         self.gated = gated
         self.outputs = rows // 2 if gated else rows
         self._ops = native.operators()
-        prepared = [_prepare(part) for part in parts]
-        sizes = [
-            self._ops.quantized_bytes(
-                4 if part.nibbles else 8, unit, offsets is not None, gated, len(part.codes), part.inputs
-            )
-            for part, (unit, _, _, _, offsets) in zip(parts, prepared, strict=True)
-        ]
+        sizes = [self._bytes(part) for part in parts]
         self.data = arena.take((sum(sizes),), torch.uint8)
-        places = torch.split(self.data, sizes)
-        for part, place, (unit, zero, factors, scales, offsets) in zip(parts, places, prepared, strict=True):
+        for part, place in zip(parts, torch.split(self.data, sizes), strict=True):
             codes = part.codes.contiguous()
+            if part.floating:
+                self._ops.pack_e4m3(codes, part.scales.contiguous(), part.even_group, gated, place)
+                continue
+            unit, zero, factors, scales, offsets = _prepare(part)
             self._ops.pack_quantized(codes, factors, scales, offsets, part.group, zero, unit, gated, place)
+
+    def _bytes(self, part: Codes) -> int:
+        unit, kept = part.even_group, False
+        if not part.floating:
+            unit, zero = unit_of(part.group, part.inputs) or 0, _zero(part)
+            kept = part.offsets is not None and not zero
+        bits, rows = 4 if part.nibbles else 8, len(part.codes)
+        size: int = self._ops.quantized_bytes(bits, unit, kept, self.gated, rows, part.inputs, part.floating)
+        return size
+
+
+def _zero(part: Codes) -> int:
+    """Of the codes: offsets that only move 0 to the code 8 need not be kept."""
+    moved = part.nibbles and part.offsets is not None and torch.equal(part.offsets, part.scales * -8)
+    return 8 if moved else 0
 
 
 def _prepare(part: Codes) -> tuple[int, int, Tensor, Tensor, Tensor | None]:
-    """Unit, zero of the codes, and `_halves`: offsets that only move 0 to the code 8 need not be kept."""
-    zero, offsets = 0, part.offsets
-    if part.nibbles and offsets is not None and torch.equal(offsets, part.scales * -8):
-        zero, offsets = 8, None
-    return unit_of(part.group, part.inputs) or 0, zero, *_halves(part.scales, offsets)
+    """Unit, zero of the codes, and `_halves`."""
+    zero = _zero(part)
+    return unit_of(part.group, part.inputs) or 0, zero, *_halves(part.scales, None if zero else part.offsets)
 
 
 def _halves(scales: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -5,6 +5,7 @@ compiled kernels against it. Never loads the extension.
 
 Cache layout everywhere: kv [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], K at index 0, V at 1.
 With 1 in place of 2 keys are their own values: latents, of which attention takes the weighted sum as it stands.
+A cache of bytes is in FP8 (`fp8_cache`): a row has head_dim + 1 of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from cohort.kernels.fp8_cache import decoded, encoded, is_fp8
 
 if TYPE_CHECKING:
     from cohort.kernels.attention_meta import AttentionMeta
@@ -59,8 +62,11 @@ def paged_attention(
         if begin == end:
             continue
         block, offset = row_slots(meta, row, context_len)
-        key = keys[block, :, offset].float().repeat_interleave(group, dim=1)  # [context, Hq, D]
-        value = values[block, :, offset].float().repeat_interleave(group, dim=1)
+        key, value = keys[block, :, offset], values[block, :, offset]  # [context, Hkv, D]
+        if is_fp8(kv):
+            key, value = decoded(key), decoded(value)
+        key = key.float().repeat_interleave(group, dim=1)  # [context, Hq, D]
+        value = value.float().repeat_interleave(group, dim=1)
         scores = torch.einsum("qhd,khd->hqk", query[begin:end].float(), key) * scale
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
@@ -80,6 +86,8 @@ def write_kv(key: Tensor, value: Tensor, kv: Tensor, layer: int, slot_mapping: T
     """Put one layer's new keys and values into their slots (slot = block · block_size + offset)."""
     block_size = kv.shape[4]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
+    if is_fp8(kv):
+        key, value = encoded(key), encoded(value)
     kv[:, layer, 0][block, :, offset] = key
     kv[:, layer, -1][block, :, offset] = value
 

@@ -78,6 +78,46 @@ def _elementwise_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) 
     return _differs(ours, truth)
 
 
+def _fp8_cache_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) -> bool:
+    """The same bytes are written, and read as the same numbers by a decode row and a prefill row."""
+    tokens, kv_heads, head_dim = 21, 2, 72
+    ours = torch.zeros(4, 1, 2, kv_heads, _BLOCK_SIZE, head_dim + 1, dtype=torch.uint8)
+    truth = ours.clone()
+    key, value = torch.randn(2, tokens, kv_heads, head_dim, generator=random).mul(3).to(dtype)
+    slots = torch.randperm(4 * _BLOCK_SIZE, generator=random)[:tokens]
+    ops.write_kv(key, value, ours, 0, slots)
+    reference.write_kv(key, value, truth, 0, slots)
+    if not torch.equal(ours, truth):
+        return True
+    meta = AttentionMeta(
+        query_start=torch.tensor([0, 20, 21], dtype=torch.int32),
+        context_lens=torch.tensor([31, 60], dtype=torch.int32),
+        block_tables=torch.tensor([[3, 1, 0, 0], [2, 0, 1, 3]], dtype=torch.int32),
+        directions=None,
+        block_size=_BLOCK_SIZE,
+        max_query_len=20,
+        num_prefill_rows=1,
+    )
+    query = torch.randn(21, 2 * kv_heads, head_dim, generator=random).to(dtype)
+    found, expected = torch.empty_like(query), torch.empty_like(query)
+    rows = (meta.query_start, meta.context_lens, meta.block_tables, None)
+    ops.paged_attention(query, ours, 0, *rows, head_dim**-0.5, found, 0, 0.0, None)
+    reference.paged_attention(query, truth, 0, meta, head_dim**-0.5, expected)
+    return _differs(found, expected)
+
+
+def _e4m3_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) -> bool:
+    """All numbers of E4M3 but NaN, subnormals too, in two groups."""
+    codes = (torch.arange(40 * 64) * 37 % 254).view(40, 64)
+    codes = (codes + (codes >= 0x7F).int()).to(torch.uint8).view(torch.float8_e4m3fn)
+    scales, x = torch.rand(40, 2, generator=random), torch.randn(3, 64, generator=random).to(dtype)
+    packed = torch.zeros(ops.quantized_bytes(8, 48, False, False, 40, 64, True), dtype=torch.uint8)
+    ops.pack_e4m3(codes, scales, 48, False, packed)
+    weight, ours = codes.float() * scales.repeat_interleave(48, dim=1)[:, :64], torch.empty(3, 40)
+    ops.panel_product(x, packed, None, ours)
+    return _differs(ours, x.float() @ weight.T)
+
+
 def _codes_differ(ops: Any, random: torch.Generator) -> bool:
     """Products over weights of 8 and of 4 bits, with offsets; the difference is the rounding of x to 8 bits."""
     x = torch.randn(3, 64, generator=random)
@@ -108,6 +148,10 @@ def first_difference(ops: Any) -> str | None:
                 return f"attention in {dtype}"
             if _elementwise_differs(ops, dtype, random):
                 return f"elementwise steps in {dtype}"
+            if _fp8_cache_differs(ops, dtype, random):
+                return f"attention in {dtype} over FP8"
+            if _e4m3_differs(ops, dtype, random):
+                return f"products over E4M3 in {dtype}"
         if _codes_differ(ops, random):
             return "products over weights in few bits"
     return None

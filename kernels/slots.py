@@ -14,7 +14,7 @@ from cohort.kernels.gpu import available as gpu
 
 def gather_slots(kv: Tensor, slots: Tensor, out: Tensor) -> None:
     """out[i] = the token in slots[i]; slots int64 [n], out [n, L, 2, Hkv, D]."""
-    if out.device == kv.device and (ops := native.ops_for(kv) or gpu.ops_for(kv)) is not None:
+    if out.device == kv.device and (ops := native.ops_for_cache(kv) or gpu.ops_for(kv)) is not None:
         ops.gather_slots(kv, slots, out)
     else:
         reference.gather_slots(kv, slots, out)
@@ -22,7 +22,7 @@ def gather_slots(kv: Tensor, slots: Tensor, out: Tensor) -> None:
 
 def scatter_slots(src: Tensor, kv: Tensor, slots: Tensor) -> None:
     """The token in slots[i] = src[i]; the slots must differ from each other."""
-    if src.device == kv.device and (ops := native.ops_for(kv) or gpu.ops_for(kv)) is not None:
+    if src.device == kv.device and (ops := native.ops_for_cache(kv) or gpu.ops_for(kv)) is not None:
         ops.scatter_slots(src, kv, slots)
     else:
         reference.scatter_slots(src, kv, slots)

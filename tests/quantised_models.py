@@ -47,7 +47,7 @@ class Written:
 
 def write(source: Path, target: Path, name: str, *, plain: frozenset[str] = frozenset({"lm_head"})) -> Written:
     """`source`: a plain float32 model; `plain`: modules that are not quantised (the format must say so itself)."""
-    form = FORMATS[name]
+    form = FORMATS.get(name) or WIDE_GROUPS[name]
     folder, dequantised = target / name, target / f"{name}-dequantised"
     stored: Parts = {}
     wide: Parts = {}
@@ -189,8 +189,8 @@ def _words(values: Tensor, bits: int, order: list[int]) -> Tensor:
     return torch.from_numpy(words.astype(np.int32))
 
 
-def awq(weight: Tensor) -> tuple[Parts, Tensor]:
-    groups = torch.arange(weight.shape[1]) // GROUP
+def awq(weight: Tensor, group: int = GROUP) -> tuple[Parts, Tensor]:
+    groups = torch.arange(weight.shape[1]) // group
     codes, scales, zeros = _asymmetric(weight, groups, 4)
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     parts = {"qweight": _words(codes.t(), 4, order), "qzeros": _words(zeros.t(), 4, order), "scales": scales.t()}
@@ -225,6 +225,9 @@ _FLOAT = {"num_bits": 8, "type": "float"}
 _INT8 = {"num_bits": 8, "type": "int"}
 _INT4 = {"num_bits": 4, "type": "int"}
 _OF_GROUPS = {"strategy": "group", "group_size": GROUP}
+_OF_32 = {"strategy": "group", "group_size": 32}
+_OF_64 = {"strategy": "group", "group_size": 64}
+_OF_8 = {"strategy": "group", "group_size": 8}
 _FP8_BLOCKS = {**_FLOAT, "strategy": "block", "block_structure": [32, 32]}
 
 
@@ -275,3 +278,22 @@ FORMATS: dict[str, Format] = {
     "gptq-8": Format(gptq(8), gptq_config(8)),
     "gptq-8-act-order": Format(gptq(8, symmetric=False, reorder=True), gptq_config(8, sym=False, desc_act=True)),
 }
+
+WIDE_GROUPS: dict[str, Format] = {
+    "awq-32": Format(lambda weight: awq(weight, 32), {"quant_method": "awq", "bits": 4, "group_size": 32}),
+    "awq-64": Format(lambda weight: awq(weight, 64), {"quant_method": "awq", "bits": 4, "group_size": 64}),
+    "gptq-4-32": Format(gptq(4, group=32), gptq_config(4, 32)),
+    "gptq-4-64-asymmetric": Format(gptq(4, group=64, symmetric=False), gptq_config(4, 64, sym=False)),
+    "gptq-8-32-asymmetric": Format(gptq(8, group=32, symmetric=False), gptq_config(8, 32, sym=False)),
+    "gptq-4-32-act-order": Format(
+        gptq(4, group=32, symmetric=False, reorder=True), gptq_config(4, 32, sym=False, desc_act=True)
+    ),
+    "ct-int8-groups": _ct("int-quantized", IntQuantizationCompressor, {**_INT8, **_OF_32}),
+    "ct-packed-4-32": _ct("pack-quantized", PackedQuantizationCompressor, {**_INT4, **_OF_32}),
+    "ct-packed-4-64-asymmetric": _ct(
+        "pack-quantized", PackedQuantizationCompressor, {**_INT4, **_OF_64, "symmetric": False}
+    ),
+    "ct-packed-8-64": _ct("pack-quantized", PackedQuantizationCompressor, {**_INT8, **_OF_64}),
+    "ct-packed-4-8": _ct("pack-quantized", PackedQuantizationCompressor, {**_INT4, **_OF_8}),
+}
+"""Groups that fill the rows of models with multiples of 64 inputs; those of 8 are too short to be packed."""

@@ -18,8 +18,9 @@ from typing import Any, Literal
 
 from cohort.common.config import Config
 from cohort.common.engine.device_memory import host_step_bytes, step_bytes
+from cohort.common.engine.kv_dtype import kv_dtype
 from cohort.common.engine.model_config import DTYPE_BYTES, Dtype, ModelGeometry
-from cohort.common.engine.quantization_config import keeps_codes, rounding_of
+from cohort.common.engine.quantization_config import CodeLayout, keeps_codes, rounding_of
 from cohort.common.engine.rank_shares import RankShare, exchange_bytes
 from cohort.common.errors import ConfigError
 from cohort.common.paths import GGUF_FILE
@@ -39,6 +40,7 @@ _BESIDE_CODES = frozenset(
 _UNREAD = frozenset(
     {"weight_shape", "input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_zero_point"}
 )
+_CODES_OF_8_BITS = frozenset({"F8_E4M3", "I8"})
 _DEGREES = (2, 4, 8, 16)
 
 
@@ -81,7 +83,8 @@ def need(config: Config, model_dir: Path, geometry: ModelGeometry, degree: int =
         share = RankShare(geometry, 0, degree)
         own, steps = share.own, step_bytes(share.working, element, engine.max_rows, engine.max_step_tokens)
         steps += exchange_bytes(geometry, element, engine.max_step_tokens)
-    tokens, cache = _least_cache(config, own, dtype, config.kv.memory_bytes // degree)
+    kept = kv_dtype(config.kv.cache_dtype, dtype, geometry, "cuda")
+    tokens, cache = _least_cache(config, own, kept, config.kv.memory_bytes // degree)
     return Need(
         weight_bytes(model_dir, geometry, element, config.model.weights, "cuda") // degree,
         steps,
@@ -97,11 +100,12 @@ def host_need(config: Config, model_dir: Path, geometry: ModelGeometry, *, compu
     dtype: Dtype = config.model.dtype if config.model.dtype != "auto" else _host_dtype(computes_bfloat16)
     widened = dtype == "float16" or (dtype == "bfloat16" and not computes_bfloat16)
     element = 4 if widened else DTYPE_BYTES[dtype]
-    weights = weight_bytes(model_dir, geometry, element, config.model.weights, "cpu")
+    weights = weight_bytes(model_dir, geometry, element, config.model.weights, "cpu", dtype)
     if widened:  # the table of the embedding stays as it is
         weights -= min(weights, geometry.vocab_size * geometry.hidden_size * (element - DTYPE_BYTES[dtype]))
     most = config.kv.memory_bytes or config.kv.cpu_memory_bytes
-    tokens, cache = _least_cache(config, geometry, dtype, most)
+    kept = kv_dtype(config.kv.cache_dtype, dtype, geometry, "cpu")
+    tokens, cache = _least_cache(config, geometry, kept, most)
     engine = config.engine
     steps = host_step_bytes(geometry, DTYPE_BYTES[dtype], engine.max_rows, engine.max_step_tokens)
     plain = geometry.family == "llama" and geometry.quantization is None and not (model_dir / GGUF_FILE).exists()
@@ -163,7 +167,7 @@ def check_fit(config: Config, model: str, wanted: Need, gpu: str, memory_bytes: 
 
 def _fewer_bits(wanted: Need, has: int, workers: int, device_type: str) -> list[str]:
     """Codes of 8 or 4 bits, where products read them; a half and a quarter of 16 bits, scales aside."""
-    if not wanted.rounds or not keeps_codes(device_type, 2, floating=False):
+    if not wanted.rounds or not keeps_codes(device_type, "bfloat16", checkpoint=False):
         return []
     fitting = (
         f"--quantization {name}"
@@ -193,14 +197,25 @@ def weight_bytes(
     element: int,
     kind: Literal["files", "random"] = "files",
     device_type: str = "cuda",
+    dtype: Dtype = "bfloat16",
 ) -> int:
-    """What the weights take with plain ones in `element` bytes each; 0 where nothing tells."""
+    """What the weights take with plain ones in `element` bytes each, in a model of `dtype`; 0 where nothing tells."""
     if kind == "files" and (model_dir / GGUF_FILE).exists() and device_type == "cpu":
         return int((model_dir / GGUF_FILE).stat().st_size * _GGUF_PACKED)
     if geometry.quantization is None or kind != "files":
         return parameters(model_dir, geometry, kind) * element
     try:
-        return sum(_kept_bytes(name, tensor, geometry, element, device_type) for name, tensor in _tensors(model_dir))
+        tensors = dict(_tensors(model_dir))
+        kept = {
+            # a mixture's products on a GPU read numbers
+            module: keeps_codes(device_type, dtype, codes) and not (device_type == "cuda" and ".experts." in module)
+            for name in tensors
+            if (module := name.rpartition(".")[0]) and (codes := _codes(module, tensors, geometry)) is not None
+        }
+        return sum(
+            _kept_bytes(name, tensor, geometry, element, kept.get(name.rpartition(".")[0], False))
+            for name, tensor in tensors.items()
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return 0  # the engine says what is wrong with the files
 
@@ -257,18 +272,35 @@ def _numbers(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry) -> i
     return 0 if part in _BESIDE_CODES | _UNREAD else stored
 
 
-def _kept_bytes(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry, element: int, device_type: str) -> int:
-    """What a tensor of a quantised checkpoint takes: as it is where its codes are kept."""
-    part, floating = name.rpartition(".")[2], tensor["dtype"] == "F8_E4M3"
+def _codes(module: str, tensors: Mapping[str, Mapping[str, Any]], geometry: ModelGeometry) -> CodeLayout | None:
+    """How the module's weight is stored; None where it is plain, or has no weight."""
+    scheme = None if geometry.quantization is None else geometry.quantization.scheme_of(module)
+    if scheme is None:
+        return None
+    match scheme.layout:
+        case "scaled":
+            stored = tensors.get(f"{module}.weight")
+            if stored is None or stored["dtype"] not in _CODES_OF_8_BITS:
+                return None
+            return scheme.codes(int(stored["shape"][1]))
+        case "packed":
+            part, inputs_at, per_number = "weight_packed", 1, 32 // scheme.bits
+        case "awq":
+            part, inputs_at, per_number = "qweight", 0, 1
+        case "gptq":
+            part, inputs_at, per_number = "qweight", 0, 32 // scheme.bits
+    stored = tensors.get(f"{module}.{part}")
+    return None if stored is None else scheme.codes(int(stored["shape"][inputs_at]) * per_number)
+
+
+def _kept_bytes(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry, element: int, kept: bool) -> int:
+    """What a tensor of a quantised checkpoint takes: as it is where its module's codes are `kept`."""
+    part = name.rpartition(".")[2]
     if part in _UNREAD:
         return 0
-    dense = not (device_type == "cuda" and ".experts." in name)  # a mixture's products on a GPU read numbers
     if part in _WORDS | _BESIDE_CODES:
-        kept = dense and keeps_codes(device_type, element, floating=False)
         return _count(tensor) * _SCALE_BYTES if kept else _numbers(name, tensor, geometry) * element
-    coded = floating or tensor["dtype"] == "I8"
-    kept = dense and coded and keeps_codes(device_type, element, floating=floating)
-    return _count(tensor) * (1 if kept else element)
+    return _count(tensor) * (1 if kept and tensor["dtype"] in _CODES_OF_8_BITS else element)
 
 
 def _count(tensor: Mapping[str, Any]) -> int:

@@ -123,6 +123,7 @@ def _runner(setup: Setup, control: socket.socket) -> ModelRunner:
         max_context=setup.max_context,
         share=DeviceShare(setup.memory_fraction, setup.sharers, setup.most_kv, 0),
         weights=setup.weights,
+        cache_dtype=setup.cache_dtype,
         group=RankGroup(setup.rank, setup.degree, setup.store, meet),
     )
 

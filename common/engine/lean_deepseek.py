@@ -88,7 +88,7 @@ class LeanDeepseek:
             raise ModelError(f"{geometry.model_type}: its configuration names no latents")
         self._geometry, self._latent, self._dtype = geometry, geometry.latent, dtype
         self._cos, self._sin = rope_tables(geometry, _CPU)
-        with open_weights(model_dir, weights) as files:
+        with open_weights(model_dir, weights, geometry.quantization) as files:
             prefix = files.prefix(("model.", ""), "embed_tokens.weight")
             files.require(_tensor_names(files, geometry, prefix))
             arena = Arena()

@@ -82,7 +82,7 @@ class LeanGptOss:
         self._geometry, self._dtype = geometry, dtype
         self._scale = geometry.head_dim**-0.5
         self._cos, self._sin = rope_tables(geometry, _CPU)
-        with open_weights(model_dir, weights) as files:
+        with open_weights(model_dir, weights, geometry.quantization) as files:
             prefix = files.prefix(("model.", ""), "embed_tokens.weight")
             files.require(_tensor_names(files, geometry, prefix))
             arena = Arena()

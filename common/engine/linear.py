@@ -7,13 +7,13 @@ the number of rows, so that all workers of a pipeline compute alike:
     CPU, bfloat16 and it computes in it  panels
     CPU, other 16-bit                    widened: float32 panels, x widened, the product rounded
     CPU, codes of 8 or 4 bits            quantized: codes and scales packed as they are, x rounded to 8 bits inside
+    CPU, codes in E4M3                   quantized: likewise, x as it is
     GPU, codes of 8 or 4 bits or E4M3    coded: codes and scales as they are, x as it is
     no compiled kernels, or a GPU        plain: F.linear
 
 Panels are faster than anything torch has from one row to hundreds, and they give a row the same bits whatever other
 rows stand beside it, which BLAS does not: a request computes exactly the same in every batch. Codes that no kernel
-takes (groups that are no multiple of 16, on a GPU of 32; on a processor float8) are dequantised here and become another
-form.
+takes (groups that are no multiple of 16, on a GPU of 32) are dequantised here and become another form.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ def on_gpu(weight: QuantizedWeight) -> bool:
 
 def packs_codes(weight: QuantizedWeight) -> bool:
     """Whether its codes are multiplied as they are where they lie."""
-    codes = weight.codes
+    codes, offsets = weight.codes, weight.offsets is not None
     if on_gpu(weight):
         return coded.available(codes, weight.group, weight.shape[1])
-    return codes.device.type == "cpu" and quantized_panels.available(codes.dtype, weight.group, weight.shape[1])
+    available = quantized_panels.available(codes.dtype, weight.group, weight.shape[1], offsets=offsets)
+    return codes.device.type == "cpu" and available
 
 
 def settled(weight: Matrix, dtype: torch.dtype) -> Matrix:

@@ -17,9 +17,13 @@ from torch import Tensor
 from cohort.common.engine.linear import Embedding, Linear, Matrix, packs_codes
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.quantization_config import Rounding as Rounding
+from cohort.common.engine.quantization_config import keeps_codes
 from cohort.common.engine.quantized import QuantizedWeight
 from cohort.common.engine.quantized_files import QuantizedFiles
+from cohort.common.engine.quantized_formats import StoredWeight, dequantize_into
+from cohort.common.engine.weight_reader import place
 from cohort.common.engine.weights import Weights
+from cohort.kernels import native
 from cohort.kernels.panels import Arena
 
 GROUP = 32
@@ -30,27 +34,59 @@ GROUP = 32
 class CodedWeights(Protocol):
     """Weights of which some are codes."""
 
-    def read_quantized(self, name: str, outputs: int, inputs: int, device: torch.device) -> QuantizedWeight | None:
+    def read_quantized(self, name: str, outputs: int, inputs: int, device: torch.device) -> StoredWeight | None:
         """The codes of a matrix; None where it is plain."""
 
 
 def matrix(
     files: Weights, names: Sequence[str], rows: Sequence[int], inputs: int, dtype: torch.dtype, device: torch.device
 ) -> Matrix:
-    """A projection's weight, several modules' outputs one after the other: codes where all of them are packed as they
-    are, else a tensor of `dtype`. Products over codes round their inputs, too; a quantised checkpoint that is served
-    in float32 is widened instead, and computes exactly what its codes mean."""
-    exact = dtype == torch.float32 and isinstance(files, QuantizedFiles)
-    if isinstance(files, CodedWeights) and not exact:
-        parts = []
-        for name, outputs in zip(names, rows, strict=True):
-            part = files.read_quantized(name, outputs, inputs, device)
-            if not isinstance(part, QuantizedWeight) or not packs_codes(part := part.on(device)):
-                break
-            parts.append(part)
-        if len(parts) == len(names):
-            return parts
-    return files.read_rows(names, rows, (inputs,), dtype, device)
+    """A projection's weight, several modules' outputs one after the other: codes where all of them are kept
+    (`keeps_codes`), else a tensor of `dtype`. On a processor nothing is read twice."""
+    number, checkpoint = str(dtype).removeprefix("torch."), isinstance(files, QuantizedFiles)
+    if (
+        not isinstance(files, CodedWeights)
+        or not keeps_codes(device.type, number, checkpoint=checkpoint)
+        or (device.type == "cpu" and native.operators() is None)
+    ):
+        return files.read_rows(names, rows, (inputs,), dtype, device)
+    parts = [files.read_quantized(name, outputs, inputs, device) for name, outputs in zip(names, rows, strict=True)]
+    kept = [
+        placed
+        for part in parts
+        if isinstance(part, QuantizedWeight)
+        and keeps_codes(device.type, number, part.layout, checkpoint=checkpoint)
+        and packs_codes(placed := part.on(device))
+    ]
+    if len(kept) == len(parts):
+        return kept
+    if device.type != "cpu":  # by way of staging memory
+        return files.read_rows(names, rows, (inputs,), dtype, device)
+    return _numbers(files, parts, names, rows, inputs, dtype, device)
+
+
+def _numbers(
+    files: Weights,
+    parts: list[StoredWeight | None],
+    names: Sequence[str],
+    rows: Sequence[int],
+    inputs: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """The parts as numbers of `dtype` [sum of rows, inputs]; plain ones, which are None, are read now."""
+    if all(part is None for part in parts):
+        return files.read_rows(names, rows, (inputs,), dtype, device)
+    whole, first = place((sum(rows), inputs), dtype, device), 0
+    for index, (name, count) in enumerate(zip(names, rows, strict=True)):
+        part, target = parts[index], whole[first : first + count]
+        if part is None:
+            target.copy_(files.read(name, (count, inputs), dtype, device))
+        else:
+            dequantize_into(part, target)
+            parts[index] = None  # its memory goes before the next part is widened
+        first += count
+    return whole
 
 
 def read_outer(

@@ -29,6 +29,7 @@ from cohort.common.engine.device_steps import DeviceSteps, Launched
 from cohort.common.engine.followers import Followers
 from cohort.common.engine.generic import GenericModel
 from cohort.common.engine.grammar_masks import GrammarMasks, TokenMasks
+from cohort.common.engine.kv_dtype import FP8, kv_dtype
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.lean_llama import LeanLlama
 from cohort.common.engine.linear import native_bfloat16
@@ -112,11 +113,13 @@ class ModelRunner:
         followers: Followers | None = None,
         lora: LoraOptions | None = None,
         rounding: Rounding | None = None,
+        cache_dtype: str = "auto",
     ) -> None:
         """Loads the model; `threads` 0 leaves torch's own choice. Raises `ModelError` or `ConfigError`.
 
         `num_blocks` 0: as many KV blocks as `share` has memory for once the weights are there; only on a GPU.
-        `rounding`: of plain matrices, at load, on a processor; None = they stay as they are.
+        `rounding`: of plain matrices, at load, on a processor; None = they stay as they are. `cache_dtype`: as
+        `kv.cache_dtype`.
         `max_context`: no request is longer; 0 = what the model allows. `device_steps`: run as on a GPU; None = on one.
         `group`: this is one rank of a worker, whose `followers` rank 0 has; blocks are counted as the worker's.
         `lora`: adapters that requests may name; they are checked before the model is loaded.
@@ -127,6 +130,7 @@ class ModelRunner:
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = resolve_dtype(dtype, self.device)
+        self.kv_dtype = kv_dtype(cache_dtype, self.dtype, self.geometry, self.device.type)
         self.ranks: Ranks | None = None
         self.followers = followers
         if group is not None:
@@ -165,10 +169,10 @@ class ModelRunner:
         if self.ranks is not None:
             num_blocks, on_device = self.ranks.least(num_blocks), False
         self.kv = KvTensors(
-            self._held.kv_geometry(self.dtype, block_size),
+            self._held.kv_geometry(self.kv_dtype, block_size),
             num_blocks=num_blocks,
             host_blocks=host_blocks,
-            dtype=torch_dtype,
+            dtype=torch.uint8 if self.kv_dtype == FP8 else torch_dtype,
             device=self.device,
             spare=on_device,
             latent=self.geometry.latent is not None,
@@ -198,6 +202,7 @@ class ModelRunner:
             dtype=self.dtype,
             quantization="none" if self.geometry.quantization is None else self.geometry.quantization.method,
             device=str(self.device),
+            kv_dtype=self.kv_dtype,
             kv_blocks=num_blocks,
             kv_mebibytes=num_blocks * self.kv.block_bytes >> 20,
             host_blocks=host_blocks,
@@ -211,7 +216,7 @@ class ModelRunner:
     @property
     def block_geometry(self) -> KvGeometry:
         """Of a block over all ranks."""
-        return self.geometry.kv_geometry(self.dtype, self.block_size)
+        return self.geometry.kv_geometry(self.kv_dtype, self.block_size)
 
     @property
     def stream(self) -> Stream:
@@ -230,7 +235,7 @@ class ModelRunner:
 
     @staticmethod
     def plan_kv_blocks(geometry: ModelGeometry, dtype: str, block_size: int, memory_bytes: int) -> int:
-        """How many KV blocks fit into `memory_bytes`; dtype as `resolve_dtype` answers it."""
+        """How many KV blocks fit into `memory_bytes`; dtype as `kv_dtype` answers it."""
         return memory_bytes // geometry.kv_geometry(dtype, block_size).block_bytes
 
     def execute(self, batch: StepBatch) -> StepOutput:
@@ -433,7 +438,7 @@ class ModelRunner:
             kv_mebibytes=wanted >> 20,
             configured_mebibytes=share.most_kv >> 20,
         )
-        blocks = self.plan_kv_blocks(self._held, self.dtype, self.block_size, wanted) - 1  # one is the spare block
+        blocks = self.plan_kv_blocks(self._held, self.kv_dtype, self.block_size, wanted) - 1  # one is the spare block
         if blocks < 2:
             raise ConfigError(
                 f"kv.memory_bytes: {wanted} bytes are left for the KV cache on {self.device} (free {free}, reserved "

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.threads,
         points,
         str(Path(config.model.path or paths.default_model_dir()).absolute()),
-        model_shape(options.model_name, runner.geometry, str(runner.dtype).removeprefix("torch.")),
+        model_shape(options.model_name, runner.geometry, runner.dtype, runner.kv_dtype),
         memory_bytes,
         units,
     )
@@ -86,9 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def model_shape(name: str, geometry: ModelGeometry, dtype: str) -> dict[str, int | bool | str]:
-    """The fields of a file in configs/models."""
-    width = DTYPE_BYTES[dtype]  # type: ignore[index]  # the engine's own dtype
+def model_shape(name: str, geometry: ModelGeometry, dtype: str, kv_dtype: str = "") -> dict[str, int | bool | str]:
+    """The fields of a file in configs/models. `kv_dtype`: as `ModelRunner` has it, "" where it is the model's."""
     return {
         "name": name,
         "layers": geometry.num_layers,
@@ -101,8 +100,8 @@ def model_shape(name: str, geometry: ModelGeometry, dtype: str) -> dict[str, int
         "vocabulary": geometry.vocab_size,
         "tied_embeddings": geometry.tie_embeddings,
         "max_positions": geometry.max_positions,
-        "weight_bytes": width,
-        "kv_bytes": width,
+        "weight_bytes": DTYPE_BYTES[dtype],
+        "kv_bytes": DTYPE_BYTES[kv_dtype or dtype],
         "window": geometry.kv_window,
     }
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from cohort.common.errors import ModelError
+from cohort.kernels.code_units import packable, tiled
 
 Method = Literal["fp8", "compressed-tensors", "awq", "gptq"]
 Layout = Literal["scaled", "packed", "awq", "gptq"]
@@ -44,7 +45,25 @@ class WeightScheme:
     block: tuple[int, int] | None = None  # outputs and inputs that share a scale
     symmetric: bool = True
     zero_is_one_less: bool = False  # GPTQ's first version stores zero - 1
+    reordered: bool = False  # act-order: inputs of a group need not be neighbours
     targets: tuple[str, ...] = (_MODULE_CLASS,)
+
+    def codes(self, inputs: int) -> CodeLayout:
+        """Of a module with so many inputs."""
+        group = self.block[1] if self.block is not None else self.group
+        return CodeLayout(self.bits, self.floating, group or inputs, inputs, not self.symmetric, self.reordered)
+
+
+@dataclass(frozen=True, slots=True)
+class CodeLayout:
+    """What decides whether a product reads a weight's codes as they are."""
+
+    bits: int
+    floating: bool  # E4M3
+    group: int  # inputs that share a scale
+    inputs: int
+    offsets: bool
+    reordered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +90,27 @@ class Quantization:
         return _names(pattern, module) or f".{pattern}." in f".{module}."
 
 
-def keeps_codes(device_type: str, element_bytes: int, *, floating: bool) -> bool:
-    """Whether products over integer codes, or over E4M3 (`floating`), exist on this kind of device for a model of this
-    precision; else such weights are dequantised at load. Asked by the sums of what fits; `matrices.matrix` does
-    accordingly."""
-    return element_bytes == 2 and (device_type == "cuda" or (device_type == "cpu" and not floating))
+def keeps_codes(device_type: str, dtype: str, codes: CodeLayout | None = None, *, checkpoint: bool = True) -> bool:
+    """Whether a weight stays in its codes on this kind of device in a model of this precision; else it is dequantised
+    at load. The one rule: of `matrices.matrix`, which reads weights, and of the sums of what fits. None: some layout.
+
+    On a processor products over integer codes round their inputs, so a quantised checkpoint (`checkpoint`) that is
+    served in float32 is widened, and computes exactly what its codes mean; what was rounded for these products (GGUF
+    files, rounding at load) stays as it is in any precision. On a GPU all in float32 is widened. The compiled kernels,
+    which all of this needs, are not asked for here.
+    """
+    exact = dtype == "float32" and (checkpoint or device_type == "cuda")
+    if device_type not in ("cpu", "cuda") or exact:
+        return False
+    if codes is None:
+        return True
+    if codes.reordered:
+        return False
+    if device_type == "cuda":
+        return tiled(bits=codes.bits, group=codes.group, inputs=codes.inputs)
+    return packable(
+        bits=codes.bits, floating=codes.floating, group=codes.group, inputs=codes.inputs, offsets=codes.offsets
+    )
 
 
 def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
@@ -198,6 +233,7 @@ def _of_group(group: Mapping[str, Any], weights: Mapping[str, Any], stored: str)
         group=max(0, int(weights.get("group_size") or 0)),
         block=(int(size[0]), int(size[1])) if strategy == "block" and size else None,
         symmetric=bool(weights.get("symmetric", True)),
+        reordered=packed and weights.get("actorder") in ("group", True),
         targets=targets,
     )
 
@@ -235,6 +271,7 @@ def _gptq(found: Mapping[str, Any]) -> Quantization:
         group=max(0, int(found.get("group_size", 128))),
         symmetric=bool(found.get("sym", True)),
         zero_is_one_less=stored == "gptq",
+        reordered=bool(found.get("desc_act")) and not found.get("static_groups") and found.get("group_size", 128) > 0,
     )
     return Quantization("gptq", (scheme,), _strings(found.get("modules_to_not_convert") or ()))
 

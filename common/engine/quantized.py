@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from cohort.common.engine.quantization_config import CodeLayout
 from cohort.common.errors import InvariantViolated
 
 Code = Literal["int8", "uint4", "e4m3"]
@@ -47,6 +48,11 @@ class QuantizedWeight:
         """Outputs, inputs."""
         outputs, stored = self.codes.shape
         return outputs, stored * 2 if self.code == "uint4" else stored
+
+    @property
+    def layout(self) -> CodeLayout:
+        bits = 4 if self.code == "uint4" else 8
+        return CodeLayout(bits, self.code == "e4m3", self.group, self.shape[1], self.offsets is not None)
 
     @property
     def num_bytes(self) -> int:

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine.quantization_config import Quantization, WeightScheme
-from cohort.common.engine.quantized_formats import StoredWeight, awq, gptq, packed, rows_of, scaled, widened
+from cohort.common.engine.quantized_formats import StoredWeight, awq, dequantize_into, gptq, packed, scaled
 from cohort.common.engine.weight_reader import place
 from cohort.common.errors import ModelError
 
 if TYPE_CHECKING:
     from cohort.common.engine.weights import WeightFiles
 
-_ELEMENTS_AT_ONCE = 1 << 22  # that are float32 beside their place while a weight is dequantised
 _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MAIN = {"scaled": "weight", "packed": "weight_packed", "awq": "qweight", "gptq": "qweight"}
 
@@ -75,7 +74,7 @@ class QuantizedFiles:
             target = fused[first : first + count]
             weight = self.read_quantized(name, count, rest[0], device)
             if weight is not None:
-                _dequantize_into(weight, target)
+                dequantize_into(weight, target)
             else:
                 self._check_plain(name)
                 target.copy_(self.part(name, (count, *rest), None, device))
@@ -223,13 +222,6 @@ class _PartsReader:
 
     def _part(self, part: str, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Tensor:
         return self._files.part(f"{self._module}.{part}", shape, dtype, self._device)
-
-
-def _dequantize_into(weight: StoredWeight, place: Tensor) -> None:
-    outputs, inputs = weight.shape
-    step = max(1, _ELEMENTS_AT_ONCE // inputs)
-    for first in range(0, outputs, step):
-        place[first : first + step].copy_(widened(rows_of(weight, first, min(step, outputs - first))))
 
 
 def _module(name: str) -> str:

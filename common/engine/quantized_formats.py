@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cohort.common.engine.quantization_config import Bits, WeightScheme
+from cohort.common.engine.quantization_config import Bits, CodeLayout, WeightScheme
 from cohort.common.engine.quantized import QuantizedWeight
 from cohort.common.errors import ModelError
 
+_ELEMENTS_AT_ONCE = 1 << 22  # that are float32 beside their place while a weight is dequantised
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the outputs 0 to 7 in a word, in nibbles
 
 
@@ -41,6 +42,10 @@ class ReorderedWeight:
     def shape(self) -> tuple[int, int]:
         outputs, inputs = self.codes.shape
         return outputs, inputs
+
+    @property
+    def layout(self) -> CodeLayout:
+        return CodeLayout(8, False, 1, self.shape[1], self.offsets is not None, reordered=True)
 
     def dequantized(self) -> Tensor:
         """float32 [out, in]."""
@@ -126,6 +131,14 @@ def widened(weight: StoredWeight) -> Tensor:
     if weight.offsets is not None:
         grouped.add_(weight.offsets[:, :, None])
     return values
+
+
+def dequantize_into(weight: StoredWeight, place: Tensor) -> None:
+    """place [out, in] = the weight, a few rows at a time."""
+    outputs, inputs = weight.shape
+    step = max(1, _ELEMENTS_AT_ONCE // inputs)
+    for first in range(0, outputs, step):
+        place[first : first + step].copy_(widened(rows_of(weight, first, min(step, outputs - first))))
 
 
 def _integers(

@@ -51,6 +51,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     most_kv: int
     weights: WeightKind
     logging: LoggingConfig
+    cache_dtype: str = "auto"
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):

@@ -27,6 +27,7 @@ from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.device_name import device_name, own_cores
 from cohort.common.engine.devices import WorkerDevice, checked_device, claim_device, engine_facts, engine_warnings
 from cohort.common.engine.followers import Followers
+from cohort.common.engine.kv_dtype import kv_dtype
 from cohort.common.engine.learned_state import LearnedState
 from cohort.common.engine.linear import native_bfloat16
 from cohort.common.engine.lora_checkpoint import LoraOptions
@@ -118,7 +119,8 @@ def load_runner(
     if degree > 1:
         check_divided(config, model_dir, geometry, degree)
         geometry = RankShare(geometry, 0, degree).own
-    block_bytes = geometry.kv_geometry(dtype, config.kv.block_size).block_bytes * degree
+    kept = kv_dtype(config.kv.cache_dtype, dtype, whole, device.type)
+    block_bytes = geometry.kv_geometry(kept, config.kv.block_size).block_bytes * degree
     memory_bytes = config.kv.memory_bytes
     num_blocks = 0
     if device.type == "cpu":
@@ -153,6 +155,7 @@ def load_runner(
             sharers=share.sharers,
             most_kv=share.most_kv,
             weights=config.model.weights,
+            cache_dtype=config.kv.cache_dtype,
             logging=config.logging,
         )
         group = _group(setup, followers, own)
@@ -173,6 +176,7 @@ def load_runner(
         followers=followers,
         lora=LoraOptions(config.model.lora, config.engine.max_loras, config.engine.max_lora_rank),
         rounding=rounding_of(config.model.quantization),
+        cache_dtype=config.kv.cache_dtype,
     )
 
 
@@ -234,6 +238,7 @@ def _learned_state(
     ranks = f"x{degree}" if degree > 1 else ""
     rounding = rounding_of(config.model.quantization)
     rounded = "" if rounding is None else f"-{rounding}"
+    rounded += "" if runner.kv_dtype == runner.dtype else f"-kv-{runner.kv_dtype}"
     learned = LearnedState(
         machine.learned,
         Path(config.engine.state_dir) if config.engine.state_dir else paths.cache_dir() / "learned",

@@ -162,15 +162,17 @@ template <typename T>
 void launch(const at::Tensor& query, const at::Tensor& kv, int64_t layer, const at::Tensor& query_start,
             const at::Tensor& context_lens, const at::Tensor& block_tables, const std::optional<at::Tensor>& directions,
             double scale, at::Tensor& out, int64_t window, double softcap, const std::optional<at::Tensor>& sinks) {
-  const int64_t layer_stride = kv.stride(1);
+  const int64_t size = kv.element_size();
   Step<T> step;
-  step.cache = {static_cast<const T*>(kv.const_data_ptr()) + layer * layer_stride,
-                kv.stride(0),
-                value_offset(kv),
+  step.cache = {static_cast<const char*>(kv.const_data_ptr()) + layer * kv.stride(1) * size,
+                kv.stride(0) * size,
+                value_offset(kv) * size,
                 kv.size(0),
                 int(kv.size(3)),
                 int(kv.size(4)),
-                int(kv.size(5))};
+                int(cache_head_dim(kv)),
+                int(kv.size(5) * size),
+                is_fp8(kv)};
   step.query = static_cast<const T*>(query.const_data_ptr());
   step.query_token_stride = query.stride(0);
   step.query_head_stride = query.stride(1);
@@ -198,13 +200,15 @@ void paged_attention(const at::Tensor& query, const at::Tensor& kv, int64_t laye
                      const std::optional<at::Tensor>& directions, double scale, at::Tensor& out, int64_t window,
                      double softcap, const std::optional<at::Tensor>& sinks) {
   check_cache(kv, layer);
-  TORCH_CHECK_VALUE(query.dim() == 3 && query.size(2) == kv.size(5) && query.stride(2) == 1,
+  TORCH_CHECK_VALUE(query.dim() == 3 && query.size(2) == cache_head_dim(kv) && query.stride(2) == 1,
                     "query must be [tokens, heads, head_dim] with dense heads");
   TORCH_CHECK_VALUE(query.size(1) % kv.size(3) == 0, "query heads must be a multiple of kv heads");
   TORCH_CHECK_VALUE(out.sizes() == query.sizes() && out.stride(2) == 1,
                     "out must have query's shape, with dense heads");
-  TORCH_CHECK_TYPE(query.scalar_type() == kv.scalar_type() && out.scalar_type() == kv.scalar_type(),
-                   "query, kv and out must have one dtype");
+  TORCH_CHECK_TYPE(query.scalar_type() == out.scalar_type() && (is_fp8(kv) || query.scalar_type() == kv.scalar_type()),
+                   "query, kv and out must have one dtype, unless kv is in FP8");
+  TORCH_CHECK_TYPE(query.scalar_type() == at::kFloat || query.scalar_type() == at::kBFloat16,
+                   "query must be float32 or bfloat16");
   int64_t rows = context_lens.size(0);
   for (const at::Tensor* table : {&query_start, &context_lens, &block_tables}) {
     TORCH_CHECK_TYPE(table->scalar_type() == at::kInt && table->is_cpu(), "row tables must be int32 on the CPU");
@@ -227,7 +231,7 @@ void paged_attention(const at::Tensor& query, const at::Tensor& kv, int64_t laye
     TORCH_CHECK_VALUE(sinks->dim() == 1 && sinks->size(0) == query.size(1) && sinks->is_contiguous(),
                       "sinks must be dense, one per query head");
   }
-  if (kv.scalar_type() == at::kFloat) {
+  if (query.scalar_type() == at::kFloat) {
     launch<float>(query, kv, layer, query_start, context_lens, block_tables, directions, scale, out, window, softcap,
                   sinks);
   } else {

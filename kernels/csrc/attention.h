@@ -10,26 +10,38 @@
 #include <stdexcept>
 #include <vector>
 
+#include "fp8_cache.h"
 #include "simd.h"
 
 namespace cohort {
 
-// kv [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], seen from one layer.
-template <typename T>
+// kv [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], seen from one layer; places and steps in bytes.
 struct CacheView {
-  const T* layer_base;   // kv + layer · (2 · Hkv · block_size · D)
-  int64_t block_stride;  // elements from one block to the next
-  int64_t value_offset;  // elements from a key to its value
+  const char* layer_base;  // kv + layer · (2 · Hkv · block_size · row)
+  int64_t block_stride;    // from one block to the next
+  int64_t value_offset;    // from a key to its value
   int64_t num_blocks;
   int num_kv_heads, block_size, head_dim;
+  int row;   // from one token to the next
+  bool fp8;  // rows as fp8_cache.h has them, else elements of the step's type
 
-  int64_t head_stride() const { return int64_t(block_size) * head_dim; }
-  const T* keys(int64_t block, int kv_head) const { return layer_base + block * block_stride + kv_head * head_stride(); }
+  int64_t head_stride() const { return int64_t(block_size) * row; }
+  const char* keys(int64_t block, int kv_head) const {
+    return layer_base + block * block_stride + kv_head * head_stride();
+  }
 };
+
+// A row of the cache as numbers of T: where it lies, or, in FP8, read into `place` [head_dim].
+template <typename T>
+inline const T* row_of(const CacheView& cache, const char* from, T* place) {
+  if (!cache.fp8) return reinterpret_cast<const T*>(from);
+  read_fp8_row(reinterpret_cast<const uint8_t*>(from), cache.head_dim, place);
+  return place;
+}
 
 template <typename T>
 struct Step {
-  CacheView<T> cache;
+  CacheView cache;
   const T* query;
   int64_t query_token_stride, query_head_stride;
   T* out;

@@ -21,14 +21,14 @@
 namespace cohort {
 
 // Where the tokens of a tile lie; the task's first head, others `head_stride` apart.
-template <typename T>
 struct TileRows {
-  const T* keys[kTile];
+  const char* keys[kTile];
   int64_t begin = 0;         // the tile's first position
   int first = 0, count = 0;  // tokens in [first, count) are the task's; whole vectors around them have a row as well
 
+  template <typename T>
   void find(const Step<T>& step, const Task& task, int64_t tile) {
-    const CacheView<T>& cache = step.cache;
+    const CacheView& cache = step.cache;
     begin = tile;
     const int64_t from = std::max(tile, task.kv_begin), to = std::min(tile + kTile, task.kv_end);
     first = int(from - tile);
@@ -40,10 +40,10 @@ struct TileRows {
       if (block < 0 || block >= cache.num_blocks) throw std::out_of_range("block table names a block outside the cache");
       // R7, R13 · A block filled right to left holds its j-th token in slot block_size - 1 - j.
       const bool reversed = step.directions && step.directions[task.row * step.direction_stride + index];
-      const T* base = cache.keys(block, task.kv_head);
+      const char* base = cache.keys(block, task.kv_head);
       for (; at < stop; ++at) {
         const int64_t slot = reversed ? cache.block_size - 1 - (at - start) : at - start;
-        keys[at - tile] = base + slot * cache.head_dim;
+        keys[at - tile] = base + slot * cache.row;
       }
     }
     if (count == first) return;
@@ -55,20 +55,19 @@ struct TileRows {
 
 // Asks for the lines of a tile's keys and values, a share at a time. Into the second cache: lines asked for by the first
 // one are too few in flight to hide the memory.
-template <typename T>
 class Ahead {
  public:
   // `shares`: how often `take` will be called
-  Ahead(const TileRows<T>& rows, int64_t offset, int64_t value_offset, int head_dim, int shares)
-      : rows_(rows), offset_(offset), value_offset_(value_offset), row_bytes_(head_dim * int64_t(sizeof(T))) {
+  Ahead(const TileRows& rows, int64_t offset, const CacheView& cache, int shares)
+      : rows_(rows), offset_(offset), value_offset_(cache.value_offset), row_bytes_(cache.row) {
     at_ = rows.first;
-    planes_ = rows.count == rows.first ? 0 : value_offset == 0 ? 1 : 2;
+    planes_ = rows.count == rows.first ? 0 : value_offset_ == 0 ? 1 : 2;
     share_ = (planes_ * (rows.count - rows.first) + shares - 1) / shares;
   }
 
   void take() {
     for (int i = 0; i < share_ && plane_ < planes_; ++i) {
-      const char* row = reinterpret_cast<const char*>(rows_.keys[at_] + offset_ + plane_ * value_offset_);
+      const char* row = rows_.keys[at_] + offset_ + plane_ * value_offset_;
       for (int64_t byte = 0; byte < row_bytes_; byte += 64) __builtin_prefetch(row + byte, 0, 2);
       if (++at_ == rows_.count) {
         at_ = rows_.first;
@@ -78,7 +77,7 @@ class Ahead {
   }
 
  private:
-  const TileRows<T>& rows_;
+  const TileRows& rows_;
   int64_t offset_, value_offset_, row_bytes_;
   int at_, plane_ = 0, planes_, share_;
 };
@@ -109,6 +108,16 @@ inline float weigh(const Step<T>& step, float* scores, int first, int last, int 
   return best;
 }
 
+// A vector of tokens' keys or values, `offset` bytes behind `from`: where they lie, or, in FP8, read into `place`.
+template <typename T>
+struct TokenRows {
+  const T* rows[kWide];
+
+  TokenRows(const CacheView& cache, const char* const* from, int64_t offset, T* place) {
+    for (int t = 0; t < kWide; ++t) rows[t] = row_of(cache, from[t] + offset, place + t * int64_t(cache.head_dim));
+  }
+};
+
 // One task's arrays; `kt` and `vt` hold a tile of one head.
 struct TileScratch {
   float *query, *sums, *maximum, *kt, *vt, *scores, *weights, *found;
@@ -117,8 +126,8 @@ struct TileScratch {
 // What the columns of one kv head do in one tile whose keys and values are packed. `query`, `sums` and `maximum`: of the
 // head; `partial`: of the head and tile, or null where the task merges tiles itself.
 template <typename T>
-inline void attend_tile(const Step<T>& step, const Task& task, const TileRows<T>& rows, const TileScratch& at,
-                        float* partial, Ahead<T>& ahead) {
+inline void attend_tile(const Step<T>& step, const Task& task, const TileRows& rows, const TileScratch& at,
+                        float* partial, Ahead& ahead) {
   using U = Units<T>;
   const int head_dim = step.cache.head_dim, group = step.group, columns = columns_of(task, group);
   const int units = units_of<T>(head_dim), floats = sum_floats(head_dim), width = floats - kWide;
@@ -173,11 +182,13 @@ void attend(const Step<T>& step, const Task& task, float* partial, int64_t parti
   using U = Units<T>;
   const int head_dim = step.cache.head_dim, heads = task.kv_heads, columns = columns_of(task, step.group);
   const int units = units_of<T>(head_dim), floats = sum_floats(head_dim), width = floats - kWide;
-  const int64_t head_stride = step.cache.head_stride(), value_offset = step.cache.value_offset;
+  const CacheView& cache = step.cache;
+  const int64_t head_stride = cache.head_stride();
   const int64_t all = int64_t(heads) * columns;
   const size_t packed_values = size_t(kTile) / U::kElements * width;
+  const size_t read = cache.fp8 ? size_t(kWide) * head_dim : 0;  // floats, of which bfloat16 takes half
   scratch.reset(all * (units + floats + 1) + size_t(kTile) * units + packed_values + kRows * (2 * kTile + floats) +
-                8 * 16);
+                read + 9 * 16);
   TileScratch at;
   at.kt = scratch.take(size_t(kTile) * units);
   at.vt = scratch.take(packed_values);
@@ -187,6 +198,7 @@ void attend(const Step<T>& step, const Task& task, float* partial, int64_t parti
   float* query = scratch.take(all * units);
   float* sums = scratch.take(all * floats);
   float* maximum = scratch.take(all);
+  T* place = reinterpret_cast<T*>(scratch.take(read));
 
   const int64_t first_token = step.query_start[task.row] + task.query_begin;
   for (int64_t i = 0; i < all; ++i) {
@@ -206,26 +218,25 @@ void attend(const Step<T>& step, const Task& task, float* partial, int64_t parti
 
   const int groups = (columns + kRows - 1) / kRows;
   const int products = groups * ((kTile + kStripe - 1) / kStripe + (width + kStripe - 1) / kStripe);
-  TileRows<T> kept[2];
+  TileRows kept[2];
   kept[0].find(step, task, task.first_tile() * kTile);
   int now = 0;
   for (int64_t tile = task.first_tile(); tile * kTile < task.kv_end; ++tile, now = 1 - now) {
-    const TileRows<T>& rows = kept[now];
+    const TileRows& rows = kept[now];
     kept[1 - now].find(step, task, (tile + 1) * kTile);  // none, at the end
     const int begin = rows.first / kWide * kWide;
     const int vectors = (rows.count - begin + kWide - 1) / kWide;
     for (int head = 0; head < heads; ++head) {
       const bool same = head + 1 < heads;
-      Ahead<T> ahead(same ? rows : kept[1 - now], same ? (head + 1) * head_stride : 0, value_offset, head_dim,
-                     2 * vectors + products);
+      Ahead ahead(same ? rows : kept[1 - now], same ? (head + 1) * head_stride : 0, cache, 2 * vectors + products);
       for (int t = begin; t < rows.count; t += kWide) {
-        pack_keys(rows.keys + t, head * head_stride, head_dim,
-                  at.kt + int64_t(t / kStripe * kStripe) * units + t % kStripe);
+        const TokenRows<T> keys(cache, rows.keys + t, head * head_stride, place);
+        pack_keys(keys.rows, head_dim, at.kt + int64_t(t / kStripe * kStripe) * units + t % kStripe);
         ahead.take();
       }
       for (int t = begin; t < rows.count; t += kWide) {
-        pack_values(rows.keys + t, head * head_stride + value_offset, head_dim, width,
-                    at.vt + int64_t(t) / U::kElements * width);
+        const TokenRows<T> values(cache, rows.keys + t, head * head_stride + cache.value_offset, place);
+        pack_values(values.rows, head_dim, width, at.vt + int64_t(t) / U::kElements * width);
         ahead.take();
       }
       at.query = query + head * columns * int64_t(units);

@@ -67,12 +67,12 @@ inline Simd<kWide>::F load_units(const T* row, int first, int head_dim) {
 
 // keys[unit][token] of W tokens, in rows of kStripe
 template <typename T>
-inline void pack_keys(const T* const* rows, int64_t offset, int head_dim, float* keys) {
+inline void pack_keys(const T* const* rows, int head_dim, float* keys) {
   using S = Simd<kWide>;
   const int units = units_of<T>(head_dim);
   for (int first = 0; first < units; first += kWide) {
     S::F square[kWide];
-    for (int t = 0; t < kWide; ++t) square[t] = load_units(rows[t] + offset, first, head_dim);
+    for (int t = 0; t < kWide; ++t) square[t] = load_units(rows[t], first, head_dim);
     S::transpose(square);
     const int count = std::min(kWide, units - first);
     for (int u = 0; u < count; ++u) S::store(keys + (first + u) * kStripe, square[u]);
@@ -81,7 +81,7 @@ inline void pack_keys(const T* const* rows, int64_t offset, int head_dim, float*
 
 // values[unit of tokens][d] of W tokens, in rows of `width`
 template <typename T>
-inline void pack_values(const T* const* rows, int64_t offset, int head_dim, int width, float* values) {
+inline void pack_values(const T* const* rows, int head_dim, int width, float* values) {
   using S = Simd<kWide>;
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
   if constexpr (Units<T>::kElements == 2) {
@@ -90,8 +90,8 @@ inline void pack_values(const T* const* rows, int64_t offset, int head_dim, int 
     const __m512i low = _mm512_load_si512(kLow), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     for (int t = 0; t < kWide; t += 2, values += width) {
       for (int d = 0; d < width; d += 2 * kWide) {
-        const __m512i a = (__m512i)load_units(rows[t] + offset, d / 2, head_dim);
-        const __m512i b = (__m512i)load_units(rows[t + 1] + offset, d / 2, head_dim);
+        const __m512i a = (__m512i)load_units(rows[t], d / 2, head_dim);
+        const __m512i b = (__m512i)load_units(rows[t + 1], d / 2, head_dim);
         _mm512_storeu_si512(values + d, _mm512_permutex2var_epi16(a, low, b));
         if (d + kWide < width) _mm512_storeu_si512(values + d + kWide, _mm512_permutex2var_epi16(a, high, b));
       }
@@ -100,7 +100,7 @@ inline void pack_values(const T* const* rows, int64_t offset, int head_dim, int 
   }
 #endif
   for (int t = 0; t < kWide; ++t, values += width) {
-    for (int d = 0; d < width; d += kWide) S::store(values + d, load_units(rows[t] + offset, d, head_dim));
+    for (int d = 0; d < width; d += kWide) S::store(values + d, load_units(rows[t], d, head_dim));
   }
 }
 

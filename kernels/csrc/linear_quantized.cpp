@@ -10,6 +10,8 @@
 //     codes, 8 bits: [unit / 4][W][4 inputs]      4 bits: [unit / 8][W][4 bytes]: low nibbles hold four inputs, high
 //                                                 ones the next four
 //
+// Weights in E4M3 have strips of their own (e4m3.h), under the same header with a group for its unit.
+//
 // Weights of different kinds whose outputs follow one another (a projection that a checkpoint keeps in parts) lie one
 // after the other, each with a header of its own.
 //
@@ -20,6 +22,7 @@
 #include <cmath>
 #include <vector>
 
+#include "e4m3.h"
 #include "ops.h"
 #include "panels.h"
 #include "quantized.h"
@@ -42,13 +45,13 @@ constexpr bool kUnsignedBytes = false;
 
 // Stands at the head of packed data, which therefore says itself what it is.
 struct Header {
-  int32_t bits, unit, zero, offsets, gated, reserved[3];  // gated: 0 or 1, as offsets
+  int32_t bits, unit, zero, offsets, gated, e4m3, reserved[2];  // gated and e4m3: 0 or 1, as offsets
   int64_t inputs, outputs;  // outputs of the product: half the weight's rows where it is gated
   int64_t padding[2];
 
   int64_t units() const { return (inputs + unit - 1) / unit; }
   int64_t unit_bytes() const { return kWide * (2 * (1 + offsets) + unit * bits / 8); }
-  int64_t strip_bytes() const { return kWide * 4 + units() * unit_bytes(); }
+  int64_t strip_bytes() const { return e4m3 ? units() * kWide * (4 + unit) : kWide * 4 + units() * unit_bytes(); }
   int64_t outputs_per_panel() const { return gated ? kWide : kPanel; }
   int64_t panels() const { return (outputs + outputs_per_panel() - 1) / outputs_per_panel(); }
   int64_t bytes() const { return (int64_t(sizeof(Header)) + panels() * 2 * strip_bytes() + 63) / 64 * 64; }
@@ -222,8 +225,25 @@ void multiply_as(const at::Tensor& x, const Part& part, Finish&& finish) {
 }
 
 template <typename T, typename Finish>
+void multiply_e4m3(const at::Tensor& x, const Part& part, Finish&& finish) {
+  const Header& header = part.header();
+  const T* input = static_cast<const T*>(x.const_data_ptr());
+  const uint8_t* packed = part.data + sizeof(Header);
+  const int64_t rows = x.size(0), x_stride = x.stride(0), inputs = header.inputs, group = header.unit;
+  const int64_t strip = header.strip_bytes(), work = rows * header.panels() * kPanel * inputs;
+  auto sums_of = [=](int64_t first, int count, int64_t panel, float* sums) {
+    const uint8_t* strips = packed + panel * 2 * strip;
+    const T* from = input + first * x_stride;
+    e4m3_tile_of<T, kTileRows>(count, from, x_stride, inputs, group, strips, sums);
+    e4m3_tile_of<T, kTileRows>(count, from, x_stride, inputs, group, strips + strip, sums + kWide);
+  };
+  for_each_panel<kTileRows>(rows, header.panels(), work, sums_of, finish);
+}
+
+template <typename T, typename Finish>
 void multiply(const at::Tensor& x, const Part& part, Finish&& finish) {
   const Header& header = part.header();
+  if (header.e4m3) return multiply_e4m3<T>(x, part, finish);
   const int kind = (header.bits == 8 ? 4 : 0) + (header.unit == 16 ? 2 : 0) + header.offsets;
   switch (kind) {
     case 0: return multiply_as<4, 32, false, T>(x, part, finish);
@@ -242,14 +262,17 @@ bool is_float(const at::Tensor& x) {
   return x.scalar_type() == at::kFloat;
 }
 
-std::vector<Part> check_product(const at::Tensor& x, const at::Tensor& panels, const at::Tensor& out, bool gated) {
+// `whole`: what stands in the panels of a gated weight, gates and ups as they lie there, in place of its outputs.
+std::vector<Part> check_product(const at::Tensor& x, const at::Tensor& panels, const at::Tensor& out, bool gated,
+                                bool whole = false) {
   std::vector<Part> parts = parts_of(panels);
   for (const Part& part : parts) {
     TORCH_CHECK_VALUE(bool(part.header().gated) == gated, "weights must be packed ", gated ? "gated" : "plain");
     TORCH_CHECK_VALUE(x.dim() == 2 && x.stride(1) == 1 && x.size(1) == part.header().inputs,
                       "x must be [rows, inputs] with dense rows");
   }
-  const int64_t outputs = parts.back().first + parts.back().header().outputs;
+  const Header& last = parts.back().header();
+  const int64_t outputs = parts.back().first + (whole ? last.panels() * kPanel : last.outputs);
   TORCH_CHECK_VALUE(out.dim() == 2 && out.stride(1) == 1 && out.size(0) == x.size(0) && out.size(1) == outputs,
                     "out must be [rows, outputs] with dense rows");
   return parts;
@@ -318,6 +341,7 @@ template <typename T>
 void unpack_row(const Header& header, const uint8_t* packed, int64_t id, T* to) {
   const int64_t lane = id % kWide;
   const uint8_t* strip = packed + id / kWide * header.strip_bytes();
+  if (header.e4m3) return unpack_e4m3_row(strip, header.inputs, header.unit, lane, to);
   float factor;
   std::memcpy(&factor, strip + 4 * lane, 4);
   for (int64_t u = 0; u < header.units(); ++u) {
@@ -354,8 +378,9 @@ void rows_as(const std::vector<Part>& parts, const at::Tensor& ids, at::Tensor& 
 
 }  // namespace
 
-int64_t quantized_bytes(int64_t bits, int64_t unit, bool offsets, bool gated, int64_t outputs, int64_t inputs) {
-  Header header{int32_t(bits), int32_t(unit), 0, offsets, gated, {}, inputs, gated ? outputs / 2 : outputs, {}};
+int64_t quantized_bytes(int64_t bits, int64_t unit, bool offsets, bool gated, int64_t outputs, int64_t inputs,
+                        bool e4m3) {
+  Header header{int32_t(bits), int32_t(unit), 0, offsets, gated, e4m3, {}, inputs, gated ? outputs / 2 : outputs, {}};
   return header.bytes();
 }
 
@@ -376,7 +401,7 @@ void pack_quantized(const at::Tensor& codes, const at::Tensor& factors, const at
     return static_cast<const uint16_t*>(of.const_data_ptr());
   };
   Header header{bytes ? 8 : 4, int32_t(unit), int32_t(bytes && kUnsignedBytes ? 128 : zero), offsets.has_value(), gated,
-                {}, inputs, gated ? rows / 2 : rows, {}};
+                0, {}, inputs, gated ? rows / 2 : rows, {}};
   const Source source{static_cast<const uint8_t*>(codes.const_data_ptr()), factors.const_data_ptr<float>(), check(scales),
                     offsets ? check(*offsets) : nullptr, group, groups};
   TORCH_CHECK_VALUE(factors.is_contiguous() && factors.numel() == rows, "factors must be one per output");
@@ -390,6 +415,31 @@ void pack_quantized(const at::Tensor& codes, const at::Tensor& factors, const at
   });
 }
 
+void pack_e4m3(const at::Tensor& codes, const at::Tensor& scales, int64_t group, bool gated, at::Tensor& panels) {
+  TORCH_CHECK_TYPE(codes.scalar_type() == at::kFloat8_e4m3fn && scales.scalar_type() == at::kFloat,
+                   "codes must be E4M3, scales float32");
+  TORCH_CHECK_VALUE(codes.dim() == 2 && codes.is_contiguous() && scales.dim() == 2 && scales.is_contiguous(),
+                    "codes must be dense [outputs, inputs], scales dense [outputs, groups]");
+  const int64_t rows = codes.size(0), inputs = codes.size(1);
+  TORCH_CHECK_VALUE(group > 0 && group % 2 == 0 && inputs % 2 == 0, "groups and inputs must be even");
+  TORCH_CHECK_VALUE(scales.size(0) == rows && scales.size(1) == (inputs + group - 1) / group,
+                    "scales must be dense [outputs, groups]");
+  const Header header{8, int32_t(group), 0, 0, gated, 1, {}, inputs, gated ? rows / 2 : rows, {}};
+  TORCH_CHECK_VALUE(panels.scalar_type() == at::kByte && panels.is_contiguous() && panels.dim() == 1 &&
+                        panels.numel() == header.bytes(),
+                    "panels must have ", header.bytes(), " bytes");
+  const uint8_t* from = static_cast<const uint8_t*>(codes.const_data_ptr());
+  const float* factors = scales.const_data_ptr<float>();
+  uint8_t* to = static_cast<uint8_t*>(panels.mutable_data_ptr());
+  std::memcpy(to, &header, sizeof(Header));
+  at::parallel_for(0, 2 * header.panels(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t s = begin; s < end; ++s) {
+      pack_e4m3_strip(from, factors, inputs, group, [&](int64_t o) { return row_at(header, s, o); },
+                      to + sizeof(Header) + s * header.strip_bytes());
+    }
+  });
+}
+
 void quantized_product(const at::Tensor& x, const at::Tensor& panels, const std::optional<at::Tensor>& bias,
                        at::Tensor& out) {
   TORCH_CHECK_VALUE(!bias || (bias->is_contiguous() && bias->numel() == out.size(1) &&
@@ -397,9 +447,10 @@ void quantized_product(const at::Tensor& x, const at::Tensor& panels, const std:
                     "bias must be dense, one per output, of x's dtype");
   const bool wide = out.scalar_type() == at::kFloat;
   TORCH_CHECK_TYPE(wide || out.scalar_type() == x.scalar_type(), "out must have x's dtype or be float32");
-  const bool floats = is_float(x);
-  for (const Part& part : check_product(x, panels, out, false)) {
-    at::Tensor own = columns(out, part);
+  const bool floats = is_float(x), gated = parts_of(panels).front().header().gated;
+  TORCH_CHECK_VALUE(!gated || !bias, "gates and ups take no bias");
+  for (const Part& part : check_product(x, panels, out, gated, gated)) {
+    at::Tensor own = gated ? out : columns(out, part);
     std::optional<at::Tensor> own_bias;
     if (bias) own_bias = bias->narrow(0, part.first, part.header().outputs);
     if (floats) {

@@ -23,7 +23,7 @@ void llama_layers(at::TensorList input_norms, at::TensorList qkv_panels,
     TORCH_CHECK_VALUE(count == layers, "every list must have one entry per layer");
   }
   check_cache(kv, int64_t(layers) - 1);
-  const int64_t tokens = residual.size(0), kv_heads = kv.size(3), head_dim = kv.size(5);
+  const int64_t tokens = residual.size(0), kv_heads = kv.size(3), head_dim = cache_head_dim(kv);
   const int64_t query_size = attended.size(1), kv_size = kv_heads * head_dim;
   TORCH_CHECK_VALUE(qkv.size(1) == query_size + 2 * kv_size, "qkv must hold queries, keys and values");
   auto heads = [&](int64_t begin, int64_t width) {

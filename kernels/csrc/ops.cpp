@@ -43,8 +43,10 @@ TORCH_LIBRARY(cohort, m) {
   m.def("panels_multiply_bf16() -> bool", &cohort::panels_multiply_bf16);
   m.def("huge_zeros(int bytes) -> Tensor", &cohort::huge_zeros);
   m.def("pack_panels(Tensor weight, Tensor(a!) panels, bool gated) -> ()");
-  m.def("quantized_bytes(int bits, int unit, bool offsets, bool gated, int outputs, int inputs) -> int",
-        &cohort::quantized_bytes);
+  m.def(
+      "quantized_bytes(int bits, int unit, bool offsets, bool gated, int outputs, int inputs, bool e4m3=False) -> int",
+      &cohort::quantized_bytes);
+  m.def("pack_e4m3(Tensor codes, Tensor scales, int group, bool gated, Tensor(a!) panels) -> ()");
   m.def(
       "pack_quantized(Tensor codes, Tensor factors, Tensor scales, Tensor? offsets, int group, int zero, int unit, "
       "bool gated, Tensor(a!) panels) -> ()");
@@ -71,6 +73,7 @@ TORCH_LIBRARY_IMPL(cohort, CPU, m) {
   m.impl("clamped_swiglu", &cohort::clamped_swiglu);
   m.impl("pack_panels", &cohort::pack_panels);
   m.impl("pack_quantized", &cohort::pack_quantized);
+  m.impl("pack_e4m3", &cohort::pack_e4m3);
   m.impl("panel_product", &cohort::panel_product);
   m.impl("panel_product_added", &cohort::panel_product_added);
   m.impl("panel_product_gated", &cohort::panel_product_gated);

@@ -10,14 +10,19 @@
 namespace cohort {
 
 // kv [blocks, layers, 2, kv_heads, block_size, head_dim], keys at 0 and values at 1; with 1 in place of 2 keys are their
-// own values (latents).
+// own values (latents). In bytes, rows are in FP8: head_dim codes and a scale (fp8_cache.h).
+inline bool is_fp8(const at::Tensor& kv) { return kv.scalar_type() == at::kByte; }
+
 inline void check_cache(const at::Tensor& kv, int64_t layer) {
   TORCH_CHECK_VALUE(kv.dim() == 6 && (kv.size(2) == 2 || kv.size(2) == 1) && kv.is_contiguous(),
                     "kv must be dense [blocks, layers, 2, kv_heads, block_size, head_dim], or 1 in place of 2");
-  TORCH_CHECK_TYPE(kv.scalar_type() == at::kFloat || kv.scalar_type() == at::kBFloat16,
-                   "kv must be float32 or bfloat16");
+  TORCH_CHECK_TYPE(kv.scalar_type() == at::kFloat || kv.scalar_type() == at::kBFloat16 || is_fp8(kv),
+                   "kv must be float32, bfloat16 or rows of FP8");
+  TORCH_CHECK_VALUE(!is_fp8(kv) || (kv.size(2) == 2 && kv.size(5) > 1), "latents are not kept in FP8");
   TORCH_CHECK_INDEX(layer >= 0 && layer < kv.size(1), "layer ", layer, " of ", kv.size(1));
 }
+
+inline int64_t cache_head_dim(const at::Tensor& kv) { return kv.size(5) - (is_fp8(kv) ? 1 : 0); }
 
 // Elements from a key to its value.
 inline int64_t value_offset(const at::Tensor& kv) { return kv.size(2) == 2 ? kv.stride(2) : 0; }
@@ -42,7 +47,9 @@ void panel_product(const at::Tensor& x, const at::Tensor& panels, const std::opt
 void panel_product_added(const at::Tensor& x, const at::Tensor& panels, at::Tensor& residual);
 void panel_product_gated(const at::Tensor& x, const at::Tensor& panels, at::Tensor& out);
 void panel_rows(const at::Tensor& panels, const at::Tensor& ids, at::Tensor& out);
-int64_t quantized_bytes(int64_t bits, int64_t unit, bool offsets, bool gated, int64_t outputs, int64_t inputs);
+int64_t quantized_bytes(int64_t bits, int64_t unit, bool offsets, bool gated, int64_t outputs, int64_t inputs,
+                        bool e4m3);
+void pack_e4m3(const at::Tensor& codes, const at::Tensor& scales, int64_t group, bool gated, at::Tensor& panels);
 void pack_quantized(const at::Tensor& codes, const at::Tensor& factors, const at::Tensor& scales,
                     const std::optional<at::Tensor>& offsets, int64_t group, int64_t zero, int64_t unit, bool gated,
                     at::Tensor& panels);

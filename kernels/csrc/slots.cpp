@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "fp8_cache.h"
 #include "ops.h"
 
 namespace cohort {
@@ -54,6 +55,35 @@ void check_dense(const at::Tensor& dense, const at::Tensor& kv, const char* name
   TORCH_CHECK_TYPE(dense.scalar_type() == kv.scalar_type(), name, " must have kv's dtype");
 }
 
+template <typename T>
+void write_fp8_as(const at::Tensor& key, const at::Tensor& value, at::Tensor& kv, int64_t layer,
+                  const at::Tensor& slot_mapping) {
+  const int64_t count = key.size(0), heads = kv.size(3), block_size = kv.size(4), row = kv.size(5);
+  const int64_t* slots = checked_slots(slot_mapping, kv, count);
+  uint8_t* base = static_cast<uint8_t*>(kv.mutable_data_ptr()) + layer * kv.stride(1);
+  const int64_t block_stride = kv.stride(0), values_after = value_offset(kv);
+  const T* keys = static_cast<const T*>(key.const_data_ptr());
+  const T* values = static_cast<const T*>(value.const_data_ptr());
+  const int64_t key_token = key.stride(0), key_head = key.stride(1);
+  const int64_t value_token = value.stride(0), value_head = value.stride(1);
+  at::parallel_for(0, count, grain(2 * heads * row * 8), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      uint8_t* to = base + slots[t] / block_size * block_stride + slots[t] % block_size * row;
+      for (int64_t h = 0; h < heads; ++h, to += block_size * row) {
+        write_fp8_row(keys + t * key_token + h * key_head, int(row - 1), to);
+        write_fp8_row(values + t * value_token + h * value_head, int(row - 1), to + values_after);
+      }
+    }
+  });
+}
+
+void write_fp8(const at::Tensor& key, const at::Tensor& value, at::Tensor& kv, int64_t layer, const at::Tensor& slots) {
+  TORCH_CHECK_TYPE(key.scalar_type() == at::kFloat || key.scalar_type() == at::kBFloat16,
+                   "key and value must be float32 or bfloat16");
+  key.scalar_type() == at::kFloat ? write_fp8_as<float>(key, value, kv, layer, slots)
+                                  : write_fp8_as<bf16>(key, value, kv, layer, slots);
+}
+
 }  // namespace
 
 void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& kv, int64_t layer,
@@ -61,10 +91,12 @@ void write_kv(const at::Tensor& key, const at::Tensor& value, at::Tensor& kv, in
   check_cache(kv, layer);
   for (const at::Tensor* x : {&key, &value}) {
     TORCH_CHECK_VALUE(x->dim() == 3 && x->size(0) == key.size(0) && x->size(1) == kv.size(3) &&
-                          x->size(2) == kv.size(5) && x->stride(2) == 1,
+                          x->size(2) == cache_head_dim(kv) && x->stride(2) == 1,
                       "key and value must be [tokens, kv_heads, head_dim] with dense heads");
-    TORCH_CHECK_TYPE(x->scalar_type() == kv.scalar_type(), "key and value must have kv's dtype");
+    TORCH_CHECK_TYPE(x->scalar_type() == (is_fp8(kv) ? key.scalar_type() : kv.scalar_type()),
+                     "key and value must have kv's dtype, or one of their own where kv is in FP8");
   }
+  if (is_fp8(kv)) return write_fp8(key, value, kv, layer, slot_mapping);
   const int64_t count = key.size(0), heads = kv.size(3), block_size = kv.size(4);
   const int64_t* slots = checked_slots(slot_mapping, kv, count);
   const int64_t size = kv.element_size(), row_bytes = kv.size(5) * size;

@@ -41,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "load, on a processor (default: as the checkpoint is)",
     )
     what.add_argument(
+        "--kv-cache-dtype",
+        metavar="NAME",
+        help="auto: keys and values in the model's dtype; fp8: in half of 16 bits, on a processor (default: auto)",
+    )
+    what.add_argument(
         "--lora",
         action="append",
         default=[],
@@ -126,6 +131,8 @@ def overrides_of(options: argparse.Namespace, file_keys: set[str]) -> dict[str, 
         flat["model.quantization"] = options.quantization
     if options.speculation is not None:
         flat["speculation.mode"] = options.speculation
+    if options.kv_cache_dtype is not None:
+        flat["kv.cache_dtype"] = options.kv_cache_dtype
     if options.host is not None:
         flat["gateway.host"] = options.host
     for half in ("tls_cert", "tls_key"):

@@ -206,3 +206,16 @@ def test_shapes_that_do_not_fit_are_errors() -> None:
         packed.product(torch.randn(3, 32), torch.randn(47), torch.empty(3, 48))
     with pytest.raises(TypeError):
         packed.product(torch.randn(3, 32, dtype=torch.float64), None, torch.empty(3, 48))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("outputs", [6, 72, 130])
+def test_gates_and_ups_are_had_before_they_are_activated(kind: str, outputs: int) -> None:
+    """As rows with adapters need them."""
+    weight = made(kind, outputs, 64, 32, seed=outputs)
+    x, plain = torch.randn(5, 64), torch.empty(5, outputs)
+    pack(weight).product(x, None, plain)
+    gated = pack(weight, gated=True)
+    assert torch.equal(gated.halves(x), plain)
+    with pytest.raises(ValueError, match="no bias"):
+        torch.ops.cohort.panel_product(x, gated.data, torch.zeros(outputs), plain)

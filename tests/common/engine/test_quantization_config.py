@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from cohort.common.engine.quantization_config import Quantization, WeightScheme, check_wanted, read_quantization
+from cohort.common.engine.quantization_config import (
+    CodeLayout,
+    Quantization,
+    WeightScheme,
+    check_wanted,
+    keeps_codes,
+    read_quantization,
+)
 from cohort.common.errors import ModelError
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
@@ -147,3 +155,43 @@ def test_the_wanted_quantisation_agrees_with_the_checkpoint_or_is_refused() -> N
         check_wanted("fp8", None, "m")
     with pytest.raises(ModelError, match=r"'bitsandbytes' is not served; write one of auto, none, fp8"):
         check_wanted("bitsandbytes", gptq, "m")
+
+
+@pytest.mark.parametrize(
+    ("more", "reordered"),
+    [
+        ({}, False),
+        ({"desc_act": True}, True),
+        ({"desc_act": True, "group_size": -1}, False),  # one group has every order
+        ({"desc_act": True, "static_groups": True}, False),  # made of neighbours, then quantised in another order
+    ],
+)
+def test_act_order_is_known_before_the_files_are_read(more: dict[str, Any], reordered: bool) -> None:
+    (scheme,) = read({**GPTQ, **more}).schemes
+    assert scheme.reordered == reordered
+    assert keeps_codes("cpu", "bfloat16", scheme.codes(4096)) != reordered
+
+
+@pytest.mark.parametrize(("order", "reordered"), [(None, False), ("weight", False), ("group", True), (True, True)])
+def test_compressed_tensors_says_its_order(order: Any, reordered: bool) -> None:
+    (scheme,) = read(compressed({**INT4_WEIGHTS, "actorder": order}, "pack-quantized")).schemes
+    assert scheme.reordered == reordered
+
+
+def test_what_stays_in_codes() -> None:
+    integers = CodeLayout(4, False, 128, 4096, offsets=True)
+    floats = CodeLayout(8, True, 128, 4096, offsets=False)
+    for codes in (integers, floats, None):
+        assert keeps_codes("cpu", "bfloat16", codes) and keeps_codes("cpu", "float16", codes)
+        assert keeps_codes("cuda", "bfloat16", codes) and keeps_codes("cuda", "float16", codes)
+        assert not keeps_codes("cuda", "float32", codes) and not keeps_codes("cuda", "float32", codes, checkpoint=False)
+        assert not keeps_codes("cpu", "float32", codes)  # computes exactly what its codes mean
+        assert keeps_codes("cpu", "float32", codes, checkpoint=False)  # rounded for these products
+    assert not keeps_codes("cpu", "bfloat16", replace(integers, group=24))
+    for codes in (integers, floats):
+        assert not keeps_codes("cuda", "bfloat16", replace(codes, group=48))
+        assert not keeps_codes("cuda", "bfloat16", replace(codes, reordered=True))
+    assert not keeps_codes("cuda", "bfloat16", replace(integers, inputs=4095, group=4095))
+    assert keeps_codes("cpu", "bfloat16", replace(floats, group=24))
+    assert not keeps_codes("cpu", "bfloat16", replace(floats, offsets=True))
+    assert not keeps_codes("cpu", "bfloat16", replace(integers, inputs=4095, group=4095))

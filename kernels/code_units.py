@@ -1,0 +1,28 @@
+"""Which weights in codes the compiled products read as they are, by the numbers of their layout alone.
+
+Asked by `quantized_panels` and `coded`, and by those who count memory before torch is loaded: hence no torch here.
+"""
+
+from __future__ import annotations
+
+_UNITS = (32, 16)
+_LEAST_TILE = 32
+
+
+def unit_of(group: int, inputs: int) -> int | None:
+    """Inputs that are summed as integers, for scales in groups of `group`; None where such groups cannot be packed."""
+    if group >= inputs:
+        return _UNITS[0]
+    return next((unit for unit in _UNITS if group % unit == 0), None)
+
+
+def packable(*, bits: int, floating: bool, group: int, inputs: int, offsets: bool) -> bool:
+    """Integer codes: groups of whole units. E4M3 (`floating`): any even groups of an even number of inputs."""
+    if floating:
+        return not offsets and inputs % 2 == 0 and (group >= inputs or group % 2 == 0)
+    return unit_of(group, inputs) is not None and (bits == 8 or inputs % 2 == 0)
+
+
+def tiled(*, bits: int, group: int, inputs: int) -> bool:
+    """What the kernel of a GPU reads in tiles: groups of whole tiles, codes of 4 bits in pairs."""
+    return (group >= inputs or group % _LEAST_TILE == 0) and (bits == 8 or inputs % 2 == 0)

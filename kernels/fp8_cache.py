@@ -1,0 +1,56 @@
+"""Keys and values in FP8, in plain torch: what a row of such a cache holds, and back.
+
+Called by `reference`; the compiled kernels do the same in registers (`csrc/fp8_cache.h`, which says what the bits are).
+A row is the codes of one token's key or value of one head, in E4M3, and behind them one byte: the row's own scale, a
+power of two that moves its largest number into (224, 448]. So nothing is calibrated, a row is final when it is written,
+and a block's bytes mean the same on every worker. Decides nothing about which caches are kept so.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SCALE_BYTES = 1
+"""Of a row, behind its codes."""
+
+_BIAS = 120
+_LARGEST_SCALE = 239
+_SPOILED = 240
+
+
+def is_fp8(kv: Tensor) -> bool:
+    """Whether a cache's rows are as above; others have the model's dtype."""
+    return kv.dtype == torch.uint8
+
+
+def encoded(values: Tensor) -> Tensor:
+    """uint8 [..., D + 1] of numbers [..., D]. A number moves by at most 2^-4 of itself, or 2^-14 of the row's largest;
+    a row with an infinity or a NaN becomes NaN."""
+    bits = values.float().contiguous().view(torch.int32)
+    largest = (bits & 0x7FFFFFFF).amax(dim=-1, keepdim=True)
+    exponents = (largest >> 23) - 127 - 8 + ((largest & 0x7FFFFF) > 0x600000).int()
+    scales = (exponents + _BIAS).clamp(0, _LARGEST_SCALE)
+    down = _BIAS - scales
+    half = torch.div(down, 2, rounding_mode="trunc")  # one power of two may be more than float32 can say
+    scaled = values.float() * _power_of_two(half) * _power_of_two(down - half)
+    bits = scaled.view(torch.int32)
+    size = bits & 0x7FFFFFFF
+    codes = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (_BIAS << 3)
+    codes = torch.where(codes < 0, 0, codes.clamp(8, 0x7E)) | ((bits >> 24) & 0x80)
+    spoiled = largest >= 0x7F800000
+    codes = torch.where(spoiled, 0x7F, codes)
+    scales = torch.where(spoiled, _SPOILED, scales)
+    return torch.cat((codes, scales), dim=-1).to(torch.uint8)
+
+
+def _power_of_two(exponents: Tensor) -> Tensor:
+    return ((exponents + 127) << 23).view(torch.float32)
+
+
+def decoded(rows: Tensor) -> Tensor:
+    """float32 [..., D] of rows uint8 [..., D + 1]: numbers that bfloat16 holds, too."""
+    codes, scales = rows[..., :-1].int(), rows[..., -1:].int()
+    size = (codes & 0x7F) << 20
+    bits = torch.where(size < 0x800000, 0, size + (scales << 23)) | torch.where(codes >= 0x80, -(1 << 31), 0)
+    return bits.int().view(torch.float32)

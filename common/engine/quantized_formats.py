@@ -183,7 +183,8 @@ def _spread(scales: Tensor, outputs: int, inputs: int, scheme: WeightScheme) -> 
 
 
 def _bytes(words: Tensor) -> Tensor:
-    return words.contiguous().view(torch.uint8)
+    """uint8 [rows, 4 · words]. A single column counts as contiguous whatever its stride, which a view does not take."""
+    return words.contiguous().view(-1).view(torch.uint8).view(len(words), -1)
 
 
 def _unpacked(words: Tensor, bits: Bits) -> Tensor:

@@ -23,6 +23,7 @@ def test_blocks_in_fp8_cross_workers(tmp_path: Path, default_model: Path) -> Non
     answers = {}
     for preset in ("unified", "disaggregated"):
         overrides = {"model": {"max_model_len": 512}, "kv": kv}
+        (tmp_path / preset).mkdir()
         with Pipeline(tmp_path / preset, default_model, overrides, preset=preset) as pipeline:
             found = pipeline.complete_all(requests) + pipeline.complete_all(requests[-1:])
             assert not any(answer.error for answer in found)

@@ -200,8 +200,10 @@ def test_shapes_that_do_not_fit_are_errors() -> None:
         packed.product(torch.randn(3, 31), None, torch.empty(3, 48))
     with pytest.raises(ValueError, match="out must be"):
         packed.product(torch.randn(3, 32), None, torch.empty(3, 49))
-    with pytest.raises(ValueError, match="packed plain"):
+    with pytest.raises(ValueError, match="out must be"):
         pack(made("uint4", 48, 32, 32, seed=0), gated=True).product(torch.randn(3, 32), None, torch.empty(3, 24))
+    with pytest.raises(ValueError, match="packed plain"):
+        pack(made("uint4", 48, 32, 32, seed=0), gated=True).add_product(torch.randn(3, 32), torch.empty(3, 24))
     with pytest.raises(ValueError, match="bias"):
         packed.product(torch.randn(3, 32), torch.randn(47), torch.empty(3, 48))
     with pytest.raises(TypeError):

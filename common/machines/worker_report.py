@@ -94,7 +94,10 @@ class WorkerReports:
             self.register()
             return
         self._sequence += 1
-        setup, stats, (held, awaiting) = self._state.setup, self.stats(memory_free_bytes), self._attempts()
+        setup, stats = self._state.setup, self.stats(memory_free_bytes)
+        # Nearly always none waits for another process: under overload thousands need not be looked at twice.
+        apart = stats.awaiting_kv or stats.parked
+        held, awaiting = self._attempts() if apart else (list(self._state.held), [])
         self._say(WorkerReport(setup.instance, setup.incarnation, self._sequence, stats, held, awaiting, self.draining))
 
     def register(self) -> None:
@@ -139,8 +142,6 @@ class WorkerReports:
             for key, held in self._state.held.items()
             if (phase := held.sequence.phase) is Phase.AWAITING_KV or phase is Phase.PARKED
         ]
-        if not awaiting:
-            return list(self._state.held), awaiting
         waits = set(awaiting)
         return [key for key in self._state.held if key not in waits], awaiting
 

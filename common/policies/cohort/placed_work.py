@@ -79,7 +79,7 @@ class _Prompt(NamedTuple):
 
 
 class PlacedWork:
-    """`own_order`: the worker computes prompts in Cohort's order and within the strictest TPOT (`cohort_batching`);
+    """`own_order`: the worker computes prompts in the order of `options` and within the strictest TPOT;
     else as they came, in full iterations."""
 
     def __init__(self, options: CohortConfig, *, own_order: bool) -> None:

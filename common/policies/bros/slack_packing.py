@@ -479,10 +479,8 @@ class SlackPacking(IterationScheduler):
         if len(self._be):
             self._best_effort_time.ran(ran, self._cost)
         first = [copy for copy in plan.copies if not copy.beside]
-        if first and self._cost.knows_slots and goes_beside(first, kv.geometry):
+        if plan.drafted or (first and self._cost.knows_slots and goes_beside(first, kv.geometry)):
             return  # an engine's matter whether it waited for them
-        if plan.drafted:
-            return
         slots = sum(len(copy.device) * (block_size if copy.unit == "block" else 1) for copy in first)
         self._cost.observe(load_of(plan.rows), self._slots_beside, latency_s, slots_before=slots)
 

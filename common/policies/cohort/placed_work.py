@@ -96,8 +96,8 @@ class PlacedWork:
         self._needed = self._variance = 0.0
         self._bound_s = self._bound_to_come_s = inf
         self._ranks: list[RankKey] | None = None
-        """Of all prompts here, in order; None: to be summed up again. `_prompts` are these; the lists after it have
-        their sums up to each."""
+        """Of all prompts here, in order; None: to be summed up again. `_prompts` are these, and the lists after it the
+        sums up to each."""
         self._prompts: list[_Prompt] = []
         self._tokens: list[int] = []
         self._pairs: list[float] = []

@@ -122,9 +122,8 @@ class BatchBuilder:
         """
         kv, rows = self._kv, plan.rows
         if proposals is not None:
-            proposed = proposals
-            order = sorted(range(len(rows)), key=lambda index: not proposed[index])
-            rows, proposals = [rows[index] for index in order], [proposed[index] for index in order]
+            pairs = sorted(zip(rows, proposals, strict=True), key=lambda pair: not pair[1])
+            rows, proposals = [row for row, _ in pairs], [proposed for _, proposed in pairs]
         size, number = kv.geometry.block_size, len(rows)
         sequences = [row.sequence for row in rows]
         row_counts = [row.count for row in rows]

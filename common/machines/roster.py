@@ -47,6 +47,10 @@ class Worker:
     """Of these, the ones whose KV it merely waits for."""
     live: dict[RequestId, Managed] = field(default_factory=dict)
     """Mirror of `Managed.live`."""
+    attempts: set[Attempt] = field(default_factory=set)
+    """Those of `live`."""
+    idle: bool = False
+    """One of them may have `idle_since_s`."""
     fresh: dict[RequestId, tuple[int, int, str]] = field(default_factory=dict)
     """Sent to it but in no report yet: prefill tokens, context tokens, adapter."""
 
@@ -136,7 +140,7 @@ class Roster:
         worker = Worker(message.incarnation, message.endpoint, view, now_s, held, awaiting)
         self.workers[message.instance] = worker
         if known is not None:  # the same process once more: it keeps what it was given
-            worker.live = known.live
+            worker.live, worker.attempts, worker.idle = known.live, known.attempts, known.idle
             worker.fresh = {name: load for name, load in known.fresh.items() if known.live[name].attempt not in held}
             worker.count_fresh()
         self._note_unclaimed(now_s, message.held, message.awaiting)
@@ -156,6 +160,17 @@ class Roster:
         if view.draining is not report.draining:
             view.draining = report.draining
             self._views = None
+        missing: list[Managed] = []
+        if worker.awaiting or worker.idle or not worker.attempts <= worker.held:
+            missing = self._missing(now_s, report.instance, worker)
+        elif worker.fresh:  # nearly always: all that it should hold it holds, and computes
+            worker.fresh.clear()
+            worker.count_fresh()
+        self._note_unclaimed(now_s, report.held, report.awaiting)
+        return missing
+
+    def _missing(self, now_s: float, instance: InstanceId, worker: Worker) -> list[Managed]:
+        """Attempt by attempt, after a report; what it holds is no longer fresh."""
         missing = []
         held, awaiting, fresh = worker.held, worker.awaiting, worker.fresh
         counted = len(fresh)
@@ -168,11 +183,11 @@ class Roster:
                     managed.idle_since_s = None
                 elif self._idle_for_s(now_s, managed) > _HOLD_GRACE_S:
                     missing.append(managed)
-            elif now_s - managed.live[report.instance] > _HOLD_GRACE_S:
+            elif now_s - managed.live[instance] > _HOLD_GRACE_S:
                 missing.append(managed)
+        worker.idle = worker.idle and any(managed.idle_since_s is not None for managed in worker.live.values())
         if len(fresh) < counted:
             worker.count_fresh()
-        self._note_unclaimed(now_s, report.held, report.awaiting)
         return missing
 
     def _idle_for_s(self, now_s: float, managed: Managed) -> float:
@@ -185,6 +200,8 @@ class Roster:
             managed.idle_since_s = None
         elif managed.idle_since_s is None:
             managed.idle_since_s = now_s
+            for name in managed.live:
+                self.workers[name].idle = True
         return now_s - managed.idle_since_s if managed.idle_since_s is not None else 0.0
 
     def silent_workers(self, now_s: float, least_s: float = 0.0) -> list[tuple[InstanceId, float]]:
@@ -256,7 +273,12 @@ class Roster:
     def engage(self, now_s: float, managed: Managed, instance: InstanceId) -> None:
         managed.live[instance] = now_s
         worker = self.workers[instance]
+        known = worker.live.get(managed.request_id)
+        if known is not None:
+            worker.attempts.discard(known.attempt)
         worker.live[managed.request_id] = managed
+        worker.attempts.add(managed.attempt)
+        worker.idle |= managed.idle_since_s is not None
         if managed.item is not None:
             request = managed.item.request
             tokens = len(request.tokens)
@@ -269,6 +291,7 @@ class Roster:
         worker = self.workers.get(instance)
         if worker is not None and worker.live.get(managed.request_id) is managed:
             del worker.live[managed.request_id]
+            worker.attempts.discard(managed.attempt)
             if worker.fresh.pop(managed.request_id, None) is not None:
                 worker.count_fresh()
 
@@ -333,6 +356,8 @@ class Roster:
             for request_id, managed in worker.live.items():
                 if self.requests.get(request_id) is not managed or instance not in managed.live:
                     raise InvariantViolated(f"{instance} has {managed.attempt}, which is not there")
+            if worker.attempts != {managed.attempt for managed in worker.live.values()}:
+                raise InvariantViolated(f"{instance}: its attempts are not those that are live there")
             if not worker.fresh.keys() <= worker.live.keys():
                 raise InvariantViolated(f"{instance} counts load of {sorted(worker.fresh.keys() - worker.live.keys())}")
         claimed = {managed.attempt for managed in self.requests.values()}

@@ -72,7 +72,7 @@ class SpeculationDesk:
         if policy is None:
             return
         plan.drafted = sum([each.proposed for each in event.drafts if each.computed])
-        if plan.drafted and self._state.ahead is not None:
+        if plan.drafted and self._state.in_flight is not None:  # by now the one that was begun behind it
             raise InvariantViolated("a step was planned behind one with drafts")
         counters, held_of = self._state.counters, self._state.held
         for each in event.drafts:

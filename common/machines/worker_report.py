@@ -9,7 +9,8 @@ Called by `WorkerMachine`. Repeats until the manager answers, counts the reports
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
+from itertools import islice
 from typing import Any
 
 from cohort.common.kv.lease import LeaseTable
@@ -39,45 +40,28 @@ _STANDBYS_EVERY = 5
 _Command = StartSegment | BindSegment | PrefetchKv | Cancel
 
 
-def _queue(everything: Iterable[Held], listed: int) -> dict[str, Any]:
+def _queue(everything: Collection[Held], listed: int) -> dict[str, Any]:
     """Sums over the sequences of a worker, by field of `WorkerStats`. `listed`: entries of the progress list at
     most."""
     running = waiting = awaiting_kv = parked = prefill_tokens = context_tokens = 0
-    work: list[QueuedWork] = []
     for held in everything:
         sequence = held.sequence
-        request, computed, known = sequence.request, sequence.computed, len(sequence.tokens)
-        prompt = len(request.tokens)  # with the output of former attempts: prefilled alike
-        phase = sequence.phase
-        if phase is Phase.AWAITING_KV:  # what comes before its segment is another worker's work
-            computed = held.segment.segments[held.segment.index].start
-            known = max(known, computed)
-        end = sequence.end
-        prefill_left = (prompt if end is None or prompt < end else end) - computed
-        if prefill_left < 0:
-            prefill_left = 0
+        phase, end, computed = sequence.phase, sequence.end, sequence.computed
         if phase is Phase.AWAITING_KV:
             awaiting_kv += 1
+            continue
+        if phase is Phase.RUNNING:
+            running += 1
         elif phase is Phase.PARKED or phase is Phase.LEAVING:
             parked += 1
+            continue
         else:
-            if phase is Phase.RUNNING:
-                running += 1
-            else:
-                waiting += 1
-            prefill_tokens += prefill_left if prefill_left > 1 else 0
-            context_tokens += computed
-        if len(work) < listed:
-            # A sequence that has outlived its prediction is expected to sample as many again as it is beyond it (D8).
-            sampled = known - request.prompt_tokens
-            left, most = abs(round(sequence.predicted) - sampled), request.sampling.max_tokens - sampled
-            if left > most:
-                left = most
-            if left < 1:
-                left = 1
-            if end is not None:  # the rest is sampled by the next segment's worker
-                left = min(left, max(0, end - max(known, prompt)))
-            work.append(QueuedWork(request.request_id, prefill_left, computed, left))
+            waiting += 1
+        prompt = held.prompt_known
+        left = (prompt if end is None or prompt < end else end) - computed
+        if left > 1:
+            prefill_tokens += left
+        context_tokens += computed
     return {
         "running": running,
         "waiting": waiting,
@@ -85,8 +69,28 @@ def _queue(everything: Iterable[Held], listed: int) -> dict[str, Any]:
         "parked": parked,
         "queued_prefill_tokens": prefill_tokens,
         "running_context_tokens": context_tokens,
-        "queue": work,
+        "queue": [_progress(held) for held in islice(everything, listed)],
     }
+
+
+def _progress(held: Held) -> QueuedWork:
+    sequence = held.sequence
+    request, computed, known, prompt = sequence.request, sequence.computed, len(sequence.tokens), held.prompt_known
+    if sequence.phase is Phase.AWAITING_KV:  # what comes before its segment is another worker's work
+        computed = held.segment.segments[held.segment.index].start
+        known = max(known, computed)
+    end = sequence.end
+    prefill_left = max(0, (prompt if end is None or prompt < end else end) - computed)
+    # A sequence that has outlived its prediction is expected to sample as many again as it is beyond it (D8).
+    sampled = known - request.prompt_tokens
+    left, most = abs(round(sequence.predicted) - sampled), request.sampling.max_tokens - sampled
+    if left > most:
+        left = most
+    if left < 1:
+        left = 1
+    if end is not None:  # the rest is sampled by the next segment's worker
+        left = min(left, max(0, end - max(known, prompt)))
+    return QueuedWork(request.request_id, prefill_left, computed, left)
 
 
 class WorkerReports:
@@ -140,7 +144,10 @@ class WorkerReports:
                 self._register_with(manager)
             return
         self._sequence += 1
-        setup, stats, (held, awaiting) = self._state.setup, self.stats(memory_free_bytes), self._attempts()
+        setup, stats = self._state.setup, self.stats(memory_free_bytes)
+        # Nearly always none waits for another process: under overload thousands need not be looked at twice.
+        apart = stats.awaiting_kv or stats.parked
+        held, awaiting = self._attempts() if apart else (list(self._state.held), [])
         number, draining = self._sequence, self.draining
         self._say(
             self.manager,
@@ -184,13 +191,13 @@ class WorkerReports:
         """Attempts that are computed here or on their way from here; and those that wait for another process: for the
         worker that should hand their state over or, parked, for a manager that binds them. A manager that does not know
         of it never will, and has them placed anew."""
-        computed: list[Attempt] = []
-        awaiting: list[Attempt] = []
-        for held in self._state.held.values():
-            phase = held.sequence.phase
-            waits = phase is Phase.AWAITING_KV or phase is Phase.PARKED
-            (awaiting if waits else computed).append(held.sequence.key)
-        return computed, awaiting
+        awaiting = [
+            key
+            for key, held in self._state.held.items()
+            if (phase := held.sequence.phase) is Phase.AWAITING_KV or phase is Phase.PARKED
+        ]
+        waits = set(awaiting)
+        return [key for key in self._state.held if key not in waits], awaiting
 
     def _register_with(self, manager: InstanceId) -> None:
         setup, (held, awaiting) = self._state.setup, self._attempts()

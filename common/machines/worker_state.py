@@ -106,11 +106,14 @@ class Held:
     stop_ids: tuple[int, ...] = field(init=False)
     most_known: int = field(init=False)
     """Of the request, what every one of its tokens is told by: its owner, its end tokens, its last length."""
+    prompt_known: int = field(init=False)
+    """Tokens that are prefilled alike: of the prompt, and of the output of former attempts."""
 
     def __post_init__(self) -> None:
         request = self.sequence.request
         self.gateway, self.stop_ids = request.gateway, request.sampling.stop_token_ids
         self.most_known = request.prompt_tokens + request.sampling.max_tokens
+        self.prompt_known = len(request.tokens)
 
     @staticmethod
     def of(message: StartSegment, now_s: float, default_prediction: float) -> Held:

@@ -15,6 +15,7 @@ import msgspec
 
 from cohort.common.addresses import GATEWAY, gateway_names, manager_names, metrics_port
 from cohort.common.config import Config
+from cohort.common.config.serving import PlannerConfig
 from cohort.common.types import Role
 
 MONITOR_OFFSET = 1
@@ -204,7 +205,16 @@ def resolve(config: Config, *, model: Path, cores: int, free_port: Callable[[], 
         gateway=replace(config.gateway, port=config.gateway.port or block),
         monitor=replace(config.monitor, port=config.monitor.port or block + MONITOR_OFFSET),
         metrics=replace(config.metrics, base_port=config.metrics.base_port or block + METRICS_OFFSET),
+        planner=_bounded(config),
     )
+
+
+def _bounded(config: Config) -> PlannerConfig:
+    """The most workers there may be, while the configuration says how many are there at the start."""
+    planner = config.planner
+    if planner.mode == "off" or planner.max_workers:
+        return planner
+    return msgspec.structs.replace(planner, max_workers=len(config.instance_roles))
 
 
 def _absolute(folders: Mapping[str, str]) -> dict[str, str]:

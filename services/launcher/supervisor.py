@@ -172,7 +172,9 @@ class Supervisor:
 
     async def retire(self, instance: str) -> None:
         """Ask one process to drain and end, for good; returns when it is gone. Killed where it does not end in time."""
-        process = next(each for each in self._processes if each.plan.instance == instance)
+        process = next((each for each in self._processes if each.plan.instance == instance), None)
+        if process is None:
+            raise RunFilesError(f"no process named {instance}")
         process.leaving.set()
         if process.running and process.child is not None:
             self._console.update(instance, State.STOPPING)
@@ -181,7 +183,7 @@ class Supervisor:
         if not process.done.is_set() and process.child is not None:
             process.child.kill()
             await wait_any((process.done,), KILL_TIMEOUT_S)
-        if not self._stopping.is_set():
+        if process.done.is_set() and not self._stopping.is_set():
             self._processes.remove(process)
             self._console.remove(instance)
         self._on_change()

@@ -248,7 +248,9 @@ class CostEngine:
         tally.kv_samples += 1
         tally.kv_used_sum += used
         tally.kv_used_peak = max(tally.kv_used_peak, used)
-        written = sum([s.computed for s in worker.machine.sequences() if s.phase is not Phase.SWAPPED])
+        held = worker.machine.state.held  # what waits has nothing written
+        here = [held[key].sequence for key in kv.owners() if key in held]
+        written = sum([sequence.computed for sequence in here if sequence.phase is not Phase.SWAPPED])
         tally.kv_filled_sum += written / max(1, kv.total_blocks * self._geometry.block_size)
 
     # -- running ahead ---------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from itertools import groupby
 
 import msgspec
 
-from cohort.services.simulator.figures.claims import CLAIMS, Claim, Kind
+from cohort.services.simulator.figures.claim import Claim, Kind
+from cohort.services.simulator.figures.claims import CLAIMS
 from cohort.services.simulator.figures.figure import Figure
 from cohort.services.simulator.reproduce import MODULES, Reproduced, conditions, shown_spread
 from cohort.services.simulator.verdicts import (
@@ -156,6 +157,8 @@ def summary(rows: Sequence[PageRow], figures: Iterable[Figure], claims: Iterable
         why += [
             _beside(by_key[key_of(known[name])], found[0]) for name in claim.beside if key_of(known[name]) in by_key
         ]
+        if said != REPRODUCED and claim.shown_by:
+            why.append(f"shown by `{claim.shown_by}`")
         tables.setdefault(claim.paper, []).append(f"| {claim.says} | {theirs} | {ours} | {said} | {'; '.join(why)} |")
     if not tables:
         return []
@@ -164,6 +167,7 @@ def summary(rows: Sequence[PageRow], figures: Iterable[Figure], claims: Iterable
         "## Summary",
         "",
         f"Of {counts.total()} claims: " + ", ".join(f"{counts[said]} {said}" for said in VERDICTS) + ".",
+        *_rows_told(rows),
         *_provisional(rows),
         "",
         f"- *{REPRODUCED}*: within {100 * WITHIN:g} % of the paper's number, or its bound is kept. A gain has to be",
@@ -191,6 +195,22 @@ def _beside(row: PageRow, of: PageRow) -> str:
     named = [word for word, other in zip(mine, theirs, strict=True) if word and word != other]
     paper = "" if row.paper == of.paper else f", theirs {row.paper:g}"
     return f"{', '.join(named)}: {row.ours.median:.3g}{paper}"
+
+
+def _rows_told(rows: Sequence[PageRow]) -> list[str]:
+    """How many of all rows agree, with those that cannot be told and without."""
+    counts = Counter(row.said for row in rows)
+    agree, told = counts[REPRODUCED] + counts[DIRECTION], len(rows) - counts[UNTOLD]
+    reproduced, all_rows = counts[REPRODUCED], len(rows)
+    return [
+        f"Of {all_rows} rows: " + ", ".join(f"{counts[said]} {said}" for said in VERDICTS) + ".",
+        f"Reproduced are {_percent(reproduced, all_rows)} of all rows, {_percent(reproduced, told)} of those that can",
+        f"be told; with the ones that agree in direction {_percent(agree, all_rows)} and {_percent(agree, told)}.",
+    ]
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100.0 * part / max(1, whole):.0f} %"
 
 
 def _provisional(rows: Sequence[PageRow]) -> list[str]:

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from cohort.services.simulator.figures.claims import CLAIMS, Claim, Kind
+from cohort.services.simulator.figures.claim import Claim, Kind
+from cohort.services.simulator.figures.claims import CLAIMS
 from cohort.services.simulator.figures.figure import Figure
 
 WITHIN = 0.25

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from cohort.services.bench.chaos.report import RESTART, UNDISTURBED, Document
-from tests.e2e.pipeline import free_port
+from cohort.services.launcher.preflight import free_port
 from tests.examples import nightly
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]

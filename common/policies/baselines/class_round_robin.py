@@ -7,13 +7,16 @@ sequence finds no block the latest arrival of either class gives way.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from heapq import merge
 
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival, whole_chunks
+from cohort.common.policies.baselines.phase_queues import PhaseQueues
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Row
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
-from cohort.common.types import Attempt, TrafficClass
+from cohort.common.types import TrafficClass
 
 _OTHER: dict[TrafficClass, TrafficClass] = {"rt": "be", "be": "rt"}
 
@@ -30,42 +33,48 @@ class ClassRoundRobin(IterationScheduler):
 
     def __init__(self, limits: IterationLimits) -> None:
         self._limits = limits
-        self._sequences: dict[Attempt, Sequence] = {}
+        self._queues = PhaseQueues()
         self._turn: TrafficClass = "rt"
         self._turns: dict[TrafficClass, int] = {"rt": 0, "be": 0}
 
     def add(self, now_s: float, sequence: Sequence) -> None:
-        self._sequences[sequence.key] = sequence
+        self._queues.add(sequence)
 
     def remove(self, now_s: float, sequence: Sequence) -> None:
-        self._sequences.pop(sequence.key, None)
+        self._queues.remove(sequence)
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
-        sequences = sorted(self._sequences.values(), key=by_arrival)
-        builder = BatchBuilder(self._limits, kv, (s for s in sequences if s.phase is Phase.RUNNING), by_arrival)
+        running = self._queues.of(Phase.RUNNING)
+        builder = BatchBuilder(self._limits, kv, running, by_arrival)
         for served in (self._turn, _OTHER[self._turn]):
-            self._serve(served, sequences, kv, builder)
+            self._serve(served, running, kv, builder)
             if builder.rows:
                 self._turn = _OTHER[served]
                 self._turns[served] += 1
                 break
-        return builder.finish()
+        plan = builder.finish()
+        self._queues.decided(plan)
+        return plan
 
-    def _serve(self, served: TrafficClass, sequences: list[Sequence], kv: KvAllocator, builder: BatchBuilder) -> None:
-        for sequence in sequences:
+    def _serve(self, served: TrafficClass, running: Seq[Sequence], kv: KvAllocator, builder: BatchBuilder) -> None:
+        for sequence in running:
             if sequence.request.traffic_class == served:
                 builder.continue_row(sequence)
-        alive = sum(1 for s in sequences if s.phase is Phase.RUNNING)
-        for sequence in sequences:
-            if sequence.phase is not Phase.WAITING and sequence.phase is not Phase.SWAPPED:
-                continue
-            if builder.full or builder.preempted or not self._leaves_headroom(sequence, kv, alive):
+        if builder.preempted:  # a place that comes free is the preempted sequence's
+            return
+        alive = len(running)
+        for sequence in self._in_the_queue():
+            if builder.full or not self._leaves_headroom(sequence, kv, alive):
                 return  # an earlier one of either class stands in the queue for memory
             if sequence.request.traffic_class != served:
                 continue
             if not builder.admit(sequence):
                 return
             alive += 1
+
+    def _in_the_queue(self) -> Iterable[Sequence]:
+        """Waiting and swapped ones of both classes, by arrival."""
+        return merge(self._queues.of(Phase.WAITING), self._queues.of(Phase.SWAPPED), key=by_arrival)
 
     def _leaves_headroom(self, sequence: Sequence, kv: KvAllocator, alive: int) -> bool:
         """Every running sequence keeps its next block."""
@@ -77,11 +86,11 @@ class ClassRoundRobin(IterationScheduler):
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
         """All are of one class then, and have every iteration."""
-        return len(plan.rows) + leaving == len(self._sequences)
+        return len(plan.rows) + leaving == len(self._queues)
 
     def metrics(self) -> dict[str, float]:
         return {
-            "swapped": float(sum(1 for s in self._sequences.values() if s.phase is Phase.SWAPPED)),
+            "swapped": float(len(self._queues.of(Phase.SWAPPED))),
             "rt_iterations_total": float(self._turns["rt"]),
             "be_iterations_total": float(self._turns["be"]),
         }

@@ -8,14 +8,13 @@ coming stall the tokens of running responses, which is what the comparisons are 
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Sequence as Seq
 
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival, chunks_by_arrival
+from cohort.common.policies.baselines.phase_queues import PhaseQueues
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Row
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
-from cohort.common.types import Attempt
 
 WATERMARK = 0.01
 """Share of the cache that a newcomer must leave free, or it would preempt another at once."""
@@ -32,25 +31,21 @@ class PrefillFirst(IterationScheduler):
 
     def __init__(self, limits: IterationLimits) -> None:
         self._limits = limits
-        self._sequences: dict[Attempt, Sequence] = {}
-        self._by_arrival: list[Sequence] = []
-        """The same, sorted: every decision asks several times for those of a phase."""
+        self._queues = PhaseQueues()
 
     def add(self, now_s: float, sequence: Sequence) -> None:
-        self.remove(now_s, sequence)
-        self._sequences[sequence.key] = sequence
-        insort(self._by_arrival, sequence, key=by_arrival)
+        self._queues.add(sequence)
 
     def remove(self, now_s: float, sequence: Sequence) -> None:
-        known = self._sequences.pop(sequence.key, None)
-        if known is not None:
-            self._by_arrival.remove(known)
-
-    def _in(self, phase: Phase) -> list[Sequence]:
-        return [sequence for sequence in self._by_arrival if sequence.phase is phase]
+        self._queues.remove(sequence)
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
-        running, swapped = self._in(Phase.RUNNING), self._in(Phase.SWAPPED)
+        plan = self._decide(kv)
+        self._queues.decided(plan)
+        return plan
+
+    def _decide(self, kv: KvAllocator) -> IterationPlan:
+        running, swapped = self._queues.of(Phase.RUNNING), self._queues.of(Phase.SWAPPED)
         builder = BatchBuilder(self._limits, kv, running, by_arrival)
         self._prefill(builder, kv, running, swapped)
         if builder.rows:
@@ -63,9 +58,7 @@ class PrefillFirst(IterationScheduler):
                     break
         return builder.finish()
 
-    def _prefill(
-        self, builder: BatchBuilder, kv: KvAllocator, running: list[Sequence], swapped: list[Sequence]
-    ) -> None:
+    def _prefill(self, builder: BatchBuilder, kv: KvAllocator, running: Seq[Sequence], swapped: Seq[Sequence]) -> None:
         """Prompts begun in an earlier iteration, then waiting ones as a whole, as many as fit."""
         for sequence in running:
             if sequence.uncomputed > 1:
@@ -73,7 +66,7 @@ class PrefillFirst(IterationScheduler):
         if swapped or builder.preempted:
             return
         alive = len(running)
-        for sequence in self._in(Phase.WAITING):
+        for sequence in self._queues.of(Phase.WAITING):
             whole = sequence.target <= builder.tokens_left or builder.rows == 0
             if alive >= self._limits.max_rows or not whole or not self._leaves_headroom(sequence, kv, alive):
                 return
@@ -89,8 +82,8 @@ class PrefillFirst(IterationScheduler):
         """Every running sequence decodes, and the first waiting one finds no place: that stays so while they grow."""
         if plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows):
             return 0
-        running, waiting = self._in(Phase.RUNNING), self._in(Phase.WAITING)
-        if len(running) != len(plan.rows) or len(running) + len(waiting) != len(self._sequences):
+        running, waiting = self._queues.of(Phase.RUNNING), self._queues.of(Phase.WAITING)
+        if len(running) != len(plan.rows) or len(running) + len(waiting) != len(self._queues):
             return 0
         if any(row.sequence.phase is not Phase.RUNNING for row in plan.rows):
             return 0
@@ -103,9 +96,9 @@ class PrefillFirst(IterationScheduler):
         return None if single else chunks_by_arrival(self._limits, begun, single)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
-        if len(plan.rows) + leaving == len(self._sequences):
+        if len(plan.rows) + leaving == len(self._queues):
             return True
         return not leaving and self.steady_for(plan, kv) > 0
 
     def metrics(self) -> dict[str, float]:
-        return {"swapped": float(len(self._in(Phase.SWAPPED)))}
+        return {"swapped": float(len(self._queues.of(Phase.SWAPPED)))}

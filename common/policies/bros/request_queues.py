@@ -10,6 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 
+from cohort.common.policies.bros.decode_set import DecodeSet
 from cohort.common.policies.bros.token_groups import TokenGroups
 from cohort.common.policies.kv_interface import BlockSharing
 from cohort.common.sequence import Phase, Sequence
@@ -23,14 +24,22 @@ def _first(candidate: Candidate) -> float:
     return candidate[0]
 
 
+def _place(queue: list[Candidate], time_s: float, key: Attempt) -> int:
+    before: tuple[float, Attempt] = time_s, key  # of what begins alike the shorter tuple is the lesser
+    return bisect_left(queue, before)  # type: ignore[type-var]
+
+
 class UrgentFirst:
     """Fig. 8 · Two ordered queues, merged lazily. No request may start or leave meanwhile.
 
-    Those before `place` and `at` cannot make it any more. They can be asked for when others have started since.
+    Both are by time: `zero_s` of the pending ones is now where these have a deadline, and 0 where they have a residual
+    time. Those before `place` and `at` cannot make it any more. They can be asked for when others have started since.
     """
 
-    def __init__(self, now_s: float, pending: list[Candidate], place: int, waiting: list[Candidate], at: int) -> None:
-        self._now_s = now_s
+    def __init__(
+        self, now_s: float, pending: list[Candidate], zero_s: float, place: int, waiting: list[Candidate], at: int
+    ) -> None:
+        self._now_s, self._zero_s = now_s, zero_s
         self._pending, self._place, self._late = pending, place, place
         self._waiting, self._at, self._end = waiting, at, len(waiting)
         self._late_waiting = at
@@ -53,19 +62,20 @@ class UrgentFirst:
         self._end = self._at
 
     def __iter__(self) -> Iterator[Candidate]:
-        pending, waiting = self._pending, self._waiting
+        pending, waiting, zero_s = self._pending, self._waiting, self._zero_s
         while self._at < self._end:
             due_s, key, sequence = waiting[self._at]
             residual_s = due_s - self._now_s
-            if self._place < len(pending) and pending[self._place][0] <= residual_s:
+            if self._place < len(pending) and (started_s := pending[self._place][0] - zero_s) <= residual_s:
                 self._place += 1
-                yield pending[self._place - 1]
+                yield (started_s, *pending[self._place - 1][1:])
             else:
                 self._at += 1
                 yield (residual_s, key, sequence)
         while self._place < len(pending):
             self._place += 1
-            yield pending[self._place - 1]
+            due_s, key, sequence = pending[self._place - 1]
+            yield (due_s - zero_s, key, sequence)
 
 
 class _Queues:
@@ -86,21 +96,24 @@ class _Queues:
             place = self._place[sequence.key] = self._waits_by(sequence)
             insort(self._waiting, (place, sequence.key, sequence))
         else:
-            self._pending[sequence.key] = sequence
+            self._pend(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         if self._pending.pop(sequence.key, None) is None:
             self._leave(sequence)
 
+    def _pend(self, sequence: Sequence) -> None:
+        self._pending[sequence.key] = sequence
+
     def started(self, sequence: Sequence) -> None:
         """It got its first blocks: from waiting to pending."""
         self._leave(sequence)
-        self._pending[sequence.key] = sequence
+        self._pend(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         place = self._place.pop(sequence.key, None)
         if place is not None:
-            del self._waiting[bisect_left(self._waiting, (place, sequence.key), key=lambda item: item[:2])]
+            del self._waiting[_place(self._waiting, place, sequence.key)]
 
     def pending(self) -> Collection[Sequence]:
         return self._pending.values()
@@ -110,16 +123,51 @@ class RealTimeQueues(_Queues):
     """R5 · The waiting queue is always in the order of its deadlines; only the pending ones are sorted, and the two are
     merged lazily.
 
-    Differs from the paper: waiting requests are kept by deadline, which is arrival order where all have one target.
+    Differs from the paper: waiting requests are kept by deadline, which is arrival order where all have one target. And
+    where every token has a deadline of its own, so are the pending ones: a deadline only moves when a token comes, so
+    that a decision sorts those that have had a row since the last one (`changed`).
     """
 
     def __init__(self, groups: TokenGroups) -> None:
         super().__init__(groups.due_s)
         self._groups = groups
+        self.decodes = DecodeSet(groups)
+        self._by_due: list[Candidate] = []
+        self._due: dict[Attempt, float] = {}
+        """Of the pending requests, their places in that list; both empty where tokens share deadlines."""
 
     def remove(self, sequence: Sequence) -> None:
         self._groups.forget(sequence)
+        if sequence.key in self._pending:
+            self._unfile(sequence.key)
         super().remove(sequence)
+
+    def _pend(self, sequence: Sequence) -> None:
+        self._unfile(sequence.key)
+        super()._pend(sequence)
+        self.changed(sequence)
+
+    def changed(self, sequence: Sequence) -> None:
+        """It had a row in the last iteration, or its KV came or went. Nothing happens to one that is not here."""
+        key = sequence.key
+        if self._pending.get(key) is not sequence:
+            return
+        self.decodes.note(sequence)
+        if self._groups.single:
+            due_s = self._groups.due_s(sequence)
+            if due_s != self._due.get(key):
+                self._take_out(key)
+                self._due[key] = due_s
+                insort(self._by_due, (due_s, key, sequence))
+
+    def _unfile(self, key: Attempt) -> None:
+        self.decodes.forget(key)
+        self._take_out(key)
+
+    def _take_out(self, key: Attempt) -> None:
+        due_s = self._due.pop(key, None)
+        if due_s is not None:
+            del self._by_due[_place(self._by_due, due_s, key)]
 
     @property
     def anybody_waits(self) -> bool:
@@ -127,14 +175,19 @@ class RealTimeQueues(_Queues):
 
     def urgent_first(self, now_s: float, average_s: float, least_s: float) -> UrgentFirst:
         """R4, lines 3–4 · All requests with at least `least_s` left, most urgent first."""
-        groups = self._groups
-        pending = sorted(
-            (groups.residual_s(now_s, sequence, average_s), key, sequence) for key, sequence in self._pending.items()
-        )
+        groups, zero_s = self._groups, now_s if self._groups.single else 0.0
+        if groups.single:
+            pending = self._by_due.copy()
+        else:
+            pending = sorted(
+                (groups.residual_s(now_s, sequence, average_s), key, sequence)
+                for key, sequence in self._pending.items()
+            )
         return UrgentFirst(
             now_s,
             pending,
-            bisect_left(pending, least_s, key=_first),
+            zero_s,
+            bisect_left(pending, least_s, key=lambda item: item[0] - zero_s),
             self._waiting,
             bisect_left(self._waiting, now_s + least_s, key=_first),
         )

@@ -22,6 +22,7 @@ from cohort.common.config import BrosConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.bros.batch import NO_DEADLINE_S, Batch, DecodeRows, is_decode
 from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
+from cohort.common.policies.bros.best_effort_time import BestEffortTime
 from cohort.common.policies.bros.drops import Drops
 from cohort.common.policies.bros.iteration_cost import BatchLoad, IterationCost, load_of
 from cohort.common.policies.bros.repeats import goes_on
@@ -58,13 +59,15 @@ class SlackPacking(IterationScheduler):
       under overload every newcomer on time would make a request late that has been served already.
     - The oldest best-effort requests keep a share of the cache and of the time that is left for prompts
       (`best_effort_share`), and have it before prompts that are late: real-time requests that outnumber what the device
-      can do take all there is, and are not helped by it. Others do not come back while real-time requests wait.
+      can do take all there is, and are not helped by it (`BestEffortTime`). Others do not come back while real-time
+      requests wait.
     """
 
     def __init__(self, options: BrosConfig, limits: IterationLimits, groups: TokenGroups, cost: IterationCost) -> None:
         self._options, self._limits, self._groups = options, limits, groups
         self._batch_size = AdaptiveBatchSize(first=options.first_batch, step=options.batch_step, most=limits.max_rows)
         self._cost = cost
+        self._best_effort_time = BestEffortTime(options.best_effort_share, options.be_starvation_s)
         self._rt = RealTimeQueues(groups)
         self._be = BestEffortQueues()
         self._drops = Drops(self._rt, self._be, groups)
@@ -74,6 +77,7 @@ class SlackPacking(IterationScheduler):
         self._resubmitted: dict[Attempt, Sequence] = {}  # here for a repeated attempt
         # Tokens known of a sequence when it started here, or came back to the device.
         self._known_before: dict[Attempt, int] = {}
+        self._had_rows: list[Sequence] = []  # in the last decision: only these have moved on since
         self._slots_beside = 0
         self._sharing: BlockSharing | None = None
         """Of the allocator, where it moves real-time requests into best-effort ones' blocks by itself (R8)."""
@@ -101,10 +105,12 @@ class SlackPacking(IterationScheduler):
         if news.ran is not None and news.undecided:
             self._went_on(news.ran, news.undecided)
         self._sharing = kv.sharing if kv.sharing is not None and kv.sharing.on_demand else None
+        for sequence in self._had_rows:
+            self._rt.changed(sequence)
         batch = Batch(min(self._batch_size.value, self._limits.max_rows), self._limits.max_tokens)
         self._starving_first(now_s, kv, batch)
         self._resubmitted_first(kv, batch)
-        decodes = self._decode_rows()
+        decodes = self._rt.decodes.all_rows(self._cost, self._limits.max_rows)
         self._keep(kv, batch)
         urgent = self._rt.urgent_first(now_s, self._average_s, decodes.least_s)
         self._bind_late(urgent, decodes, kv, batch)
@@ -121,7 +127,8 @@ class SlackPacking(IterationScheduler):
             self._force_oldest(kv, batch)
         if batch.rows:
             self._batch_size.decided(cut_short=cut_short)
-        self._unserved.served(now_s, (row.sequence for row in batch.rows.values()))
+        self._had_rows = [row.sequence for row in batch.rows.values()]
+        self._unserved.served(now_s, self._had_rows)
         return self._finished(batch)
 
     def _went_on(self, ran: Ran, undecided: int) -> None:
@@ -157,7 +164,7 @@ class SlackPacking(IterationScheduler):
         count = self._count(sequence, batch.tokens_left)
         if count == 1 or not self._options.ablation.cut_prompts:
             return count
-        decodes = self._decode_rows()
+        decodes = self._rt.decodes.all_rows(self._cost, self._limits.max_rows)
         load = BatchLoad(batch.prefill_tokens, decodes.rows, decodes.context + batch.context + sequence.computed)
         return self._cut(count, load, batch, decodes.tpot_s) or count
 
@@ -169,20 +176,6 @@ class SlackPacking(IterationScheduler):
         sequence = min(behind, key=lambda s: (s.arrived_s, s.key), default=None)
         if sequence is not None and sequence.key not in batch.safe:
             self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False))
-
-    def _decode_rows(self) -> DecodeRows:
-        rows = context = 0
-        tpot_s = NO_DEADLINE_S
-        cost, groups = self._cost, self._groups
-        for sequence in self._rt.pending():
-            if is_decode(sequence):
-                rows, context = rows + 1, context + sequence.computed
-                own_s = groups.tpot_s(sequence)
-                if own_s < tpot_s and own_s >= cost.exec_of(0, 1, sequence.computed + 1):
-                    tpot_s = own_s
-        rows = min(rows, self._limits.max_rows)
-        least_s = max(cost.least_s, cost.exec_of(0, rows, context + rows))
-        return DecodeRows(rows, context + rows, least_s, tpot_s)
 
     def _bind_late(self, urgent: UrgentFirst, decodes: DecodeRows, kv: KvAllocator, batch: Batch) -> None:
         """Where no decode row is on time only shorter iterations help: they go first, and none of the prompts makes the
@@ -206,7 +199,7 @@ class SlackPacking(IterationScheduler):
         exec_of, chunk, swap_s = cost.exec_of, self._limits.chunk, cost.swap_s(batch.slots)
         most_rows = batch.most_rows if self._options.ablation.bound_real_time else self._limits.max_rows
         # Of the time before the deadline; the rest is for best-effort requests that keep their share.
-        for_prompts = 1.0 - (self._options.best_effort_share if batch.guaranteed else 0.0)
+        for_prompts = 1.0 - (self._best_effort_time.kept_back if batch.guaranteed else 0.0)
         for residual_s, key, sequence in urgent:
             if key in batch.safe:
                 continue
@@ -267,9 +260,9 @@ class SlackPacking(IterationScheduler):
         prompt to cut, those that are late would have none in any iteration."""
         if not self._options.ablation.cut_prompts:
             return 0
-        behind = [s.computed for s in self._rt.pending() if is_decode(s) and s.key not in taken]
-        context = load.context + sequence.computed + sum(behind) + len(behind)
-        return self._cut(count, BatchLoad(load.prefill_tokens, load.decode_rows + len(behind), context), batch, limit_s)
+        rows, context = self._rt.decodes.without(taken)
+        context += load.context + sequence.computed + rows
+        return self._cut(count, BatchLoad(load.prefill_tokens, load.decode_rows + rows, context), batch, limit_s)
 
     def _keep(self, kv: KvAllocator, batch: Batch) -> None:
         """Requests that keep blocks in this iteration, and the blocks they still need."""
@@ -371,6 +364,7 @@ class SlackPacking(IterationScheduler):
         if not hidden or not sharing.restore(sequence):
             return False
         sequence.phase = Phase.RUNNING
+        self._rt.changed(sequence)
         self._known_before[sequence.key] = sequence.known
         batch.slots += slots
         batch.safe.add(sequence.key)
@@ -436,6 +430,7 @@ class SlackPacking(IterationScheduler):
             if victim is None:
                 return False
             preempt(victim, kv, batch.plan, self._limits.preemption)
+            self._rt.changed(victim)
             batch.dropped += 1
         batch.add(sequence, count if count == 1 else min(count, sequence.uncomputed))  # less what a prefix cache had
         return True
@@ -446,7 +441,10 @@ class SlackPacking(IterationScheduler):
             return kv.extend(sequence, sequence.computed + count)
         if sequence.phase is Phase.SWAPPED:
             self._known_before[sequence.key] = sequence.known
-            return resume(sequence, kv)
+            if not resume(sequence, kv):
+                return False
+            self._rt.changed(sequence)
+            return True
         if not self._has_headroom(sequence, kv, batch) or not start(sequence, kv):
             return False
         self._known_before[sequence.key] = sequence.known
@@ -478,11 +476,11 @@ class SlackPacking(IterationScheduler):
         if plan.rows:
             for each_s in ran.times_s:
                 self._average_s = each_s if self._average_s == 0.0 else 0.9 * self._average_s + 0.1 * each_s
+        if len(self._be):
+            self._best_effort_time.ran(ran, self._cost)
         first = [copy for copy in plan.copies if not copy.beside]
-        if first and self._cost.knows_slots and goes_beside(first, kv.geometry):
+        if plan.drafted or (first and self._cost.knows_slots and goes_beside(first, kv.geometry)):
             return  # an engine's matter whether it waited for them
-        if plan.drafted:
-            return
         slots = sum(len(copy.device) * (block_size if copy.unit == "block" else 1) for copy in first)
         self._cost.observe(load_of(plan.rows), self._slots_beside, latency_s, slots_before=slots)
 

@@ -15,6 +15,8 @@ admission_test   whether a request that is predicted to be late is served, demot
 
 from __future__ import annotations
 
+import msgspec
+
 from cohort.common.config import Config
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.cohort.admission_test import AdmissionTest
@@ -22,6 +24,8 @@ from cohort.common.policies.cohort.cohort_batching import CohortBatching
 from cohort.common.policies.cohort.least_ttft import LeastTtft
 from cohort.common.policies.cohort.ordered_prompts import OrderedPrompts
 from cohort.common.policies.cohort.prompt_order import PromptOrder
+
+_NEVER_S = 1e9
 
 
 def build_prompts(config: Config) -> OrderedPrompts | None:
@@ -38,10 +42,15 @@ def build_iteration(config: Config) -> CohortBatching:
 
 
 def build_placement(config: Config) -> LeastTtft:
+    """The forecast goes by the order of the workers' scheduler: `cohort_batching`'s own; that of `slack_packing`, in
+    which prompts on time go by due time and late ones behind them; else that of arrival."""
+    options, iteration = config.cohort, config.policies.iteration
+    if iteration == "slack_packing":
+        options = msgspec.structs.replace(options, prompt_order="earliest_due", patience_s=_NEVER_S)
     return LeastTtft(
-        config.cohort,
-        AdmissionTest(config.cohort.refuse_late),
+        options,
+        AdmissionTest(options.refuse_late),
         default_output=float(config.gateway.default_prediction_tokens),
-        own_order=config.policies.iteration == "cohort_batching",
+        own_order=iteration in ("cohort_batching", "slack_packing"),
         prefix_caching=config.kv.prefix_caching,
     )

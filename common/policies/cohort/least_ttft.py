@@ -141,7 +141,7 @@ class LeastTtft(Placement):
             self._only(views)
         chain = Chain(waiting.request)
         cached = self._prefixes.cached(chain) if self._prefixes is not None else {}
-        looked_at = self._shortlist.of(preferred, cached)
+        looked_at = self._shortlist.of(preferred, cached, waiting.request.adapter)
         able = [view for view in looked_at.values() if fits(view, waiting.request)]
         if not able and looked_at is not views:
             able = [view for view in views.values() if fits(view, waiting.request)][:MOST]
@@ -420,6 +420,8 @@ class LeastTtft(Placement):
     def _note(self, now_s: float, wanted: _Wanted, where: Candidate, *, prompt: bool, decode: bool) -> None:
         known = wanted.known
         known.sent_to += (where.view.instance,)
+        if wanted.request.adapter:
+            self._shortlist.placed(wanted.request.adapter, where.view.instance)
         if prompt:
             known.cached = where.cached
             self._cached_tokens += where.cached

@@ -79,7 +79,7 @@ class _Prompt(NamedTuple):
 
 
 class PlacedWork:
-    """`own_order`: the worker computes prompts in Cohort's order and within the strictest TPOT (`cohort_batching`);
+    """`own_order`: the worker computes prompts in the order of `options` and within the strictest TPOT;
     else as they came, in full iterations."""
 
     def __init__(self, options: CohortConfig, *, own_order: bool) -> None:
@@ -96,8 +96,8 @@ class PlacedWork:
         self._needed = self._variance = 0.0
         self._bound_s = self._bound_to_come_s = inf
         self._ranks: list[RankKey] | None = None
-        """Of all prompts here, in order; None: to be summed up again. `_prompts` are these; the lists after it have
-        their sums up to each."""
+        """Of all prompts here, in order; None: to be summed up again. `_prompts` are these, and the lists after it the
+        sums up to each."""
         self._prompts: list[_Prompt] = []
         self._tokens: list[int] = []
         self._pairs: list[float] = []

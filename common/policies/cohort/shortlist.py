@@ -1,7 +1,8 @@
 """Which workers a placement looks at: all of a small cluster, a few of a large one.
 
     up to `MOST` devices ─▶ every worker
-    more                 ─▶ where its prefix is cached, those that were best but one last time, the next ones in turn
+    more                 ─▶ where its prefix is cached, where its adapter is, those that were next to best last time,
+                            the others in turn
 
 What a decision costs then does not grow with the cluster. The best of a few, some of them known to have been good a
 moment ago, is nearly as good as the best of all (Mitzenmacher, Prabhakar, Shah: Load balancing with memory, 2002).
@@ -20,6 +21,8 @@ MOST = 8
 """Devices looked at for one request."""
 _CACHED = 2
 """Of these, at most, because they are said to have a part of its prompt."""
+_HOMES = 2
+"""Of these, at most, because its adapter is there."""
 _REMEMBERED = 3
 """Of these, at most, because they were good for the request before."""
 
@@ -32,6 +35,8 @@ class Shortlist:
         self._device_of: dict[InstanceId, int] = {}
         self._next = 0
         self._remembered: list[int] = []
+        self._homes: dict[str, list[InstanceId]] = {}
+        """Where requests of an adapter went last."""
 
     @property
     def devices(self) -> int:
@@ -57,8 +62,11 @@ class Shortlist:
         self._remembered.clear()
         return True
 
-    def of(self, preferred: InstanceId | None, cached: Mapping[InstanceId, int]) -> Mapping[InstanceId, InstanceView]:
-        """Of the cluster that was taken in. `cached`: tokens of this prompt that workers have."""
+    def of(
+        self, preferred: InstanceId | None, cached: Mapping[InstanceId, int], adapter: str = ""
+    ) -> Mapping[InstanceId, InstanceView]:
+        """Of the cluster that was taken in. `cached`: tokens of this prompt that workers have. `adapter`: the LoRA
+        adapter that it wants; "" = none."""
         if len(self._devices) <= MOST:
             return self._views
         chosen: dict[int, None] = {}
@@ -67,12 +75,19 @@ class Shortlist:
         if cached:
             most = sorted(cached, key=lambda name: (-cached[name], name))[:_CACHED]
             chosen |= dict.fromkeys(self._device_of[name] for name in most if name in self._device_of)
+        homes = self._homes.get(adapter, ()) if adapter else ()
+        chosen |= dict.fromkeys(self._device_of[name] for name in homes if name in self._device_of)
         chosen |= dict.fromkeys(self._remembered)
         while len(chosen) < MOST:
             chosen[self._next % len(self._devices)] = None
             self._next += 1
         views = self._views
         return {name: views[name] for index in chosen for name in self._devices[index]}
+
+    def placed(self, adapter: str, name: InstanceId) -> None:
+        """A request with this adapter went there, which will have it loaded."""
+        homes = [name, *(each for each in self._homes.get(adapter, ()) if each != name)]
+        self._homes[adapter] = homes[:_HOMES]
 
     def remember(self, names: Iterable[InstanceId]) -> None:
         """The best ones but the chosen one, the best first."""

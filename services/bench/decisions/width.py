@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, field
 from itertools import cycle
 from statistics import median
 
-from rich.console import Console
 from rich.table import Table
 
 from cohort.common.config import load_config
@@ -45,6 +44,7 @@ from cohort.common.types import (
     WorkerStats,
 )
 from cohort.services.bench.no_collection import no_collection
+from cohort.services.bench.output import output_console
 
 _TIMES = StepTimes(1.3e-3, 1.06e-4, 1.3e-4, 0.022, 6e-9, 1.5e-7)
 """Roughly Qwen2.5-14B on an A100."""
@@ -52,6 +52,9 @@ _BLOCKS, _BLOCK_SIZE = 1_000_000, 16
 _LISTED = 512
 """Requests that a report lists one by one, as of a live worker."""
 _GATEWAY = "gateway"
+_ROUNDS = 10
+"""Of reports while the requests that wait come."""
+_UNSEEN_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,7 @@ class _Cluster:
         request = Request(
             Attempt(f"r{self._serial}", 0),
             _GATEWAY,
-            draw.choices(range(32_000), k=prompt),
+            [self._serial] * prompt,  # no two share a prefix
             prompt,
             SamplingParams(max_tokens=1000),
             now_s,
@@ -158,6 +161,10 @@ class _Cluster:
             outcome = Outcome.FINISHED if start is starts[-1] else Outcome.HANDED_OVER
             events.append(Received(instance, SegmentEnded(instance, attempt, outcome, tokens)))
         return events
+
+    def all_report(self, now_s: float) -> None:
+        for name in self.held:
+            self.told(now_s, self.report(name))
 
     def report(self, name: InstanceId) -> Received:
         return Received(name, self._report(name))
@@ -183,10 +190,11 @@ def measure(preset: str, workers: int, waiting: int, *, rate: float, seconds: fl
     now_s = 1.0
     for number in range(waiting):
         cluster.told(now_s, cluster.submission(now_s))
-        now_s += 1e-5
-        if number % 1000 == 999:  # as they would have reported meanwhile
-            for name in names:
-                cluster.told(now_s, cluster.report(name))
+        now_s += 1.0 / rate
+        if number % (waiting // _ROUNDS + 1) == 0:
+            cluster.all_report(now_s)
+    now_s += _UNSEEN_S  # what no report lists counts no more as on its way
+    cluster.all_report(now_s)
     spent, reporting, due = _Spent(), cycle(names), 0.0
     began_s, last_tick_s = now_s, now_s
     with no_collection():
@@ -221,7 +229,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", nargs="*", type=int, default=[8, 64, 1000])
     parser.add_argument("--waiting", nargs="*", type=int, default=[10, 1000, 100_000], help="on all workers together")
     parser.add_argument("--rate", type=float, default=1000.0, help="requests a second")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of virtual time, for each point")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of virtual time, for each point")
     parser.add_argument("--within", type=float, default=0.0, metavar="FACTOR", help="largest median / smallest at most")
     parser.add_argument("--json", action="store_true", help="a list of objects instead of the table")
 
@@ -246,7 +254,7 @@ def execute(options: argparse.Namespace) -> int:
                 *(f"{each:.0f}" for each in times),
                 f"{cost.core_share:.2f}",
             )
-        Console().print(table)
+        output_console().print(table)
     medians = [cost.decision_us for cost in costs]
     spread = max(medians) / min(medians)
     sys.stderr.write(f"a decision: largest median / smallest = {spread:.2f}\n")

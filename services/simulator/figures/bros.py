@@ -59,6 +59,8 @@ _AS_PRINTED: Mapping[str, Mapping[str, object]] = {"bros": {"rt_starvation_s": _
 _BOUND: Mapping[str, Mapping[str, object]] = {
     "bros": {"rt_starvation_s": _NEVER_S, "ablation": {"bound_real_time": True}}
 }
+_DOOR: Mapping[str, Mapping[str, object]] = {"policies": {"placement": "least_ttft"}}
+_RARELY: Mapping[str, Mapping[str, object]] = {"bros": {"ablation": {"starving_every": 100}}}
 _UNSHARED: Mapping[str, Mapping[str, object]] = {
     **_AS_PRINTED,
     "policies": {"allocation": "paged"},
@@ -67,6 +69,8 @@ _UNSHARED: Mapping[str, Mapping[str, object]] = {
 _SYSTEMS = {
     "bros": _System("bros", _AS_PRINTED),
     "bros-guarded": _System("bros", {}),
+    "bros-door": _System("bros", _DOOR),
+    "bros-rarely": _System("bros", _RARELY),
     "bros-bound": _System("bros", _BOUND),
     "bros-unshared": _System("bros", _UNSHARED),
     "vllm": _System("baseline-vllm", {}),
@@ -291,6 +295,8 @@ def _variant(name: str, model: str, metric: str, of: Metric, unit: str, note: st
 
 
 _GUARD_NOTE = "`bros.rt_starvation_s` 5 s, the preset's default, over none"
+_RARELY_NOTE = "guarded in one iteration of 100 (`bros.ablation.starving_every`) instead of 10, over not guarded"
+_DOOR_NOTE = "guarded, and refused what is predicted late (`policies.placement=least_ttft`), over neither"
 _BOUND_NOTE = "`bros.ablation.bound_real_time`: the batch size (R6) bounds real-time rows, too, over not"
 
 
@@ -348,6 +354,10 @@ FIGURES: tuple[Figure, ...] = (
     *_of_shape("lmsys"),
     _variant("bros-guarded", _ONE, "TTFT attainment", _ttft, "x", _GUARD_NOTE),
     _variant("bros-guarded", _ONE, "latency of finished requests", _finished, "x", _GUARD_NOTE),
+    _variant("bros-door", _ONE, "TTFT attainment", _ttft, "x", _DOOR_NOTE),
+    _variant("bros-door", _ONE, "latency of finished requests", _finished, "x", _DOOR_NOTE),
+    _variant("bros-rarely", _ONE, "TTFT attainment", _ttft, "x", _RARELY_NOTE),
+    _variant("bros-rarely", _ONE, "latency of finished requests", _finished, "x", _RARELY_NOTE),
     _variant("bros-bound", "llama-3-70b", "TPOT attainment", _tpot, "x", _BOUND_NOTE),
     _variant("bros-bound", "llama-3-70b", "best-effort requests/s", _best_effort, "x", _BOUND_NOTE),
     *(

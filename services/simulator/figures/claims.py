@@ -7,50 +7,14 @@ ids. Measures nothing.
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
-
-
-class Kind(enum.Enum):
-    """How the paper's number and ours are compared."""
-
-    OVER = enum.auto()
-    """A factor against another system: 1 = no effect."""
-    CHANGE = enum.auto()
-    """A change in per cent: 0 = no effect."""
-    VALUE = enum.auto()
-    """A measured value."""
-    AT_MOST = enum.auto()
-    AT_LEAST = enum.auto()
-    UNTOLD = enum.auto()
-    """The paper prints no number for it, or defines it otherwise than we can measure it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """`ids` are ids of figures; `why` says in at most eight words what explains the verdict. `beside`: figures whose
-    numbers the page tells there: anchors of the parameters that were chosen, other readings, other cases."""
-
-    paper: str
-    says: str
-    kind: Kind
-    ids: tuple[str, ...]
-    why: str = ""
-    beside: tuple[str, ...] = ()
+from cohort.services.simulator.figures.claim import Claim, Kind
 
 
 def _each(prefix: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{prefix}{name}" for name in names)
 
 
-_TABLE_1 = (
-    "code-disaggregated",
-    "code-unified",
-    "balanced-disaggregated",
-    "balanced-unified",
-    "reasoning-disaggregated",
-    "reasoning-unified",
-)
+_TABLE_1 = tuple(f"{load}-{way}" for load in ("code", "balanced", "reasoning") for way in ("disaggregated", "unified"))
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
@@ -72,6 +36,7 @@ CLAIMS: tuple[Claim, ...] = (
             "first-come-padded-by-padded",
             "short-answers-first-come-padded-by-padded",
         ),
+        shown_by="cohort reproduce --figure bucketserve-5a-mixed-short-answers",
     ),
     Claim(
         "BucketServe",
@@ -87,6 +52,7 @@ CLAIMS: tuple[Claim, ...] = (
         ("bucketserve-5c-alpaca-distserve",),
         "neither system pads",
         ("bucketserve-5c-alpaca-first-come-padded-by-padded",),
+        shown_by="cohort reproduce --figure bucketserve-6a-decoding-alpaca",
     ),
     Claim(
         "BucketServe",
@@ -100,6 +66,7 @@ CLAIMS: tuple[Claim, ...] = (
             "first-come-padded-by-padded",
             "short-answers-first-come-padded-by-padded",
         ),
+        shown_by="cohort reproduce --figure bucketserve-6a-decoding-mixed",
     ),
     Claim(
         "BucketServe",
@@ -107,6 +74,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.OVER,
         ("bucketserve-5e-alpaca-uellm",),
         beside=_each("bucketserve-5e-alpaca-", "uellm-leaving", "uellm-four"),
+        shown_by="cohort reproduce --figure bucketserve-5e-alpaca-uellm",
     ),
     Claim(
         "BucketServe",
@@ -114,6 +82,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.OVER,
         ("bucketserve-5f-mixed-uellm",),
         beside=_each("bucketserve-5f-mixed-", "3-1-uellm", "1-1-uellm", "uellm-leaving", "uellm-four"),
+        shown_by="cohort reproduce --figure bucketserve-5f-mixed-uellm",
     ),
     Claim(
         "BucketServe",
@@ -128,6 +97,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.UNTOLD,
         ("bucketserve-6a-overhead",),
         "wall time of the machine that simulated",
+        shown_by="cohort bench decisions prefill-order",
     ),
     Claim(
         "BROS",
@@ -135,12 +105,14 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.VALUE,
         _each("bros-11-kept-", "ttft-vllm-sharegpt", "ttft-rr-sharegpt", "tpot-rr-sharegpt", "tpot-rr-lmsys"),
         beside=("bros-11-none-vllm",),
+        shown_by="cohort reproduce --figure bros-11-kept",
     ),
     Claim(
         "BROS",
         "TPOT targets that BROS keeps (Fig. 11)",
         Kind.VALUE,
         _each("bros-11-kept-tpot-bros-", "sharegpt", "lmsys"),
+        shown_by="cohort reproduce --figure bros-rules",
     ),
     Claim(
         "BROS",
@@ -148,6 +120,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.CHANGE,
         _each("bros-10-latency-", "sharegpt-vllm", "lmsys-vllm"),
         beside=_each("bros-10-latency-to-end-", "sharegpt-vllm", "lmsys-vllm"),
+        shown_by="cohort reproduce --figure bros-10-latency-to-end",
     ),
     Claim(
         "BROS",
@@ -155,6 +128,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.CHANGE,
         _each("bros-10-latency-", "sharegpt-rr", "lmsys-rr"),
         beside=_each("bros-10-latency-to-end-", "sharegpt-rr", "lmsys-rr"),
+        shown_by="cohort reproduce --figure bros-10-latency-to-end",
     ),
     *(
         Claim(
@@ -163,6 +137,7 @@ CLAIMS: tuple[Claim, ...] = (
             Kind.OVER,
             _each(f"bros-11-{metric}-", f"sharegpt-{other}", f"lmsys-{other}"),
             beside=_each(f"bros-11-kept-{metric}-", *anchors),
+            shown_by="cohort reproduce --figure bros-11-kept",
         )
         for metric, other, name, anchors in (
             ("ttft", "vllm", "vLLM", ("vllm-sharegpt",)),
@@ -178,6 +153,7 @@ CLAIMS: tuple[Claim, ...] = (
             Kind.AT_LEAST,
             _each("bros-10-be-", f"sharegpt-{other}", f"lmsys-{other}"),
             beside=_each(f"bros-10-model-be-sharegpt-{other}-", "opt-13b", "opt-30b", "llama-3-70b"),
+            shown_by="cohort reproduce --figure bros-10-model-be",
         )
         for other, name in (("vllm", "vLLM"), ("rr", "round robin"))
     ),
@@ -187,6 +163,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.OVER,
         ("bros-13-ttft", "bros-13-tpot"),
         "without sharing, best-effort requests are dropped at once",
+        shown_by="cohort reproduce --figure bros-13",
     ),
     Claim(
         "BROS",
@@ -194,6 +171,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.UNTOLD,
         ("bros-14-overhead-opt-13b", "bros-14-overhead-opt-30b"),
         "wall time of the machine that simulated",
+        shown_by="cohort bench decisions iteration",
     ),
     Claim(
         "AlignedServe",
@@ -201,6 +179,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.OVER,
         _each("alignedserve-7-synthetic-distserve-rate-unit-", "opt-2.7b", "opt-13b"),
         "short requests go first; alignment gains nothing",
+        shown_by="cohort reproduce --figure alignedserve-ceiling",
     ),
     Claim(
         "AlignedServe",
@@ -208,6 +187,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.OVER,
         _each("alignedserve-7-synthetic-", "vllm-rate-unit-opt-2.7b-plain", "chunked-prefill-rate-unit-opt-2.7b-plain"),
         "one of four devices never decodes here",
+        shown_by="cohort reproduce --figure alignedserve-7-synthetic",
     ),
     Claim(
         "AlignedServe",
@@ -215,6 +195,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.OVER,
         _each("alignedserve-8-azure-distserve-rate-unit-", "opt-2.7b", "opt-13b"),
         "waits of both as the paper measured them",
+        shown_by="cohort reproduce --figure alignedserve-8-azure",
     ),
     Claim(
         "AlignedServe",
@@ -222,6 +203,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.OVER,
         _each("alignedserve-8-", "sharegpt-distserve-rate-unit-opt-2.7b", "longbench-distserve-rate-unit-opt-2.7b"),
         "rows by memory, waits as measured",
+        shown_by="cohort reproduce --figure alignedserve-8",
     ),
     Claim(
         "AlignedServe",
@@ -229,8 +211,15 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.OVER,
         ("alignedserve-9-synthetic-distserve-tpot-unit-opt-13b",),
         "memory is filled, so iterations are longer",
+        shown_by="cohort reproduce --figure alignedserve-9-synthetic-distserve",
     ),
-    Claim("AlignedServe", "deciding about batches (Fig. 11)", Kind.UNTOLD, ("alignedserve-11-deciding",)),
+    Claim(
+        "AlignedServe",
+        "deciding about batches (Fig. 11)",
+        Kind.UNTOLD,
+        ("alignedserve-11-deciding",),
+        shown_by="cohort reproduce --figure alignedserve-11",
+    ),
     Claim(
         "AlignedServe",
         "P90 time between tokens (Fig. 13)",
@@ -244,6 +233,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.CHANGE,
         ("alignedserve-14-prefetch",),
         "no iteration waits for KV here",
+        shown_by="cohort reproduce --figure alignedserve-14-prefetch",
     ),
     Claim(
         "AlignedServe",
@@ -251,6 +241,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.CHANGE,
         ("alignedserve-14-alignment",),
         "the order of requests, not the alignment",
+        shown_by="cohort reproduce --figure alignedserve-ceiling",
     ),
     Claim(
         "AlignedServe",
@@ -258,6 +249,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.AT_MOST,
         ("alignedserve-mixed-sharegpt", "alignedserve-mixed-longbench"),
         "answers of one batch end far apart",
+        shown_by="cohort reproduce --figure alignedserve-mixed",
     ),
     Claim(
         "AlignedServe",
@@ -265,6 +257,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.UNTOLD,
         ("alignedserve-15-sharegpt-second", "alignedserve-15-longbench-second"),
         "ours waits between first and second token",
+        shown_by="cohort reproduce --figure alignedserve-15",
     ),
     Claim(
         "DynaServe",
@@ -277,6 +270,7 @@ CLAIMS: tuple[Claim, ...] = (
         "median TBT of both baselines (Table 1)",
         Kind.VALUE,
         tuple(f"dynaserve-table1-{name}-p50-tbt" for name in _TABLE_1),
+        shown_by="cohort reproduce --figure dynaserve-table1-reasoning-disaggregated",
     ),
     Claim(
         "DynaServe",
@@ -284,6 +278,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.VALUE,
         tuple(f"dynaserve-table1-{name}-p99-tbt" for name in _TABLE_1),
         "a simulated process has no jitter",
+        shown_by="cohort reproduce --figure dynaserve-table1 --scatter 0.1",
     ),
     Claim(
         "DynaServe",
@@ -291,6 +286,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.OVER,
         tuple(f"dynaserve-9-capacity-{name}-colocated" for name in ("azure-code", "burstgpt", "arxiv", "reasoning")),
         "a tuned chunk of 512 keeps the bound",
+        shown_by="cohort reproduce --figure dynaserve-9-capacity-azure-code",
     ),
     Claim(
         "DynaServe",
@@ -300,6 +296,7 @@ CLAIMS: tuple[Claim, ...] = (
             f"dynaserve-9-capacity-{name}-disaggregated" for name in ("azure-code", "burstgpt", "arxiv", "reasoning")
         ),
         "more than theirs on Azure Code",
+        shown_by="cohort reproduce --figure dynaserve-9-capacity",
     ),
     Claim(
         "DynaServe",
@@ -307,6 +304,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.OVER,
         ("dynaserve-8-goodput-colocated", "dynaserve-8-goodput-disaggregated"),
         "more than theirs, under overload",
+        shown_by="cohort reproduce --figure dynaserve-splits-8",
     ),
     Claim(
         "DynaServe",
@@ -318,6 +316,7 @@ CLAIMS: tuple[Claim, ...] = (
             for name in ("azure-code", "burstgpt")
         ),
         "tuned chunks leave little to gain",
+        shown_by="cohort reproduce --figure dynaserve-table2-capacity-eager",
     ),
     Claim(
         "DynaServe",
@@ -329,6 +328,7 @@ CLAIMS: tuple[Claim, ...] = (
             for name in ("azure-code", "burstgpt")
         ),
         "hardly any on BurstGPT",
+        shown_by="cohort reproduce --figure dynaserve-splits-8",
     ),
     Claim(
         "DynaServe",
@@ -336,6 +336,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.UNTOLD,
         tuple(f"dynaserve-splits-9-{name}" for name in ("azure-code", "burstgpt", "arxiv", "reasoning")),
         "the paper prints no number",
+        shown_by="cohort reproduce --figure dynaserve-splits",
     ),
     Claim(
         "DynaServe",
@@ -343,6 +344,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.UNTOLD,
         ("dynaserve-10-replay-colocated", "dynaserve-10-replay-disaggregated"),
         "the paper prints no number",
+        shown_by="cohort reproduce --figure dynaserve-10-replay",
     ),
     Claim(
         "DynaServe",
@@ -356,6 +358,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.VALUE,
         ("dynaserve-table2-capacity-colocated",),
         "theirs uses half of what devices could",
+        shown_by="cohort reproduce --figure dynaserve-table2-capacity",
     ),
     Claim(
         "DynaServe",
@@ -372,7 +375,13 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim("DynaServe", "transfer time hidden by chunks (§6.6)", Kind.VALUE, ("dynaserve-transfer",)),
     Claim("DynaServe", "goodput of an offline search of the split (§4.1)", Kind.VALUE, ("dynaserve-oracle",)),
-    Claim("DynaServe", "scheduling of a request (Table 3)", Kind.UNTOLD, ("dynaserve-table3-overhead",)),
+    Claim(
+        "DynaServe",
+        "scheduling of a request (Table 3)",
+        Kind.UNTOLD,
+        ("dynaserve-table3-overhead",),
+        shown_by="cohort bench decisions placement",
+    ),
     Claim(
         "EcoServe",
         "sustained rate over vLLM, ShareGPT and BookCorpus (Fig. 10)",
@@ -380,6 +389,7 @@ CLAIMS: tuple[Claim, ...] = (
         _each("ecoserve-10-rate-", "sharegpt-vllm", "bookcorpus-vllm")
         + _each("ecoserve-10-rate-", "sharegpt-vllm-llama-33b", "bookcorpus-vllm-llama-33b", "sharegpt-vllm-opt-175b"),
         "our vLLM already fills the KV slots",
+        shown_by="cohort reproduce --figure ecoserve-1-kv",
     ),
     Claim(
         "EcoServe",
@@ -387,6 +397,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.OVER,
         _each("ecoserve-10-rate-sharegpt-vllm-", "forecast", "llama-33b-forecast", "opt-175b-forecast"),
         "few more rows fit than vLLM runs",
+        shown_by="cohort reproduce --figure ecoserve-10-oracle",
     ),
     Claim(
         "EcoServe",
@@ -394,6 +405,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.OVER,
         _each("ecoserve-10-rate-alpaca-vllm", "", "-llama-33b"),
         "within the paper's range over models",
+        shown_by="cohort reproduce --figure ecoserve-10-rate-alpaca",
     ),
     Claim(
         "EcoServe",
@@ -402,6 +414,7 @@ CLAIMS: tuple[Claim, ...] = (
         _each("ecoserve-10-rate-", "sharegpt-fastgen", "bookcorpus-fastgen")
         + _each("ecoserve-10-rate-", "sharegpt-fastgen-llama-33b", "bookcorpus-fastgen-llama-33b"),
         "allocating on demand fills more slots",
+        shown_by="cohort reproduce --figure ecoserve-1-kv",
     ),
     Claim(
         "EcoServe",
@@ -419,6 +432,7 @@ CLAIMS: tuple[Claim, ...] = (
             for model in ("", "-llama-33b")
         ),
         "ahead everywhere, by other factors",
+        shown_by="cohort reproduce --figure ecoserve-10-rate",
     ),
     Claim(
         "EcoServe",
@@ -426,6 +440,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.OVER,
         ("ecoserve-10-slo-vllm", "ecoserve-10-slo-fastgen"),
         "allocating on demand serves more here",
+        shown_by="cohort reproduce --figure ecoserve-10-slo",
     ),
     Claim(
         "EcoServe",
@@ -433,6 +448,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.OVER,
         ("ecoserve-11-throughput-full",),
         "throughput follows the rows that fit",
+        shown_by="cohort reproduce --figure ecoserve-1-kv",
     ),
     Claim(
         "EcoServe",
@@ -440,6 +456,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.OVER,
         ("ecoserve-11-jct-full",),
         "throughput follows the rows that fit",
+        shown_by="cohort reproduce --figure ecoserve-11-jct",
     ),
     Claim(
         "EcoServe",
@@ -460,6 +477,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.UNTOLD,
         ("ecoserve-11-scheduling",),
         "groups and loans cost more to decide",
+        shown_by="cohort bench decisions iteration",
     ),
     Claim(
         "EcoServe",
@@ -467,6 +485,7 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.UNTOLD,
         _each("ecoserve-2-no-formation-", "alpaca", "sharegpt", "bookcorpus"),
         "the paper prints no share of iterations",
+        shown_by="cohort reproduce --figure ecoserve-2",
     ),
     Claim(
         "EcoServe",
@@ -474,5 +493,6 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.VALUE,
         _each("ecoserve-12-padding-", "alpaca", "sharegpt", "bookcorpus"),
         "outliving a prediction costs little here",
+        shown_by="cohort reproduce --figure ecoserve-12-padding",
     ),
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from cohort.common.config import SpeculationConfig
@@ -12,6 +15,7 @@ from cohort.common.machines.worker import WorkerMachine
 from cohort.common.messages import Cancel
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.interface import IterationPlan
+from cohort.common.policies.speculation import Speculation
 from cohort.common.types import Attempt, Role
 from tests.common.machines.small_worker import BLOCKS, GEOMETRY, PROMPT, machine, whole
 from tests.common.machines.test_plan_ahead import STOP, outcomes, rows, said
@@ -19,10 +23,20 @@ from tests.common.machines.test_plan_ahead import STOP, outcomes, rows, said
 R = Attempt("r", 1)
 
 
+class Generous(Speculation):
+    """As many drafts as rows may have."""
+
+    def _best(
+        self, times: object, shape: object, candidates: Sequence[tuple[Any, int]], most: int, within_s: float
+    ) -> tuple[list[int], float]:
+        return [min(limit, self._max_drafts) for _, limit in candidates], 2.0
+
+
 def drafting(max_tokens: int = 40, blocks: int = BLOCKS, caching: bool = False) -> WorkerMachine:
     """One request whose first tokens were sampled, one at a time, as expected; a row with drafts is in flight."""
     kv = PagedAllocator(GEOMETRY, blocks, 0, prefix_caching=caching)
     worker = machine(Role.UNIFIED, kv, speculation=SpeculationConfig("lookup", max_drafts=4))
+    worker.drafts.policy = Generous(4)
     worker.handle(0.0, Received("manager", whole("r", max_tokens)))
     worker.handle(0.1, StepEnded([Sampled(R, 7)], 0.1))
     for step in range(2):
@@ -90,7 +104,7 @@ def test_full_blocks_of_right_drafts_enter_the_prefix_cache_and_wrong_ones_do_no
 
 
 def test_a_cache_that_is_nearly_full_carries_none() -> None:
-    worker = drafting(blocks=5)
+    worker = drafting(max_tokens=6, blocks=5)
     assert [row.drafts for row in plan(worker).rows] == [0]
 
 

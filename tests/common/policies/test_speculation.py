@@ -109,7 +109,7 @@ def test_an_iteration_waits_for_the_one_before_it_only_for_drafts_that_are_likel
     """Waiting is certain; the drafts come if the token before them is as expected."""
     times = StepTimes(0.0, 0.0, 1e-3, 4e-3, 0.0, 0.0)
     policy, shape = _policy(times), _shape(1)
-    quoting, telling = _sequence("q", 10.0, 9.8), _sequence("t", 10.0, 2.0)
+    quoting, telling = _sequence("q", 10.0, 9.8), _sequence("t", 10.0, 1.0)
     for sequence, waits in ((quoting, True), (telling, False)):
         assert policy.worth_waiting(times, shape, [(sequence, MOST)], most=9, within_s=math.inf) is waits
     assert _allot(policy, times, [telling])[0] > 0, "without a wait they would be worth it"

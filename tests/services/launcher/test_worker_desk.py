@@ -12,6 +12,7 @@ from cohort.common.config import Config, load_config
 from cohort.common.config.serving import WorkerGroup
 from cohort.common.planning.orders import AddWorker, Done, DrainWorker
 from cohort.common.types import Role
+from cohort.services.launcher.plan import resolve
 from cohort.services.launcher.run_files import RunFiles, RunFilesError
 from cohort.services.launcher.worker_desk import WorkerDesk, with_worker, without_worker
 
@@ -107,3 +108,12 @@ async def test_orders_on_the_socket(files: RunFiles, monkeypatch: pytest.MonkeyP
     assert list(load_config([files.config_file]).instance_roles) == ["unified-0"], "as it was"
     writer.close()
     server.close()
+
+
+def test_the_most_workers_are_settled_while_the_configuration_names_those_of_the_start(tmp_path: Path):
+    """A monitor that is started again reads how many there are now."""
+    three = load_config(overrides={"workers": [{"role": "unified", "count": 3}], "planner": {"mode": "act"}})
+    settled = resolve(three, model=tmp_path, cores=2, free_port=lambda: 9000)
+    assert settled.planner.max_workers == 3
+    assert without_worker(settled, "unified-2").planner.max_workers == 3
+    assert resolve(Config(), model=tmp_path, cores=2, free_port=lambda: 9000).planner == Config().planner

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from cohort.services.simulator.figures.claims import CLAIMS, Claim, Kind
+from cohort.services.simulator.figures.claim import Claim, Kind
+from cohort.services.simulator.figures.claims import CLAIMS
 from cohort.services.simulator.figures.figure import Figure
 from cohort.services.simulator.reproduce import Reproduced, all_figures
 from cohort.services.simulator.reproduction_page import NOTES, key_of, markdown, rows_of
@@ -105,6 +106,9 @@ def test_the_page_on_disk_is_current_and_has_a_row_for_every_figure() -> None:
     for claim in CLAIMS:
         if set(claim.ids) <= measured:
             assert f"| {claim.says} |" in text and f"### {claim.paper}\n" in text
+    summary = text.partition("\n## Summary\n")[2].partition("\n## ")[0]
+    unlike = [line for line in summary.splitlines() if re.search(r"\| (not|direction|cannot be told) \|", line)]
+    assert unlike and [line for line in unlike if "shown by `cohort " not in line] == []
 
 
 def test_a_figure_without_a_row_is_named() -> None:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from cohort.services.simulator.figures.claims import CLAIMS, Claim, Kind
+from cohort.services.simulator.figures.claim import Claim, Kind
+from cohort.services.simulator.figures.claims import CLAIMS
 from cohort.services.simulator.figures.figure import Figure
 from cohort.services.simulator.reproduce import Reproduced, all_figures
 from cohort.services.simulator.reproduction_page import markdown
@@ -90,6 +91,11 @@ def test_claims_name_figures_that_exist_and_give_short_reasons() -> None:
     known = {figure.id for figure in all_figures()}
     assert [name for claim in CLAIMS for name in (*claim.ids, *claim.beside) if name not in known] == []
     assert [claim.why for claim in CLAIMS if len(claim.why.split()) > 8] == []
+    run = "cohort reproduce --figure "
+    shown = [claim.shown_by.removeprefix(run).split()[0] for claim in CLAIMS if claim.shown_by.startswith(run)]
+    assert [prefix for prefix in shown if not any(name.startswith(prefix) for name in known)] == []
+    others = {claim.shown_by for claim in CLAIMS if claim.shown_by and not claim.shown_by.startswith(run)}
+    assert others == {f"cohort bench decisions {which}" for which in ("prefill-order", "iteration", "placement")}
 
 
 def test_a_new_result_changes_the_verdict() -> None:
@@ -122,3 +128,17 @@ def test_anchors_are_told_beside_the_ratio_they_explain() -> None:
     page = markdown(rows, figures, claims=[claim])
     assert "| because; other, kept, %: 12, theirs 10; another mix: 3 |" in page
     assert "| because |" in markdown(rows[:1], figures, claims=[claim])
+    claim = replace(claim, shown_by="cohort reproduce --figure case")
+    assert "shown by" not in markdown(rows, figures, claims=[claim])
+    rows[0] = Reproduced.of(ratio, [0.9], [0])
+    assert "another mix: 3; shown by `cohort reproduce --figure case` |" in markdown(rows, figures, claims=[claim])
+
+
+def test_rows_are_counted_with_those_that_cannot_be_told_and_without() -> None:
+    figures = [replace(_figure(name, 2.0), workload=name) for name in "abcd"]
+    values = [(2.0, 2.1), (4.0, 4.1), (0.9, 0.9), (0.9, 2.0)]
+    rows = [Reproduced.of(figure, found, [0, 1]) for figure, found in zip(figures, values, strict=True)]
+    page = markdown(rows, figures, claims=[Claim("P", "says", Kind.OVER, ("a",))])
+    assert "Of 4 rows: 1 reproduced, 1 direction, 1 not, 1 cannot be told." in page
+    assert "Reproduced are 25 % of all rows, 33 % of those that can" in page
+    assert "with the ones that agree in direction 50 % and 67 %." in page

@@ -1,4 +1,5 @@
-"""The allocator's short ways decide what the long ones would: two hosts side by side, one without short ways."""
+"""The short ways of allocator and queues decide what long ones would: two hosts side by side, one whose allocator has
+none, and queues that are counted and sorted anew."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cohort.common.policies.bros.batch import is_decode
 from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.sequence import Sequence
@@ -64,8 +66,22 @@ class Host:
         self.policy.remove(self.now_s, self.alive.pop(key)[0])
         self.kv.release(key)
 
+    def check_queues(self) -> None:
+        """What the queues know of all that decode, and their order, is what counting and sorting anew would find."""
+        for sequence in self.policy._had_rows:
+            self.policy._rt.changed(sequence)
+        queues, groups = self.policy._rt, self.policy._groups
+        decoding = {s.key: s.computed for s in queues.pending() if is_decode(s)}
+        assert (queues.decodes.rows, queues.decodes.context) == (len(decoding), sum(decoding.values()))
+        some = set(list(decoding)[::2])
+        others = [computed for key, computed in decoding.items() if key not in some]
+        assert queues.decodes.without(some) == (len(others), sum(others))
+        in_order = sorted((groups.due_s(s), s.key) for s in queues.pending())
+        assert [item[:2] for item in queues._by_due] == in_order
+
     def step(self) -> object:
         """One iteration; everything that was decided, with the blocks that rows have."""
+        self.check_queues()
         plan = decide(self.policy, self.kv, self.now_s)
         self.kv.check()
         decided = _decided(plan, self.kv)

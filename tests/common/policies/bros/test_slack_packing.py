@@ -396,6 +396,28 @@ def test_best_effort_keeps_its_share_of_the_time_before_prompts() -> None:
         assert ("be" in rows) == (share > 0.0)
 
 
+def test_a_burst_after_a_pause_has_the_time_that_best_effort_had_before() -> None:
+    """What best-effort requests had of a pause counts against their share, until a burst has used it up."""
+    policy, kv = packing(cut=True, share=0.5), roomy()
+    batch = running(policy, kv, "be", 8, "be", last_s=0.0)
+    now_s = 0.0
+    while now_s < 2.0:  # alone: all of the time is its, twice its share
+        now_s += step(policy, kv, now_s).estimated_s
+    shares = []
+    for serial in range(24):
+        decode = running(policy, kv, f"d{serial}", 8, "rt", last_s=now_s)  # leaves 200 ms
+        prompt = request(f"p{serial}", 250, arrived_s=now_s - 0.05)
+        policy.add(now_s, prompt)
+        plan = step(policy, kv, now_s)
+        shares.append({row.sequence.request_id: row.count for row in plan.rows}[f"p{serial}"] / 200)
+        now_s += plan.estimated_s
+        for gone in (decode, prompt):
+            policy.remove(now_s, gone)
+            kv.release(gone.key)
+    assert min(shares[:3]) > 0.85 and max(shares[-3:]) < 0.5
+    policy.remove(now_s, batch)
+
+
 def test_the_size_of_a_batch_bounds_real_time_rows_where_asked() -> None:
     for bound, expected in ((False, 6), (True, 2)):
         policy, kv = packing(first=2, bound=bound), roomy()

@@ -37,6 +37,15 @@ def test_the_preferred_the_cached_and_the_remembered_are_among_them() -> None:
     assert list(found)[:6] == ["w50", "w61", "w62", "w70", "w71", "w72"] and len(found) == MOST
 
 
+def test_those_that_have_the_adapter_are_among_them() -> None:
+    shortlist, large = Shortlist(), views(100)
+    shortlist.changed(large)
+    for name in ("w80", "w81", "w80", "w82"):
+        shortlist.placed("sql", name)
+    assert list(shortlist.of(None, {}, "sql"))[:2] == ["w82", "w80"]
+    assert not {"w80", "w82"} & set(shortlist.of(None, {}, "other"))
+
+
 def test_devices_are_looked_at_whole() -> None:
     shortlist, large = Shortlist(), views(60, per_device=3)
     shortlist.changed(large)

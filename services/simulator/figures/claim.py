@@ -1,0 +1,39 @@
+"""A claim of a paper: the figures that answer it, and how its numbers are compared with ours.
+
+Filled in by `claims.py`, judged by `verdicts.py`. Measures nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Kind(enum.Enum):
+    """How the paper's number and ours are compared."""
+
+    OVER = enum.auto()
+    """A factor against another system: 1 = no effect."""
+    CHANGE = enum.auto()
+    """A change in per cent: 0 = no effect."""
+    VALUE = enum.auto()
+    """A measured value."""
+    AT_MOST = enum.auto()
+    AT_LEAST = enum.auto()
+    UNTOLD = enum.auto()
+    """The paper prints no number for it, or defines it otherwise than we can measure it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """`ids` are ids of figures; `why` says in at most eight words what explains the verdict. `beside`: figures whose
+    numbers the page tells there: anchors of the parameters that were chosen, other readings, other cases.
+    `shown_by`: the command whose numbers show that reason, told where the verdict is another than reproduced."""
+
+    paper: str
+    says: str
+    kind: Kind
+    ids: tuple[str, ...]
+    why: str = ""
+    beside: tuple[str, ...] = ()
+    shown_by: str = ""

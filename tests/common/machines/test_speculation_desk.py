@@ -112,13 +112,13 @@ def test_a_step_is_planned_ahead_unless_drafts_are_likely() -> None:
     def ahead(effects: list[WorkerEffect]) -> bool:
         return any(isinstance(effect, StartStep) and effect.ahead for effect in effects)
 
-    worker = drafting()
+    worker = drafting(max_tokens=100)
     worker.handle(0.5, ended(41, proposed=4))
     assert not ahead(worker.handle(0.55, PlanAhead([R])))
     assert worker.counters.not_ahead == {"drafts": 1}
-    for step in range(12):
+    for step in range(60):
         worker.handle(0.6 + step, StepEnded([Sampled(R, 7)], 0.1, drafts=[Drafted(R, 1, 0, computed=False)]))
-    assert ahead(worker.handle(20.0, PlanAhead([R])))
+    assert ahead(worker.handle(80.0, PlanAhead([R])))
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -28,7 +28,7 @@ def test_gateways_and_their_restarts_count_for_themselves() -> None:
 def test_old_ones_go_and_the_latest_are_replayed() -> None:
     window = TrafficWindow(60.0, 5)
     for second in range(100):
-        window.note(float(second), "gateway", 1, [record(second)])
+        window.note(float(second), "gateway", 1, [record(second, output=3)])
     latest = window.latest(100.0)
     assert [seen.arrived_s for seen in latest.seen] == [95.0, 96.0, 97.0, 98.0, 99.0]
     assert [each.at_s for each in to_replay(latest, 256)] == [0.0, 1.0, 2.0, 3.0, 4.0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
+from typing import Any
 
 from cohort.common.policies.bros.decode_set import DecodeSet
 from cohort.common.policies.bros.token_groups import TokenGroups
@@ -25,8 +26,8 @@ def _first(candidate: Candidate) -> float:
 
 
 def _place(queue: list[Candidate], time_s: float, key: Attempt) -> int:
-    before: tuple[float, Attempt] = time_s, key  # of what begins alike the shorter tuple is the lesser
-    return bisect_left(queue, before)  # type: ignore[type-var]
+    before: Any = time_s, key  # of what begins alike the shorter tuple is the lesser
+    return bisect_left(queue, before)
 
 
 class UrgentFirst:

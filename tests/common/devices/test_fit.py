@@ -136,7 +136,7 @@ def test_codes_are_counted_as_the_weights_they_stand_for(tmp_path: Path) -> None
     """Where they are dequantised at load, that is what they take: in float32, and of a mixture's experts on a GPU."""
     awq_shard(tmp_path)
     assert parameters(tmp_path, AWQ) == 4096 * 4096 + 4096
-    assert weight_bytes(tmp_path, AWQ, 4) == 4 * (4096 * 4096 + 4096)
+    assert weight_bytes(tmp_path, AWQ, 4, "files", "cuda", "float32") == 4 * (4096 * 4096 + 4096)
     assert weight_bytes(tmp_path, AWQ, 2) == 4 * 512 * 4096 + 4 * 32 * (512 + 4096) + 2 * 4096
     shard(tmp_path / "model.safetensors", {"mlp.experts.0.up.weight": ("F8_E4M3", [8, 8])})
     assert weight_bytes(tmp_path, AWQ, 2) == 2 * 64
@@ -153,21 +153,21 @@ def test_where_codes_are_kept_they_take_what_they_are(tmp_path: Path) -> None:
     """By the rule that the engine reads weights by: not in float32, not with act-order, not in groups of 8."""
     awq_shard(tmp_path)
     wide = 2 * (4096 * 4096 + 4096)
-    assert weight_bytes(tmp_path, AWQ, 2, "files", "cpu") == 4 * 512 * 4096 + 4 * 32 * (512 + 4096) + 2 * 4096
+    for device in ("cpu", "cuda"):
+        assert weight_bytes(tmp_path, AWQ, 2, "files", device) == 4 * 512 * 4096 + 4 * 32 * (512 + 4096) + 2 * 4096
     assert weight_bytes(tmp_path, AWQ, 4, "files", "cpu", "float16") < wide / 3  # widened are the plain ones alone
-    assert weight_bytes(tmp_path, AWQ, 2, "files", "cuda") == wide
     assert weight_bytes(tmp_path, AWQ, 4, "files", "cpu", "float32") == 2 * wide
     for reordered, group in ((True, 128), (False, 8)):
         scheme = WeightScheme("gptq", 4, group=group, reordered=reordered)
         gptq = replace(AWQ, quantization=Quantization("gptq", (scheme,), ()))
-        assert weight_bytes(tmp_path, gptq, 2, "files", "cpu") == wide
+        assert weight_bytes(tmp_path, gptq, 2, "files", "cpu") == weight_bytes(tmp_path, gptq, 2) == wide
     codes = {"m.weight": ("F8_E4M3", [8, 8]), "m.weight_scale": ("F32", [8, 1]), "n.weight": ("BF16", [8, 8])}
     shard(tmp_path / "model.safetensors", codes)
     assert weight_bytes(tmp_path, scaled(floating=True), 2, "files", "cpu") == 64 + 8 * 4 + 2 * 64
     assert weight_bytes(tmp_path, scaled(floating=True, symmetric=False), 2, "files", "cpu") == 4 * 64
     shard(tmp_path / "model.safetensors", {"m.weight": ("I8", [8, 8]), "m.weight_scale": ("F32", [8, 1])})
     assert weight_bytes(tmp_path, scaled(), 2, "files", "cpu") == 64 + 8 * 4
-    assert weight_bytes(tmp_path, scaled(), 2, "files", "cuda") == 2 * 64
+    assert weight_bytes(tmp_path, scaled(group=4), 2) == 2 * 64, "no whole tile of a GPU's kernel"
     for has, name in ((20, "int8"), (10, "int4")):
         with pytest.raises(ConfigError, match=f"too much; --quantization {name}, or 29 GiB of memory"):
             check_host_fit(config(), "m", Need(28 * GIB, 0, 0, GIB, 4096, rounds=True), has * GIB, 1)

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from cohort.kernels import experts, fused, native, sampling, slots
+from cohort.kernels.coded import CodedMatrix
 from cohort.kernels.gpu import available, operators
 from cohort.kernels.paged_attention import paged_attention, write_kv
+from cohort.kernels.quantized_panels import Codes
 
 
 class Called(Exception):
@@ -31,6 +33,7 @@ def test_every_kernel_is_reached(every_tensor_served, make_step, monkeypatch, na
     query, kv, table = step.query, step.kv, torch.rand(9, 32)
     key, slot = query[:, :2], torch.tensor([1, 2, 3])
     tokens = torch.empty(3, 2, 2, 2, 64)
+    codes = Codes(torch.zeros(32, 32, dtype=torch.int8), torch.ones(32, 1), None, 32)
     calls = {
         "paged_attention": lambda: paged_attention(query, kv, 1, step.meta, 1.0, query),
         "write_kv": lambda: write_kv(key, key, kv, 1, slot),
@@ -38,6 +41,7 @@ def test_every_kernel_is_reached(every_tensor_served, make_step, monkeypatch, na
         "rope_inplace": lambda: fused.rope_inplace(query, key, table, table, slot),
         "rms_norm": lambda: fused.rms_norm(query, query[0, 0], 1e-5, query),
         "silu_mul": lambda: fused.silu_mul(torch.rand(2, 8), torch.rand(2, 4)),
+        "coded_product": lambda: CodedMatrix([codes]).product(table, None, table),
         "clamped_swiglu": lambda: fused.clamped_swiglu(torch.rand(2, 8), 1.7, 7.0, torch.rand(2, 4)),
         "expert_outputs": lambda: experts.expert_outputs(table, torch.zeros(9, 1, dtype=torch.long), table, table),
         "add_weighted": lambda: experts.add_weighted(table, table, None, table),

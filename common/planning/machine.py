@@ -26,7 +26,16 @@ from cohort.common.machines.events import Tick
 from cohort.common.planning.budget import Budget
 from cohort.common.planning.foresight import Answer, Foreseen, Job, WorkerCost
 from cohort.common.planning.shape import Bounds, Shape, neighbours
-from cohort.common.planning.traffic import LEAD_IN, Seen, Timing, TrafficRecord, TrafficWindow, in_time, to_replay
+from cohort.common.planning.traffic import (
+    LEAD_IN,
+    Seen,
+    Timing,
+    TrafficRecord,
+    TrafficWindow,
+    in_time,
+    longest_answer_s,
+    to_replay,
+)
 from cohort.common.types import InstanceId
 
 Mode = Literal["off", "advise", "act"]
@@ -131,6 +140,7 @@ class _Round(msgspec.Struct):
 
     job: Job
     seen: Sequence[Seen]
+    at_s: float
 
 
 class PlannerMachine:
@@ -247,7 +257,7 @@ class PlannerMachine:
             cores=settings.cores,
             threads=settings.threads,
         )
-        self._round = _Round(job, seen)
+        self._round = _Round(job, seen, now_s)
         if seen:
             self._effects.append(Evaluate(job))
         else:  # nothing to replay: all shapes serve it
@@ -277,22 +287,29 @@ class PlannerMachine:
         return _mean([in_time(request.slo, timing, job.best_effort_s) for request, timing in pairs])
 
     def _learn_error(self, asked: _Round, present: Foreseen) -> None:
-        """Of the requests that have ended, simulated and measured."""
-        job = asked.job
+        """Of the requests that have ended, and of those that are overdue, simulated and measured."""
+        job, answer_s = asked.job, longest_answer_s(asked.seen)
+        counted = [
+            (each, timing)
+            for each, timing in list(zip(asked.seen, present.timings, strict=True))[job.judged_from :]
+            if each.arrived_s >= self._changed_s
+        ]
         both = [
             (each.record, each.record.timing, timing)
-            for each, timing in list(zip(asked.seen, present.timings, strict=True))[job.judged_from :]
-            if each.record.timing is not None and each.judged and each.arrived_s >= self._changed_s
+            for each, timing in counted
+            if each.record.timing is not None and each.judged
         ]
-        if not both:
+        overdue = [(each.record, Timing(), timing) for each, timing in counted if each.overdue(asked.at_s, answer_s)]
+        if not both and not overdue:
             self.measured = None
             if not asked.seen:  # nothing was promised and nothing missed
                 self._smooth_error(0.0)
             return
-        measured = _mean([in_time(record.slo, real, job.best_effort_s) for record, real, _ in both])
-        simulated = _mean([in_time(record.slo, timing, job.best_effort_s) for record, _, timing in both])
+        told = both + overdue
+        measured = _mean([in_time(record.slo, real, job.best_effort_s) for record, real, _ in told])
+        simulated = _mean([in_time(record.slo, timing, job.best_effort_s) for record, _, timing in told])
         self.measured = measured
-        if len(both) < LEAST_JUDGED:
+        if len(told) < LEAST_JUDGED:
             return
         self._smooth_error(abs(measured - simulated))
         for name in ("ttft_s", "tpot_s"):
@@ -366,7 +383,9 @@ class PlannerMachine:
         assert decision is not None
         self._unjudged = None
         before, after = decision.measured_before, self.measured
-        judged = sum(each.judged and each.arrived_s >= self._changed_s for each in asked.seen)
+        answer_s = longest_answer_s(asked.seen)
+        told = [each for each in asked.seen if each.arrived_s >= self._changed_s]
+        judged = sum(each.judged or each.overdue(asked.at_s, answer_s) for each in told)
         if after is None or judged < LEAST_JUDGED:
             self._record(msgspec.structs.replace(decision, verdict="too little traffic to tell"))
             return False

@@ -66,6 +66,12 @@ class Seen(msgspec.Struct, frozen=True):
     def judged(self) -> bool:
         return self.record.timing is not None and not self.record.cancelled
 
+    def overdue(self, at_s: float, answer_s: float) -> bool:
+        """Still open, and its first token came late if it came at all: an answer takes `answer_s` at most, as far as is
+        known. In an overload such requests are all there is to judge by."""
+        slo_s = self.record.slo.ttft_s
+        return self.record.timing is None and bool(slo_s and answer_s) and at_s - self.arrived_s > slo_s + answer_s
+
     def ends_after(self, at_s: float) -> bool:
         """Or has not ended. Of one that failed nothing is known: it counts as ended."""
         timing = self.record.timing
@@ -78,6 +84,12 @@ class Seen(msgspec.Struct, frozen=True):
             return 0.0
         since_s = at_s - self.arrived_s - timing.ttft_s
         return min(1.0, max(0.0, since_s / (timing.e2e_s - timing.ttft_s)))
+
+
+def longest_answer_s(seen: Iterable[Seen]) -> float:
+    """From the first token to the last, of those that ended; 0 where none did."""
+    timings = [each.record.timing for each in seen if each.judged]
+    return max([timing.e2e_s - timing.ttft_s for timing in timings if timing and timing.ttft_s >= 0.0], default=0.0)
 
 
 class Replay(msgspec.Struct, frozen=True):

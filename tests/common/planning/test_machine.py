@@ -129,6 +129,24 @@ def test_no_gain_changes_nothing():
     assert world.applied == [] and len(world.jobs) > 20
 
 
+@pytest.mark.parametrize(("ended", "changes"), [(True, True), (False, False)])
+def test_in_an_overload_requests_that_are_overdue_are_what_it_judges_by(ended: bool, changes: bool) -> None:
+    """None of the latest has ended, as long as the queue is. How long an answer takes, one that ended long ago says;
+    without such a one nothing can be told."""
+    world = World()
+    world.traffic = False
+    world.foreseen = {unified(1): 0.0, unified(2): 1.0}
+    if ended:
+        old = TrafficRecord(10_000, 0.5, 10, "rt", SLO, 5, 0, Timing(0.1, 0.01, 0.6))
+        world.tell(Traffic("gateway", 1, [old]))
+    for number in range(150):
+        world.tell(Traffic("gateway", 1, [TrafficRecord(number, 0.0, 10, "rt", SLO)]))
+        world.run(1.0)
+    assert bool(world.applied) == changes
+    if changes:
+        assert world.applied[0][1:] == (unified(1), unified(2)) and world.told[0].measured_before == 0.0
+
+
 def test_a_gain_below_its_own_error_changes_nothing():
     """It foresees far more than is measured: what it foresees of others is worth no more."""
     world = World()

@@ -16,10 +16,15 @@ import transformers
 
 from tests.e2e.pipeline import Answer, complete
 from tests.engine_models import VOCAB, save_random_model
+from tests.examples import nightly
 from tests.services.gateway.tiny_model import byte_level, write_model
 from tests.services.launcher.test_serve import Serve
 
-pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.pipeline,
+    pytest.mark.slow,
+    pytest.mark.skipif(not nightly(), reason="load, and its end, take two minutes: scripts/test --nightly"),
+]
 
 OPTIONS = {
     "model.dtype": "float32",

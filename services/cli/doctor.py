@@ -49,7 +49,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--url", default="", help="only the pipeline whose monitor answers here, not this machine")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
     parser.set_defaults(
-        served_name=None, quantization=None, kv_cache_dtype=None, lora=[], host=None, tls_cert=None, tls_key=None
+        served_name=None,
+        quantization=None,
+        kv_cache_dtype=None,
+        speculation=None,
+        lora=[],
+        host=None,
+        tls_cert=None,
+        tls_key=None,
     )
 
 

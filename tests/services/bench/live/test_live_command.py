@@ -140,13 +140,13 @@ def test_live_and_simulated_side_by_side(
     seen: list[str] = []
 
     def overall(factor: float) -> dict[str, Any]:
-        times = {"mean": 10.0 * factor, "p50": 9.0 * factor, "p90": 12.0 * factor}
+        times = {"mean": 10.0 * factor, "p50": 9.0 * factor, "p90": 12.0 * factor, "p99": 20.0 * factor}
         return {"tpot_ms": times, "ttft_ms": times, "output_tokens_per_s": 50.0 * factor}
 
     class Pipeline:
         def load(self, clients: Sequence[ClientCommand]) -> dict[str, Observed]:
             seen.append(Path(clients[0].arguments[0].partition("=")[2]).read_text())
-            return {"client": Observed(overall(1.0), [])}
+            return {"client": Observed(overall(0.8 if len(seen) == 4 else 1.0), [])}
 
     @contextmanager
     def pipeline(preset: str, config: Mapping[str, Any], port: int) -> Iterator[Pipeline]:
@@ -172,3 +172,6 @@ def test_live_and_simulated_side_by_side(
     assert "| colocated, 2 | 10.0, 11.0, +10.0% |" in capsys.readouterr().out
     assert main(["fidelity", *given, "--reuse", str(report)]) == 0
     assert len(seen) == 3 and "| 50.0, 55.0, +10.0% |" in capsys.readouterr().out
+    assert main(["fidelity", *given, "--reuse", str(report), "--runs", "2"]) == 0
+    assert len(seen) == 5, "one more live run, and the simulation"
+    assert "| 45.0 (40.0 to 50.0), 55.0, +22.2% |" in capsys.readouterr().out

@@ -7,8 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from cohort.common.config import CohortAblation, CohortConfig, load_config
-from cohort.common.policies import compose
+from cohort.common.config import CohortAblation, CohortConfig
 from cohort.common.policies.cohort.admission_test import AdmissionTest, RefuseLate
 from cohort.common.policies.cohort.least_ttft import LeastTtft
 from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Refuse, Wait, WaitingRequest
@@ -152,22 +151,6 @@ def test_short_prompts_pass_long_ones_and_the_forecast_says_so() -> None:
     assert forecast(100, own_order=False) > 0.9 * alone_s
     assert forecast(7000, own_order=True) > 1.5 * alone_s
     assert forecast(100, own_order=True, ordered=False) > 0.9 * alone_s, "the workers' order, taken away"
-
-
-def test_with_the_packing_by_slack_prompts_on_time_go_by_due_time_and_late_ones_behind_them() -> None:
-    def forecast(ttft_s: float) -> float:
-        policy = compose.placement(load_config(preset="bros", overrides={"policies": {"placement": "least_ttft"}}))
-        view = worker("a")
-        policy.place(0.0, asked("before", 6000, ttft_s=ttft_s), cluster(view), None)
-        view.stats = report(prompt("before", 6000))
-        placed = policy.place(1.0, asked("new", 100, ttft_s=20.0), cluster(view), None)
-        assert isinstance(placed, Placed)
-        return placed.estimated_s
-
-    alone_s = step_seconds(SLOW, BatchShape(6000, 1, 18_000_000, 0, 0))
-    assert forecast(0.4) < 0.5 * alone_s, "it is late by now"
-    assert forecast(19.0) > 0.9 * alone_s, "due earlier, however much longer"
-    assert forecast(30.0) < 0.5 * alone_s
 
 
 def test_a_newcomer_does_not_delay_others_where_another_worker_is_idle() -> None:

@@ -68,7 +68,7 @@ def stat(world: World, name: str) -> float:
 @pytest.mark.parametrize("blocks", [18, 40])
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_prediction_costs_time_and_never_an_answer(kind: str, blocks: int) -> None:
-    cluster = world(31, blocks=blocks)
+    cluster = world(32, blocks=blocks)
     offer(cluster, 45, partial(requests, kind=kind))
     finish(cluster)
     assert cluster.attempts_lost == 0

@@ -7,11 +7,17 @@ import json
 import pytest
 
 from cohort.services.bench.__main__ import main
+from tests.examples import nightly
 
 SMALL = ["--workers", "2", "40", "--waiting", "10", "60", "--seconds", "0.1"]
 
 
-@pytest.mark.parametrize("preset", ["cohort", "disaggregated", "bucketserve", "unified"])
+in_time = pytest.mark.skipif(not nightly(), reason="one more preset takes ten seconds: scripts/test --nightly")
+
+
+@pytest.mark.parametrize(
+    "preset", ["cohort", *(pytest.param(name, marks=in_time) for name in ("disaggregated", "bucketserve", "unified"))]
+)
 def test_every_width_is_measured(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["decisions", "width", "--preset", preset, *SMALL, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
@@ -20,6 +26,7 @@ def test_every_width_is_measured(preset: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_the_exit_status_tells_whether_it_is_flat(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["decisions", "width", *SMALL, "--within", "1000000"]) == 0
-    assert main(["decisions", "width", *SMALL, "--within", "0.5"]) == 1
+    few = ["--workers", "2", "4", "--waiting", "10", "--seconds", "0.1"]
+    assert main(["decisions", "width", *few, "--within", "1000000"]) == 0
+    assert main(["decisions", "width", *few, "--within", "0.5"]) == 1
     assert "largest median / smallest" in capsys.readouterr().err

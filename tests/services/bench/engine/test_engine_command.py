@@ -47,6 +47,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.skipif(not nightly(), reason="every measurement there is takes half a minute: scripts/test --nightly")
 def test_the_engine_is_measured_end_to_end(
     tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

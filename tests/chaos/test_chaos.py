@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from cohort.common.ports import free_port
 from cohort.services.bench.chaos.report import RESTART, UNDISTURBED, Document
-from cohort.services.launcher.preflight import free_port
 from tests.examples import nightly
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]

@@ -13,6 +13,7 @@ from tests.e2e.golden import Golden
 from tests.e2e.pipeline import Pipeline
 from tests.e2e.test_golden import MEBIBYTE, ask, compare
 from tests.e2e.test_splits import REQUESTS, scores, told
+from tests.examples import nightly
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
@@ -36,14 +37,23 @@ def _asked(tmp_path: Path, model: Path, preset: str, mode: str) -> dict[str, lis
         }
         worker = list(pipeline.config.instance_roles)[-1]
         if mode != "off":
-            pipeline.wait_for(worker, "accepted_tokens_rt_total", 20)
+            pipeline.wait_for(worker, "accepted_tokens_rt_total", 1)  # how many depends on what steps take here
         else:
             assert pipeline.stats(worker)["drafted_tokens_rt_total"] == 0.0
         pipeline.assert_nothing_left()
     return answers
 
 
-@pytest.mark.parametrize("preset", ["unified", "disaggregated"])
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "unified",
+        pytest.param(
+            "disaggregated",
+            marks=pytest.mark.skipif(not nightly(), reason="as on one worker, once more: scripts/test --nightly"),
+        ),
+    ],
+)
 def test_answers_are_the_same_with_drafts(tmp_path: Path, default_model: Path, preset: str) -> None:
     for mode in ("off", "lookup"):
         (tmp_path / mode).mkdir()
@@ -61,7 +71,7 @@ def test_drafts_are_golden_under_preemption(tmp_path: Path, default_model: Path,
         "kv": {"memory_bytes": 36 * MEBIBYTE},
     }
     with Pipeline(tmp_path, default_model, overrides, preset="unified") as pipeline:
-        for concurrency in (2, 32, 2):
+        for concurrency in (2, 32):
             compare(goldens, pipeline.complete_all([ask(g) for g in goldens], concurrency=concurrency))
         pipeline.wait_for("unified-0", "preemptions_total", 1)
         pipeline.wait_for("unified-0", "drafted_tokens_rt_total", 1)

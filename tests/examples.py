@@ -9,6 +9,7 @@ prints what reproduces a failure, to be written down as an `@example`.
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 _NIGHTLY = 2000
@@ -32,6 +33,11 @@ def examples(share: float) -> int:
 def nightly() -> bool:
     """For tests that wait for minutes."""
     return bool(settings().max_examples >= _NIGHTLY)
+
+
+def another_of_its_kind() -> pytest.MarkDecorator:
+    """Of a test beside one like it."""
+    return pytest.mark.skipif(not nightly(), reason="one like it runs by default: scripts/test --nightly")
 
 
 def of_worlds(share: float) -> settings:

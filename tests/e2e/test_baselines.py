@@ -20,6 +20,7 @@ import pytest
 from tests.e2e.golden import Golden
 from tests.e2e.pipeline import Answer, Pipeline
 from tests.e2e.test_golden import MEBIBYTE, ask, compare
+from tests.examples import another_of_its_kind
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
@@ -91,7 +92,7 @@ def test_colocated(pipeline: Pipeline, chosen: list[Golden], preset: str) -> Non
 
 
 @pytest.mark.skipif(not WIDE, reason="COHORT_TEST_WIDE=1 runs it")
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("preemption", ["swap", pytest.param("recompute", marks=another_of_its_kind())])
 def test_disaggregated(tmp_path: Path, default_model: Path, chosen: list[Golden], preemption: str) -> None:
     with Pipeline(tmp_path, default_model, overrides(preemption), preset="baseline-distserve") as pipeline:
         ask_all(pipeline, chosen)

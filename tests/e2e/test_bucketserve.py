@@ -12,6 +12,7 @@ import pytest
 from tests.e2e.golden import Golden
 from tests.e2e.pipeline import Pipeline
 from tests.e2e.test_golden import MEBIBYTE, ask, compare
+from tests.examples import another_of_its_kind
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
@@ -19,6 +20,7 @@ CACHE = {"memory_bytes": 56 * MEBIBYTE}
 """For about a tenth of the requests: more wait than a batch may hold, so that buckets split."""
 
 
+@another_of_its_kind()
 def test_buckets_with_second_predictions_and_processes_that_die(
     tmp_path: Path, default_model: Path, goldens: list[Golden]
 ) -> None:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tests.e2e.conftest import SENTENCES
 from tests.e2e.golden import Golden, golden_outputs, near_ties
 from tests.e2e.pipeline import Answer, Pipeline
+from tests.examples import another_of_its_kind
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
@@ -74,6 +75,7 @@ def test_disaggregated_with_prefix_cache_and_long_prompts(
             },
             "preemptions_total",
             id="colocated, chunks of 500, recomputed",
+            marks=another_of_its_kind(),
         ),
         pytest.param(
             "disaggregated",
@@ -100,7 +102,7 @@ def test_chunked_preempted_transferred(
         pipeline.assert_nothing_left()
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("preemption", ["swap", pytest.param("recompute", marks=another_of_its_kind())])
 def test_the_default_preempts(tmp_path: Path, default_model: Path, preemption: str) -> None:
     """Responses of six blocks, every one expected to end at once: the cache does not hold what was let in."""
     tokenizer = Tokenizer.from_file(str(default_model / "tokenizer.json"))

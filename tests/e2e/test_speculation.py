@@ -13,7 +13,7 @@ from tests.e2e.golden import Golden
 from tests.e2e.pipeline import Pipeline
 from tests.e2e.test_golden import MEBIBYTE, ask, compare
 from tests.e2e.test_splits import REQUESTS, scores, told
-from tests.examples import nightly
+from tests.examples import another_of_its_kind
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
@@ -44,16 +44,7 @@ def _asked(tmp_path: Path, model: Path, preset: str, mode: str) -> dict[str, lis
     return answers
 
 
-@pytest.mark.parametrize(
-    "preset",
-    [
-        "unified",
-        pytest.param(
-            "disaggregated",
-            marks=pytest.mark.skipif(not nightly(), reason="as on one worker, once more: scripts/test --nightly"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("preset", ["unified", pytest.param("disaggregated", marks=another_of_its_kind())])
 def test_answers_are_the_same_with_drafts(tmp_path: Path, default_model: Path, preset: str) -> None:
     for mode in ("off", "lookup"):
         (tmp_path / mode).mkdir()
@@ -64,6 +55,7 @@ def test_answers_are_the_same_with_drafts(tmp_path: Path, default_model: Path, p
         assert scores(drafted[name]) == pytest.approx(scores(choices), abs=2e-3), name
 
 
+@another_of_its_kind()
 def test_drafts_are_golden_under_preemption(tmp_path: Path, default_model: Path, goldens: list[Golden]) -> None:
     overrides = {
         "speculation": {"mode": "lookup"},

@@ -7,16 +7,17 @@ import json
 import pytest
 
 from cohort.services.bench.__main__ import main
-from tests.examples import nightly
+from tests.examples import another_of_its_kind
 
 SMALL = ["--workers", "2", "40", "--waiting", "10", "60", "--seconds", "0.1"]
 
 
-in_time = pytest.mark.skipif(not nightly(), reason="one more preset takes ten seconds: scripts/test --nightly")
-
-
 @pytest.mark.parametrize(
-    "preset", ["cohort", *(pytest.param(name, marks=in_time) for name in ("disaggregated", "bucketserve", "unified"))]
+    "preset",
+    [
+        "cohort",
+        *(pytest.param(name, marks=another_of_its_kind) for name in ("disaggregated", "bucketserve", "unified")),
+    ],
 )
 def test_every_width_is_measured(preset: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["decisions", "width", "--preset", preset, *SMALL, "--json"]) == 0

@@ -16,7 +16,7 @@ SMALL = ["--workers", "2", "40", "--waiting", "10", "60", "--seconds", "0.1"]
     "preset",
     [
         "cohort",
-        *(pytest.param(name, marks=another_of_its_kind) for name in ("disaggregated", "bucketserve", "unified")),
+        *(pytest.param(name, marks=another_of_its_kind()) for name in ("disaggregated", "bucketserve", "unified")),
     ],
 )
 def test_every_width_is_measured(preset: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.e2e.golden import Golden, golden_outputs, near_ties
 from tests.e2e.pipeline import Answer, Pipeline
+from tests.examples import another_of_its_kind
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
@@ -104,7 +105,9 @@ def test_a_killed_process_costs_a_pause_and_nothing_else(
     pipeline.assert_nothing_left()
 
 
-@pytest.mark.parametrize(("victim", "other"), [("decode-0", "prefill-0"), ("prefill-0", "decode-0")])
+@pytest.mark.parametrize(
+    ("victim", "other"), [("decode-0", "prefill-0"), pytest.param("prefill-0", "decode-0", marks=another_of_its_kind())]
+)
 def test_the_other_role_goes_on_while_the_dead_worker_is_away(
     pipeline: Pipeline, undisturbed: list[Answer], greedy_truth: list[Golden], victim: str, other: str
 ) -> None:

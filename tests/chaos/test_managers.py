@@ -17,6 +17,7 @@ import torch
 
 from tests.e2e.pipeline import Answer, Pipeline
 from tests.e2e.tiny_models import qwen2, save
+from tests.examples import another_of_its_kind
 from tests.services.gateway.tiny_model import byte_level
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
@@ -121,6 +122,7 @@ def test_a_standby_takes_over_from_a_killed_leader_and_back(pipeline: Pipeline, 
         assert round_ or killed != leader(pipeline)
 
 
+@another_of_its_kind()
 def test_a_leader_that_was_stopped_stands_by_when_it_goes_on(pipeline: Pipeline, undisturbed: list[Answer]) -> None:
     stopped = leader(pipeline)
 

@@ -20,15 +20,15 @@ import pytest
 from tests.e2e.golden import Golden
 from tests.e2e.pipeline import Answer, Pipeline
 from tests.e2e.test_golden import MEBIBYTE, ask, compare
-from tests.examples import another_of_its_kind
+from tests.examples import another_of_its_kind, nightly
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 WIDE = bool(os.environ.get("COHORT_TEST_WIDE"))
 WORKER = "unified-0"
-PRESETS = ["baseline-vllm", "baseline-uellm"]
-if WIDE:
-    OTHERS = ("round-robin", "chunked-prefill", "fastserve", "srtf", "multires", "orca")
+PRESETS = ["baseline-vllm"]
+if WIDE or nightly():
+    OTHERS = ("uellm", "round-robin", "chunked-prefill", "fastserve", "srtf", "multires", "orca")
     PRESETS += [f"baseline-{name}" for name in OTHERS]
 # The one admits only what fits for good; to the other all look equally long here.
 NEVER_PREEMPTS = ("baseline-orca", "baseline-srtf")

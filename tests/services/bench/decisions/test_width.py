@@ -26,6 +26,7 @@ def test_every_width_is_measured(preset: str, capsys: pytest.CaptureFixture[str]
     assert all(0.0 < row["decision_us"] <= row["decision_p99_us"] and row["core_share"] > 0.0 for row in rows)
 
 
+@another_of_its_kind()
 def test_the_exit_status_tells_whether_it_is_flat(capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--workers", "2", "4", "--waiting", "10", "--seconds", "0.1"]
     assert main(["decisions", "width", *few, "--within", "1000000"]) == 0

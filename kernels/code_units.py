@@ -7,6 +7,7 @@ from __future__ import annotations
 
 _UNITS = (32, 16)
 _LEAST_TILE = 32
+"""Inputs: a GPU multiplies nibbles in halves of a tile, and a tile's product has a depth of 16 at least."""
 
 
 def unit_of(group: int, inputs: int) -> int | None:

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from cohort.kernels.code_units import tiled
 from cohort.kernels.gpu.coded_kernels import coded_rows
 from cohort.kernels.gpu.plan import coded_plan
 
 _WIDEN_PRODUCTS = bool(knobs.runtime.interpret)  # as `attention.WIDEN_PRODUCTS`
 _KINDS = {torch.int8: 0, torch.uint8: 1, torch.float8_e4m3fn: 2}  # as `coded_kernels` names them
-LEAST_GROUP = 32
-"""Groups are multiples of this, or whole rows: nibbles are multiplied in halves of a tile, and a tile's product has a
-depth of 16 at least."""
 
 
 def coded_product(
@@ -35,7 +33,8 @@ def coded_product(
     outputs, stored = codes.shape
     inputs = stored * 2 if codes.dtype == torch.uint8 else stored
     rows, groups = len(x), -(-inputs // group)
-    if codes.dtype not in _KINDS or (group < inputs and group % LEAST_GROUP):
+    bits = 4 if codes.dtype == torch.uint8 else 8
+    if codes.dtype not in _KINDS or not tiled(bits=bits, group=group, inputs=inputs):
         raise TypeError(f"codes of {codes.dtype} in groups of {group}")
     if x.shape != (rows, inputs) or out.shape != (rows, outputs) or scales.shape != (outputs, groups):
         raise ValueError(

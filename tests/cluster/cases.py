@@ -234,3 +234,31 @@ def cases(
             options=st.just({}) if options is None else options,
         )
     )
+
+
+def left_by_clients(
+    preset: str, seed: int, blocks: int, *, shortest: int, arrival_s: Callable[[int, float], float]
+) -> Case:
+    """24 requests of both classes, of which clients leave. `shortest`: tokens of a response at least; `arrival_s`: by
+    the request's number and a draw between 0 and 1."""
+    random = Random(seed)
+    arrivals = [
+        (
+            arrival_s(index, random.random()),
+            random.randint(1, 20),
+            random.random() < 0.3,
+            random.randint(shortest, 30),
+            random.choice(["rt", "be"]),
+            random.choice([0.0, 0.5, 1.0, 2.0]),
+        )
+        for index in range(24)
+    ]
+    return Case(
+        preset=preset,
+        arrivals=arrivals,  # type: ignore[arg-type]
+        seed=seed,
+        faults=[("cancel", 1.2, 0.0), ("cancel", 1.6, 0.0)],
+        blocks=blocks,
+        host_blocks=40,
+        delay_s=0.002,
+    )

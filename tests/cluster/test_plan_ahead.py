@@ -11,7 +11,7 @@ from hypothesis import given
 from cohort.common.machines.effects import StartStep
 from cohort.common.types import FinishReason
 from cohort.common.virtual_cluster.plugins import WorkerNode
-from tests.cluster.cases import PRESETS, Arrival, Case, cases
+from tests.cluster.cases import PRESETS, Arrival, Case, cases, left_by_clients
 from tests.common.machines.clusters import total
 from tests.common.machines.digest_engine import DigestEngine
 from tests.common.machines.world import World
@@ -33,28 +33,8 @@ def _both(case: Case) -> tuple[World, World]:
 
 
 def _busy(preset: str, seed: int, blocks: int) -> Case:
-    """Arrivals of both classes that a small cache cannot hold at once, and of which clients leave."""
-    random = Random(seed)
-    arrivals = [
-        (
-            1.5 * random.random(),
-            random.randint(1, 20),
-            random.random() < 0.3,
-            random.randint(5, 30),
-            random.choice(["rt", "be"]),
-            random.choice([0.0, 0.5, 1.0, 2.0]),
-        )
-        for _ in range(24)
-    ]
-    return Case(
-        preset=preset,
-        arrivals=arrivals,  # type: ignore[arg-type]
-        seed=seed,
-        faults=[("cancel", 1.2, 0.0), ("cancel", 1.6, 0.0)],
-        blocks=blocks,
-        host_blocks=40,
-        delay_s=0.002,
-    )
+    """Arrivals that a small cache cannot hold at once."""
+    return left_by_clients(preset, seed, blocks, shortest=5, arrival_s=lambda index, share: 1.5 * share)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

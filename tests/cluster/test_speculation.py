@@ -5,14 +5,13 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from pathlib import Path
-from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.machines.replayer import replay
-from tests.cluster.cases import PRESETS, Case, cases
+from tests.cluster.cases import PRESETS, Case, cases, left_by_clients
 from tests.common.machines.clusters import total
 from tests.common.machines.recorded_world import RecordedWorld
 from tests.common.machines.world import World
@@ -21,26 +20,8 @@ from tests.examples import of_worlds
 
 def _spread(preset: str, seed: int, blocks: int) -> Case:
     """Few requests at a time, so that drafts are worth their time, of which some come together."""
-    random = Random(seed)
-    arrivals = [
-        (
-            0.2 * (index // 2) + 0.02 * random.random(),
-            random.randint(1, 20),
-            random.random() < 0.3,
-            random.randint(8, 30),
-            random.choice(["rt", "be"]),
-            random.choice([0.0, 0.5, 1.0, 2.0]),
-        )
-        for index in range(24)
-    ]
-    return Case(
-        preset=preset,
-        arrivals=arrivals,  # type: ignore[arg-type]
-        seed=seed,
-        faults=[("cancel", 1.2, 0.0), ("cancel", 1.6, 0.0)],
-        blocks=blocks,
-        host_blocks=40,
-        delay_s=0.002,
+    return left_by_clients(
+        preset, seed, blocks, shortest=8, arrival_s=lambda index, share: 0.2 * (index // 2) + 0.02 * share
     )
 
 

@@ -1,16 +1,32 @@
-"""A mixture of experts whose weights stand in two tensors: the one entry for engine and tests.
+"""A mixture of experts: which of them a token takes, their products, and their weighted sum.
 
-Dispatches to Triton on a GPU, else to the torch reference. On a processor the engine packs every expert for itself and
-groups rows on the host (`common.engine.experts`). Decides nothing about routing.
+The one entry for engine and tests; dispatches to C++, to Triton on a GPU, or to the torch reference. `expert_outputs`
+is for experts whose weights stand in two tensors: on a processor the engine packs every expert for itself and groups
+rows on the host (`common.engine.experts`).
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from cohort.kernels import reference
+from cohort.kernels import native, reference
 from cohort.kernels.coded import ExpertCodes
 from cohort.kernels.gpu import available as gpu
+
+
+def choose_experts(scores: Tensor, per_token: int, over_chosen: bool, rounded: bool) -> tuple[Tensor, Tensor]:
+    """The `per_token` experts of the largest scores [T, experts] of each token: experts int64 [T, k], ascending in each
+    row, and their weights [T, k], a softmax over all experts, or `over_chosen` ones alone.
+
+    Computed in float32, and `rounded` to the scores' dtype. Who wins of equals does not depend on other rows.
+    """
+    if (ops := native.ops_for(scores)) is None:
+        return reference.choose_experts(scores, per_token, over_chosen, rounded)
+    experts = torch.empty((len(scores), per_token), dtype=torch.int64)
+    weights = torch.empty((len(scores), per_token), dtype=torch.float32)
+    ops.choose_experts(scores, over_chosen, rounded, experts, weights)
+    return experts, weights
 
 
 def expert_outputs(x: Tensor, chosen: Tensor, gate_up: Tensor | ExpertCodes, down: Tensor | ExpertCodes) -> Tensor:
@@ -31,7 +47,9 @@ def expert_outputs(x: Tensor, chosen: Tensor, gate_up: Tensor | ExpertCodes, dow
 def add_weighted(parts: Tensor, weights: Tensor, shared: Tensor | None, residual: Tensor) -> None:
     """residual [T, hidden] += Σ weights [T, k] · parts [T · k, hidden], in ascending k, and shared [T, hidden]; every
     operation rounds."""
-    if (ops := gpu.ops_for(residual)) is not None:
+    if (ops := native.ops_for(residual)) is not None:
+        ops.add_weighted(parts, weights.float(), shared, residual)
+    elif (ops := gpu.ops_for(residual)) is not None:
         ops.add_weighted(parts, weights, shared, residual)
     else:
         reference.add_weighted(parts, weights, shared, residual)

@@ -33,6 +33,8 @@ _OPERATORS = (
     "rope_inplace",
     "silu_mul",
     "clamped_swiglu",
+    "choose_experts",
+    "add_weighted",
     "pack_panels",
     "pack_quantized",
     "pack_e4m3",

@@ -214,6 +214,18 @@ def expert_numbers(weight: ExpertCodes) -> Tensor:
     return coded_numbers(codes, scales, offsets, weight.group).view(*weight.codes.shape[:2], -1)
 
 
+def choose_experts(scores: Tensor, per_token: int, over_chosen: bool, rounded: bool) -> tuple[Tensor, Tensor]:
+    """As `kernels.experts.choose_experts`."""
+    if over_chosen:
+        chosen, experts = torch.topk(scores.float(), per_token, dim=-1)
+        weights = torch.softmax(chosen, dim=-1)
+    else:
+        weights, experts = torch.topk(torch.softmax(scores, dim=-1, dtype=torch.float32), per_token, dim=-1)
+    experts, places = torch.sort(experts, dim=-1)
+    weights = torch.gather(weights, 1, places)
+    return experts, weights.to(scores.dtype) if rounded else weights
+
+
 def add_weighted(parts: Tensor, weights: Tensor, shared: Tensor | None, residual: Tensor) -> None:
     """residual += Σ weights · parts in ascending order of places, and shared; every operation rounds."""
     weighted = (parts.view(*weights.shape, -1).float() * weights.float().unsqueeze(2)).to(residual.dtype)

@@ -54,6 +54,17 @@ def _attention_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) ->
     return False
 
 
+def _mixture_differs(ops: Any, x: Tensor) -> bool:
+    """Routing over 24 experts by three tokens' scores, and the weighted sum of three outputs each of one token."""
+    experts, weights = torch.empty((3, 3), dtype=torch.int64), torch.empty((3, 3))
+    ops.choose_experts(x[:, :24].contiguous(), False, False, experts, weights)
+    chosen, likely = reference.choose_experts(x[:, :24], 3, False, False)
+    ours, truth = x[:1].clone(), x[:1].clone()
+    ops.add_weighted(x, weights[:1].contiguous(), None, ours)
+    reference.add_weighted(x, weights[:1], None, truth)
+    return not torch.equal(experts, chosen) or _differs(weights, likely) or _differs(ours, truth)
+
+
 def _elementwise_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) -> bool:
     x = torch.randn(3, 72, generator=random).to(dtype)
     weight = torch.randn(72, generator=random).to(dtype)
@@ -70,6 +81,8 @@ def _elementwise_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) 
     ops.clamped_swiglu(x, 1.702, 1.5, ours)
     reference.clamped_swiglu(x, 1.702, 1.5, truth)
     if _differs(ours, truth):
+        return True
+    if _mixture_differs(ops, x):
         return True
     ours, truth = x.view(3, 2, 36).clone(), x.view(3, 2, 36).clone()
     angle, positions = torch.rand(7, 18, generator=random), torch.tensor([4, 0, 6])

@@ -26,6 +26,7 @@ from cohort.common.engine.quantization_config import CodeLayout, keeps_codes
 from cohort.common.engine.quantized import QuantizedWeight
 from cohort.common.engine.weights import Weights
 from cohort.kernels.coded import ExpertCodes
+from cohort.kernels.experts import add_weighted, choose_experts
 from cohort.kernels.panels import Arena
 
 
@@ -85,41 +86,17 @@ class Routing(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenRouter:
-    """gpt-oss: the k largest scores, weighted by a softmax over these alone."""
-
-    scores: Linear
-    per_token: int
-
-    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Routing`."""
-        scores, experts = torch.topk(self.scores(x), self.per_token, dim=-1)
-        weights = torch.softmax(scores, dim=-1)
-        experts, places = torch.sort(experts, dim=-1)
-        return experts, torch.gather(weights, 1, places)
-
-
-@dataclass(frozen=True, slots=True)
 class Router:
-    """The k likeliest experts by a softmax over all of them."""
+    """The k experts of the largest scores, weighted by a softmax over all experts, or over the chosen alone."""
 
     scores: Linear
     per_token: int
-    normalised: bool  # the chosen weights sum to one
+    over_chosen: bool  # the weights sum to one
     rounded: bool  # the weights are rounded to the model's dtype, as in Qwen's code; Mixtral's stay float32
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """See `Routing`."""
-        probabilities = torch.softmax(self.scores(x), dim=-1, dtype=torch.float32)
-        weights, experts = torch.topk(probabilities, self.per_token, dim=-1)
-        if self.normalised:  # summed column by column: torch's own sum may take another order for another shape
-            total = weights[:, 0]
-            for column in range(1, self.per_token):
-                total = total + weights[:, column]
-            weights = weights / total.unsqueeze(1)
-        experts, places = torch.sort(experts, dim=-1)
-        weights = torch.gather(weights, 1, places)
-        return experts, weights.to(x.dtype) if self.rounded else weights
+        return choose_experts(self.scores(x), self.per_token, self.over_chosen, self.rounded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,18 +190,10 @@ class Experts:
 
     def add_into(self, x: Tensor, activated: Tensor, residual: Tensor) -> None:
         """residual [T, hidden] += the mixture of x [T, hidden]; has scratch of its own instead of `activated`."""
-        tokens, per_token = len(x), self.router.per_token
         chosen, weights = self.router.route(x)
         # A single token's experts are in order already.
-        outputs = self._of_one(x, chosen[0].tolist()) if tokens == 1 else self._of_many(x, chosen.view(-1))
-        parts = outputs.view(tokens, per_token, -1)
-        parts.mul_(weights.unsqueeze(2))
-        total = parts[:, 0]
-        for place in range(1, per_token):
-            total.add_(parts[:, place])
-        if self.shared is not None:
-            total.add_(self.shared(x))
-        residual.add_(total)
+        outputs = self._of_one(x, chosen[0].tolist()) if len(x) == 1 else self._of_many(x, chosen.view(-1))
+        add_weighted(outputs, weights, None if self.shared is None else self.shared(x), residual)
 
     def _of_one(self, x: Tensor, chosen: Sequence[int]) -> Tensor:
         """Outputs [k, hidden] of a single token's experts."""

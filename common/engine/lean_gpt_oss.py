@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cohort.common.engine.experts import ChosenRouter, DenseMlp, ExpertBuffers, Experts
+from cohort.common.engine.experts import DenseMlp, ExpertBuffers, Experts, Router
 from cohort.common.engine.linear import Linear
 from cohort.common.engine.matrices import read_outer
 from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry
@@ -205,7 +205,7 @@ class _Reader:
             gated = ClampedGatedLinear(both, mixture.swiglu_alpha, mixture.swiglu_limit)
             experts.append(DenseMlp(gated, Linear(*out.of(expert), arena=self._arena)))
         scores = self._linear([f"{prefix}mlp.router"], [count], g.hidden_size, True)
-        return Experts(ChosenRouter(scores, mixture.per_token), experts, None, self._buffers)
+        return Experts(Router(scores, mixture.per_token, over_chosen=True, rounded=True), experts, None, self._buffers)
 
 
 class _ExpertWeights:

@@ -39,6 +39,9 @@ TORCH_LIBRARY(cohort, m) {
   m.def("rope_inplace(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, Tensor positions) -> ()");
   m.def("silu_mul(Tensor gate_up, Tensor(a!) out) -> ()");
   m.def("clamped_swiglu(Tensor gate_up, float alpha, float limit, Tensor(a!) out) -> ()");
+  m.def(
+      "choose_experts(Tensor scores, bool over_chosen, bool rounded, Tensor(a!) experts, Tensor(b!) weights) -> ()");
+  m.def("add_weighted(Tensor parts, Tensor weights, Tensor? shared, Tensor(a!) residual) -> ()");
   m.def("panel_outputs() -> int", &cohort::panel_outputs);
   m.def("panels_multiply_bf16() -> bool", &cohort::panels_multiply_bf16);
   m.def("huge_zeros(int bytes) -> Tensor", &cohort::huge_zeros);
@@ -71,6 +74,8 @@ TORCH_LIBRARY_IMPL(cohort, CPU, m) {
   m.impl("rope_inplace", &cohort::rope_inplace);
   m.impl("silu_mul", &cohort::silu_mul);
   m.impl("clamped_swiglu", &cohort::clamped_swiglu);
+  m.impl("choose_experts", &cohort::choose_experts);
+  m.impl("add_weighted", &cohort::add_weighted);
   m.impl("pack_panels", &cohort::pack_panels);
   m.impl("pack_quantized", &cohort::pack_quantized);
   m.impl("pack_e4m3", &cohort::pack_e4m3);

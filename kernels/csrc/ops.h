@@ -39,6 +39,9 @@ void rope_inplace(at::Tensor& q, at::Tensor& k, const at::Tensor& cos, const at:
                   const at::Tensor& positions);
 void silu_mul(const at::Tensor& gate_up, at::Tensor& out);
 void clamped_swiglu(const at::Tensor& gate_up, double alpha, double limit, at::Tensor& out);
+void choose_experts(const at::Tensor& scores, bool over_chosen, bool rounded, at::Tensor& experts, at::Tensor& weights);
+void add_weighted(const at::Tensor& parts, const at::Tensor& weights, const std::optional<at::Tensor>& shared,
+                  at::Tensor& residual);
 int64_t panel_outputs();
 bool panels_multiply_bf16();
 void pack_panels(const at::Tensor& weight, at::Tensor& panels, bool gated);

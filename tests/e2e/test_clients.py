@@ -20,6 +20,7 @@ from tests.e2e.client_scripts import run_here
 from tests.e2e.golden import compute, near_ties
 from tests.e2e.pipeline import Pipeline
 from tests.e2e.tiny_models import opt, qwen2, qwen3_moe, save
+from tests.examples import another_of_its_kind
 from tests.services.gateway.tiny_model import byte_level
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
@@ -186,7 +187,9 @@ def tiny(folder: Path, model: PreTrainedModel) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("make", [qwen2, qwen3_moe, opt])
+@pytest.mark.parametrize(
+    "make", [qwen3_moe, *(pytest.param(other, marks=another_of_its_kind()) for other in (qwen2, opt))]
+)
 def test_other_architectures_equal_the_reference(tmp_path: Path, make: type[PreTrainedModel]) -> None:
     torch.manual_seed(7)
     folder = tiny(tmp_path / "model", make())

@@ -86,6 +86,7 @@ def test_disaggregated_with_prefix_cache_and_long_prompts(
             },
             "transfers_total",
             id="disaggregated, chunks of 32, over the fallback link",
+            marks=another_of_its_kind(),
         ),
     ],
 )

@@ -14,7 +14,7 @@ from tests.e2e.golden import Golden
 from tests.e2e.pipeline import Pipeline
 from tests.e2e.test_golden import MEBIBYTE, ask, compare
 from tests.e2e.test_splits import REQUESTS, scores, told
-from tests.examples import another_of_its_kind
+from tests.examples import another_of_its_kind, nightly
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
@@ -38,7 +38,9 @@ def _speculating(mode: str, model: Path) -> dict[str, Any]:
 def _asked(tmp_path: Path, model: Path, preset: str, mode: str) -> dict[str, list[dict[str, Any]]]:
     with Pipeline(tmp_path / mode, model, {"speculation": _speculating(mode, model)}, preset=preset) as pipeline:
         answers = {
-            name: _post(pipeline, {"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True, **asked})
+            name: _post(
+                pipeline, {"prompt": PROMPT, "max_tokens": 40 if nightly() else 24, "ignore_eos": True, **asked}
+            )
             for name, asked in REQUESTS.items()
         }
         worker = list(pipeline.config.instance_roles)[-1]

@@ -21,6 +21,7 @@ import torch
 from cohort.common.machines.replayer import Replayed, replay
 from tests.e2e.pipeline import Answer, Pipeline
 from tests.e2e.tiny_models import qwen2, save
+from tests.examples import nightly
 from tests.services.gateway.tiny_model import byte_level
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
@@ -29,11 +30,9 @@ PRESETS = [
     "bucketserve",
     "alignedserve",
     "dynaserve",
-    "baseline-distserve",
+    *(["baseline-distserve", "baseline-vllm", "baseline-fastserve"] if nightly() else []),
     "bros",
     "ecoserve",
-    "baseline-vllm",
-    "baseline-fastserve",
     "unified",
     "cohort",
 ]

@@ -15,6 +15,7 @@ from cohort.services.simulator.cluster import SimOptions
 from cohort.services.simulator.hardware import load_cluster, load_model
 from cohort.services.simulator.report import SimReport
 from cohort.services.simulator.run import simulate
+from tests.examples import another_of_its_kind
 
 _WARMUP_S, _END_S = 30.0, 80.0
 
@@ -48,7 +49,7 @@ def keeps_up(report: SimReport) -> bool:
 @pytest.mark.parametrize(
     ("cluster", "rate", "mixed_share"),
     [
-        pytest.param("h100-80:1+a100-80:1", 16.0, 0.0, id="an H100 beside an A100"),
+        pytest.param("h100-80:1+a100-80:1", 16.0, 0.0, id="an H100 beside an A100", marks=another_of_its_kind()),
         pytest.param("a100-80:2", 7.0, 0.3, id="mixing costs 30 %"),
     ],
 )

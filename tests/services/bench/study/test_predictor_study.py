@@ -23,6 +23,7 @@ from cohort.services.bench.__main__ import main
 from cohort.services.bench.study.answers import Asker, made_up_answers, read_answers, read_prompts
 from cohort.services.bench.study.judging import read_states, report
 from cohort.services.length_predictor.judgement import judge
+from tests.examples import another_of_its_kind
 
 
 def test_every_figure_by_hand() -> None:
@@ -156,6 +157,7 @@ def test_a_damaged_cache_is_named(tmp_path: Path) -> None:
         read_answers(cache)
 
 
+@another_of_its_kind()
 def test_the_commands(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache = tmp_path / "answers.jsonl"
     assert main(["study", "report", "--cache", str(cache)]) == 2

@@ -120,6 +120,7 @@ class _ClusterFile(_File, frozen=True):
     scatter: _NotNegative | None = None
     nics_per_host: Annotated[int, msgspec.Meta(ge=0)] = 0
     workers_per_device: _Positive = 1
+    pace: _Rate = 1.0
 
 
 class _PartsFile(_File, frozen=True):
@@ -335,7 +336,7 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
     if file.instances % file.workers_per_device or (file.cores and file.workers_per_device > 1):
         wrong = "cores are shared already" if file.cores else f"{file.instances} instances do not fill the devices"
         raise ConfigError(f"cluster {text}: workers_per_device: {wrong}")
-    return Cluster(
+    cluster = Cluster(
         name=text,
         device=device,
         device_reserve_bytes=device_file.reserve_bytes,
@@ -358,6 +359,28 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
         profile=device_file.profile,
         nics_per_host=file.nics_per_host,
         workers_per_device=file.workers_per_device,
+    )
+    return paced(cluster, file.pace)
+
+
+def paced(cluster: Cluster, pace: float) -> Cluster:
+    """The same machine on a day when everything it computes takes `pace` times as long; links stay as they are."""
+    if pace == 1.0:
+        return cluster
+    device, stack = cluster.device, cluster.stack
+    rates = ("flops_per_s", "memory_bytes_per_s", "exchange_bytes_per_s", "host_bytes_per_s")
+    times = ("launch_s", "step_s", "row_s", "parallel_step_s", "parallel_row_s")
+    return msgspec.structs.replace(
+        cluster,
+        device=replace(
+            device,
+            layer_s=device.layer_s * pace,
+            exchange_latency_s=device.exchange_latency_s * pace,
+            **{rate: getattr(device, rate) / pace for rate in rates},
+        ),
+        stack=replace(stack, **{time: getattr(stack, time) * pace for time in times}),
+        service_step_s=cluster.service_step_s * pace,
+        service_row_s=cluster.service_row_s * pace,
     )
 
 

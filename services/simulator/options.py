@@ -47,6 +47,12 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
         help="coefficient of variation of an iteration's time (default: as profiled; 0 in the shipped files)",
     )
     group.add_argument(
+        "--pace",
+        type=float,
+        metavar="X",
+        help="all that the machine computes takes X times what its device's file says (default: the cluster's file, 1)",
+    )
+    group.add_argument(
         "--acceptance",
         type=float,
         default=0.0,

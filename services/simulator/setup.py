@@ -49,6 +49,7 @@ def cluster_of(options: argparse.Namespace, text: str) -> Cluster:
             "stack": options.stack,
             "mixed_share": options.mixed_share,
             "mixed_reads": options.mixed_reads,
+            "pace": options.pace,
         },
     )
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cohort.common.config import CONFIGS_DIR
 from cohort.common.errors import ConfigError
+from cohort.common.policies.cost_model import CostModel, StepWork
 from cohort.services.simulator.hardware import Cluster, core_slowdowns, load_cluster, load_device, load_link, load_model
 from cohort.services.simulator.network import Ports
 from tests.services.simulator.lab import cluster as small_cluster
@@ -162,6 +163,27 @@ def test_the_reads_of_a_group_are_the_stacks_or_the_clusters(tmp_path: Path) -> 
     assert load_cluster("a100-80:2", {"mixed_reads": 0.25}).stack.mixed_reads == 0.25
     with pytest.raises(ConfigError, match="mixed_reads"):
         load_cluster("a100-80:2", {"mixed_reads": 1.5})
+
+
+@pytest.mark.parametrize("text", ["a100-80:2", "cpu-2x1", "h100-80:1+a100-80:1"])
+def test_at_another_pace_every_part_of_an_iteration_takes_so_much_longer(text: str) -> None:
+    usual, slow = load_cluster(text), load_cluster(text, {"pace": 1.25})
+    model = load_model("smollm2-135m")
+    for number in range(2):
+        for work in (
+            StepWork(700, 1, 1, pairs=245_000),
+            StepWork(2, 2, 2, decode_rows=2, decode_context=930, longest_context=900),
+            StepWork(65, 2, 1, pairs=2_000, decode_rows=1, decode_context=500, longest_context=500),
+        ):
+            times = [
+                CostModel(model, part.device, part.stack, tensor_parallel=2).step_s(work)
+                for part in (usual.of(number), slow.of(number))
+            ]
+            assert times[1] == pytest.approx(1.25 * times[0])
+    assert slow.service_load(3, 1.25) == pytest.approx(usual.service_load(3, 1.0))
+    assert slow.link(0, 1) == usual.link(0, 1)
+    with pytest.raises(ConfigError, match="pace"):
+        load_cluster("a100-80:2", {"pace": 0})
 
 
 def test_a_linear_table_has_ascending_tokens(tmp_path: Path) -> None:

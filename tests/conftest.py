@@ -22,6 +22,18 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+LONG_FIRST = (
+    *("services/launcher", "scripts", "services/simulator", "common/transport", "security", "services/bench"),
+    *("common/engine", "services/length_predictor", "kernels"),
+)
+"""With files of half a minute: where several workers share the files, a long one at the end leaves the others idle."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folders = tuple(f"tests/{folder}/" for folder in LONG_FIRST)
+    items.sort(key=lambda item: not item.nodeid.startswith(folders))
+
+
 @pytest.fixture(scope="session")
 def default_model() -> Path:
     """The default model's folder; `scripts/test` makes it."""

@@ -1,8 +1,8 @@
 """When Python looks for garbage in cycles: rarely, and never at what a process was started with.
 
-`settle` is called once by a process that has loaded all it serves with. A step of an engine brings each of its streams a few short
-objects, none of them in a cycle; by the interpreter's own thresholds these alone have all young objects looked at
-several times a step, and all that live at every thousandth. Reference counts free them at once in any case.
+`settle` is called once by a process that has loaded all it serves with. A step of an engine brings each of its streams
+a few short objects, none of them in a cycle; by the interpreter's own thresholds these alone have all young objects
+looked at several times a step, and all that live at every thousandth. Reference counts free them at once in any case.
 """
 
 from __future__ import annotations

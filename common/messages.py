@@ -597,15 +597,15 @@ class Addresses(_Base, frozen=True):
 # --------------------------------------------------------------------------------------------------------------
 
 ToGateway = TokenBatch | ManagerHello | Placed | AttemptsLost | Refused | ClusterLoad | Predicted
-ToManager = (
-    GatewayHello
+ToManager = (  # the most frequent first: a message is tried against them in this order
+    WorkerReport
     | Submit
+    | SegmentEnded
+    | GatewayHello
     | Cancel
     | RevisePrediction
     | Outstanding
     | RegisterWorker
-    | WorkerReport
-    | SegmentEnded
     | Leaving
     | ClusterStats
 )

@@ -19,7 +19,7 @@ decide what goes where.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import assert_never, cast, get_args
+from typing import assert_never
 
 import msgspec
 
@@ -68,12 +68,10 @@ _LEAST_WAIT_S = 0.001  # between two ticks, however far in the past a policy wan
 _REGISTERS_S = 3.0  # workers register with a manager that stands by several times in this time
 _Command = StartSegment | BindSegment | PrefetchKv | Cancel
 """To workers, with the epoch of the manager that leads."""
-_TellEpoch = GatewayHello | RegisterWorker | WorkerReport
+_TellEpoch = WorkerReport | GatewayHello | RegisterWorker
 _HeardStandingBy = GatewayHello | RegisterWorker | Leaving | ClusterStats
 _FromFollowers = Submit | Outstanding | WorkerReport
 """Their sender takes this manager for the one that leads."""
-# By type: of a union every member would be tried in turn, for every message.
-_MINE, _TELL_EPOCH = frozenset(get_args(ToManager)), frozenset(get_args(_TellEpoch))
 
 
 class ManagerMachine:
@@ -190,16 +188,14 @@ class ManagerMachine:
 
     def _received(self, now_s: float, sender: InstanceId, message: Message) -> bool:
         """True when something may be placed or bound now that could not before."""
-        kind = type(message)
-        if kind not in _MINE:
-            raise InvariantViolated(f"a {kind.__name__} of {sender} is not for a manager")
-        message = cast(ToManager, message)
+        if not isinstance(message, ToManager):
+            raise InvariantViolated(f"a {type(message).__name__} of {sender} is not for a manager")
         if not may_say(sender, message):
             self.counters.misnamed += 1
             return False
-        if kind in _TELL_EPOCH:
+        if isinstance(message, _TellEpoch):
             asked = isinstance(message, GatewayHello) and message.lead
-            if self._lead.outranked(now_s, cast(_TellEpoch, message).epoch, asked=asked):
+            if self._lead.outranked(now_s, message.epoch, asked=asked):
                 self._step_down(now_s)
         if not self._lead.leads and not isinstance(message, _HeardStandingBy):
             if isinstance(message, _FromFollowers):

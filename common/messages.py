@@ -71,7 +71,7 @@ class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     preemptions: int = 0
 
 
-class TokenUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
+class TokenUpdate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """New tokens of one request: `tokens[i]` belongs at position `position + i`.
 
     `finish` closes the request (with no token when it failed: then `error` says why). `cached_tokens` prompt
@@ -597,15 +597,15 @@ class Addresses(_Base, frozen=True):
 # --------------------------------------------------------------------------------------------------------------
 
 ToGateway = TokenBatch | ManagerHello | Placed | AttemptsLost | Refused | ClusterLoad | Predicted
-ToManager = (
-    GatewayHello
+ToManager = (  # the most frequent first: a message is tried against them in this order
+    WorkerReport
     | Submit
+    | SegmentEnded
+    | GatewayHello
     | Cancel
     | RevisePrediction
     | Outstanding
     | RegisterWorker
-    | WorkerReport
-    | SegmentEnded
     | Leaving
     | ClusterStats
 )

@@ -68,7 +68,7 @@ _LEAST_WAIT_S = 0.001  # between two ticks, however far in the past a policy wan
 _REGISTERS_S = 3.0  # workers register with a manager that stands by several times in this time
 _Command = StartSegment | BindSegment | PrefetchKv | Cancel
 """To workers, with the epoch of the manager that leads."""
-_TellEpoch = GatewayHello | RegisterWorker | WorkerReport
+_TellEpoch = WorkerReport | GatewayHello | RegisterWorker
 _HeardStandingBy = GatewayHello | RegisterWorker | Leaving | ClusterStats
 _FromFollowers = Submit | Outstanding | WorkerReport
 """Their sender takes this manager for the one that leads."""

@@ -44,20 +44,21 @@ def _queue(everything: Collection[Held], listed: int) -> dict[str, Any]:
     """Sums over the sequences of a worker, by field of `WorkerStats`. `listed`: entries of the progress list at
     most."""
     running = waiting = awaiting_kv = parked = prefill_tokens = context_tokens = 0
-    for held in everything:
+    waits, swapped, runs, awaits = Phase.WAITING, Phase.SWAPPED, Phase.RUNNING, Phase.AWAITING_KV
+    for held in everything:  # under overload thousands, most of which wait
         sequence = held.sequence
-        phase, end, computed = sequence.phase, sequence.end, sequence.computed
-        if phase is Phase.AWAITING_KV:
+        phase = sequence.phase
+        if phase is waits or phase is swapped:
+            waiting += 1
+        elif phase is runs:
+            running += 1
+        elif phase is awaits:
             awaiting_kv += 1
             continue
-        if phase is Phase.RUNNING:
-            running += 1
-        elif phase is Phase.PARKED or phase is Phase.LEAVING:
+        else:  # parked, or leaving
             parked += 1
             continue
-        else:
-            waiting += 1
-        prompt = held.prompt_known
+        end, computed, prompt = sequence.end, sequence.computed, held.prompt_known
         left = (prompt if end is None or prompt < end else end) - computed
         if left > 1:
             prefill_tokens += left
@@ -167,7 +168,7 @@ class WorkerReports:
 
     def stats(self, memory_free_bytes: int) -> WorkerStats:
         kv, averages = self._state.kv, self._state.averages
-        cache = kv.metrics()
+        asked, found = kv.prefix_lookups
         return WorkerStats(
             total_blocks=kv.total_blocks,
             free_blocks=kv.free_blocks,
@@ -179,8 +180,8 @@ class WorkerReports:
             prefill_tokens_per_s=averages.prefill_tokens_per_s,
             decode_step_s=averages.decode_step_s,
             preemptions=self._state.counters.preemptions,
-            prefix_queries=int(cache.get("prefix_queries_total", 0)),
-            prefix_hits=int(cache.get("prefix_hits_total", 0)),
+            prefix_queries=asked,
+            prefix_hits=found,
             leases=len(self._leases),
             expired_leases=self._leases.expired,
             step_times=None if self._learned is None else self._learned.step_times(),

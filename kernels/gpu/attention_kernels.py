@@ -9,6 +9,9 @@ rows of both kinds take the same code.
 A program serves the query heads of one kv head together (the rows of a tile are tokens × heads), so every key is read
 once. Scores are in units of log2, which is what `exp2` wants: `scale` comes multiplied by log2(e).
 
+Soft caps (CAPPED): cap · tanh(y) is cap − 2 · cap / (1 + e^2y), so `scale` comes as what makes 2 · log2(e) · y of a
+product, and `cap` multiplied by log2(e).
+
 A cache in FP8 (FP8, `fp8_cache`) has a head's codes of a block, then their scales. Codes become numbers of the query's
 type; a key's scale, a power of two, multiplies its scores, a value's scale its weights.
 
@@ -62,6 +65,7 @@ def _over_keys(
     position,
     window,
     scale,
+    cap,
     block_stride,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -70,6 +74,7 @@ def _over_keys(
     TILE_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     FP8: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -99,6 +104,8 @@ def _over_keys(
         else:
             key = tl.load(cell, mask=wanted, other=0.0)
             score = _product(query, tl.trans(key), nothing, WIDE) * scale
+        if CAPPED:
+            score = cap - 2.0 * cap / (1.0 + tl.exp2(score))
         visible = there[None, :]
         if CAUSAL:
             visible = visible & (key_position[None, :] <= position[:, None])
@@ -173,6 +180,7 @@ def decode_rows(
     rows,
     items,
     scale,
+    cap,
     window,
     query_stride,
     query_head_stride,
@@ -193,6 +201,7 @@ def decode_rows(
     MIN_PART_KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
+    CAPPED: tl.constexpr,
     FP8: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -243,6 +252,7 @@ def decode_rows(
             member,
             window,
             scale,
+            cap,
             block_stride,
             BLOCK_SIZE,
             HEAD_DIM,
@@ -251,6 +261,7 @@ def decode_rows(
             TILE_KEYS,
             False,
             WINDOWED,
+            CAPPED,
             FP8,
             WIDE,
         )
@@ -351,6 +362,7 @@ def prefill_rows(
     out,
     sinks,
     scale,
+    cap,
     window,
     query_stride,
     query_head_stride,
@@ -369,6 +381,7 @@ def prefill_rows(
     TILE_KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
+    CAPPED: tl.constexpr,
     FP8: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -406,6 +419,7 @@ def prefill_rows(
         context - count + in_row,
         window,
         scale,
+        cap,
         block_stride,
         BLOCK_SIZE,
         HEAD_DIM,
@@ -414,6 +428,7 @@ def prefill_rows(
         TILE_KEYS,
         True,
         WINDOWED,
+        CAPPED,
         FP8,
         WIDE,
     )

@@ -48,14 +48,18 @@ def _silu_mul(gate_up, out, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl
 
 
 @triton.jit
-def _clamped_swiglu(gate_up, out, alpha, limit, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Grid (tokens, tiles of the width). Roundings after every operation, as in transformers."""
+def _clamped_swiglu(
+    gate_up, out, alpha, limit, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl.constexpr, IN_TURN: tl.constexpr
+):
+    """Grid (tokens, tiles of the width). Roundings after every operation, as in transformers. IN_TURN: each gate stands
+    before its up."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     there = column < WIDTH
     kind = out.dtype.element_ty
-    gate = tl.load(gate_up + token * in_stride + column, mask=there, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + token * in_stride + WIDTH + column, mask=there, other=0.0).to(tl.float32)
+    first = gate_up + token * in_stride + (2 * column if IN_TURN else column)
+    gate = tl.load(first, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(first + (1 if IN_TURN else WIDTH), mask=there, other=0.0).to(tl.float32)
     gate = tl.minimum(gate, limit)
     up = tl.maximum(tl.minimum(up, limit), -limit)
     steep = (gate * alpha).to(kind).to(tl.float32)
@@ -269,12 +273,21 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
         )
 
 
-def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor) -> None:
-    """As `kernels.fused.clamped_swiglu`."""
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor, *, in_turn: bool = False) -> None:
+    """As `kernels.fused.clamped_swiglu`; `in_turn`: each gate stands before its up."""
     tokens, width, tile = _gated(gate_up, out)
     if tokens:
         _clamped_swiglu[(tokens, -(-width // tile))](
-            gate_up, out, alpha, limit, gate_up.stride(0), out.stride(0), WIDTH=width, TILE=tile, num_warps=4
+            gate_up,
+            out,
+            alpha,
+            limit,
+            gate_up.stride(0),
+            out.stride(0),
+            WIDTH=width,
+            TILE=tile,
+            IN_TURN=in_turn,
+            num_warps=4,
         )
 
 

@@ -51,12 +51,13 @@ def test_silu_mul(device, assert_close, dtype, width):
 
 
 @DTYPES
-@pytest.mark.parametrize("width", [37, 1500])
-def test_clamped_swiglu(device, assert_close, dtype, width):
+@pytest.mark.parametrize(("width", "in_turn"), [(37, False), (1500, False), (37, True)])
+def test_clamped_swiglu(device, assert_close, dtype, width, in_turn):
     gate_up = (3 * torch.randn(3, 2 * width)).to(device, dtype)
     out, expected = torch.empty(2, 3, width, device=device, dtype=dtype)
-    elementwise.clamped_swiglu(gate_up, 1.702, 2.5, out)
-    reference.clamped_swiglu(gate_up, 1.702, 2.5, expected)
+    elementwise.clamped_swiglu(gate_up, 1.702, 2.5, out, in_turn=in_turn)
+    halves = torch.cat((gate_up[:, ::2], gate_up[:, 1::2]), dim=1) if in_turn else gate_up
+    reference.clamped_swiglu(halves, 1.702, 2.5, expected)
     assert_close(out.cpu(), expected.cpu())
 
 

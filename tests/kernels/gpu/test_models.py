@@ -12,6 +12,7 @@ from cohort.kernels import native
 from cohort.kernels.gpu import available, operators
 from tests.common.engine.driver import check_schedule, make_runner, random_prompts, reference_generate, run_chunked
 from tests.common.engine.test_gpt_oss import mxfp4_folder as mxfp4_folder
+from tests.engine_models import model_folder as model_folder
 from tests.examples import another_of_its_kind
 from tests.kernels.gpu.conftest import DEVICE
 

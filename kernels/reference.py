@@ -141,6 +141,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     out.copy_(weight * normed.to(x.dtype))
 
 
+def wide_rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """`rms_norm` with a weight in float32, rounded once at the end (Gemma, gpt-oss)."""
+    wide = x.float()
+    out.copy_(wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps) * weight)
+
+
 def rope_inplace(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
     """Rotate the first 2 · cos.shape[1] elements of every head, rotate-half convention; the others stay."""
     half = cos.shape[1]

@@ -159,6 +159,7 @@ class DeviceSteps:
             products=products_made(),
             layers=g.num_layers,
             fp8=is_fp8(self._kv.blocks),
+            wide_norms=g.family in ("gemma", "gpt_oss"),
         )
         variants.compilations.watch()
         variants.precompile(served, self._max_rows, self._device, threads)

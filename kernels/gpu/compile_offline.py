@@ -52,6 +52,7 @@ _MIXTRAL = ServedExperts(count=8, per_token=2, inner=14336, shared_inner=0, roun
 _QWEN3 = ServedExperts(count=128, per_token=8, inner=768, shared_inner=0, rounded=True)
 
 
+_GEMMA_2: dict[str, Any] = {"windowed": _SOME, "capped": True, "wide_norms": True}
 _GPT_OSS = ServedExperts(count=32, per_token=4, inner=2880, shared_inner=0, rounded=True, clamped=True)
 _GPT_OSS_MXFP4 = (
     ServedProduct(5760, 2880, E2M1, MX_GROUP, False, True, 32, gathers=True, clamped=True),
@@ -88,10 +89,21 @@ MODELS = {
         32, 4, 128, 2048, 6144, 151936, "bfloat16", products=_expert_codes(torch.int8, 2048, offsets=False)
     ),
     "gpt-oss-20b": _model(
-        64, 8, 64, 2880, 2880, 201088, "bfloat16", windowed=_SOME, sinks=True, experts=_GPT_OSS, products=_GPT_OSS_MXFP4
+        64,
+        8,
+        64,
+        2880,
+        2880,
+        201088,
+        "bfloat16",
+        windowed=_SOME,
+        sinks=True,
+        wide_norms=True,
+        experts=_GPT_OSS,
+        products=_GPT_OSS_MXFP4,
     ),
-    "Gemma-2-9B": _model(16, 8, 256, 3584, 14336, 256000, "bfloat16", windowed=_SOME, capped=True),
-    "Gemma-2-27B": _model(32, 16, 128, 4608, 36864, 256000, "bfloat16", windowed=_SOME, capped=True),
+    "Gemma-2-9B": _model(16, 8, 256, 3584, 14336, 256000, "bfloat16", **_GEMMA_2),
+    "Gemma-2-27B": _model(32, 16, 128, 4608, 36864, 256000, "bfloat16", **_GEMMA_2),
 }
 MODELS |= {f"{name}, KV in FP8": replace(MODELS[name], fp8=True) for name in ("gpt-oss-20b", "Gemma-2-9B")}
 SHAPES = MODELS | {

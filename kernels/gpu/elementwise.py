@@ -21,7 +21,7 @@ _SILU_TILE = 1024
 def _rms_norm(
     x, weight, out, eps, x_stride, x_head_stride, out_stride, out_head_stride, WIDTH: tl.constexpr, PAD: tl.constexpr
 ):
-    """Grid (tokens, heads)."""
+    """Rounded before the weight, but not where that is in float32. Grid (tokens, heads)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim = tl.arange(0, PAD)
@@ -30,7 +30,7 @@ def _rms_norm(
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     kind = out.dtype.element_ty
     factor = tl.load(weight + dim, mask=there, other=0.0).to(tl.float32)
-    scaled = normed.to(kind).to(tl.float32) * factor
+    scaled = (normed if weight.dtype.element_ty == tl.float32 else normed.to(kind).to(tl.float32)) * factor
     tl.store(out + token * out_stride + head * out_head_stride + dim, scaled.to(kind), mask=there)
 
 
@@ -240,7 +240,7 @@ def _store_kv(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """As `kernels.fused.rms_norm`, for [T, W] or [T, H, W]."""
+    """As `kernels.fused.rms_norm`, for [T, W] or [T, H, W]; with a weight in float32 as `wide_rms_norm`."""
     _unit_stride(x, out, weight)
     width = x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1

@@ -55,7 +55,7 @@ class Served:
     """A model as the kernels see it. `rotary_half`: half of the elements of a head that are rotated, 0 for models that
     leave all but attention to other kernels; `windowed`: whether layers have a sliding window, some or none; `sinks`,
     `capped`: whether attention has sinks, and bounds its scores; `products`: over weights in codes; `fp8`: keys and
-    values are kept so."""
+    values are kept so; `wide_norms`: weights of norms are in float32."""
 
     query_heads: int
     kv_heads: int
@@ -73,6 +73,7 @@ class Served:
     products: tuple[ServedProduct, ...] = ()
     layers: int = 2
     fp8: bool = False
+    wide_norms: bool = False
 
 
 def row_classes(max_rows: int) -> tuple[int, ...]:
@@ -176,9 +177,11 @@ class _Tensors:
         if not s.rotary_half:
             return
         hidden, both = self._empty(tokens, s.hidden), self._empty(tokens, 2 * s.inner)
-        yield "norm", lambda: elementwise.rms_norm(hidden, hidden[0], 1e-5, hidden)
+        kind = torch.float32 if s.wide_norms else s.dtype
+        weight, of_head = self._empty(s.hidden, dtype=kind), self._empty(s.head_dim, dtype=kind)
+        yield "norm", lambda: elementwise.rms_norm(hidden, weight, 1e-5, hidden)
         for name, heads in (("query", query), ("key", key)):
-            yield f"norm of {name}", lambda x=heads: elementwise.rms_norm(x, x[0, 0], 1e-5, x)  # type: ignore[misc]
+            yield f"norm of {name}", lambda x=heads: elementwise.rms_norm(x, of_head, 1e-5, x)  # type: ignore[misc]
         inner = self._empty(tokens, s.inner)
         yield "activate", lambda: elementwise.silu_mul(both, inner)
 

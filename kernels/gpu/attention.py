@@ -107,7 +107,7 @@ def prefill(
         meta.block_tables,
         out,
         meta.query_start if sinks is None else sinks,  # read with SINKS only
-        *_scaling(scale, softcap),
+        *scaling(scale, softcap),
         sliding_window,
         query.stride(0),
         query.stride(1),
@@ -188,7 +188,7 @@ def decode(
         first,
         rows,
         plan.items,
-        *_scaling(scale, softcap),
+        *scaling(scale, softcap),
         sliding_window,
         query.stride(0),
         query.stride(1),
@@ -227,8 +227,9 @@ def decode(
         )
 
 
-def _scaling(scale: float, softcap: float) -> tuple[float, float]:
-    """What multiplies products, and the bound of scores, as `attention_kernels` has them."""
+def scaling(scale: float, softcap: float) -> tuple[float, float]:
+    """What multiplies products, and the bound of scores, in units of log2. cap · tanh(y) is cap − 2 · cap / (1 + e^2y),
+    so with a cap products become 2 · log2(e) · y."""
     if softcap > 0:
         return 2 * math.log2(math.e) * scale / softcap, softcap * math.log2(math.e)
     return scale * math.log2(math.e), 0.0

@@ -7,10 +7,8 @@ or, where the table holds ~block (a number below zero), from the right. So a dir
 rows of both kinds take the same code.
 
 A program serves the query heads of one kv head together (the rows of a tile are tokens × heads), so every key is read
-once. Scores are in units of log2, which is what `exp2` wants: `scale` comes multiplied by log2(e).
-
-Soft caps (CAPPED): cap · tanh(y) is cap − 2 · cap / (1 + e^2y), so `scale` comes as what makes 2 · log2(e) · y of a
-product, and `cap` multiplied by log2(e).
+once. Scores are in units of log2, which is what `exp2` wants: `scale` and `cap` come as `attention.scaling`
+makes them.
 
 A cache in FP8 (FP8, `fp8_cache`) has a head's codes of a block, then their scales. Codes become numbers of the query's
 type; a key's scale, a power of two, multiplies its scores, a value's scale its weights.

@@ -47,6 +47,7 @@ def expert_outputs(
         silu_mul(both, activated)
     else:
         clamped_swiglu(both, clamped.alpha, clamped.limit, activated, in_turn=True)
+    del both
     return products(activated, order, starts, down, out_of)
 
 

@@ -110,10 +110,10 @@ def _bytes(weight: Tensor | ExpertCodes) -> int:
 def _make(check: Check, layout: Layout, *, plain: bool = False) -> _Weights:
     m, device = layout.mixture, check.device
     shapes = ((m.count, 2 * m.inner, m.hidden), (m.count, m.hidden, m.inner))
-    if plain:
-        gate_up, down = (torch.empty(shape, device=device, dtype=check.dtype).normal_() for shape in shapes)
-    else:
-        gate_up, down = (make_codes(layout, *shape, device) for shape in shapes)
+    gate_up, down = (
+        torch.empty(shape, device=device, dtype=check.dtype).normal_() if plain else make_codes(layout, *shape, device)
+        for shape in shapes
+    )
     biases = None
     if m.clamped:
         first, second = (torch.randn(shape[:2], device=device).to(check.dtype) for shape in shapes)
@@ -170,7 +170,7 @@ def _measure(check: Check, name: str, layout: Layout, tokens: int) -> None:
     coded_bytes = first.num_bytes
     del first
     plain_s = _seconds(check, _make(check, layout, plain=True), None, x, chosen)
-    experts, rows = int(chosen.unique().numel()), tokens * m.per_token
+    experts, rows = len(set(chosen.flatten().tolist())), tokens * m.per_token
     moved = coded_bytes * experts // m.count + (tokens * m.hidden + rows * (4 * m.inner + m.hidden)) * element
     ceilings = check.ceilings()
     least_s = ceilings.least_s(moved, 2.0 * rows * 3 * m.inner * m.hidden)

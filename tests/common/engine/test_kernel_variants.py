@@ -30,7 +30,7 @@ from tests.common.engine.kernel_variants import MAX_ROWS
         pytest.param("mistral-window", "float32", marks=another_of_its_kind()),
         pytest.param("qwen3", "bfloat16", marks=another_of_its_kind()),
         pytest.param("phi3-longrope", "bfloat16", marks=another_of_its_kind()),
-        ("gemma3", "bfloat16"),
+        pytest.param("gemma3", "bfloat16", marks=another_of_its_kind()),
         pytest.param("opt", "float32", marks=another_of_its_kind()),
         ("mixtral", "bfloat16"),
         pytest.param("qwen2-moe", "float32", marks=another_of_its_kind()),
@@ -46,7 +46,9 @@ def test_warming_up_covers_a_mixed_workload(name: str, dtype: str, model_folder:
     found = json.loads(done.stdout.splitlines()[-1])
     layers, launched = 3, found["launched"]
     assert min(launched["decode_rows"], launched["prefill_rows"], launched["sample_rows"]) > 30 * layers, launched
-    assert (launched.get("_store_kv", 0) > 100 * layers) and (launched.get("stage_rows", 0) > 10 * layers), launched
+    assert launched.get("_store_kv", 0) > 100 * layers, launched
+    own_scores = name in ("gpt-oss", "gemma2")  # whose keys are never gathered: flash attention is given none of them
+    assert (launched.get("stage_rows", 0) > 10 * layers) != own_scores, launched
     assert found["served_beyond_warmed"] == []
     assert found["warmed_beyond_named"] == []
     assert found["recorded_rows"] == [1, 2, 4, 8, 16, 24, 32, MAX_ROWS]

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from cohort.kernels import reference
+from cohort.kernels.code_dtypes import E2M1, E4M3, MX_GROUP, as_bytes, bits_of, inputs_of
 from cohort.kernels.code_units import tiled
 from cohort.kernels.gpu import available as gpu
 from cohort.kernels.quantized_panels import Codes
 
-_CODES = (torch.int8, torch.uint8, torch.float8_e4m3fn)
+_CODES = (torch.int8, torch.uint8, E4M3, E2M1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class ServedProduct:
     """Of so many experts, whose rows are grouped; 0: of all rows."""
     gathers: bool = False
     """Of experts: rows are tokens', in any order, else sorted already."""
+    clamped: bool = False
+    """Of experts: `ClampedSwiglu` follows it, else SiLU."""
 
 
 _made: dict[ServedProduct, None] = {}
@@ -45,9 +48,10 @@ def products_made() -> tuple[ServedProduct, ...]:
 
 
 def takes(codes: torch.dtype, group: int, inputs: int) -> bool:
-    """Whether the kernel multiplies weights of these codes (int8; uint8 of two nibbles; float8_e4m3fn) in groups of so
-    many inputs."""
-    return codes in _CODES and tiled(bits=4 if codes == torch.uint8 else 8, group=group, inputs=inputs)
+    """Whether the kernel multiplies weights of these codes (see `code_dtypes`) in groups of so many inputs."""
+    if codes == E2M1:
+        return group == MX_GROUP and inputs % MX_GROUP == 0
+    return codes in _CODES and tiled(bits=bits_of(codes), group=group, inputs=inputs)
 
 
 def available(codes: Tensor, group: int, inputs: int) -> bool:
@@ -58,19 +62,19 @@ def available(codes: Tensor, group: int, inputs: int) -> bool:
 @dataclass(frozen=True, slots=True)
 class ExpertCodes:
     """One product of every expert of a mixture: codes [experts, outputs, inputs], of nibbles [experts, outputs,
-    inputs / 2]; scales and offsets float32 [experts, outputs, groups]."""
+    inputs / 2]; scales and offsets float32 [experts, outputs, groups], of E2M1 scales in E8M0 and no offsets."""
 
     codes: Tensor
     scales: Tensor
     offsets: Tensor | None
     group: int
 
-    def is_to_be_compiled(self, *, gathers: bool) -> None:
+    def is_to_be_compiled(self, *, gathers: bool, biased: bool = False, clamped: bool = False) -> None:
         """`products_made` tells it from now on."""
-        experts, outputs, stored = self.codes.shape
-        inputs = stored * 2 if self.codes.dtype == torch.uint8 else stored
-        offsets = self.offsets is not None
-        _made[ServedProduct(outputs, inputs, self.codes.dtype, self.group, offsets, False, experts, gathers)] = None
+        experts, outputs, _ = self.codes.shape
+        offsets, inputs = self.offsets is not None, inputs_of(self.codes)
+        kind = self.codes.dtype
+        _made[ServedProduct(outputs, inputs, kind, self.group, offsets, biased, experts, gathers, clamped)] = None
 
 
 class CodedMatrix:
@@ -116,9 +120,8 @@ class CodedMatrix:
         """out [T, inputs] = the weight's rows of these numbers; of a weight in one part."""
         (part,) = self._parts
         offsets = None if part.offsets is None else part.offsets[ids]
-        raw = part.codes if part.codes.dtype != torch.float8_e4m3fn else part.codes.view(torch.uint8)
-        codes = raw[ids].view(part.codes.dtype)
-        out.copy_(reference.coded_numbers(codes, part.scales[ids], offsets, part.group))
+        codes, scales = (as_bytes(each)[ids].view(each.dtype) for each in (part.codes, part.scales))
+        out.copy_(reference.coded_numbers(codes, scales, offsets, part.group))
 
     def _each(self, x: Tensor, bias: Tensor | None, out: Tensor, *, add: bool) -> None:
         ops, first = gpu.ops_for(x) or reference, 0

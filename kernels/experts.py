@@ -7,6 +7,8 @@ rows on the host (`common.engine.experts`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -29,19 +31,35 @@ def choose_experts(scores: Tensor, per_token: int, over_chosen: bool, rounded: b
     return experts, weights
 
 
-def expert_outputs(x: Tensor, chosen: Tensor, gate_up: Tensor | ExpertCodes, down: Tensor | ExpertCodes) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """The activation of gpt-oss's experts, whose gates and ups stand in turn."""
+
+    alpha: float
+    limit: float
+
+
+def expert_outputs(
+    x: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor | ExpertCodes,
+    down: Tensor | ExpertCodes,
+    biases: tuple[Tensor, Tensor] | None = None,
+    clamped: ClampedSwiglu | None = None,
+) -> Tensor:
     """[T · k, hidden]: of every token of x [T, hidden] the output of each of its experts, `chosen` [T, k].
 
     gate_up [experts, 2 · inner, hidden], gates over ups; down [experts, hidden, inner]; or both in codes, with scales
-    [experts, outputs, groups]. The activation is SiLU.
+    [experts, outputs, groups]. `biases` of x's type: of both products [experts, outputs]. The activation is SiLU, or
+    `clamped`: then each gate stands before its up.
     """
     if (ops := gpu.ops_for(x)) is not None:
-        out: Tensor = ops.expert_outputs(x, chosen, gate_up, down)
+        out: Tensor = ops.expert_outputs(x, chosen, gate_up, down, biases, clamped)
         return out
     plain = [
         each if isinstance(each, Tensor) else reference.expert_numbers(each).to(x.dtype) for each in (gate_up, down)
     ]
-    return reference.expert_outputs(x, chosen, *plain)
+    return reference.expert_outputs(x, chosen, plain[0], plain[1], biases, clamped)
 
 
 def add_weighted(parts: Tensor, weights: Tensor, shared: Tensor | None, residual: Tensor) -> None:

@@ -6,6 +6,7 @@ torch reference.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from cohort.kernels import native, reference
@@ -19,6 +20,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         ops.rms_norm(x, weight, eps, out)
     else:
         reference.rms_norm(x, weight, eps, out)
+
+
+def wide_rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """`rms_norm` whose weight is in float32, and whose result is rounded once, behind it (Gemma, gpt-oss)."""
+    if x.dtype == torch.float32:
+        rms_norm(x, weight, eps, out)
+    elif (ops := gpu.ops_for(x)) is not None:
+        ops.rms_norm(x, weight, eps, out)
+    else:
+        reference.wide_rms_norm(x, weight, eps, out)
 
 
 def rope_inplace(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:

@@ -30,19 +30,17 @@ def paged_attention(
     """out[t] = attention of query[t] over its row's KV up to its own position; query and out are [T, Hq, D].
 
     The step's own keys and values must be in the cache already (`write_kv`). `sliding_window` w > 0 keeps only the last
-    w positions, the query's own included. `softcap` c > 0 bounds the scaled scores: c · tanh(score / c); on a GPU the
-    torch reference computes them then, since Triton's kernels do not. `sinks` float32 [Hq]: beside the keys' scores
-    each head has this one, which takes its share of the weight and gives no value (gpt-oss). `kv` may be in FP8
-    (`fp8_cache`): in rows on a processor, in planes on a GPU.
+    w positions, the query's own included. `softcap` c > 0 bounds the scaled scores: c · tanh(score / c). `sinks`
+    float32 [Hq]: beside the keys' scores each head has this one, which takes its share of the weight and gives no value
+    (gpt-oss). `kv` may be in FP8 (`fp8_cache`): in rows on a processor, in planes on a GPU.
     """
     if (ops := native.ops_for(query)) is not None:
         tables, directions = meta.separate()
         rows = (meta.query_start, meta.context_lens, tables, directions)
         ops.paged_attention(query, kv, layer, *rows, scale, out, sliding_window, softcap, sinks)
-    elif not softcap and (ops := gpu.ops_for(kv)) is not None:
-        ops.paged_attention(query, kv, layer, meta, scale, out, sliding_window=sliding_window, sinks=sinks)
     else:
-        reference.paged_attention(
+        implementation = gpu.ops_for(kv) or reference
+        implementation.paged_attention(
             query, kv, layer, meta, scale, out, sliding_window=sliding_window, softcap=softcap, sinks=sinks
         )
 

@@ -16,11 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cohort.kernels.code_dtypes import E2M1, as_bytes
 from cohort.kernels.fp8_cache import decoded, decoded_apart, encoded, encoded_apart, in_planes, is_fp8, planes
 
 if TYPE_CHECKING:
     from cohort.kernels.attention_meta import AttentionMeta
     from cohort.kernels.coded import ExpertCodes
+    from cohort.kernels.experts import ClampedSwiglu
+
+_E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_E8M0_BIAS = 127
 
 
 def row_slots(meta: AttentionMeta, row: int, context_len: int) -> tuple[Tensor, Tensor]:
@@ -136,6 +141,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     out.copy_(weight * normed.to(x.dtype))
 
 
+def wide_rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """`rms_norm` with a weight in float32, rounded once at the end (Gemma, gpt-oss)."""
+    wide = x.float()
+    out.copy_(wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps) * weight)
+
+
 def rope_inplace(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
     """Rotate the first 2 · cos.shape[1] elements of every head, rotate-half convention; the others stay."""
     half = cos.shape[1]
@@ -153,14 +164,22 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     torch.mul(F.silu(gate), up, out=out)
 
 
-def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor) -> None:
-    """gpt-oss: (up + 1) · gate · sigmoid(alpha · gate), gate at most `limit`, up within ±`limit`; gate first."""
-    gate, up = gate_up.chunk(2, dim=-1)
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor, *, in_turn: bool = False) -> None:
+    """gpt-oss: (up + 1) · gate · sigmoid(alpha · gate), gate at most `limit`, up within ±`limit`; gates before ups, or
+    each gate before its up."""
+    gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if in_turn else gate_up.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     torch.mul(up + 1, gate * torch.sigmoid(gate * alpha), out=out)
 
 
-def expert_outputs(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def expert_outputs(
+    x: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    biases: tuple[Tensor, Tensor] | None = None,
+    clamped: ClampedSwiglu | None = None,
+) -> Tensor:
     """[T · k, hidden] of x [T, hidden] and chosen [T, k]: expert by expert, over its rows."""
     tokens, per_token = chosen.shape
     flat = chosen.reshape(-1)
@@ -168,8 +187,14 @@ def expert_outputs(x: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> 
     for expert in range(len(gate_up)):
         rows = (flat == expert).nonzero()[:, 0]
         if len(rows):
-            gate, up = F.linear(x[rows // per_token], gate_up[expert]).chunk(2, dim=-1)
-            out[rows] = F.linear(F.silu(gate) * up, down[expert])
+            into, out_of = (None, None) if biases is None else (biases[0][expert], biases[1][expert])
+            both = F.linear(x[rows // per_token], gate_up[expert], into)
+            active = both.new_empty((len(rows), both.shape[1] // 2))
+            if clamped is None:
+                silu_mul(both, active)
+            else:
+                clamped_swiglu(both, clamped.alpha, clamped.limit, active, in_turn=True)
+            out[rows] = F.linear(active, down[expert], out_of)
     return out
 
 
@@ -186,7 +211,7 @@ def coded_product(
 ) -> None:
     """out [T, out] = x · weightᵀ + bias, in float32 and rounded once; with `add` beside what is there.
 
-    weight[o, i] = scales[o, i // group] · codes[o, i] + offsets[o, i // group]; codes as `coded.CodedMatrix` has them.
+    weight[o, i] = scales[o, i // group] · codes[o, i] + offsets[o, i // group]; codes as `code_dtypes` has them.
     """
     total = x.float() @ coded_numbers(codes, scales, offsets, group).t()
     if bias is not None:
@@ -198,12 +223,26 @@ def coded_product(
 
 def coded_numbers(codes: Tensor, scales: Tensor, offsets: Tensor | None, group: int) -> Tensor:
     """float32 [out, in]: what codes stand for."""
+    if codes.dtype == E2M1:
+        return _mx_numbers(as_bytes(codes), as_bytes(scales))
     values = codes.float()
     if codes.dtype == torch.uint8:
-        values = torch.stack((codes & 15, codes >> 4), dim=-1).view(len(codes), -1).float()
+        values = _nibbles(codes).float()
     groups = torch.arange(values.shape[1], device=codes.device) // group
     values *= scales[:, groups]
     return values if offsets is None else values + offsets[:, groups]
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    return torch.stack((codes & 15, codes >> 4), dim=-1).view(len(codes), -1)
+
+
+def _mx_numbers(codes: Tensor, exponents: Tensor) -> Tensor:
+    """Of MXFP4 [out, in / 2] and exponents [out, groups], both as bytes; exact but for numbers below 2^-126."""
+    numbers = torch.tensor(_E2M1_NUMBERS, device=codes.device)[_nibbles(codes).int()]
+    numbers = numbers.view(*exponents.shape, -1)
+    torch.ldexp(numbers, (exponents.int() - _E8M0_BIAS).unsqueeze(-1), out=numbers)
+    return numbers.view(len(codes), -1)
 
 
 def expert_numbers(weight: ExpertCodes) -> Tensor:

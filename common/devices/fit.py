@@ -20,7 +20,7 @@ from cohort.common.config import Config
 from cohort.common.engine.device_memory import host_step_bytes, step_bytes
 from cohort.common.engine.kv_dtype import FP8, SCALE_BYTES, kv_dtype
 from cohort.common.engine.model_config import DTYPE_BYTES, Dtype, ModelGeometry, read_geometry
-from cohort.common.engine.quantization_config import CodeLayout, keeps_codes, rounding_of
+from cohort.common.engine.quantization_config import CodeLayout, keeps_codes, mxfp4_codes, rounding_of
 from cohort.common.engine.rank_shares import RankShare, exchange_bytes
 from cohort.common.errors import ConfigError
 from cohort.common.paths import GGUF_FILE
@@ -42,6 +42,7 @@ _UNREAD = frozenset(
     {"weight_shape", "input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_zero_point"}
 )
 _CODES_OF_8_BITS = frozenset({"F8_E4M3", "I8"})
+_MX_GROUP = 32
 _DEGREES = (2, 4, 8, 16)
 
 
@@ -90,12 +91,12 @@ def need(config: Config, model_dir: Path, geometry: ModelGeometry, degree: int =
         steps += exchange_bytes(geometry, element, engine.max_step_tokens)
     kept = kv_dtype(config.kv.cache_dtype, dtype, geometry, "cuda")
     tokens, cache = _least_cache(config, own, kept, config.kv.memory_bytes // degree)
-    weights = weight_bytes(model_dir, geometry, element, config.model.weights, "cuda") // degree
+    weights = weight_bytes(model_dir, geometry, element, config.model.weights, "cuda", dtype) // degree
     plain = geometry.family in ("llama", "moe", "gemma", "opt") and geometry.quantization is None and element == 2
     return Need(
         weights,
         steps,
-        0 if degree > 1 or geometry.family in ("generic", "gpt_oss", "deepseek") else engine.cuda_graph_memory_bytes,
+        0 if degree > 1 or geometry.family in ("generic", "deepseek") else engine.cuda_graph_memory_bytes,
         cache,
         tokens,
         fp8_cache=_in_fp8(config, own, kept, tokens, "cuda"),
@@ -263,6 +264,8 @@ def weight_bytes(
     """What the weights take with plain ones in `element` bytes each, in a model of `dtype`; 0 where nothing tells."""
     if kind == "files" and (model_dir / GGUF_FILE).exists() and device_type == "cpu":
         return int((model_dir / GGUF_FILE).stat().st_size * _GGUF_PACKED)
+    if geometry.family == "gpt_oss" and kind == "files" and keeps_codes(device_type, dtype, mxfp4_codes(_MX_GROUP)):
+        return _with_mxfp4(model_dir, geometry, element)
     if geometry.quantization is None or kind != "files":
         return parameters(model_dir, geometry, kind) * element
     try:
@@ -278,6 +281,17 @@ def weight_bytes(
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return 0  # the engine says what is wrong with the files
+
+
+def _with_mxfp4(model_dir: Path, geometry: ModelGeometry, element: int) -> int:
+    """Of gpt-oss, whose MXFP4 blocks and scales stay bytes."""
+    try:
+        if all(file.suffix == ".safetensors" for file in _files(model_dir)):
+            tensors = _tensors(model_dir)
+            return sum(_count(tensor) * (1 if tensor["dtype"] == "U8" else element) for _, tensor in tensors)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        return 0  # the engine says what is wrong with the files
+    return parameters(model_dir, geometry) * element
 
 
 def parameters(model_dir: Path, geometry: ModelGeometry, kind: Literal["files", "random"] = "files") -> int:
@@ -324,8 +338,10 @@ def _tensors(model_dir: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _numbers(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry) -> int:
     """How many weights a tensor of the files stands for."""
     stored, part = _count(tensor), name.rpartition(".")[2]
-    if geometry.quantization is None:  # MXFP4 blocks hold two weights a byte
-        return stored * (2 if part.endswith("_blocks") and tensor["dtype"] == "U8" else 1)
+    if geometry.quantization is None:  # MXFP4 blocks hold two weights a byte, and their scales none
+        if tensor["dtype"] == "U8" and geometry.family == "gpt_oss":
+            return stored * 2 if part.endswith("_blocks") else 0
+        return stored
     if part in _WORDS:
         scheme = geometry.quantization.scheme_of(name.removesuffix(f".{part}"))
         return stored * 32 // (8 if scheme is None else scheme.bits)

@@ -1,6 +1,6 @@
-"""A mixture of experts on a GPU (Mixtral, Qwen2-MoE, Qwen3-MoE): routed, sorted and multiplied on the device.
+"""A mixture of experts on a GPU (Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss): routed, sorted and multiplied on the device.
 
-Called by the lean Llama model once per layer and step. Beside `experts` for what differs there: all experts' weights
+Called by the lean models once per layer and step. Beside `experts` for what differs there: all experts' weights
 stand in two tensors, the host never learns how many rows an expert has, and so a recorded step serves any routing.
 """
 
@@ -11,18 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cohort.common.engine.experts import (
-    Router,
-    SharedExpert,
-    read_device_weights,
-    read_expert_codes,
-    read_router,
-    read_shared,
-)
+from cohort.common.engine.experts import Routing, SharedExpert, read_beside, read_device_weights, read_expert_codes
 from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry
 from cohort.common.engine.weights import Weights
 from cohort.kernels.coded import ExpertCodes
-from cohort.kernels.experts import add_weighted, expert_outputs
+from cohort.kernels.experts import ClampedSwiglu, add_weighted, expert_outputs
 from cohort.kernels.panels import Arena
 
 
@@ -30,15 +23,24 @@ from cohort.kernels.panels import Arena
 class DeviceExperts:
     """x ↦ Σ weight · expert(x) over a token's experts, and the shared expert's part where there is one."""
 
-    router: Router
+    router: Routing
     gate_up: Tensor | ExpertCodes  # [experts, 2 · inner, hidden]
     down: Tensor | ExpertCodes  # [experts, hidden, inner]
-    shared: SharedExpert | None
+    shared: SharedExpert | None = None
+    biases: tuple[Tensor, Tensor] | None = None  # [experts, 2 · inner], [experts, hidden]
+    clamped: ClampedSwiglu | None = None  # the activation, of gates and ups in turn; None = SiLU, gates over ups
+
+    def __post_init__(self) -> None:
+        for weight, gathers in ((self.gate_up, True), (self.down, False)):
+            if isinstance(weight, ExpertCodes):
+                weight.is_to_be_compiled(
+                    gathers=gathers, biased=self.biases is not None, clamped=self.clamped is not None
+                )
 
     def add_into(self, x: Tensor, activated: Tensor, residual: Tensor) -> None:
         """residual [T, hidden] += the mixture of x [T, hidden]; `activated` is not used."""
         chosen, weights = self.router.route(x)
-        parts = expert_outputs(x, chosen, self.gate_up, self.down)
+        parts = expert_outputs(x, chosen, self.gate_up, self.down, self.biases, self.clamped)
         add_weighted(parts, weights, None if self.shared is None else self.shared(x), residual)
 
 
@@ -57,13 +59,7 @@ def read_device_experts(
     down: Tensor | ExpertCodes
     if (codes := read_expert_codes(files, prefix, geometry, mixture, dtype, device)) is not None:
         gate_up, down = codes
-        gate_up.is_to_be_compiled(gathers=True)
-        down.is_to_be_compiled(gathers=False)
     else:
         gate_up, down = read_device_weights(files, prefix, geometry, mixture, dtype, device)
-    return DeviceExperts(
-        read_router(files, prefix, geometry, mixture, dtype, arena, device),
-        gate_up,
-        down,
-        read_shared(files, prefix, geometry, mixture, dtype, arena, device),
-    )
+    router, shared = read_beside(files, prefix, geometry, mixture, dtype, arena, device)
+    return DeviceExperts(router, gate_up, down, shared)

@@ -38,7 +38,10 @@ def step_bytes(geometry: ModelGeometry, dtype_bytes: int, max_rows: int, max_ste
     workspace, block tables, the logits in the model's precision, drawing, and a reserve for the context."""
     widest = 2 * geometry.intermediate_size + (geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim
     if (mixture := geometry.experts) is not None:  # of every token each of its experts' inputs, inside and output
-        widest += mixture.per_token * (mixture.inner_size + 2 * geometry.hidden_size) + 2 * mixture.shared_inner_size
+        inside = mixture.inner_size + 2 * geometry.hidden_size
+        if geometry.quantization is not None or geometry.family == "gpt_oss":  # gates and ups beside what they become
+            inside = max(inside, 3 * mixture.inner_size)
+        widest += mixture.per_token * inside + 2 * mixture.shared_inner_size
     activations = max_step_tokens * (widest + 4 * geometry.hidden_size) * dtype_bytes
     attention = max_step_tokens * geometry.num_heads * (geometry.head_dim + 2) * 4 * 2
     staging = 2 * max(STAGING_TOKENS, max_step_tokens) * geometry.num_kv_heads * geometry.head_dim * dtype_bytes

@@ -151,13 +151,15 @@ class DeviceSteps:
             vocabulary=g.vocab_size,
             dtype=self._dtype,
             block_size=self._kv.geometry.block_size,
-            rotary_half=g.rotary_dim // 2 if g.family in ("llama", "moe", "gemma") else 0,
+            rotary_half=g.rotary_dim // 2 if g.family in ("llama", "moe", "gemma", "gpt_oss") else 0,
             windowed=frozenset(window > 0 for window in g.sliding_windows) or frozenset({False}),
             sinks=g.attention_sinks,
+            capped=g.attention_softcap > 0,
             experts=self._served_experts(),
             products=products_made(),
             layers=g.num_layers,
             fp8=is_fp8(self._kv.blocks),
+            wide_norms=g.family in ("gemma", "gpt_oss"),
         )
         variants.compilations.watch()
         variants.precompile(served, self._max_rows, self._device, threads)
@@ -165,7 +167,7 @@ class DeviceSteps:
     def _served_experts(self) -> ServedExperts | None:
         """Of a model whose experts are grouped on the device."""
         mixture = self._geometry.experts
-        if mixture is None or self._geometry.family != "moe":
+        if mixture is None or self._geometry.family not in ("moe", "gpt_oss"):
             return None
         from cohort.kernels.gpu import variants
 
@@ -175,6 +177,7 @@ class DeviceSteps:
             mixture.inner_size,
             shared_inner=mixture.shared_inner_size,
             rounded=self._geometry.model_type != "mixtral",
+            clamped=self._geometry.family == "gpt_oss",
         )
 
     def record(self, budget_bytes: int, classes: Sequence[int] | None = None) -> None:

@@ -243,10 +243,12 @@ def _ranks(runner: ModelRunner) -> str:
 
 
 def _prefill_attention(runner: ModelRunner, *, served: bool) -> str:
-    """As `kernels/gpu/prefill.py` chooses by dtype and head size, which a model has one of."""
+    """As `kernels/gpu/prefill.py` chooses by dtype and head size, which a model has one of, and by its scores."""
     if not served:
         return "reference"
-    if runner.dtype == "float32" or runner.geometry.head_dim % 8 or runner.geometry.head_dim > 256:
+    g = runner.geometry
+    own_scores = g.attention_sinks or g.attention_softcap > 0
+    if own_scores or runner.dtype == "float32" or g.head_dim % 8 or g.head_dim > 256:
         return "triton"
     return prefill_attention_name()
 

@@ -275,12 +275,9 @@ def read_experts(
     buffers: ExpertBuffers,
 ) -> Experts:
     """A layer's mixture from its tensors, packed into `arena` for the processor's products."""
-    return Experts(
-        read_router(files, prefix, geometry, mixture, dtype, arena),
-        read_expert_mlps(files, prefix, geometry, mixture, dtype, arena),
-        read_shared(files, prefix, geometry, mixture, dtype, arena),
-        buffers,
-    )
+    router, shared = read_beside(files, prefix, geometry, mixture, dtype, arena, _CPU)
+    mlps = read_expert_mlps(files, prefix, geometry, mixture, dtype, arena)
+    return Experts(router, mlps, shared, buffers)
 
 
 def groups_on_host(device: torch.device) -> bool:
@@ -288,35 +285,39 @@ def groups_on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def read_router(
+def read_beside(
     files: Weights,
     prefix: str,
     geometry: ModelGeometry,
     mixture: ExpertsGeometry,
     dtype: torch.dtype,
     arena: Arena,
-    device: torch.device = _CPU,
-) -> Router:
+    device: torch.device,
+) -> tuple[Router, SharedExpert | None]:
+    """What a layer's mixture has beside its experts, on either kind of device."""
     scores = Linear(router_weight(files, prefix, geometry, mixture, dtype, device), arena=arena)
-    return Router(scores, mixture.per_token, mixture.normalised, rounded=geometry.model_type != "mixtral")
-
-
-def read_shared(
-    files: Weights,
-    prefix: str,
-    geometry: ModelGeometry,
-    mixture: ExpertsGeometry,
-    dtype: torch.dtype,
-    arena: Arena,
-    device: torch.device = _CPU,
-) -> SharedExpert | None:
+    router = Router(scores, mixture.per_token, mixture.normalised, rounded=geometry.model_type != "mixtral")
     hidden, inner = geometry.hidden_size, mixture.shared_inner_size
     if not inner:
-        return None
-    return SharedExpert(
-        read_mlp(files, f"{prefix}mlp.shared_expert", hidden, inner, dtype, arena, device=device),
-        Linear(files.read(f"{prefix}mlp.shared_expert_gate.weight", (1, hidden), dtype, device), arena=arena),
-    )
+        return router, None
+    mlp = read_mlp(files, f"{prefix}mlp.shared_expert", hidden, inner, dtype, arena, device=device)
+    gate = files.read(f"{prefix}mlp.shared_expert_gate.weight", (1, hidden), dtype, device)
+    return router, SharedExpert(mlp, Linear(gate, arena=arena))
+
+
+def _of_all(
+    files: Weights,
+    prefix: str,
+    names: _Names,
+    geometry: ModelGeometry,
+    mixture: ExpertsGeometry,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """As `read_device_weights`, where the files have them so."""
+    hidden, inner, block = geometry.hidden_size, mixture.inner_size, f"{prefix}{names.block}.experts."
+    gate_up = files.read(block + names.gate, (mixture.count, 2 * inner, hidden), dtype, device)
+    return gate_up, files.read(block + names.down, (mixture.count, hidden, inner), dtype, device)
 
 
 def read_device_weights(
@@ -335,11 +336,7 @@ def read_device_weights(
         mixture.count,
     )
     if names.fused:
-        block = f"{prefix}{names.block}.experts."
-        return (
-            files.read(block + names.gate, (count, 2 * inner, hidden), dtype, device),
-            files.read(block + names.down, (count, hidden, inner), dtype, device),
-        )
+        return _of_all(files, prefix, names, geometry, mixture, dtype, device)
     both = [prefix + names.of_expert(part, expert) for expert in range(count) for part in (names.gate, names.up)]
     downs = [prefix + names.of_expert(names.down, expert) for expert in range(count)]
     gate_up = files.read_rows(both, [inner] * (2 * count), (hidden,), dtype, device)
@@ -410,14 +407,12 @@ def read_expert_mlps(
 ) -> list[DenseMlp]:
     """The experts themselves, in either form of the files."""
     names, hidden, inner = _names(files, prefix, geometry), geometry.hidden_size, mixture.inner_size
-    block = f"{prefix}{names.block}.experts."
     if not names.fused:
-        parts = (names.gate, names.up, names.down)
+        parts, block = (names.gate, names.up, names.down), f"{prefix}{names.block}.experts."
         return [
             read_mlp(files, f"{block}{expert}", hidden, inner, dtype, arena, parts) for expert in range(mixture.count)
         ]
-    both = files.read(block + names.gate, (mixture.count, 2 * inner, hidden), dtype, _CPU)
-    downs = files.read(block + names.down, (mixture.count, hidden, inner), dtype, _CPU)
+    both, downs = _of_all(files, prefix, names, geometry, mixture, dtype, _CPU)
     return [
         DenseMlp(GatedLinear(gate_up, arena=arena), Linear(down, arena=arena))
         for gate_up, down in zip(both, downs, strict=True)

@@ -5,11 +5,9 @@ Called by the model runner, once. Which form it is follows from the model's conf
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import assert_never
 
-import structlog
 import torch
 
 from cohort.common.engine.generic import GenericModel
@@ -26,22 +24,6 @@ from cohort.common.engine.weights import WeightKind
 from cohort.common.errors import ConfigError, ModelError
 from cohort.common.paths import GGUF_FILE
 from cohort.kernels import native
-
-log = structlog.get_logger(__name__)
-
-
-def served_on(geometry: ModelGeometry, device: torch.device) -> ModelGeometry:
-    """In the form that runs on this device: soft-capped attention has no GPU kernel, so transformers' layers run there,
-    over the torch reference of attention."""
-    if device.type == "cpu" or geometry.family == "generic" or not geometry.attention_softcap:
-        return geometry
-    log.warning(
-        "model runs the generic way on this device, slowly",
-        model_type=geometry.model_type,
-        device=str(device),
-        reason="no GPU kernel computes soft-capped attention (attn_logit_softcapping)",
-    )
-    return dataclasses.replace(geometry, family="generic")
 
 
 def load_model(
@@ -75,7 +57,9 @@ def load_model(
         case "gemma":
             return LeanGemma(model_dir, geometry, dtype=dtype, device=device, weights=weights)
         case "gpt_oss":
-            return LeanGptOss(model_dir, geometry, dtype=dtype, max_step_tokens=max_step_tokens, weights=weights)
+            return LeanGptOss(
+                model_dir, geometry, dtype=dtype, device=device, max_step_tokens=max_step_tokens, weights=weights
+            )
         case "deepseek":
             return LeanDeepseek(model_dir, geometry, dtype=dtype, max_step_tokens=max_step_tokens, weights=weights)
         case "opt":
@@ -94,20 +78,13 @@ def load_model(
 
 
 def form_of(geometry: ModelGeometry, device: torch.device) -> Family:
-    """The form that runs here: gpt-oss has its lean experts on a processor only."""
+    """The form that runs here. Raises `ModelError` where none does."""
     if geometry.latent is not None and device.type != "cpu":
         raise ModelError(
             f"{geometry.model_type} cannot be served on {device}: no GPU kernel attends to latents; use "
             "engine.device cpu"
         )
-    if geometry.family != "gpt_oss" or device.type == "cpu":
-        return geometry.family
-    log.warning(
-        "no lean experts on this device: the model runs through transformers",
-        model_type=geometry.model_type,
-        device=str(device),
-    )
-    return "generic"
+    return geometry.family
 
 
 def _check_rounding(rounding: Rounding, model_dir: Path, geometry: ModelGeometry, device: torch.device) -> None:

@@ -39,7 +39,7 @@ from cohort.common.engine.lora import LoraStore, host_put
 from cohort.common.engine.lora_checkpoint import LoraOptions, check_lora
 from cohort.common.engine.matrices import Rounding
 from cohort.common.engine.model_config import DTYPE_BYTES, ModelGeometry, read_geometry
-from cohort.common.engine.model_forms import load_model, served_on
+from cohort.common.engine.model_forms import load_model
 from cohort.common.engine.prompt_scores import by_row, score, scored_tokens
 from cohort.common.engine.rank_messages import RankLost
 from cohort.common.engine.rank_shares import check_degree, exchange_bytes
@@ -131,7 +131,7 @@ class ModelRunner:
         """
         compiled_kernels.keep_in_cache()
         self.device = resolve_device(device)
-        self.geometry: ModelGeometry = served_on(read_geometry(model_dir), self.device)
+        self.geometry: ModelGeometry = read_geometry(model_dir)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = resolve_dtype(dtype, self.device)
@@ -218,6 +218,11 @@ class ModelRunner:
             host_blocks=host_blocks,
             kv_groups=self.kv.geometry.groups,
         )
+
+    @property
+    def numbers(self) -> torch.dtype:
+        """That the model computes in; its KV may be kept in fewer bits."""
+        return _TORCH_DTYPES[self.dtype]
 
     @property
     def _held(self) -> ModelGeometry:

@@ -1,10 +1,7 @@
 """MXFP4 weights as gpt-oss checkpoints have them: two 4-bit codes a byte, a power of two for each 32 inputs.
 
-Called by `lean_gpt_oss` at load, an expert at a time. OCP Microscaling Formats v1.0: elements E2M1, scales E8M0.
-
-In the exchange form of `quantized` this would be a code "e2m1" (codes as "uint4" has them: input 2j in the low nibble
-of byte j) in groups of 32, `scales` the powers of two as float32, no offsets. A product that packs it needs the sixteen
-values below in place of 0 to 15.
+Called by `lean_gpt_oss` at load. OCP Microscaling Formats v1.0: elements E2M1, scales E8M0. On a GPU they stay as they
+are, and products read them so; elsewhere they are dequantised, an expert at a time.
 """
 
 from __future__ import annotations
@@ -12,11 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-GROUP = 32
-"""Inputs that share a scale."""
+from cohort.kernels import reference
+from cohort.kernels.code_dtypes import E2M1, E8M0, MX_GROUP
+from cohort.kernels.coded import ExpertCodes
 
-_BIAS = 127
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+GROUP = MX_GROUP
+"""Inputs that share a scale."""
 
 
 def dequantized(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -24,9 +22,10 @@ def dequantized(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
     Exact in bfloat16 and float32 but for numbers below 2^-126.
     """
-    outputs, groups, _ = blocks.shape
-    values = torch.tensor(_VALUES, dtype=torch.float32, device=blocks.device)
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).view(outputs, groups, GROUP)
-    numbers = values[codes.int()]
-    torch.ldexp(numbers, (scales.int() - _BIAS).unsqueeze(-1), out=numbers)
-    return numbers.view(outputs, groups * GROUP).to(dtype)
+    codes = blocks.flatten(1).view(E2M1)
+    return reference.coded_numbers(codes, scales.view(E8M0), None, GROUP).to(dtype)
+
+
+def in_codes(blocks: Tensor, scales: Tensor) -> ExpertCodes:
+    """The same memory as a product reads it, of blocks and scales of all experts: [experts, outputs, …]."""
+    return ExpertCodes(blocks.flatten(2).view(E2M1), scales.view(E8M0), None, GROUP)

@@ -59,11 +59,15 @@ class CodeLayout:
     """What decides whether a product reads a weight's codes as they are."""
 
     bits: int
-    floating: bool  # E4M3
+    floating: bool  # E4M3, or E2M1 of 4 bits
     group: int  # inputs that share a scale
     inputs: int
     offsets: bool
     reordered: bool = False
+
+    @property
+    def of_mxfp4(self) -> bool:
+        return self.floating and self.bits == 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +94,26 @@ class Quantization:
         return _names(pattern, module) or f".{pattern}." in f".{module}."
 
 
+def mxfp4_codes(inputs: int) -> CodeLayout:
+    """Of gpt-oss's experts, a power of two for each 32 inputs."""
+    return CodeLayout(4, True, 32, inputs, False)
+
+
 def keeps_codes(device_type: str, dtype: str, codes: CodeLayout | None = None, *, checkpoint: bool = True) -> bool:
     """Whether a weight stays in its codes on this kind of device in a model of this precision; else it is dequantised
     at load. The one rule: of `matrices.matrix`, which reads weights, and of the sums of what fits. None: some layout.
 
     On a processor products over integer codes round their inputs, so a quantised checkpoint (`checkpoint`) that is
     served in float32 is widened, and computes exactly what its codes mean; what was rounded for these products (GGUF
-    files, rounding at load) stays as it is in any precision. On a GPU all in float32 is widened. The compiled kernels,
-    which all of this needs, are not asked for here.
+    files, rounding at load) stays as it is in any precision; MXFP4 is widened. On a GPU all in float32 is widened. The
+    compiled kernels, which all of this needs, are not asked for here.
     """
     exact = dtype == "float32" and (checkpoint or device_type == "cuda")
     if device_type not in ("cpu", "cuda") or exact:
         return False
     if codes is None:
         return True
-    if codes.reordered:
+    if codes.reordered or (codes.of_mxfp4 and device_type == "cpu"):
         return False
     if device_type == "cuda":
         return tiled(bits=codes.bits, group=codes.group, inputs=codes.inputs)

@@ -28,8 +28,8 @@ is recorded without need, padded to no more than twice its prompt tokens."""
 
 def launch_s(geometry: ModelGeometry) -> float:
     """Host time for all layers of a step with prompts that is not recorded."""
-    launches = GENERIC_LAUNCHES if geometry.family in ("generic", "gpt_oss") else LEAN_LAUNCHES
-    if geometry.family == "moe":
+    launches = GENERIC_LAUNCHES if geometry.family == "generic" else LEAN_LAUNCHES
+    if geometry.family in ("moe", "gpt_oss"):
         launches += EXPERT_LAUNCHES
     return geometry.num_layers * (launches + 2 * geometry.qk_norm) * LAUNCH_S
 

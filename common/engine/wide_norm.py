@@ -5,10 +5,9 @@ Called by the lean models that have it.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from cohort.kernels.fused import rms_norm
+from cohort.kernels.fused import wide_rms_norm
 
 
 class WideNorm:
@@ -25,8 +24,4 @@ class WideNorm:
 
     def into(self, x: Tensor, out: Tensor) -> None:
         """`out` may be x; both may be strided views."""
-        if x.dtype == torch.float32:
-            rms_norm(x, self._factor, self._eps, out)
-        else:
-            wide = x.float()
-            out.copy_(wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps) * self._factor)
+        wide_rms_norm(x, self._factor, self._eps, out)

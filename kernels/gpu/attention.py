@@ -41,20 +41,20 @@ def paged_attention(
     out: Tensor,
     *,
     sliding_window: int = 0,
+    softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """As `kernels.paged_attention.paged_attention`. Rows without a context give zeros. Flash attention knows no sinks;
-    of a cache in FP8 it is given the numbers, gathered in the query's type.
+    """As `kernels.paged_attention.paged_attention`. Rows without a context give zeros. Flash attention is given neither
+    sinks nor caps; of a cache in FP8 the numbers, gathered in the query's type.
 
     R14 · Rows before `meta.num_prefill_rows` are taken as prefill, the others have at most one token each.
     """
     check(query, kv, meta, out, sinks)
-    if meta.num_prefill_rows and (
-        sinks is not None or not flash_prefill(query, kv, layer, meta, scale, out, sliding_window)
-    ):
-        prefill(query, kv, layer, meta, scale, out, sliding_window, sinks)
+    own = softcap > 0 or sinks is not None
+    if meta.num_prefill_rows and (own or not flash_prefill(query, kv, layer, meta, scale, out, sliding_window)):
+        prefill(query, kv, layer, meta, scale, out, sliding_window, sinks, softcap)
     if len(meta.context_lens) > meta.num_prefill_rows:
-        decode(query, kv, layer, meta, scale, out, sliding_window, sinks=sinks)
+        decode(query, kv, layer, meta, scale, out, sliding_window, sinks=sinks, softcap=softcap)
 
 
 def check(query: Tensor, kv: Tensor, meta: AttentionMeta, out: Tensor, sinks: Tensor | None = None) -> None:
@@ -90,6 +90,7 @@ def prefill(
     out: Tensor,
     sliding_window: int = 0,
     sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> None:
     """The step's prefill rows by our own kernel, any dtype: keys are read from the paged cache."""
     cache = kv[:, layer]
@@ -106,7 +107,7 @@ def prefill(
         meta.block_tables,
         out,
         meta.query_start if sinks is None else sinks,  # read with SINKS only
-        scale * math.log2(math.e),
+        *scaling(scale, softcap),
         sliding_window,
         query.stride(0),
         query.stride(1),
@@ -125,6 +126,7 @@ def prefill(
         TILE_KEYS=plan.tile_keys,
         WINDOWED=sliding_window > 0,
         SINKS=sinks is not None,
+        CAPPED=softcap > 0,
         FP8=is_fp8(kv),
         WIDE=WIDEN_PRODUCTS,
         num_warps=plan.warps,
@@ -142,6 +144,7 @@ def decode(
     sliding_window: int = 0,
     plan: DecodePlan | None = None,
     sinks: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> None:
     """The step's decode rows; a CUDA graph may capture it. `plan`: other than `decode_plan`'s, for tests and measuring;
     a workspace must then have been made large enough."""
@@ -185,7 +188,7 @@ def decode(
         first,
         rows,
         plan.items,
-        scale * math.log2(math.e),
+        *scaling(scale, softcap),
         sliding_window,
         query.stride(0),
         query.stride(1),
@@ -196,6 +199,7 @@ def decode(
         cache.stride(1),
         cache.stride(2),
         BLOCK_SIZE=block_size,
+        CAPPED=softcap > 0,
         FP8=is_fp8(kv),
         TILE_ROWS=max(16, power_of_two_from(group)),
         WIDE=WIDEN_PRODUCTS,
@@ -221,6 +225,14 @@ def decode(
             num_warps=4,
             **shared,
         )
+
+
+def scaling(scale: float, softcap: float) -> tuple[float, float]:
+    """What multiplies products, and the bound of scores, in units of log2. cap · tanh(y) is cap − 2 · cap / (1 + e^2y),
+    so with a cap products become 2 · log2(e) · y."""
+    if softcap > 0:
+        return 2 * math.log2(math.e) * scale / softcap, softcap * math.log2(math.e)
+    return scale * math.log2(math.e), 0.0
 
 
 def longest_read(meta: AttentionMeta, sliding_window: int = 0) -> int:

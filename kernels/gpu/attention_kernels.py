@@ -7,7 +7,8 @@ or, where the table holds ~block (a number below zero), from the right. So a dir
 rows of both kinds take the same code.
 
 A program serves the query heads of one kv head together (the rows of a tile are tokens × heads), so every key is read
-once. Scores are in units of log2, which is what `exp2` wants: `scale` comes multiplied by log2(e).
+once. Scores are in units of log2, which is what `exp2` wants: `scale` and `cap` come as `attention.scaling`
+makes them.
 
 A cache in FP8 (FP8, `fp8_cache`) has a head's codes of a block, then their scales. Codes become numbers of the query's
 type; a key's scale, a power of two, multiplies its scores, a value's scale its weights.
@@ -62,6 +63,7 @@ def _over_keys(
     position,
     window,
     scale,
+    cap,
     block_stride,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -70,6 +72,7 @@ def _over_keys(
     TILE_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
     FP8: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -99,6 +102,8 @@ def _over_keys(
         else:
             key = tl.load(cell, mask=wanted, other=0.0)
             score = _product(query, tl.trans(key), nothing, WIDE) * scale
+        if CAPPED:
+            score = cap - 2.0 * cap / (1.0 + tl.exp2(score))
         visible = there[None, :]
         if CAUSAL:
             visible = visible & (key_position[None, :] <= position[:, None])
@@ -173,6 +178,7 @@ def decode_rows(
     rows,
     items,
     scale,
+    cap,
     window,
     query_stride,
     query_head_stride,
@@ -193,6 +199,7 @@ def decode_rows(
     MIN_PART_KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
+    CAPPED: tl.constexpr,
     FP8: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -243,6 +250,7 @@ def decode_rows(
             member,
             window,
             scale,
+            cap,
             block_stride,
             BLOCK_SIZE,
             HEAD_DIM,
@@ -251,6 +259,7 @@ def decode_rows(
             TILE_KEYS,
             False,
             WINDOWED,
+            CAPPED,
             FP8,
             WIDE,
         )
@@ -351,6 +360,7 @@ def prefill_rows(
     out,
     sinks,
     scale,
+    cap,
     window,
     query_stride,
     query_head_stride,
@@ -369,6 +379,7 @@ def prefill_rows(
     TILE_KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
+    CAPPED: tl.constexpr,
     FP8: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -406,6 +417,7 @@ def prefill_rows(
         context - count + in_row,
         window,
         scale,
+        cap,
         block_stride,
         BLOCK_SIZE,
         HEAD_DIM,
@@ -414,6 +426,7 @@ def prefill_rows(
         TILE_KEYS,
         True,
         WINDOWED,
+        CAPPED,
         FP8,
         WIDE,
     )

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from cohort.kernels.code_units import tiled
+from cohort.kernels.code_dtypes import E2M1, E4M3, as_bytes, inputs_of
+from cohort.kernels.coded import takes
 from cohort.kernels.gpu.coded_kernels import coded_rows
-from cohort.kernels.gpu.plan import coded_plan
+from cohort.kernels.gpu.plan import ExpertPlan, coded_plan
 
 _WIDEN_PRODUCTS = bool(knobs.runtime.interpret)  # as `attention.WIDEN_PRODUCTS`
-CODE_KINDS = {torch.int8: 0, torch.uint8: 1, torch.float8_e4m3fn: 2}  # as `coded_kernels` names them
+CODE_KINDS = {torch.int8: 0, torch.uint8: 1, E4M3: 2, E2M1: 3}  # as `coded_kernels` names them
 
 
 def coded_product(
@@ -30,11 +31,9 @@ def coded_product(
     add: bool = False,
 ) -> None:
     """As `reference.coded_product`. `out` may be a part of wider rows."""
-    outputs, stored = codes.shape
-    inputs = stored * 2 if codes.dtype == torch.uint8 else stored
+    outputs, inputs = len(codes), inputs_of(codes)
     rows, groups = len(x), -(-inputs // group)
-    bits = 4 if codes.dtype == torch.uint8 else 8
-    if codes.dtype not in CODE_KINDS or not tiled(bits=bits, group=group, inputs=inputs):
+    if not takes(codes.dtype, group, inputs):
         raise TypeError(f"codes of {codes.dtype} in groups of {group}")
     if x.shape != (rows, inputs) or out.shape != (rows, outputs) or scales.shape != (outputs, groups):
         raise ValueError(
@@ -45,13 +44,13 @@ def coded_product(
         raise ValueError("codes, scales and bias must be dense, and so a row of x and of the product")
     if not rows:
         return
-    plan = coded_plan(rows=rows, group=group, inputs=inputs, element_bytes=x.element_size())
+    plan = plan_of(x, rows, codes, group)
     coded_rows[(-(-rows // plan.tile_rows), -(-outputs // plan.tile_columns))](
         x,
-        codes if codes.dtype != torch.float8_e4m3fn else codes.view(torch.uint8),
-        scales,
-        scales if offsets is None else offsets,  # read with OFFSETS only
-        scales if bias is None else bias,
+        as_bytes(codes),
+        as_bytes(scales),
+        as_bytes(scales) if offsets is None else offsets,  # read with OFFSETS only
+        as_bytes(scales) if bias is None else bias,
         out,
         rows,
         x.stride(0),
@@ -70,3 +69,11 @@ def coded_product(
         num_warps=plan.warps,
         num_stages=plan.stages,
     )
+
+
+def plan_of(x: Tensor, rows: int, codes: Tensor, group: int) -> ExpertPlan:
+    """Of a product of so many rows like x's. Numbers of MXFP4 are made in the tile, scales included, so a tile may span
+    groups."""
+    inputs = inputs_of(codes)
+    whole = inputs if codes.dtype == E2M1 else group
+    return coded_plan(rows=rows, group=whole, inputs=inputs, element_bytes=x.element_size())

@@ -2,7 +2,8 @@
 """Products over weights of 8 and 4 bits in Triton: codes are read as they are stored and become numbers in the tile.
 
 Launched by `coded`. A code is a number of few digits, exact in 16 bits, so a tile of them goes to the matrix units as
-it is; scales and offsets multiply sums in float32, group by group. x is not rounded.
+it is; scales and offsets multiply sums in float32, group by group. Of MXFP4 a scale is a power of two, so numbers are
+exact in bfloat16 with their scales as well, and a tile may span groups. x is not rounded.
 
 Triton reads annotations, so this file must not postpone them.
 """
@@ -13,9 +14,11 @@ import triton.language as tl
 # Of these Triton compiles no variant for a 1 or a multiple of 16, as in `attention_kernels`.
 _VARYING = ["rows"]
 
+# Of odd numbers a byte is two inputs.
 INT8 = tl.constexpr(0)
 UINT4 = tl.constexpr(1)
 E4M3 = tl.constexpr(2)
+E2M1 = tl.constexpr(3)
 
 
 @triton.jit
@@ -38,6 +41,22 @@ def _number(byte, kind: tl.constexpr, CODE: tl.constexpr):
 
 
 @triton.jit
+def _mx_scale(exponent):
+    """2^14 times what exponents of E8M0 stand for; not a number beyond 2^113, where no weight is."""
+    wide = exponent.to(tl.int32)
+    return tl.where(wide > 240, float("nan"), ((wide + 14) << 23).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _mx_number(nibble, scale, kind: tl.constexpr):
+    """What codes of MXFP4 stand for: the same digits and exponent at their places in a float16, whose exponents count
+    from 14 lower, times `_mx_scale`."""
+    bits = nibble.to(tl.uint16)
+    half = (((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.float16, bitcast=True)
+    return (half.to(tl.float32) * scale).to(kind)
+
+
+@triton.jit
 def coded_sums(
     tokens,
     codes,
@@ -55,16 +74,29 @@ def coded_sums(
     WIDE: tl.constexpr,
 ):
     """`total` [rows, columns] + the products of rows that begin at `tokens` [rows, 1] and of these columns of a weight.
-    GROUP is a multiple of TILE_DEPTH, or INPUTS at least."""
+    GROUP is a multiple of TILE_DEPTH, or INPUTS at least; of E2M1 it is 32, and TILE_DEPTH a multiple of that."""
     kind = tokens.dtype.element_ty
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
     for deep in range(0, INPUTS, TILE_DEPTH):
-        if CODE == UINT4:  # the lower nibble is the even input's, so the even inputs of x meet the lower nibbles
+        if CODE % 2:
+            # the lower nibble is the even input's, so the even inputs of x meet the lower nibbles
             pair = deep // 2 + tl.arange(0, TILE_DEPTH // 2)
             inside = pair < INPUTS // 2
             here = held[:, None] & inside[None, :]
             even = tl.load(tokens + 2 * pair[None, :], mask=here, other=0.0)
             odd = tl.load(tokens + 2 * pair[None, :] + 1, mask=here, other=0.0)
+        if CODE == E2M1:
+            group = deep // GROUP + tl.arange(0, TILE_DEPTH // GROUP)
+            own_group = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+            known = (group < GROUPS)[:, None] & wanted[None, :]
+            cell = codes + column.to(tl.int64)[None, None, :] * (INPUTS // 2) + own_group[:, :, None]
+            byte = tl.load(cell, mask=known[:, None, :], other=0)
+            exponent = tl.load(scales + column.to(tl.int64)[None, :] * GROUPS + group[:, None], mask=known, other=0)
+            scale = _mx_scale(exponent)[:, None, :]
+            low = _mx_number(byte & 15, scale, kind).reshape(TILE_DEPTH // 2, column.shape[0])
+            high = _mx_number(byte >> 4, scale, kind).reshape(TILE_DEPTH // 2, column.shape[0])
+            total = _product(odd, high, _product(even, low, total, WIDE), WIDE)
+        elif CODE == UINT4:
             cell = codes + column[None, :].to(tl.int64) * (INPUTS // 2) + pair[:, None]
             byte = tl.load(cell, mask=inside[:, None] & wanted[None, :], other=0)
             part = _product(even, (byte & 15).to(tl.float32).to(kind), tl.zeros_like(total), WIDE)
@@ -78,13 +110,14 @@ def coded_sums(
             byte = tl.load(cell, mask=inside[:, None] & wanted[None, :], other=0)
             part = _product(own, _number(byte, kind, CODE), tl.zeros_like(total), WIDE)
             sums = tl.sum(own.to(tl.float32), 1)
-        place = column.to(tl.int64) * GROUPS + deep // GROUP
-        scale = tl.load(scales + place, mask=wanted, other=0.0)
-        if CODE == E4M3:
-            scale *= 256.0
-        total += part * scale[None, :]
-        if OFFSETS:
-            total += sums[:, None] * tl.load(offsets + place, mask=wanted, other=0.0)[None, :]
+        if CODE != E2M1:
+            place = column.to(tl.int64) * GROUPS + deep // GROUP
+            factor = tl.load(scales + place, mask=wanted, other=0.0)
+            if CODE == E4M3:
+                factor *= 256.0
+            total += part * factor[None, :]
+            if OFFSETS:
+                total += sums[:, None] * tl.load(offsets + place, mask=wanted, other=0.0)[None, :]
     return total
 
 
@@ -113,8 +146,7 @@ def coded_rows(
 ):
     """out[t, o] = Σ x[t, i] · (scales[o, i // GROUP] · number(codes[o, i]) + offsets[o, i // GROUP]) + bias[o].
 
-    With ADD beside what is there; rounded once. Grid (tiles of rows, tiles of OUTPUTS). GROUP is a multiple of
-    TILE_DEPTH, or INPUTS at least."""
+    With ADD beside what is there; rounded once. Grid (tiles of rows, tiles of OUTPUTS). GROUP as in `coded_sums`."""
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     held, wanted = row < rows, column < OUTPUTS

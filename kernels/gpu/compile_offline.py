@@ -12,7 +12,7 @@ import argparse
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from cohort.kernels.code_dtypes import E2M1, MX_GROUP
 from cohort.kernels.coded import ServedProduct
 from cohort.kernels.gpu.plan import decode_plan
 from cohort.kernels.gpu.variants import Served, ServedExperts, compile_only, launches
@@ -31,6 +32,7 @@ _SPILLED_LIMIT = 32
 """Bytes of a thread, eight registers: releases of Triton differ by as many, and a kernel does not notice."""
 _SHARED_LIMIT = 227 << 10
 _MAX_ROWS = 256
+_SOME = frozenset({False, True})  # layers with a window beside others
 
 
 def _model(
@@ -48,6 +50,14 @@ def _codes(codes: torch.dtype, group: int, *, offsets: bool) -> tuple[ServedProd
 
 _MIXTRAL = ServedExperts(count=8, per_token=2, inner=14336, shared_inner=0, rounded=False)
 _QWEN3 = ServedExperts(count=128, per_token=8, inner=768, shared_inner=0, rounded=True)
+
+
+_GEMMA_2: dict[str, Any] = {"windowed": _SOME, "capped": True, "wide_norms": True}
+_GPT_OSS = ServedExperts(count=32, per_token=4, inner=2880, shared_inner=0, rounded=True, clamped=True)
+_GPT_OSS_MXFP4 = (
+    ServedProduct(5760, 2880, E2M1, MX_GROUP, False, True, 32, gathers=True, clamped=True),
+    ServedProduct(2880, 2880, E2M1, MX_GROUP, False, True, 32, clamped=True),
+)
 
 
 def _expert_codes(codes: torch.dtype, group: int, *, offsets: bool) -> tuple[ServedProduct, ...]:
@@ -75,8 +85,27 @@ MODELS = {
     "Qwen3-30B-A3B in 4 bits": _model(
         32, 4, 128, 2048, 6144, 151936, "bfloat16", products=_expert_codes(torch.uint8, 128, offsets=True)
     ),
-    "gpt-oss-20b": _model(64, 8, 64, 2880, 2880, 201088, "bfloat16", windowed=frozenset({False, True}), sinks=True),
+    "Qwen3-30B-A3B in INT8": _model(
+        32, 4, 128, 2048, 6144, 151936, "bfloat16", products=_expert_codes(torch.int8, 2048, offsets=False)
+    ),
+    "gpt-oss-20b": _model(
+        64,
+        8,
+        64,
+        2880,
+        2880,
+        201088,
+        "bfloat16",
+        windowed=_SOME,
+        sinks=True,
+        wide_norms=True,
+        experts=_GPT_OSS,
+        products=_GPT_OSS_MXFP4,
+    ),
+    "Gemma-2-9B": _model(16, 8, 256, 3584, 14336, 256000, "bfloat16", **_GEMMA_2),
+    "Gemma-2-27B": _model(32, 16, 128, 4608, 36864, 256000, "bfloat16", **_GEMMA_2),
 }
+MODELS |= {f"{name}, KV in FP8": replace(MODELS[name], fp8=True) for name in ("gpt-oss-20b", "Gemma-2-9B")}
 SHAPES = MODELS | {
     f"heads of {head_dim}, {dtype}": _model(16, 4, head_dim, 16 * head_dim, 4096, 32000, dtype)
     for head_dim in (64, 128, 256)
@@ -117,14 +146,19 @@ class AbsentGpu:
         return 0
 
 
-def compile_all(served: Served, capability: int = 90, max_rows: int = _MAX_ROWS) -> Iterator[Compiled]:
-    """Every variant that steps of up to `max_rows` rows launch, for compute capability `capability` (90 = Hopper)."""
+def compile_all(
+    served: Served, capability: int = 90, max_rows: int = _MAX_ROWS, named: Sequence[str] = ("",)
+) -> Iterator[Compiled]:
+    """Every variant that steps of up to `max_rows` rows launch, for compute capability `capability` (90 = Hopper);
+    `named`: by launches whose names have one of these."""
     plan = decode_plan(head_dim=served.head_dim, element_bytes=served.dtype.itemsize, multiprocessors=_MULTIPROCESSORS)
     before = driver._active
     driver.set_active(AbsentGpu(capability))
     seen: set[int] = set()
     try:
         for name, launch in launches(served, max_rows, torch.device("cpu"), plan):
+            if not any(part in name for part in named):
+                continue
             compiled: list[Any] = []
             with compile_only(compiled):
                 launch()
@@ -176,13 +210,14 @@ def main() -> int:
     parser.add_argument("--model", choices=list(SHAPES), action="append", help="only this one's shapes; repeatable")
     parser.add_argument("--all", action="store_true", help="heads of 64, 128 and 256 in three types too")
     parser.add_argument("--max-rows", type=int, default=_MAX_ROWS, help="steps of up to so many rows (default: 256)")
+    parser.add_argument("--launch", action="append", help="only launches with this in their names; repeatable")
     parser.add_argument("--markdown", help="write tables to this file, - for standard output")
     arguments = parser.parse_args()
     fit = True
     tables = []
     for shape in arguments.model or (SHAPES if arguments.all else MODELS):
         compiled = []
-        for each in compile_all(SHAPES[shape], arguments.capability, arguments.max_rows):
+        for each in compile_all(SHAPES[shape], arguments.capability, arguments.max_rows, arguments.launch or ("",)):
             compiled.append(each)
             fit &= each.fits
             if arguments.markdown != "-":

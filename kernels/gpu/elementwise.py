@@ -21,7 +21,7 @@ _SILU_TILE = 1024
 def _rms_norm(
     x, weight, out, eps, x_stride, x_head_stride, out_stride, out_head_stride, WIDTH: tl.constexpr, PAD: tl.constexpr
 ):
-    """Grid (tokens, heads)."""
+    """Rounded before the weight, but not where that is in float32. Grid (tokens, heads)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim = tl.arange(0, PAD)
@@ -30,7 +30,7 @@ def _rms_norm(
     normed = wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     kind = out.dtype.element_ty
     factor = tl.load(weight + dim, mask=there, other=0.0).to(tl.float32)
-    scaled = normed.to(kind).to(tl.float32) * factor
+    scaled = (normed if weight.dtype.element_ty == tl.float32 else normed.to(kind).to(tl.float32)) * factor
     tl.store(out + token * out_stride + head * out_head_stride + dim, scaled.to(kind), mask=there)
 
 
@@ -48,14 +48,18 @@ def _silu_mul(gate_up, out, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl
 
 
 @triton.jit
-def _clamped_swiglu(gate_up, out, alpha, limit, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Grid (tokens, tiles of the width). Roundings after every operation, as in transformers."""
+def _clamped_swiglu(
+    gate_up, out, alpha, limit, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl.constexpr, IN_TURN: tl.constexpr
+):
+    """Grid (tokens, tiles of the width). Roundings after every operation, as in transformers. IN_TURN: each gate stands
+    before its up."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     there = column < WIDTH
     kind = out.dtype.element_ty
-    gate = tl.load(gate_up + token * in_stride + column, mask=there, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + token * in_stride + WIDTH + column, mask=there, other=0.0).to(tl.float32)
+    first = gate_up + token * in_stride + (2 * column if IN_TURN else column)
+    gate = tl.load(first, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(first + (1 if IN_TURN else WIDTH), mask=there, other=0.0).to(tl.float32)
     gate = tl.minimum(gate, limit)
     up = tl.maximum(tl.minimum(up, limit), -limit)
     steep = (gate * alpha).to(kind).to(tl.float32)
@@ -236,7 +240,7 @@ def _store_kv(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """As `kernels.fused.rms_norm`, for [T, W] or [T, H, W]."""
+    """As `kernels.fused.rms_norm`, for [T, W] or [T, H, W]; with a weight in float32 as `wide_rms_norm`."""
     _unit_stride(x, out, weight)
     width = x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
@@ -269,12 +273,21 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
         )
 
 
-def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor) -> None:
-    """As `kernels.fused.clamped_swiglu`."""
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor, *, in_turn: bool = False) -> None:
+    """As `kernels.fused.clamped_swiglu`; `in_turn`: each gate stands before its up."""
     tokens, width, tile = _gated(gate_up, out)
     if tokens:
         _clamped_swiglu[(tokens, -(-width // tile))](
-            gate_up, out, alpha, limit, gate_up.stride(0), out.stride(0), WIDTH=width, TILE=tile, num_warps=4
+            gate_up,
+            out,
+            alpha,
+            limit,
+            gate_up.stride(0),
+            out.stride(0),
+            WIDTH=width,
+            TILE=tile,
+            IN_TURN=in_turn,
+            num_warps=4,
         )
 
 

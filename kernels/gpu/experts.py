@@ -1,86 +1,165 @@
 """A mixture of experts on a GPU: rows sorted by expert on the device, two grouped products, one weighted sum.
 
-Over codes the activation is a launch of its own.
+Over codes, and where the activation is clamped, the activation is a launch of its own.
 
 Called by `kernels.experts`. Nothing waits for the device: the number of an expert's rows never leaves it.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton import knobs
 
-from cohort.kernels.code_units import tiled
-from cohort.kernels.coded import ExpertCodes
-from cohort.kernels.gpu.coded import CODE_KINDS
-from cohort.kernels.gpu.elementwise import silu_mul
+from cohort.kernels.code_dtypes import as_bytes, inputs_of
+from cohort.kernels.coded import ExpertCodes, takes
+from cohort.kernels.experts import ClampedSwiglu
+from cohort.kernels.gpu.coded import CODE_KINDS, plan_of
+from cohort.kernels.gpu.elementwise import clamped_swiglu, silu_mul
 from cohort.kernels.gpu.experts_kernels import add_weighted_rows, coded_expert_rows, expert_rows, gated_expert_rows
-from cohort.kernels.gpu.plan import coded_plan, expert_plan, power_of_two_from
+from cohort.kernels.gpu.plan import ExpertPlan, expert_plan, power_of_two_from
 
 _WIDEN_PRODUCTS = bool(knobs.runtime.interpret)  # as `attention.WIDEN_PRODUCTS`
 _SUM_TILE = 1024
 
 
-def expert_outputs(x: Tensor, chosen: Tensor, gate_up: Tensor | ExpertCodes, down: Tensor | ExpertCodes) -> Tensor:
+def expert_outputs(
+    x: Tensor,
+    chosen: Tensor,
+    gate_up: Tensor | ExpertCodes,
+    down: Tensor | ExpertCodes,
+    biases: tuple[Tensor, Tensor] | None = None,
+    clamped: ClampedSwiglu | None = None,
+) -> Tensor:
     """As `kernels.experts.expert_outputs`."""
-    count = len(gate_up if isinstance(gate_up, Tensor) else gate_up.codes)
+    count, per_token = len(gate_up if isinstance(gate_up, Tensor) else gate_up.codes), chosen.shape[1]
     order, starts = sorted_rows(chosen, count)
-    if isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-        return grouped_products(x, order, starts, gate_up, down, per_token=chosen.shape[1])
-    if isinstance(gate_up, Tensor) or isinstance(down, Tensor):
+    if isinstance(gate_up, Tensor) != isinstance(down, Tensor):
         raise TypeError("experts are plain or in codes, all their products alike")
-    both = coded_products(x, order, starts, gate_up, per_token=chosen.shape[1])
+    if isinstance(gate_up, Tensor) and isinstance(down, Tensor) and clamped is None and biases is None:
+        return grouped_products(x, order, starts, gate_up, down, per_token=per_token)
+    into, out_of = (None, None) if biases is None else biases
+    both = products(x, order, starts, gate_up, into, per_token=per_token)
     activated = both.new_empty((len(order), both.shape[1] // 2))
-    silu_mul(both, activated)
-    return coded_products(activated, order, starts, down)
+    if clamped is None:
+        silu_mul(both, activated)
+    else:
+        clamped_swiglu(both, clamped.alpha, clamped.limit, activated, in_turn=True)
+    del both
+    return products(activated, order, starts, down, out_of)
 
 
-def coded_products(x: Tensor, order: Tensor, starts: Tensor, weight: ExpertCodes, *, per_token: int = 0) -> Tensor:
-    """[T · k, outputs] of sorted rows over codes [experts, outputs, …]: with `per_token` of the tokens x [T, inputs],
-    in sorted order; else of sorted rows x [T · k, inputs], token by token."""
-    codes, scales, offsets, group = weight.codes, weight.scales, weight.offsets, weight.group
-    experts, outputs, stored = codes.shape
-    bits = 4 if codes.dtype == torch.uint8 else 8
-    inputs, rows = stored * 8 // bits, len(order)
-    if codes.dtype not in CODE_KINDS or not tiled(bits=bits, group=group, inputs=inputs):
-        raise TypeError(f"codes of {codes.dtype} in groups of {group}")
-    groups = -(-inputs // group)
-    if x.shape != (rows // per_token if per_token else rows, inputs) or scales.shape != (experts, outputs, groups):
-        raise ValueError(f"x {list(x.shape)} and scales {list(scales.shape)} do not fit codes {list(codes.shape)}")
-    dense = all(each.is_contiguous() for each in (codes, scales, *(() if offsets is None else (offsets,))))
-    if x.stride(1) != 1 or not dense:
-        raise ValueError("codes and scales must be dense, and so a row of x")
-    few = rows <= 16 * experts
-    plan = coded_plan(rows=1 if few else 17, group=group, inputs=inputs, element_bytes=x.element_size())
+def products(
+    x: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    weight: Tensor | ExpertCodes,
+    bias: Tensor | None = None,
+    *,
+    per_token: int = 0,
+) -> Tensor:
+    """[T · k, outputs] of sorted rows, each over its expert's weight [outputs, inputs], and bias [experts, outputs]:
+    with `per_token` of the tokens x [T, inputs], in sorted order; else of sorted rows x [T · k, inputs], token by
+    token."""
+    if isinstance(weight, Tensor):
+        return _plain_products(x, order, starts, weight, bias, per_token)
+    return _coded_products(x, order, starts, weight, bias, per_token)
+
+
+def _plain_products(
+    x: Tensor, order: Tensor, starts: Tensor, weight: Tensor, bias: Tensor | None, per_token: int
+) -> Tensor:
+    experts, outputs, inputs = weight.shape
+    rows = len(order)
+    if x.shape != (rows // per_token if per_token else rows, inputs):
+        raise ValueError(f"x {list(x.shape)} does not fit weights {list(weight.shape)}")
+    _check_dense(x, [weight], bias, (experts, outputs))
+    plan = expert_plan(rows=rows, experts=experts, element_bytes=x.element_size())
     out = x.new_empty((rows, outputs))
-    coded_expert_rows[(rows // plan.tile_rows + min(rows, experts), -(-outputs // plan.tile_columns))](
+    expert_rows[_grid(plan, rows, experts, outputs)](
         x,
         order,
         starts,
-        codes if codes.dtype != torch.float8_e4m3fn else codes.view(torch.uint8),
-        scales,
-        scales if offsets is None else offsets,  # read with OFFSETS only
+        weight,
+        weight if bias is None else bias,  # read with BIAS only
         out,
         max(1, per_token),
         x.stride(0),
         out.stride(0),
-        EXPERTS=experts,
-        PAD_EXPERTS=power_of_two_from(experts),
+        OUTPUTS=outputs,
+        INPUTS=inputs,
+        BIAS=bias is not None,
+        FROM_TOKENS=per_token > 0,
+        WIDE=_WIDEN_PRODUCTS,
+        **_tiles(plan, experts),
+    )
+    return out
+
+
+def _coded_products(
+    x: Tensor, order: Tensor, starts: Tensor, weight: ExpertCodes, bias: Tensor | None, per_token: int
+) -> Tensor:
+    codes, scales, offsets, group = weight.codes, weight.scales, weight.offsets, weight.group
+    experts, outputs, _ = codes.shape
+    inputs, rows = inputs_of(codes), len(order)
+    if not takes(codes.dtype, group, inputs):
+        raise TypeError(f"codes of {codes.dtype} in groups of {group}")
+    groups = -(-inputs // group)
+    if x.shape != (rows // per_token if per_token else rows, inputs) or scales.shape != (experts, outputs, groups):
+        raise ValueError(f"x {list(x.shape)} and scales {list(scales.shape)} do not fit codes {list(codes.shape)}")
+    _check_dense(x, [codes, scales, *(() if offsets is None else (offsets,))], bias, (experts, outputs))
+    plan = plan_of(x, 1 if rows <= 16 * experts else 17, codes, group)
+    out = x.new_empty((rows, outputs))
+    scales = as_bytes(scales)
+    coded_expert_rows[_grid(plan, rows, experts, outputs)](
+        x,
+        order,
+        starts,
+        as_bytes(codes),
+        scales,
+        scales if offsets is None else offsets,  # read with OFFSETS only
+        scales if bias is None else bias,
+        out,
+        max(1, per_token),
+        x.stride(0),
+        out.stride(0),
         OUTPUTS=outputs,
         INPUTS=inputs,
         GROUP=max(group, inputs) if groups == 1 else group,
         CODE=CODE_KINDS[codes.dtype],
         OFFSETS=offsets is not None,
+        BIAS=bias is not None,
         FROM_TOKENS=per_token > 0,
-        TILE_ROWS=plan.tile_rows,
-        TILE_COLUMNS=plan.tile_columns,
-        TILE_DEPTH=plan.tile_depth,
         WIDE=_WIDEN_PRODUCTS or x.dtype == torch.float32,
-        num_warps=plan.warps,
-        num_stages=plan.stages,
+        **_tiles(plan, experts),
     )
     return out
+
+
+def _check_dense(x: Tensor, weights: list[Tensor], bias: Tensor | None, shape: tuple[int, int]) -> None:
+    if x.stride(1) != 1 or not all(each.is_contiguous() for each in weights):
+        raise ValueError("codes, scales and weights must be dense, and so a row of x")
+    if bias is not None and (bias.shape != shape or not bias.is_contiguous()):
+        raise ValueError(f"bias {list(bias.shape)} for {list(shape)} outputs of experts")
+
+
+def _grid(plan: ExpertPlan, rows: int, experts: int, outputs: int) -> tuple[int, int]:
+    """Of the most tiles that there may be."""
+    return rows // plan.tile_rows + min(rows, experts), -(-outputs // plan.tile_columns)
+
+
+def _tiles(plan: ExpertPlan, experts: int) -> dict[str, Any]:
+    return {
+        "EXPERTS": experts,
+        "PAD_EXPERTS": power_of_two_from(experts),
+        "TILE_ROWS": plan.tile_rows,
+        "TILE_COLUMNS": plan.tile_columns,
+        "TILE_DEPTH": plan.tile_depth,
+        "num_warps": plan.warps,
+        "num_stages": plan.stages,
+    }
 
 
 def sorted_rows(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -102,28 +181,22 @@ def grouped_products(
     if x.stride(1) != 1 or not (gate_up.is_contiguous() and down.is_contiguous()):
         raise ValueError("weights must be dense, and so a row of x")
     plan = expert_plan(rows=rows, experts=experts, element_bytes=x.element_size())
-    tiles = rows // plan.tile_rows + min(rows, experts)
-    shared = {
-        "EXPERTS": experts,
-        "PAD_EXPERTS": power_of_two_from(experts),
-        "HIDDEN": hidden,
-        "INNER": inner,
-        "TILE_ROWS": plan.tile_rows,
-        "TILE_COLUMNS": plan.tile_columns,
-        "TILE_DEPTH": plan.tile_depth,
-        "WIDE": _WIDEN_PRODUCTS,
-        "num_warps": plan.warps,
-        "num_stages": plan.stages,
-    }
     activated = x.new_empty((rows, inner))
-    gated_expert_rows[(tiles, -(-inner // plan.tile_columns))](
-        x, order, starts, gate_up, activated, x.stride(0), activated.stride(0), PER_TOKEN=per_token, **shared
+    gated_expert_rows[_grid(plan, rows, experts, inner)](
+        x,
+        order,
+        starts,
+        gate_up,
+        activated,
+        x.stride(0),
+        activated.stride(0),
+        PER_TOKEN=per_token,
+        HIDDEN=hidden,
+        INNER=inner,
+        WIDE=_WIDEN_PRODUCTS,
+        **_tiles(plan, experts),
     )
-    out = x.new_empty((rows, hidden))
-    expert_rows[(tiles, -(-hidden // plan.tile_columns))](
-        activated, order, starts, down, out, activated.stride(0), out.stride(0), **shared
-    )
-    return out
+    return products(activated, order, starts, down)
 
 
 def add_weighted(parts: Tensor, weights: Tensor, shared: Tensor | None, residual: Tensor) -> None:

@@ -41,6 +41,23 @@ def _tile(starts, tile, EXPERTS: tl.constexpr, PAD_EXPERTS: tl.constexpr, TILE_R
     return own, first, tl.sum(tl.where(expert == own, end, 0), 0)
 
 
+@triton.jit
+def _places(order, row, held, per_token, FROM_TOKENS: tl.constexpr):
+    """Of sorted rows: which rows of x they are made of, and where they go."""
+    place = tl.load(order + row, mask=held, other=0)
+    if FROM_TOKENS:
+        source, target = place // per_token, row.to(tl.int64)
+    else:
+        source, target = row.to(tl.int64), place
+    return source, target
+
+
+@triton.jit
+def _bias(bias, own, column, OUTPUTS: tl.constexpr):
+    cell = bias + own.to(tl.int64) * OUTPUTS + column
+    return tl.load(cell, mask=column < OUTPUTS, other=0.0).to(tl.float32)[None, :]
+
+
 @triton.jit(do_not_specialize=_VARYING)
 def gated_expert_rows(
     x,
@@ -93,38 +110,44 @@ def expert_rows(
     order,
     starts,
     weight,
+    bias,
     out,
+    per_token,
     x_stride,
     out_stride,
     EXPERTS: tl.constexpr,
     PAD_EXPERTS: tl.constexpr,
-    INNER: tl.constexpr,
-    HIDDEN: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    BIAS: tl.constexpr,
+    FROM_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
     TILE_DEPTH: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """out[order[r]] = weight · x[r], for sorted row r; weight [EXPERTS, HIDDEN, INNER]. Grid (tiles of rows, tiles of
-    HIDDEN)."""
+    """out[r] = weight · x[order[r] / per_token] FROM_TOKENS, else out[order[r]] = weight · x[r], for sorted row r; and
+    bias. weight [EXPERTS, OUTPUTS, INPUTS], bias [EXPERTS, OUTPUTS]. Grid (tiles of rows, tiles of OUTPUTS)."""
     own, first, stop = _tile(starts, tl.program_id(0), EXPERTS, PAD_EXPERTS, TILE_ROWS)
     if own >= EXPERTS:
         return
     row = first + tl.arange(0, TILE_ROWS)
     held = row < stop
     column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
-    matrix = weight + own.to(tl.int64) * (HIDDEN * INNER) + column[None, :].to(tl.int64) * INNER
-    rows = x + row[:, None].to(tl.int64) * x_stride
+    matrix = weight + own.to(tl.int64) * (OUTPUTS * INPUTS) + column[None, :].to(tl.int64) * INPUTS
+    source, target = _places(order, row, held, per_token, FROM_TOKENS)
+    rows = x + source[:, None] * x_stride
     total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
-    for deep in range(0, INNER, TILE_DEPTH):
+    for deep in range(0, INPUTS, TILE_DEPTH):
         at = deep + tl.arange(0, TILE_DEPTH)
-        inside = at < INNER
+        inside = at < INPUTS
         part = tl.load(rows + at[None, :], mask=held[:, None] & inside[None, :], other=0.0)
-        wanted = inside[:, None] & (column < HIDDEN)[None, :]
+        wanted = inside[:, None] & (column < OUTPUTS)[None, :]
         total = _product(part, tl.load(matrix + at[:, None], mask=wanted, other=0.0), total, WIDE)
-    place = tl.load(order + row, mask=held, other=0)
-    cell = out + place[:, None] * out_stride + column[None, :]
-    tl.store(cell, total.to(out.dtype.element_ty), mask=held[:, None] & (column < HIDDEN)[None, :])
+    if BIAS:
+        total += _bias(bias, own, column, OUTPUTS)
+    cell = out + target[:, None] * out_stride + column[None, :]
+    tl.store(cell, total.to(out.dtype.element_ty), mask=held[:, None] & (column < OUTPUTS)[None, :])
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -135,6 +158,7 @@ def coded_expert_rows(
     codes,
     scales,
     offsets,
+    bias,
     out,
     per_token,
     x_stride,
@@ -146,6 +170,7 @@ def coded_expert_rows(
     GROUP: tl.constexpr,
     CODE: tl.constexpr,
     OFFSETS: tl.constexpr,
+    BIAS: tl.constexpr,
     FROM_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
@@ -153,21 +178,18 @@ def coded_expert_rows(
     WIDE: tl.constexpr,
 ):
     """Over weights in codes [EXPERTS, OUTPUTS, ...]: out[r] = weight · x[order[r] / per_token] FROM_TOKENS, else
-    out[order[r]] = weight · x[r], for sorted row r. Grid (tiles of rows, tiles of OUTPUTS)."""
+    out[order[r]] = weight · x[r], for sorted row r; and bias [EXPERTS, OUTPUTS]. Grid (tiles of rows, tiles of
+    OUTPUTS)."""
     own, first, stop = _tile(starts, tl.program_id(0), EXPERTS, PAD_EXPERTS, TILE_ROWS)
     if own >= EXPERTS:
         return
     GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
-    STORED: tl.constexpr = INPUTS // 2 if CODE == 1 else INPUTS
+    STORED: tl.constexpr = INPUTS // 2 if CODE % 2 else INPUTS
     row = first + tl.arange(0, TILE_ROWS)
     held = row < stop
     column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     wanted = column < OUTPUTS
-    place = tl.load(order + row, mask=held, other=0)
-    if FROM_TOKENS:
-        source, target = place // per_token, row.to(tl.int64)
-    else:
-        source, target = row.to(tl.int64), place
+    source, target = _places(order, row, held, per_token, FROM_TOKENS)
     of_expert = own.to(tl.int64) * OUTPUTS
     total = coded_sums(
         x + source[:, None] * x_stride,
@@ -185,6 +207,8 @@ def coded_expert_rows(
         TILE_DEPTH,
         WIDE,
     )
+    if BIAS:
+        total += _bias(bias, own, column, OUTPUTS)
     cell = out + target[:, None] * out_stride + column[None, :]
     tl.store(cell, total.to(out.dtype.element_ty), mask=held[:, None] & wanted[None, :])
 

@@ -24,6 +24,7 @@ from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
 from cohort.kernels.attention_meta import AttentionMeta
+from cohort.kernels.code_dtypes import E2M1, E8M0, bits_of
 from cohort.kernels.coded import ExpertCodes, ServedProduct
 from cohort.kernels.fp8_cache import PLANE_SCALE_BYTES
 from cohort.kernels.gpu import attention, coded, elementwise, experts, prefill, sampling, slots
@@ -46,13 +47,15 @@ class ServedExperts:
     inner: int
     shared_inner: int
     rounded: bool  # their weights are of the model's type, else float32
+    clamped: bool = False  # their activation is gpt-oss's, and their products have biases
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
     """A model as the kernels see it. `rotary_half`: half of the elements of a head that are rotated, 0 for models that
-    leave all but attention to other kernels; `windowed`: whether layers have a sliding window, some or none; `sinks`:
-    whether attention has sinks; `products`: over weights in codes; `fp8`: keys and values are kept so."""
+    leave all but attention to other kernels; `windowed`: whether layers have a sliding window, some or none; `sinks`,
+    `capped`: whether attention has sinks, and bounds its scores; `products`: over weights in codes; `fp8`: keys and
+    values are kept so; `wide_norms`: weights of norms are in float32."""
 
     query_heads: int
     kv_heads: int
@@ -65,10 +68,12 @@ class Served:
     rotary_half: int = 0
     windowed: frozenset[bool] = frozenset({False})
     sinks: bool = False
+    capped: bool = False
     experts: ServedExperts | None = None
     products: tuple[ServedProduct, ...] = ()
     layers: int = 2
     fp8: bool = False
+    wide_norms: bool = False
 
 
 def row_classes(max_rows: int) -> tuple[int, ...]:
@@ -88,6 +93,7 @@ def launches(
     at_most = padded_rows(max_rows)
     step = _Tensors(served, device)
     sinks = torch.zeros(served.query_heads, device=device) if served.sinks else None
+    cap = 50.0 if served.capped else 0.0
     windows = [_WIDE_WINDOW if windowed else 0 for windowed in sorted(served.windowed)]
     for rows in row_classes(max_rows):
         for window in windows:
@@ -95,14 +101,16 @@ def launches(
                 meta = step.meta(rows, prefill_rows=0)
                 yield (
                     f"decode {name} {rows} rows, window {window}",
-                    lambda q=query, o=out, m=meta, w=window: attention.decode(q, step.kv, 1, m, 1.0, o, w, plan, sinks),  # type: ignore[misc]
+                    lambda q=query, o=out, m=meta, w=window: attention.decode(
+                        q, step.kv, 1, m, 1.0, o, w, plan, sinks, cap
+                    ),  # type: ignore[misc]
                 )
     for window in windows:
         for name, query, out in step.queries(at_most):
             meta = step.meta(at_most, prefill_rows=at_most)
             yield (
                 f"prefill {name}, window {window}",
-                lambda q=query, o=out, m=meta, w=window: attention.prefill(q, step.kv, 1, m, 1.0, o, w, sinks),  # type: ignore[misc]
+                lambda q=query, o=out, m=meta, w=window: attention.prefill(q, step.kv, 1, m, 1.0, o, w, sinks, cap),  # type: ignore[misc]
             )
     staging = torch.empty(2, 64, served.kv_heads, served.head_dim, dtype=served.dtype, device=device)
     starts = torch.zeros(at_most + 1, dtype=torch.int32, device=device)
@@ -169,9 +177,11 @@ class _Tensors:
         if not s.rotary_half:
             return
         hidden, both = self._empty(tokens, s.hidden), self._empty(tokens, 2 * s.inner)
-        yield "norm", lambda: elementwise.rms_norm(hidden, hidden[0], 1e-5, hidden)
+        kind = torch.float32 if s.wide_norms else s.dtype
+        weight, of_head = self._empty(s.hidden, dtype=kind), self._empty(s.head_dim, dtype=kind)
+        yield "norm", lambda: elementwise.rms_norm(hidden, weight, 1e-5, hidden)
         for name, heads in (("query", query), ("key", key)):
-            yield f"norm of {name}", lambda x=heads: elementwise.rms_norm(x, x[0, 0], 1e-5, x)  # type: ignore[misc]
+            yield f"norm of {name}", lambda x=heads: elementwise.rms_norm(x, of_head, 1e-5, x)  # type: ignore[misc]
         inner = self._empty(tokens, s.inner)
         yield "activate", lambda: elementwise.silu_mul(both, inner)
 
@@ -185,12 +195,25 @@ def _of_experts(served: Served, mixture: ServedExperts, device: torch.device) ->
     for name, tokens in (("few", 1), ("many", 17 * count)):
         x = torch.empty((tokens, hidden), dtype=served.dtype, device=device)
         order = torch.zeros(tokens * mixture.per_token, dtype=torch.int64, device=device)
+        if mixture.clamped:
+            inner = torch.empty((len(order), mixture.inner), dtype=served.dtype, device=device)
+            for what, rows, weight, k in (("into", x, gate_up, mixture.per_token), ("out of", inner, down, 0)):
+                bias = torch.empty(weight.shape[:2], dtype=served.dtype, device=device)
+                yield (
+                    f"{what} experts, {name} rows",
+                    lambda x=rows, o=order, w=weight, b=bias, k=k: _ignore(  # type: ignore[misc]
+                        experts.products(x, o, starts, w, b, per_token=k)
+                    ),
+                )
+            continue
         yield (
             f"experts, {name} rows",
             lambda x=x, o=order: _ignore(  # type: ignore[misc]
                 experts.grouped_products(x, o, starts, gate_up, down, per_token=mixture.per_token)
             ),
         )
+    if mixture.clamped:
+        yield "activate experts", _clamped(mixture.inner, served.dtype, device)
     weights = torch.empty(
         (2, mixture.per_token), dtype=served.dtype if mixture.rounded else torch.float32, device=device
     )
@@ -206,12 +229,12 @@ def _of_experts(served: Served, mixture: ServedExperts, device: torch.device) ->
 
 def _of_codes(product: ServedProduct, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Launch]]:
     """A product's two plans, each into a place of the model's type, into float32, and added to a residual."""
-    stored = product.inputs // 2 if product.codes == torch.uint8 else product.inputs
+    stored = product.inputs * bits_of(product.codes) // 8
     if product.experts:
         yield from _of_coded_experts(product, stored, dtype, device)
         return
     codes = torch.empty((product.outputs, stored), dtype=product.codes, device="meta")
-    scales = torch.empty((product.outputs, -(-product.inputs // product.group)), device="meta")
+    scales = torch.empty((product.outputs, -(-product.inputs // product.group)), dtype=_scale(product), device="meta")
     bias = torch.empty(product.outputs, dtype=dtype, device=device) if product.biased else None
     for rows in (1, 17):
         x = torch.empty((rows, product.inputs), dtype=dtype, device=device)
@@ -234,7 +257,8 @@ def _of_coded_experts(
     """For rows that are few for their experts, and for many; behind the first product its activation."""
     shape = (product.experts, product.outputs)
     codes = torch.empty((*shape, stored), dtype=product.codes, device="meta")
-    scales = torch.empty((*shape, -(-product.inputs // product.group)), device="meta")
+    scales = torch.empty((*shape, -(-product.inputs // product.group)), dtype=_scale(product), device="meta")
+    bias = torch.empty(shape, dtype=dtype, device=device) if product.biased else None
     weight = ExpertCodes(codes, scales, scales if product.offsets else None, product.group)
     starts = torch.zeros(product.experts + 1, dtype=torch.int32, device=device)
     for name, rows in (("few", 2), ("many", 18 * product.experts)):
@@ -244,12 +268,23 @@ def _of_coded_experts(
         yield (
             f"experts of {product.codes} {product.outputs} x {product.inputs}, {name} rows".replace("torch.", ""),
             lambda x=x, o=order, k=2 * product.gathers: _ignore(  # type: ignore[misc]
-                experts.coded_products(x, o, starts, weight, per_token=k)
+                experts.products(x, o, starts, weight, bias, per_token=k)
             ),
         )
-    if product.gathers:
+    if product.gathers and product.clamped:
+        yield "activate experts", _clamped(product.outputs // 2, dtype, device)
+    elif product.gathers:
         both = torch.empty((2, product.outputs), dtype=dtype, device=device)
         yield "activate experts", lambda: elementwise.silu_mul(both, both.new_empty((2, product.outputs // 2)))
+
+
+def _scale(product: ServedProduct) -> torch.dtype:
+    return E8M0 if product.codes == E2M1 else torch.float32
+
+
+def _clamped(inner: int, dtype: torch.dtype, device: torch.device) -> Launch:
+    both = torch.empty((2, 2 * inner), dtype=dtype, device=device)
+    return lambda: elementwise.clamped_swiglu(both, 1.702, 7.0, both.new_empty((2, inner)), in_turn=True)
 
 
 def _sampled(served: Served, device: torch.device) -> tuple[Tensor, SamplingTables, SampledRows]:

@@ -17,10 +17,12 @@ import msgspec
 
 from cohort.common import exposure, paths
 from cohort.common.config import Config, load_config
-from cohort.common.devices import inventory
+from cohort.common.devices import host_memory, inventory
+from cohort.common.devices.fit import host_need, need
+from cohort.common.engine.model_config import read_geometry
 from cohort.common.errors import CohortError, ConfigError
 from cohort.services.cli.checks import files, machine, pipeline
-from cohort.services.cli.checks.finding import Finding, problem, skipped
+from cohort.services.cli.checks.finding import Finding, fine, problem, skipped
 from cohort.services.cli.checks.reading import Reading
 
 EPILOG = """\
@@ -113,7 +115,7 @@ def of_machine(config: Config, *, running: bool) -> Iterator[Finding]:
         _checked("model", lambda: files.model(config, folder)),
         _checked("ports", lambda: machine.ports(plan(settled, cores), running)),
         _checked("disk space", lambda: machine.disk(kept)),
-        _checked("memory", lambda: machine.memory(settled, files.weights_bytes(folder))),
+        _checked("memory", lambda: memory(settled, folder)),
         _checked("threads", lambda: machine.threads(settled, cores)),
         load,
         _checked("autogroup", lambda: machine.autogroup(load.status == "warning")),
@@ -128,6 +130,17 @@ def of_machine(config: Config, *, running: bool) -> Iterator[Finding]:
         _checked("traces", lambda: files.traces(settled)),
         _checked("profiles", lambda: files.profiles(settled, [(n, load_device(n)[1].profile) for n in own])),
     )
+
+
+def memory(config: Config, folder: Path) -> Finding:
+    """What the workers take, with weights in what this kind of device keeps them in: codes, or dequantised."""
+    if not (folder / "config.json").is_file():
+        return machine.memory(config, files.weights_bytes(folder))
+    geometry = read_geometry(folder, config.model.quantization)
+    if config.on_gpu:
+        return fine("memory", f"of its GPU a worker needs {need(config, folder, geometry).told}")
+    held = host_need(config, folder, geometry, computes_bfloat16=host_memory.computes_bfloat16()).weights
+    return machine.memory(config, held or files.weights_bytes(folder))
 
 
 def of_pipeline(url: str, *, wanted: bool) -> Iterator[Finding]:

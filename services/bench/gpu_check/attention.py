@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -34,6 +35,13 @@ def run(check: Check) -> None:
     for rows, context in ((64, 8192), (64, 1024)) if check.real else ((3, 40),):
         name = f"{rows} x {context}: KV in FP8"
         check.guard.item(name, partial(_fp8, check, name, heads, rows, context), 8)
+    for kind, (own, options) in _scores(check).items():
+        for rows, context in ((64, 2048), (16, 8192)) if check.real else ((3, 40),):
+            name = f"{rows} x {context}: {kind} over none, {own}"
+            check.guard.item(name, partial(_with_scores, check, name, kind, own, options, rows, context), 8)
+        tokens = 2048 if check.real else 20
+        name = f"a prompt of {tokens} over the paged cache: {kind}, {own}"
+        check.guard.item(name, partial(_prompt, check, name, kind, own, options, tokens), 6)
     for rows, context in ((64, 4096), (256, 1024)) if check.real else ((3, 40),):
         name = f"{rows} x {context}: 32 layers in a block against 1"
         check.guard.item(name, partial(_stride, check, name, heads, rows, context), 15)
@@ -101,6 +109,43 @@ def _fp8(check: Check, name: str, heads: Heads, rows: int, context: int) -> None
     )
 
 
+def _scores(check: Check) -> dict[str, tuple[Heads, dict[str, Any]]]:
+    """By kind: heads of gpt-oss and of Gemma 2 9B, and what their attention is asked for."""
+    oss, gemma = (Heads(64, 8, 64), Heads(16, 8, 256)) if check.real else (_TINY, _TINY)
+    return {
+        "sinks": (oss, {"sinks": torch.linspace(-3.0, 6.0, oss.query, device=check.device)}),
+        "caps": (gemma, {"softcap": 50.0}),
+    }
+
+
+def _with_scores(
+    check: Check, name: str, kind: str, heads: Heads, options: dict[str, Any], rows: int, context: int
+) -> None:
+    case = make_case(check.device, check.dtype, heads, *_rows(rows, context), layers=_layers(check))
+    with_s, without_s = _time(check, case, **options), _time(check, case)
+    check.found.measured(
+        name,
+        with_s / without_s,
+        "x",
+        expect=expect(f"attention, {kind}", Facts(check.ceilings())),
+        note=f"{with_s * 1e6:.0f} and {without_s * 1e6:.0f} us a layer",
+    )
+
+
+def _prompt(check: Check, name: str, kind: str, heads: Heads, options: dict[str, Any], tokens: int) -> None:
+    """Flash attention is given neither, so all prompts of such a model run so."""
+    case = make_case(check.device, check.dtype, heads, [tokens], [tokens], layers=_layers(check))
+    taken_s = _time(check, case, **options)
+    operations = 2.0 * heads.query * heads.dim * tokens * (tokens + 1)
+    check.found.measured(
+        name,
+        operations / taken_s / check.ceilings().matrix,
+        "of the matrix rate",
+        expect=expect(f"prefill, {kind}", Facts(check.ceilings())),
+        note=f"{taken_s * 1e6:.0f} us a layer",
+    )
+
+
 def _chosen(check: Check, name: str, heads: Heads, rows: int, context: int, tile: int, stages: int, warps: int) -> None:
     """Another plan than the kernel's own; `MIN_PART_KEYS` stays, and a tile never spans parts."""
     try:
@@ -148,13 +193,13 @@ def _rows(rows: int, context: int) -> tuple[list[int], list[int]]:
     return [context] * rows, [1] * rows
 
 
-def _time(check: Check, case: Case) -> float:
-    """Seconds a layer."""
+def _time(check: Check, case: Case, **options: Any) -> float:
+    """Seconds a layer. `options`: of `paged_attention`."""
     out = torch.empty_like(case.query)
     layers = case.kv.shape[1]
 
     def every_layer() -> None:
         for layer in range(layers):
-            paged_attention(case.query, case.kv, layer, case.meta, case.scale, out)
+            paged_attention(case.query, case.kv, layer, case.meta, case.scale, out, **options)
 
     return rates.seconds(rates.replayed(every_layer, check.device), check.device) / layers

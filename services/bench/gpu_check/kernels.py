@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +34,46 @@ def run(check: Check) -> None:
         _all_of(check, dtype, (*_SERVED, *_OTHERS))
 
 
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """What a model does to its scores."""
+
+    name: str
+    heads: Heads
+    window: int
+    softcap: float = 0.0
+    sinks: bool = False
+
+
+_SCORES = (
+    _Scores("sinks (gpt-oss)", Heads(64, 8, 64), 128, sinks=True),
+    _Scores("soft caps (Gemma 2)", Heads(16, 8, 256), 4096, softcap=50.0),
+    _Scores("both, a low cap", Heads(32, 8, 128), 0, softcap=2.0, sinks=True),
+)
+_TINY_SCORES = (_Scores("sinks, soft caps", Heads(4, 2, 16), 37, softcap=2.0, sinks=True),)
+
+
+def _with_scores(check: Check, dtype: torch.dtype, lengths: Mapping[str, tuple[list[int], list[int]]]) -> None:
+    for scores in _SCORES if check.real else _TINY_SCORES:
+        for what, (contexts, queries) in lengths.items():
+            for fp8 in (False, True):
+                for window in {0, scores.window}:
+                    name = f"attention {scores.name}{', KV in FP8' if fp8 else ''}, {scores.heads}, {what}"
+                    measure = partial(
+                        attention_error,
+                        check,
+                        scores.heads,
+                        dtype,
+                        contexts,
+                        queries,
+                        window,
+                        fp8=fp8,
+                        softcap=scores.softcap,
+                        sinks=scores.sinks,
+                    )
+                    _judge(check, f"{name}, window {window}" if window else name, measure, dtype)
+
+
 def _all_of(check: Check, dtype: torch.dtype, shapes: Sequence[Heads]) -> None:
     long, rows = (5000, 40) if check.real else (90, 5)
     decode = (_contexts(rows, long), [1] * rows)
@@ -51,6 +93,8 @@ def _all_of(check: Check, dtype: torch.dtype, shapes: Sequence[Heads]) -> None:
             for what, lengths in (("decode", decode), ("prefill beside decode", mixed)):
                 measure = partial(attention_error, check, heads, dtype, *lengths, fp8=True)
                 _judge(check, f"attention {name}, KV in FP8, {heads}, {what}", measure, dtype)
+    if dtype == torch.bfloat16 or not check.real:
+        _with_scores(check, dtype, {"decode": decode, "prefill beside decode": mixed})
     _judge(check, f"write_kv, gather, scatter {name}", partial(_memory, check, dtype), 0.0)
     if dtype == torch.bfloat16 or not check.real:
         _judge(check, f"write_kv, gather, scatter {name}, KV in FP8", partial(_memory_fp8, check, dtype), 0.0)
@@ -88,14 +132,18 @@ def attention_error(
     window: int = 0,
     *,
     fp8: bool = False,
+    softcap: float = 0.0,
+    sinks: bool = False,
 ) -> float:
     """Rows over shuffled blocks of random direction, against the reference in float32; the output is poisoned first."""
     case = make_case(check.device, dtype, heads, contexts, queries, fp8=fp8)
     ours = torch.full_like(case.query, float("nan"))
     truth = torch.empty(case.query.shape, device=check.device)
-    paged_attention(case.query, case.kv, 1, case.meta, case.scale, ours, sliding_window=window)
+    beside = torch.linspace(-3.0, 6.0, heads.query, device=check.device) if sinks else None
+    options: dict[str, Any] = {"sliding_window": window, "softcap": softcap, "sinks": beside}
+    paged_attention(case.query, case.kv, 1, case.meta, case.scale, ours, **options)
     kv = case.kv if fp8 else case.kv.float()
-    reference.paged_attention(case.query.float(), kv, 1, case.meta, case.scale, truth, sliding_window=window)
+    reference.paged_attention(case.query.float(), kv, 1, case.meta, case.scale, truth, **options)
     return _error(ours, truth)
 
 

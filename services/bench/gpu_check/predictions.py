@@ -159,6 +159,16 @@ TABLE: dict[str, Line] = {
         "the bandwidth; a guess",
         _fp8_share,
     ),
+    "attention, sinks": Line("a load and an exponential a row more: no slower than without", lambda f: 1.0),
+    "attention, caps": Line(
+        "an exponential and a division a score more, hidden by waiting for keys: no slower than without", lambda f: 1.0
+    ),
+    "prefill, sinks": Line(f"{_PAGED_RATE:.0%} of the matrix rate, as without sinks", lambda f: _PAGED_RATE),
+    "prefill, caps": Line(
+        "three operations of the special unit a score instead of one, where one takes a third of the time: half of "
+        f"{_PAGED_RATE:.0%} of the matrix rate; a guess",
+        lambda f: 0.5 * _PAGED_RATE,
+    ),
     "attention, directed": Line("the direction is known with the block: no slower than without", lambda f: 1.0),
     "attention, stride": Line(
         "a layer's share of a block is 64 KiB of 2 MiB: more pages are touched, at most 5 % slower", lambda f: 1.05
@@ -213,6 +223,11 @@ TABLE: dict[str, Line] = {
         lambda f: 1 / _PRODUCT_BYTES,
     ),
     "coded product": Line(f"at {_CODED_BYTES:.0%} of the larger bound: a guess", lambda f: 1 / _CODED_BYTES),
+    "coded experts": Line(
+        f"both products at {_CODED_BYTES:.0%} of the larger bound; sorting and the activation are four launches: a "
+        "guess",
+        lambda f: 1 / _CODED_BYTES,
+    ),
     "mixed": Line(
         f"the longer of eleven launches a layer of {_LAUNCH_S * 1e6:.0f} us and the device's work", _mixed_ms
     ),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cohort.common.engine import compiled_kernels
 from cohort.kernels import fused, native, reference
+from cohort.kernels.fp8_cache import SCALE_BYTES, decoded, encoded
 from cohort.kernels.paged_attention import AttentionMeta, paged_attention, write_kv
 from cohort.kernels.panels import huge_zeros
 
@@ -72,15 +73,23 @@ class Step:
         context_lens: list[int],
         query_lens: list[int],
         cache_bytes: int = READ_BYTES,
+        *,
+        fp8: bool = False,
     ) -> None:
-        self.shape = shape
+        """`fp8`: keys and values are kept so."""
+        self.shape, self.fp8 = shape, fp8
         blocks = [-(-context // BLOCK_SIZE) for context in context_lens]
-        block_bytes = 2 * shape.kv_heads * BLOCK_SIZE * shape.head_dim * dtype.itemsize
+        row_bytes = shape.head_dim + SCALE_BYTES if fp8 else shape.head_dim * dtype.itemsize
+        block_bytes = 2 * shape.kv_heads * BLOCK_SIZE * row_bytes
         self.layers = max(2, cache_bytes // (sum(blocks) * block_bytes))
         self.read_bytes = sum(context_lens) * block_bytes // BLOCK_SIZE
-        cache = (sum(blocks), self.layers, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
+        cache = (sum(blocks), self.layers, 2, shape.kv_heads, BLOCK_SIZE)
+        kept = torch.uint8 if fp8 else dtype
         # as the engine's cache lies in memory
-        self.kv = huge_zeros(math.prod(cache) * dtype.itemsize).view(dtype).view(cache).copy_(torch.randn(cache))
+        self.kv = huge_zeros(math.prod(cache) * row_bytes).view(kept).view(*cache, -1)
+        for part in self.kv.unbind():
+            numbers = torch.randn(*part.shape[:-1], shape.head_dim)
+            part.copy_(encoded(numbers) if fp8 else numbers)
         order = torch.randperm(sum(blocks)).to(torch.int32)
         table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
         for row, part in enumerate(torch.split(order, blocks)):
@@ -116,7 +125,9 @@ class Step:
         for layer in range(self.layers):
 
             def dense(which: int, layer: int = layer) -> Tensor:
-                found = self.kv[:, layer, which].index_select(0, index).view(rows, columns, heads, BLOCK_SIZE, dim)
+                found = self.kv[:, layer, which].index_select(0, index).view(rows, columns, heads, BLOCK_SIZE, -1)
+                if self.fp8:
+                    found = decoded(found).to(query.dtype)
                 return found.transpose(1, 2).reshape(rows, heads, -1, dim)
 
             F.scaled_dot_product_attention(query, dense(0), dense(1), is_causal=queries > 1, enable_gqa=True)
@@ -148,9 +159,11 @@ def decode_attention(
     *,
     gathered_rounds: int = 2,
     cache_bytes: int = READ_BYTES,
+    fp8: bool = False,
 ) -> DecodeAttention:
-    """`rows` rows of one new token, each with `context` positions in a cache of `cache_bytes`, if not one of more."""
-    step = Step(shape, dtype, [context] * rows, [1] * rows, cache_bytes)
+    """`rows` rows of one new token, each with `context` positions in a cache of `cache_bytes`, if not one of more;
+    `fp8`: which is kept so."""
+    step = Step(shape, dtype, [context] * rows, [1] * rows, cache_bytes, fp8=fp8)
     calls = (partial(step.paged, 0), partial(step.paged, 1), *memory_reads(cache_bytes))
     forward_s, reversed_s, *reading_s = each_s(calls, rounds)
     (gathered_s,) = each_s((step.gather_then_sdpa,), gathered_rounds)

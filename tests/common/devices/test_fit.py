@@ -162,7 +162,7 @@ def awq_shard(folder: Path) -> None:
 
 
 def test_codes_are_counted_as_the_weights_they_stand_for(tmp_path: Path) -> None:
-    """Where they are dequantised at load, that is what they take: in float32, and of a mixture's experts on a GPU."""
+    """Where they are dequantised at load, that is what they take: in float32."""
     awq_shard(tmp_path)
     assert parameters(tmp_path, AWQ) == 4096 * 4096 + 4096
     assert weight_bytes(tmp_path, AWQ, 4, "files", "cuda", "float32") == 4 * (4096 * 4096 + 4096)
@@ -171,6 +171,27 @@ def test_codes_are_counted_as_the_weights_they_stand_for(tmp_path: Path) -> None
     assert weight_bytes(tmp_path, AWQ, 2) == 2 * 64
     shard(tmp_path / "model.safetensors", {"m.weight": ("F8_E4M3", [8, 8]), "m.weight_scale": ("F32", [8, 1])})
     assert parameters(tmp_path, AWQ) == 64
+
+
+def test_experts_in_mxfp4_take_their_bytes_on_a_gpu(tmp_path: Path) -> None:
+    """gpt-oss: 2 experts of 64 outputs and 96 inputs, with biases; widened in float32 and on a processor."""
+    tensors = {
+        "e.gate_up_proj_blocks": ("U8", [2, 64, 3, 16]),
+        "e.gate_up_proj_scales": ("U8", [2, 64, 3]),
+        "e.gate_up_proj_bias": ("BF16", [2, 64]),
+        "norm.weight": ("BF16", [96]),
+    }
+    shard(tmp_path / "model.safetensors", tensors)
+    oss = replace(LLAMA_8B, family="gpt_oss")
+    plain = 2 * 64 + 96
+    assert parameters(tmp_path, oss) == 2 * 64 * 96 + plain
+    assert weight_bytes(tmp_path, oss, 2) == 2 * 64 * 96 * 4.25 / 8 + 2 * plain
+    assert weight_bytes(tmp_path, oss, 4, "files", "cuda", "float32") == 4 * parameters(tmp_path, oss)
+    assert weight_bytes(tmp_path, oss, 2, "files", "cpu") == 2 * parameters(tmp_path, oss)
+    wanted = need(config(), tmp_path, oss)
+    assert wanted.weights == weight_bytes(tmp_path, oss, 2) and wanted.graphs > 0
+    halved = need(load_config(overrides={"model": {"dtype": "float32"}}), tmp_path, oss)
+    assert halved.weights == 4 * parameters(tmp_path, oss)
 
 
 def scaled(**scheme: Any) -> ModelGeometry:

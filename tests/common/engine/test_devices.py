@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from cohort.common.engine.devices import (
     take_together,
     wish_for,
 )
+from cohort.common.engine.model_config import read_geometry
+from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.errors import ConfigError, ModelError, NoDeviceLeft
 from cohort.common.types import Role
 from tests.common.devices.fakes import GIB, host
@@ -229,3 +232,23 @@ def test_a_worker_on_a_processor_looks_at_its_memory_before_it_reads(
     settings = {"model": {"path": str(folder), "quantization": "fp8"}, "engine": {"device": "cpu"}}
     with pytest.raises(ModelError, match="its weights are plain"):
         worker_process.load_runner(load_config(overrides=settings), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "told"),
+    [
+        ("llama", "bfloat16", "flash"),
+        ("llama", "float32", "triton"),
+        ("gpt-oss", "bfloat16", "triton"),
+        ("gemma2", "bfloat16", "triton"),
+        ("gemma2-uncapped", "bfloat16", "flash"),
+    ],
+)
+def test_what_attends_to_prompts_is_told(
+    name: str, dtype: str, told: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sinks and soft caps are not given to flash attention."""
+    monkeypatch.setattr(devices, "prefill_attention_name", lambda: "flash")
+    runner = SimpleNamespace(dtype=dtype, geometry=read_geometry(model_folder(name)))
+    assert devices._prefill_attention(cast(ModelRunner, runner), served=True) == told
+    assert devices._prefill_attention(cast(ModelRunner, runner), served=False) == "reference"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,15 +13,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cohort.common.engine import model_runner
 from cohort.common.engine.device_memory import DeviceShare
-from cohort.common.engine.generic import GenericModel
 from cohort.common.engine.lean_deepseek import LeanDeepseek
 from cohort.common.engine.lean_gemma import LeanGemma
 from cohort.common.engine.lean_gpt_oss import LeanGptOss
 from cohort.common.engine.lean_llama import LeanLlama
 from cohort.common.engine.model_config import read_geometry
-from cohort.common.engine.model_forms import served_on
+from cohort.common.engine.model_forms import form_of
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.step_inputs import step_inputs
 from cohort.common.errors import ModelError
@@ -152,22 +149,10 @@ def test_bfloat16_follows_transformers(name: str, model_folder: Callable[[str], 
     assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm()
 
 
-def test_soft_capped_attention_runs_generic_on_a_gpu(
-    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No GPU kernel caps scores; transformers' layers then answer the same."""
-    geometry = read_geometry(model_folder("gemma2"))
-    gpu = torch.device("cuda", 0)
-    assert served_on(geometry, gpu) == dataclasses.replace(geometry, family="generic")
-    assert served_on(geometry, torch.device("cpu")) == geometry
-    uncapped = read_geometry(model_folder("gemma2-uncapped"))
-    assert served_on(uncapped, gpu) == uncapped
-    monkeypatch.setattr(model_runner, "served_on", lambda geometry, device: served_on(geometry, gpu))
-    folder = model_folder("gemma2")
-    runner = make_runner(folder)
-    assert isinstance(runner._model, GenericModel)
-    expected = reference_generate(folder, random_prompts((5, 33)), 10)
-    assert check_schedule(runner, expected, run_chunked(7)) <= 1
+@pytest.mark.parametrize(("name", "form"), [("gemma2", "gemma"), ("gpt-oss", "gpt_oss"), ("qwen3", "llama")])
+def test_a_form_is_the_same_on_a_gpu(name: str, form: str, model_folder: Callable[[str], Path]) -> None:
+    geometry = read_geometry(model_folder(name))
+    assert [form_of(geometry, torch.device(kind)) for kind in ("cpu", "cuda")] == [form, form]
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from cohort.common.engine import model_forms
+from cohort.common.engine import lean_gpt_oss, model_forms
+from cohort.common.engine.device_experts import DeviceExperts
+from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.generic import GenericModel
 from cohort.common.engine.lean_gpt_oss import LeanGptOss
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.mxfp4 import dequantized
 from cohort.common.errors import ModelError
 from cohort.kernels import reference
+from cohort.kernels.coded import ExpertCodes
 from cohort.kernels.fused import clamped_swiglu
 from tests.common.engine.driver import (
     Driver,
@@ -28,12 +31,20 @@ from tests.common.engine.driver import (
     random_prompts,
     reference_generate,
     run_chunked,
+    run_together,
     save_random_model,
 )
 from tests.common.engine.test_families import forward
 from tests.engine_models import CONFIGS
+from tests.examples import another_of_its_kind
 
 EXPERTS, HIDDEN, INNER = 4, 64, 32
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts as a GPU has them."""
+    monkeypatch.setattr(lean_gpt_oss, "groups_on_host", lambda device: False)
 
 
 @pytest.fixture(scope="module")
@@ -155,11 +166,47 @@ def test_random_weights(model_folder: Callable[[str], Path], tmp_path: Path) -> 
     assert np.isfinite(states).all()
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss-plain"])
-def test_through_transformers_as_on_a_gpu(
-    name: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its sinks then come through transformers' attention interface."""
+@pytest.mark.parametrize("name", ["gpt-oss", pytest.param("gpt-oss-plain", marks=another_of_its_kind())])
+def test_as_on_a_gpu(name: str, model_folder: Callable[[str], Path], on_device: None) -> None:
+    """All experts in two tensors, which the reference multiplies here; the steps that a GPU records are repeated."""
+    folder = model_folder(name)
+    runner = make_runner(folder, device_steps=True, share=DeviceShare(graphs=1 << 40))
+    runner.warm_up()
+    assert isinstance(runner._model, LeanGptOss)
+    assert all(isinstance(layer.experts, DeviceExperts) for layer in runner._model._layers)
+    expected = reference_generate(folder, random_prompts((5, 33, 9)), 10)
+    for schedule in (run_together, run_chunked(7)):
+        assert check_schedule(runner, expected, schedule, shuffle=4, reverse=True) <= 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_mxfp4_as_on_a_gpu(dtype: str, mxfp4_folder: Path, monkeypatch: pytest.MonkeyPatch, on_device: None) -> None:
+    """In 16 bits the blocks stay as they are, and answer to the bit as dequantised ones do; in float32 they do not."""
+    (prompt,) = random_prompts([33])
+
+    def logits(*, kept: bool) -> torch.Tensor:
+        runner = make_runner(mxfp4_folder, dtype=dtype)
+        assert isinstance(runner._model, LeanGptOss)
+        (mixture, *_) = (layer.experts for layer in runner._model._layers)
+        assert isinstance(mixture, DeviceExperts)
+        for weight in (mixture.gate_up, mixture.down):
+            assert isinstance(weight, ExpertCodes) == kept
+        if isinstance(mixture.gate_up, ExpertCodes):  # 4 bits, and 8 for 32 of them
+            held = mixture.gate_up.codes.nbytes + mixture.gate_up.scales.nbytes
+            assert held * 8 == EXPERTS * 2 * INNER * HIDDEN * 4.25
+        driver = Driver(runner)
+        driver.add("r", prompt)
+        return forward(runner, driver, [("r", len(prompt))])[0]
+
+    as_served = logits(kept=dtype == "bfloat16")
+    monkeypatch.setattr(lean_gpt_oss, "keeps_codes", lambda *layout: False)
+    assert torch.equal(as_served, logits(kept=False))
+    assert as_served.std() > 0.1
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", pytest.param("gpt-oss-plain", marks=another_of_its_kind())])
+def test_through_transformers(name: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a value has no lean form: its sinks then come through transformers' attention interface."""
     monkeypatch.setattr(model_forms, "form_of", lambda geometry, device: "generic")
     folder = model_folder(name)
     runner = make_runner(folder)

@@ -12,7 +12,7 @@ from cohort.kernels import reference
 from cohort.kernels.gpu import attention, prefill
 from cohort.kernels.gpu.plan import DecodePlan
 from cohort.kernels.gpu.workspace import Workspace
-from tests.examples import examples
+from tests.examples import another_of_its_kind, examples
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 RAGGED = [(70, 1), (1, 1), (0, 1), (16, 1), (150, 1)]  # one token, none at all, full blocks, a few keys over
@@ -34,9 +34,11 @@ def plan_of(items: int, programs: int = 3) -> DecodePlan:
     return DecodePlan(programs, items, min_part_keys=16, tile_keys=16, warps=1, stages=2)
 
 
-def decode(step, plan: DecodePlan, *, sliding_window: int = 0, sinks: Tensor | None = None) -> Tensor:
+def decode(
+    step, plan: DecodePlan, *, sliding_window: int = 0, sinks: Tensor | None = None, softcap: float = 0.0
+) -> Tensor:
     out = torch.full_like(step.query, float("nan"))
-    attention.decode(step.query, step.kv, step.layer, step.meta, step.scale, out, sliding_window, plan, sinks)
+    attention.decode(step.query, step.kv, step.layer, step.meta, step.scale, out, sliding_window, plan, sinks, softcap)
     return out.cpu()
 
 
@@ -136,6 +138,39 @@ def test_sinks_that_do_not_fit(make_gpu_step, wrong):
         attend(make_gpu_step([(40, 1)]), sinks=wrong)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "sliding_window"),
+    [
+        (torch.float32, 1.5, 0),
+        (torch.bfloat16, 1.5, 25),
+        *(
+            pytest.param(*each, marks=another_of_its_kind())
+            for each in [(torch.float16, 0.05, 0), (torch.float32, 50.0, 25), (torch.bfloat16, 50.0, 0)]
+        ),
+    ],
+)
+def test_scores_are_capped(make_gpu_step, assert_close, dtype, softcap, sliding_window):
+    """Before they are masked: a masked key has no weight, however small the cap."""
+    step = make_gpu_step(MIXED, dtype=dtype, directions="mixed")
+    expected = step.expected(sliding_window, softcap)
+    assert_close(attend(step, sliding_window=sliding_window, softcap=softcap), expected)
+    assert softcap == 50 or not torch.allclose(expected, step.expected(sliding_window), rtol=0.1, atol=0.1)
+
+
+def test_capped_scores_beside_sinks_in_parts(make_gpu_step, assert_close):
+    step = make_gpu_step([(length, 1) for length in (1, 17, 64, 90)], group=3, head_dim=32, directions="mixed")
+    options = {"sinks": sinks_of(step), "softcap": 1.5}
+    assert_close(decode(step, plan_of(items=6), **options), step.expected(**options))
+
+
+def test_scores_far_beyond_the_cap_do_not_overflow(make_gpu_step, assert_close):
+    step = make_gpu_step([(40, 20), (0, 1), (80, 1)])
+    step.query *= 1e5
+    found = attend(step, softcap=2.0)
+    assert found[20].eq(0).all()
+    assert_close(found, step.expected(softcap=2.0))
+
+
 def test_a_part_counts_by_its_weight(make_gpu_step, assert_close):
     """All weight on one key far from the others: not by a part's length."""
     step = make_gpu_step([(130, 1)], kv_heads=1, group=1, head_dim=32)
@@ -215,8 +250,10 @@ def test_any_shape(make_gpu_step, assert_close, data):
         directions=data.draw(st.sampled_from(["forward", "reversed", "mixed"])),
         seed=data.draw(st.integers(0, 1000)),
     )
-    window = data.draw(st.sampled_from([0, 1, 5, 64]))
-    assert_close(attend(step, sliding_window=window), step.expected(window))
+    window, softcap = data.draw(st.sampled_from([0, 1, 5, 64])), data.draw(st.sampled_from([0.0, 0.0, 2.0]))
+    sinks = sinks_of(step) if data.draw(st.booleans()) else None
+    found = attend(step, sliding_window=window, softcap=softcap, sinks=sinks)
+    assert_close(found, step.expected(window, softcap, sinks))
 
 
 class TestWorkspace:

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from cohort.kernels import coded as entry
 from cohort.kernels import reference
+from cohort.kernels.code_dtypes import E2M1, E8M0
 from cohort.kernels.coded import CodedMatrix
 from cohort.kernels.gpu import coded, operators
 from cohort.kernels.gpu.plan import coded_plan
 from cohort.kernels.quantized_panels import Codes
-from tests.examples import examples
+from tests.examples import another_of_its_kind, examples
 from tests.kernels.gpu.conftest import DEVICE
 
 INT8, UINT4, E4M3 = torch.int8, torch.uint8, torch.float8_e4m3fn
@@ -24,6 +25,10 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.
 
 def weight_of(codes: torch.dtype, outputs: int, inputs: int, group: int, *, offsets: bool = False) -> Codes:
     random = torch.Generator().manual_seed(3)
+    if codes == E2M1:
+        values = torch.randint(0, 256, (outputs, inputs // 2), generator=random, dtype=torch.uint8).view(E2M1)
+        exponents = torch.randint(120, 124, (outputs, inputs // 32), generator=random, dtype=torch.uint8)
+        return Codes(values.to(DEVICE), exponents.view(E8M0).to(DEVICE), None, 32)
     if codes == E4M3:
         values = (torch.randn((outputs, inputs), generator=random) * 100).clamp(-448, 448).to(E4M3)
         values.view(torch.uint8)[0, :4] = torch.tensor([0x01, 0x87, 0x7E, 0x80], dtype=torch.uint8)  # subnormals, 448
@@ -92,6 +97,44 @@ def test_every_code_is_the_number_that_it_means(codes):
     out = torch.empty((inputs, 1), dtype=torch.float32, device=DEVICE)
     coded.coded_product(x, values, scales, None, inputs, None, out)
     assert torch.equal(out[:, 0], reference.coded_numbers(values, scales, None, inputs)[0])
+
+
+def test_every_code_of_mxfp4_and_every_scale():
+    """To the bit, an output for each scale from 2^-124 to 2^113; below, Triton's interpreter widens no bfloat16."""
+    codes = torch.tensor([low | (low + 1) << 4 for low in range(0, 16, 2)] * 2, dtype=torch.uint8)
+    exponents = torch.arange(3, 241, dtype=torch.uint8)[:, None].view(E8M0).to(DEVICE)
+    values = codes.repeat(len(exponents), 1).view(E2M1).to(DEVICE)
+    out = torch.empty((32, len(exponents)), dtype=torch.float32, device=DEVICE)
+    coded.coded_product(torch.eye(32, dtype=torch.bfloat16, device=DEVICE), values, exponents, None, 32, None, out)
+    expected = reference.coded_numbers(values, exponents, None, 32)
+    assert expected[124, :8].tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # of 2^0
+    assert torch.equal(out, expected.t())
+
+
+@pytest.mark.parametrize("exponent", [241, 255])
+def test_what_no_weight_has_is_not_a_number(exponent):
+    weight = weight_of(E2M1, 3, 32, 32)
+    weight.scales.view(torch.uint8)[1] = exponent
+    out = torch.empty((2, 3), device=DEVICE)
+    coded.coded_product(rows_of(2, 32, torch.bfloat16), weight.codes, weight.scales, None, 32, None, out)
+    assert out.isnan().cpu().tolist() == [[False, True, False]] * 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "inputs"),
+    [
+        (torch.bfloat16, 17, 160),  # a tile of 64 inputs, and a part of one
+        (torch.bfloat16, 5, 32),
+        *(
+            pytest.param(*each, marks=another_of_its_kind())
+            for each in [(torch.float16, 5, 160), (torch.float32, 3, 96), (torch.bfloat16, 70, 288)]
+        ),
+    ],
+)
+def test_products_over_mxfp4(assert_close, dtype, rows, inputs):
+    weight, bias = weight_of(E2M1, 40, inputs, 32), rows_of(1, 40, dtype)[0]
+    found, expected = both(rows_of(rows, inputs, dtype), weight, bias)
+    assert_close(found, expected)
 
 
 @CODES
@@ -178,6 +221,9 @@ def test_two_plans_serve_all_steps():
         (INT8, 48, 4096, False),  # no multiple of 32
         (UINT4, 33, 33, False),  # half a byte
         (torch.int16, 128, 4096, False),
+        (E2M1, 32, 2880, True),
+        (E2M1, 64, 2880, False),
+        (E2M1, 32, 48, False),
     ],
 )
 def test_which_weights_are_taken(codes, group, inputs, taken):

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cohort.kernels import reference
+from cohort.kernels.code_dtypes import E2M1, E8M0, as_bytes
 from cohort.kernels.coded import ExpertCodes
+from cohort.kernels.experts import ClampedSwiglu
 from cohort.kernels.gpu import experts
 from cohort.kernels.gpu.plan import expert_plan
-from tests.examples import examples
+from tests.examples import another_of_its_kind, examples
 from tests.kernels.gpu.conftest import DEVICE
 from tests.kernels.gpu.test_coded import weight_of
 
@@ -120,6 +122,10 @@ def test_two_plans_serve_all_steps():
 
 def codes_of(count: int, outputs: int, inputs: int, codes: torch.dtype, group: int, *, offsets: bool) -> ExpertCodes:
     parts = [weight_of(codes, outputs, inputs, group, offsets=offsets) for _ in range(count)]
+    if codes == E2M1:
+        shifted = [[as_bytes(each).roll(3 * e, 0) for each in (p.codes, p.scales)] for e, p in enumerate(parts)]
+        numbers, exponents = (torch.stack(each) for each in zip(*shifted, strict=True))
+        return ExpertCodes(numbers.view(E2M1), exponents.view(E8M0), None, group)
     scales = torch.stack([part.scales * (1 + expert / count) for expert, part in enumerate(parts)])
     moved = [part.offsets for part in parts if part.offsets is not None]
     numbers = torch.stack([part.codes.roll(3 * expert, 0) for expert, part in enumerate(parts)])
@@ -128,8 +134,8 @@ def codes_of(count: int, outputs: int, inputs: int, codes: torch.dtype, group: i
 
 @pytest.mark.parametrize(
     ("codes", "group", "offsets"),
-    [(torch.float8_e4m3fn, 32, False), (torch.int8, 96, False), (torch.uint8, 32, True)],
-    ids=["fp8", "int8", "int4"],
+    [(torch.float8_e4m3fn, 32, False), (torch.int8, 96, False), (torch.uint8, 32, True), (E2M1, 32, False)],
+    ids=["fp8", "int8", "int4", "mxfp4"],
 )
 @pytest.mark.parametrize(("tokens", "per_token", "count"), [(5, 3, 7), (40, 2, 2)])
 def test_over_codes_it_is_the_product_of_the_dequantised(assert_close, codes, group, offsets, tokens, per_token, count):
@@ -144,6 +150,24 @@ def test_over_codes_it_is_the_product_of_the_dequantised(assert_close, codes, gr
     assert_close(found.cpu(), expected.cpu())
 
 
+@pytest.mark.parametrize("tokens", [5, 40])
+@pytest.mark.parametrize("codes", [None, E2M1, pytest.param(torch.int8, marks=another_of_its_kind())], ids=str)
+def test_clamped_experts_with_biases(assert_close, codes, tokens):
+    """gpt-oss: gates and ups in turn, some beyond the limit."""
+    if codes is None:
+        gate_up, down = weights_of(3, 96, 64, torch.bfloat16)
+        numbers = [gate_up, down]
+    else:
+        gate_up, down = (codes_of(3, *shape, codes, 32, offsets=False) for shape in ((2 * 64, 96), (96, 64)))
+        numbers = [reference.expert_numbers(weight) for weight in (gate_up, down)]
+    biases = (rows_of(3, 2 * 64, torch.bfloat16), rows_of(3, 96, torch.bfloat16))
+    x, chosen, clamped = rows_of(tokens, 96, torch.bfloat16), routed(tokens, 2, 3), ClampedSwiglu(1.702, 1.0)
+    found = experts.expert_outputs(x, chosen, gate_up, down, biases, clamped)
+    wide = [each.float() for each in (*numbers, *biases)]
+    expected = reference.expert_outputs(x.float(), chosen, wide[0], wide[1], (wide[2], wide[3]), clamped)
+    assert_close(found.cpu(), expected.cpu())
+
+
 class TestRefuses:
     def test_codes_beside_plain_weights(self):
         gate_up, _ = weights_of(4, 64, 64, torch.float32)
@@ -152,8 +176,14 @@ class TestRefuses:
             experts.expert_outputs(rows_of(3, 64, torch.float32), routed(3, 2, 4), gate_up, codes)
         wide = ExpertCodes(codes.codes, codes.scales[:, :5], None, 64)
         with pytest.raises(ValueError, match="do not fit codes"):
-            experts.coded_products(
-                rows_of(3, 64, torch.float32), *experts.sorted_rows(routed(3, 2, 4), 4), wide, per_token=2
+            experts.products(rows_of(3, 64, torch.float32), *experts.sorted_rows(routed(3, 2, 4), 4), wide, per_token=2)
+        with pytest.raises(ValueError, match="bias"):
+            experts.products(
+                rows_of(3, 64, torch.float32),
+                *experts.sorted_rows(routed(3, 2, 4), 4),
+                gate_up,
+                torch.zeros(4, 64, device=DEVICE),
+                per_token=2,
             )
 
     def test_weights_that_do_not_fit(self):

@@ -98,10 +98,16 @@ def test_heads_and_groups(make_fp8_step, assert_close, head_dim):
     assert_close(attend(step), step.expected())
 
 
-def test_contexts_in_parts_with_sinks(make_fp8_step, assert_close):
+@pytest.mark.parametrize("softcap", [1.5, pytest.param(0.0, marks=another_of_its_kind())])
+def test_contexts_in_parts_with_sinks(make_fp8_step, assert_close, softcap):
     step = make_fp8_step([(length, 1) for length in (1, 17, 64, 90)], head_dim=32, directions="mixed")
-    sinks = sinks_of(step)
-    assert_close(decode(step, plan_of(6), sinks=sinks), step.expected(sinks=sinks))
+    options = {"sinks": sinks_of(step), "softcap": softcap}
+    assert_close(decode(step, plan_of(6), **options), step.expected(**options))
+
+
+def test_scores_of_prompts_are_capped(make_fp8_step, assert_close):
+    step = make_fp8_step([(20, 20), (45, 13)], dtype=torch.bfloat16, directions="mixed", head_dim=32)
+    assert_close(attend(step, softcap=1.5, sliding_window=25), step.expected(25, 1.5))
 
 
 @DTYPES
@@ -121,7 +127,7 @@ def test_keys_and_values_of_very_different_sizes(make_gpu_step, assert_close, dt
 
 
 def test_the_reference_reads_planes_too(make_fp8_step, assert_close):
-    """What runs on a GPU without Triton, and where scores are capped."""
+    """What runs on a GPU without Triton."""
     step = make_fp8_step(MIXED, directions="mixed", head_dim=32)
     out = torch.full_like(step.query, float("nan"))
     live = [(20, 20), (45, 13), (19, 2), (1, 1)]

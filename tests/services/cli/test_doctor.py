@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 
 from cohort import __version__
+from cohort.common.config import load_config
 from cohort.common.ports import free_port
 from cohort.services.cli import doctor
 from cohort.services.cli.__main__ import main
 from cohort.services.cli.checks.finding import fine, warning
+from tests.common.devices.test_fit import shard
 
 
 class Monitor(HTTPServer):
@@ -111,3 +114,19 @@ def test_a_check_that_fails_does_not_keep_the_others(monkeypatch: pytest.MonkeyP
 def test_a_wrong_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--set", "kv.blok_size=3"]) == 2
     assert "did you mean 'block_size'" in capsys.readouterr().err
+
+
+def test_memory_counts_weights_as_the_device_keeps_them(tmp_path: Path) -> None:
+    """gpt-oss: 4.25 bits a weight on a GPU, 16 or 32 on a processor."""
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    quantization = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gpt_oss", **layers, "quantization_config": quantization})
+    )
+    blocks, scales = [32, 5760, 90, 16], [32, 5760, 90]
+    shard(tmp_path / "model.safetensors", {"e_blocks": ("U8", blocks), "e_scales": ("U8", scales)})
+    gpu = load_config(overrides={"engine": {"device": "cuda"}})
+    held = 32 * 5760 * 2880 * 4.25 / 8
+    assert f"{held / (1 << 30):.1f} GiB for weights" in doctor.memory(gpu, tmp_path).says
+    (least,) = re.findall(r"want about ([\d.]+) GiB", doctor.memory(load_config(), tmp_path).says)
+    assert float(least) > 3 * held / (1 << 30)

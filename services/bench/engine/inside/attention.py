@@ -10,6 +10,7 @@ from statistics import median
 import torch
 
 from cohort.common.engine.model_runner import ModelRunner
+from cohort.kernels.fp8_cache import is_fp8
 from cohort.services.bench.engine.inside.comparisons import timing
 from cohort.services.bench.engine.report import AttentionPoint
 from cohort.services.bench.kernels.measuring import Shape, decode_attention
@@ -20,7 +21,9 @@ def measure_attention(runner: ModelRunner, rows: int, context: int, rounds: int,
     geometry = runner.geometry
     shape = Shape("", geometry.num_heads, geometry.num_kv_heads, geometry.head_dim)
     with torch.inference_mode():
-        found = decode_attention(shape, runner.kv.blocks.dtype, rows, context, rounds, cache_bytes=cache_bytes)
+        found = decode_attention(
+            shape, runner.numbers, rows, context, rounds, cache_bytes=cache_bytes, fp8=is_fp8(runner.kv.blocks)
+        )
     rates = [found.read_bytes / seconds for seconds in found.paged_s]
     bandwidths = [found.cache_bytes / seconds for seconds in found.memory_s]
     return AttentionPoint(

@@ -75,7 +75,7 @@ def _comparison(
     reads = 2 * len(forms)
     rates = [read_bytes / min(pair) for pair in zip(seconds[reads], seconds[reads + 1], strict=True)]
     if lower_bounds is not None:
-        weight_bytes = lower_bounds.products.parameters * torch.empty(0, dtype=runner.kv.blocks.dtype).itemsize
+        weight_bytes = lower_bounds.products.parameters * runner.numbers.itemsize
         times["memory"] = [weight_bytes / rate for rate in rates]
     points = []
     for (context, _), step_s in zip(batches, seconds[reads + 2 :], strict=True):

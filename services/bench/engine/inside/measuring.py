@@ -113,7 +113,7 @@ def measure(config: Config, threads: int, scale: Scale, sections: frozenset[Sect
     runner.warm_up()
     rss_stepped = rss_bytes()
     found = _Found()
-    dtype = runner.kv.blocks.dtype
+    dtype = runner.numbers
     products = model_products(runner.geometry)
     if products is None:
         found.notes.append(f"no floors: a model of family {runner.geometry.family} does not say what it multiplies")

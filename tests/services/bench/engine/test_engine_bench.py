@@ -201,9 +201,12 @@ def test_weights_and_buffers_are_told_apart(model_folder: ModelFolder) -> None:
     assert buffers == 4 * (step_buffers + rotation + 48)
 
 
-def test_attention_of_the_models_own_heads(model_folder: ModelFolder) -> None:
-    point = measure_attention(make_runner(model_folder("llama")), rows=2, context=32, rounds=2, cache_bytes=1 << 20)
-    # 2 rows x 32 positions x K and V x 2 heads x 16 x 4 bytes in every layer
-    assert point.read_bytes == point.layers * 2 * 32 * 2 * 2 * 16 * 4
+@pytest.mark.parametrize(("cache_dtype", "row_bytes"), [("auto", 16 * 4), ("fp8", 16 + 1)])
+def test_attention_of_the_models_own_heads(model_folder: ModelFolder, cache_dtype: str, row_bytes: int) -> None:
+    runner = make_runner(model_folder("llama"), cache_dtype=cache_dtype)
+    assert runner.numbers == torch.float32
+    point = measure_attention(runner, rows=2, context=32, rounds=2, cache_bytes=1 << 20)
+    # 2 rows x 32 positions x K and V x 2 heads in every layer
+    assert point.read_bytes == point.layers * 2 * 32 * 2 * 2 * row_bytes
     assert point.rate > 0 and point.bandwidth > 0 and point.share > 0
     assert point.gathered_ratio > 0

@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from cohort.common.engine.model_config import read_geometry
-from cohort.services.bench.gpu_check import attention, coded, golden, kernels, kv_transfer, model, products, smoke
+from cohort.services.bench.gpu_check import (
+    attention,
+    coded,
+    experts,
+    golden,
+    kernels,
+    kv_transfer,
+    model,
+    products,
+    smoke,
+)
 from cohort.services.bench.gpu_check.context import Check
 from cohort.services.bench.gpu_check.guard import Guard
 from cohort.services.bench.gpu_check.report import (
@@ -101,6 +111,7 @@ SECTIONS: dict[str, Callable[[Check], None]] = {
     "kernels": kernels.run,
     "attention": attention.run,
     "coded-products": coded.run,
+    "coded-experts": experts.run,
     "products": products.run,
     "model-8b": model.run_8b,
     "model-14b": model.run_14b,

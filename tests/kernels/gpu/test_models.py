@@ -1,0 +1,62 @@
+"""Whole models with every kernel of a GPU, in Triton's interpreter: the tokens of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cohort.common.engine import lean_gpt_oss, lean_llama, linear
+from cohort.common.engine.device_memory import DeviceShare
+from cohort.kernels import native
+from cohort.kernels.gpu import available, operators
+from tests.common.engine.driver import check_schedule, make_runner, random_prompts, reference_generate, run_chunked
+from tests.common.engine.test_gpt_oss import mxfp4_folder as mxfp4_folder
+from tests.engine_models import model_folder as model_folder
+from tests.examples import another_of_its_kind
+from tests.kernels.gpu.conftest import DEVICE
+
+
+@pytest.fixture
+def every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type == "cuda":
+        return
+    monkeypatch.setattr(native, "ops_for", lambda tensor: None)
+    monkeypatch.setattr(linear, "linear_form", lambda *shape: "plain")
+    monkeypatch.setattr(available, "ops_for", lambda tensor: operators)
+    for form in (lean_llama, lean_gpt_oss):
+        monkeypatch.setattr(form, "groups_on_host", lambda device: False)
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"),
+    [
+        pytest.param("gemma2", "auto", marks=another_of_its_kind()),  # soft caps, windows, norms around everything
+        pytest.param("gpt-oss", "auto", marks=another_of_its_kind()),  # sinks, windows, clamped experts
+        pytest.param("qwen3-moe", "auto", marks=another_of_its_kind()),
+    ],
+)
+def test_tokens_are_those_of_transformers(name, cache, model_folder, every_kernel):
+    _check(model_folder(name), cache)
+
+
+@another_of_its_kind()
+def test_experts_in_mxfp4(mxfp4_folder, every_kernel, monkeypatch):
+    """In float32, whose codes are widened otherwise, so that tokens can be compared."""
+    monkeypatch.setattr(lean_gpt_oss, "keeps_codes", lambda *layout: True)
+    _check(mxfp4_folder, "auto")
+
+
+def _check(folder: Path, cache: str) -> None:
+    expected = reference_generate(folder, random_prompts((5, 19)), 4)
+    runner = make_runner(
+        folder,
+        device=DEVICE.type,
+        device_steps=True,
+        max_rows=2,
+        max_step_tokens=32,
+        num_blocks=24,
+        cache_dtype=cache,
+        share=DeviceShare(graphs=1 << 40),
+    )
+    assert check_schedule(runner, expected, run_chunked(7), shuffle=4, reverse=True) <= 1

@@ -13,7 +13,8 @@ import structlog
 import torch
 
 from cohort.common.config import Config
-from cohort.common.engine.drafts.draft_model import FILLED_AT_ONCE, BatchDrafter, DraftModel
+from cohort.common.engine.drafts.batch_drafts import FILLED_AT_ONCE, BatchDrafter
+from cohort.common.engine.drafts.draft_model import DraftModel
 from cohort.common.engine.drafts.eagle_head import EagleHead
 from cohort.common.engine.drafts.next_token_module import NextTokenModule, module_geometry
 from cohort.common.engine.drafts.states_drafter import StatesDrafter, StatesHead

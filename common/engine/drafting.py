@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 from cohort.common.engine.batch import SamplingRow, StepOutput
-from cohort.common.engine.drafts.draft_model import BatchDrafter, DraftRow
+from cohort.common.engine.drafts.batch_drafts import BatchDrafter, DraftRow
 from cohort.common.engine.drafts.interface import Drafter
 from cohort.common.engine.drafts.recent_answers import AnswerLookup, AnswerMemory
 from cohort.common.engine.drafts.token_chain import TokenChain

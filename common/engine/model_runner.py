@@ -26,7 +26,7 @@ from cohort.common.engine import compiled_kernels
 from cohort.common.engine.batch import Int64Array, SamplingRow, StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.device_memory import DeviceShare, kv_bytes, step_bytes
 from cohort.common.engine.device_steps import DeviceSteps, Launched
-from cohort.common.engine.drafts.draft_model import BatchDrafter
+from cohort.common.engine.drafts.batch_drafts import BatchDrafter
 from cohort.common.engine.followers import Followers
 from cohort.common.engine.generic import GenericModel
 from cohort.common.engine.grammar_masks import GrammarMasks, TokenMasks

@@ -14,7 +14,8 @@ import torch
 from cohort.common.config import load_config
 from cohort.common.engine.batch import GREEDY, SamplingRow
 from cohort.common.engine.draft_loading import DraftPlan, load_draft, plan_draft
-from cohort.common.engine.drafts.draft_model import FILLED_AT_ONCE, DraftModel, DraftRow
+from cohort.common.engine.drafts.batch_drafts import FILLED_AT_ONCE, DraftRow
+from cohort.common.engine.drafts.draft_model import DraftModel
 from cohort.common.engine.drafts.token_chain import TokenChain
 from cohort.common.engine.drafts.vocabulary import check_vocabulary
 from cohort.common.engine.model_config import read_geometry
@@ -131,7 +132,7 @@ def test_a_draft_is_drawn_with_its_position_s_numbers(model_folder: ModelFolder)
 
 def test_a_long_gap_is_filled_over_several_steps(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model_folder("llama")
-    monkeypatch.setattr("cohort.common.engine.drafts.draft_model.FILLED_AT_ONCE", 50)
+    monkeypatch.setattr("cohort.common.engine.drafts.batch_drafts.FILLED_AT_ONCE", 50)
     rows = Rows(_loaded(folder))
     (expected,) = reference_generate(folder, random_prompts((120,)), 4)
     for _ in range(2):

@@ -17,7 +17,7 @@ from torch import Tensor
 from cohort.common.config import load_config
 from cohort.common.engine.batch import GREEDY, SamplingRow
 from cohort.common.engine.draft_loading import load_draft, plan_draft
-from cohort.common.engine.drafts.draft_model import DraftRow
+from cohort.common.engine.drafts.batch_drafts import DraftRow
 from cohort.common.engine.drafts.states_drafter import StatesDrafter
 from cohort.common.engine.drafts.token_chain import TokenChain
 from cohort.common.engine.model_config import read_geometry

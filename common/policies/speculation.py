@@ -30,6 +30,8 @@ _GAIN = 1.03
 _WAIT = 0.05
 """What waiting for the iteration before it costs one, as a share of it: the host's work, which planning ahead hides."""
 _LIKELY = 0.9
+_ASKED_ANEW = 8
+"""Iterations of as many rows for which one answer to whether drafts could pay holds."""
 _LOOKS_ON = 4
 """Positions beyond the best number so far that are looked at before the search ends."""
 _NEW, _CORRECTION_PRIOR = 0.1, 2.0
@@ -107,6 +109,8 @@ class Speculation:
         self._prices = StepPrices()
         self._common = _FIRST_CHANCE
         """The chance of a proposed token over all requests."""
+        self._may_pay, self._of_rows, self._asked = True, 0, 0
+        """The last answer to whether drafts could pay, of so many rows, and how often it was given."""
 
     def chance(self, sequence: Sequence) -> float:
         """Of the next token proposed for it to be right, if those before it are."""
@@ -139,9 +143,16 @@ class Speculation:
 
     def may_pay(self, times: StepTimes | None, shape: BatchShape) -> bool:
         """Whether rows of this shape would be given drafts if these were as good as certain. Cheap: asked of every
-        iteration."""
+        iteration, and answered anew for some."""
         if not self._prices.known:
             return True
+        if shape.decodes != self._of_rows or self._asked == _ASKED_ANEW:
+            self._of_rows, self._asked = shape.decodes, 0
+            self._may_pay = self._could_pay(times, shape)
+        self._asked += 1
+        return self._may_pay
+
+    def _could_pay(self, times: StepTimes | None, shape: BatchShape) -> bool:
         plain_s, rows = self._prices.seconds(times, shape, 0), shape.decodes
         for positions, deepest in ((1, 1), (rows * self._max_drafts, self._max_drafts)):
             tokens = rows + _LIKELY * positions
@@ -176,6 +187,16 @@ class Speculation:
         wait for it instead of being planned ahead. The wait is certain, the drafts come if that token is as expected; a
         model makes some whatever it is.
         """
+        if not self._asks_model:
+            # However little positions cost: a row's drafts bring no more than the sum of its chances' powers.
+            likeliest, brought = 0.0, 0.0
+            for sequence, limit in candidates:
+                if limit > 0:
+                    chance = self.chance(sequence)
+                    likeliest = max(likeliest, chance)
+                    brought += min(chance / (1.0 - chance), self._max_drafts) if chance < 1.0 else self._max_drafts
+            if brought * likeliest <= _WAIT * shape.decodes:
+                return False
         allotted, faster = self._best(times, shape, candidates, most, within_s)
         if self._asks_model:
             return faster - 1.0 > _WAIT

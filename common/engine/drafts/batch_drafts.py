@@ -66,6 +66,10 @@ class BatchDrafter(Protocol):
         """The model has computed a step."""
         ...
 
+    def warm_up(self) -> None:
+        """Before anything is served: on a device, kernels are compiled and steps recorded."""
+        ...
+
 
 @dataclass(slots=True)
 class UnderWay:
@@ -134,8 +138,8 @@ def slots_of(row: DraftRow, positions: int, block_size: int) -> Int64Array:
     return slots
 
 
-def batch_of(parts: Sequence[Part], block_size: int) -> StepBatch:
-    """A step of a drafter: the logits of each part's last token are wanted."""
+def batch_of(parts: Sequence[Part], block_size: int, sampling: Sequence[SamplingRow] = ()) -> StepBatch:
+    """A step of a drafter: the logits of each part's last token are wanted, or a token is sampled from them so."""
     widths = [-(-part.end // block_size) - part.begins // block_size for part in parts]
     tables = np.zeros((len(parts), max(widths)), dtype=np.int32)
     directions = None
@@ -156,5 +160,5 @@ def batch_of(parts: Sequence[Part], block_size: int) -> StepBatch:
         directions=directions,
         slot_mapping=np.concatenate([part.slots[part.first : part.end] for part in parts]),
         sample_rows=np.arange(len(parts), dtype=np.int32),
-        sampling=(),
+        sampling=tuple(sampling),
     )

@@ -80,6 +80,9 @@ class StatesDrafter:
         numbers = np.repeat(batch.numbers, np.diff(batch.query_start))
         self._known[batch.slot_mapping] = (numbers << _POSITION_BITS) | batch.positions
 
+    def warm_up(self) -> None:
+        """Nothing is recorded on a processor, where all heads are."""
+
     def propose_all(self, rows: Sequence[DraftRow]) -> Drafts:
         """See `BatchDrafter`."""
         with torch.inference_mode():

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
 from cohort.common.machines.events import DrainEnded, DrainStarted
@@ -111,6 +113,8 @@ class SimCluster:
         has; the others are places for `add_worker`."""
         workload.check()
         compose.check_names(config)
+        acceptance = Acceptance(options.acceptance, options.seed, options.draft_rates)
+        config = config if acceptance else _without_drafts(config)
         model = kept_kv(model, config, cluster)
         self.config, self.cluster, self.model, self.options = config, cluster, model, options
         self.geometry = model.kv_geometry(config.kv.block_size, grouped=compose.groups_layers(config))
@@ -178,7 +182,7 @@ class SimCluster:
             distinct_prompts=shared,
             seed=options.seed,
             if_late=options.if_late,
-            acceptance=Acceptance(options.acceptance, options.seed, options.draft_rates),
+            acceptance=acceptance,
             asks_model=config.speculation.mode == "model",
         )
         self.engine = CostEngine(
@@ -324,6 +328,11 @@ def _cost_model(model: ModelShape, part: Cluster) -> CostModel:
     return CostModel(
         model, part.device, part.stack, tensor_parallel=part.tensor_parallel, decode_attention=part.decode_attention
     )
+
+
+def _without_drafts(config: Config) -> Config:
+    """Where nothing is ever expected nothing is drafted: decisions are the same, and steps that repeat are one."""
+    return msgspec.structs.replace(config, speculation=msgspec.structs.replace(config.speculation, mode="off"))
 
 
 def _device_of(cluster: Cluster, number: int) -> str:

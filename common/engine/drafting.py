@@ -153,6 +153,8 @@ class Drafting:
     def judged(self, sampling: Seq[Sequence], proposed: Seq[int] | None, output: StepOutput) -> list[Drafted]:
         """How the step's drafts did, and what was only expected. `proposed`: drafts of each of these. To be asked
         before the machine hears of the tokens."""
+        if proposed is None and not any([self._propose(each) for each in sampling]):
+            return []
         judged, place = [], 0
         tokens, counts = output.tokens.tolist(), output.counts or (1,) * len(sampling)
         for index, (sequence, count) in enumerate(zip(sampling, counts, strict=True)):

@@ -188,10 +188,11 @@ def test_a_model_is_asked_again_after_a_while() -> None:
 
 def test_whether_drafts_could_pay_is_asked_anew_after_some_iterations_or_with_other_rows() -> None:
     policy = _policy(WEIGHTS, 4)
+    assert policy.lately(4) is None
     assert policy.may_pay(WEIGHTS, _shape(4))
-    answers = [policy.may_pay(COMPUTING, _shape(4)) for _ in range(8)]
-    assert answers == [True] * 7 + [False]
-    assert policy.may_pay(WEIGHTS, _shape(1))
+    assert [policy.lately(4) for _ in range(8)] == [True] * 7 + [None]
+    assert not policy.may_pay(COMPUTING, _shape(4))
+    assert policy.lately(4) is False and policy.lately(1) is None
 
 
 @given(

@@ -145,7 +145,7 @@ KINDS = {"lookup": "lookup", "recent": "recent", "model": "model", "head": "head
 """What drafts, and what the metrics call it. A module for the next token is a head that the checkpoint brings."""
 CACHES = {"module": 3 << 18, "model": 7 << 20}
 """Bytes in which thirty of the requests do not find room at once."""
-LENGTHS = (1, 15, 40, 100, 130, 200, 64, 70, 33, 80)
+LENGTHS = (1, 15, 40, 100, 130, 190, 64, 70, 33, 80)
 
 
 def _small(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:

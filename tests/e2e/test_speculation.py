@@ -199,7 +199,7 @@ def test_whatever_drafts_answers_are_those_without(tmp_path: Path, kind: str) ->
     folders = {name: tmp_path / name for name in ("off", "on")}
     for each in folders.values():
         each.mkdir()
-    with Pipeline(folders["off"], model, options, preset="cohort") as pipeline:
+    with Pipeline(folders["off"], model, {**options, "speculation": {"mode": "off"}}, preset="cohort") as pipeline:
         plain = pipeline.complete_all(asked)
     goldens = compute(model, prompts, 60) if kind != "module" else []  # transformers reads no such checkpoint
     compare(goldens, plain[: 3 * len(goldens) : 3])

@@ -259,7 +259,7 @@ class KvGeometry:
 
     def positions(self, blocks: int) -> int:
         """Positions of one sequence that so many blocks hold in all layers."""
-        return blocks // (len(self.groups) or 1) * self.block_size
+        return blocks // self.num_groups * self.block_size
 
     def entries(self, tokens: int) -> int:
         """Of each table of a sequence with `tokens` positions."""
@@ -267,7 +267,7 @@ class KvGeometry:
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` positions in all layers."""
-        return -(-tokens // self.block_size) * (len(self.groups) or 1)
+        return -(-tokens // self.block_size) * self.num_groups
 
     def behind(self, computed: int, window: int) -> int:
         """Of the table of a group with this window, of a sequence with `computed` positions, leading blocks that no
@@ -443,4 +443,4 @@ class WorkerCapacity(msgspec.Struct, frozen=True):
     @property
     def positions(self) -> int:
         """That its blocks hold in all layers."""
-        return self.num_blocks // (len(self.groups) or 1) * self.block_size
+        return self.num_blocks // self.num_groups * self.block_size

@@ -92,6 +92,7 @@ def need(config: Config, model_dir: Path, geometry: ModelGeometry, degree: int =
     kept = kv_dtype(config.kv.cache_dtype, dtype, geometry, "cuda")
     tokens, cache = _least_cache(config, own, kept, config.kv.memory_bytes // degree)
     weights = weight_bytes(model_dir, geometry, element, config.model.weights, "cuda", dtype) // degree
+    weights += _draft_bytes(config, element, dtype)
     plain = geometry.family in ("llama", "moe", "gemma", "opt") and geometry.quantization is None and element == 2
     return Need(
         weights,

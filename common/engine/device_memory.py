@@ -31,6 +31,10 @@ class DeviceShare:
     sharers: int = 1
     most_kv: int = 0
     graphs: int = 0
+    beside: int = 0
+    """Bytes that a draft model takes beside the cache: weights, steps, graphs."""
+    beside_block: int = 0
+    """And for each block of the cache."""
 
 
 def step_bytes(geometry: ModelGeometry, dtype_bytes: int, max_rows: int, max_step_tokens: int) -> int:

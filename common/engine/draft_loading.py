@@ -5,6 +5,7 @@ Called by `worker_process`. How it drafts is `drafts/draft_model.py`'s business.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +14,20 @@ import structlog
 import torch
 
 from cohort.common.config import Config
-from cohort.common.engine.drafts.draft_model import FILLED_AT_ONCE, BatchDrafter, DraftModel
+from cohort.common.devices.fit import weight_bytes
+from cohort.common.engine.device_memory import step_bytes
+from cohort.common.engine.device_steps import DeviceSteps
+from cohort.common.engine.drafts.batch_drafts import FILLED_AT_ONCE, BatchDrafter
+from cohort.common.engine.drafts.draft_model import DraftModel
 from cohort.common.engine.drafts.eagle_head import EagleHead
 from cohort.common.engine.drafts.next_token_module import NextTokenModule, module_geometry
 from cohort.common.engine.drafts.states_drafter import StatesDrafter, StatesHead
 from cohort.common.engine.drafts.vocabulary import check_vocabulary
-from cohort.common.engine.kv_dtype import FP8, kv_dtype
+from cohort.common.engine.kv_dtype import FP8_PLANES, SCALE_BYTES, kv_dtype
 from cohort.common.engine.kv_tensors import KvTensors
+from cohort.common.engine.lora import LoraStore
 from cohort.common.engine.model_config import DTYPE_BYTES, ModelGeometry, read_geometry
-from cohort.common.engine.model_forms import load_model
+from cohort.common.engine.model_forms import load_model, served_on
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.quantization_config import rounding_of
 from cohort.common.errors import ConfigError
@@ -34,6 +40,8 @@ _MARK_BYTES = 8
 _HEAD = "LlamaForCausalLMEagle"
 _OTHER_HEADS = ("Eagle3", "Medusa", "Eagle")
 _MOST_ROWS = 64
+_GRAPHS_SHARE = 4
+"""Of what is kept for recorded steps, a draft model has this part beside the model's: four classes of rows."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -51,6 +59,10 @@ class DraftPlan:
     """It goes on from the model's own states."""
     module: bool = False
     """A head that the model's own checkpoint brings."""
+    graph_bytes: int = 0
+    """On a GPU, for its recorded steps."""
+    device_bytes: int = 0
+    """And what it takes there in all, its KV apart."""
 
     @property
     def kv_geometry(self) -> KvGeometry:
@@ -79,8 +91,11 @@ def plan_draft(
     if not folder.is_dir():
         raise ConfigError(f"speculation.draft_model: no folder {folder}")
     refused = f"speculation.mode: model is not served {{}}; lookup and recent are ({folder.name})"
-    if device.type != "cpu":
-        raise ConfigError(refused.format(f"on {device}: a draft model runs on a processor"))
+    if device.type != "cpu" and rounding_of(speculation.draft_quantization) is not None:
+        raise ConfigError(
+            f"speculation.draft_quantization: {speculation.draft_quantization} is rounded on a processor alone, not on "
+            f"{device}"
+        )
     if degree > 1:
         raise ConfigError(refused.format(f"by a worker of {degree} ranks (tensor_parallel)"))
     if geometry.kv_window:
@@ -88,6 +103,8 @@ def plan_draft(
             refused.format(f"with {model_dir.name}, whose cache keeps the last {geometry.kv_window} tokens alone")
         )
     if module:
+        if device.type != "cpu":
+            raise ConfigError(refused.format(f"by a module on {device}: heads run on a processor"))
         if geometry.family != "deepseek" or rounding_of(speculation.draft_quantization) is not None:
             raise ConfigError(
                 f"speculation.draft_model: the module that {model_dir.name} brings is served as it is, in the form "
@@ -95,19 +112,26 @@ def plan_draft(
             )
         draft, kept = module_geometry(geometry), kv_dtype(config.kv.cache_dtype, dtype, geometry, device.type)
         return DraftPlan(folder, draft, dtype, kept, config.kv.block_size, geometry.vocab_size, True, True)
-    draft = read_geometry(folder, speculation.draft_quantization)
+    draft = served_on(read_geometry(folder, speculation.draft_quantization), device)
     if draft.family == "generic":
         raise ConfigError(
             f"speculation.draft_model: {draft.model_type} models run through transformers here, and drafts are made "
             "by the project's own forms alone (docs/models.md)"
         )
     head = _is_head(folder)
+    if head and device.type != "cpu":
+        raise ConfigError(refused.format(f"by a head on {device}: heads run on a processor"))
     if head:
         _check_head(model_dir, geometry, folder, draft)
     else:
         check_vocabulary(model_dir, geometry, folder, draft)
     kept = kv_dtype(config.kv.cache_dtype, dtype, draft, device.type)
-    return DraftPlan(folder, draft, dtype, kept, config.kv.block_size, geometry.vocab_size, head)
+    plan = DraftPlan(folder, draft, dtype, kept, config.kv.block_size, geometry.vocab_size, head)
+    if device.type == "cpu":
+        return plan
+    element, graphs = DTYPE_BYTES[dtype], config.engine.cuda_graph_memory_bytes // _GRAPHS_SHARE
+    beside = weight_bytes(folder, draft, element) + step_bytes(draft, element, _MOST_ROWS, FILLED_AT_ONCE)
+    return dataclasses.replace(plan, graph_bytes=graphs, device_bytes=beside + graphs)
 
 
 def _modules(model_dir: Path) -> int:
@@ -140,13 +164,15 @@ def _check_head(model_dir: Path, geometry: ModelGeometry, folder: Path, head: Mo
 
 def load_draft(plan: DraftPlan, config: Config, runner: ModelRunner) -> BatchDrafter:
     """On the engine's thread, for this model."""
-    dtype, device = _DTYPES[plan.dtype], torch.device("cpu")
+    dtype, device, on_device = _DTYPES[plan.dtype], runner.device, runner.samples_on_device and not plan.head
     kv = KvTensors(
         plan.kv_geometry,
         num_blocks=len(runner.kv.blocks),
         host_blocks=0,
-        dtype=torch.uint8 if plan.kv_dtype == FP8 else dtype,
+        dtype=torch.uint8 if plan.kv_dtype in SCALE_BYTES else dtype,
         device=device,
+        spare=on_device,
+        apart=plan.kv_dtype == FP8_PLANES,
         latent=plan.geometry.latent is not None,
     )
     rounding = rounding_of(config.speculation.draft_quantization)
@@ -177,4 +203,17 @@ def load_draft(plan: DraftPlan, config: Config, runner: ModelRunner) -> BatchDra
             max_step_tokens=FILLED_AT_ONCE,
             rounding=rounding,
         )
-    return DraftModel(model, plan.geometry, kv, vocabulary=plan.vocabulary)
+    steps = None
+    if on_device:
+        steps = DeviceSteps(
+            model,
+            plan.geometry,
+            kv,
+            device=device,
+            dtype=dtype,
+            max_rows=_MOST_ROWS,
+            max_step_tokens=FILLED_AT_ONCE,
+            max_context=min(plan.geometry.max_positions, kv.geometry.positions(len(kv.blocks))),
+            lora=LoraStore((), plan.geometry, dtype, device),
+        )
+    return DraftModel(model, plan.geometry, kv, vocabulary=plan.vocabulary, steps=steps, graph_bytes=plan.graph_bytes)

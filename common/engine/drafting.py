@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 from cohort.common.engine.batch import SamplingRow, StepOutput
-from cohort.common.engine.drafts.draft_model import BatchDrafter, DraftRow
+from cohort.common.engine.drafts.batch_drafts import BatchDrafter, DraftRow
 from cohort.common.engine.drafts.interface import Drafter
 from cohort.common.engine.drafts.recent_answers import AnswerLookup, AnswerMemory
 from cohort.common.engine.drafts.token_chain import TokenChain
@@ -153,6 +153,8 @@ class Drafting:
     def judged(self, sampling: Seq[Sequence], proposed: Seq[int] | None, output: StepOutput) -> list[Drafted]:
         """How the step's drafts did, and what was only expected. `proposed`: drafts of each of these. To be asked
         before the machine hears of the tokens."""
+        if proposed is None and not any([self._propose(each) for each in sampling]):
+            return []
         judged, place = [], 0
         tokens, counts = output.tokens.tolist(), output.counts or (1,) * len(sampling)
         for index, (sequence, count) in enumerate(zip(sampling, counts, strict=True)):

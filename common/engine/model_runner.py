@@ -26,7 +26,7 @@ from cohort.common.engine import compiled_kernels
 from cohort.common.engine.batch import Int64Array, SamplingRow, StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.device_memory import DeviceShare, kv_bytes, step_bytes
 from cohort.common.engine.device_steps import DeviceSteps, Launched
-from cohort.common.engine.drafts.draft_model import BatchDrafter
+from cohort.common.engine.drafts.batch_drafts import BatchDrafter
 from cohort.common.engine.followers import Followers
 from cohort.common.engine.generic import GenericModel
 from cohort.common.engine.grammar_masks import GrammarMasks, TokenMasks
@@ -354,6 +354,8 @@ class ModelRunner:
                 self._device_steps.record(self._graph_bytes, classes)
             if self._device_steps.decode.classes and isinstance(self._model, LeanLlama):
                 self._model.keep_buffers()
+        if self.drafter is not None:
+            self.drafter.warm_up()
         for rows, tokens_per_row in ((1, 1), (1, min(64, self.max_step_tokens)), (min(8, self.max_rows), 1)):
             batch = trial_batch(
                 rows,
@@ -452,7 +454,7 @@ class ModelRunner:
         reserved = step_bytes(working, element, self.max_rows, self.max_step_tokens) + share.graphs
         if self.ranks is not None:
             reserved += exchange_bytes(self.geometry, element, self.max_step_tokens)
-        reserved += STAGING_BYTES + self._lora_bytes
+        reserved += STAGING_BYTES + self._lora_bytes + share.beside
         budget = kv_bytes(
             total=total,
             free=free,
@@ -471,7 +473,8 @@ class ModelRunner:
             kv_mebibytes=wanted >> 20,
             configured_mebibytes=share.most_kv >> 20,
         )
-        blocks = wanted // self._block_geometry(self._held).block_bytes - 1  # one is the spare block
+        block_bytes = self._block_geometry(self._held).block_bytes + share.beside_block
+        blocks = wanted // block_bytes - 1  # one is the spare block
         if blocks < 2:
             raise ConfigError(
                 f"kv.memory_bytes: {wanted} bytes are left for the KV cache on {self.device} (free {free}, reserved "

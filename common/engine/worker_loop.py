@@ -144,6 +144,8 @@ class WorkerLoop:
         self._gaps = IterationGaps(self._clock.now_s, self._metrics.engine.gap_seconds().observe)
         self._engine = EngineThreads(runner, self._copier, self._gaps, engine)
         self._decode_time = DecodeTime()
+        self._forgotten = 0
+        """Requests that had ended when drafts of those that are here no more were forgotten."""
         self._next: IterationPlan | None = None
         """Decided, and not yet begun."""
         self._behind: IterationPlan | None = None
@@ -386,13 +388,13 @@ class WorkerLoop:
         if self._drafting is not None and step.plan.watched and output is not None:
             proposed = None if step.batch.drafts is None else step.batch.drafts[step.batch.sample_rows].tolist()
             drafts = self._drafting.judged(step.sampling, proposed, output)
-        finished = self._finished
+        finished = 0 if self._drafting is None else self._finished
         effects = self._ask(StepEnded(sampled_of(step.sampling, output), latency_s, scores, drafts, step.drafting_s))
-        if self._drafting is not None:
-            holds = self._machine.state.holds
-            if self._drafting.learns and self._finished != finished:
+        if self._drafting is not None and (now_finished := self._finished) != self._forgotten:
+            holds, self._forgotten = self._machine.state.holds, now_finished
+            if self._drafting.learns and now_finished != finished:
                 self._drafting.ended([each for each in step.sampling if not holds(each)])
-            self._drafting.forget(holds)
+            self._drafting.forget(holds)  # between two steps: one that runs is judged by what was expected
         if self._config.predictor.refine_after_prefill and not step.batch.scoring:
             self._tell_predictor(step.sampling)
         if alone and self._overlaps and self._next is not None:

@@ -6,6 +6,7 @@ Called by the worker services. Decides where the engine runs and how large the c
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 import sys
 import time
@@ -143,6 +144,8 @@ def load_runner(
             )
     graphs = config.engine.cuda_graph_memory_bytes if followers is None else 0
     share = DeviceShare(config.kv.memory_fraction, sharers, memory_bytes // degree, graphs)
+    if draft is not None:
+        share = dataclasses.replace(share, beside=draft.device_bytes, beside_block=draft.block_bytes)
     host_blocks, group = config.kv.host_memory_bytes // block_bytes, None
     if followers is not None and own is not None:
         setup = Setup(

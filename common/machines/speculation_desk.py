@@ -57,7 +57,8 @@ class SpeculationDesk:
         """Whether the engine is to look at what comes behind these rows."""
         policy = self.policy
         if policy is not None and self._suits(plan):
-            plan.watched = policy.may_pay(self._step_times(), decode_shape(plan.rows))
+            lately = policy.lately(len(plan.rows))
+            plan.watched = policy.may_pay(self._step_times(), decode_shape(plan.rows)) if lately is None else lately
 
     def wants(self, expected: Seq[Attempt]) -> bool:
         """Whether one of these sequences, all in the step in flight, is better drafted for than planned ahead of."""
@@ -73,7 +74,8 @@ class SpeculationDesk:
         policy = self.policy
         if policy is None:
             return
-        plan.drafted = sum([each.proposed for each in event.drafts if each.computed])
+        if event.drafts:
+            plan.drafted = sum([each.proposed for each in event.drafts if each.computed])
         if plan.drafted and self._state.in_flight is not None:  # by now the one that was begun behind it
             raise InvariantViolated("a step was planned behind one with drafts")
         counters, held_of = self._state.counters, self._state.held
@@ -89,13 +91,14 @@ class SpeculationDesk:
                 counters.accepted_tokens[of_class] += each.right
                 counters.drafts_of[each.source] = counters.drafts_of.get(each.source, 0) + each.proposed
                 counters.right_of[each.source] = counters.right_of.get(each.source, 0) + each.right
-        policy.drafted(max([each.proposed for each in event.drafts if each.computed], default=0), event.drafting_s)
-        if plan.watched:
+        if plan.drafted:
+            policy.drafted(max([each.proposed for each in event.drafts if each.computed]), event.drafting_s)
+        if plan.watched and policy.asks_model:
             judged = {each.attempt for each in event.drafts}
             for row in plan.rows:
                 if row.sequence.key not in judged:
                     policy.unjudged(row.sequence)
-        if self._suits(plan):
+        if plan.watched or self._suits(plan):
             policy.ran(self._step_times(), decode_shape(plan.rows), plan.drafted, event.latency_s)
 
     def one_by_one(self, sampled: Seq[Sampled]) -> Iterator[Sampled]:

@@ -30,6 +30,10 @@ _GAIN = 1.03
 _WAIT = 0.05
 """What waiting for the iteration before it costs one, as a share of it: the host's work, which planning ahead hides."""
 _LIKELY = 0.9
+_ASKED_ANEW = 8
+"""Iterations of as many rows for which one answer to whether drafts could pay holds."""
+_EACH, _NOTED = 32, 4
+"""Iterations of which each is noted, and after them, without drafts, one of so many."""
 _LOOKS_ON = 4
 """Positions beyond the best number so far that are looked at before the search ends."""
 _NEW, _CORRECTION_PRIOR = 0.1, 2.0
@@ -101,12 +105,16 @@ class Speculation:
     def __init__(self, max_drafts: int, *, asks_model: bool = False) -> None:
         """`max_drafts`: of one row. `asks_model`: drafts have a price of their own, and there are some for any text."""
         self._max_drafts = max_drafts
-        self._asks_model = asks_model
+        self.asks_model = asks_model
         self._draft = Mean()
         """Seconds that one draft of each row takes, where a model makes them."""
         self._prices = StepPrices()
         self._common = _FIRST_CHANCE
         """The chance of a proposed token over all requests."""
+        self._ran = 0
+        """Iterations so far."""
+        self._may_pay, self._of_rows, self._asked = True, 0, 0
+        """The last answer to whether drafts could pay, of so many rows, and how often it was given."""
 
     def chance(self, sequence: Sequence) -> float:
         """Of the next token proposed for it to be right, if those before it are."""
@@ -124,24 +132,34 @@ class Speculation:
 
     def ran(self, times: StepTimes | None, shape: BatchShape, drafted: int, seconds: float) -> None:
         """An iteration of decode rows, with so many drafted positions in all."""
-        self._prices.note(times, shape, drafted, seconds)
+        self._ran += 1
+        if drafted or self._ran <= _EACH or self._ran % _NOTED == 0:
+            self._prices.note(times, shape, drafted, seconds)
 
     def drafted(self, deepest: int, seconds: float) -> None:
         """Before an iteration ran so many drafts of a row were made, or fewer of others, in this time."""
-        if self._asks_model and deepest:
+        if self.asks_model and deepest:
             self._draft.note(seconds / deepest)
 
     def unjudged(self, sequence: Sequence) -> None:
-        """Nothing was expected for it in an iteration that could have had drafts."""
-        if self._asks_model:
+        """Nothing was expected for it in an iteration that could have had drafts, where a model makes them."""
+        if self.asks_model:
             sequence.drafts_judged *= _FORGETS
             sequence.drafts_right *= _FORGETS
 
     def may_pay(self, times: StepTimes | None, shape: BatchShape) -> bool:
-        """Whether rows of this shape would be given drafts if these were as good as certain. Cheap: asked of every
-        iteration."""
+        """Whether rows of this shape would be given drafts if these were as good as certain."""
         if not self._prices.known:
             return True
+        self._of_rows, self._asked, self._may_pay = shape.decodes, 0, self._could_pay(times, shape)
+        return self._may_pay
+
+    def lately(self, rows: int) -> bool | None:
+        """What `may_pay` said of so many rows in the last few iterations; None: it has to be asked."""
+        self._asked += 1
+        return self._may_pay if rows == self._of_rows and self._asked < _ASKED_ANEW else None
+
+    def _could_pay(self, times: StepTimes | None, shape: BatchShape) -> bool:
         plain_s, rows = self._prices.seconds(times, shape, 0), shape.decodes
         for positions, deepest in ((1, 1), (rows * self._max_drafts, self._max_drafts)):
             tokens = rows + _LIKELY * positions
@@ -176,8 +194,18 @@ class Speculation:
         wait for it instead of being planned ahead. The wait is certain, the drafts come if that token is as expected; a
         model makes some whatever it is.
         """
+        if not self.asks_model:
+            # However little positions cost: a row's drafts bring no more than the sum of its chances' powers.
+            likeliest, brought = 0.0, 0.0
+            for sequence, limit in candidates:
+                if limit > 0:
+                    chance = self.chance(sequence)
+                    likeliest = max(likeliest, chance)
+                    brought += min(chance / (1.0 - chance), self._max_drafts) if chance < 1.0 else self._max_drafts
+            if brought * likeliest <= _WAIT * shape.decodes:
+                return False
         allotted, faster = self._best(times, shape, candidates, most, within_s)
-        if self._asks_model:
+        if self.asks_model:
             return faster - 1.0 > _WAIT
         chances = [self.chance(each) for (each, _), count in zip(candidates, allotted, strict=True) if count]
         return (faster - 1.0) * max(chances, default=0.0) > _WAIT
@@ -221,4 +249,4 @@ class Speculation:
 
     def metrics(self) -> dict[str, float]:
         found = {"draft_chance": self._common}
-        return found | {"draft_seconds": self._draft.value} if self._asks_model else found
+        return found | {"draft_seconds": self._draft.value} if self.asks_model else found

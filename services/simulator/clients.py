@@ -22,7 +22,7 @@ from cohort.common.machines.effects import Admitted, Deliver, Ended, Fail, Gatew
 from cohort.common.machines.events import Drafted, Offered, Received, Sampled
 from cohort.common.messages import Message, TokenBatch, TokenUpdate
 from cohort.common.policies.interface import IterationPlan, Row
-from cohort.common.types import Attempt, IfLate, Prediction, Request, SamplingParams
+from cohort.common.types import Attempt, DraftSource, IfLate, Prediction, Request, SamplingParams
 from cohort.common.virtual_cluster.cluster import GATEWAY, VirtualCluster
 from cohort.common.virtual_cluster.plugins import Node
 from cohort.common.workloads.items import WorkItem
@@ -118,10 +118,11 @@ class TraceClients:
         distinct_prompts: bool,
         seed: int,
         if_late: IfLate = "refuse",
-        acceptance: float = 0.0,
+        acceptance: Acceptance | None = None,
+        asks_model: bool = False,
     ) -> None:
-        """`acceptance`: as of `SimOptions`. `if_late`: of requests with a TTFT SLO of their own; by default as the
-        gateway understands them."""
+        """`acceptance`: of drafts; None: there are none. `asks_model`: a model makes them, when it is asked.
+        `if_late`: of requests with a TTFT SLO of their own; by default as the gateway understands them."""
         self.classes: dict[str, ClassStats] = {}
         self.live: dict[str, InFlight] = {}
         self.first_arrival_s = math.inf
@@ -136,7 +137,8 @@ class TraceClients:
         self._distinct = distinct_prompts
         self._if_late = if_late
         self._random = Random(seed)
-        self._acceptance = Acceptance(acceptance, seed)
+        self._acceptance = acceptance or Acceptance(0.0, seed)
+        self._asks_model = asks_model
         self._count = 0
         self._under_way: deque[tuple[Node, list[TokenUpdate], list[float]]] = deque()
         """Tokens of steps run as one that the gateway has yet to hear of."""
@@ -270,26 +272,35 @@ class TraceClients:
 
     # -- tokens ----------------------------------------------------------------------------------------------------
 
-    @property
-    def drafts(self) -> bool:
-        """Tokens are expected behind rows: those that may carry drafts have as many."""
-        return bool(self._acceptance)
+    def proposed(self, row: Row) -> int:
+        """Drafts of a row: as many as it may carry, where something is expected."""
+        if not row.drafts:
+            return 0
+        live = self.live.get(row.sequence.request_id)
+        return row.drafts if live is not None and self._expects(live, row) else 0
 
     def drafted(self, plan: IterationPlan) -> list[Drafted]:
-        """How the drafts of a step do, and of rows without any what was only expected."""
+        """How the drafts of a step do, and of rows without any what texts said. A model that was not asked says
+        nothing."""
         if not self._acceptance or not plan.watched:
             return []
-        judged = []
+        judged = list[Drafted]()
+        source: DraftSource = "model" if self._asks_model else "lookup"
         for row in plan.rows:
             sequence, live = row.sequence, self.live.get(row.sequence.request_id)
             known = len(sequence.tokens)
             if live is None or row.start + 1 != known or row.count != 1 or sequence.output_tokens < 1:
                 continue
+            if not self._expects(live, row) or (self._asks_model and not row.drafts):
+                continue
             # The answer's last token is the end token, which no draft has.
             left = max(0, live.output_tokens - sequence.output_tokens - 1)
             right = min(left, self._acceptance.right(live.index, known, max(1, row.drafts)))
-            judged.append(Drafted(sequence.key, max(1, row.drafts), right, computed=row.drafts > 0))
+            judged.append(Drafted(sequence.key, max(1, row.drafts), right, computed=row.drafts > 0, source=source))
         return judged
+
+    def _expects(self, live: InFlight, row: Row) -> bool:
+        return bool(self._acceptance) and self._acceptance.expects(live.index, row.start + 1)
 
     def sample(self, rows: Iterable[Row], drafted: Iterable[Drafted] = ()) -> list[Sampled]:
         """Tokens the model samples for the rows of a step that reach their last known token, and for right drafts."""

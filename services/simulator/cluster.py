@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from cohort.common import garbage
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
@@ -29,8 +31,10 @@ from cohort.common.virtual_cluster.cluster import GATEWAY, MANAGER, VirtualClust
 from cohort.common.virtual_cluster.plugins import Cadence, Node
 from cohort.common.workloads.closed_loop import ClosedLoopUsers
 from cohort.common.workloads.items import WorkItem, Workload
+from cohort.services.simulator.acceptance import Acceptance, DraftRates
 from cohort.services.simulator.clients import PredictorKind, TraceClients
 from cohort.services.simulator.deployment import Deployment, kv_blocks, spread_roles
+from cohort.services.simulator.draft_price import DraftPrice, Holds, MeasuredPrice, ModelledPrice
 from cohort.services.simulator.engine import CostEngine, SimWorker
 from cohort.services.simulator.hardware import Cluster, kept_kv
 from cohort.services.simulator.links import SimNetwork
@@ -69,6 +73,12 @@ class SimOptions:
     acceptance: float = 0.0
     """Where the configuration lets rows carry drafts (`speculation.mode`): the chance of a drafted token to be right,
     on average over requests, which differ (`acceptance.py`)."""
+    draft_rates: tuple[DraftRates, ...] = ()
+    """The same of a recorded worker's requests, in the place of a mean."""
+    draft_model: ModelShape | None = None
+    """With `speculation.mode` model: the one that drafts. Every draft is its own then."""
+    draft_s: float = 0.0
+    """The same by what one draft of each row takes, where no shape says it."""
     adapter_load_s: float = 0.1
     """What an instance takes to load a LoRA adapter of the workload."""
     profiled: bool = True
@@ -104,6 +114,8 @@ class SimCluster:
         has; the others are places for `add_worker`."""
         workload.check()
         compose.check_names(config)
+        acceptance = Acceptance(options.acceptance, options.seed, options.draft_rates)
+        config = config if acceptance else _without_drafts(config)
         model = kept_kv(model, config, cluster)
         self.config, self.cluster, self.model, self.options = config, cluster, model, options
         self.geometry = model.kv_geometry(config.kv.block_size, grouped=compose.groups_layers(config))
@@ -112,7 +124,9 @@ class SimCluster:
         self.costs = [each.cost for each in measured] or [costs[part.device] for part in parts]
         """Of every instance, by number."""
         blocks = [(each.blocks, each.host_blocks) for each in measured]
-        blocks = blocks or [kv_blocks(config, part, model, self.geometry) for part in parts]
+        draft = options.draft_model if config.speculation.mode == "model" else None
+        blocks = blocks or [kv_blocks(config, part, model, self.geometry, draft) for part in parts]
+        self._draft_costs = {} if draft is None else {part.device: _cost_model(draft, part) for part in parts}
         largest = max(on_device for on_device, _ in blocks)
         longest = min(config.model.max_model_len or model.max_positions, self.geometry.positions(largest))
         self.roles = named = {
@@ -137,6 +151,7 @@ class SimCluster:
             profile=partial(self._profile, longest) if options.profiled else None,
             seed=options.seed,
             device_of=partial(_device_of, cluster) if measured else None,
+            draft_price=self._draft_price if config.speculation.mode == "model" else None,
         )
         self.wall = {"worker": WallTime(), "manager": WallTime()}
         network = SimNetwork(cluster, self.geometry)
@@ -168,7 +183,8 @@ class SimCluster:
             distinct_prompts=shared,
             seed=options.seed,
             if_late=options.if_late,
-            acceptance=options.acceptance,
+            acceptance=acceptance,
+            asks_model=config.speculation.mode == "model",
         )
         self.engine = CostEngine(
             self.virtual,
@@ -274,6 +290,10 @@ class SimCluster:
         engine = self.config.engine
         return profile_points(self.costs[number], longest, engine.max_rows, engine.max_step_tokens)
 
+    def _draft_price(self, number: int, holds: Holds) -> DraftPrice:
+        cost = self._draft_costs.get(self.cluster.of(number).device)
+        return MeasuredPrice(self.options.draft_s) if cost is None else ModelledPrice(cost, holds)
+
     # -- arrivals ----------------------------------------------------------------------------------------------
 
     def _next_arrival(self) -> None:
@@ -310,6 +330,11 @@ def _cost_model(model: ModelShape, part: Cluster) -> CostModel:
     return CostModel(
         model, part.device, part.stack, tensor_parallel=part.tensor_parallel, decode_attention=part.decode_attention
     )
+
+
+def _without_drafts(config: Config) -> Config:
+    """Where nothing is ever expected nothing is drafted: decisions are the same, and steps that repeat are one."""
+    return msgspec.structs.replace(config, speculation=msgspec.structs.replace(config.speculation, mode="off"))
 
 
 def _device_of(cluster: Cluster, number: int) -> str:

@@ -22,6 +22,7 @@ from cohort.common.policies.cost_model import ModelShape
 from cohort.common.policies.interface import Placement
 from cohort.common.types import InstanceId, KvGeometry, Role, WorkerCapacity
 from cohort.common.virtual_cluster.cluster import MANAGER
+from cohort.services.simulator.draft_price import DraftPrice, Holds
 from cohort.services.simulator.engine import SimWorker
 from cohort.services.simulator.hardware import Cluster
 
@@ -46,8 +47,10 @@ class Deployment:
         profile: Callable[[int], bytes] | None,
         seed: int,
         device_of: Callable[[int], str] | None = None,
+        draft_price: Callable[[int, Holds], DraftPrice] | None = None,
     ) -> None:
-        """`device_of`: what policies are told of the device of an instance, by number; None: each has its own."""
+        """`device_of`: what policies are told of the device of an instance, by number; None: each has its own.
+        `draft_price`: of the draft model of an instance, by number and by whether that holds a sequence."""
         # Where no prompt shares anything the prefix cache can only miss: hashing every block would change nothing. And
         # the prompts are all made of the same token then: nothing may look for common prefixes.
         self._config = config = config if shared_prompts else _without_prefix_cache(config)
@@ -61,11 +64,12 @@ class Deployment:
         self._placement = placement
         self._lists_queue = compose.reads_queues(config, placement or compose.placement(config))
         self._learns = compose.wants_step_times(config) or (placement is not None and placement.wants_step_times)
-        self._learns = self._learns or config.planner.mode != "off"
+        self._learns = self._learns or config.planner.mode != "off" or config.speculation.mode != "off"
         self._profile = profile
         self._random = Random(seed)
         self._numbers = itertools.count()
         self._device_of = device_of
+        self._draft_price = draft_price
 
     def make_gateway(self, name: InstanceId, incarnation: int, now_s: float) -> GatewayMachine:
         config = self._config
@@ -127,7 +131,8 @@ class Deployment:
                 if learned is not None:
                     learned.import_state(self._profile(number))
         machine.handle(now_s, LinkAddresses({"link": b""}))
-        return SimWorker(name, machine, number=number)
+        price = None if self._draft_price is None else self._draft_price(number, machine.state.holds)
+        return SimWorker(name, machine, number=number, draft_price=price)
 
 
 def spread_roles(config: Config, instances: int) -> dict[Role, int]:
@@ -156,14 +161,17 @@ def spread_roles(config: Config, instances: int) -> dict[Role, int]:
     return spread
 
 
-def kv_blocks(config: Config, cluster: Cluster, model: ModelShape, geometry: KvGeometry) -> tuple[int, int]:
-    """Blocks of each of these equal instances, on its devices and in host memory, by the rules of the live worker.
+def kv_blocks(
+    config: Config, cluster: Cluster, model: ModelShape, geometry: KvGeometry, draft: ModelShape | None = None
+) -> tuple[int, int]:
+    """Blocks of each of these equal instances, on its devices and in host memory, by the rules of the live worker: a
+    `draft` model has its KV under the same block ids.
 
     Raises `ConfigError` when the model does not fit.
     """
     devices = cluster.tensor_parallel
     total = devices * (cluster.device.memory_bytes - cluster.device_reserve_bytes) // cluster.workers_per_device
-    left = total - model.weights_total_bytes
+    left = total - model.weights_total_bytes - (0 if draft is None else draft.weights_total_bytes)
     if left <= 0:
         raise ConfigError(
             f"cluster {cluster.name}: tensor_parallel: {model.name} has {model.weights_total_bytes / 1e9:.1f} GB of "
@@ -172,7 +180,8 @@ def kv_blocks(config: Config, cluster: Cluster, model: ModelShape, geometry: KvG
     memory = config.kv.memory_bytes or (
         config.kv.cpu_memory_bytes if cluster.cpu else int(config.kv.memory_fraction * left)
     )
-    blocks = memory // geometry.block_bytes
+    drafted_bytes = 0 if draft is None else draft.kv_geometry(geometry.block_size).block_bytes
+    blocks = memory // (geometry.block_bytes + drafted_bytes)
     if blocks < 2 or memory > left:
         raise ConfigError(
             f"cluster {cluster.name}: {memory / 1e9:.2f} GB for the KV cache of {model.name} ({left / 1e9:.2f} GB are "

@@ -26,6 +26,7 @@ from cohort.common.virtual_cluster.cluster import VirtualCluster
 from cohort.common.virtual_cluster.kv_flights import Flight
 from cohort.common.virtual_cluster.plugins import WorkerNode
 from cohort.services.simulator.clients import OUTPUT_TOKEN, TraceClients
+from cohort.services.simulator.draft_price import DraftPrice
 from cohort.services.simulator.hardware import Cluster
 from cohort.services.simulator.links import link_of
 from cohort.services.simulator.scatter import StepScatter
@@ -66,6 +67,12 @@ class SimWorker(WorkerNode):
     """An event that takes blocks is being handled: which of the steps run ahead still hold is asked afterwards."""
     blocked_s: float = 0.0
     """What KV took to arrive since the last iteration began, where transfers block."""
+    draft_price: DraftPrice | None = None
+    """Of the model that drafts, if one does."""
+    drafting_share: float = 0.0
+    step_share: float = 1.0
+    """Of the iteration in flight, the draft model's drafts, and the step that verifies them; what is missing to the
+    whole filled the draft model's cache."""
     aligned_batches: int = 0
     """Batches of the late binding among the rows of the step in flight."""
 
@@ -118,13 +125,22 @@ class CostEngine:
     def begin(self, node: WorkerNode, step: StartStep) -> None:
         worker = _sim(node)
         plan, now_s = step.plan, self._events.now_s
-        stages, drafts = not self._cluster.of(worker.number).cpu, self._clients.drafts
-        cost, model = plan_cost(plan, self._geometry, device_stages=stages, drafts=drafts), self._costs[worker.number]
+        stages, proposed = not self._cluster.of(worker.number).cpu, self._clients.proposed
+        cost = plan_cost(plan, self._geometry, device_stages=stages, proposed=proposed)
+        model = self._costs[worker.number]
         beside_s = model.swap_s(cost.beside_bytes)
         worker.step += 1
         step_s = model.step_s(cost.work) * self._factor(worker, 0)
         latency_s = model.swap_s(cost.copied_bytes) + max(step_s, beside_s) + worker.blocked_s
         worker.blocked_s = 0.0
+        worker.drafting_share, worker.step_share = 0.0, 1.0
+        if worker.draft_price is not None and plan.watched:
+            drafts = [(row.sequence, count) for row in plan.rows if row.drafts and (count := proposed(row))]
+            drafting = worker.draft_price.take(drafts)
+            whole_s = latency_s + drafting.drafts_s + drafting.filling_s
+            worker.drafting_share, worker.step_share = drafting.drafts_s / whole_s, latency_s / whole_s
+            latency_s = whole_s
+            worker.tally.drafting_s += drafting.drafts_s + drafting.filling_s
         worker.plan = plan
         worker.ends_s, worker.latencies_s = [now_s + latency_s], [latency_s]
         if self._late_binding:
@@ -211,7 +227,8 @@ class CostEngine:
         worker.ends_s, worker.latencies_s = [], []
         if self._shares:
             self._share_cores()
-        self._virtual.tell(worker, StepEnded(sampled, latency_s, drafts=drafts))
+        step_s, drafting_s = latency_s * worker.step_share, latency_s * worker.drafting_share
+        self._virtual.tell(worker, StepEnded(sampled, step_s, drafts=drafts, drafting_s=drafting_s))
 
     def _factor(self, worker: SimWorker, ahead: int) -> float:
         """Of the step so many after the one in flight."""

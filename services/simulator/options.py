@@ -54,10 +54,22 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--acceptance",
+        default="0",
+        metavar="P|FILE",
+        help="with a speculation.mode: chance of a drafted token to be right, mean of the requests (default: 0), or a "
+        "live worker's recording, whose requests' rates are taken",
+    )
+    group.add_argument(
+        "--draft-model",
+        metavar="MODEL",
+        help="with speculation.mode=model: the one that drafts, as --model; its steps, weights and KV count",
+    )
+    group.add_argument(
+        "--draft-seconds",
         type=float,
-        default=0.0,
-        metavar="P",
-        help="with a speculation.mode: chance of a drafted token to be right, mean of the requests (default: 0)",
+        metavar="S",
+        help="the same, by what one draft of each row takes (a live worker's metric draft_seconds; default: as in the "
+        "recording of --acceptance, else 0)",
     )
     group.add_argument(
         "--adapter-load",

@@ -156,6 +156,8 @@ def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
         notes.append(
             f"{drafted} tokens drafted in {rows} rows, {right / drafted:.1%} right: {of_all:.1%} of all decoded"
         )
+        if drafting_s := sum(worker.tally.drafting_s for worker in sim.workers):
+            notes.append(f"the draft model took {drafting_s:.3g} s of the workers' time")
     resubmitted = sim.gateway.ledger.resubmitted_total
     if resubmitted:
         notes.append(f"{resubmitted} requests were given back and submitted again")

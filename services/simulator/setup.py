@@ -15,7 +15,8 @@ from cohort.common.errors import ConfigError
 from cohort.common.types import Role
 from cohort.services.simulator import measuring, profile_note
 from cohort.services.simulator.cluster import SimOptions
-from cohort.services.simulator.hardware import Cluster, load_cluster
+from cohort.services.simulator.hardware import Cluster, load_cluster, load_model
+from cohort.services.simulator.recorded_drafts import RecordedDrafts, recorded_drafts
 from cohort.services.simulator.traffic import Traffic, parse_slo
 
 
@@ -81,9 +82,14 @@ def traffic_of(options: argparse.Namespace, *, count: int | None = None) -> Traf
 def simulation_options(options: argparse.Namespace) -> SimOptions:
     if options.scatter is not None and options.scatter < 0:
         raise ConfigError(f"--scatter {options.scatter:g}: must not be below 0")
-    acceptance = getattr(options, "acceptance", 0.0)
-    if not 0.0 <= acceptance <= 1.0:
-        raise ConfigError(f"--acceptance {acceptance:g}: must be between 0 and 1")
+    acceptance, recorded = _acceptance(str(getattr(options, "acceptance", "0")))
+    draft_model, draft_s = getattr(options, "draft_model", None), getattr(options, "draft_seconds", None)
+    if draft_model and draft_s is not None:
+        raise ConfigError("--draft-seconds: a --draft-model has step times of its own; give one of the two")
+    if draft_s is None:
+        draft_s = 0.0 if recorded is None else recorded.draft_s
+    if draft_s < 0:
+        raise ConfigError(f"--draft-seconds {draft_s:g}: must not be below 0")
     return SimOptions(
         seed=options.seed,
         predictor=options.predictor,
@@ -96,8 +102,22 @@ def simulation_options(options: argparse.Namespace) -> SimOptions:
         if_late=options.if_late,
         scatter=options.scatter,
         acceptance=acceptance,
+        draft_rates=() if recorded is None else recorded.rates,
+        draft_model=load_model(draft_model) if draft_model else None,
+        draft_s=draft_s,
         adapter_load_s=getattr(options, "adapter_load", 0.1),
     )
+
+
+def _acceptance(text: str) -> tuple[float, RecordedDrafts | None]:
+    """A mean, or the rates of a recording."""
+    try:
+        mean = float(text)
+    except ValueError:
+        return 0.0, recorded_drafts(Path(text))
+    if not 0.0 <= mean <= 1.0:
+        raise ConfigError(f"--acceptance {mean:g}: must be between 0 and 1")
+    return mean, None
 
 
 def parse_roles(text: str | None) -> dict[Role, int] | None:

@@ -51,6 +51,8 @@ class WorkerTally:
     swapped_bytes: int = 0
     decode_steps: int = 0
     mixed_steps: int = 0
+    drafting_s: float = 0.0
+    """A draft model's part of busy_s."""
     kv_samples: int = 0
     kv_used_sum: float = 0.0
     kv_used_peak: float = 0.0

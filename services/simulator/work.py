@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from cohort.common.policies.cost_model import StepWork, prefill_pairs
-from cohort.common.policies.interface import IterationPlan
+from cohort.common.policies.interface import IterationPlan, Row
 from cohort.common.policies.kv_interface import goes_beside
 from cohort.common.types import KvGeometry
 
@@ -23,10 +25,14 @@ class PlanCost(msgspec.Struct, frozen=True):
 
 
 def plan_cost(
-    plan: IterationPlan, geometry: KvGeometry, *, device_stages: bool = False, drafts: bool = False
+    plan: IterationPlan,
+    geometry: KvGeometry,
+    *,
+    device_stages: bool = False,
+    proposed: Callable[[Row], int] | None = None,
 ) -> PlanCost:
     """`device_stages`: the engine's copies out leave the device beside the rows where they can, as a GPU's do.
-    `drafts`: rows have as many as they may, each of which costs what a row of its own would."""
+    `proposed`: the drafts of a row, each of which costs what a row of its own would."""
     tokens = useful = pairs = prefill_context = decode_rows = decode_context = longest = sampled = 0
     padded_to = plan.padded_to
     for row in plan.rows:
@@ -40,8 +46,7 @@ def plan_cost(
             decode_context += start + 1
             if start >= longest:
                 longest = start + 1
-            if drafts and row.drafts:
-                drafted = row.drafts
+            if row.drafts and proposed is not None and (drafted := proposed(row)):
                 tokens, sampled, decode_rows = tokens + drafted, sampled + drafted, decode_rows + drafted
                 decode_context += drafted * (start + 1) + drafted * (drafted + 1) // 2
         else:

@@ -36,6 +36,32 @@ def llama() -> PreTrainedModel:
     )
 
 
+def save_deep_llama(folder: Path, first: Path) -> None:
+    """Twelve layers of which all but the first add nothing; and the first alone, which says the same in a part of the
+    time, as a draft model should."""
+    config = LlamaConfig(
+        vocab_size=400,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[-1] ** 0.5)
+        for layer in model.model.layers[1:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    model.save_pretrained(folder)
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    model.save_pretrained(first)
+
+
 def qwen2() -> PreTrainedModel:
     return Qwen2ForCausalLM(
         Qwen2Config(

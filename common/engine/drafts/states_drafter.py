@@ -12,9 +12,7 @@ behind it. Called on the engine's thread. Never changes a response: the model ve
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine.batch import Int64Array, SamplingRow, StepBatch
-from cohort.common.engine.drafts.draft_model import FILLED_AT_ONCE, SHORT, DraftRow, Drafts, Part, batch_of, slots_of
+from cohort.common.engine.drafts.batch_drafts import DraftRow, Drafts, Part, UnderWay, batch_of, drafted, slots_of
 from cohort.common.engine.drafts.token_chain import TokenChain
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.linear import Embedding, Linear
@@ -56,26 +54,6 @@ class KeepsStates(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Under:
-    """A row under way: head positions [begins, computed) are in its slots."""
-
-    row: DraftRow
-    slots: Int64Array
-    tags: Int64Array
-    """Of known positions."""
-    begins: int
-    computed: int
-    drafts: list[int] = field(default_factory=list)
-    state: Tensor | None = None
-    """[1, hidden] behind the last computed position."""
-
-    @property
-    def lacks(self) -> int:
-        """Head positions until the first draft; none where nothing is known to begin with."""
-        return len(self.tags) - self.computed
-
-
 class StatesDrafter:
     source: DraftSource = "head"
 
@@ -102,47 +80,34 @@ class StatesDrafter:
         numbers = np.repeat(batch.numbers, np.diff(batch.query_start))
         self._known[batch.slot_mapping] = (numbers << _POSITION_BITS) | batch.positions
 
+    def warm_up(self) -> None:
+        """Nothing is recorded on a processor, where all heads are."""
+
     def propose_all(self, rows: Sequence[DraftRow]) -> Drafts:
         """See `BatchDrafter`."""
         with torch.inference_mode():
-            under = [self._begun(row) for row in rows]
-            before = sum(each.lacks for each in under)
-            self._fill(under)
-            filled = before - sum(each.lacks for each in under)
-            began_s = time.perf_counter()
-            going = [each for each in under if 0 < each.lacks <= SHORT and each.row.sampling]
-            while going:
-                self._step(going)
-                going = [each for each in going if len(each.drafts) < len(each.row.sampling)]
-            return Drafts([each.drafts for each in under], time.perf_counter() - began_s, filled)
+            return drafted([self._begun(row) for row in rows], self._fill, self._step)
 
-    def _begun(self, row: DraftRow) -> _Under:
+    def _begun(self, row: DraftRow) -> UnderWay:
         known = len(row.chain) - 1
-        slots = slots_of(row, known + len(row.sampling), self._block_size)
-        tags = (row.number << _POSITION_BITS) | np.arange(known, dtype=np.int64)
+        slots, tags = slots_of(row, known + len(row.sampling), self._block_size), _tags(row, 0, known)
         strange = np.flatnonzero(self._known[slots[:known]] != tags)
         begins = 0 if not len(strange) else -(-(int(strange[-1]) + 1) // self._block_size) * self._block_size
         if begins >= known:
-            return _Under(row, slots, tags, begins, known)
+            return UnderWay(row, slots, known, known, begins)
         other = self._computed[slots[begins:known]] != tags[begins:]
         computed = begins + int(other.argmax()) if other.any() else known
-        return _Under(row, slots, tags, begins, min(computed, known - 1))  # the last one's state makes the first draft
+        # The last one's state makes the first draft.
+        return UnderWay(row, slots, known, min(computed, known - 1), begins)
 
-    def _fill(self, under: Sequence[_Under]) -> None:
-        left = FILLED_AT_ONCE
-        for each in under:
-            count = min(left, each.lacks - 1)
-            if each.lacks > SHORT and count > 0:
-                self._forward([self._known_part(each, each.computed + count)])
-                left -= count
+    def _fill(self, each: UnderWay, count: int) -> None:
+        self._forward([self._known_part(each, each.computed + count)])
 
-    def _step(self, going: Sequence[_Under]) -> None:
-        """One draft more of each."""
-        going = sorted(going, key=lambda each: -each.lacks)  # prefill rows first
-        parts, sampling = list[tuple[_Under, Part, Tensor]](), list[SamplingRow]()
+    def _step(self, going: Sequence[UnderWay]) -> None:
+        parts, sampling = list[tuple[UnderWay, Part, Tensor]](), list[SamplingRow]()
         for each in going:
             if each.state is None:
-                parts.append(self._known_part(each, len(each.tags)))
+                parts.append(self._known_part(each, each.known))
             else:
                 token = np.array(each.drafts[-1:], dtype=np.int64)
                 parts.append((each, Part(each.row, token, each.computed, each.slots, each.begins), each.state))
@@ -155,13 +120,13 @@ class StatesDrafter:
             each.state = states[index : index + 1]
             each.drafts.append(token)
 
-    def _known_part(self, each: _Under, end: int) -> tuple[_Under, Part, Tensor]:
+    def _known_part(self, each: UnderWay, end: int) -> tuple[UnderWay, Part, Tensor]:
         """Head positions up to `end`, with the model's own states."""
         tokens = each.row.chain.tokens[each.computed + 1 : end + 1]
         states = self._states[torch.from_numpy(each.slots[each.computed : end])]
         return each, Part(each.row, tokens, each.computed, each.slots, each.begins), states
 
-    def _forward(self, parts: Sequence[tuple[_Under, Part, Tensor]]) -> Tensor:
+    def _forward(self, parts: Sequence[tuple[UnderWay, Part, Tensor]]) -> Tensor:
         """Compute them; the states [rows, hidden] behind the last position of each."""
         batch = batch_of([part for _, part, _ in parts], self._block_size)
         states = torch.cat([given for _, _, given in parts])
@@ -171,6 +136,11 @@ class StatesDrafter:
         for each, part, _ in parts:
             # What is computed from its own states is none of the model's.
             own = each.state is not None
-            self._computed[each.slots[part.first : part.end]] = 0 if own else each.tags[part.first : part.end]
+            self._computed[each.slots[part.first : part.end]] = 0 if own else _tags(each.row, part.first, part.end)
             each.computed = part.end
         return after[torch.from_numpy(batch.query_start[1:].astype(np.int64)) - 1]
+
+
+def _tags(row: DraftRow, first: int, end: int) -> Int64Array:
+    """What a slot of the sequence holds, of these positions."""
+    return (row.number << _POSITION_BITS) | np.arange(first, end, dtype=np.int64)

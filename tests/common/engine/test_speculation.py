@@ -215,29 +215,33 @@ async def test_answers_of_a_key_and_adapter_are_drafted_for_it_alone(
     assert right[0] == right[1] == 0 and right[2] > 30
 
 
-@pytest.mark.parametrize("drafts_by", ["itself", pytest.param("another", marks=another_of_its_kind()), "head"])
+@pytest.mark.parametrize(
+    "drafts_by", ["itself", "itself on a device", pytest.param("another", marks=another_of_its_kind()), "head"]
+)
 async def test_answers_are_the_same_with_a_model_that_drafts(
     model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts_by: str
 ) -> None:
     """The model itself, whose drafts are right where nothing looks back on tokens, and others, whose are not."""
     monkeypatch.setattr(Speculation, "_best", _three_each)
     folder, source = model_folder("llama"), "head" if drafts_by == "head" else "model"
-    draft = {"itself": folder, "another": model_folder("qwen3"), "head": head_folder(tmp_path / "head")}[drafts_by]
+    drafts_from = {"another": model_folder("qwen3"), "head": head_folder(tmp_path / "head")}
+    draft, on_device = drafts_from.get(drafts_by, folder), drafts_by.endswith("device")
     asked = [
         request(name, PROMPTS[index % len(PROMPTS)], max_tokens=40, **kind)
         for index, (name, kind) in enumerate(KINDS.items())
     ]
-    options: dict[str, Any] = {"plan_ahead": True, "device_steps": False, "max_rows": 16}
+    options: dict[str, Any] = {"plan_ahead": True, "device_steps": on_device, "max_rows": 16}
     found = list[Answers]()
     for mode in ("off", "model"):
         with monkeypatch.context() as patch:
+            patch.setattr(worker_loop, "_samples_in_turn", lambda runner: not on_device)
             named = None if mode == "off" else draft
             async with worker(folder, tmp_path, patch, speculation=mode, draft=named, **options) as running:
                 found.append(await _asked(running, asked, together=True))
                 counters = running.machine.counters
     _same(*found)
     drafts, right = counters.drafts_of[source], counters.right_of[source]  # type: ignore[index]
-    assert right > 0.6 * drafts if drafts_by == "itself" else right < 0.2 * drafts
+    assert right > 0.6 * drafts if drafts_by.startswith("itself") else right < 0.2 * drafts
     assert drafts > 40
 
 

@@ -120,7 +120,9 @@ async def worker(
     runner = make_runner(folder, device_steps=device_steps, share=share, num_blocks=80)
     plan = plan_draft(config, folder, runner.geometry, dtype="float32", device=runner.device, degree=1)
     if plan is not None:
-        runner.drafter = load_draft(dataclasses.replace(plan, block_size=runner.block_size), config, runner)
+        graphs = 1 << 40 if runner.samples_on_device else 0
+        plan = dataclasses.replace(plan, block_size=runner.block_size, graph_bytes=graphs)
+        runner.drafter = load_draft(plan, config, runner)
     runner.warm_up()
     begin = runner._begin
 

@@ -184,3 +184,31 @@ def test_a_model_is_asked_again_after_a_while() -> None:
         for _ in range(200):
             policy.unjudged(sequence)
         assert (policy.chance(sequence) > 0.4) is returns
+
+
+def test_whether_drafts_could_pay_is_asked_anew_after_some_iterations_or_with_other_rows() -> None:
+    policy = _policy(WEIGHTS, 4)
+    assert policy.lately(4) is None
+    assert policy.may_pay(WEIGHTS, _shape(4))
+    assert [policy.lately(4) for _ in range(8)] == [True] * 7 + [None]
+    assert not policy.may_pay(COMPUTING, _shape(4))
+    assert policy.lately(4) is False and policy.lately(1) is None
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 20), st.floats(0, 1), st.integers(0, MOST)), min_size=1, max_size=8),
+    st.sampled_from([WEIGHTS, COMPUTING]),
+)
+def test_what_cannot_be_worth_waiting_for_is_told_without_a_search(
+    records: list[tuple[float, float, int]], times: StepTimes
+) -> None:
+    """The quick answer is the long one."""
+    policy = _policy(times, len(records))
+    candidates = [
+        (_sequence(str(i), judged, judged * share), limit) for i, (judged, share, limit) in enumerate(records)
+    ]
+    shape = _shape(len(records))
+    allotted, faster = policy._best(times, shape, candidates, 200, math.inf)
+    chances = [policy.chance(each) for (each, _), count in zip(candidates, allotted, strict=True) if count]
+    searched = (faster - 1.0) * max(chances, default=0.0) > 0.05
+    assert policy.worth_waiting(times, shape, candidates, most=200, within_s=math.inf) == searched

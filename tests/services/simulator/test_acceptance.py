@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from cohort.services.simulator.acceptance import Acceptance
+from cohort.services.simulator.acceptance import Acceptance, DraftRates
 from cohort.services.simulator.report import make_report
 from tests.services.simulator.lab import Recorded, cluster, config, run, workload
 from tests.services.simulator.test_cluster import outcome
@@ -29,7 +29,7 @@ def _drafted(sim: Recorded) -> int:
 
 def test_rates_of_requests_lie_about_the_mean_and_apart() -> None:
     acceptance = Acceptance(0.6, 0)
-    rates = [acceptance.rate(index) for index in range(2000)]
+    rates = [acceptance.rates(index).right for index in range(2000)]
     assert fmean(rates) == pytest.approx(0.6, abs=0.03)
     assert min(rates) < 0.05 and max(rates) > 0.95
 
@@ -38,8 +38,17 @@ def test_a_request_s_drafts_are_right_as_often_as_its_rate_says() -> None:
     acceptance = Acceptance(0.6, 0)
     for index in range(5):
         first = [acceptance.right(index, position, 1) for position in range(4000)]
-        assert fmean(first) == pytest.approx(acceptance.rate(index), abs=0.03)
+        assert fmean(first) == pytest.approx(acceptance.rates(index).right, abs=0.03)
     assert Acceptance(1.0, 0).right(3, 5, 8) == 8
+
+
+def test_requests_take_recorded_rates_in_turn() -> None:
+    acceptance = Acceptance(0.0, 0, [DraftRates(0.25, 1.0), DraftRates(1.0, 0.0)])
+    assert acceptance and not Acceptance(0.0, 0, [DraftRates(1.0, 0.0)])
+    for index, share in ((0, 0.25), (1, 1.0), (2, 0.25)):
+        expected = [acceptance.expects(index, position) for position in range(4000)]
+        assert fmean(expected) == pytest.approx(share, abs=0.03)
+        assert acceptance.right(index, 7, 4) == (4 if share < 1.0 else 0)
 
 
 def test_answers_are_as_long_and_take_fewer_iterations() -> None:

@@ -14,11 +14,13 @@ import torch
 from cohort.common.config import load_config
 from cohort.common.engine.batch import GREEDY, SamplingRow
 from cohort.common.engine.draft_loading import DraftPlan, load_draft, plan_draft
-from cohort.common.engine.drafts.draft_model import FILLED_AT_ONCE, DraftModel, DraftRow
+from cohort.common.engine.drafts.batch_drafts import FILLED_AT_ONCE, DraftRow
+from cohort.common.engine.drafts.draft_model import DraftModel
 from cohort.common.engine.drafts.token_chain import TokenChain
 from cohort.common.engine.drafts.vocabulary import check_vocabulary
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.errors import ConfigError
+from tests.common.engine.drafts.test_eagle_head import head_folder
 from tests.common.engine.driver import (
     VOCAB,
     Driver,
@@ -36,11 +38,13 @@ ModelFolder = Callable[[str], Path]
 BLOCKS = 64
 
 
-def _loaded(folder: Path) -> DraftModel:
+def _loaded(folder: Path, *, device_steps: bool = False) -> DraftModel:
+    """`device_steps`: recorded, over standing buffers and sampled by the batch, as on a GPU."""
     geometry = read_geometry(folder)
-    plan = DraftPlan(folder, geometry, "float32", "float32", BLOCK_SIZE, VOCAB)
-    drafter = load_draft(plan, load_config(), make_runner(folder, num_blocks=BLOCKS))
+    plan = DraftPlan(folder, geometry, "float32", "float32", BLOCK_SIZE, VOCAB, graph_bytes=1 << 40)
+    drafter = load_draft(plan, load_config(), make_runner(folder, num_blocks=BLOCKS, device_steps=device_steps))
     assert isinstance(drafter, DraftModel)
+    drafter.warm_up()
     return drafter
 
 
@@ -73,12 +77,16 @@ def _asked(expected: Expected, known: int, drafts: int) -> tuple[list[int], int]
     return [*expected.prompt, *expected.tokens[:known]], drafts
 
 
+@pytest.mark.parametrize("device_steps", [False, True])
 @pytest.mark.parametrize(
     "name", ["llama", "deepseek2", *(pytest.param(name, marks=another_of_its_kind()) for name in ("qwen3", "gemma3"))]
 )
-def test_drafts_are_what_the_model_generates(model_folder: ModelFolder, name: str) -> None:
+def test_drafts_are_what_the_model_generates(model_folder: ModelFolder, name: str, device_steps: bool) -> None:
     folder = model_folder(name)
-    rows = Rows(_loaded(folder))
+    rows = Rows(_loaded(folder, device_steps=device_steps))
+    if device_steps:
+        steps: Any = rows.model._steps
+        assert steps.decode.classes == (1, 2, 4, 8) and steps.mixed.classes
     first, second, third = reference_generate(folder, random_prompts((5, 40, 17)), 16)
     found = rows.ask({"a": _asked(first, 0, 4), "turned": _asked(second, 0, 6)})
     assert found == {"a": first.tokens[:4], "turned": second.tokens[:6]}
@@ -99,13 +107,13 @@ def test_drafts_are_what_the_model_generates(model_folder: ModelFolder, name: st
 def test_what_a_prefix_shares_is_computed_once(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Rows(_loaded(model_folder("llama")))
     computed: list[int] = []
-    forward = DraftModel._forward
+    compute = DraftModel._compute
 
-    def counted(self: DraftModel, work: Any) -> torch.Tensor:
+    def counted(self: DraftModel, work: Any, *sampling: Any) -> list[int]:
         computed.append(sum(len(tokens) for _, tokens in work))
-        return forward(self, work)
+        return compute(self, work, *sampling)
 
-    monkeypatch.setattr(DraftModel, "_forward", counted)
+    monkeypatch.setattr(DraftModel, "_compute", counted)
     (prompt,) = random_prompts((40,))
     rows.ask({"a": (prompt, 1)})
     rows.blocks["b"] = rows.blocks["a"][:4]  # of the prefix cache
@@ -113,7 +121,8 @@ def test_what_a_prefix_shares_is_computed_once(model_folder: ModelFolder, monkey
     assert sum(computed) == 40 + 3
 
 
-def test_a_draft_is_drawn_with_its_position_s_numbers(model_folder: ModelFolder) -> None:
+@pytest.mark.parametrize("device_steps", [False, True])
+def test_a_draft_is_drawn_with_its_position_s_numbers(model_folder: ModelFolder, device_steps: bool) -> None:
     """A model that drafts for itself is always right, sampled too."""
     folder = model_folder("llama")
     driver, (prompt,) = Driver(make_runner(folder)), random_prompts((9,))
@@ -122,7 +131,7 @@ def test_a_draft_is_drawn_with_its_position_s_numbers(model_folder: ModelFolder)
     for position in range(9, 15):
         driver.requests["r"].sampling = SamplingRow(position=position, **drawn)  # type: ignore[arg-type]
         driver.step([("r", driver.remaining("r"))])
-    chain, model = TokenChain(""), _loaded(folder)
+    chain, model = TokenChain(""), _loaded(folder, device_steps=device_steps)
     chain.grow(prompt)
     sampling = tuple([SamplingRow(position=position, **drawn) for position in range(9, 15)])  # type: ignore[arg-type]
     (found,) = model.propose_all([DraftRow(chain, [3, 1, 2], None, sampling)]).tokens
@@ -131,7 +140,7 @@ def test_a_draft_is_drawn_with_its_position_s_numbers(model_folder: ModelFolder)
 
 def test_a_long_gap_is_filled_over_several_steps(model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model_folder("llama")
-    monkeypatch.setattr("cohort.common.engine.drafts.draft_model.FILLED_AT_ONCE", 50)
+    monkeypatch.setattr("cohort.common.engine.drafts.batch_drafts.FILLED_AT_ONCE", 50)
     rows = Rows(_loaded(folder))
     (expected,) = reference_generate(folder, random_prompts((120,)), 4)
     for _ in range(2):
@@ -178,17 +187,33 @@ def test_tokens_are_compared_by_name(tmp_path: Path) -> None:
     [
         ("llama", "cpu", 1, "", "needs the folder"),
         ("llama", "cpu", 1, "/nowhere", "no folder /nowhere"),
-        ("llama", "cuda:0", 1, "llama", "not served on cuda:0"),
+        ("llama", "cuda:0", 1, "head", "by a head on cuda:0"),
         ("llama", "cpu", 2, "llama", "worker of 2 ranks"),
         ("mistral-window", "cpu", 1, "llama", "the last 11 tokens alone"),
         ("llama", "cpu", 1, "gpt-neox", "run through transformers"),
     ],
 )
 def test_what_is_not_served_is_refused(
-    model_folder: ModelFolder, folder: str, device: str, degree: int, draft: str, refused: str
+    model_folder: ModelFolder, tmp_path: Path, folder: str, device: str, degree: int, draft: str, refused: str
 ) -> None:
     named = str(model_folder(draft)) if draft in CONFIGS else draft
+    if draft == "head":
+        named = str(head_folder(tmp_path / "head"))
     config = load_config(overrides={"speculation": {"mode": "model", "draft_model": named}})
     where = model_folder(folder)
     with pytest.raises(ConfigError, match=refused):
         plan_draft(config, where, read_geometry(where), dtype="float32", device=torch.device(device), degree=degree)
+
+
+def test_on_a_gpu_its_weights_and_steps_are_counted_beside_the_cache(model_folder: ModelFolder) -> None:
+    where = model_folder("llama")
+    config = load_config(overrides={"speculation": {"mode": "model", "draft_model": str(where)}})
+    plans = [
+        plan_draft(config, where, read_geometry(where), dtype="float32", device=torch.device(device), degree=1)
+        for device in ("cpu", "cuda:0")
+    ]
+    host, device = plans
+    assert host is not None and device is not None
+    assert host.device_bytes == host.graph_bytes == 0
+    assert device.graph_bytes > 0 and device.device_bytes > device.graph_bytes + 4 * 3 * 48 * 48
+    assert device.block_bytes == host.block_bytes

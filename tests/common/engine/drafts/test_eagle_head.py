@@ -17,7 +17,7 @@ from torch import Tensor
 from cohort.common.config import load_config
 from cohort.common.engine.batch import GREEDY, SamplingRow
 from cohort.common.engine.draft_loading import load_draft, plan_draft
-from cohort.common.engine.drafts.draft_model import DraftRow
+from cohort.common.engine.drafts.batch_drafts import DraftRow
 from cohort.common.engine.drafts.states_drafter import StatesDrafter
 from cohort.common.engine.drafts.token_chain import TokenChain
 from cohort.common.engine.model_config import read_geometry
@@ -30,9 +30,24 @@ HIDDEN, HEADS, KV_HEADS, SIZE, INNER = 48, 6, 2, 16, 64
 NUMBER = 7
 
 
-def head_folder(folder: Path, *, bias: bool = True, prefix: str = "", **edits: Any) -> Path:
-    """A random checkpoint in the published format, for the tiny Llama."""
+def head_folder(folder: Path, *, bias: bool = True, prefix: str = "", model: Path | None = None, **edits: Any) -> Path:
+    """A random checkpoint in the published format, for the tiny Llama, or for the one in `model`."""
     folder.mkdir(exist_ok=True)
+    shape = {
+        "hidden_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": SIZE,
+        "intermediate_size": INNER,
+        "vocab_size": VOCAB,
+    }
+    if model is not None:
+        read = json.loads((model / "config.json").read_text())
+        shape = {"head_dim": read["hidden_size"] // read["num_attention_heads"]} | {
+            name: read[name] for name in shape if read.get(name)
+        }
+    hidden, size, inner = shape["hidden_size"], shape["head_dim"], shape["intermediate_size"]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     chance = torch.Generator().manual_seed(5)
 
     def drawn(*shape: int) -> Tensor:
@@ -40,30 +55,25 @@ def head_folder(folder: Path, *, bias: bool = True, prefix: str = "", **edits: A
 
     layer = f"{prefix}layers.0."
     tensors = {
-        f"{prefix}fc.weight": drawn(HIDDEN, 2 * HIDDEN),
-        f"{prefix}embed_tokens.weight": drawn(VOCAB, HIDDEN),  # the model's is read
-        f"{layer}self_attn.q_proj.weight": drawn(HEADS * SIZE, HIDDEN),
-        f"{layer}self_attn.k_proj.weight": drawn(KV_HEADS * SIZE, HIDDEN),
-        f"{layer}self_attn.v_proj.weight": drawn(KV_HEADS * SIZE, HIDDEN),
-        f"{layer}self_attn.o_proj.weight": drawn(HIDDEN, HEADS * SIZE),
-        f"{layer}mlp.gate_proj.weight": drawn(INNER, HIDDEN),
-        f"{layer}mlp.up_proj.weight": drawn(INNER, HIDDEN),
-        f"{layer}mlp.down_proj.weight": drawn(HIDDEN, INNER),
-        f"{layer}post_attention_layernorm.weight": 1 + drawn(HIDDEN),
+        f"{prefix}fc.weight": drawn(hidden, 2 * hidden),
+        f"{prefix}embed_tokens.weight": drawn(shape["vocab_size"], hidden),  # the model's is read
+        f"{layer}self_attn.q_proj.weight": drawn(heads * size, hidden),
+        f"{layer}self_attn.k_proj.weight": drawn(kv_heads * size, hidden),
+        f"{layer}self_attn.v_proj.weight": drawn(kv_heads * size, hidden),
+        f"{layer}self_attn.o_proj.weight": drawn(hidden, heads * size),
+        f"{layer}mlp.gate_proj.weight": drawn(inner, hidden),
+        f"{layer}mlp.up_proj.weight": drawn(inner, hidden),
+        f"{layer}mlp.down_proj.weight": drawn(hidden, inner),
+        f"{layer}post_attention_layernorm.weight": 1 + drawn(hidden),
     }
     if bias:
-        tensors[f"{prefix}fc.bias"] = drawn(HIDDEN)
+        tensors[f"{prefix}fc.bias"] = drawn(hidden)
     save_file(tensors, folder / "model.safetensors")
     config = {
         "architectures": ["LlamaForCausalLMEagle"],
         "model_type": "llama",
-        "hidden_size": HIDDEN,
         "num_hidden_layers": 1,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": SIZE,
-        "intermediate_size": INNER,
-        "vocab_size": VOCAB,
+        **shape,
         "max_position_embeddings": 256,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,

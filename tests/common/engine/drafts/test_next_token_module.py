@@ -28,10 +28,12 @@ class Checkpoint:
     """Random, with one module behind the last layer: transformers' model of one layer more, whose last one is the
     module's. It does not read such tensors itself."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, vocabulary: int = 0) -> None:
+        """`vocabulary`: of another size than the tiny models'."""
         self.folder = folder
         torch.manual_seed(3)
         config = CONFIGS["deepseek3"]()
+        config.vocab_size = vocabulary or config.vocab_size
         self.layers = config.num_hidden_layers
         config.num_hidden_layers += 1
         model: Any = DeepseekV3ForCausalLM(config).eval()

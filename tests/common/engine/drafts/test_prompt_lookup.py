@@ -10,22 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.engine.drafts.interface import Drafter
-from cohort.common.engine.drafts.prompt_lookup import PromptLookup
+from cohort.common.engine.drafts.prompt_lookup import PLACES, PromptLookup
 
 
 def _scanned(tokens: Sequence[int], limit: int, longest: int, shortest: int) -> list[int]:
-    """Token by token: the definition, in O(tokens · sizes)."""
-    for size in range(longest, shortest - 1, -1):
-        if size > len(tokens):
-            continue
-        suffix = list(tokens[len(tokens) - size :])
-        for end in range(len(tokens) - 1, size - 1, -1):
-            if list(tokens[end - size : end]) == suffix:
-                extended = list(tokens)
-                for place in range(limit):
-                    extended.append(extended[end + place])
-                return extended[len(tokens) :]
-    return []
+    """Place by place: the definition, in O(tokens · sizes)."""
+
+    def matched(end: int) -> int:
+        sizes = [n for n in range(1, longest + 1) if n <= end and tokens[end - n : end] == tokens[len(tokens) - n :]]
+        return max(sizes, default=0)
+
+    places = [end for end in range(len(tokens) - 1, 0, -1) if matched(end) >= shortest][:PLACES]
+    if not places:
+        return []
+    end = max(places, key=lambda place: (matched(place), place))
+    extended = list(tokens)
+    for place in range(limit):
+        extended.append(extended[end + place])
+    return extended[len(tokens) :]
 
 
 def test_copies_what_followed() -> None:
@@ -53,6 +55,12 @@ def test_nothing_stood_before() -> None:
     assert PromptLookup().propose([1, 2, 3, 4], 4) == []
     assert PromptLookup(longest=3, shortest=3).propose([1, 2, 9, 1, 2], 4) == []
     assert PromptLookup().propose([1, 2, 3, 1, 2], 0) == []
+
+
+def test_of_many_places_the_latest_are_looked_at() -> None:
+    tokens = [1, 2, 3, 4, 60, *([9, 3, 4] * (PLACES - 2)), 8, 1, 2, 3, 4]
+    assert PromptLookup().propose(tokens, 1) == [60]
+    assert PromptLookup().propose([*tokens[:5], 9, 3, 4, 9, 3, 4, *tokens[5:]], 1) == [8]
 
 
 def test_another_sequence_is_unknown() -> None:
@@ -86,23 +94,23 @@ def test_equals_a_scan_however_the_sequence_grows(
 
 
 class _Counted(list[int]):
-    """Counts the elements that slices copy."""
+    """Counts the elements that are read."""
 
-    copied = 0
+    read = 0
 
     def __getitem__(self, at):  # type: ignore[no-untyped-def]
         found = super().__getitem__(at)
-        if isinstance(at, slice):
-            self.copied += len(found)
+        self.read += len(found) if isinstance(at, slice) else 1
         return found
 
 
 def test_a_token_more_does_not_read_the_sequence_again() -> None:
-    tokens = _Counted(range(5000))
+    tokens = _Counted([*range(5000), *([7, 8, 9] * 500)])
     drafter = PromptLookup()
     drafter.propose(tokens, 4)
-    before = tokens.copied
-    for token in range(100):
-        tokens.append(token)
-        drafter.propose(tokens, 4)
-    assert (tokens.copied - before) / 100 < 40
+    for following, most in ((range(100), 20), ([8, 9, 7, 1] * 25, 2 * PLACES + 20)):  # nothing stood before; much did
+        before = tokens.read
+        for token in following:
+            tokens.append(token)
+            drafter.propose(tokens, 4)
+        assert (tokens.read - before) / 100 < most

@@ -43,7 +43,7 @@ from cohort.services.simulator.foresight import foresee, timing_of, without_plan
 from cohort.services.simulator.hardware import Cluster
 
 _TICK_S = 1.0
-_NOMINAL_S = 0.0025
+_NOMINAL_S = 0.004
 """Processor time of replaying one request on one shape (docs/guide/planner.md has what was measured)."""
 _PLACES = 400
 """Workers started in the whole day, at most."""

@@ -6,6 +6,7 @@ Called by `machine.py`; `in_time` judges measured and simulated requests alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -133,7 +134,7 @@ def growth(arrived_s: Sequence[float], now_s: float, over_s: float, since_s: flo
     if len(shares) < _LEAST_TO_GROW:
         return 1.0
     lean = sum(shares) / len(shares) - 0.5
-    slope = min(2.0, 12.0 * max(0.0, lean - (12.0 * len(shares)) ** -0.5))
+    slope = min(2.0, 12.0 * max(0.0, lean - 1.0 / math.sqrt(12.0 * len(shares))))
     replayed = 1.0 + slope * (0.5 - 0.5 * min(over_s, now_s - since_s) / over_s)
     return min(_MOST_GROWTH, (1.0 + slope * (0.5 + ahead_s / over_s)) / replayed)
 

@@ -234,7 +234,8 @@ class PlannerMachine:
         starting = self.shape is None or not self._rounds
         if starting or now_s - self._other_since_s >= self.settings.settle_s:
             self.shape, self._changed_s, self._other_since_s = event.shape, now_s, None
-            self._round, self._unjudged = None, None
+            self._round, self._unjudged, self._calm, self._grown = None, None, None, False
+            self._beaten.forget()
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 

@@ -263,13 +263,14 @@ class PlannerMachine:
         )
         self._held = {each: until_s for each, until_s in self._held.items() if until_s > now_s}
         requests = tuple(to_replay(replay, settings.default_output))
-        if not former and replay.growth == 1.0 and self._is_calm(now_s, load_of(requests)):
-            return
-        self._rounds += 1
         candidates = [each for each in neighbours(shape, bounds) if each not in self._held and each not in former]
         candidates = self._beaten.others(now_s, load_of(requests), candidates)
         if settling:
             candidates = [each for each in candidates if each.devices > shape.devices]
+        calm = not former and replay.growth == 1.0 and self._is_calm(now_s, load_of(requests))
+        if calm or (settling and not candidates):
+            return
+        self._rounds += 1
         lead_in_s = start_s + LEAD_IN * (now_s - start_s)
         since_s = max(lead_in_s, self._changed_s) if former else lead_in_s
         job = Job(

@@ -205,8 +205,9 @@ class PlannerConfig(Section, frozen=True):
     interval_s: Seconds = 30.0  # least time between two rounds of simulations
     window_s: Seconds = 180.0  # of traffic that is replayed; at least settle_s
     max_requests: Positive = 400  # of it, the latest
+    ahead_s: NotNegativeSeconds = 60.0  # where traffic rises: it is replayed as dense as it will be then; 0 = as it was
     cpu_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.02  # of one core, on average, for simulations
-    settle_s: Seconds = 120.0  # after a change: no other one, and then it is judged
+    settle_s: Seconds = 120.0  # after a change: no other one, but more devices behind more; then it is judged
     min_workers: Positive = 1  # kept in any case
     max_workers: NotNegative = 0  # 0 = as many as are configured
     # unified workers, or prefill workers beside decode workers
@@ -214,7 +215,7 @@ class PlannerConfig(Section, frozen=True):
     # what a device must earn: share of the requests served in time
     worker_cost: Fraction = 0.03
     min_gain: Fraction = 0.02  # a change must gain more of that share than this, and more than the planner's own error
-    confirmations: Positive = 2  # rounds in succession that want a change of the same direction
+    confirmations: Positive = 2  # rounds in succession that want fewer devices, or other roles; of more devices one
     hold_s: Seconds = 900.0  # a shape that failed or was undone is not tried again for so long
     best_effort_s: Seconds = 60.0  # a request without an SLO is served in time if it has ended by then
     start_timeout_s: Seconds = 300.0  # the longest a worker that is added may take to be ready

@@ -273,6 +273,7 @@ class Roster:
             self._claimed.discard(known.attempt)
         self.requests[managed.request_id] = managed
         self._claimed.add(managed.attempt)
+        self._unclaimed.pop(managed.attempt, None)
 
     def adopt(self, now_s: float, attempt: Attempt, gateway: InstanceId, holders: Iterable[InstanceId]) -> None:
         """A former manager placed it; workers still compute it."""
@@ -280,7 +281,6 @@ class Roster:
         self.add(adopted)
         for name in holders:
             self.engage(now_s, adopted, name)
-        self._unclaimed.pop(attempt, None)
 
     def remove(self, managed: Managed) -> list[InstanceId]:
         """The attempt is over; returns the workers that may still hold it."""
@@ -341,9 +341,6 @@ class Roster:
             for attempt in (*held, *awaiting):
                 if attempt not in claimed:
                     self._unclaimed.setdefault(attempt, now_s)
-        if self._unclaimed:
-            for attempt in [attempt for attempt in self._unclaimed if attempt in claimed]:
-                del self._unclaimed[attempt]
 
     def forget_unclaimed(self) -> None:
         """As long as no gateway names anything here."""
@@ -391,5 +388,7 @@ class Roster:
         claimed = {managed.attempt for managed in self.requests.values()}
         if claimed != self._claimed:
             raise InvariantViolated(f"claimed: {len(self._claimed)} attempts, live: {len(claimed)}")
+        if both := claimed & self._unclaimed.keys():
+            raise InvariantViolated(f"claimed, and claimed by nobody: {sorted(both)}")
         if self._finished_at_s.keys() != set(self._finished):
             raise InvariantViolated("the finished attempts and their times differ")

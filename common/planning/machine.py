@@ -8,9 +8,11 @@
 
 One round replays the traffic of the last minutes on the present shape and on its neighbours. What the present shape
 was simulated to keep and what it kept in fact differ: that error, smoothed, is the bar that a gain must exceed, beside
-`min_gain`. A change is followed by `settle_s` without another one. Then the same comparison judges it: where less was
-served in time than before, by more than the error, and less than the former shape would have served of the same
-traffic, it is undone. Hosted by the global monitor live and by the simulator under virtual time.
+`min_gain`. Where requests come ever more densely, they are replayed as dense as they will be `ahead_s` from now,
+because a worker takes as long to come. A change is followed by `settle_s` without another one, but for more devices
+behind more devices: a rise may be steeper than one step. Then the same comparison judges it: where less was served in
+time than before, by more than the error, and less than the former shape would have served of the same traffic, it is
+undone. Hosted by the global monitor live and by the simulator under virtual time.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Literal, assert_never
 import msgspec
 
 from cohort.common.machines.events import Tick
+from cohort.common.planning.beaten import Beaten
 from cohort.common.planning.budget import Budget
 from cohort.common.planning.foresight import Answer, Foreseen, Job, WorkerCost
 from cohort.common.planning.shape import Bounds, Shape, neighbours
@@ -33,6 +36,7 @@ from cohort.common.planning.traffic import (
     TrafficRecord,
     TrafficWindow,
     in_time,
+    load_of,
     longest_answer_s,
     to_replay,
 )
@@ -45,6 +49,9 @@ Verdict = Literal["", "stands", "undone", "too little traffic to tell"]
 LEAST_JUDGED = 8
 """Requests without which a share says nothing."""
 _ERROR_WEIGHT = 0.35
+_CALM_S = 150.0
+_CALM_LOAD = 0.1
+"""Of the load: less is no change of it."""
 _KEPT_DECISIONS = 64
 _MOST_LOG_ERROR = 3.0
 _MOST_PACE = 4.0
@@ -68,6 +75,7 @@ class PlannerSettings(msgspec.Struct, frozen=True):
     default_output: int = 256
     cores: int = 0
     threads: int = 1
+    ahead_s: float = 0.0
 
 
 class PlanDecision(msgspec.Struct, frozen=True):
@@ -141,6 +149,8 @@ class _Round(msgspec.Struct):
     job: Job
     seen: Sequence[Seen]
     at_s: float
+    growth: float
+    settling: bool
 
 
 class PlannerMachine:
@@ -175,6 +185,11 @@ class PlannerMachine:
         """Since when the workers differ from `shape`: one died, say, and is started again."""
         self._held: dict[Shape, float] = {}
         """Shapes that are not tried again until then."""
+        self._beaten = Beaten()
+        self._calm: tuple[float, float] | None = None
+        """When a round last found all in time and nothing better, and under what load."""
+        self._grown = False
+        """The last change was one to more devices."""
         self._leaning: tuple[int, int] = (0, 0)
         """Which way the last rounds would have gone (fewer, other or more devices), and how many of them."""
         self._advised: Shape | None = None
@@ -219,7 +234,8 @@ class PlannerMachine:
         starting = self.shape is None or not self._rounds
         if starting or now_s - self._other_since_s >= self.settings.settle_s:
             self.shape, self._changed_s, self._other_since_s = event.shape, now_s, None
-            self._round, self._unjudged = None, None
+            self._round, self._unjudged, self._calm, self._grown = None, None, None, False
+            self._beaten.forget()
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
@@ -227,27 +243,40 @@ class PlannerMachine:
         settings, shape = self.settings, self.shape
         busy = self._round is not None or self._changing is not None or self._other_since_s is not None
         settling = now_s < self._changed_s + settings.settle_s
-        if settings.mode == "off" or shape is None or not shape.serves or busy or settling or now_s < self._next_s:
+        waits = now_s < self._next_s or (
+            settling and (not self._grown or now_s < self._changed_s + settings.interval_s)
+        )
+        if settings.mode == "off" or shape is None or not shape.serves or busy or waits:
             return
         degrees = {group.degree for group in shape.groups}
         if not degrees <= self.costs.keys() or not self.budget.affords(now_s):
             return
         self._next_s = now_s + settings.interval_s
-        self._rounds += 1
-        replay = self._window.latest(now_s)
+        unjudged = None if settling else self._unjudged
+        # An error is learned, and a change judged, of what has come; a decision is about what will.
+        looks_ahead = self.error is not None and unjudged is None
+        replay = self._window.latest(now_s, settings.ahead_s if looks_ahead else 0.0)
         seen, start_s = replay.seen, replay.start_s
-        former = () if self._unjudged is None else (self._unjudged.before,)
+        former = () if unjudged is None else (unjudged.before,)
         bounds = msgspec.structs.replace(
             settings.bounds, degrees=tuple(each for each in settings.bounds.degrees if each in self.costs)
         )
         self._held = {each: until_s for each, until_s in self._held.items() if until_s > now_s}
+        requests = tuple(to_replay(replay, settings.default_output))
         candidates = [each for each in neighbours(shape, bounds) if each not in self._held and each not in former]
+        candidates = self._beaten.others(now_s, load_of(requests), candidates)
+        if settling:
+            candidates = [each for each in candidates if each.devices > shape.devices]
+        calm = not former and replay.growth == 1.0 and self._is_calm(now_s, load_of(requests))
+        if calm or (settling and not candidates):
+            return
+        self._rounds += 1
         lead_in_s = start_s + LEAD_IN * (now_s - start_s)
         since_s = max(lead_in_s, self._changed_s) if former else lead_in_s
         job = Job(
             round=self._rounds,
             shapes=(shape, *former, *candidates),
-            requests=tuple(to_replay(replay, settings.default_output)),
+            requests=requests,
             judged_from=sum(each.arrived_s < since_s for each in seen),
             costs={degree: cost.paced(self.pace) for degree, cost in self.costs.items()},
             worker_cost=settings.worker_cost,
@@ -257,7 +286,7 @@ class PlannerMachine:
             cores=settings.cores,
             threads=settings.threads,
         )
-        self._round = _Round(job, seen, now_s)
+        self._round = _Round(job, seen, now_s, replay.growth, settling)
         if seen:
             self._effects.append(Evaluate(job))
         else:  # nothing to replay: all shapes serve it
@@ -274,11 +303,28 @@ class PlannerMachine:
             return
         shares = {each.shape: self._share(asked, each.timings) for each in answer.foreseen}
         self._learn_error(asked, answer.foreseen[0])
+        self._note_beaten(now_s, shape, asked.job, shares)
         self.predicted = shares[shape]
-        if self._unjudged is not None and self._judge(now_s, asked, shares):
+        if self._unjudged is not None and not asked.settling and self._judge(now_s, asked, shares):
             return
+        self._calm = None
         if self._other_since_s is None and self.error is not None:
-            self._decide(now_s, shape, shares)
+            self._decide(now_s, asked, shares)
+
+    def _is_calm(self, now_s: float, load: float) -> bool:
+        """Nearly the load of a round that wanted nothing, a short while ago: this one would want nothing, too, and what
+        it costs is saved for a load that changes."""
+        if self._calm is None:
+            return False
+        calm_s, then = self._calm
+        return now_s < calm_s + _CALM_S and abs(load - then) <= _CALM_LOAD * then
+
+    def _note_beaten(self, now_s: float, present: Shape, job: Job, shares: dict[Shape, float]) -> None:
+        """Those of more devices are left out of none: they are what a rising load wants next."""
+        score = self.score(shares[present], present)
+        lost = [each for each in job.shapes if each not in shares or self.score(shares[each], each) <= score]
+        lost = [each for each in lost if each.devices <= present.devices and each not in job.keep]
+        self._beaten.note(now_s, load_of(job.requests), lost)
 
     def _share(self, asked: _Round, timings: Sequence[Timing]) -> float:
         """Simulated, of the requests that count; of none: all."""
@@ -309,7 +355,7 @@ class PlannerMachine:
         measured = _mean([in_time(record.slo, real, job.best_effort_s) for record, real, _ in told])
         simulated = _mean([in_time(record.slo, timing, job.best_effort_s) for record, _, timing in told])
         self.measured = measured
-        if len(told) < LEAST_JUDGED:
+        if len(told) < LEAST_JUDGED or asked.growth > 1.0:  # what was simulated has not come yet
             return
         self._smooth_error(abs(measured - simulated))
         for name in ("ttft_s", "tpot_s"):
@@ -329,16 +375,21 @@ class PlannerMachine:
 
     # -- decisions -------------------------------------------------------------------------------------------------
 
-    def _decide(self, now_s: float, shape: Shape, shares: dict[Shape, float]) -> None:
+    def _decide(self, now_s: float, asked: _Round, shares: dict[Shape, float]) -> None:
+        shape = asked.job.shapes[0]
         present = self.score(shares[shape], shape)
         best = max(shares, key=lambda each: (self.score(shares[each], each), -each.devices))
         gain = self.score(shares[best], best) - present
         if best == shape or gain <= self.bar:
+            calm = (
+                min(shares[shape], self.measured if self.measured is not None else 1.0) >= 1.0 - self.settings.min_gain
+            )
+            self._calm = (asked.at_s, load_of(asked.job.requests)) if calm and asked.growth == 1.0 else None
             self._leaning, self._advised = (0, 0), None
             return
         way = (best.devices > shape.devices) - (best.devices < shape.devices)
         self._leaning = (way, self._leaning[1] + 1 if self._leaning[0] == way else 1)
-        if self._leaning[1] < self.settings.confirmations:
+        if self._leaning[1] < (1 if way > 0 else self.settings.confirmations):
             return
         decision = PlanDecision(
             number=self._number(),
@@ -362,6 +413,8 @@ class PlannerMachine:
     def _change(self, decision: PlanDecision) -> None:
         self._changing, self._unjudged, self._leaning = decision, None, (0, 0)
         self.shape = decision.after
+        self._grown = decision.after.devices > decision.before.devices
+        self._beaten.forget()
         self._record(decision)
         self._effects.append(Apply(decision.before, decision.after))
 

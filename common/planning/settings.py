@@ -27,6 +27,7 @@ def planner_settings(config: Config, *, cores: int = 0) -> PlannerSettings:
         bounds=Bounds(min(planner.min_workers, most), most, planner.shapes, degrees),
         default_output=config.gateway.default_prediction_tokens,
         cores=cores,
+        ahead_s=planner.ahead_s,
         threads=max((group.threads for group in config.workers), default=0) or config.default_threads(cores or 1),
     )
 

@@ -6,7 +6,8 @@ Called by `machine.py`; `in_time` judges measured and simulated requests alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -18,6 +19,9 @@ LEAD_IN = 0.15
 """Share of the replayed time whose requests are not judged: what was under way at its start is known roughly."""
 _LONGEST_S = 600.0
 """A request that is open for longer than this before the replay is left out of it."""
+_LEAST_TO_GROW = 20
+"""Requests without which a rise says nothing."""
+_MOST_GROWTH = 2.0
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
@@ -93,10 +97,18 @@ def longest_answer_s(seen: Iterable[Seen]) -> float:
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """`seen` in order of arrival: those that were under way at `start_s`, then the latest."""
+    """`seen` in order of arrival: those that were under way at `start_s`, then the latest. `growth`: how many times as
+    dense the next ones are expected to come."""
 
     start_s: float
     seen: tuple[Seen, ...]
+    growth: float = 1.0
+
+
+def load_of(requests: Sequence[Replayed]) -> float:
+    """Prompt and output tokens a second; 0 where there is no time between them."""
+    over_s = requests[-1].at_s - requests[0].at_s if requests else 0.0
+    return sum(each.prompt_tokens + each.output_tokens for each in requests) / over_s if over_s else 0.0
 
 
 def in_time(slo: Slo, timing: Timing, best_effort_s: float) -> bool:
@@ -107,6 +119,24 @@ def in_time(slo: Slo, timing: Timing, best_effort_s: float) -> bool:
         return timing.e2e_s <= best_effort_s
     late = (slo.ttft_s and not 0.0 <= timing.ttft_s <= slo.ttft_s) or (slo.tpot_s and timing.tpot_s > slo.tpot_s)
     return not (late or (slo.deadline_s and timing.e2e_s > slo.deadline_s))
+
+
+def growth(arrived_s: Sequence[float], now_s: float, over_s: float, since_s: float, ahead_s: float) -> float:
+    """How many times as dense as between `since_s` and `now_s` requests will come `ahead_s` from now, 1 at least.
+
+    The arrivals of the last `over_s` seconds are taken for a Poisson process whose rate is a straight line,
+
+        rate(x) = mean · (1 + slope · (x - 1/2)),  x = 0 at the beginning, 1 now;  E[mean of x] = 1/2 + slope / 12
+
+    and of the slope so found one standard error is taken off: what may be chance is no growth.
+    """
+    shares = [1.0 - (now_s - each) / over_s for each in arrived_s if each > now_s - over_s]
+    if len(shares) < _LEAST_TO_GROW:
+        return 1.0
+    lean = sum(shares) / len(shares) - 0.5
+    slope = min(2.0, 12.0 * max(0.0, lean - 1.0 / math.sqrt(12.0 * len(shares))))
+    replayed = 1.0 + slope * (0.5 - 0.5 * min(over_s, now_s - since_s) / over_s)
+    return min(_MOST_GROWTH, (1.0 + slope * (0.5 + ahead_s / over_s)) / replayed)
 
 
 class TrafficWindow:
@@ -125,8 +155,9 @@ class TrafficWindow:
         while len(self._seen) > MOST_REQUESTS:
             del self._seen[next(iter(self._seen))]
 
-    def latest(self, now_s: float) -> Replay:
-        """The latest requests, and those that were under way when the first of them came; older ones are forgotten."""
+    def latest(self, now_s: float, ahead_s: float = 0.0) -> Replay:
+        """The latest requests, and those that were under way when the first of them came; older ones are forgotten.
+        `ahead_s`: to look ahead for as long; 0: not at all."""
         ordered = sorted(self._seen.items(), key=lambda item: item[1].arrived_s)
         recent = [seen for _, seen in ordered if seen.arrived_s >= now_s - self._window_s][-self._most :]
         start_s = recent[0].arrived_s if recent else now_s
@@ -134,7 +165,10 @@ class TrafficWindow:
         backlog = [seen for seen in backlog if seen.arrived_s >= start_s - _LONGEST_S][-self._most :]
         kept_s = min(start_s, now_s - self._window_s) - _LONGEST_S
         self._seen = {key: seen for key, seen in ordered if seen.arrived_s >= kept_s}
-        return Replay(start_s, (*backlog, *recent))
+        rise = 1.0
+        if ahead_s:
+            rise = growth([seen.arrived_s for _, seen in ordered], now_s, self._window_s, start_s, ahead_s)
+        return Replay(start_s, (*backlog, *recent), rise)
 
 
 def to_replay(replay: Replay, default_output: int) -> list[Replayed]:
@@ -157,7 +191,7 @@ def to_replay(replay: Replay, default_output: int) -> list[Replayed]:
         done = min(tokens - 1, round(tokens * each.share_by(replay.start_s)))
         found.append(
             Replayed(
-                max(0.0, each.arrived_s - replay.start_s),
+                max(0.0, each.arrived_s - replay.start_s) / replay.growth,
                 record.prompt_tokens + done,
                 tokens - done,
                 record.traffic_class,

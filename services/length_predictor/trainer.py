@@ -27,7 +27,6 @@ _MAX_UNSENT_BYTES = 4 << 20
 _MAX_WAITING_ROWS = 2048  # kept while no child runs
 _RESTART_FIRST_S = 0.5
 _RESTART_MAX_S = 30.0
-_SAVE_DEADLINE_S = 5.0
 
 
 class TrainingChild:
@@ -146,7 +145,7 @@ async def _end(process: asyncio.subprocess.Process) -> int:
     if process.stdin is not None:
         process.stdin.close()
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_SAVE_DEADLINE_S):
+        async with asyncio.timeout(training_wire.SAVE_DEADLINE_S):
             code = await process.wait()
             if process.stdin is not None:
                 with contextlib.suppress(ConnectionError):

@@ -2,9 +2,11 @@
 
 Started by `trainer.py` as `python -m …trainer_process`; reads `Finished` frames from stdin, writes models to stdout.
 Runs at low scheduling priority with one thread, so that serving on the same cores hardly feels it. Ends,
-having saved, when stdin ends.
+having saved, when stdin ends; where it is in the middle of a training then, or starved of processor time, the kernel
+ends it `training_wire.SAVE_DEADLINE_S` later.
 
     stdin ─▶ reader thread ─▶ queue ─▶ main thread: add; train when due; save when due
+      └────▶ watching thread: the parent is gone ─▶ alarm
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import contextlib
 import os
 import queue
+import select
 import signal
 import sys
 import threading
@@ -145,6 +148,21 @@ def _read_all(incoming: BinaryIO, rows: queue.Queue[Observation | None]) -> None
         rows.put(None)
 
 
+def end_with_parent(fd: int) -> None:
+    """A thread that waits for the other end of stdin to be closed, as the kernel does for a process that is killed. The
+    reader cannot: it stops reading while the queue is full. SIGALRM's own action ends the process: a handler would wait
+    for the main thread, which is in the middle of a training."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    def watch() -> None:
+        gone = select.poll()
+        gone.register(fd, 0)  # a hang-up is always told, also behind bytes that nobody has read
+        gone.poll()
+        signal.alarm(training_wire.SAVE_DEADLINE_S)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
 def yield_to_serving() -> None:
     """Lowest priority, also where Linux groups processes by session (autogroup): there a process's own niceness only
     counts inside its session, and a session's weight is set for the whole of it."""
@@ -164,6 +182,7 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches us too; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_with_parent(sys.stdin.fileno())
     yield_to_serving()
     outgoing = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing a library prints may corrupt the frames

@@ -3,7 +3,7 @@
     parent ── Finished ──▶ child         parent ◀── Loaded, Learned, Trouble ── child
 
 Private to this service. Length prefix: four bytes, big-endian. The end of the parent's pipe tells the child to save
-and end, so no child outlives its parent.
+and end, for which it has `SAVE_DEADLINE_S`, so no child outlives its parent for longer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from cohort.services.length_predictor.buffer import Observation
 from cohort.services.length_predictor.features import FeatureVector
 
 MAX_FRAME_BYTES = 64 << 20
+SAVE_DEADLINE_S = 5
+"""From the end of the parent's pipe."""
 _LENGTH = struct.Struct(">I")
 PREFIX_BYTES = _LENGTH.size
 

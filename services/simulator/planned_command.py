@@ -75,4 +75,5 @@ def show(report: DayReport, console: Console) -> None:
 
 
 def _cells(row: DayRow) -> tuple[str, ...]:
-    return row.name, str(row.requests), f"{row.in_time:.4f}", f"{row.devices:.2f}", f"{row.score:.4f}"
+    less = "< " if row.broken_off else ""
+    return row.name, str(row.requests), f"{less}{row.in_time:.4f}", f"{row.devices:.2f}", f"{less}{row.score:.4f}"

@@ -43,21 +43,24 @@ from cohort.services.simulator.foresight import foresee, timing_of, without_plan
 from cohort.services.simulator.hardware import Cluster
 
 _TICK_S = 1.0
-_NOMINAL_S = 0.0025
+_NOMINAL_S = 0.004
 """Processor time of replaying one request on one shape (docs/guide/planner.md has what was measured)."""
+_HOPELESS = 0.5
+"""A fixed shape that serves less than the rest in time is simulated no further: overloads are what takes long."""
 _PLACES = 400
 """Workers started in the whole day, at most."""
 
 
 class DayRow(msgspec.Struct, frozen=True):
-    """One way to serve the traffic. `score`: share in time less what the devices cost, on average over the time."""
+    """One way to serve the traffic. `score`: share in time less what the devices cost, on average over the time.
+    `broken_off`: more than half came late, so the rest was not simulated; share and score are below these."""
 
     name: str
     requests: int
     in_time: float
     devices: float
     score: float
-    unserved: int = 0
+    broken_off: bool = False
 
 
 class DayReport(msgspec.Struct, frozen=True):
@@ -80,13 +83,15 @@ class Tally:
     best_effort_s: float
     sent: int = 0
     kept: int = 0
+    late: int = 0
     device_s: float = 0.0
     _since_s: float = 0.0
     _devices: int = 0
 
     def ended(self, live: InFlight, finished: bool) -> None:
         timing = timing_of(live) if finished else Timing()
-        self.kept += in_time(live.item.slo, timing, self.best_effort_s)
+        kept = in_time(live.item.slo, timing, self.best_effort_s)
+        self.kept, self.late = self.kept + kept, self.late + (not kept)
 
     def devices(self, now_s: float, count: int) -> None:
         """So many from now on."""
@@ -97,6 +102,10 @@ class Tally:
         self.devices(end_s, self._devices)
         share, mean = self.kept / max(1, self.sent), self.device_s / max(1e-9, end_s)
         return DayRow(name, self.sent, share, mean, share - cost * mean)
+
+    @property
+    def hopeless(self) -> bool:
+        return self.late > _HOPELESS * self.sent
 
 
 @dataclass(slots=True)
@@ -119,8 +128,10 @@ class PlannedCluster:
         *,
         start_s: float,
         seed: int = 0,
+        decided: Callable[[PlanDecision], None] = lambda decision: None,
     ) -> None:
-        """`start_s`: what a worker takes from its start until it serves. Until then it costs its device."""
+        """`start_s`: what a worker takes from its start until it serves. Until then it costs its device. `decided` is
+        told each decision, and again what became of it."""
         self._config, self._model = config, model
         places = msgspec.structs.replace(cluster, instances=start.workers + _PLACES)
         options = SimOptions(seed=seed, predictor="lognormal", predictor_sigma=0.5, if_late="", profiled=False)
@@ -131,6 +142,7 @@ class PlannedCluster:
         self.tally.devices(0.0, start.devices)
         self._start_s, self._drain_s = start_s, config.engine.drain_s
         self._told = _Told()
+        self._decided = decided
         self._next: dict[Role, int] = {role: start.roles.get(role, 0) for role in Role}
         self._shape = start
         self.sim.events.at(0.0, self._tick)
@@ -180,8 +192,8 @@ class PlannedCluster:
                     self._evaluate(job)
                 case Apply(before=before, after=after):
                     self._apply(before, after)
-                case Decided():
-                    pass
+                case Decided(decision=decision):
+                    self._decided(decision)
                 case _:
                     assert_never(effect)
 
@@ -248,15 +260,24 @@ def planned_day(
 ) -> DayReport:
     """The planner's day from the shape `start` on, and every fixed shape within its bounds."""
     progress(f"planned, from {start}")
-    planned = PlannedCluster(config, cluster, model, workload, settings, start, start_s=start_s, seed=seed)
+
+    def decided(decision: PlanDecision) -> None:
+        progress(
+            f"  {decision.verdict or decision.action}: {decision.before} -> {decision.after}, at {decision.at_s:.0f} s"
+        )
+
+    planned = PlannedCluster(
+        config, cluster, model, workload, settings, start, start_s=start_s, seed=seed, decided=decided
+    )
     end_s = planned.run()
-    machine = planned.machine
+    machine, row = planned.machine, planned.tally.row("planned", end_s, settings.worker_cost)
+    progress(f"planned: {row.in_time:.4f} in time with {row.devices:.2f} devices, score {row.score:.4f}")
     fixed = []
     for shape in all_shapes(settings.bounds):
-        progress(f"fixed, {shape}")
         fixed.append(_fixed(config, cluster, model, workload, settings, shape, seed))
+        progress(f"fixed, {shape}: {fixed[-1].in_time:.4f} in time{' at most' * fixed[-1].broken_off}")
     return DayReport(
-        planned=planned.tally.row("planned", end_s, settings.worker_cost),
+        planned=row,
         fixed=sorted(fixed, key=lambda row: -row.score),
         started_with=str(start),
         decisions=list(machine.decisions),
@@ -290,9 +311,24 @@ def _fixed(
     sim = SimCluster(without_planner(config), places, model, workload, options, shape.roles)
     tally = Tally(settings.best_effort_s, sent=len(workload.items))
     tally.devices(0.0, shape.devices)
-    sim.clients.on_end = tally.ended
-    sim.run()
+
+    def ended(live: InFlight, finished: bool) -> None:
+        tally.ended(live, finished)
+        if tally.hopeless:
+            raise _Hopeless
+
+    sim.clients.on_end = ended
+    try:
+        sim.run()
+    except _Hopeless:
+        share = 1.0 - tally.late / tally.sent
+        score = share - settings.worker_cost * shape.devices
+        return DayRow(str(shape), tally.sent, share, shape.devices, score, broken_off=True)
     return tally.row(str(shape), sim.events.now_s, settings.worker_cost)
+
+
+class _Hopeless(Exception):
+    """See `Tally.hopeless`."""
 
 
 def _record(live: InFlight, now_s: float) -> TrafficRecord:

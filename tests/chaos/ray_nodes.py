@@ -33,6 +33,7 @@ ENVIRONMENT = {
     # Ray starts processes ahead for work to come; ours come once.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
+    "RAY_worker_niceness": "0",
     # A lost node counts as lost after three seconds instead of fifteen.
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",

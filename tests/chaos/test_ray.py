@@ -269,6 +269,7 @@ def test_a_ray_of_this_machine_serves_and_leaves_nothing(model: Path, tmp_path: 
         undisturbed = asyncio.run(streams.run())
         victims = worker_pids(port)
         assert len(victims) == 3
+        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in victims} == {os.getpriority(os.PRIO_PROCESS, 0)}
         answers = asyncio.run(streams.run(lambda: os.kill(victims[0], signal.SIGKILL)))
         check(answers, undisturbed)
     finally:

@@ -51,7 +51,7 @@ OPTIONS = {
     "planner.confirmations": 1,
     "planner.worker_cost": 0.05,
 }
-TOKENS, OVERLOAD = 300, 1.6
+TOKENS, OVERLOAD, DUE = 300, 1.6, 4.0
 DEADLINE_S = 75.0
 
 
@@ -100,22 +100,33 @@ def ready_workers(state: dict[str, Any]) -> set[str]:
 Planned = Callable[[dict[str, Any]], bool]
 
 
-async def under_load(serve: Serve, done: Planned) -> list[Answer]:
+async def under_load(serve: Serve, done: Planned, *, by_deadline: bool = False) -> list[Answer]:
     """More than one worker can serve and less than two can, until the monitor's state is as wanted and a moment longer.
-    All answers."""
+    All answers. `by_deadline`: of each its last token is due within a few times what it takes alone. Behind a prefill
+    worker the first one comes in time however long decode workers are waited for."""
     url = f"http://127.0.0.1:{serve.port}"
     timeout = aiohttp.ClientTimeout(total=150)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        due: dict[str, Any] = {}
 
         async def ask(number: int) -> Answer:
-            body = {"model": "served", "prompt": [number % 300 + 5] * 24, "max_tokens": TOKENS, "ignore_eos": True}
+            body = {
+                "model": "served",
+                "prompt": [number % 300 + 5] * 24,
+                "max_tokens": TOKENS,
+                "ignore_eos": True,
+                **due,
+            }
             return await complete(session, url, temperature=0, **body)
 
         for number in range(2):  # its kernels are warm
             await ask(number)
         began_s = time.monotonic()
         await asyncio.gather(ask(2), ask(3))
-        pause_s = (time.monotonic() - began_s) / 2 / OVERLOAD
+        pair_s = time.monotonic() - began_s
+        pause_s = pair_s / 2 / OVERLOAD
+        if by_deadline:
+            due["cohort"] = {"deadline_ms": round(1000 * DUE * pair_s)}
         asked: list[asyncio.Task[Answer]] = []
         deadline_s = time.monotonic() + DEADLINE_S
         grown_s = float("inf")
@@ -200,7 +211,8 @@ def test_roles_change_where_the_traffic_wants_others(serve: Serve) -> None:
     options = {"planner.shapes": "[colocated, split]", "planner.min_workers": 2, "workers": workers}
     started(serve, "disaggregated", **options)
     assert ready_workers(state_of(serve)) == {"prefill-0", "decode-0"}
-    answers = asyncio.run(under_load(serve, lambda state: ready_workers(state) == {"unified-0", "unified-1"}))
+    wanted = {"unified-0", "unified-1"}
+    answers = asyncio.run(under_load(serve, lambda state: ready_workers(state) == wanted, by_deadline=True))
     all_served(answers)
     changed = decisions(state_of(serve))[0]
     assert changed["before"] == {"groups": [["decode", 1, 1], ["prefill", 1, 1]]}

@@ -66,7 +66,8 @@ def _decode_rows(view: InstanceView) -> tuple[int, str]:
 
 
 def _decode_load(view: InstanceView) -> tuple[float, int, str]:
-    """Share of the cache in use or reserved, then rows."""
+    """Share of the cache in use or reserved, then rows. All of it where the worker has not reported: its room is not
+    known, and others that have room go first."""
     capacity, stats = view.capacity, view.stats
     blocks, reserved = (
         capacity.num_blocks,

@@ -3,6 +3,7 @@
     cohort chaos
     cohort chaos --preset cohort unified disaggregated --rolling-restart --json chaos.json --markdown
     cohort chaos --kill decode --kills 3 --model ~/models/Qwen3-0.6B
+    cohort chaos --preset bros --into docs/results/2026-11.md
     cohort chaos --kill gateway --set gateway.processes=2
 
 For each preset a pipeline of its own is started. Its clients run all requests once undisturbed, which tells every text,
@@ -20,7 +21,7 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -72,6 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8200, help="of the pipelines that are started")
     parser.add_argument("--json", metavar="FILE", help="everything ('-': to stdout, instead of the table)")
     parser.add_argument("--markdown", action="store_true", help="the table as Markdown")
+    parser.add_argument(
+        "--into", type=Path, metavar="FILE.md", help="write the rows into this page's kill table, after each preset"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--clients, --requests, --output-len and --kills must be above 0")
     if args.json not in (None, "-"):
         check_writable(Path(args.json), "--json")
+    if args.into is not None:
+        _write_into(args.into, ())
     began, rows, said = datetime.now(UTC).isoformat(timespec="seconds"), list[Row](), list[str]()
     errors = Console(stderr=True)
     document = report.Document(
@@ -101,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
                 said += struck.counts.said[:10]
                 if args.json not in (None, "-"):
                     publish_json(args.json, document.encode())
+        if args.into is not None:
+            _write_into(args.into, [row for row in rows if row.preset == preset])
     if args.json == "-":
         publish_json("-", document.encode())
     elif args.markdown:
@@ -112,6 +120,16 @@ def run(args: argparse.Namespace) -> int:
     for finding in findings:
         errors.print(finding, style="red", highlight=False, markup=False)
     return 1 if findings else 0
+
+
+def _write_into(page: Path, rows: Sequence[Row]) -> None:
+    """Raises `ConfigError`."""
+    try:
+        page.write_text(report.merged(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--into {page}: {error.strerror}") from None
+    except ConfigError as error:
+        raise ConfigError(f"--into {page}: {error}") from None
 
 
 def _measure(args: argparse.Namespace, preset: str, steps: Steps) -> Iterator[tuple[str, int, Struck]]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from rich.table import Table
 
+from cohort.common.errors import ConfigError
 from cohort.services.bench.chaos.strikes import Struck
 from cohort.services.bench.output import markdown_table, plain_table
 
@@ -98,6 +99,38 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 
 def as_markdown(rows: Sequence[Row]) -> str:
     return markdown_table(_WORDS, _NUMBERS, [row.cells for row in rows])
+
+
+def merged(page: str, rows: Sequence[Row]) -> str:
+    """The page with these rows in its kill table, the first one: instead of those of the same preset and process, else
+    behind the preset's others, else at the end. Everything else stays as it is. Raises `ConfigError` where the page has
+    no such table."""
+    lines = page.splitlines(keepends=True)
+    first = 2 + _table_at(lines)
+    last = next((at for at in range(first, len(lines)) if not lines[at].startswith("|")), len(lines))
+    known = {_key(line): line for line in lines[first:last]}
+    new = {(row.preset, row.killed): line for row, line in zip(rows, _body(rows), strict=True)}
+    presets = dict.fromkeys(preset for preset, _ in (*known, *new))
+    both = known | new
+    table = [line for preset in presets for key, line in both.items() if key[0] == preset]
+    return "".join((*lines[:first], *table, *lines[last:]))
+
+
+def _table_at(lines: Sequence[str]) -> int:
+    head = as_markdown(()).splitlines(keepends=True)
+    for at in range(len(lines) - 1):
+        if [line.rstrip() for line in lines[at : at + 2]] == [line.rstrip() for line in head]:
+            return at
+    raise ConfigError(f"no kill table there; it begins with {head[0].rstrip()}")
+
+
+def _body(rows: Sequence[Row]) -> list[str]:
+    return as_markdown(rows).splitlines(keepends=True)[2:]
+
+
+def _key(line: str) -> tuple[str, str]:
+    _, preset, killed, *_ = (cell.strip() for cell in line.split("|"))
+    return preset, killed
 
 
 def as_table(rows: Sequence[Row]) -> Table:

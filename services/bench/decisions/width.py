@@ -28,7 +28,15 @@ from cohort.common.machines.events import ManagerEvent, Received, Tick
 from cohort.common.machines.manager import ManagerMachine
 from cohort.common.machines.manager_settings import ManagerSettings
 from cohort.common.machines.worker_state import REPORT_INTERVAL_S
-from cohort.common.messages import GatewayHello, RegisterWorker, SegmentEnded, StartSegment, Submit, WorkerReport
+from cohort.common.messages import (
+    GatewayHello,
+    Outstanding,
+    RegisterWorker,
+    SegmentEnded,
+    StartSegment,
+    Submit,
+    WorkerReport,
+)
 from cohort.common.policies import compose
 from cohort.common.types import (
     Attempt,
@@ -48,6 +56,8 @@ from cohort.services.bench.output import output_console
 
 _TIMES = StepTimes(1.3e-3, 1.06e-4, 1.3e-4, 0.022, 6e-9, 1.5e-7)
 """Roughly Qwen2.5-14B on an A100."""
+_FIRST = 2_000
+"""Requests that wait and are placed one by one; the others are on workers when the manager starts."""
 _BLOCKS, _BLOCK_SIZE = 1_000_000, 16
 _LISTED = 512
 """Requests that a report lists one by one, as of a live worker."""
@@ -89,7 +99,8 @@ class _Spent:
 class _Cluster:
     """A manager and its workers, of which it is known what they hold and nothing else."""
 
-    def __init__(self, preset: str, workers: int, seed: int) -> None:
+    def __init__(self, preset: str, workers: int, seed: int, held: int = 0) -> None:
+        """`held`: requests that are on the workers already, as when a manager was started again."""
         config = load_config(preset=preset)
         self._random = random.Random(seed)
         self.machine = ManagerMachine(
@@ -103,16 +114,25 @@ class _Cluster:
         )
         roles = [group.role for group in config.workers]
         self.held: dict[InstanceId, dict[Attempt, int]] = {}
-        self._placed: deque[list[StartSegment]] = deque()
+        self._placed: deque[list[tuple[InstanceId, Attempt]]] = deque()
+        """Of each request the workers of its segments, in their order."""
         self._serial = 0
         self.machine.handle(0.0, Received(_GATEWAY, GatewayHello(_GATEWAY, 1, "at-gateway")))
-        for index, role in zip(range(workers), cycle(roles), strict=False):
-            self._register(f"{role}-{index}", role)
+        named = {f"{role}-{index}": role for index, role in zip(range(workers), cycle(roles), strict=False)}
+        self.held = {name: {} for name in named}
+        decoding = cycle([name for name, role in named.items() if role.decodes] or list(named))
+        for number, name in zip(range(held), decoding, strict=False):
+            attempt = Attempt(f"h{number}", 0)
+            self.held[name][attempt] = self._random.randint(16, 800)
+            self._placed.append([(name, attempt)])
+        for name, role in named.items():
+            self._register(name, role)
+        outstanding = Outstanding([attempt for each in self.held.values() for attempt in each])
+        self.machine.handle(0.0, Received(_GATEWAY, outstanding))
 
     def _register(self, name: InstanceId, role: Role) -> None:
         capacity = WorkerCapacity(role, "m", 32_768, 48, 8, 128, 2, _BLOCK_SIZE, _BLOCKS, 0, 256, 2048)
-        self.held[name] = {}
-        self.machine.handle(0.0, Received(name, RegisterWorker(name, 1, f"at-{name}", capacity, [])))
+        self.machine.handle(0.0, Received(name, RegisterWorker(name, 1, f"at-{name}", capacity, list(self.held[name]))))
         self.machine.handle(0.0, Received(name, self._report(name)))
 
     def told(self, now_s: float, event: ManagerEvent) -> float:
@@ -130,7 +150,8 @@ class _Cluster:
             assert instance is not None
             self.held[instance][start.request.attempt] = len(start.request.tokens)
             if start.index == 0:
-                self._placed.append([each for each in starts if each.request is start.request])
+                segments = (each for each in start.segments if each.instance is not None)
+                self._placed.append([(str(each.instance), start.request.attempt) for each in segments])
 
     def submission(self, now_s: float) -> Received:
         self._serial += 1
@@ -151,14 +172,11 @@ class _Cluster:
         """Of the oldest request that was placed: each of its segments."""
         if not self._placed:
             return []
-        starts = sorted(self._placed.popleft(), key=lambda start: start.index)
+        segments = self._placed.popleft()
         events = []
-        for start in starts:
-            instance = start.segments[start.index].instance
-            assert instance is not None
-            attempt = start.request.attempt
+        for instance, attempt in segments:
             tokens = self.held[instance].pop(attempt)
-            outcome = Outcome.FINISHED if start is starts[-1] else Outcome.HANDED_OVER
+            outcome = Outcome.FINISHED if instance == segments[-1][0] else Outcome.HANDED_OVER
             events.append(Received(instance, SegmentEnded(instance, attempt, outcome, tokens)))
         return events
 
@@ -185,13 +203,14 @@ class _Cluster:
 
 
 def measure(preset: str, workers: int, waiting: int, *, rate: float, seconds: float, seed: int = 0) -> Cost:
-    cluster = _Cluster(preset, workers, seed)
+    first = min(waiting, _FIRST)
+    cluster = _Cluster(preset, workers, seed, waiting - first)
     names = list(cluster.held)
     now_s = 1.0
-    for number in range(waiting):
+    for number in range(first):
         cluster.told(now_s, cluster.submission(now_s))
         now_s += 1.0 / rate
-        if number % (waiting // _ROUNDS + 1) == 0:
+        if number % (first // _ROUNDS + 1) == 0:
             cluster.all_report(now_s)
     now_s += _UNSEEN_S  # what no report lists counts no more as on its way
     cluster.all_report(now_s)

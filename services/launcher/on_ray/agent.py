@@ -20,6 +20,7 @@ import random
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -114,6 +115,7 @@ class Agent:
 
     def _run(self) -> None:
         broken = ""
+        serve_first()
         try:
             with self._files.claim():
                 self._files.write_config(dump_config(self._settled()))
@@ -219,6 +221,14 @@ class _View:
             if self._version == version and len(self._said) <= said:
                 self._changed.wait(timeout_s)
             return self._version, self._said[said:]
+
+
+def serve_first() -> None:
+    """Ray starts its workers at niceness 15, and what they start inherits it: on a node that does anything else a
+    pipeline would get a thirtieth of a core, and not be ready in time. Of this thread, and of all it starts; where the
+    node does not permit it, `RAY_worker_niceness=0` for `ray start` does the same."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
 def _free_port(ip: str, *, but: int = 0) -> int:

@@ -40,8 +40,13 @@ _QUIET = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
 
-_NO_PRESTART = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
-"""Or a Ray of our own would start a process for each of so many CPUs, for work that never comes."""
+_OF_OUR_OWN = {
+    # Or it would start a process for each of so many CPUs, for work that never comes;
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_worker_niceness": "0",  # and serve with what others leave (`agent.serve_first`).
+}
+"""A Ray that is started here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,7 @@ def join(address: str) -> Cluster:
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     if address == LOCAL:  # else Ray leaves a token in the home folder, and later clusters of this user ask for it
-        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), **_NO_PRESTART)
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), **_OF_OUR_OWN)
     ray = _imported()
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     session = tempfile.mkdtemp(prefix="cohort-ray-") if address == LOCAL else ""

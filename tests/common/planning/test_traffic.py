@@ -1,7 +1,19 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
+
 from cohort.common.planning.foresight import from_stats, to_stats
-from cohort.common.planning.traffic import MOST_REQUESTS, Timing, TrafficRecord, TrafficWindow, in_time, to_replay
+from cohort.common.planning.traffic import (
+    MOST_REQUESTS,
+    Timing,
+    TrafficRecord,
+    TrafficWindow,
+    growth,
+    in_time,
+    to_replay,
+)
 from cohort.common.types import Slo, StepTimes
 
 
@@ -76,3 +88,42 @@ def test_what_was_under_way_at_the_start_is_replayed_with_the_rest_of_its_answer
     # At 80 s half of its 20 s of tokens had passed.
     assert (first.at_s, first.prompt_tokens, first.output_tokens) == (0.0, 110, 10)
     assert (second.at_s, second.output_tokens) == (0.0, 14) and third.at_s == 0.0
+
+
+def arrivals(rate: Callable[[float], float], until_s: float) -> list[float]:
+    """Times at which the integral of the rate passes whole numbers."""
+    times, due, at_s = [], 0.0, 0.0
+    while at_s < until_s:
+        due += 0.01 * rate(at_s)
+        at_s += 0.01
+        if due >= 1.0:
+            due -= 1.0
+            times.append(at_s)
+    return times
+
+
+def test_a_rise_is_carried_on_and_nothing_else_is() -> None:
+    def ahead(times: list[float], **more: float) -> float:
+        return growth(times, 100.0, **{"over_s": 100.0, "since_s": 0.0, "ahead_s": 50.0, **more})
+
+    rising = arrivals(lambda at_s: 4.0 + 0.16 * at_s, 100.0)  # 4 a second, then 20: 12 on average, 28 in 50 s
+    assert ahead(rising) == 2.0, "at most"
+    assert ahead(rising, ahead_s=10.0) == pytest.approx(21.6 / 12, rel=0.08)
+    assert ahead(rising, ahead_s=10.0) < 21.6 / 12, "a standard error is taken off"
+    assert ahead(rising, ahead_s=10.0, since_s=50.0) == pytest.approx(21.6 / 16, rel=0.08), "of the later half"
+    assert ahead(arrivals(lambda at_s: 10.0, 100.0)) == 1.0
+    assert ahead(arrivals(lambda at_s: 20.0 - 0.16 * at_s, 100.0)) == 1.0
+    assert ahead(rising[::100]) == 1.0, "too few to tell"
+
+
+def test_a_rise_makes_what_is_replayed_denser() -> None:
+    window = TrafficWindow(60.0, 100)
+    for second in range(60):
+        window.note(
+            float(second), "gateway", 1, [record(100 * second + each, output=3) for each in range(second // 10)]
+        )
+    plain, dense = window.latest(60.0), window.latest(60.0, 30.0)
+    assert plain.growth == 1.0 and 1.5 < dense.growth <= 2.0 and dense.seen == plain.seen
+    assert [each.at_s * dense.growth for each in to_replay(dense, 256)] == pytest.approx(
+        [each.at_s for each in to_replay(plain, 256)]
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -205,3 +206,19 @@ def test_policies_that_let_one_worker_compute_get_no_more_threads_than_a_node_ha
 
 def test_a_plan_has_what_an_agent_needs() -> None:
     assert all(isinstance(each.plan, ProcessPlan) and each.bundle for each in of(workers(2), NODES).values())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may take niceness back")
+def test_what_an_agent_starts_does_not_inherit_the_niceness_that_ray_gives_it() -> None:
+    """Of the thread that starts processes, as in an agent: niceness is a thread's own."""
+    script = (
+        "import os, subprocess, threading\n"
+        "from cohort.services.launcher.on_ray.agent import serve_first\n"
+        "os.nice(15)\n"
+        "def run():\n"
+        "    serve_first()\n"
+        "    subprocess.run(['nice'])\n"
+        "threading.Thread(target=run).start()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "0\n"

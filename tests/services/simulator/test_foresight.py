@@ -23,7 +23,7 @@ from cohort.common.workloads.day import morning_share, rate_at, synthetic_day
 from cohort.common.workloads.items import WorkItem, Workload
 from cohort.services.simulator.foresight import foresee, replay
 from cohort.services.simulator.learned_cost import LearnedCost, model_of
-from cohort.services.simulator.planned_day import PlannedCluster, all_shapes
+from cohort.services.simulator.planned_day import DayRow, PlannedCluster, all_shapes, planned_day
 from tests.services.simulator import lab
 
 TIMES = StepTimes(0.004, 0.001, 1e-4, 0.006, 1e-8, 1e-7, 0.1, 1e-7)
@@ -153,6 +153,37 @@ def test_the_day_rises_falls_and_changes():
         evening
     )
     assert rate_at(0.3, 2.0) == pytest.approx(2.0) and morning_share(0.1) > 0.9 > 0.1 > morning_share(0.9)
+
+
+def test_a_day_of_all_shapes_breaks_off_those_that_are_hopeless(monkeypatch: pytest.MonkeyPatch):
+    """Two rows of some 0.2 s: 10 requests a second and worker, and these are 18."""
+    planner = {"mode": "act", "max_workers": 2, "shapes": ["colocated"]}
+    config = lab.config("unified", engine={"max_rows": 2}, planner=planner)
+    items = tuple(WorkItem(index / 18.0, 50 + 37 * index % 501, 40 + 53 * index % 121, slo=SLO) for index in range(160))
+
+    def day() -> tuple[dict[str, DayRow], list[str]]:
+        told: list[str] = []
+        settings = planner_settings(config)
+        report = planned_day(
+            config,
+            lab.cluster(1),
+            lab.MODEL,
+            Workload("load", items),
+            settings,
+            unified(1),
+            start_s=2.0,
+            progress=told.append,
+        )
+        assert [row.score for row in report.fixed] == sorted((row.score for row in report.fixed), reverse=True)
+        return {row.name: row for row in report.fixed}, told
+
+    rows, told = day()
+    one, two = rows["1 unified"], rows["2 unified"]
+    assert one.broken_off and not two.broken_off and one.in_time < 0.5 < two.in_time
+    assert f"fixed, 1 unified: {one.in_time:.4f} in time at most" in told and told[0].startswith("planned")
+    monkeypatch.setattr("cohort.services.simulator.planned_day._HOPELESS", 1.0)
+    whole = day()[0]
+    assert whole["1 unified"].in_time <= one.in_time and whole["2 unified"] == two
 
 
 def test_a_planned_cluster_grows_with_its_load_shrinks_after_it_and_loses_nothing():

@@ -1,0 +1,80 @@
+"""The training child ends with its parent, whatever it does then."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cohort.services.length_predictor import state, training_wire
+from tests.examples import another_of_its_kind
+from tests.services.length_predictor.conftest import World
+
+OPTIONS = ("--buffer-size=50", "--retrain-every=1", "--min-observations=2", "--save-every-s=3600")
+CHILD = """
+import sys
+from cohort.services.length_predictor import trainer_process, training, training_wire
+
+def train(data, version):
+    print("training", file=sys.stderr, flush=True)
+    {body}
+
+training.train = train
+training_wire.SAVE_DEADLINE_S = {ends_s}
+trainer_process._QUEUED_ROWS = 4
+trainer_process.NICENESS = 0
+trainer_process.main()
+"""
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+print(child.pid, flush=True)
+child.stdin.write(sys.stdin.buffer.read())
+child.stdin.flush()
+time.sleep(60)
+"""
+
+
+def frames(world: World, count: int) -> bytes:
+    return b"".join(training_wire.frame(training_wire.Finished.of(world.observation())) for _ in range(count))
+
+
+@pytest.mark.parametrize("rows", [40, pytest.param(3, marks=another_of_its_kind())], ids=["queue full", "it reads"])
+def test_a_killed_parents_child_ends_in_the_middle_of_a_training(rows: int, world: World, tmp_path: Path) -> None:
+    words = [
+        sys.executable,
+        "-c",
+        PARENT,
+        CHILD.format(body="while True: pass", ends_s=1),
+        *OPTIONS,
+        f"--state={tmp_path / 'state.npz'}",
+    ]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe) as parent:
+        assert parent.stdin is not None and parent.stdout is not None and parent.stderr is not None
+        pidfd = os.pidfd_open(int(parent.stdout.readline()))
+        try:
+            parent.stdin.write(frames(world, rows))
+            parent.stdin.close()
+            assert parent.stderr.readline() == b"training\n"
+            parent.kill()
+            # The far end of stderr is closed when the child has ended, and not before.
+            assert select.select([parent.stderr], [], [], 60.0)[0] and parent.stderr.read() == b""
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+
+
+def test_a_child_that_is_told_in_time_saves(world: World, tmp_path: Path) -> None:
+    file = tmp_path / "state.npz"
+    words = [sys.executable, "-c", CHILD.format(body="raise ValueError", ends_s=60), *OPTIONS, f"--state={file}"]
+    subprocess.run(words, input=frames(world, 3), stdout=subprocess.DEVNULL, timeout=60, check=True)
+    saved = state.load(file)
+    assert saved is not None and len(saved.data) == 3

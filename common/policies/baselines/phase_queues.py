@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence as Seq
+from itertools import chain
 
 from cohort.common.policies.baselines.batch_builder import by_arrival
 from cohort.common.policies.interface import IterationPlan
@@ -45,9 +46,9 @@ class PhaseQueues:
         return self._queues[phase]
 
     def decided(self, plan: IterationPlan) -> None:
-        """The sequences that this decision started, resumed or preempted."""
+        """The sequences that this decision started, resumed or preempted; of others than those here nothing."""
         filed = self._filed
-        moved = [row.sequence for row in plan.rows if filed[row.sequence.key][1] is not row.sequence.phase]
-        moved += [preempted.sequence for preempted in plan.preempted]
+        touched = chain((row.sequence for row in plan.rows), (preempted.sequence for preempted in plan.preempted))
+        moved = [s for s in touched if (known := filed.get(s.key)) is not None and known[1] is not s.phase]
         for sequence in moved:
             self.add(sequence)

@@ -3,14 +3,20 @@ requests."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
 import numpy as np
 from msgspec import structs
 
 from cohort.common.workloads.arrivals import RandomArrivals
 from cohort.common.workloads.papers import LONGBENCH, longbench_workload
-from cohort.services.simulator.figures import dynaserve_setup
+from cohort.services.simulator.figures import dynaserve_setup, ecoserve_setup
 from cohort.services.simulator.figures.dynaserve_setup import SPLIT, System, keeps_up, run
 from cohort.services.simulator.figures.figure import Lab
+from cohort.services.simulator.report import SimReport
+from cohort.services.simulator.reproduce import all_figures
 
 
 def test_longbench_has_every_task_as_often_and_ends_at_the_context() -> None:
@@ -23,6 +29,35 @@ def test_longbench_has_every_task_as_often_and_ends_at_the_context() -> None:
     alone = longbench_workload(RandomArrivals(1.0), count=4000, longest=1 << 20).items
     mean = 1.3 * sum(words for words, _ in LONGBENCH.values()) / len(LONGBENCH)
     assert abs(np.mean([item.prompt_tokens for item in alone]) / mean - 1.0) < 0.05
+
+
+def test_fastgen_computes_again_where_vllm_swaps() -> None:
+    said = {
+        (preset, asked): ecoserve_setup.Case(preset, "alpaca", preemption=asked).config().engine.preemption
+        for preset in (ecoserve_setup.FASTGEN, ecoserve_setup.VLLM)
+        for asked in ("", "recompute")
+    }
+    assert [how for (preset, _), how in said.items() if preset == ecoserve_setup.FASTGEN] == ["recompute"] * 2
+    assert said[ecoserve_setup.VLLM, ""] == "swap"
+
+
+def test_figures_at_one_rate_are_at_the_papers_in_its_order() -> None:
+    asked: list[tuple[ecoserve_setup.Case, float]] = []
+
+    class Asked(Lab):
+        def run(self, key: Any, simulation: Callable[[], SimReport]) -> SimReport:
+            asked.append(key)
+            raise StopIteration
+
+    for figure in all_figures():
+        if figure.id.startswith(("ecoserve-1-", "ecoserve-1d-", "ecoserve-12-")) or figure.id.endswith("-printed"):
+            with suppress(StopIteration):
+                figure.measure(Asked(0))
+    assert len(asked) > 30
+    for case, rate in asked:
+        assert rate == ecoserve_setup.TABLE_2_PER_S[case.data]
+        if case.preset == ecoserve_setup.ECOSERVE:
+            assert dict(case.eco)["patience_s"] == ecoserve_setup.NEVER_S
 
 
 def test_a_rate_with_late_requests_is_no_capacity_though_99_percent_of_the_tokens_are_in_time() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence as Seq
-from itertools import chain
 
 from cohort.common.policies.baselines.batch_builder import by_arrival
 from cohort.common.policies.interface import IterationPlan
@@ -46,9 +45,9 @@ class PhaseQueues:
         return self._queues[phase]
 
     def decided(self, plan: IterationPlan) -> None:
-        """The sequences that this decision started, resumed or preempted; of others than those here nothing."""
+        """The sequences that this decision started, resumed or preempted."""
         filed = self._filed
-        touched = chain((row.sequence for row in plan.rows), (preempted.sequence for preempted in plan.preempted))
-        moved = [s for s in touched if (known := filed.get(s.key)) is not None and known[1] is not s.phase]
+        moved = [row.sequence for row in plan.rows if filed[row.sequence.key][1] is not row.sequence.phase]
+        moved += [preempted.sequence for preempted in plan.preempted]
         for sequence in moved:
             self.add(sequence)

@@ -8,7 +8,7 @@ by a ratio; no anchor depends on what BROS does:
     rates         the pictures end at 15/s; 15 cases of three models are five rates each: `_RATES`
     best effort   `_BATCH` requests at a time, by what vLLM and round robin keep of TTFT; Fig. 11 has other sizes beside
     vLLM          `baseline-vllm`, its scheduler of then: whole prompts first; preemption by swapping
-    round robin   `baseline-round-robin`, recomputing, without shared blocks, as the paper's: two queues, in turn
+    round robin   `baseline-round-robin`, recomputing, without shared blocks, as the paper's
     BROS          as printed: no request leads an iteration because it starves, which is a rule of ours
     ratios        the mean of the cases' ratios: 11.75 times the 10.55 % that round robin keeps would be 124 %, so the
                   paper's are no ratios of means. Cases in which the other keeps nothing have none

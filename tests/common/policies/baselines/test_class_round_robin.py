@@ -50,23 +50,6 @@ def test_a_request_without_blocks_is_not_overtaken_by_the_other_class() -> None:
     assert names(step(robin, kv)) == ["small"]
 
 
-def test_requests_of_both_classes_start_in_turn_where_memory_is_short() -> None:
-    """A batch of best-effort requests is no queue for real-time ones: one of them goes first, not all."""
-    robin, kv = policy(), cache(5)
-    batch = [sequence(name, 12, traffic_class="be") for name in ("a", "b", "c")]
-    for each in batch:
-        robin.add(0.0, each)
-    assert [names(step(robin, kv)) for _ in range(2)] == [["a"], ["a"]]
-    chat, later = (sequence(name, 12, arrived_s=1.0 + second) for second, name in enumerate(("chat", "later")))
-    robin.add(1.0, chat)
-    robin.add(2.0, later)
-    started = []
-    for ended in (batch[0], batch[1], chat, batch[2]):
-        leave(robin, kv, ended)
-        started += names(step(robin, kv))
-    assert started == ["b", "chat", "c", "later"]
-
-
 def test_the_latest_of_either_class_gives_way() -> None:
     robin, kv = policy(), cache(4)
     robin.add(0.0, sequence("rt", 8))

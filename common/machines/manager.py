@@ -19,7 +19,7 @@ decide what goes where.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import assert_never
+from typing import assert_never, cast, get_args
 
 import msgspec
 
@@ -72,6 +72,8 @@ _TellEpoch = GatewayHello | RegisterWorker | WorkerReport
 _HeardStandingBy = GatewayHello | RegisterWorker | Leaving | ClusterStats
 _FromFollowers = Submit | Outstanding | WorkerReport
 """Their sender takes this manager for the one that leads."""
+# By type: of a union every member would be tried in turn, for every message.
+_MINE, _TELL_EPOCH = frozenset(get_args(ToManager)), frozenset(get_args(_TellEpoch))
 
 
 class ManagerMachine:
@@ -188,14 +190,16 @@ class ManagerMachine:
 
     def _received(self, now_s: float, sender: InstanceId, message: Message) -> bool:
         """True when something may be placed or bound now that could not before."""
-        if not isinstance(message, ToManager):
-            raise InvariantViolated(f"a {type(message).__name__} of {sender} is not for a manager")
+        kind = type(message)
+        if kind not in _MINE:
+            raise InvariantViolated(f"a {kind.__name__} of {sender} is not for a manager")
+        message = cast(ToManager, message)
         if not may_say(sender, message):
             self.counters.misnamed += 1
             return False
-        if isinstance(message, _TellEpoch):
+        if kind in _TELL_EPOCH:
             asked = isinstance(message, GatewayHello) and message.lead
-            if self._lead.outranked(now_s, message.epoch, asked=asked):
+            if self._lead.outranked(now_s, cast(_TellEpoch, message).epoch, asked=asked):
                 self._step_down(now_s)
         if not self._lead.leads and not isinstance(message, _HeardStandingBy):
             if isinstance(message, _FromFollowers):

@@ -8,6 +8,7 @@ on Unix sockets the peer runs as the same user, with CURVE it holds the cluster'
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import cast, get_args
 
 from cohort.common.messages import (
     AttemptsLost,
@@ -54,6 +55,8 @@ _Signed = (
 _ManagersOwn = (
     ManagerHello | Placed | AttemptsLost | Refused | ClusterLoad | Registered | StartSegment | BindSegment | PrefetchKv
 )
+# By type: of a union every member would be tried in turn, for every message of every machine.
+_SIGNED, _MANAGERS_OWN = frozenset(get_args(_Signed)), frozenset(get_args(_ManagersOwn))
 
 
 def may_say(
@@ -65,10 +68,11 @@ def may_say(
 ) -> bool:
     """False for a message that names another instance as its own, and for a manager's and the predictor's words from
     any other sender."""
-    if isinstance(message, _Signed):
-        return message.instance == sender
+    kind = type(message)
+    if kind in _SIGNED:
+        return cast(_Signed, message).instance == sender
     if isinstance(message, Submit):
         return message.request.gateway == sender
     if isinstance(message, Predicted):
         return sender == predictor
-    return sender in managers or not isinstance(message, _ManagersOwn)
+    return sender in managers or kind not in _MANAGERS_OWN

@@ -167,7 +167,7 @@ class WorkerReports:
 
     def stats(self, memory_free_bytes: int) -> WorkerStats:
         kv, averages = self._state.kv, self._state.averages
-        cache = kv.metrics()
+        asked, found = kv.prefix_lookups
         return WorkerStats(
             total_blocks=kv.total_blocks,
             free_blocks=kv.free_blocks,
@@ -179,8 +179,8 @@ class WorkerReports:
             prefill_tokens_per_s=averages.prefill_tokens_per_s,
             decode_step_s=averages.decode_step_s,
             preemptions=self._state.counters.preemptions,
-            prefix_queries=int(cache.get("prefix_queries_total", 0)),
-            prefix_hits=int(cache.get("prefix_hits_total", 0)),
+            prefix_queries=asked,
+            prefix_hits=found,
             leases=len(self._leases),
             expired_leases=self._leases.expired,
             step_times=None if self._learned is None else self._learned.step_times(),

@@ -7,7 +7,7 @@ Asked by the worker machine and, while it decides, by its `IterationScheduler` (
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -229,9 +229,18 @@ class KvAllocator(ABC):
     def owners(self) -> Mapping[Attempt, int]:
         """Blocks held per sequence, host blocks included; empty when nothing is left over."""
 
+    def holders(self) -> Collection[Attempt]:
+        """The sequences among `owners`."""
+        return self.owners().keys()
+
     def held(self, key: Attempt) -> int:
         """Of `owners`, the one; 0 for a sequence that holds nothing."""
         return self.owners().get(key, 0)
+
+    @property
+    def prefix_lookups(self) -> tuple[int, int]:
+        """Positions that were looked for in the prefix cache, and those of them that it had, since the start."""
+        return 0, 0
 
     def metrics(self) -> dict[str, float]:
         """Own metrics by name; those that only grow end in `_total`."""

@@ -32,6 +32,8 @@ from cohort.services.simulator.scatter import StepScatter
 from cohort.services.simulator.tally import WorkerTally
 from cohort.services.simulator.work import PlanCost, plan_cost
 
+_HARMLESS = (WorkerReport, KvRenew)
+"""Messages that a worker sends at its deadlines without anything having changed."""
 MAX_FAST_FORWARD = 64
 """Steps run ahead at once, at most: something will come in between, and the rest was for nothing."""
 
@@ -172,7 +174,7 @@ class CostEngine:
             self._shorten(worker)
         if len(worker.ends_s) <= 1 or not isinstance(events[0], Tick):
             return
-        if not all(isinstance(e, Send) and isinstance(e.message, WorkerReport | KvRenew) for e in effects):
+        if not all(isinstance(e, Send) and isinstance(e.message, _HARMLESS) for e in effects):
             self._interrupt(worker)
 
     def copy(self, flight: Flight) -> None:
@@ -254,7 +256,7 @@ class CostEngine:
         tally.kv_used_sum += used
         tally.kv_used_peak = max(tally.kv_used_peak, used)
         held = worker.machine.state.held  # what waits has nothing written
-        here = [held[key].sequence for key in kv.owners() if key in held]
+        here = [held[key].sequence for key in kv.holders() if key in held]
         written = sum([sequence.computed for sequence in here if sequence.phase is not Phase.SWAPPED])
         tally.kv_filled_sum += written / max(1, self._geometry.positions(kv.total_blocks))
 

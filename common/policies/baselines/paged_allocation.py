@@ -20,7 +20,7 @@ far as each group has what the tokens to come see of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
@@ -327,9 +327,16 @@ class PagedAllocator(KvAllocator):
     def owners(self) -> Mapping[Attempt, int]:
         return {key: holding.count for key, holding in self._held.items()}
 
+    def holders(self) -> Collection[Attempt]:
+        return self._held.keys()
+
     def held(self, key: Attempt) -> int:
         holding = self._held.get(key)
         return 0 if holding is None else holding.count
+
+    @property
+    def prefix_lookups(self) -> tuple[int, int]:
+        return self._prefix_queries, self._prefix_hits
 
     def metrics(self) -> dict[str, float]:
         return {

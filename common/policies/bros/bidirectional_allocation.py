@@ -15,7 +15,7 @@ change hands cannot be known by its content.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
@@ -424,6 +424,9 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
 
     def owners(self) -> Mapping[Attempt, int]:
         return {key: len(tenant.blocks) + len(tenant.host) for key, tenant in self._tenants.items()}
+
+    def holders(self) -> Collection[Attempt]:
+        return self._tenants.keys()
 
     def held(self, key: Attempt) -> int:
         tenant = self._tenants.get(key)

@@ -8,15 +8,17 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import pytest
 from msgspec import structs
 
 from cohort.common.workloads.arrivals import RandomArrivals
 from cohort.common.workloads.papers import LONGBENCH, longbench_workload
-from cohort.services.simulator.figures import dynaserve_setup, ecoserve_setup
+from cohort.services.simulator.figures import alignedserve, dynaserve_setup, ecoserve_setup
 from cohort.services.simulator.figures.dynaserve_setup import SPLIT, System, keeps_up, run
 from cohort.services.simulator.figures.figure import Lab
 from cohort.services.simulator.report import SimReport
 from cohort.services.simulator.reproduce import all_figures
+from tests.examples import another_of_its_kind
 
 
 def test_longbench_has_every_task_as_often_and_ends_at_the_context() -> None:
@@ -70,3 +72,21 @@ def test_a_rate_with_late_requests_is_no_capacity_though_99_percent_of_the_token
     late = structs.replace(report, overall=overall)
     lab._done[(system, "azure-code", 3.0, dynaserve_setup.SMALL, 1.0)] = late, True
     assert not keeps_up(lab, system, "azure-code", 3.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        ("opt-2.7b", "longbench"),
+        *(
+            pytest.param(model, data, marks=another_of_its_kind())
+            for model, data in (("opt-2.7b", "synthetic"), ("opt-2.7b", "azure"), ("opt-13b", "sharegpt"))
+        ),
+    ],
+)
+def test_alignedserve_is_measured_where_the_other_cannot_serve_what_is_offered(model: str, data: str) -> None:
+    run = alignedserve._Run(data, model=model)
+    report = alignedserve._of("baseline-distserve", run).report(Lab(0))
+    answers = [item.output_tokens for item in run._workload(0).items]
+    served_per_s = alignedserve._throughput(report) * len(answers) / sum(answers)
+    assert 1.35 < alignedserve._OFFERED_PER_S[model][data] / served_per_s < 2.15

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from cohort.common.workloads.arrivals import RandomArrivals
 from cohort.common.workloads.papers import LONGBENCH, longbench_workload
-from cohort.services.simulator.figures import alignedserve, dynaserve_setup, ecoserve_setup
+from cohort.services.simulator.figures import alignedserve, dynaserve, dynaserve_setup, ecoserve_setup
 from cohort.services.simulator.figures.dynaserve_setup import SPLIT, System, keeps_up, run
 from cohort.services.simulator.figures.figure import Lab
 from cohort.services.simulator.report import SimReport
@@ -90,3 +90,20 @@ def test_alignedserve_is_measured_where_the_other_cannot_serve_what_is_offered(m
     answers = [item.output_tokens for item in run._workload(0).items]
     served_per_s = alignedserve._throughput(report) * len(answers) / sum(answers)
     assert 1.35 < alignedserve._OFFERED_PER_S[model][data] / served_per_s < 2.15
+
+
+def test_goodput_is_compared_where_more_comes_than_dynaserve_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    class Asked(Lab):
+        def run(self, key: Any, simulation: Callable[[], SimReport]) -> SimReport:
+            asked.append(key[2])
+            raise StopIteration
+
+    monkeypatch.setattr(dynaserve, "_capacity", lambda lab, preset, name, scale=None: 5.0)
+    for figure in all_figures():
+        if figure.id.startswith(("dynaserve-8-goodput-", "dynaserve-10-")):
+            with suppress(StopIteration):
+                figure.measure(Asked(0))
+    assert len(asked) == 12
+    assert set(asked) == {1.2 * 5.0}

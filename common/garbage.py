@@ -1,13 +1,15 @@
 """When Python looks for garbage in cycles: rarely, and never at what a process was started with.
 
-Called once by a process that has loaded all it serves with. A step of an engine brings each of its streams a few short
-objects, none of them in a cycle; by the interpreter's own thresholds these alone have all young objects looked at
-several times a step, and all that live at every thousandth. Reference counts free them at once in any case.
+`settle` is called once by a process that has loaded all it serves with. A step of an engine brings each of its streams
+a few short objects, none of them in a cycle; by the interpreter's own thresholds these alone have all young objects
+looked at several times a step, and all that live at every thousandth. Reference counts free them at once in any case.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 YOUNG_OBJECTS = 20_000
 """Allocated beyond those freed, until the youngest are looked at: a few megabytes."""
@@ -20,3 +22,15 @@ def settle() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, YOUNGER_FIRST, YOUNGER_FIRST)
+
+
+@contextmanager
+def seldom() -> Iterator[None]:
+    """Meanwhile as rarely as after `settle`, and afterwards as before: for a simulation, whose iterations bring and
+    drop rows and messages by the hundred."""
+    before = gc.get_threshold()
+    gc.set_threshold(YOUNG_OBJECTS, YOUNGER_FIRST, YOUNGER_FIRST)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

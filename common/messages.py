@@ -71,7 +71,7 @@ class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     preemptions: int = 0
 
 
-class TokenUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
+class TokenUpdate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """New tokens of one request: `tokens[i]` belongs at position `position + i`.
 
     `finish` closes the request (with no token when it failed: then `error` says why). `cached_tokens` prompt

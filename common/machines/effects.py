@@ -116,7 +116,7 @@ class Rejected(msgspec.Struct, frozen=True):
     error: RequestError
 
 
-class Deliver(msgspec.Struct, frozen=True):
+class Deliver(msgspec.Struct, frozen=True, gc=False):
     """These tokens are next in the client's stream. `finish` ends it; the entry is already forgotten then."""
 
     entry: Entry

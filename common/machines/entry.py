@@ -87,9 +87,17 @@ class Entry:
     """The predicted TTFT it was refused or demoted for."""
     happenings: list[Happening] = field(default_factory=list, compare=False)
     """Where it was submitted, placed, begun and lost, for people, no part of its state; `MOST_MOMENTS` at most."""
+    prompt_tokens: int = field(init=False)
+    most_tokens: int = field(init=False)
+    stop_ids: tuple[int, ...] = field(init=False)
+    with_logprobs: bool = field(init=False)
+    """Of the request, what every one of its tokens is told by."""
 
     def __post_init__(self) -> None:
         self.attempt = self.request.attempt
+        sampling = self.request.sampling
+        self.prompt_tokens, self.most_tokens = self.request.prompt_tokens, sampling.max_tokens
+        self.stop_ids, self.with_logprobs = sampling.stop_token_ids, sampling.logprobs >= 0
 
     def __repr__(self) -> str:
         return f"Entry({self.attempt} {self.state.value}, {len(self.output)} tokens)"

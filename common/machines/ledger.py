@@ -175,16 +175,16 @@ class Ledger:
         entry = self._entries.get(attempt.request_id)
         if entry is None or entry.state is not State.RUNNING or update.finish is not None:
             return None
-        tokens, request, output = update.tokens, entry.request, entry.output
-        sampling, known = request.sampling, len(output)
+        tokens, output = update.tokens, entry.output
+        known = len(output)
         if (
             tokens
             and update.times is None
             and not update.logprobs
-            and sampling.logprobs < 0
-            and update.position == request.prompt_tokens + known
-            and known + len(tokens) < sampling.max_tokens
-            and tokens[-1] not in sampling.stop_token_ids
+            and not entry.with_logprobs
+            and update.position == entry.prompt_tokens + known
+            and known + len(tokens) < entry.most_tokens
+            and tokens[-1] not in entry.stop_ids
             and sender in entry.holders
             and attempt == entry.attempt
         ):

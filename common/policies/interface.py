@@ -367,7 +367,7 @@ class LateBinding(ABC):
 # -- IterationScheduler (worker) ---------------------------------------------------------------------------------
 
 
-class Row(msgspec.Struct, frozen=True):
+class Row(msgspec.Struct, frozen=True, gc=False):
     """Compute positions [start, start + count) of a sequence.
 
     `drafts`: of a decode row, positions behind it that the engine may compute with it, for tokens that it expects there

@@ -314,6 +314,14 @@ class TraceClients:
 
     def _tokens(self, now_s: float, live: InFlight, count: int) -> None:
         produced = live.produced
+        if count == 1 and produced > 1:  # nearly always: `_gap` written out
+            gap_s, item = now_s - live.last_s, live.item
+            limit_s = item.slo.tpot_s
+            if not limit_s or gap_s <= limit_s:
+                live.gaps_within += 1
+            self.classes[item.traffic_class].tbt.add(gap_s)
+            live.produced, live.last_s = produced + 1, now_s
+            return
         if produced:
             self._gap(live, now_s - live.last_s)
         else:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from cohort.common import garbage
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
 from cohort.common.machines.events import DrainEnded, DrainStarted
@@ -212,7 +213,8 @@ class SimCluster:
             self.events.at(self.options.warmup_s, self._begin_counting)
         for number, (part, _) in enumerate(self._users):
             self.events.at(part.start_s, self._start_users, number)
-        self.events.run(self.options.horizon_s, self._done)
+        with garbage.seldom():
+            self.events.run(self.options.horizon_s, self._done)
         if not self._done():
             for worker in self.workers:
                 self.engine.catch_up(worker, self.options.horizon_s)

@@ -30,11 +30,18 @@ class DecodeSet:
 
     def note(self, sequence: Sequence) -> None:
         """It is new, or something of it has changed."""
-        self.forget(sequence.key)
+        key, noted = sequence.key, self._noted.get(sequence.key)
+        if noted is not None and is_decode(sequence) and noted[0] == self._groups.tpot_s(sequence):  # nearly always
+            tpot_s, before = noted
+            self._noted[key] = tpot_s, sequence.computed
+            self._by_tpot[tpot_s][key] = sequence.computed
+            self.context += sequence.computed - before
+            return
+        self.forget(key)
         if is_decode(sequence):
             tpot_s, computed = self._groups.tpot_s(sequence), sequence.computed
-            self._noted[sequence.key] = tpot_s, computed
-            self._by_tpot.setdefault(tpot_s, {})[sequence.key] = computed
+            self._noted[key] = tpot_s, computed
+            self._by_tpot.setdefault(tpot_s, {})[key] = computed
             self.context += computed
 
     def forget(self, key: Attempt) -> None:

@@ -344,7 +344,7 @@ CLAIMS: tuple[Claim, ...] = (
         "goodput under bursts (Fig. 10)",
         Kind.MORE,
         ("dynaserve-10-replay-colocated", "dynaserve-10-replay-disaggregated"),
-        "all keep up between bursts",
+        "all are full, hardly a token is late",
         shown_by="cohort reproduce --figure dynaserve-10-replay",
     ),
     Claim(

@@ -101,7 +101,7 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason(
         ("dynaserve-10",),
-        "All devices are full and hardly any token is late, with the best chunk (256) or devices of their own for decodes",
+        "All devices are full and hardly a token is late, with the best chunk (256) or with decode devices",
         f"{_RUN}dynaserve-10-replay",
     ),
     Reason(

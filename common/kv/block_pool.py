@@ -68,7 +68,7 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        return len(self._free)
+        return self._free.count
 
     @property
     def cached_blocks(self) -> int:
@@ -81,14 +81,15 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Blocks an allocation can have: free ones, and cached ones without an owner."""
-        return len(self._free) + len(self._cached)
+        return self._free.count + len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with reference count 1 and unknown content, ascending, neighbours as far as can be: they will
         travel together. Raises `OutOfBlocks`, changing nothing."""
-        if count > self.available:
+        free = self._free.count
+        if count > free + len(self._cached):
             raise OutOfBlocks(f"{count} blocks wanted, {self.available} available of {self.num_blocks}")
-        blocks = self._free.take(min(count, len(self._free)))
+        blocks = self._free.take(count if count < free else free)
         evicted = count - len(blocks)
         if evicted:
             for _ in range(evicted):

@@ -16,7 +16,8 @@ class FreeBlocks:
     """Initially blocks 0 … num_blocks-1."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._count = 0
+        self.count = 0
+        """As `len` says."""
         self._end_of: dict[int, int] = {}
         """First block of an extent → the block after its last."""
         self._start_of: dict[int, int] = {}
@@ -28,7 +29,7 @@ class FreeBlocks:
             self._insert(0, num_blocks)
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def __iter__(self) -> Iterator[int]:
         for start, end in self._end_of.items():
@@ -74,7 +75,7 @@ class FreeBlocks:
             lengths.insert(0, length - 1)
         else:
             del self._start_of[end]
-        self._count -= 1
+        self.count -= 1
         return start
 
     def add(self, blocks: Sequence[int]) -> None:
@@ -100,7 +101,7 @@ class FreeBlocks:
     def _insert(self, start: int, end: int) -> None:
         self._end_of[start] = end
         self._start_of[end] = start
-        self._count += end - start
+        self.count += end - start
         starts = self._starts.get(end - start)
         if starts is None:
             self._starts[end - start] = {start: None}
@@ -110,7 +111,7 @@ class FreeBlocks:
 
     def _remove(self, start: int, end: int) -> None:
         del self._end_of[start], self._start_of[end]
-        self._count -= end - start
+        self.count -= end - start
         starts = self._starts[end - start]
         del starts[start]
         if not starts:

@@ -187,7 +187,7 @@ class KvReceiver:
             return  # said twice
         first, *more = self._state.kv.tables(incoming.sequence.key)
         of_first = set(first)
-        own = of_first.union(*more)
+        own = of_first.union(*more) if more else of_first
         for run in chunk.runs:
             if not own.issuperset(range(run.first_block, run.first_block + run.num_blocks)):
                 self._lost(now_s, incoming.sequence, f"{incoming.sender} sent KV to blocks it was not granted")

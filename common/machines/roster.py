@@ -183,7 +183,8 @@ class Roster:
         elif worker.fresh:  # nearly always: all that it should hold it holds, and computes
             worker.fresh.clear()
             worker.count_fresh()
-        self._note_unclaimed(now_s, report.held, report.awaiting)
+        if self._unclaimed or not worker.held <= self._claimed:  # sets of known hashes
+            self._note_unclaimed(now_s, report.held, report.awaiting)
         return missing
 
     def _missing(self, now_s: float, instance: InstanceId, worker: Worker) -> list[Managed]:

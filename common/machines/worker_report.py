@@ -44,20 +44,21 @@ def _queue(everything: Collection[Held], listed: int) -> dict[str, Any]:
     """Sums over the sequences of a worker, by field of `WorkerStats`. `listed`: entries of the progress list at
     most."""
     running = waiting = awaiting_kv = parked = prefill_tokens = context_tokens = 0
-    for held in everything:
+    waits, swapped, runs, awaits = Phase.WAITING, Phase.SWAPPED, Phase.RUNNING, Phase.AWAITING_KV
+    for held in everything:  # under overload thousands, most of which wait
         sequence = held.sequence
-        phase, end, computed = sequence.phase, sequence.end, sequence.computed
-        if phase is Phase.AWAITING_KV:
+        phase = sequence.phase
+        if phase is waits or phase is swapped:
+            waiting += 1
+        elif phase is runs:
+            running += 1
+        elif phase is awaits:
             awaiting_kv += 1
             continue
-        if phase is Phase.RUNNING:
-            running += 1
-        elif phase is Phase.PARKED or phase is Phase.LEAVING:
+        else:  # parked, or leaving
             parked += 1
             continue
-        else:
-            waiting += 1
-        prompt = held.prompt_known
+        end, computed, prompt = sequence.end, sequence.computed, held.prompt_known
         left = (prompt if end is None or prompt < end else end) - computed
         if left > 1:
             prefill_tokens += left

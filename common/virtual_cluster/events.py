@@ -21,7 +21,8 @@ class Events:
     def at(self, time_s: float, action: Callable[..., None], *arguments: Any, rank: int = 0) -> None:
         """A time that has passed means now."""
         self._scheduled += 1
-        heapq.heappush(self._heap, (max(time_s, self.now_s), rank, self._scheduled, action, arguments))
+        at_s = time_s if time_s > self.now_s else self.now_s
+        heapq.heappush(self._heap, (at_s, rank, self._scheduled, action, arguments))
 
     def run(self, until_s: float, done: Callable[[], bool]) -> None:
         """Until nothing is left, `done` says so, or the next event is later than `until_s`."""

@@ -288,7 +288,7 @@ class CostEngine:
             self._say(worker)
         worker.step += count
         number = len(rows)
-        first_context = sum(row.start + 1 for row in rows)
+        first_context = sum([row.start for row in rows]) + number
         tally = worker.tally
         tally.steps += count
         tally.decode_steps += count * (worker.aligned_batches > 0)

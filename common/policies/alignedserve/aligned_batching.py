@@ -18,6 +18,9 @@ from cohort.common.policies.sequences import preempt
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
 
+_FAR = 256
+"""Iterations: no host runs as many ahead at once, so that what is beyond need not be known exactly."""
+
 
 class AlignedBatching(ContinuousBatching):
     """A6 case 3 · AlignedServe Alg. 2: sequences that do not fit go to the Candidate Requests Buffer, the longest
@@ -118,11 +121,15 @@ class AlignedBatching(ContinuousBatching):
             return 0
         if not self._sets_aside:
             return UNTIL_DISTURBED
+        # Each row takes a block in so many iterations at most, and has the one for the iteration in flight.
+        least = size * (spare // max(1, len(plan.rows))) - 1
+        if least >= _FAR:
+            return least
         tables = [(row.start, len(kv.blocks(row.sequence.key))) for row in plan.rows]
         low, high = 0, size * (spare + 2)
         while low < high:
             middle = (low + high + 1) // 2
-            grown = sum(max(0, (start + middle) // size + 1 - held) for start, held in tables)
+            grown = sum([max(0, (start + middle) // size + 1 - held) for start, held in tables])
             low, high = (middle, high) if grown <= spare else (low, middle - 1)
         return low
 

@@ -165,10 +165,11 @@ class PagedAllocator(KvAllocator):
         return self.geometry.behind(full * self.geometry.block_size, window)
 
     def extend(self, sequence: Sequence, positions: int) -> bool:
-        holding = self._held[sequence.key]
-        if positions <= len(holding.blocks) * self.geometry.block_size:
+        holding, size = self._held[sequence.key], self.geometry.block_size
+        there = len(holding.blocks)
+        if positions <= there * size:
             return True
-        wanted = self.geometry.entries(positions) - len(holding.blocks)
+        wanted = -(-positions // size) - there  # `entries`, written out: every row comes here at every block
         if wanted * self._groups > self._pool.available:
             self._failures += 1
             return False

@@ -57,6 +57,14 @@ def _prefill_load(view: InstanceView) -> tuple[int, int, str]:
     return (queued, stats.running + view.assigned_requests, view.instance)
 
 
+def _running(view: InstanceView) -> tuple[int, str]:
+    return (view.stats.running + view.assigned_requests, view.instance)
+
+
+def _decode_rows(view: InstanceView) -> tuple[int, str]:
+    return (view.stats.running + view.stats.awaiting_kv + view.assigned_requests, view.instance)
+
+
 def _decode_load(view: InstanceView) -> tuple[float, int, str]:
     """Share of the cache in use or reserved, then rows."""
     capacity, stats = view.capacity, view.stats
@@ -74,10 +82,10 @@ def _queued_share(view: InstanceView) -> float:
 
 
 def _least_queued(views: Sequence[InstanceView]) -> InstanceView:
-    """`min` by `_prefill_load`. Of many instances few tie: keys of those only."""
+    """`min` by `_prefill_load`: of those that tie only what it looks at next. Of idle instances hundreds do."""
     queued = [view.stats.queued_prefill_tokens + view.assigned_prefill_tokens for view in views]
     least = min(queued)
-    return min((view for view, each in zip(views, queued, strict=True) if each == least), key=_prefill_load)
+    return min((view for view, each in zip(views, queued, strict=True) if each == least), key=_running)
 
 
 def _least_filled(views: Sequence[InstanceView]) -> InstanceView:
@@ -86,13 +94,17 @@ def _least_filled(views: Sequence[InstanceView]) -> InstanceView:
         (
             (blocks := (capacity := view.capacity).num_blocks)
             - ((stats := view.stats).free_blocks + stats.cached_blocks)
-            + -(-view.assigned_context_tokens // capacity.block_size) * capacity.num_groups
+            + (
+                -(-tokens // capacity.block_size) * capacity.num_groups
+                if (tokens := view.assigned_context_tokens)
+                else 0
+            )
         )
         / (blocks or 1)
         for view in views
     ]
     least = min(shares)
-    return min((view for view, share in zip(views, shares, strict=True) if share == least), key=_decode_load)
+    return min((view for view, share in zip(views, shares, strict=True) if share == least), key=_decode_rows)
 
 
 def _unified_load(view: InstanceView) -> tuple[float, int, str]:
@@ -107,14 +119,18 @@ def _least_loaded(views: Sequence[InstanceView]) -> InstanceView:
         (
             (blocks := (capacity := view.capacity).num_blocks)
             - ((stats := view.stats).free_blocks + stats.cached_blocks)
-            + -(-view.assigned_context_tokens // capacity.block_size) * capacity.num_groups
+            + (
+                -(-tokens // capacity.block_size) * capacity.num_groups
+                if (tokens := view.assigned_context_tokens)
+                else 0
+            )
         )
         / (blocks or 1)
         + (stats.queued_prefill_tokens + view.assigned_prefill_tokens) / (capacity.max_step_tokens or 1)
         for view in views
     ]
     least = min(loads)
-    return min((view for view, load in zip(views, loads, strict=True) if load == least), key=_unified_load)
+    return min((view for view, load in zip(views, loads, strict=True) if load == least), key=_decode_rows)
 
 
 def _near(

@@ -14,9 +14,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -36,8 +36,7 @@ _SURE = 1e-12
 _SMOOTH = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class BatchLoad:
+class BatchLoad(msgspec.Struct, frozen=True, gc=False):
     """Table 1's lengths of a batch: prompt tokens, rows of one token, and the KV positions that all rows read."""
 
     prefill_tokens: int = 0

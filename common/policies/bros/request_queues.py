@@ -7,7 +7,7 @@ packing; decides nothing but order.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -160,6 +160,26 @@ class RealTimeQueues(_Queues):
                 self._take_out(key)
                 self._due[key] = due_s
                 insort(self._by_due, (due_s, key, sequence))
+
+    def had_rows(self, sequences: Iterable[Sequence]) -> None:
+        """`changed` of all rows of an iteration: their new deadlines are sorted in together."""
+        if not self._groups.single:
+            for sequence in sequences:
+                self.changed(sequence)
+            return
+        moved: dict[Attempt, Candidate] = {}
+        for sequence in sequences:
+            key = sequence.key
+            if self._pending.get(key) is sequence:
+                self.decodes.note(sequence)
+                due_s = self._groups.due_s(sequence)
+                if due_s != self._due.get(key):
+                    self._due[key] = due_s
+                    moved[key] = (due_s, key, sequence)
+        if moved:
+            self._by_due = [item for item in self._by_due if item[1] not in moved]
+            self._by_due += moved.values()
+            self._by_due.sort()
 
     def _unfile(self, key: Attempt) -> None:
         self.decodes.forget(key)

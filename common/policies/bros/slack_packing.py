@@ -105,8 +105,7 @@ class SlackPacking(IterationScheduler):
         if news.ran is not None and news.undecided:
             self._went_on(news.ran, news.undecided)
         self._sharing = kv.sharing if kv.sharing is not None and kv.sharing.on_demand else None
-        for sequence in self._had_rows:
-            self._rt.changed(sequence)
+        self._rt.had_rows(self._had_rows)
         batch = Batch(min(self._batch_size.value, self._limits.max_rows), self._limits.max_tokens)
         self._starving_first(now_s, kv, batch)
         self._resubmitted_first(kv, batch)

@@ -12,14 +12,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A decode that waits: tokens it is predicted to need still, when it is due, blocks it lacks for them."""
 
     length: int
@@ -29,8 +28,7 @@ class Candidate:
     sequence: Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Blocks [first_block, end_block) of a lender's table; the lender writes there after `iterations`."""
 
     first_block: int

@@ -342,6 +342,12 @@ def _ablation(name: str, paper: float, of: Metric, *, drops: bool = False) -> Fi
     )
 
 
+def _recomputed(lab: Lab) -> float:
+    """Percent of the requests that ended."""
+    report = _run(lab, "bros-unmanaged", _Case("sharegpt", _ONE, 10.0))
+    return 100.0 * sum(each.preemptions for each in report.instances) / max(1, report.overall.finished)
+
+
 def _overhead(lab: Lab, model: str) -> float:
     """Measured time of a decision over the mean iteration it decides on."""
     report = _run(lab, "bros", _Case("sharegpt", model, 9.0))
@@ -367,6 +373,19 @@ FIGURES: tuple[Figure, ...] = (
         _ablation(name, paper, of, drops=drops)
         for drops in (False, True)
         for name, paper, of in (("ttft", 1.23, _ttft), ("tpot", 1.63, _tpot))
+    ),
+    Figure(
+        "bros-13-recomputed",
+        "bros",
+        "BROS Fig. 13",
+        "ShareGPT + batches, OPT-30B, 10/s",
+        "without shared blocks",
+        "requests computed again, of those that ended",
+        "%",
+        math.nan,
+        _recomputed,
+        "the paper prints none",
+        Standing.BESIDE,
     ),
     *(
         Figure(

@@ -162,7 +162,8 @@ CLAIMS: tuple[Claim, ...] = (
         "attainment by shared blocks (Fig. 13)",
         Kind.OVER,
         ("bros-13-ttft", "bros-13-tpot"),
-        "without sharing, best-effort requests are dropped at once",
+        "hardly a request fails to get a block",
+        ("bros-13-recomputed", "bros-13-ttft-drops", "bros-13-tpot-drops"),
         shown_by="cohort reproduce --figure bros-13",
     ),
     Claim(

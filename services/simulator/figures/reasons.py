@@ -157,7 +157,7 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason(
         ("bros-13",),
-        "Without sharing ours drops best-effort requests at once, which protects real-time ones as well",
+        "The packing starts nothing that would take a running request's next block, so hardly any is computed again",
         f"{_RUN}bros-13",
     ),
 )

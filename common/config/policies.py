@@ -155,6 +155,7 @@ class BrosAblation(Section, frozen=True):
     cut_prompts: bool = True  # prompts are computed in chunks that deadlines leave time for; false = whole if on time
     starving_every: Positive = 10  # at most one iteration in so many begins with a starving request; 1 = every one
     bound_real_time: bool = False  # the size of a batch (R6) bounds real-time rows too, as the paper's loop
+    drops: bool = True  # who finds no block takes those of others (R11); false = it is computed again itself
 
 
 class BrosConfig(Section, frozen=True):

@@ -427,12 +427,20 @@ class SlackPacking(IterationScheduler):
         while not self._take(sequence, kv, batch, count):
             victim = next(victims, None) if victims is not None else None
             if victim is None:
+                self._without_drops(sequence, kv, batch)
                 return False
             preempt(victim, kv, batch.plan, self._limits.preemption)
             self._rt.changed(victim)
             batch.dropped += 1
         batch.add(sequence, count if count == 1 else min(count, sequence.uncomputed))  # less what a prefix cache had
         return True
+
+    def _without_drops(self, sequence: Sequence, kv: KvAllocator, batch: Batch) -> None:
+        """`ablation.drops` off: a running request that found no blocks loses its own and is computed again."""
+        if not self._options.ablation.drops and sequence.phase is Phase.RUNNING and not sequence.pinned:
+            preempt(sequence, kv, batch.plan, "recompute")
+            self._rt.changed(sequence)
+            batch.dropped += 1
 
     def _take(self, sequence: Sequence, kv: KvAllocator, batch: Batch, count: int) -> bool:
         """Blocks for its next `count` tokens, however it stands."""
@@ -453,6 +461,8 @@ class SlackPacking(IterationScheduler):
     def _droppable(
         self, kv: KvAllocator, batch: Batch, sequence: Sequence, *, real_time: bool, desperate: bool = False
     ) -> Iterator[Sequence]:
+        if not (desperate or self._options.ablation.drops):
+            return iter(())
         return self._drops.victims(
             sequence, kv, batch, self._sharing, self._known_before, real_time=real_time, desperate=desperate
         )

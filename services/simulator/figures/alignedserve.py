@@ -8,8 +8,8 @@ Choices that the paper leaves open, made here for all systems alike:
                 LongBench: its English and code tasks, each with its published mean (`longbench_workload`), prompts cut
                 at the context; LongBench-like, uniform: the long ones only; ShareGPT as EcoServe prints it; Azure:
                 lognormal with mean and deviation measured on the published 2023 conversation trace
-    load        about 1.6 times what the decode worker can do, from second 0, so that the pool is deep when figures
-                begin to count (`_WARMUP_S`; they end at `_END_S`)
+    load        about 1.6 times what DistServe's decode worker can do (1.4 to 2.1), from second 0, so that the pool is
+                deep when figures begin to count (`_WARMUP_S`; they end at `_END_S`)
     throughput  tokens that decode workers produced; tokens of answers that ended would count a batch when it is over
     P99 TPOT    of iterations, which is what the paper says it characterises: of all gaps between two tokens
     starvation  off, as where the paper measures TTFT: no threshold is printed
@@ -53,7 +53,7 @@ _WARMUP_S, _END_S = 30.0, 90.0
 _CONTEXT = 10_240
 _HOST_BYTES = 200_000_000_000
 _OFFERED_PER_S = {
-    "opt-2.7b": {"synthetic": 24.0, "longbench": 6.0, "uniform": 6.0, "sharegpt": 28.0, "azure": 24.0},
+    "opt-2.7b": {"synthetic": 34.0, "longbench": 7.7, "uniform": 6.0, "sharegpt": 58.0, "azure": 31.0},
     "opt-6.7b": {"synthetic": 17.0, "longbench": 4.0, "uniform": 4.0, "sharegpt": 20.0, "azure": 16.0},
     "opt-13b": {"synthetic": 10.0, "longbench": 2.0, "uniform": 2.0, "sharegpt": 15.0, "azure": 9.0},
 }

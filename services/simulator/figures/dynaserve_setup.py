@@ -33,7 +33,6 @@ from statistics import fmean
 from typing import Any
 
 from cohort.common.config import load_config
-from cohort.common.policies.cost_model import CostModel, StepWork, prefill_pairs
 from cohort.common.policies.interface import Placement
 from cohort.common.workloads.arrivals import AllAtOnce, Arrivals, RandomArrivals
 from cohort.common.workloads.changes import mixture, with_slos
@@ -59,8 +58,6 @@ _STEP = 1.07
 """Capacities are found to within this factor."""
 _FAR = 36
 """Steps below the start at which a search gives up; more than a factor of ten."""
-_FULL_CHUNK, _FULL_ROWS = 2048, 64
-"""The cheapest batches that any system runs: vLLM's largest chunk, and so many decodes beside it."""
 
 HYBRID, TRACED_HYBRID = "hybrid-table-2", "hybrid"
 HYBRID_ANSWER = 66.8
@@ -171,41 +168,6 @@ def rate_of(name: str, step: int) -> float:
 def times(name: str) -> tuple[float, float]:
     """Warm-up and end: as long as answers take, and again; those of Mini Reasoning a minute and more."""
     return {"azure-code": (20.0, 70.0), "reasoning": (100.0, 180.0)}.get(name, (40.0, 90.0))
-
-
-def full_rate(name: str, scale: Scale = SMALL) -> float:
-    """Requests a second that keep two instances busy if every token comes at the price of the cheapest batches: prompts
-    in chunks of 2,048, decodes as rows beside them, which read no weights of their own.
-
-    No system reaches it under the bound: such a batch takes three times as long.
-    """
-    items = workload(name, 1.0, 400.0).items
-    cluster = load_cluster(
-        "a100-80:2", {"tensor_parallel": scale.devices, "stack": scale.stack or None, "mixed_share": MIXED_SHARE}
-    )
-    cost = CostModel(load_model(scale.model), cluster.device, cluster.stack, tensor_parallel=scale.devices)
-    seconds = 0.0
-    for item in items:
-        for start in range(0, item.prompt_tokens, _FULL_CHUNK):
-            share = min(1.0, (item.prompt_tokens - start) / _FULL_CHUNK)
-            seconds += share * cost.step_s(_full_batch(start, 0, 0))
-        context = item.prompt_tokens + item.output_tokens // 2
-        beside = cost.step_s(_full_batch(0, _FULL_ROWS, context)) - cost.step_s(_full_batch(0, 0, 0))
-        seconds += beside / _FULL_ROWS * (item.output_tokens - 1)
-    return 2.0 * len(items) / seconds
-
-
-def _full_batch(start: int, rows: int, context: int) -> StepWork:
-    return StepWork(
-        _FULL_CHUNK + rows,
-        1 + rows,
-        1 + rows,
-        prefill_pairs(start, _FULL_CHUNK),
-        start + _FULL_CHUNK,
-        decode_rows=rows,
-        decode_context=rows * context,
-        longest_context=context,
-    )
 
 
 # -- simulations -----------------------------------------------------------------------------------------------------

@@ -3,14 +3,26 @@ requests."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
 import numpy as np
+import pytest
 from msgspec import structs
 
 from cohort.common.workloads.arrivals import RandomArrivals
 from cohort.common.workloads.papers import LONGBENCH, longbench_workload
-from cohort.services.simulator.figures import dynaserve_setup
+from cohort.services.simulator.figures import alignedserve, dynaserve, dynaserve_setup, ecoserve_setup
 from cohort.services.simulator.figures.dynaserve_setup import SPLIT, System, keeps_up, run
 from cohort.services.simulator.figures.figure import Lab
+from cohort.services.simulator.report import SimReport
+from cohort.services.simulator.reproduce import all_figures
+from tests.examples import another_of_its_kind
+
+
+class Seen(Exception):
+    """Instead of a simulation."""
 
 
 def test_longbench_has_every_task_as_often_and_ends_at_the_context() -> None:
@@ -25,6 +37,35 @@ def test_longbench_has_every_task_as_often_and_ends_at_the_context() -> None:
     assert abs(np.mean([item.prompt_tokens for item in alone]) / mean - 1.0) < 0.05
 
 
+def test_fastgen_computes_again_where_vllm_swaps() -> None:
+    said = {
+        (preset, asked): ecoserve_setup.Case(preset, "alpaca", preemption=asked).config().engine.preemption
+        for preset in (ecoserve_setup.FASTGEN, ecoserve_setup.VLLM)
+        for asked in ("", "recompute")
+    }
+    assert [how for (preset, _), how in said.items() if preset == ecoserve_setup.FASTGEN] == ["recompute"] * 2
+    assert said[ecoserve_setup.VLLM, ""] == "swap"
+
+
+def test_figures_at_one_rate_are_at_the_papers_in_its_order() -> None:
+    asked: list[tuple[ecoserve_setup.Case, float]] = []
+
+    class Asked(Lab):
+        def run(self, key: Any, simulation: Callable[[], SimReport]) -> SimReport:
+            asked.append(key)
+            raise Seen
+
+    for figure in all_figures():
+        if figure.id.startswith(("ecoserve-1-", "ecoserve-1d-", "ecoserve-12-")) or figure.id.endswith("-printed"):
+            with suppress(Seen):
+                figure.measure(Asked(0))
+    assert len(asked) > 30
+    for case, rate in asked:
+        assert rate == ecoserve_setup.TABLE_2_PER_S[case.data]
+        if case.preset == ecoserve_setup.ECOSERVE:
+            assert dict(case.eco)["patience_s"] == ecoserve_setup.NEVER_S
+
+
 def test_a_rate_with_late_requests_is_no_capacity_though_99_percent_of_the_tokens_are_in_time() -> None:
     lab, system = Lab(0), System(SPLIT)
     report = run(lab, system, "azure-code", 3.0)
@@ -35,3 +76,38 @@ def test_a_rate_with_late_requests_is_no_capacity_though_99_percent_of_the_token
     late = structs.replace(report, overall=overall)
     lab._done[(system, "azure-code", 3.0, dynaserve_setup.SMALL, 1.0)] = late, True
     assert not keeps_up(lab, system, "azure-code", 3.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        ("opt-2.7b", "longbench"),
+        *(
+            pytest.param(model, data, marks=another_of_its_kind())
+            for model, data in (("opt-2.7b", "synthetic"), ("opt-2.7b", "azure"), ("opt-13b", "sharegpt"))
+        ),
+    ],
+)
+def test_alignedserve_is_measured_where_the_other_cannot_serve_what_is_offered(model: str, data: str) -> None:
+    run = alignedserve._Run(data, model=model)
+    report = alignedserve._of("baseline-distserve", run).report(Lab(0))
+    answers = [item.output_tokens for item in run._workload(0).items]
+    served_per_s = alignedserve._throughput(report) * len(answers) / sum(answers)
+    assert 1.35 < alignedserve._OFFERED_PER_S[model][data] / served_per_s < 2.15
+
+
+def test_goodput_is_compared_where_more_comes_than_dynaserve_can_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    class Asked(Lab):
+        def run(self, key: Any, simulation: Callable[[], SimReport]) -> SimReport:
+            asked.append(key[2])
+            raise Seen
+
+    monkeypatch.setattr(dynaserve, "_capacity", lambda lab, preset, name, scale=None: 5.0)
+    for figure in all_figures():
+        if figure.id.startswith(("dynaserve-8-goodput-", "dynaserve-10-")):
+            with suppress(Seen):
+                figure.measure(Asked(0))
+    assert len(asked) == 12
+    assert set(asked) == {1.2 * 5.0}

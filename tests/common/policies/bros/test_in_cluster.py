@@ -86,9 +86,16 @@ def test_other_schedulers_over_bidirectional_blocks(iteration: str) -> None:
     assert stats_of(world)["shared_blocks_total"] > 0
 
 
-@pytest.mark.parametrize("options", [{"group_tokens": 4}, {"ablation": {"cut_prompts": False}}])
-def test_options(options: dict[str, Any]) -> None:
-    world = bros_world(34, UNIFIED, Colocated, options=options)
+@pytest.mark.parametrize(
+    ("allocation", "options"),
+    [
+        ("bidirectional", {"group_tokens": 4}),
+        ("bidirectional", {"ablation": {"cut_prompts": False}}),
+        ("paged", {"ablation": {"drops": False}}),
+    ],
+)
+def test_options(allocation: str, options: dict[str, Any]) -> None:
+    world = bros_world(34, UNIFIED, Colocated, allocation=allocation, options=options)
     offer(world, 60, requests)
     finish(world)
 

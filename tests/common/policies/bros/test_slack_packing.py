@@ -36,6 +36,7 @@ def packing(
     every: int = 1,
     share: float = 0.0,
     bound: bool = False,
+    drops: bool = True,
 ) -> SlackPacking:
     """10 ms an iteration, 1 ms a prompt token, 1 ms a row; TTFT 0.4 s, TPOT 0.2 s."""
     options = BrosConfig(
@@ -44,7 +45,7 @@ def packing(
         rt_starvation_s=starve_s,
         be_starvation_s=starve_s,
         best_effort_share=share,
-        ablation=BrosAblation(cut_prompts=cut, starving_every=every, bound_real_time=bound),
+        ablation=BrosAblation(cut_prompts=cut, starving_every=every, bound_real_time=bound, drops=drops),
     )
     limits = IterationLimits(16, 512, chunk, preemption)  # type: ignore[arg-type]
     groups = TokenGroups(group_tokens=1, default_ttft_s=0.4, default_tpot_s=0.2)
@@ -272,6 +273,26 @@ def test_without_shared_blocks_best_effort_is_dropped_for_a_due_request() -> Non
     plan = step(policy, kv, 1.0)
     assert [(p.sequence.request_id, p.how) for p in plan.preempted] == [("younger", "recompute")]
     assert names(plan) == ["rt", "older"]
+
+
+def test_without_drops_a_request_that_finds_no_block_is_computed_again_itself() -> None:
+    for drops, gone, left in ((True, "be", ["rt"]), (False, "rt", ["be"])):
+        policy, kv = packing(drops=drops), PagedAllocator(GEOMETRY, 4, 0, prefix_caching=False)
+        rt = running(policy, kv, "rt", 8, "rt", last_s=0.95)  # two full blocks of four
+        running(policy, kv, "be", 6, "be", last_s=0.0)
+        plan = step(policy, kv, 1.0)
+        assert [(p.sequence.request_id, p.how) for p in plan.preempted] == [(gone, "recompute")]
+        assert names(plan) == left
+        assert (rt.phase is Phase.WAITING) != drops
+
+
+def test_without_drops_a_due_request_waits_for_blocks() -> None:
+    policy, kv = packing(drops=False), PagedAllocator(GEOMETRY, 10, 0, prefix_caching=False)
+    for name in ("older", "younger"):
+        running(policy, kv, name, 14, "be", last_s=0.0)
+    policy.add(0.9, request("rt", 12, arrived_s=0.9))
+    plan = step(policy, kv, 1.0)
+    assert (names(plan), plan.preempted) == (["older", "younger"], [])
 
 
 def test_with_shared_blocks_no_sequence_is_dropped_and_slots_come_back_beside_the_next_batch() -> None:

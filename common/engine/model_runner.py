@@ -122,9 +122,8 @@ class ModelRunner:
         """Loads the model; `threads` 0 leaves torch's own choice. Raises `ModelError` or `ConfigError`.
 
         `num_blocks` 0: as many KV blocks as `share` has memory for once the weights are there; only on a GPU.
-        `rounding`: of plain matrices, at load, on a processor; None = they stay as they are. `cache_dtype`: as
-        `kv.cache_dtype`.
-        `max_context`: no request is longer; 0 = what the model allows. `device_steps`: run as on a GPU; None = on one.
+        `rounding`: of plain matrices, at load, on a processor; None = they stay as they are. `cache_dtype`: as the
+        option. `max_context`: no request is longer; 0 = the model's. `device_steps`: run as on a GPU; None = on one.
         `group`: this is one rank of a worker, whose `followers` rank 0 has; blocks are counted as the worker's.
         `lora`: adapters that requests may name; they are checked before the model is loaded. `grouped`: blocks of
         groups of layers, where their windows differ (`layer_groups`); steps then have tables for each.
@@ -451,10 +450,10 @@ class ModelRunner:
         free, total = torch.cuda.mem_get_info(self.device)
         element = DTYPE_BYTES[self.dtype]
         working = self.geometry if self.ranks is None else self.ranks.share.working
-        reserved = step_bytes(working, element, self.max_rows, self.max_step_tokens) + share.graphs
+        reserved = step_bytes(working, element, self.max_rows, self.max_step_tokens) + share.graphs + share.beside
         if self.ranks is not None:
             reserved += exchange_bytes(self.geometry, element, self.max_step_tokens)
-        reserved += STAGING_BYTES + self._lora_bytes + share.beside
+        reserved += STAGING_BYTES + self._lora_bytes
         budget = kv_bytes(
             total=total,
             free=free,

@@ -18,8 +18,15 @@ from cohort.common.types import Attempt
 class Drops:
     """R11 (§5.2), for one worker's queues."""
 
-    def __init__(self, real_time: RealTimeQueues, best_effort: BestEffortQueues, groups: TokenGroups) -> None:
-        self._rt, self._be, self._groups = real_time, best_effort, groups
+    def __init__(
+        self, real_time: RealTimeQueues, best_effort: BestEffortQueues, groups: TokenGroups, others: bool
+    ) -> None:
+        """`others`: `ablation.drops`; where it is off, only deadlocks make others give way."""
+        self._rt, self._be, self._groups, self._others = real_time, best_effort, groups, others
+
+    def gives_up(self, sequence: Sequence) -> bool:
+        """Whether a request that found no blocks loses its own and is computed again: where no other gives way."""
+        return not self._others and sequence.phase is Phase.RUNNING and not sequence.pinned
 
     def victims(
         self,
@@ -38,6 +45,8 @@ class Drops:
         whose slots it must write over while host memory has no place for them: neither could go on. Evaluated only when
         blocks are missing. `known_before`: tokens known of a sequence when it started here, or came back to the device.
         `sharing`: the allocator's, where real-time requests take best-effort blocks without a drop (R8)."""
+        if not (desperate or self._others):
+            return
         kept = () if desperate else {other.key for other in batch.guaranteed}
 
         def may_go(other: Sequence) -> bool:

@@ -70,7 +70,7 @@ class SlackPacking(IterationScheduler):
         self._best_effort_time = BestEffortTime(options.best_effort_share, options.be_starvation_s)
         self._rt = RealTimeQueues(groups)
         self._be = BestEffortQueues()
-        self._drops = Drops(self._rt, self._be, groups)
+        self._drops = Drops(self._rt, self._be, groups, options.ablation.drops)
         self._average_s = 0.0
         limits_s: dict[TrafficClass, float] = {"rt": options.rt_starvation_s, "be": options.be_starvation_s}
         self._unserved = Unserved(limits_s, every=options.ablation.starving_every)
@@ -417,8 +417,7 @@ class SlackPacking(IterationScheduler):
     def _place(
         self, sequence: Sequence, kv: KvAllocator, batch: Batch, victims: Iterator[Sequence] | None, count: int = 0
     ) -> bool:
-        """Blocks and a row of `count` tokens (0: as many as can be); where blocks are missing, `victims` are dropped
-        one after the other."""
+        """Blocks and a row of `count` tokens (0: as many as can be), for which `victims` are dropped in turn."""
         count = min(count, batch.tokens_left) or self._count(sequence, batch.tokens_left)
         if count < 1:
             return False
@@ -426,21 +425,15 @@ class SlackPacking(IterationScheduler):
             return self._bring_back(sequence, self._sharing.checkpointed(sequence.key), self._sharing, batch)
         while not self._take(sequence, kv, batch, count):
             victim = next(victims, None) if victims is not None else None
-            if victim is None:
-                self._without_drops(sequence, kv, batch)
+            if victim is None and not self._drops.gives_up(sequence):
                 return False
-            preempt(victim, kv, batch.plan, self._limits.preemption)
-            self._rt.changed(victim)
+            preempt(victim or sequence, kv, batch.plan, "recompute" if victim is None else self._limits.preemption)
+            self._rt.changed(victim or sequence)
             batch.dropped += 1
+            if victim is None:
+                return False
         batch.add(sequence, count if count == 1 else min(count, sequence.uncomputed))  # less what a prefix cache had
         return True
-
-    def _without_drops(self, sequence: Sequence, kv: KvAllocator, batch: Batch) -> None:
-        """`ablation.drops` off: a running request that found no blocks loses its own and is computed again."""
-        if not self._options.ablation.drops and sequence.phase is Phase.RUNNING and not sequence.pinned:
-            preempt(sequence, kv, batch.plan, "recompute")
-            self._rt.changed(sequence)
-            batch.dropped += 1
 
     def _take(self, sequence: Sequence, kv: KvAllocator, batch: Batch, count: int) -> bool:
         """Blocks for its next `count` tokens, however it stands."""
@@ -461,8 +454,6 @@ class SlackPacking(IterationScheduler):
     def _droppable(
         self, kv: KvAllocator, batch: Batch, sequence: Sequence, *, real_time: bool, desperate: bool = False
     ) -> Iterator[Sequence]:
-        if not (desperate or self._options.ablation.drops):
-            return iter(())
         return self._drops.victims(
             sequence, kv, batch, self._sharing, self._known_before, real_time=real_time, desperate=desperate
         )

@@ -274,6 +274,7 @@ def test_a_gpu_that_is_named_has_the_sizes_that_its_memory_gives_it_live():
             stack=None,
             mixed_share=None,
             mixed_reads=None,
+            pace=None,
         )
         return configuration(options, "unified").engine.max_step_tokens
 

@@ -88,15 +88,6 @@ def measured_again(note: ProfileNote) -> list[float]:
         return [point.median_s for point in msgspec.json.decode(output.read_bytes(), type=_Points).points]
 
 
-def pace_now(device: str, note: ProfileNote | None) -> float:
-    """By what factor steps take longer on this machine now than when it was profiled. Raises `ConfigError` for a device
-    without check points."""
-    points: tuple[CheckPoint, ...] = note.points if note is not None else ()
-    if note is None or not points:
-        raise ConfigError(f"{device} is no profile of `cohort profile --save`: there are no steps to measure again")
-    return 1.0 + moved([point.seconds for point in points], measured_again(note))
-
-
 def check(
     device: str, note: ProfileNote | None, measure: Callable[[ProfileNote], Sequence[float]] = measured_again
 ) -> str:

@@ -5,13 +5,8 @@ unified workers; a prefill and a decode worker; the default preset's two; one CP
 `--requests` requests whose lengths are the trace's times `--scale`, Poisson arrivals, greedy, outputs of exactly the
 trace's length. The same file of arrivals and lengths then goes through `cohort simulate`.
 
-Before and after every live run the steps that a profile of this machine keeps for its check are measured again, by the
-engine alone; the simulation of that run has the machine at the pace of those moments. (The speed of a shared machine
-moves by a tenth within minutes. What the live run took has no part in it; `--pace 1` leaves it out, as do clusters
-without a profile.)
-
 Prints, live and simulated: mean and p90 TPOT, mean, p50 and p99 TTFT, output tokens a second; and the error of each. Of
-several `--runs` it takes the median of every number, and shows the lowest and the highest.
+several `--runs` live it takes the median of every number, and shows the lowest and the highest.
 """
 
 from __future__ import annotations
@@ -20,13 +15,11 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
-import msgspec
 import yaml
 
 from cohort.common.errors import ConfigError
@@ -34,8 +27,6 @@ from cohort.common.workloads.traces import read_trace
 from cohort.services.bench.live.pipelines import cohort, pipeline
 from cohort.services.bench.live.spec import ClientCommand
 from cohort.services.bench.output import check_writable, markdown_table, publish_json
-from cohort.services.simulator.hardware import load_cluster
-from cohort.services.simulator.measuring import pace_now
 
 ARRANGEMENTS: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "colocated": ("unified", [{"role": "unified", "count": 2, "threads": 1}], "unified=2"),
@@ -48,21 +39,6 @@ ARRANGEMENTS: dict[str, tuple[str, list[dict[str, Any]], str]] = {
 }
 COLUMNS = ("TPOT mean, ms", "TPOT p90, ms", "TTFT mean, ms", "TTFT p50, ms", "TTFT p99, ms", "output tokens/s")
 _WITHOUT_PREFIXES = {"prefix_caching": False}
-
-
-class Run(msgspec.Struct, frozen=True):
-    """What a live run showed, and by what factor the engine's steps took longer around it than in the profile."""
-
-    columns: tuple[float, ...]
-    pace: float
-
-
-class _Kept(msgspec.Struct, frozen=True):
-    """An entry of `--json`."""
-
-    arrangement: str
-    rate: float
-    live: Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,9 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--record", type=Path, help="folder for recordings of the live workers")
     parser.add_argument("--json", type=Path, help="write every number")
     parser.add_argument("--reuse", type=Path, help="live numbers of an earlier --json; only the simulation runs")
-    parser.add_argument(
-        "--pace", type=float, help="of the machine in all simulations (default: measured beside each run)"
-    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--port", type=int, default=8320)
 
@@ -91,7 +64,6 @@ def run(args: argparse.Namespace) -> int:
     check_writable(args.json, "--json")
     if args.runs < 1:
         raise ConfigError("--runs: at least one")
-    pace = _pace(args)
     live = _earlier(args.reuse) if args.reuse else {}
     found: list[dict[str, Any]] = []
     rows: list[list[str]] = []
@@ -100,57 +72,39 @@ def run(args: argparse.Namespace) -> int:
         for rate in args.rates:
             trace = folder / "trace.csv"
             write_trace(args.trace, trace, args, rate)
-            before: float | None = None
             for turn in range(args.runs):
                 for arrangement in args.arrangements:
                     runs = live.setdefault((arrangement, rate), [])
                     if len(runs) <= turn:
-                        before = before or pace()
-                        columns = _live(args, arrangement, trace)
-                        after = pace()
-                        runs.append(Run(columns, fmean((before, after))))
-                        before = after
-                        told = f"{', '.join(f'{value:.1f}' for value in columns)}; pace {runs[-1].pace:.3f}"
+                        runs.append(_live(args, arrangement, trace))
+                        told = ", ".join(f"{value:.1f}" for value in runs[-1])
                         sys.stderr.write(f"{arrangement}, {rate:g}, live run {turn + 1} of {args.runs}: {told}\n")
             for arrangement in args.arrangements:
                 runs = live[arrangement, rate]
-                virtual = [_simulated(args, arrangement, trace, folder, each.pace) for each in runs]
-                found += [
-                    {"arrangement": arrangement, "rate": rate, "live": run, "simulated": columns}
-                    for run, columns in zip(runs, virtual, strict=True)
-                ]
-                pairs = zip(zip(*(run.columns for run in runs), strict=True), zip(*virtual, strict=True), strict=True)
-                rows.append([f"{arrangement}, {rate:g}", *(_cell(*pair) for pair in pairs)])
+                virtual = _simulated(args, arrangement, trace, folder)
+                found.append({"arrangement": arrangement, "rate": rate, "live": runs, "simulated": virtual})
+                cells = [_cell(values, sim) for values, sim in zip(zip(*runs, strict=True), virtual, strict=True)]
+                rows.append([f"{arrangement}, {rate:g}", *cells])
                 sys.stderr.write(f"{' | '.join(rows[-1])}\n")
                 if args.json:
-                    publish_json(str(args.json), msgspec.json.format(msgspec.json.encode(found)))
+                    publish_json(str(args.json), json.dumps(found, indent=1).encode())
     titles = [f"{name}: live, simulated, error" for name in COLUMNS]
     sys.stdout.write(markdown_table(["arrangement, requests/s"], titles, rows))
     return 0
 
 
-def _pace(args: argparse.Namespace) -> Callable[[], float]:
-    """Measures the machine's pace beside its profile, where there is one and nobody says it."""
-    note = load_cluster(args.cluster).profile
-    if args.pace is not None:
-        return lambda: float(args.pace)
-    return (lambda: 1.0) if note is None else (lambda: pace_now(args.cluster, note))
+def _cell(live: tuple[float, ...], simulated: float) -> str:
+    middle = median(live)
+    spread = f" ({min(live):.1f} to {max(live):.1f})" if len(live) > 1 else ""
+    return f"{middle:.1f}{spread}, {simulated:.1f}, {simulated / middle - 1:+.1%}"
 
 
-def _cell(live: Sequence[float], simulated: Sequence[float]) -> str:
-    errors = [ours / theirs - 1.0 for theirs, ours in zip(live, simulated, strict=True)]
-    spread = f" ({min(errors):+.1%} to {max(errors):+.1%})" if len(live) > 1 else ""
-    return f"{median(live):.1f}, {median(simulated):.1f}, {median(errors):+.1%}{spread}"
-
-
-def _earlier(path: Path) -> dict[tuple[str, float], list[Run]]:
-    found: dict[tuple[str, float], list[Run]] = {}
+def _earlier(path: Path) -> dict[tuple[str, float], list[tuple[float, ...]]]:
     try:
-        for each in msgspec.json.decode(path.read_bytes(), type=list[_Kept]):
-            found.setdefault((each.arrangement, each.rate), []).append(each.live)
-    except (OSError, msgspec.DecodeError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {(each["arrangement"], each["rate"]): [tuple(run) for run in each["live"]] for each in found}
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"--reuse {path}: {error}") from error
-    return found
 
 
 def write_trace(source: Path, target: Path, args: argparse.Namespace, rate: float) -> None:
@@ -173,14 +127,13 @@ def _live(args: argparse.Namespace, arrangement: str, trace: Path) -> tuple[floa
         return _columns(served.load([ClientCommand("client", options, 0.0)])["client"].overall)
 
 
-def _simulated(args: argparse.Namespace, arrangement: str, trace: Path, folder: Path, pace: float) -> tuple[float, ...]:
+def _simulated(args: argparse.Namespace, arrangement: str, trace: Path, folder: Path) -> tuple[float, ...]:
     preset, workers, roles = ARRANGEMENTS[arrangement]
     config, report = folder / "simulated.yaml", folder / "simulated.json"
     config.write_text(yaml.safe_dump({"workers": workers, "kv": _WITHOUT_PREFIXES}))
-    machine = ("--cluster", args.cluster, f"--pace={pace}", "--predictor", args.predictor)
-    served = ("--model", "smollm2-135m", "--roles", roles)
+    cluster = ("--cluster", args.cluster, "--model", "smollm2-135m", "--roles", roles, "--predictor", args.predictor)
     given = ("--trace", str(trace), "--preset", preset, "--config", str(config))
-    cohort("simulate", *given, *machine, *served, "--json", str(report))
+    cohort("simulate", *given, *cluster, "--json", str(report))
     return _columns(json.loads(report.read_text())[0]["overall"])
 
 

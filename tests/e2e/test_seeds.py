@@ -102,7 +102,7 @@ def test_a_pipeline_serves_by_one_address_and_after_a_move_again(tmp_path: Path)
     with Hosts(tmp_path, tiny_model(tmp_path), options(tmp_path), preset="disaggregated") as hosts:
         [first] = hosts.complete_all([ASKED])
         assert (first.error, len(first.tokens)) == ("", 24)
-        assert hosts.stats("decode-0")["kv_transfers_in_total"] >= 1, "between workers, which no option named"
+        hosts.wait_for("decode-0", "kv_transfers_in_total", 1)  # between workers, which no option named
         hosts.kill("manager")
         hosts.start("manager")
         hosts.wait_ready()

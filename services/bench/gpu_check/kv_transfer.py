@@ -19,6 +19,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+import structlog
 import torch
 from torch import Tensor
 
@@ -232,4 +233,5 @@ def _say(answer: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # what is said is answers alone
     asyncio.run(_serve(sys.argv[1], torch.device(sys.argv[2]), sys.argv[3] == "1"))

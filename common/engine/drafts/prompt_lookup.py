@@ -23,7 +23,7 @@ PLACES = 32
 
 
 class PromptLookup:
-    """Of one sequence. Holds about 200 bytes for each of its tokens."""
+    """Of one sequence. Holds about 130 bytes for each of its tokens."""
 
     __slots__ = ("_before", "_ends", "_longest", "_shortest", "matched")
 

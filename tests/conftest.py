@@ -24,14 +24,16 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
 
 LONG_FIRST = (
     *("services/launcher", "scripts", "services/simulator", "common/transport", "security", "services/bench"),
-    *("common/engine", "services/length_predictor", "kernels"),
+    *("common/engine", "kernels"),
 )
 """With files of half a minute: where several workers share the files, a long one at the end leaves the others idle."""
+LAST = ("services/length_predictor",)
+"""Wait for a process of the lowest priority, for minutes where all cores are taken."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    folders = tuple(f"tests/{folder}/" for folder in LONG_FIRST)
-    items.sort(key=lambda item: not item.nodeid.startswith(folders))
+    first, last = (tuple(f"tests/{folder}/" for folder in folders) for folders in (LONG_FIRST, LAST))
+    items.sort(key=lambda item: item.nodeid.startswith(last) - item.nodeid.startswith(first))
 
 
 @pytest.fixture(scope="session")

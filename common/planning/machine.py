@@ -425,7 +425,7 @@ class PlannerMachine:
         self._changing, self._changed_s, self._other_since_s = None, now_s, None
         if failure:
             self._held[decision.after] = now_s + self.settings.hold_s
-            self.shape = decision.before
+            self.shape, self._grown = decision.before, False
             self._record(msgspec.structs.replace(decision, action="failed", why=failure))
         elif decision.action == "changed":
             self._unjudged = decision

@@ -137,9 +137,9 @@ def test_a_wrong_kernel_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Attention that misses the last key: every attention line must fail, and only those."""
     right = kernels.paged_attention
 
-    def wrong(query, kv, layer, meta, scale, out, *, sliding_window=0) -> None:  # type: ignore[no-untyped-def]
+    def wrong(query, kv, layer, meta, scale, out, **options) -> None:  # type: ignore[no-untyped-def]
         kept, meta.context_lens = meta.context_lens, (meta.context_lens - 1).clamp(min=1)
-        right(query, kv, layer, meta, scale, out, sliding_window=sliding_window)
+        right(query, kv, layer, meta, scale, out, **options)
         meta.context_lens = kept
 
     monkeypatch.setattr(kernels, "paged_attention", wrong)
@@ -155,11 +155,11 @@ def test_an_item_that_throws_hides_none_of_the_others(tmp_path: Path, monkeypatc
     right = kernels.paged_attention
     calls: list[int] = []
 
-    def once(query, kv, layer, meta, scale, out, *, sliding_window=0) -> None:  # type: ignore[no-untyped-def]
+    def once(query, kv, layer, meta, scale, out, **options) -> None:  # type: ignore[no-untyped-def]
         calls.append(1)
         if len(calls) == 1:
             raise RuntimeError("no kernel image is available")
-        right(query, kv, layer, meta, scale, out, sliding_window=sliding_window)
+        right(query, kv, layer, meta, scale, out, **options)
 
     monkeypatch.setattr(kernels, "paged_attention", once)
     check = check_in(tmp_path)

@@ -42,7 +42,6 @@ _UNREAD = frozenset(
     {"weight_shape", "input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_zero_point"}
 )
 _CODES_OF_8_BITS = frozenset({"F8_E4M3", "I8"})
-_MX_GROUP = 32
 _DEGREES = (2, 4, 8, 16)
 
 
@@ -265,7 +264,7 @@ def weight_bytes(
     """What the weights take with plain ones in `element` bytes each, in a model of `dtype`; 0 where nothing tells."""
     if kind == "files" and (model_dir / GGUF_FILE).exists() and device_type == "cpu":
         return int((model_dir / GGUF_FILE).stat().st_size * _GGUF_PACKED)
-    if geometry.family == "gpt_oss" and kind == "files" and keeps_codes(device_type, dtype, mxfp4_codes(_MX_GROUP)):
+    if geometry.family == "gpt_oss" and kind == "files" and keeps_codes(device_type, dtype, mxfp4_codes()):
         return _with_mxfp4(model_dir, geometry, element)
     if geometry.quantization is None or kind != "files":
         return parameters(model_dir, geometry, kind) * element

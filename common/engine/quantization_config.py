@@ -94,9 +94,13 @@ class Quantization:
         return _names(pattern, module) or f".{pattern}." in f".{module}."
 
 
-def mxfp4_codes(inputs: int) -> CodeLayout:
-    """Of gpt-oss's experts, a power of two for each 32 inputs."""
-    return CodeLayout(4, True, 32, inputs, False)
+MXFP4_GROUP = 32
+"""Inputs of an MXFP4 weight that share a scale."""
+
+
+def mxfp4_codes(inputs: int = MXFP4_GROUP) -> CodeLayout:
+    """Of gpt-oss's experts, a power of two for each group of inputs; at the least, of a single group."""
+    return CodeLayout(4, True, MXFP4_GROUP, inputs, False)
 
 
 def keeps_codes(device_type: str, dtype: str, codes: CodeLayout | None = None, *, checkpoint: bool = True) -> bool:

@@ -138,7 +138,8 @@ def _coded_products(
     return out
 
 
-def _check_dense(x: Tensor, weights: list[Tensor], bias: Tensor | None, shape: tuple[int, int]) -> None:
+def _check_dense(x: Tensor, weights: list[Tensor], bias: Tensor | None = None, shape: tuple[int, int] = (0, 0)) -> None:
+    """`shape`: of the bias, where there is one."""
     if x.stride(1) != 1 or not all(each.is_contiguous() for each in weights):
         raise ValueError("codes, scales and weights must be dense, and so a row of x")
     if bias is not None and (bias.shape != shape or not bias.is_contiguous()):
@@ -178,8 +179,7 @@ def grouped_products(
     rows = len(order)
     if gate_up.shape != (experts, 2 * inner, hidden) or x.shape != (rows // per_token, hidden):
         raise ValueError(f"x {list(x.shape)}, weights {list(gate_up.shape)} and {list(down.shape)} do not fit")
-    if x.stride(1) != 1 or not (gate_up.is_contiguous() and down.is_contiguous()):
-        raise ValueError("weights must be dense, and so a row of x")
+    _check_dense(x, [gate_up, down])
     plan = expert_plan(rows=rows, experts=experts, element_bytes=x.element_size())
     activated = x.new_empty((rows, inner))
     gated_expert_rows[_grid(plan, rows, experts, inner)](

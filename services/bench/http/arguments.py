@@ -45,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--request-timeout-s", type=float, default=600.0, metavar="S", help="per request (default %(default)g)"
     )
+    server.add_argument(
+        "--new-connections",
+        action="store_true",
+        help="one for each request, for servers that close theirs unsaid (llama.cpp's, after a stream)",
+    )
     server.add_argument("--extra-body", default="{}", metavar="JSON", help="merged into every request body")
 
     when = parser.add_argument_group("when requests arrive (default: --concurrency 8; for a trace with times, its own)")

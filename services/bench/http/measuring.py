@@ -53,7 +53,11 @@ def measure(args: argparse.Namespace) -> int:
 
 async def _measure(options: BenchOptions, errors: Console) -> tuple[BenchResult, list[Measurement], bool]:
     stop = asyncio.Event()
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
+    connector = (
+        aiohttp.TCPConnector(limit=0, force_close=True)
+        if options.new_connections
+        else aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
+    )
     # No limits here: the deadline is the request's own, and a queue in the client would hide the server's.
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=READ_BUFFER_BYTES) as session:

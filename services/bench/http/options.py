@@ -73,6 +73,7 @@ class BenchOptions:
     extra_body: dict[str, Any]
     warmup_requests: int
     request_timeout_s: float
+    new_connections: bool
     max_concurrency: int | None
     prompt_salt: int
     json_path: str | None
@@ -140,6 +141,7 @@ def from_args(args: argparse.Namespace) -> BenchOptions:
         extra_body=_extra_body(args.extra_body),
         warmup_requests=args.warmup,
         request_timeout_s=args.request_timeout_s,
+        new_connections=args.new_connections,
         max_concurrency=args.max_concurrency,
         prompt_salt=secrets.randbits(31) if args.prompt_salt is None else args.prompt_salt,
         json_path=args.json if args.json in (None, "-") else str(check_writable(Path(args.json), "--json")),

@@ -13,6 +13,8 @@ from cohort.services.bench.http.report import RunReport, Slice, SloReport
 from cohort.services.bench.output import plain_table
 from cohort.services.bench.spread import Spread
 
+SERVERS_SIDE_BY_SIDE = 3
+
 
 def print_result(result: BenchResult, console: Console) -> None:
     if result.comparison is not None:
@@ -180,12 +182,25 @@ def _comparison(compared: list[ComparedFigure]) -> Table | str:
     if not compared:
         return "No round was completed by every server; nothing to compare."
     names = list(compared[0].by_name)
+    if len(names) > SERVERS_SIDE_BY_SIDE:
+        return _comparison_downwards(compared, names)
     ratios = (f"{escape(name)} / {escape(names[0])}" for name in names[1:])
     table = plain_table("median (min–max)", *(escape(name) for name in names), *ratios)
     for figure in compared:
         cells = [_spread(figure.by_name[name]) for name in names]
         cells += [_ratio(figure, name) for name in names[1:]]
         table.add_row(f"{figure.title} {figure.unit}".strip(), *cells)
+    return table
+
+
+def _comparison_downwards(compared: list[ComparedFigure], names: list[str]) -> Table:
+    """A row for each figure and server: side by side so many would be cut to nothing."""
+    table = plain_table("figure", "server", "median (min–max)", f"over {escape(names[0])}")
+    for figure in compared:
+        for name in names:
+            title = f"{figure.title} {figure.unit}".strip() if name == names[0] else ""
+            ratio = "" if name == names[0] else _ratio(figure, name)
+            table.add_row(title, escape(name), _spread(figure.by_name[name]), ratio)
     return table
 
 

@@ -46,11 +46,13 @@ class Behaviour:
 
 @dataclass
 class FakeServer:
-    """`bodies` and `headers` are what generation requests held, in order of arrival."""
+    """`bodies` and `headers` are what generation requests held, `ports` the client's they came from, in order of
+    arrival."""
 
     behaviour: Behaviour = field(default_factory=Behaviour)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    ports: list[int] = field(default_factory=list)
     url: str = ""
     busy_until_s: float = 0.0
     disconnects: int = 0
@@ -111,6 +113,8 @@ class FakeServer:
         index = len(self.bodies)
         self.bodies.append(body)
         self.headers.append({k.lower(): v for k, v in request.headers.items()})
+        if request.transport is not None:
+            self.ports.append(request.transport.get_extra_info("peername")[1])
         fault = asked.fault(index)
         if fault is not None and fault.startswith("http_"):
             return web.json_response({"error": {"message": f"made to fail: {fault}"}}, status=int(fault[5:]))

@@ -231,6 +231,20 @@ def test_compare_interleaves_the_same_requests(
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_compares_many_servers_downwards_each_request_on_a_connection_of_its_own(
+    serve: Callable[[], FakeServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers = {name: serve() for name in ("first", "second", "third", "fourth")}
+    named = [f"{name}={server.url}" for name, server in servers.items()]
+    load = ["--num-requests", "3", "--concurrency", "1", "--warmup", "0"]
+    assert main(["--compare", *named, *load, "--new-connections"]) == 0
+    assert all(len(server.ports) == len(set(server.ports)) >= 3 for server in servers.values())
+    printed = capsys.readouterr().out
+    assert all(f" {name} " in printed for name in servers) and "…" not in printed and "over first" in printed
+    assert main(["--compare", *named[:2], *load]) == 0
+    assert len(set(servers["first"].ports[-3:])) == 1
+
+
 def test_compare_uses_one_prompt_form_for_all(
     serve: Callable[[], FakeServer], capsys: pytest.CaptureFixture[str]
 ) -> None:

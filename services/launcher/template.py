@@ -68,11 +68,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _reap(orders: socket.socket) -> None:
     """Workers that ended: what they started ends with them, before their ids can belong to others."""
-    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+    while (ended := _ended()) is not None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(ended.si_pid, signal.SIGKILL)
         _, status = os.waitpid(ended.si_pid, 0)
         orders.send(json.dumps({"pid": ended.si_pid, "code": os.waitstatus_to_exitcode(status)}).encode())
+
+
+def _ended() -> os.waitid_result | None:
+    """A worker that has ended and is not reaped yet."""
+    try:
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # there is none left
+        return None
 
 
 def _become(order: dict[str, Any], log: int) -> None:

@@ -23,6 +23,7 @@ from cohort.common.addresses import gateway_names, manager_names
 from cohort.common.config import Config, dump_config, load_config
 from cohort.common.ports import free_port
 from cohort.common.types import Role
+from tests.e2e.forked import ForkedProcess, fork
 
 CONTEXT_LIMIT = int(os.environ.get("COHORT_TEST_CONTEXT", "2048"))
 """The pipeline under test serves so many positions; 8192 is the model's own limit and takes minutes on two cores."""
@@ -89,7 +90,7 @@ class Pipeline:
         self._file = folder / "config.yaml"
         self.config: Config
         self.reconfigure(preset)
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
         services = ["monitor", *manager_names(self.config), "predictor", *gateway_names(self.config)]
         self.names = [*services, *self.config.instance_roles]
 
@@ -121,26 +122,21 @@ class Pipeline:
         role = self.config.instance_roles.get(name)
         folder = _FOLDERS.get(name.partition("-")[0]) or ("decode_worker" if role is Role.DECODE else "prefill_worker")
         threads = str(self.config.worker_threads(name, os.cpu_count() or 1)) if role else "1"
+        arguments = ["--config", str(self._file), "--instance", name, "--run-dir", str(self.run_dir(name))]
+        module = f"cohort.services.{folder}"
+        environment = {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
         with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                [
-                    *self._before.get(name, []),
-                    sys.executable,
-                    "-m",
-                    f"cohort.services.{folder}",
-                    "--config",
-                    str(self._file),
-                    "--instance",
-                    name,
-                    "--run-dir",
-                    str(self.run_dir(name)),
-                ],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"},
-            )
+            if name in self._before:
+                self.processes[name] = subprocess.Popen(
+                    [*self._before[name], sys.executable, "-m", module, *arguments],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    env=environment,
+                )
+            else:
+                self.processes[name] = fork(module, arguments, environment, log)
 
     def run_dir(self, name: str) -> Path:
         """One machine's processes share one."""

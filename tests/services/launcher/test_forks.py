@@ -88,6 +88,14 @@ async def test_one_that_is_killed_ends_by_that_signal(forks: Forks, tmp_path: Pa
     assert await worker.wait() == -signal.SIGKILL
 
 
+async def test_a_template_outlives_the_last_of_its_workers(forks: Forks, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        alone = await forks.child(command("ends", "0"), tmp_path / f"{name}.log", environment())
+        assert isinstance(alone, Fork) and await alone.wait() == 0
+    imported = {(await said(tmp_path / f"{name}.log", 1))[0].rpartition(" ")[2] for name in ("first", "second")}
+    assert len(imported) == 1
+
+
 async def test_with_another_environment_there_is_another_template(forks: Forks, tmp_path: Path) -> None:
     for threads in ("1", "2"):
         child = await forks.child(

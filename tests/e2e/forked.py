@@ -1,0 +1,122 @@
+"""Processes of a pipeline as forks of one that has imported what they import, as the launcher starts many workers: a
+start costs a tenth of the imports' two seconds. That real starts work is `tests/services/launcher`'s."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+from cohort.services.launcher.template import LARGEST_ORDER_BYTES
+
+READY_TIMEOUT_S = 120.0
+_SERVICES = ("gateway", "length_predictor", "bucketing_manager", "global_monitor", "prefill_worker", "decode_worker")
+
+
+class ForkedProcess:
+    """What the tests use of a `subprocess.Popen`."""
+
+    def __init__(self, template: _Template, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._template = template
+
+    def poll(self) -> int | None:
+        self._template.hear()
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Exit code, negative for a signal. Raises `subprocess.TimeoutExpired`."""
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout)
+            self._template.hear(min(0.1, timeout))
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _Template:
+    """Ends with the tests' process, and its forks with it."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        modules = [f"cohort.services.{name}.service" for name in _SERVICES]
+        command = [
+            sys.executable,
+            "-m",
+            "cohort.services.launcher.template",
+            "--orders",
+            str(theirs.fileno()),
+            *modules,
+        ]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, env=dict(environment), start_new_session=True, pass_fds=[theirs.fileno()]
+        )
+        theirs.close()
+        self._hearing = threading.Lock()
+        self._serial = 0
+        self._born: dict[int, int] = {}
+        self._forks: dict[int, ForkedProcess] = {}
+        self._receive(READY_TIMEOUT_S)
+
+    def fork(self, module: str, arguments: Sequence[str], log: IO[bytes]) -> ForkedProcess:
+        with self._hearing:
+            self._serial += 1
+            order = {
+                "order": self._serial,
+                "module": module,
+                "arguments": list(arguments),
+                "template": self.process.pid,
+            }
+            socket.send_fds(self._orders, [json.dumps(order).encode()], [log.fileno()])
+            while self._serial not in self._born:
+                self._receive(READY_TIMEOUT_S)
+            return self._forks[self._born.pop(self._serial)]
+
+    def hear(self, timeout_s: float = 0.0) -> None:
+        """What ended meanwhile."""
+        with self._hearing:
+            while select.select([self._orders], [], [], timeout_s)[0]:
+                self._receive(0.0)
+                timeout_s = 0.0
+
+    def _receive(self, timeout_s: float) -> None:
+        ready, _, _ = select.select([self._orders], [], [], timeout_s)
+        data = self._orders.recv(LARGEST_ORDER_BYTES) if ready else b""
+        if not data:
+            raise RuntimeError(f"the template of the processes does not answer (exit code {self.process.poll()})")
+        match json.loads(data):
+            case {"order": int(order), "pid": int(pid)}:
+                self._forks[pid] = ForkedProcess(self, pid)
+                self._born[order] = pid
+            case {"pid": int(pid), "code": int(code)}:
+                self._forks.pop(pid).returncode = code
+
+
+_templates: dict[tuple[tuple[str, str], ...], _Template] = {}
+
+
+def fork(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> ForkedProcess:
+    """`python -m module arguments`, with standard output and error to `log`. One template for each environment: the
+    size of an OpenMP pool is read at import."""
+    wanted = {name: value for name, value in environment.items() if name != "PYTEST_CURRENT_TEST"}
+    key = tuple(sorted(wanted.items()))
+    if key not in _templates:
+        _templates[key] = _Template(wanted)
+    return _templates[key].fork(module, arguments, log)

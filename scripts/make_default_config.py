@@ -96,7 +96,7 @@ def _own_docstring(struct: type) -> str:
 
 
 def _field_comments() -> dict[tuple[str, str], str]:
-    """(class, field) → the comment behind the field in the source, or on the line above where that is too long."""
+    """(class, field) → the comment behind the field in the source, or on the lines above where that is too long."""
     found = {}
     for module in (serving, policies, root):
         source = Path(module.__file__).read_text(encoding="utf-8")
@@ -108,12 +108,20 @@ def _field_comments() -> dict[tuple[str, str], str]:
         for node in ast.parse(source).body:
             for statement in node.body if isinstance(node, ast.ClassDef) else ():
                 if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                    above = comments.get(statement.lineno - 1)
-                    if above is not None and above.line.strip() != above.string:
-                        above = None  # it belongs to the field of that line
-                    comment = comments.get(statement.end_lineno or statement.lineno) or above
-                    if comment is not None:
-                        found[node.name, statement.target.id] = comment.string.lstrip("# ").strip()
+                    beside = comments.get(statement.end_lineno or statement.lineno)
+                    lines = [beside] if beside is not None else _lines_above(statement.lineno, comments)
+                    if lines:
+                        found[node.name, statement.target.id] = " ".join(
+                            line.string.lstrip("# ").strip() for line in lines
+                        )
+    return found
+
+
+def _lines_above(line: int, comments: Mapping[int, tokenize.TokenInfo]) -> list[tokenize.TokenInfo]:
+    """Comments that have a line to themselves, without a gap; one behind a field belongs to that field."""
+    found: list[tokenize.TokenInfo] = []
+    while (above := comments.get(line - 1 - len(found))) is not None and above.line.strip() == above.string:
+        found.insert(0, above)
     return found
 
 

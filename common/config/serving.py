@@ -319,8 +319,9 @@ class SpeculationConfig(Section, frozen=True):
     the model gives, so that answers stay the same (docs/guide/speculation.md)."""
 
     # lookup = what followed the last tokens where they stood before, in prompt or answer; recent = that, and what
-    # followed them in recent answers to the same API key and adapter; model = lookup, and what a smaller model expects
-    mode: Literal["off", "lookup", "recent", "model"] = "off"
+    # followed them in recent answers to the same API key and adapter; model = lookup, and what a smaller model expects;
+    # auto = lookup on a processor, off on a GPU, where it has not been measured yet
+    mode: Literal["auto", "off", "lookup", "recent", "model"] = "auto"
     # expected tokens of one row in an iteration; how many it has is decided by what they bring, none under load
     max_drafts: Annotated[int, msgspec.Meta(ge=1, le=64)] = 8
     # recent: tokens of answers that a worker remembers of one API key and adapter, of about 600 bytes each
@@ -330,6 +331,17 @@ class SpeculationConfig(Section, frozen=True):
     # DeepSeek-V3's checkpoints bring; heads and modules on a processor only
     draft_model: str = ""
     draft_quantization: str = "auto"  # of it, as model.quantization
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything is ever expected; `auto` counts as off until it is settled."""
+        return self.mode not in ("auto", "off")
+
+    def settled(self, device_type: str) -> SpeculationConfig:
+        """With what `auto` stands for on a device of this type: `cpu` or `cuda`."""
+        if self.mode != "auto":
+            return self
+        return msgspec.structs.replace(self, mode="lookup" if device_type == "cpu" else "off")
 
 
 class EndpointsConfig(Section, frozen=True):

@@ -471,7 +471,7 @@ def _transfer_memory(runner: ModelRunner, links: dict[str, KvLink]) -> GroupMemo
 def _drafting(context: ServiceContext, runner: ModelRunner) -> Drafting | None:
     """None: nothing is ever drafted."""
     speculation = context.config.speculation
-    if speculation.mode == "off":
+    if not speculation.drafts:
         return None
     answers = None
     if speculation.mode == "recent":

@@ -304,6 +304,8 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     own = await claim_device(config, context.instance, default_role, engine, context.stopping)
     if own is None:
         return  # asked to stop while every GPU was taken
+    speculation = config.speculation.settled(own.device.type)
+    context.config = config = msgspec.structs.replace(config, speculation=speculation)
     threads = config.worker_threads(context.instance, len(own_cores()))
     if own.degree == 1:
         await _serve(context, policies, own, engine, threads)

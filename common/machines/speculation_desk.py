@@ -35,7 +35,7 @@ class SpeculationDesk:
         self._times = times
         self._most = speculation.max_drafts
         self.policy: Speculation | None = None
-        if speculation.mode != "off":
+        if speculation.drafts:
             self.policy = Speculation(speculation.max_drafts, asks_model=speculation.mode == "model")
 
     def allot(self, plan: IterationPlan) -> None:

@@ -115,7 +115,7 @@ class SimCluster:
         workload.check()
         compose.check_names(config)
         acceptance = Acceptance(options.acceptance, options.seed, options.draft_rates)
-        config = config if acceptance else _without_drafts(config)
+        config = _with_drafts(config) if acceptance else _without_drafts(config)
         model = kept_kv(model, config, cluster)
         self.config, self.cluster, self.model, self.options = config, cluster, model, options
         self.geometry = model.kv_geometry(config.kv.block_size, grouped=compose.groups_layers(config))
@@ -330,6 +330,10 @@ def _cost_model(model: ModelShape, part: Cluster) -> CostModel:
     return CostModel(
         model, part.device, part.stack, tensor_parallel=part.tensor_parallel, decode_attention=part.decode_attention
     )
+
+
+def _with_drafts(config: Config) -> Config:
+    return msgspec.structs.replace(config, speculation=config.speculation.settled("cpu"))
 
 
 def _without_drafts(config: Config) -> Config:

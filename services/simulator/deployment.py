@@ -64,7 +64,7 @@ class Deployment:
         self._placement = placement
         self._lists_queue = compose.reads_queues(config, placement or compose.placement(config))
         self._learns = compose.wants_step_times(config) or (placement is not None and placement.wants_step_times)
-        self._learns = self._learns or config.planner.mode != "off" or config.speculation.mode != "off"
+        self._learns = self._learns or config.planner.mode != "off" or config.speculation.drafts
         self._profile = profile
         self._random = Random(seed)
         self._numbers = itertools.count()

@@ -157,7 +157,6 @@ class ZmqBus:
                 self._open_inbox(bind, advertise)
             except BaseException:
                 self._closed = True
-                self._context.destroy(linger=0)
                 self._end_context()
                 raise
 
@@ -388,8 +387,8 @@ class ZmqBus:
 
     def _end_context(self) -> None:
         if self._authenticator is not None:
-            self._authenticator.stop()
-        self._context.term()
+            self._authenticator.stop()  # it speaks to its thread by a socket of this context
+        self._context.destroy(linger=0)
         # Only now: until the context has ended, libzmq may still be listening on the file.
         if self._ipc_lock is not None:
             self._ipc_lock.release()

@@ -108,3 +108,11 @@ def test_unusable_key_files_are_named(tmp_path: Path) -> None:
 
 def test_keys_compare_by_value() -> None:
     assert CurveKeys(b"a", b"b") == CurveKeys(b"a", b"b")
+
+
+async def test_a_port_that_is_taken_is_said_so_with_keys_too(tmp_path: Path) -> None:
+    keys = generate_keys(tmp_path / "cluster.key")
+    first = ZmqBus("first", "tcp://127.0.0.1:0", keys)
+    with pytest.raises(ConfigError, match="cannot listen"):
+        ZmqBus("second", first.endpoint, keys)
+    await first.close()

@@ -24,7 +24,7 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "scenario",
     [
-        pytest.param(name, marks=another_of_its_kind() if name in ("choices", "prompts", "scored prompts") else ())
+        pytest.param(name, marks=another_of_its_kind() if name in ("choices", "long", "prompts", "scored prompts") else ())
         for name in SCENARIOS
     ],
 )

@@ -32,7 +32,7 @@ from tests.common.engine.kernel_variants import MAX_ROWS
         pytest.param("phi3-longrope", "bfloat16", marks=another_of_its_kind()),
         pytest.param("gemma3", "bfloat16", marks=another_of_its_kind()),
         pytest.param("opt", "float32", marks=another_of_its_kind()),
-        ("mixtral", "bfloat16"),
+        pytest.param("mixtral", "bfloat16", marks=another_of_its_kind()),
         pytest.param("qwen2-moe", "float32", marks=another_of_its_kind()),
         ("gpt-oss", "bfloat16"),
         pytest.param("gemma2", "bfloat16", marks=another_of_its_kind()),

@@ -343,11 +343,11 @@ async def test_the_bodies_are_valid_as_they_stand(open_site: OpenSite, path: str
         assert await send(site, path, written(BODIES[path], {})) == wanted
 
 
-@pytest.mark.slow
 ALL_PLACES = ("/v1/completions", "/v1/chat/completions", "/v1/batches")
 """By default; the others' fields are sampled below."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path", [path if path in ALL_PLACES else pytest.param(path, marks=another_of_its_kind()) for path in BODIES]
 )

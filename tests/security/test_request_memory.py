@@ -21,12 +21,11 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "wide", context=CONTEXT)
 
 
+BY_DEFAULT = ("plain", "log-probabilities", "prompts of one token")
+
+
 @pytest.mark.parametrize(
-    "scenario",
-    [
-        pytest.param(name, marks=another_of_its_kind() if name in ("choices", "long", "prompts", "scored prompts") else ())
-        for name in SCENARIOS
-    ],
+    "scenario", [name if name in BY_DEFAULT else pytest.param(name, marks=another_of_its_kind()) for name in SCENARIOS]
 )
 def test_a_thousand_of_the_worst(wide_model: Path, scenario: str) -> None:
     """All plain ones come in; the others until they hold what they may, then they are told to come later."""

@@ -197,16 +197,17 @@ async def test_answers_of_a_key_and_adapter_are_drafted_for_it_alone(
 
 
 @pytest.mark.parametrize(
-    "drafts_by", ["itself", "itself on a device", pytest.param("another", marks=another_of_its_kind()), "head"]
+    "drafts_by",
+    ["itself", "itself on a device", pytest.param("another", marks=another_of_its_kind()), "head", "head on a device"],
 )
 async def test_answers_are_the_same_with_a_model_that_drafts(
     model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts_by: str
 ) -> None:
     """The model itself, whose drafts are right where nothing looks back on tokens, and others, whose are not."""
     monkeypatch.setattr(Speculation, "_best", _three_each)
-    folder, source = model_folder("llama"), "head" if drafts_by == "head" else "model"
-    drafts_from = {"another": model_folder("qwen3"), "head": head_folder(tmp_path / "head")}
-    draft, on_device = drafts_from.get(drafts_by, folder), drafts_by.endswith("device")
+    kind, _, device = drafts_by.partition(" on a ")
+    folder, source, on_device = model_folder("llama"), "head" if kind == "head" else "model", bool(device)
+    draft = {"another": model_folder("qwen3"), "head": head_folder(tmp_path / "head")}.get(kind, folder)
     asked = [
         request(name, PROMPTS[index % len(PROMPTS)], max_tokens=40, **kind)
         for index, (name, kind) in enumerate(KINDS.items())
@@ -222,7 +223,7 @@ async def test_answers_are_the_same_with_a_model_that_drafts(
     _same(*found)
     drafts, right = counters.drafts_of[source], counters.right_of[source]  # type: ignore[index]
     # Penalties are the verifying model's alone: less than half of a penalised request's drafts are right.
-    assert right > 0.6 * drafts if drafts_by.startswith("itself") else right < 0.2 * drafts
+    assert right > 0.6 * drafts if kind == "itself" else right < 0.2 * drafts
     assert drafts > 40
 
 

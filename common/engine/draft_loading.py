@@ -1,6 +1,6 @@
-"""The draft model of a worker: what is refused before a byte is loaded, its share of the cache, the model itself.
+"""The draft model or head of a worker: what is refused before a byte is loaded, its share of the cache, its making.
 
-Called by `worker_process`. How it drafts is `drafts/draft_model.py`'s business.
+Called by `worker_process`. How it drafts is the business of `drafts/draft_model.py` and `drafts/states_drafter.py`.
 """
 
 from __future__ import annotations

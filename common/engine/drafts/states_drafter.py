@@ -80,7 +80,7 @@ class HeadModel:
         embedded = torch.empty_like(given)
         self._embedding.into(step.token_ids, embedded)
         last = self._head.forward(step, embedded, given, kv).index_select(0, step.sample_index)
-        logits = torch.empty((len(last), self.vocabulary), device=last.device)
+        logits = torch.empty((len(last), self.vocabulary), dtype=torch.float32, device=last.device)
         self._last_product.into(last, logits)
         self.sampled_states = last
         return logits

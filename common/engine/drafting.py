@@ -117,11 +117,13 @@ class Drafting:
         return self.model is None or self._expected[sequence].trust >= _TRUSTED
 
     def _asked(self, row: Row, kv: KvAllocator, number: int) -> DraftRow:
-        """Drafts are drawn with the numbers of the positions that they are for, so that they are right wherever both
-        models let the same token win. What looks back (penalties, grammars) is the verifying model's alone."""
+        """Drafts are drawn under the same penalties, with the numbers of the positions that they are for, so that they
+        are right wherever both models let the same token win. Grammars are the verifying model's alone."""
         sequence, key = row.sequence, row.sequence.key
         params, inputs, first = sequence.request.sampling, sequence.sampling_inputs, len(sequence.tokens)
-        bias = None if inputs is None else inputs.bias
+        bias, history = (None, None) if inputs is None else (inputs.bias, inputs.history)
+        if history is not None:
+            history.catch_up(sequence.tokens[sequence.request.prompt_tokens + history.output_tokens :])
         banned_before = sequence.request.prompt_tokens + params.min_tokens
         sampling = tuple(
             [
@@ -132,7 +134,11 @@ class Drafting:
                     params.top_p,
                     params.top_k,
                     params.min_p,
-                    logit_bias=bias,
+                    params.repetition_penalty,
+                    params.presence_penalty,
+                    params.frequency_penalty,
+                    history,
+                    bias,
                     banned=params.stop_token_ids if position < banned_before else (),
                 )
                 for position in range(first, first + row.drafts)

@@ -34,7 +34,7 @@ class DraftRow:
     blocks: Sequence[int]
     directions: Sequence[int] | None
     sampling: tuple[SamplingRow, ...]
-    """Of each draft, as its position will be sampled."""
+    """Of each draft, as its position will be sampled; penalties count the drafts before it besides."""
     number: int = 0
     """Of the sequence, as in `StepBatch.numbers`."""
 

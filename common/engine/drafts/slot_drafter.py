@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -85,7 +86,8 @@ class SlotDrafter(ABC):
         for each in going:
             drafts = np.array(each.drafts[-1:], dtype=np.int64)
             work.append((each, drafts if each.drafts else each.row.chain.tokens[each.computed + self._ahead :]))
-            sampling.append(each.row.sampling[len(each.drafts)])
+            row = each.row.sampling[len(each.drafts)]
+            sampling.append(row if row.history is None else replace(row, ahead=tuple(each.drafts)))
         for each, token in zip(going, self._compute(work, sampling), strict=True):
             each.drafts.append(token)
 

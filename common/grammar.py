@@ -9,7 +9,8 @@ over replays them. The library is llguidance; nothing else imports it. Decides n
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,24 @@ class Matcher:
         self._matcher.unsafe_compute_mask_ptr(into.ctypes.data, into.nbytes)
         if self._matcher.is_error():
             raise GrammarError(self._error())
+
+    @property
+    def broken(self) -> bool:
+        """The limits have ended it: it is of no further use."""
+        return self._matcher.is_error()
+
+    @contextmanager
+    def ahead(self, tokens: Sequence[int]) -> Iterator[None]:
+        """Within, it has been stepped with these too. Raises `GrammarError` as `take` does; it is where it was
+        afterwards, unless it is broken."""
+        before = self._taken
+        try:
+            self.take(tokens)
+            yield
+        finally:
+            if self._taken > before and not self.broken:
+                self._matcher.rollback(self._taken - before)
+            self._taken = before
 
     def copy(self) -> Matcher:
         """Another answer at the same place; what was learned of the grammar so far is shared."""

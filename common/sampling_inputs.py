@@ -69,6 +69,26 @@ class TokenHistory:
         count = len(self._slots)
         return self._said[:count], self._counts[:count]
 
+    def seen_with(self, ahead: Sequence[int]) -> Ids:
+        """`seen` as it would be behind these tokens more."""
+        new = [token for token in dict.fromkeys(ahead) if token not in self._seen_ids]
+        return np.concatenate([self.seen, np.array(new, dtype=np.int64)]) if new else self.seen
+
+    def said_with(self, ahead: Sequence[int]) -> tuple[Ids, Ids]:
+        """`said` as it would be behind these tokens more."""
+        if not ahead:
+            return self.said
+        counts, new = self.said[1].copy(), dict[int, int]()
+        for token in ahead:
+            if (slot := self._slots.get(token)) is None:
+                new[token] = new.get(token, 0) + 1
+            else:
+                counts[slot] += 1
+        if not new:
+            return self.said[0], counts
+        ids, numbers = (np.array(list(each), dtype=np.int64) for each in (new.keys(), new.values()))
+        return np.concatenate([self.said[0], ids]), np.concatenate([counts, numbers])
+
     def catch_up(self, new_tokens: Sequence[int]) -> None:
         """These tokens of the output followed those that are counted."""
         for token in new_tokens:

@@ -46,7 +46,10 @@ class SamplingRow:
     grammar: GrammarInputs | None = None
     awaits: int = 0
     """Output tokens before this one that `history` and `grammar` are to have, where the last of them is sampled by the
-    step that runs (`StepBatch.look_back`) or at the position before, in the same row; 0 = they have all."""
+    step that runs (`StepBatch.look_back`); 0 = they have all."""
+    ahead: tuple[int, ...] = ()
+    """Drafts between what `history` and `grammar` have and this token, for which they count too: the token stands only
+    where all of these are right. Empty where the row has neither."""
 
     def look_back(self, token: int) -> None:
         """Penalties and grammar take in the token before this one, which has just been sampled; once, however often

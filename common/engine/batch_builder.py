@@ -77,21 +77,21 @@ class _Standing:
         if params.temperature == 0.0 and self.constant[7] is None and self.grammar is None:
             self.always = SamplingRow(params.seed, 0, *self.constant, (), params.logprobs)
 
-    def sampling(self, sequence: Sequence, position: int) -> SamplingRow:
-        """Of the token that will stand at `position`. Where those before it are still to be sampled, history and
-        grammar are the engine's, which brings them up to date with them."""
+    def sampling(self, sequence: Sequence, position: int, ahead: Seq[int] = ()) -> SamplingRow:
+        """Of the token that will stand at `position`, `ahead` being the drafts before it. Where the one before it is
+        still to be sampled, history and grammar are the engine's, which brings them up to date with it."""
         banned = sequence.request.sampling.stop_token_ids if position < self.banned_before else ()
         history, grammar, prompt_tokens = self.constant[7], self.grammar, sequence.request.prompt_tokens
-        if position > len(sequence.tokens):
-            logprobs = sequence.request.sampling.logprobs
-            awaits = position - prompt_tokens if history is not None or grammar is not None else 0
+        logprobs, bound = sequence.request.sampling.logprobs, history is not None or grammar is not None
+        if position > len(sequence.tokens) + len(ahead):
+            awaits = position - prompt_tokens if bound else 0
             return SamplingRow(self.seed, position, *self.constant, banned, logprobs, grammar, awaits)
         if history is not None:
             history.catch_up(sequence.tokens[prompt_tokens + history.output_tokens :])
         if grammar is not None:
             grammar.output.extend(sequence.tokens[prompt_tokens + len(grammar.output) :])
-        logprobs = sequence.request.sampling.logprobs
-        return SamplingRow(self.seed, position, *self.constant, banned, logprobs, grammar)
+        before = tuple(ahead) if bound else ()
+        return SamplingRow(self.seed, position, *self.constant, banned, logprobs, grammar, ahead=before)
 
 
 class BatchBuilder:
@@ -192,7 +192,7 @@ class BatchBuilder:
             directions=directions,
             slot_mapping=slot_mapping,
             sample_rows=np.array(sampled, dtype=np.int32),
-            sampling=self._sampling(rows, sampled) if drafts is None else self._sampling_of(rows, drafts),
+            sampling=self._sampling(rows, sampled) if proposals is None else self._sampling_of(rows, proposals),
             padding=padding,
             scoring=tuple(
                 [
@@ -236,13 +236,13 @@ class BatchBuilder:
             self._always = sampling
         return sampling
 
-    def _sampling_of(self, rows: list[Row], drafts: npt.NDArray[np.int32]) -> tuple[SamplingRow, ...]:
+    def _sampling_of(self, rows: list[Row], proposals: Seq[list[int]]) -> tuple[SamplingRow, ...]:
         """Of every token of decode rows with drafts, and of the others."""
         return tuple(
             [
-                each.sampling(row.sequence, row.start + 1 + offset)
-                for row, each, drafted in zip(rows, self._rows, drafts.tolist(), strict=True)
-                for offset in range(drafted + 1)
+                each.sampling(row.sequence, row.start + 1 + offset, drafts[:offset])
+                for row, each, drafts in zip(rows, self._rows, proposals, strict=True)
+                for offset in range(len(drafts) + 1)
             ]
         )
 

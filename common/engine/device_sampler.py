@@ -142,9 +142,10 @@ def edits_of(rows: Sequence[SamplingRow], vocabulary: int) -> Edits:
     for index, row in enumerate(rows):
         if row.penalised and row.history is not None:
             if row.repetition_penalty != 1.0:
-                add(index, 0, row.history.seen, np.full(len(row.history.seen), row.repetition_penalty, np.float32))
-            if row.history.output_tokens and (row.presence_penalty != 0.0 or row.frequency_penalty != 0.0):
-                said, often = row.history.said
+                seen = row.history.seen_with(row.ahead)
+                add(index, 0, seen, np.full(len(seen), row.repetition_penalty, np.float32))
+            if row.presence_penalty != 0.0 or row.frequency_penalty != 0.0:
+                said, often = row.history.said_with(row.ahead)
                 add(index, 1, said, row.presence_penalty + row.frequency_penalty * often)
         if row.logit_bias is not None:
             add(index, 2, *row.logit_bias.within(vocabulary))
@@ -226,7 +227,7 @@ class StandingSampler:
             if row.logprobs > MOST_LOGPROBS:
                 return False
             if row.history is not None:
-                edits += len(row.history.seen) + len(row.history.said[0])
+                edits += len(row.history.seen) + len(row.history.said[0]) + 2 * len(row.ahead)
             if row.logit_bias is not None:
                 edits += len(row.logit_bias.ids)
             edits += len(row.banned)

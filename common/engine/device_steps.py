@@ -6,7 +6,8 @@
     free for other work … wait for the mark  ◀──────────────────────────┘
     ─▶ StepOutput
 
-Owned by the model runner, on a GPU; on a processor only in tests, which hold its answers against the ordinary path's.
+Owned by the model runner, and by what drafts beside it (`drafts/slot_drafter.py`), on a GPU; on a processor only in
+tests, which hold its answers against the ordinary path's.
 Everything of a step is launched without asking the device for anything, so the host waits for the device exactly once
 a step; scored prompts, which are rare, are the exception. A step may be launched behind one that still runs: its tokens
 are then taken on the device, and host memory that the device copies from exists twice. Decides nothing about requests.

@@ -1,6 +1,6 @@
-"""The draft model of a worker: what is refused before a byte is loaded, its share of the cache, the model itself.
+"""The draft model or head of a worker: what is refused before a byte is loaded, its share of the cache, its making.
 
-Called by `worker_process`. How it drafts is `drafts/draft_model.py`'s business.
+Called by `worker_process`. How it drafts is the business of `drafts/draft_model.py` and `drafts/states_drafter.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cohort.common.engine.drafts.batch_drafts import FILLED_AT_ONCE, BatchDrafte
 from cohort.common.engine.drafts.draft_model import DraftModel
 from cohort.common.engine.drafts.eagle_head import EagleHead
 from cohort.common.engine.drafts.next_token_module import NextTokenModule, module_geometry
-from cohort.common.engine.drafts.states_drafter import StatesDrafter, StatesHead
+from cohort.common.engine.drafts.states_drafter import HeadModel, StatesDrafter, StatesHead
 from cohort.common.engine.drafts.vocabulary import check_vocabulary
 from cohort.common.engine.kv_dtype import FP8_PLANES, SCALE_BYTES, kv_dtype
 from cohort.common.engine.kv_tensors import KvTensors
@@ -30,6 +30,8 @@ from cohort.common.engine.model_config import DTYPE_BYTES, ModelGeometry, read_g
 from cohort.common.engine.model_forms import form_of, load_model
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.quantization_config import rounding_of
+from cohort.common.engine.step_inputs import Model
+from cohort.common.engine.weights import WeightKind
 from cohort.common.errors import ConfigError
 from cohort.common.types import KvGeometry
 
@@ -104,7 +106,7 @@ def plan_draft(
         )
     if module:
         if device.type != "cpu":
-            raise ConfigError(refused.format(f"by a module on {device}: heads run on a processor"))
+            raise ConfigError(refused.format(f"by a module on {device}: DeepSeek's form runs on a processor"))
         if geometry.family != "deepseek" or rounding_of(speculation.draft_quantization) is not None:
             raise ConfigError(
                 f"speculation.draft_model: the module that {model_dir.name} brings is served as it is, in the form "
@@ -119,8 +121,6 @@ def plan_draft(
             "by the project's own forms alone (docs/models.md)"
         )
     head = _is_head(folder)
-    if head and device.type != "cpu":
-        raise ConfigError(refused.format(f"by a head on {device}: heads run on a processor"))
     if head:
         _check_head(model_dir, geometry, folder, draft)
     else:
@@ -162,9 +162,11 @@ def _check_head(model_dir: Path, geometry: ModelGeometry, folder: Path, head: Mo
             raise ConfigError(f"{refused}its {name} is {own}, the model's is {other}")
 
 
-def load_draft(plan: DraftPlan, config: Config, runner: ModelRunner) -> BatchDrafter:
-    """On the engine's thread, for this model."""
-    dtype, device, on_device = _DTYPES[plan.dtype], runner.device, runner.samples_on_device and not plan.head
+def load_draft(
+    plan: DraftPlan, config: Config, runner: ModelRunner, head_weights: WeightKind = "files"
+) -> BatchDrafter:
+    """On the engine's thread, for this model, before its steps are recorded."""
+    dtype, device, on_device = _DTYPES[plan.dtype], runner.device, runner.samples_on_device
     kv = KvTensors(
         plan.kv_geometry,
         num_blocks=len(runner.kv.blocks),
@@ -183,26 +185,27 @@ def load_draft(plan: DraftPlan, config: Config, runner: ModelRunner) -> BatchDra
         quantization=config.speculation.draft_quantization,
         kv_mebibytes=len(runner.kv.blocks) * kv.block_bytes >> 20,
     )
-    if plan.head:
-        target = runner.keeps_states
-        assert target is not None, "checked by its family"
-        with torch.inference_mode():
+    model: HeadModel | Model
+    with torch.inference_mode():
+        if plan.head:
             head: StatesHead
             if plan.module:
                 head = NextTokenModule(plan.folder, runner.geometry, dtype, 2 * FILLED_AT_ONCE)
             else:
-                head = EagleHead(plan.folder, plan.geometry, dtype, rounding)
-            return StatesDrafter(head, target, kv, longest=plan.geometry.max_positions)
-    with torch.inference_mode():
-        model = load_model(
-            plan.folder,
-            plan.geometry,
-            device=device,
-            dtype=dtype,
-            max_rows=_MOST_ROWS,
-            max_step_tokens=FILLED_AT_ONCE,
-            rounding=rounding,
-        )
+                head = EagleHead(plan.folder, plan.geometry, dtype, rounding, device, head_weights)
+            target = runner.keeps_states
+            assert target is not None, "checked by its family"
+            model = HeadModel(head, target, len(kv.with_spare) * plan.block_size)
+        else:
+            model = load_model(
+                plan.folder,
+                plan.geometry,
+                device=device,
+                dtype=dtype,
+                max_rows=_MOST_ROWS,
+                max_step_tokens=FILLED_AT_ONCE,
+                rounding=rounding,
+            )
     steps = None
     if on_device:
         steps = DeviceSteps(
@@ -216,4 +219,7 @@ def load_draft(plan: DraftPlan, config: Config, runner: ModelRunner) -> BatchDra
             max_context=min(plan.geometry.max_positions, kv.geometry.positions(len(kv.blocks))),
             lora=LoraStore((), plan.geometry, dtype, device),
         )
-    return DraftModel(model, plan.geometry, kv, vocabulary=plan.vocabulary, steps=steps, graph_bytes=plan.graph_bytes)
+    graphs = plan.graph_bytes
+    if isinstance(model, HeadModel):
+        return StatesDrafter(model, kv, longest=plan.geometry.max_positions, steps=steps, graph_bytes=graphs)
+    return DraftModel(model, plan.geometry, kv, vocabulary=plan.vocabulary, steps=steps, graph_bytes=graphs)

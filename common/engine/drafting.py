@@ -64,17 +64,13 @@ class Drafting:
         make: Callable[[], Drafter],
         most: int,
         *,
-        looks_back: bool,
         answers: AnswerMemory | None = None,
         model: BatchDrafter | None = None,
     ) -> None:
-        """`make`: of a drafter that looks at one sequence alone. `most`: drafts of one row. `looks_back`: tokens are
-        sampled one after the other, so that penalties and grammars see those before them; otherwise requests that have
-        any get no drafts. `answers`: where those that ended are remembered, if they are. `model`: asked where
-        these say nothing, or too often something wrong."""
+        """`make`: of a drafter that looks at one sequence alone. `most`: drafts of one row. `answers`: where those that
+        ended are remembered, if they are. `model`: asked where these say nothing, or too often something wrong."""
         self._make = make
         self._most = most
-        self._looks_back = looks_back
         self._answers = answers
         self.model = model
         self._expected: dict[Sequence, _Expected] = {}
@@ -110,7 +106,7 @@ class Drafting:
                 expected.tokens, expected.source = tokens, self.model.source
 
     def _asks(self, sequence: Sequence, drafts: int) -> bool:
-        if self.model is None or self._refuses(sequence) or (self._propose(sequence) and self._trusts(sequence)):
+        if self.model is None or (self._propose(sequence) and self._trusts(sequence)):
             return False
         chain = self._expected[sequence].chain
         chain.grow(sequence.tokens)
@@ -121,11 +117,13 @@ class Drafting:
         return self.model is None or self._expected[sequence].trust >= _TRUSTED
 
     def _asked(self, row: Row, kv: KvAllocator, number: int) -> DraftRow:
-        """Drafts are drawn with the numbers of the positions that they are for, so that they are right wherever both
-        models let the same token win. What looks back (penalties, grammars) is the verifying model's alone."""
+        """Drafts are drawn under the same penalties, with the numbers of the positions that they are for, so that they
+        are right wherever both models let the same token win. Grammars are the verifying model's alone."""
         sequence, key = row.sequence, row.sequence.key
         params, inputs, first = sequence.request.sampling, sequence.sampling_inputs, len(sequence.tokens)
-        bias = None if inputs is None else inputs.bias
+        bias, history = (None, None) if inputs is None else (inputs.bias, inputs.history)
+        if history is not None:
+            history.catch_up(sequence.tokens[sequence.request.prompt_tokens + history.output_tokens :])
         banned_before = sequence.request.prompt_tokens + params.min_tokens
         sampling = tuple(
             [
@@ -136,7 +134,11 @@ class Drafting:
                     params.top_p,
                     params.top_k,
                     params.min_p,
-                    logit_bias=bias,
+                    params.repetition_penalty,
+                    params.presence_penalty,
+                    params.frequency_penalty,
+                    history,
+                    bias,
                     banned=params.stop_token_ids if position < banned_before else (),
                 )
                 for position in range(first, first + row.drafts)
@@ -171,8 +173,6 @@ class Drafting:
         return judged
 
     def _propose(self, sequence: Sequence) -> list[int]:
-        if self._refuses(sequence):
-            return []
         expected = self._expected.get(sequence)
         if expected is None:
             drafters: list[tuple[DraftSource, Drafter]] = [("lookup", self._make())]
@@ -183,12 +183,6 @@ class Drafting:
             # One more than are computed: of a step in flight the first is what it samples.
             expected.propose(sequence.tokens, self._most + 1)
         return expected.tokens
-
-    def _refuses(self, sequence: Sequence) -> bool:
-        inputs = sequence.sampling_inputs
-        return (
-            not self._looks_back and inputs is not None and (inputs.history is not None or inputs.grammar is not None)
-        )
 
     def ended(self, sequences: Iterable[Sequence]) -> None:
         """Their responses are whole: they are remembered for others."""

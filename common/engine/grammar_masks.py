@@ -79,31 +79,36 @@ class GrammarMasks:
             inputs = row.grammar
             if inputs is None:
                 continue
-            if not inputs.failure:
-                self._fill(masks.bits[index], inputs, row.banned)
-            if inputs.failure:
-                masks.failures[index] = inputs.failure
+            if failure := inputs.failure or self._fill(masks.bits[index], inputs, row):
+                masks.failures[index] = failure
                 masks.bits[index] = -1
         return masks
 
-    def _fill(self, bits: Int32Array, inputs: GrammarInputs, banned: Sequence[int]) -> None:
-        """Sets the row's bits, or the failure."""
+    def _fill(self, bits: Int32Array, inputs: GrammarInputs, row: SamplingRow) -> str:
+        """Sets the row's bits; otherwise says why it can have no token. Behind drafts that is nothing against the
+        grammar: one of them may be wrong."""
         try:
             matcher = self._matcher(inputs)
             began_s = time.thread_time()
             matcher.take(inputs.output[matcher.taken :])
-            self._mask(matcher, bits)
+            with matcher.ahead(row.ahead):
+                self._mask(matcher, bits)
             if time.thread_time() - began_s > SLOWEST_MASK_S:
                 raise GrammarError(f"the tokens that may come next took more than {SLOWEST_MASK_S:g} s to find")
         except GrammarError as error:
-            inputs.failure, inputs.matcher = f"its grammar was given up: {error}", None
-            return
+            failure = f"its grammar was given up: {error}"
+            if not row.ahead:
+                inputs.failure = failure
+            if not row.ahead or (isinstance(inputs.matcher, Matcher) and inputs.matcher.broken):
+                inputs.matcher = None
+            return failure
         kept = bits.copy()
-        for token in banned:
+        for token in row.banned:
             if 0 <= token < self._words * _WORD_BITS:
                 bits[token // _WORD_BITS] &= np.int32(~np.uint32(1 << token % _WORD_BITS).view(np.int32))
         if not bits.any():
             bits[:] = kept
+        return ""
 
     def _mask(self, matcher: Matcher, bits: Int32Array) -> None:
         assert self._tokens is not None

@@ -143,8 +143,10 @@ class LeanLlama:
         return self._embedding, self._lm_head
 
     def keep_states(self, slots: int) -> Tensor:
-        """From now on every step leaves its tokens' final states here [slots, hidden], by slot."""
-        self._states = torch.zeros((slots, self._geometry.hidden_size), dtype=self._final_norm.dtype)
+        """From now on every step leaves its tokens' final states here [slots, hidden], by slot. Before any is
+        recorded."""
+        norm = self._final_norm
+        self._states = torch.zeros((slots, self._geometry.hidden_size), dtype=norm.dtype, device=norm.device)
         return self._states
 
     @contextmanager

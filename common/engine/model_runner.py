@@ -308,12 +308,11 @@ class ModelRunner:
         if batch.grammars and self._grammars is not None:
             self._grammars.prepare(batch.grammars)
         with torch.inference_mode():
-            if self._device_steps is not None and not batch.scoring:
-                return self._device_steps.launch(batch, lambda: self._masks(batch))
-            output = self._execute(batch)
+            steps = None if batch.scoring else self._device_steps
+            begun = Done(self._execute(batch)) if steps is None else steps.launch(batch, lambda: self._masks(batch))
             if self.drafter is not None:
                 self.drafter.ran(batch)
-            return Done(output)
+            return begun
 
     def _in_halves(self, batch: StepBatch) -> StepOutput:
         """Admission keeps this from happening; if the device still refuses, the rows run in two halves."""

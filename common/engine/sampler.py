@@ -88,11 +88,11 @@ def _adjusted(logits: Tensor, row: SamplingRow) -> Tensor:
 def _penalise(logits: Tensor, row: SamplingRow, history: TokenHistory) -> None:
     """Repetition looks at prompt and output (as transformers does), the others at the output (as OpenAI does)."""
     if row.repetition_penalty != 1.0:
-        ids = torch.from_numpy(history.seen).to(logits.device)
+        ids = torch.from_numpy(history.seen_with(row.ahead)).to(logits.device)
         values = logits[ids]
         logits[ids] = torch.where(values > 0, values / row.repetition_penalty, values * row.repetition_penalty)
-    if history.output_tokens and (row.presence_penalty != 0.0 or row.frequency_penalty != 0.0):
-        said, counts = history.said
+    if row.presence_penalty != 0.0 or row.frequency_penalty != 0.0:
+        said, counts = history.said_with(row.ahead)
         penalty = row.presence_penalty + row.frequency_penalty * counts
         logits[torch.from_numpy(said).to(logits.device)] -= torch.from_numpy(penalty).to(logits)
 

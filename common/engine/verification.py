@@ -7,7 +7,8 @@ Called by the model runner and the device's steps for batches with drafts (`Step
     sampled     a        b        x                  kept: a, b, x (c was wrong, and what follows it is not looked at)
 
 A sampled token depends on its position's logits, its request's parameters, (seed, position) and the tokens before it
-(penalties, grammar), which are right where it is looked at: greedy and sampled tokens alike are those of a step each.
+(penalties, grammar: `SamplingRow.ahead`). These are the drafts before it, known beforehand, and right wherever it is
+looked at: greedy and sampled tokens alike are those of a step each, whether sampled in turn or all at once.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Masks = Callable[[tuple[SamplingRow, ...]], TokenMasks | None]
 
 
 def sample_drafted(logits: Tensor, batch: StepBatch, masks: Masks) -> StepOutput:
-    """Position after position of every sample row, as far as its drafts are right: what looks back on tokens has those
-    before it. `logits` float32 [positions, vocabulary], `StepBatch.num_sampled` of them."""
+    """Position after position of every sample row, as far as its drafts are right: on a processor each one sampled
+    takes time. `logits` float32 [positions, vocabulary], `StepBatch.num_sampled` of them."""
     tokens: list[int] = []
     logprobs: list[TokenLogprobs | None] = []
     failures: dict[int, str] = {}
@@ -35,8 +36,6 @@ def sample_drafted(logits: Tensor, batch: StepBatch, masks: Masks) -> StepOutput
         begun = len(tokens)
         for offset in range(len(drafted) + 1):
             row = batch.sampling[place + offset]
-            if offset:
-                row.look_back(tokens[-1])
             sampled = sample(
                 logits[place + offset : place + offset + 1], (row,), masks((row,)) if row.grammar is not None else None
             )
@@ -52,19 +51,24 @@ def sample_drafted(logits: Tensor, batch: StepBatch, masks: Masks) -> StepOutput
 
 
 def right_ones(output: StepOutput, batch: StepBatch) -> StepOutput:
-    """The same of tokens that were all sampled at once, where no row looks back on others."""
+    """The same of tokens that were all sampled at once."""
     kept: list[int] = []
+    failures: dict[int, str] = {}
     counts, place = [], 0
     sampled = output.tokens.tolist()
     for drafted in _drafts_of(batch):
         right = 0
-        while right < len(drafted) and sampled[place + right] == drafted[right]:
+        while (
+            right < len(drafted) and place + right not in output.failures and sampled[place + right] == drafted[right]
+        ):
             right += 1
+        if failure := output.failures.get(place + right):
+            failures[len(kept) + right] = failure
         kept.extend(range(place, place + right + 1))
         counts.append(right + 1)
         place += len(drafted) + 1
     tokens, logprobs = output.tokens[kept], tuple([output.logprobs[index] for index in kept])
-    return StepOutput(tokens, logprobs, output.scores, counts=tuple(counts))
+    return StepOutput(tokens, logprobs, output.scores, failures, tuple(counts))
 
 
 def joined(first: StepOutput, second: StepOutput) -> StepOutput:

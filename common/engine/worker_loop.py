@@ -476,10 +476,4 @@ def _drafting(context: ServiceContext, runner: ModelRunner) -> Drafting | None:
     answers = None
     if speculation.mode == "recent":
         answers = AnswerMemory(speculation.answer_tokens, speculation.answer_keys)
-    looks_back, model = _samples_in_turn(runner), runner.drafter
-    return Drafting(PromptLookup, speculation.max_drafts, looks_back=looks_back, answers=answers, model=model)
-
-
-def _samples_in_turn(runner: ModelRunner) -> bool:
-    """A GPU samples all tokens of a step at once."""
-    return not runner.samples_on_device
+    return Drafting(PromptLookup, speculation.max_drafts, answers=answers, model=runner.drafter)

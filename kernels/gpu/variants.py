@@ -102,7 +102,7 @@ def launches(
                 yield (
                     f"decode {name} {rows} rows, window {window}",
                     lambda q=query, o=out, m=meta, w=window: attention.decode(
-                        q, step.kv, 1, m, 1.0, o, w, plan, sinks, cap
+                        q, step.kv, step.layer, m, 1.0, o, w, plan, sinks, cap
                     ),  # type: ignore[misc]
                 )
     for window in windows:
@@ -110,12 +110,14 @@ def launches(
             meta = step.meta(at_most, prefill_rows=at_most)
             yield (
                 f"prefill {name}, window {window}",
-                lambda q=query, o=out, m=meta, w=window: attention.prefill(q, step.kv, 1, m, 1.0, o, w, sinks, cap),  # type: ignore[misc]
+                lambda q=query, o=out, m=meta, w=window: attention.prefill(
+                    q, step.kv, step.layer, m, 1.0, o, w, sinks, cap
+                ),  # type: ignore[misc]
             )
     staging = torch.empty(2, 64, served.kv_heads, served.head_dim, dtype=served.dtype, device=device)
     starts = torch.zeros(at_most + 1, dtype=torch.int32, device=device)
     staged = step.meta(at_most, prefill_rows=at_most)
-    yield "stage", lambda: _ignore(prefill.stage(step.kv, 1, staged, staging, starts))
+    yield "stage", lambda: _ignore(prefill.stage(step.kv, step.layer, staged, staging, starts))
     yield from step.elementwise()
     if served.experts is not None:
         yield from _of_experts(served, served.experts, device)
@@ -130,6 +132,8 @@ class _Tensors:
     def __init__(self, served: Served, device: torch.device) -> None:
         self._served, self._device = served, device
         row = served.head_dim + (PLANE_SCALE_BYTES if served.fp8 else 0)
+        self.layer = min(1, served.layers - 1)
+        """Not the first where there is another: that one begins where the cache does."""
         shape = (4, served.layers, 2, served.kv_heads, served.block_size, row)
         self.kv = torch.empty(shape, dtype=torch.uint8 if served.fp8 else served.dtype, device=device)
 
@@ -167,13 +171,15 @@ class _Tensors:
             cos = self._empty(64, s.rotary_half, dtype=torch.float32)
             yield (
                 "rotate and store",
-                lambda: elementwise.rope_and_write_kv(query, key, value, cos, cos, positions, self.kv, 1, positions),
+                lambda: elementwise.rope_and_write_kv(
+                    query, key, value, cos, cos, positions, self.kv, self.layer, positions
+                ),
             )
             yield "rotate", lambda: elementwise.rope_inplace(query, key, cos, cos, positions)
-        yield "store", lambda: elementwise.write_kv(key, value, self.kv, 1, positions)
+        yield "store", lambda: elementwise.write_kv(key, value, self.kv, self.layer, positions)
         own = torch.empty_like(key, memory_format=torch.contiguous_format)
         if own.stride(0) % 16 != key.stride(0) % 16:
-            yield "store own", lambda: elementwise.write_kv(own, own, self.kv, 1, positions)
+            yield "store own", lambda: elementwise.write_kv(own, own, self.kv, self.layer, positions)
         if not s.rotary_half:
             return
         hidden, both = self._empty(tokens, s.hidden), self._empty(tokens, 2 * s.inner)

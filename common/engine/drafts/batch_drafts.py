@@ -3,8 +3,8 @@
     known tokens, computed up to some position ─▶ what is lacking, as chunks ─▶ first draft
                                                   a step of all rows for each further one ─┘
 
-Called by `drafting` through `BatchDrafter`; a model of its own (`draft_model`) and a head on the model's states
-(`states_drafter`) share what stands here. Decides nothing about requests.
+Called by `drafting` through `BatchDrafter`; what a model of its own (`draft_model`) and a head on the model's states
+(`states_drafter`) have in common is `slot_drafter`'s. Decides nothing about requests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
 from cohort.common.engine.batch import Int64Array, SamplingRow, StepBatch
 from cohort.common.engine.drafts.token_chain import TokenChain
@@ -35,7 +34,7 @@ class DraftRow:
     blocks: Sequence[int]
     directions: Sequence[int] | None
     sampling: tuple[SamplingRow, ...]
-    """Of each draft, as its position will be sampled."""
+    """Of each draft, as its position will be sampled; penalties count the drafts before it besides."""
     number: int = 0
     """Of the sequence, as in `StepBatch.numbers`."""
 
@@ -83,8 +82,6 @@ class UnderWay:
     begins: int = 0
     """Nothing before it is attended to; at the beginning of a block."""
     drafts: list[int] = field(default_factory=list)
-    state: Tensor | None = None
-    """[1, hidden] behind the last computed position, of a drafter that goes on from states and has made a draft."""
 
     @property
     def lacks(self) -> int:
@@ -139,7 +136,7 @@ def slots_of(row: DraftRow, positions: int, block_size: int) -> Int64Array:
 
 
 def batch_of(parts: Sequence[Part], block_size: int, sampling: Sequence[SamplingRow] = ()) -> StepBatch:
-    """A step of a drafter: the logits of each part's last token are wanted, or a token is sampled from them so."""
+    """A step of a drafter: behind each part's last token one is sampled so, or behind none."""
     widths = [-(-part.end // block_size) - part.begins // block_size for part in parts]
     tables = np.zeros((len(parts), max(widths)), dtype=np.int32)
     directions = None
@@ -159,6 +156,6 @@ def batch_of(parts: Sequence[Part], block_size: int, sampling: Sequence[Sampling
         block_tables=tables,
         directions=directions,
         slot_mapping=np.concatenate([part.slots[part.first : part.end] for part in parts]),
-        sample_rows=np.arange(len(parts), dtype=np.int32),
+        sample_rows=np.arange(len(sampling), dtype=np.int32),
         sampling=tuple(sampling),
     )

@@ -11,14 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cohort.common.engine.batch import StepBatch
 from cohort.common.engine.lean_llama import read_layer
 from cohort.common.engine.linear import Linear
 from cohort.common.engine.matrices import RoundedWeights, Rounding, matrix
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.rope import rope_tables
-from cohort.common.engine.step_inputs import step_inputs
-from cohort.common.engine.weights import open_weights
+from cohort.common.engine.step_inputs import StepInputs
+from cohort.common.engine.weights import WeightKind, open_weights
 from cohort.kernels.fused import rms_norm, rope_and_write_kv
 from cohort.kernels.paged_attention import paged_attention
 from cohort.kernels.panels import Arena
@@ -29,12 +28,20 @@ class EagleHead:
 
     last_product: Linear | None = None
 
-    def __init__(self, folder: Path, geometry: ModelGeometry, dtype: torch.dtype, rounding: Rounding | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        geometry: ModelGeometry,
+        dtype: torch.dtype,
+        rounding: Rounding | None,
+        device: torch.device,
+        weights: WeightKind = "files",
+    ) -> None:
         """Reads fc (with or without a bias) and the layer `layers.0`, which needs no first norm; embedding and last
         product are the model's. Raises `ModelError`."""
-        self._geometry, device = geometry, torch.device("cpu")
+        self._geometry = geometry
         hidden = geometry.hidden_size
-        opened = open_weights(folder, "files", geometry.quantization)
+        opened = open_weights(folder, weights, geometry.quantization)
         with opened if rounding is None else RoundedWeights(opened, rounding, dtype) as files:
             prefix = files.prefix(("", "model."), "layers.0.self_attn.o_proj.weight")
             outer = files.prefix((prefix, ""), "fc.weight")
@@ -48,10 +55,9 @@ class EagleHead:
             self._normed = normed
         self._cos, self._sin = rope_tables(geometry, device)
 
-    def forward(self, batch: StepBatch, embedded: Tensor, states: Tensor, kv: Tensor) -> Tensor:
+    def forward(self, step: StepInputs, embedded: Tensor, states: Tensor, kv: Tensor) -> Tensor:
         """See `StatesHead`."""
         g, layer = self._geometry, self._layer
-        inputs = step_inputs(batch, kv.shape[4], kv.device)
         residual = self._fc(torch.cat([embedded, states], dim=1))
         normed = torch.empty_like(residual)
         if self._normed:
@@ -61,9 +67,9 @@ class EagleHead:
         query = qkv[:, :key_begin].view(len(qkv), -1, g.head_dim)
         key = qkv[:, key_begin:key_end].view(len(qkv), -1, g.head_dim)
         value = qkv[:, key_end:].view(len(qkv), -1, g.head_dim)
-        rope_and_write_kv(query, key, value, self._cos, self._sin, inputs.positions, kv, 0, inputs.slot_mapping)
+        rope_and_write_kv(query, key, value, self._cos, self._sin, step.positions, kv, 0, step.slot_mapping)
         attended = residual.new_empty((len(qkv), g.num_heads, g.head_dim))
-        paged_attention(query, kv, 0, inputs.meta, g.head_dim**-0.5, attended)
+        paged_attention(query, kv, 0, step.meta, g.head_dim**-0.5, attended)
         layer.attention_out.add_into(attended.view(len(qkv), -1), residual)
         rms_norm(residual, layer.mlp_norm, g.norm_eps, normed)
         activated = residual.new_empty((len(qkv), g.intermediate_size))

@@ -15,12 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cohort.common.engine.batch import StepBatch
 from cohort.common.engine.lean_deepseek import LayerArithmetic, LayerReader
 from cohort.common.engine.linear import Linear
 from cohort.common.engine.matrices import matrix
 from cohort.common.engine.model_config import ModelGeometry
-from cohort.common.engine.step_inputs import step_inputs
+from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.engine.weights import open_weights
 from cohort.common.errors import ModelError
 from cohort.kernels.fused import rms_norm
@@ -59,16 +58,16 @@ class NextTokenModule:
             own = module_geometry(geometry)
             self._layer = LayerReader(files, own, geometry.latent, dtype, arena, max_step_tokens).layer(prefix, 0)
 
-    def forward(self, batch: StepBatch, embedded: Tensor, states: Tensor, kv: Tensor) -> Tensor:
+    def forward(self, step: StepInputs, embedded: Tensor, states: Tensor, kv: Tensor) -> Tensor:
         """See `StatesHead`."""
-        eps, inputs = self._geometry.norm_eps, step_inputs(batch, kv.shape[4], kv.device)
+        eps = self._geometry.norm_eps
         both = embedded.new_empty((len(embedded), 2 * embedded.shape[1]))
         for part, norm, half in zip((embedded, states), (self._enorm, self._hnorm), both.chunk(2, dim=1), strict=True):
             normed = torch.empty_like(part)
             rms_norm(part, norm, eps, normed)
             half.copy_(normed)
         residual = self._eh_proj(both)
-        self._compute(self._layer, 0, residual, self._compute.buffers(residual), inputs, kv)
+        self._compute(self._layer, 0, residual, self._compute.buffers(residual), step, kv)
         after = torch.empty_like(residual)
         rms_norm(residual, self._norm, eps, after)
         return after

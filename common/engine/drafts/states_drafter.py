@@ -5,26 +5,29 @@
 
 Known tokens t0 … t(n-1) have states up to n - 2 before their step runs, so the head's position n - 2 drafts token n;
 for each further draft its own state takes the model's place. The model's states lie beside its KV, by slot, and so does
-the head's KV. Which of them are a sequence's own is told by its number: what was computed for another sequence (a
-shared prefix), by another worker, or lay elsewhere before a swap has none here, and the head attends from the block
-behind it. Called on the engine's thread. Never changes a response: the model verifies every draft.
+the head's KV; the head's own states lie where the model's will, in slots that it has not computed yet. Which of them
+are a sequence's is told by its number: what was computed for another sequence (a shared prefix), by another worker, or
+lay elsewhere before a swap has none here, and the head attends from the block behind it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cohort.common.engine.batch import Int64Array, SamplingRow, StepBatch
-from cohort.common.engine.drafts.batch_drafts import DraftRow, Drafts, Part, UnderWay, batch_of, drafted, slots_of
+from cohort.common.engine.batch import Int64Array, StepBatch
+from cohort.common.engine.device_steps import DeviceSteps
+from cohort.common.engine.drafts.batch_drafts import DraftRow, UnderWay, slots_of
+from cohort.common.engine.drafts.slot_drafter import SlotDrafter
 from cohort.common.engine.drafts.token_chain import TokenChain
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.linear import Embedding, Linear
-from cohort.common.engine.sampler import sample
+from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.types import DraftSource
 
 _POSITION_BITS = 32
@@ -36,7 +39,7 @@ class StatesHead(Protocol):
     last_product: Linear | None
     """Makes logits of its states; None = the model's."""
 
-    def forward(self, batch: StepBatch, embedded: Tensor, states: Tensor, kv: Tensor) -> Tensor:
+    def forward(self, step: StepInputs, embedded: Tensor, states: Tensor, kv: Tensor) -> Tensor:
         """States [T, hidden] that follow: of the embeddings of the tokens behind, and the states there."""
         ...
 
@@ -50,21 +53,50 @@ class KeepsStates(Protocol):
         ...
 
     def keep_states(self, slots: int) -> Tensor:
-        """From now on every step leaves its tokens' final states there [slots, hidden], by slot."""
+        """From now on every step leaves its tokens' final states there [slots, hidden], by slot, recorded ones too."""
         ...
 
 
-class StatesDrafter:
-    source: DraftSource = "head"
+class HeadModel:
+    """A head as steps see it: a `Model` whose inputs are tokens, and the states in the slots of their positions."""
 
-    def __init__(self, head: StatesHead, target: KeepsStates, kv: KvTensors, *, longest: int) -> None:
-        """`target` keeps its states from now on, of every step. `longest`: positions that the head's rotation has."""
-        self._head, self._kv, self._longest = head, kv, longest
+    def __init__(self, head: StatesHead, target: KeepsStates, slots: int) -> None:
+        """`target` keeps its states from now on, of every step; before any is recorded."""
+        self._head = head
         self._embedding, last_product = target.outer
         self._last_product = head.last_product or last_product
-        self._block_size = kv.geometry.block_size
+        self.states = target.keep_states(slots)
+
+    sampled_states: Tensor | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        """Logits that it has."""
+        return self._last_product.out_features
+
+    def forward(self, step: StepInputs, kv: Tensor) -> Tensor:
+        """See `step_inputs.Model`."""
+        given = self.states.index_select(0, step.slot_mapping)
+        embedded = torch.empty_like(given)
+        self._embedding.into(step.token_ids, embedded)
+        last = self._head.forward(step, embedded, given, kv).index_select(0, step.sample_index)
+        logits = torch.empty((len(last), self.vocabulary), dtype=torch.float32, device=last.device)
+        self._last_product.into(last, logits)
+        self.sampled_states = last
+        return logits
+
+
+class StatesDrafter(SlotDrafter):
+    source: DraftSource = "head"
+    _ahead = 1
+
+    def __init__(
+        self, head: HeadModel, kv: KvTensors, *, longest: int, steps: DeviceSteps | None = None, graph_bytes: int = 0
+    ) -> None:
+        """`longest`: positions that the head's rotation has."""
+        super().__init__(head, kv, vocabulary=head.vocabulary, steps=steps, graph_bytes=graph_bytes)
+        self._head, self._longest = head, longest
         slots = len(kv.blocks) * self._block_size
-        self._states = target.keep_states(slots)
         self._known, self._computed = (np.zeros(slots, dtype=np.int64) for _ in range(2))
         """By slot, of which sequence and position the model's state and the head's KV are; 0 = of none."""
 
@@ -80,14 +112,6 @@ class StatesDrafter:
         numbers = np.repeat(batch.numbers, np.diff(batch.query_start))
         self._known[batch.slot_mapping] = (numbers << _POSITION_BITS) | batch.positions
 
-    def warm_up(self) -> None:
-        """Nothing is recorded on a processor, where all heads are."""
-
-    def propose_all(self, rows: Sequence[DraftRow]) -> Drafts:
-        """See `BatchDrafter`."""
-        with torch.inference_mode():
-            return drafted([self._begun(row) for row in rows], self._fill, self._step)
-
     def _begun(self, row: DraftRow) -> UnderWay:
         known = len(row.chain) - 1
         slots, tags = slots_of(row, known + len(row.sampling), self._block_size), _tags(row, 0, known)
@@ -100,45 +124,28 @@ class StatesDrafter:
         # The last one's state makes the first draft.
         return UnderWay(row, slots, known, min(computed, known - 1), begins)
 
-    def _fill(self, each: UnderWay, count: int) -> None:
-        self._forward([self._known_part(each, each.computed + count)])
+    def _mark(self, each: UnderWay, end: int) -> None:
+        """What is computed from the head's own states is none of the model's."""
+        tags = 0 if each.drafts else _tags(each.row, each.computed, end)
+        self._computed[each.slots[each.computed : end]] = tags
 
     def _step(self, going: Sequence[UnderWay]) -> None:
-        parts, sampling = list[tuple[UnderWay, Part, Tensor]](), list[SamplingRow]()
-        for each in going:
-            if each.state is None:
-                parts.append(self._known_part(each, each.known))
-            else:
-                token = np.array(each.drafts[-1:], dtype=np.int64)
-                parts.append((each, Part(each.row, token, each.computed, each.slots, each.begins), each.state))
-            sampling.append(each.row.sampling[len(each.drafts)])
-        states = self._forward(parts)
-        logits = torch.empty((len(going), self._last_product.out_features))
-        self._last_product.into(states, logits)
-        tokens = sample(logits, sampling).tokens.tolist()
-        for index, (each, token) in enumerate(zip(going, tokens, strict=True)):
-            each.state = states[index : index + 1]
-            each.drafts.append(token)
+        """And where a row goes on, the state that its next draft is made of."""
+        super()._step(going)
+        on = [index for index, each in enumerate(going) if len(each.drafts) < len(each.row.sampling)]
+        if on:
+            self._keep_own(np.array([going[index].slots[going[index].computed] for index in on]), np.array(on))
 
-    def _known_part(self, each: UnderWay, end: int) -> tuple[UnderWay, Part, Tensor]:
-        """Head positions up to `end`, with the model's own states."""
-        tokens = each.row.chain.tokens[each.computed + 1 : end + 1]
-        states = self._states[torch.from_numpy(each.slots[each.computed : end])]
-        return each, Part(each.row, tokens, each.computed, each.slots, each.begins), states
-
-    def _forward(self, parts: Sequence[tuple[UnderWay, Part, Tensor]]) -> Tensor:
-        """Compute them; the states [rows, hidden] behind the last position of each."""
-        batch = batch_of([part for _, part, _ in parts], self._block_size)
-        states = torch.cat([given for _, _, given in parts])
-        embedded = torch.empty_like(states)
-        self._embedding.into(torch.from_numpy(batch.token_ids), embedded)
-        after = self._head.forward(batch, embedded, states, self._kv.blocks)
-        for each, part, _ in parts:
-            # What is computed from its own states is none of the model's.
-            own = each.state is not None
-            self._computed[each.slots[part.first : part.end]] = 0 if own else _tags(each.row, part.first, part.end)
-            each.computed = part.end
-        return after[torch.from_numpy(batch.query_start[1:].astype(np.int64)) - 1]
+    def _keep_own(self, slots: Int64Array, rows: Int64Array) -> None:
+        """The states that these rows of the last step came to, in these slots, which nothing else reads before the
+        model computes them. Another step follows on the same stream and is awaited, so the model's comes later."""
+        self._known[slots] = 0
+        steps = self._steps
+        with nullcontext() if steps is None else steps.stream.use():
+            states = self._head.sampled_states if steps is None else steps.sampled_states()
+            assert states is not None
+            there, these = (torch.from_numpy(each).to(states.device) for each in (slots, rows))
+            self._head.states.index_copy_(0, there, states.index_select(0, these))
 
 
 def _tags(row: DraftRow, first: int, end: int) -> Int64Array:

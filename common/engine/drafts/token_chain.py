@@ -5,7 +5,7 @@
 
 A position counts as computed where its slot has its mark. So nobody has to say what became of a block since: what came
 by a KV transfer, was swapped, preempted, lent, rejected, or taken by another sequence has other marks, and what two
-sequences share has the same. Owned by the draft model, on the engine's thread.
+sequences share has the same. Marks are the draft model's, on the engine's thread.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sections: one model, loaded and recorded once, and everything that is measured with it.
 
-    model-8b    decode by kernel, gaps between steps, sampler, mixed steps, rows with drafts, prefill
+    model-8b    decode by kernel, gaps between steps, sampler, mixed steps, rows with drafts, prefill, a head
     model-14b   decode, prefill, mixed steps, the cache filled
 
 Only the batch sizes that are measured are recorded; what recording all of them takes is part of the pipeline's start.
@@ -12,7 +12,7 @@ import time
 
 from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.model_runner import ModelRunner
-from cohort.services.bench.gpu_check import decode, drafts, fill, gaps, mixed, prefill, sampling
+from cohort.services.bench.gpu_check import decode, drafts, fill, gaps, heads, mixed, prefill, sampling
 from cohort.services.bench.gpu_check.compilations import Compilations, counted
 from cohort.services.bench.gpu_check.context import Check
 from cohort.services.bench.gpu_check.predictions import Facts, expect
@@ -34,6 +34,7 @@ def run_8b(check: Check) -> None:
         drafts.run(check, runner, model)
         prefill.run(check, runner, model)
     _compiled(check, compilations)
+    heads.run(check, runner, model)
 
 
 def run_14b(check: Check) -> None:

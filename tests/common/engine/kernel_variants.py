@@ -20,9 +20,14 @@ import torch
 from triton import knobs
 from triton.runtime.driver import driver
 
+from cohort.common.config import load_config
 from cohort.common.engine import lean_gpt_oss, lean_llama, linear
-from cohort.common.engine.batch import GREEDY, SamplingRow
+from cohort.common.engine.batch import GREEDY, SamplingRow, StepBatch
 from cohort.common.engine.device_memory import DeviceShare
+from cohort.common.engine.draft_loading import load_draft, plan_draft
+from cohort.common.engine.drafts.batch_drafts import DraftRow
+from cohort.common.engine.drafts.token_chain import TokenChain
+from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.sampling_inputs import TokenHistory
 from cohort.kernels import native
 from cohort.kernels.gpu import available, operators, prefill
@@ -65,6 +70,8 @@ def step(driver_: Driver, plan: list[tuple[str, int]], sampling: dict[str, Sampl
         request = driver_.requests[name]
         request.sampling = dataclasses.replace(sampling[name], position=len(request.tokens))
     batch = driver_.batch(plan)
+    if driver_.runner.drafter is not None:
+        batch = dataclasses.replace(batch, numbers=np.ones(batch.num_rows, dtype=np.int64))
     driver_.runner.execute(batch)
     for name, count in plan:
         driver_.requests[name].computed += count
@@ -91,17 +98,52 @@ def mixed_workload(runner: Any, seed: int) -> None:
         names = draw.sample(sorted(driver_.requests), draw.randint(0, len(driver_.requests)))
         if names:
             step(driver_, [(name, draw.randint(1, min(17, driver_.remaining(name)))) for name in names], sampling)
+            if runner.drafter is not None:
+                drafted(driver_, draw.sample(names, min(len(names), 8)), draw)
+
+
+def drafted(driver_: Driver, names: list[str], draw: random.Random) -> None:
+    """Some drafts of each, by the runner's drafter."""
+    rows = []
+    for name in names:
+        request, chain, drafts = driver_.requests[name], TokenChain(""), draw.randint(1, 4)
+        chain.grow(request.tokens[: request.computed + 1])
+        driver_.slot(request, len(chain) + drafts)
+        sampling = tuple([SamplingRow(1, len(chain) + at, 0.8, 0.9) for at in range(drafts)])
+        rows.append(DraftRow(chain, request.blocks, request.directions, sampling, 1))
+    driver_.runner.drafter.propose_all(rows)
+
+
+def with_head(runner: ModelRunner, model: Path, head: Path, variants: Variants) -> None:
+    config = load_config(overrides={"speculation": {"mode": "model", "draft_model": str(head)}})
+    plan = plan_draft(config, model, runner.geometry, dtype=runner.dtype, device=runner.device, degree=1)
+    assert plan is not None
+    plan = dataclasses.replace(plan, block_size=runner.block_size, graph_bytes=1 << 40)
+    drafter: Any = load_draft(plan, config, runner)
+    run = drafter._run
+
+    def without_meaning(batch: StepBatch) -> list[int]:
+        tokens = [5 for _ in run(batch)]
+        variants.launches["drafts"] += len(tokens)
+        return tokens
+
+    drafter._run, runner.drafter = without_meaning, drafter
 
 
 def main() -> None:
-    folder, dtype = Path(sys.argv[1]), sys.argv[2]
+    folder, dtype, *head = Path(sys.argv[1]), sys.argv[2], *map(Path, sys.argv[3:])
     variants = Variants()
     as_on_a_gpu(variants)
     runner = make_runner(
         folder, device_steps=True, dtype=dtype, max_rows=MAX_ROWS, num_blocks=400, share=DeviceShare(graphs=1 << 40)
     )
+    if head:
+        with_head(runner, folder, *head, variants)
     steps: Any = runner._device_steps
     steps.compile(threads=2)
+    drafter: Any = runner.drafter
+    if head:
+        drafter._steps.compile(threads=2)
     named = set(variants.seen)
     runner.warm_up()
     warmed = set(variants.seen)

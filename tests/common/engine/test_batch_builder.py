@@ -27,7 +27,7 @@ class Directed(PagedAllocator):
         return [index % 2 for index in range(len(self.blocks(key)))]
 
 
-def running(name: str, known: int, computed: int, **sampling: int) -> Sequence:
+def running(name: str, known: int, computed: int, **sampling: float) -> Sequence:
     tokens = [hash((name, i)) % 1000 for i in range(known)]
     request = Request(Attempt(name, 1), "g", tokens[:1], 1, SamplingParams(max_tokens=99, seed=5, **sampling), 0.0)  # type: ignore[arg-type]
     return Sequence(request, tokens, None, 0, 0.0, computed=computed)

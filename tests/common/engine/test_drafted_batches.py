@@ -13,12 +13,16 @@ from hypothesis import strategies as st
 
 from cohort.common.engine.batch import SamplingRow, StepBatch, StepOutput
 from cohort.common.engine.batch_builder import BatchBuilder
+from cohort.common.engine.device_sampler import sample_on_device
 from cohort.common.engine.rank_messages import batch_of, step_of
+from cohort.common.engine.sampler import sample
 from cohort.common.engine.step_inputs import sampled_tokens
+from cohort.common.engine.uploads import Uploads
 from cohort.common.engine.verification import joined, right_ones, sample_drafted
 from cohort.common.errors import InvariantViolated
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.interface import IterationPlan, Row
+from cohort.common.sampling_inputs import TokenHistory
 from cohort.common.sequence import Sequence
 from cohort.common.types import KvGeometry
 from tests.common.engine.test_batch_builder import SIZE, running
@@ -26,7 +30,7 @@ from tests.common.engine.test_batch_builder import SIZE, running
 VOCABULARY = 30
 
 
-def _batch(lengths: list[int], proposals: list[list[int]], **sampling: int) -> tuple[StepBatch, list[Sequence]]:
+def _batch(lengths: list[int], proposals: list[list[int]], **sampling: float) -> tuple[StepBatch, list[Sequence]]:
     kv = PagedAllocator(KvGeometry(1, 1, 1, 1, SIZE), 64, 0, prefix_caching=False)
     rows = []
     for index, (known, proposed) in enumerate(zip(lengths, proposals, strict=True)):
@@ -88,6 +92,41 @@ def test_what_stands_are_the_right_drafts_and_the_token_behind_them(
         outputs.append(sample_drafted(logits[cut:], halves[1], lambda rows: None))
         whole = joined(*outputs)
         assert (whole.tokens.tolist(), whole.counts) == (expected, tuple(counts))
+
+
+@given(st.lists(st.tuples(st.integers(2, 12), st.integers(0, 4), st.integers(0, 6)), min_size=1, max_size=4), st.data())
+def test_penalties_count_the_drafts_before_a_token(rows: list[tuple[int, int, int]], data: st.DataObject) -> None:
+    """Of each row so many tokens are known, drafted, and right. Against a history made anew for every token."""
+    penalties = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.9}
+    seed, temperature = data.draw(st.integers(0, 1000)), data.draw(st.sampled_from([0.0, 0.8]))
+    given_logits = torch.randn(len(rows), 5, 1000, generator=torch.Generator().manual_seed(seed))
+    given_logits[:, :, :6] += 6.0  # so that the same few tokens come again and again
+    expected, proposals = list[list[int]](), list[list[int]]()
+    for index, (known, drafts, right) in enumerate(rows):
+        tokens, said = running(f"s{index}", known, known - 1).tokens, list[int]()
+        for offset in range(drafts + 1):
+            history = TokenHistory(tokens[:1], tokens[1:] + said)
+            row = SamplingRow(5, known + offset, temperature, history=history, **penalties)
+            said.append(int(sample(given_logits[index, offset][None], [row]).tokens[0]))
+        expected.append(said[: min(drafts, right) + 1])
+        proposals.append([token + (at == right) for at, token in enumerate(said[:drafts])])
+    batch, sampled = _batch([known for known, _, _ in rows], proposals, temperature=temperature, **penalties)
+    order = [int(each.request_id[1:]) for each in sampled]
+    logits = torch.cat([given_logits[index, : len(proposals[index]) + 1] for index in order])
+    at_once = right_ones(sample_on_device(logits, batch.sampling, Uploads(torch.device("cpu"))).output(), batch)
+    for output in (sample_drafted(logits, batch, lambda rows: None), at_once):
+        assert output.tokens.tolist() == [token for index in order for token in expected[index]]
+    for each in sampled:  # what was drafted is not taken as said
+        assert each.sampling_inputs is not None and each.sampling_inputs.history is not None
+        assert each.sampling_inputs.history.output_tokens == len(each.tokens) - 1
+
+
+def test_a_failure_ends_a_row_where_it_is_reached_alone() -> None:
+    batch, _ = _batch([5, 9, 3], [[1, 2, 3], [4, 5], [6]])
+    sampled = np.array([1, 2, 0, 0, 4, 0, 0, 6, 7])
+    output = right_ones(StepOutput(sampled, (None,) * 9, failures={2: "reached", 6: "not reached", 7: "first"}), batch)
+    assert (output.tokens.tolist(), output.counts) == ([1, 2, 0, 4, 0, 6], (3, 2, 1))
+    assert output.failures == {2: "reached", 5: "first"}
 
 
 def _spans(batch: StepBatch) -> list[tuple[int, int]]:

@@ -193,6 +193,39 @@ def test_a_row_whose_grammar_fails_is_named_and_its_neighbours_are_not() -> None
     assert text_of([int(output.tokens[2])]) in ("a", "ab")
 
 
+@settings(max_examples=examples(0.3), deadline=None)
+@given(schemas, st.integers(0, 2**32), st.integers(0, 20), st.lists(st.integers(0, 300), max_size=3))
+def test_drafts_are_looked_beyond_and_leave_nothing_behind(
+    schema: dict[str, Any], seed: int, known: int, strays: list[int]
+) -> None:
+    """The tokens that may follow drafts are those that may follow them once they are said; wrong ones fail alone."""
+    text, tokens = grammar.of_json_schema(schema), drive(grammar.of_json_schema(schema), seed, most=40)
+    known = min(known, len(tokens) - 1)  # an end is nothing that is known
+    engine, inputs = masks(), GrammarInputs(text, tokens[:known])
+    for drafts in (tokens[known : known + 4], [*tokens[known : known + 2], *strays]):
+        for count in range(len(drafts) + 1):
+            found = engine.of([SamplingRow(0, known + count, grammar=inputs, ahead=tuple(drafts[:count]))])
+            fresh = engine.of([SamplingRow(0, 0, grammar=GrammarInputs(text, [*tokens[:known], *drafts[:count]]))])
+            assert found is not None and fresh is not None
+            assert (found.bits.tolist(), found.failures) == (fresh.bits.tolist(), fresh.failures)
+    assert not inputs.failure and inputs.output == tokens[:known]
+
+
+def test_a_grammar_that_breaks_behind_drafts_goes_on_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limits end it for good, so it is stepped anew."""
+    engine, inputs = masks(), GrammarInputs(grammar.of_choice(["abc", "abd"]))
+    a, b, c = TOKENIZER.encode("abc").ids
+    first = engine.of([SamplingRow(0, 0, grammar=inputs)])
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar.Matcher, "broken", True)
+        patch.setattr(GrammarMasks, "_mask", lambda *_: (_ for _ in ()).throw(GrammarError("too much")))
+        failed = engine.of([SamplingRow(0, 1, grammar=inputs, ahead=(a,))])
+    assert failed is not None and "too much" in failed.failures[0] and not inputs.failure
+    again, behind = (engine.of([SamplingRow(0, 0, grammar=inputs, ahead=ahead)]) for ahead in ((), (a, b)))
+    assert first is not None and again is not None and behind is not None
+    assert again.bits.tolist() == first.bits.tolist() and c in _allowed(behind.bits[0])
+
+
 def test_a_model_without_end_tokens_or_bytes_has_no_grammars() -> None:
     from cohort.common.errors import ModelError
     from tests.services.gateway.tiny_model import word_piece

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.examples import another_of_its_kind
 
@@ -20,7 +21,10 @@ pytest.importorskip("triton")
 from cohort.common.engine import compiled_kernels
 from cohort.common.paths import cache_dir
 from cohort.kernels.gpu import variants
+from tests.common.engine.drafts.test_eagle_head import head_folder
 from tests.common.engine.kernel_variants import MAX_ROWS
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -39,11 +43,7 @@ from tests.common.engine.kernel_variants import MAX_ROWS
     ],
 )
 def test_warming_up_covers_a_mixed_workload(name: str, dtype: str, model_folder: Callable[[str], Path]) -> None:
-    command = [sys.executable, "-m", "tests.common.engine.kernel_variants", str(model_folder(name)), dtype]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = _found(str(model_folder(name)), dtype)
     layers, launched = 3, found["launched"]
     assert min(launched["decode_rows"], launched["prefill_rows"], launched["sample_rows"]) > 30 * layers, launched
     assert launched.get("_store_kv", 0) > 100 * layers, launched
@@ -67,6 +67,29 @@ def test_warming_up_covers_a_mixed_workload(name: str, dtype: str, model_folder:
     assert named["_clamped_swiglu"] == (name == "gpt-oss")
     assert named["add_weighted_rows"] == (mixture or name == "gpt-oss")
     assert (launched.get("gated_expert_rows", 0) > 100 * layers) == mixture
+
+
+@another_of_its_kind()
+def test_warming_up_covers_a_head_beside_the_model(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    found = _found(str(model_folder("llama")), "bfloat16", str(head_folder(tmp_path / "head")))
+    assert found["launched"]["drafts"] > 100
+    assert found["served_beyond_warmed"] == found["warmed_beyond_named"] == []
+
+
+def _found(*arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.common.engine.kernel_variants", *arguments]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_cache_of_one_layer_has_its_variants() -> None:
+    """Of a head, or of a model that is so small."""
+    for layers in (1, 3):
+        tensors = variants._Tensors(variants.Served(4, 2, 16, 64, 80, 199, torch.bfloat16, layers=layers), CPU)
+        assert tensors.kv[:, tensors.layer].shape == (4, 2, 2, 16, 16)
 
 
 def test_compilations_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

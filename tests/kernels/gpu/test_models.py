@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from cohort.common.engine import lean_gpt_oss, lean_llama, linear
+from cohort.common.engine import draft_loading, lean_gpt_oss, lean_llama, linear
 from cohort.common.engine.device_memory import DeviceShare
+from cohort.common.engine.device_steps import DeviceSteps
 from cohort.kernels import native
 from cohort.kernels.gpu import available, operators
+from tests.common.engine.drafts.test_eagle_head import Reference, Served, head_folder
 from tests.common.engine.driver import check_schedule, make_runner, random_prompts, reference_generate, run_chunked
 from tests.common.engine.test_gpt_oss import mxfp4_folder as mxfp4_folder
 from tests.engine_models import model_folder as model_folder
@@ -45,6 +47,25 @@ def test_experts_in_mxfp4(mxfp4_folder, every_kernel, monkeypatch):
     """In float32, whose codes are widened otherwise, so that tokens can be compared."""
     monkeypatch.setattr(lean_gpt_oss, "keeps_codes", lambda *layout: True)
     _check(mxfp4_folder, "auto")
+
+
+@another_of_its_kind()
+def test_a_head_drafts_what_its_formula_says(model_folder, tmp_path, every_kernel, monkeypatch):
+    """From the states that the model's recorded steps leave on the device, by recorded steps of its own."""
+    monkeypatch.setattr(draft_loading, "FILLED_AT_ONCE", 32)
+    monkeypatch.setattr(draft_loading, "_MOST_ROWS", 8)
+    if DEVICE.type != "cuda":  # the interpreter would run what is only to be compiled, over memory without meaning
+        monkeypatch.setattr(DeviceSteps, "compile", lambda steps, threads: None)
+    model, head = model_folder("llama"), head_folder(tmp_path / "head")
+    options = {"device": DEVICE.type, "max_rows": 2, "max_step_tokens": 32, "num_blocks": 24}
+    served, reference = Served(model, head, device_steps=True, **options), Reference(model, head)
+    for name, prompt in zip("ab", random_prompts((13, 5)), strict=True):
+        served.driver.add(name, prompt)
+        served.driver.step([(name, len(prompt))])
+    for counts in ({"a": 2, "b": 3}, {"b": 1, "a": 2}):
+        expected = [reference.drafts(served.driver.requests[name].tokens, count) for name, count in counts.items()]
+        assert served.together(counts) == expected
+        served.driver.step([("a", 1), ("b", 1)])
 
 
 def _check(folder: Path, cache: str) -> None:

@@ -154,7 +154,7 @@ class _Looking:
     """What the engine does for drafts, around a machine whose rows sample tokens that were never expected."""
 
     def __init__(self, misleading: bool) -> None:
-        self._drafting = Drafting(PromptLookup, _DRAFTS, looks_back=True)
+        self._drafting = Drafting(PromptLookup, _DRAFTS)
         self._misleading = misleading
         self._other: dict[Sequence, PromptLookup] = {}
         self._fresh = count(_VOCABULARY)

@@ -187,33 +187,34 @@ def test_tokens_are_compared_by_name(tmp_path: Path) -> None:
     [
         ("llama", "cpu", 1, "", "needs the folder"),
         ("llama", "cpu", 1, "/nowhere", "no folder /nowhere"),
-        ("llama", "cuda:0", 1, "head", "by a head on cuda:0"),
         ("llama", "cpu", 2, "llama", "worker of 2 ranks"),
         ("mistral-window", "cpu", 1, "llama", "the last 11 tokens alone"),
         ("llama", "cpu", 1, "gpt-neox", "run through transformers"),
     ],
 )
 def test_what_is_not_served_is_refused(
-    model_folder: ModelFolder, tmp_path: Path, folder: str, device: str, degree: int, draft: str, refused: str
+    model_folder: ModelFolder, folder: str, device: str, degree: int, draft: str, refused: str
 ) -> None:
     named = str(model_folder(draft)) if draft in CONFIGS else draft
-    if draft == "head":
-        named = str(head_folder(tmp_path / "head"))
     config = load_config(overrides={"speculation": {"mode": "model", "draft_model": named}})
     where = model_folder(folder)
     with pytest.raises(ConfigError, match=refused):
         plan_draft(config, where, read_geometry(where), dtype="float32", device=torch.device(device), degree=degree)
 
 
-def test_on_a_gpu_its_weights_and_steps_are_counted_beside_the_cache(model_folder: ModelFolder) -> None:
+@pytest.mark.parametrize("head", [False, True])
+def test_on_a_gpu_its_weights_and_steps_are_counted_beside_the_cache(
+    model_folder: ModelFolder, tmp_path: Path, head: bool
+) -> None:
     where = model_folder("llama")
-    config = load_config(overrides={"speculation": {"mode": "model", "draft_model": str(where)}})
+    draft = head_folder(tmp_path / "head") if head else where
+    config = load_config(overrides={"speculation": {"mode": "model", "draft_model": str(draft)}})
     plans = [
         plan_draft(config, where, read_geometry(where), dtype="float32", device=torch.device(device), degree=1)
         for device in ("cpu", "cuda:0")
     ]
     host, device = plans
-    assert host is not None and device is not None
+    assert host is not None and device is not None and host.head == device.head == head
     assert host.device_bytes == host.graph_bytes == 0
-    assert device.graph_bytes > 0 and device.device_bytes > device.graph_bytes + 4 * 3 * 48 * 48
+    assert device.graph_bytes > 0 and device.device_bytes > device.graph_bytes + 4 * (1 if head else 3) * 48 * 48
     assert device.block_bytes == host.block_bytes

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cohort.common.config import load_config
 from cohort.common.engine.batch import GREEDY, SamplingRow
+from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.draft_loading import load_draft, plan_draft
 from cohort.common.engine.drafts.batch_drafts import DraftRow
 from cohort.common.engine.drafts.states_drafter import StatesDrafter
@@ -133,15 +134,23 @@ class Reference:
 class Served:
     """The tiny Llama with a head, and one sequence in blocks that alternate in direction."""
 
-    def __init__(self, model: Path, head: Path | None, *, reverse: bool = True) -> None:
-        """`head` None: the module that the model brings."""
-        runner = make_runner(model)
+    def __init__(
+        self, model: Path, head: Path | None, *, reverse: bool = True, device_steps: bool = False, **options: Any
+    ) -> None:
+        """`head` None: the module that the model brings. `device_steps`: of model and head, recorded, over standing
+        buffers and sampled by the batch, as on a GPU. `options`: of the runner."""
+        runner = make_runner(model, device_steps=device_steps, share=DeviceShare(graphs=1 << 40), **options)
         config = load_config(overrides={"speculation": {"mode": "model", "draft_model": str(head or "")}})
         planned = plan_draft(config, model, runner.geometry, dtype="float32", device=runner.device, degree=1)
         assert planned is not None and planned.head
-        drafter = load_draft(dataclasses.replace(planned, block_size=BLOCK_SIZE), config, runner)
+        planned = dataclasses.replace(planned, block_size=BLOCK_SIZE, graph_bytes=1 << 40)
+        drafter = load_draft(planned, config, runner)
         assert isinstance(drafter, StatesDrafter)
         self.runner, self.head, runner.drafter = runner, drafter, drafter
+        if device_steps:
+            runner.warm_up()
+            steps: Any = drafter._steps
+            assert steps.decode.classes == (1, 2, 4, 8) and steps.mixed.classes and runner.recorded_classes
         self.driver = Driver(runner, shuffle=3, reverse=reverse)
         batch = self.driver.batch
 
@@ -153,19 +162,28 @@ class Served:
         self.driver.batch = numbered  # type: ignore[method-assign]
 
     def drafts(self, name: str, count: int, number: int = NUMBER) -> list[int]:
-        request, chain = self.driver.requests[name], TokenChain("")
-        chain.grow(request.tokens)
-        self.driver.slot(request, len(request.tokens) + count)
-        directions = request.directions if self.driver._reverse else None
-        row = DraftRow(chain, request.blocks, directions, (GREEDY,) * count, number)
-        (found,) = self.head.propose_all([row]).tokens
+        (found,) = self.together({name: count}, number)
         return found
 
+    def together(self, counts: dict[str, int], number: int = NUMBER) -> list[list[int]]:
+        rows = []
+        for name, count in counts.items():
+            request, chain = self.driver.requests[name], TokenChain("")
+            chain.grow(request.tokens)
+            self.driver.slot(request, len(request.tokens) + count)
+            directions = request.directions if self.driver._reverse else None
+            rows.append(DraftRow(chain, request.blocks, directions, (GREEDY,) * count, number))
+        return self.head.propose_all(rows).tokens
 
-@pytest.mark.parametrize(("bias", "prefix"), [(True, ""), (False, "model.")])
-def test_drafts_are_those_of_the_formula(model_folder: ModelFolder, tmp_path: Path, bias: bool, prefix: str) -> None:
+
+@pytest.mark.parametrize(
+    ("bias", "prefix", "device_steps"), [(True, "", False), (False, "model.", False), (True, "", True)]
+)
+def test_drafts_are_those_of_the_formula(
+    model_folder: ModelFolder, tmp_path: Path, bias: bool, prefix: str, device_steps: bool
+) -> None:
     model, head = model_folder("llama"), head_folder(tmp_path / "head", bias=bias, prefix=prefix)
-    served, reference = Served(model, head), Reference(model, head, prefix)
+    served, reference = Served(model, head, device_steps=device_steps), Reference(model, head, prefix)
     served.driver.add("r", random_prompts((40,))[0])
     served.driver.step([("r", 25)])
     served.driver.step([("r", 15)])
@@ -176,6 +194,22 @@ def test_drafts_are_those_of_the_formula(model_folder: ModelFolder, tmp_path: Pa
     for _ in range(20):  # more than are computed with a draft
         served.driver.step([("r", 1)])
     assert served.drafts("r", 3) == reference.drafts(served.driver.requests["r"].tokens, 3)
+
+
+@pytest.mark.parametrize("device_steps", [False, True])
+def test_rows_are_drafted_together(model_folder: ModelFolder, tmp_path: Path, device_steps: bool) -> None:
+    """Of different lengths, so many drafts, and positions that they lack; drafts that the model never computes too."""
+    model, head = model_folder("llama"), head_folder(tmp_path / "head")
+    served, reference = Served(model, head, device_steps=device_steps), Reference(model, head)
+    for name, prompt in zip("abc", random_prompts((40, 9, 17)), strict=True):
+        served.driver.add(name, prompt)
+        served.driver.step([(name, len(prompt))])
+    for counts in ({"a": 1, "b": 4, "c": 3}, {"c": 2, "a": 3, "b": 1}, {"b": 2, "c": 2}):
+        tokens = [served.driver.requests[name].tokens for name in counts]
+        expected = [reference.drafts(*each) for each in zip(tokens, counts.values(), strict=True)]
+        assert served.together(counts) == expected
+        served.driver.step([(name, 1) for name in "abc"])
+        served.driver.step([("b", 1)])
 
 
 def test_it_attends_from_where_states_are_known(model_folder: ModelFolder, tmp_path: Path) -> None:

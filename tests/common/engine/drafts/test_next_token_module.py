@@ -21,6 +21,7 @@ from tests.common.engine.drafts.test_eagle_head import Served
 from tests.common.engine.driver import random_prompts
 from tests.engine_models import CONFIGS
 
+CUDA = torch.device("cuda:0")
 _OWN = ("enorm", "hnorm", "shared_head.norm")
 
 
@@ -85,8 +86,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint(tmp_path_factory.mktemp("brings-a-module"))
 
 
-def test_drafts_are_those_of_the_formula(checkpoint: Checkpoint) -> None:
-    served = Served(checkpoint.folder, None)
+@pytest.mark.parametrize("device_steps", [False, True])
+def test_drafts_are_those_of_the_formula(checkpoint: Checkpoint, device_steps: bool) -> None:
+    """Also by recorded steps, although no GPU has DeepSeek's form."""
+    served = Served(checkpoint.folder, None, device_steps=device_steps)
     served.driver.add("r", random_prompts((30,))[0])
     served.driver.step([("r", 21)])
     served.driver.step([("r", 9)])
@@ -111,3 +114,5 @@ def test_what_is_not_there_is_refused(checkpoint: Checkpoint, tmp_path: Path) ->
     rounded = load_config(overrides={"speculation": {"mode": "model", "draft_quantization": "int4"}})
     with pytest.raises(ConfigError, match="is served as it is"):
         plan_draft(rounded, checkpoint.folder, read_geometry(checkpoint.folder), **options)
+    with pytest.raises(ConfigError, match="by a module on cuda:0: DeepSeek's form runs on a processor"):
+        plan_draft(config, checkpoint.folder, read_geometry(checkpoint.folder), **(options | {"device": CUDA}))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _ENGINE_S = 30.0
 """No round of the engine's points begins later: on two cores the whole command then ends within two minutes."""
-_LIVE_S = 1.8
+_LIVE_S = 1.2
 """For each number of users, each time."""
 _TURNS = 12
 """Of a lone worker and of workers beside each other: for some seconds they get in each other's way, for others not."""

@@ -28,9 +28,11 @@ _STALLED = 4.0
 """So many times the model's: something else stopped it."""
 _Sums = npt.NDArray[np.float64]
 _ALONE, _ALONE_MODEL, _BESIDE_S, _BESIDE_MODEL, _EXPECTED, _OTHERS, _READING = range(7)
-"""Columns, of iterations without prompts and of those with: seconds alone, and the model's; beside others, the model's
-as if alone, and by processor time; the last times how many others, and times what both read."""
-_NOTHING: _Sums = np.zeros((2, _READING + 1))
+"""Columns: seconds alone, and the model's; beside others, the model's as if alone, and by processor time; the last
+times how many others, and times what both read."""
+_DECODES, _PROMPTS, _BESIDE_PROMPTS = range(3)
+"""Rows: decodes beside decodes; iterations with prompts; decodes beside such, which are as the first alone."""
+_NOTHING: _Sums = np.zeros((_BESIDE_PROMPTS + 1, _READING + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +67,15 @@ def together(runs: Sequence[Sequence[Iteration]]) -> list[list[Iteration]]:
 
 
 def contention(turns: Sequence[Turn], cost: CostModel, cores: int, load: Callable[[int, float], float]) -> Contention:
-    """By decodes beside decodes, and by iterations with prompts, which hardly wait for memory. `cost`: of a lone
-    engine, with all that its worker adds; `load`: `Cluster.service_load`."""
+    """By decodes beside decodes, and by iterations with prompts and beside such, which hardly share memory. `cost`: of
+    a lone engine, with all that its worker adds; `load`: `Cluster.service_load`."""
     each = [_sums(turn, cost, cores, load) for turn in turns]
     whole = np.sum(each, axis=0) if each else _NOTHING
-    if not whole[0, _BESIDE_S]:
+    if not whole[_DECODES, _BESIDE_S]:
         return Contention()
     core, memory = _factors(whole)
     ratio = _ratio(whole)
-    without = [_ratio(whole - one) for one in each if (whole - one)[0, _BESIDE_S]]
+    without = [_ratio(whole - one) for one in each if (whole - one)[_DECODES, _BESIDE_S]]
     error = float(np.sqrt((len(without) - 1) * np.var(without))) if len(without) > 1 else 0.0  # jackknife
     return Contention(core, memory, ratio, ratio - 2.0 * error, ratio + 2.0 * error)
 
@@ -84,12 +86,11 @@ def _sums(turn: Turn, cost: CostModel, cores: int, load: Callable[[int, float], 
         work, took_s = iteration.work(), iteration.ended_s - iteration.planned_s
         alone_s = cost.step_s(work)
         if took_s < _STALLED * alone_s:
-            sums[int(work.pairs > 0), _ALONE : _ALONE_MODEL + 1] += took_s, alone_s
+            sums[_PROMPTS if work.pairs else _DECODES, _ALONE : _ALONE_MODEL + 1] += took_s, alone_s
     for engines in together(turn.beside):
         works = [each.work() for each in engines]
-        prompt = works[0].pairs > 0
-        if not prompt and any(work.pairs for work in works):
-            continue
+        prompts = any(work.pairs for work in works)
+        kind = _PROMPTS if works[0].pairs else _BESIDE_PROMPTS if prompts else _DECODES
         alone = [cost.step_s(work) for work in works]
         loads = [load(work.rows, seconds) for work, seconds in zip(works, alone, strict=True)]
         expected_s = alone[0] * core_slowdowns(cores, list(zip(alone, loads, strict=True)))[0]
@@ -98,18 +99,20 @@ def _sums(turn: Turn, cost: CostModel, cores: int, load: Callable[[int, float], 
             own, *others = (cost.memory_share(work) for work in works)
             beside_s = expected_s * min(1.0, cores / len(engines))
             row = took_s, alone[0], expected_s, beside_s * len(others), beside_s * own * sum(others)
-            sums[int(prompt), _BESIDE_S:] += row
+            sums[kind, _BESIDE_S:] += row
     return sums
 
 
 def _level(sums: _Sums) -> _Sums:
-    """How many times the model's lone iterations took meanwhile, without and with prompts."""
-    model = sums[:, _ALONE_MODEL]
-    return np.divide(sums[:, _ALONE], model, out=np.ones(2), where=model > 0.0)
+    """How many times the model's lone iterations took meanwhile, by row."""
+    model = sums[:_BESIDE_PROMPTS, _ALONE_MODEL]
+    level = np.divide(sums[:_BESIDE_PROMPTS, _ALONE], model, out=np.ones(_BESIDE_PROMPTS), where=model > 0.0)
+    return np.append(level, level[_DECODES])
 
 
 def _ratio(sums: _Sums) -> float:
-    return float(sums[0, _BESIDE_S] / (_level(sums)[0] * sums[0, _BESIDE_MODEL]))
+    decodes = sums[_DECODES]
+    return float(decodes[_BESIDE_S] / (_level(sums)[_DECODES] * decodes[_BESIDE_MODEL]))
 
 
 def _factors(sums: _Sums) -> tuple[float, float]:
@@ -117,6 +120,6 @@ def _factors(sums: _Sums) -> tuple[float, float]:
     rows, level = sums[known], _level(sums)[known]
     longer = (rows[:, _BESIDE_S] / level - rows[:, _EXPECTED]) / rows[:, _OTHERS]
     terms = np.column_stack([np.ones(len(rows)), rows[:, _READING] / rows[:, _OTHERS]])
-    weight = np.sqrt(rows[:, _OTHERS])  # where no two factors explain both kinds, a second of either counts as much
+    weight = np.sqrt(rows[:, _OTHERS])  # where no two factors explain all three, a second of each counts as much
     core, memory = nnls(terms * weight[:, None], longer * weight)[0]
     return float(core), float(memory)

@@ -35,9 +35,9 @@ TURNS = 3
 Span = tuple[int, float, float, float | None]
 """Users, begin, end, processor seconds of the services and the client."""
 _PROMPT, _OUTPUT = 96, 48
+_LONG, _LATER_S = 384, 0.6
+"""A prompt that comes while others decode."""
 _TIMEOUT_S = 60.0
-_ONCE_S = 0.01
-"""Each user asks once: an answer takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ def measure_live(overlay: dict[str, Any], seconds_each: float, users: Sequence[i
 
 
 def measure_together(overlay: dict[str, Any], workers: int, turns: int) -> list[Turn]:
-    """Of so many workers: a request alone, then two for each worker at once, and again. `overlay` as `measure_live`
-    takes it. Raises `MeasurementFailed`."""
+    """Of so many workers: a request alone, then two for each worker at once and a long prompt while they decode, and
+    again. `overlay` as `measure_live` takes it. Raises `MeasurementFailed`."""
     with tempfile.TemporaryDirectory() as folder:
         free = {"monitor": {"port": 0}, "metrics": {"base_port": 0}, "recording": {"folder": folder}}
         shape = {"workers": [{"role": "unified", "count": workers}]}
@@ -89,7 +89,7 @@ def measure_together(overlay: dict[str, Any], workers: int, turns: int) -> list[
             moments_s = [time.monotonic()]
             for _ in range(turns):
                 for users in (1, 2 * workers):
-                    asyncio.run(_ask(served.url, users, _ONCE_S, numbers))
+                    asyncio.run(_once(served.url, users, numbers))
                     moments_s.append(time.monotonic())
         runs = [list(iterations(path)) for path in sorted(Path(folder).glob("unified-*.jsonl"))]
     starts = range(0, 2 * turns, 2)
@@ -143,10 +143,25 @@ async def _ask(url: str, users: int, seconds: float, numbers: Iterable[int]) -> 
         await asyncio.gather(*(user() for _ in range(users)))
 
 
-async def _read(session: aiohttp.ClientSession, url: str, number: int) -> None:
+async def _once(url: str, users: int, numbers: Iterable[int]) -> None:
+    """Each of so many users once; if there are several, a long prompt comes later."""
+    following = iter(numbers)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session:
+
+        async def later() -> None:
+            await asyncio.sleep(_LATER_S)
+            await _read(session, url, next(following), _LONG, 1)
+
+        asked = [_read(session, url, next(following)) for _ in range(users)]
+        await asyncio.gather(*asked, *([later()] if users > 1 else []))
+
+
+async def _read(
+    session: aiohttp.ClientSession, url: str, number: int, prompt: int = _PROMPT, output: int = _OUTPUT
+) -> None:
     body = {
-        "prompt": [3 + (1000 + number * _PROMPT + 7 * at) % 40_000 for at in range(_PROMPT)],  # none that is cached
-        "max_tokens": _OUTPUT,
+        "prompt": [3 + (1000 + number * _LONG + 7 * at) % 40_000 for at in range(prompt)],  # none that is cached
+        "max_tokens": output,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,

@@ -141,7 +141,7 @@ def test_the_mean_of_two_states_counts_and_its_spread_is_known() -> None:
     assert 0.5 * quarter < found.highest - found.decodes < 2.0 * quarter
 
 
-def test_decodes_beside_prompts_tell_nothing() -> None:
+def test_decodes_beside_prompts_alone_tell_nothing() -> None:
     prompt = [Iteration(0.0, 5.0, ((0, 64),))]
     decodes = [Iteration(at / 10, at / 10 + 0.1, ((119, 120),)) for at in range(50)]
     cost = CostModel(MODEL, DEVICE, ENGINE)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from cohort.common.errors import InvariantViolated
 from cohort.common.messages import GatewayHello, RegisterWorker, WorkerReport
 from cohort.common.policies.interface import InstanceView, WaitingRequest
+from cohort.common.policies.serving_views import ServingViews
 from cohort.common.types import Attempt, InstanceId, RequestId, Segment
 
 _HOLD_GRACE_S = 2.0
@@ -110,7 +111,7 @@ class Roster:
         self.expected: set[InstanceId] = set()
         """Workers that a gateway knew of when it greeted."""
         self._report_timeout_s = report_timeout_s
-        self._views: dict[InstanceId, InstanceView] | None = None
+        self._views: ServingViews | None = None
         self._claimed: set[Attempt] = set()
         """Attempts of `requests`."""
         self._unclaimed: dict[Attempt, float] = {}
@@ -183,6 +184,7 @@ class Roster:
         elif worker.fresh:  # nearly always: all that it should hold it holds, and computes
             worker.fresh.clear()
             worker.count_fresh()
+        self._touched(report.instance)
         if self._unclaimed or not worker.held <= self._claimed:  # sets of known hashes
             self._note_unclaimed(now_s, report.held, report.awaiting)
         return missing
@@ -249,12 +251,17 @@ class Roster:
         self.forget_unclaimed()
         return names
 
-    def serving(self) -> dict[InstanceId, InstanceView]:
-        """Workers that take requests. Built anew only when a worker came, went or drains: policies may keep nothing of
-        it, and every event asks."""
+    def serving(self) -> ServingViews:
+        """Workers that take requests. Built anew only when a worker came, went or drains, for every event asks. It says
+        which views have changed since."""
         if self._views is None:
-            self._views = {name: worker.view for name, worker in self.workers.items() if not worker.view.draining}
+            views = {name: worker.view for name, worker in self.workers.items() if not worker.view.draining}
+            self._views = ServingViews(views)
         return self._views
+
+    def _touched(self, instance: InstanceId) -> None:
+        if self._views is not None:
+            self._views.touch(instance)
 
     def computing(self, attempt: Attempt) -> list[InstanceId]:
         """All workers that hold an attempt, if one of them has state of it; none if they all merely wait for its KV. A
@@ -305,6 +312,7 @@ class Roster:
             tokens = len(request.tokens)
             first = bool(managed.segments) and managed.segments[0].instance == instance
             worker.add_fresh(managed.request_id, (tokens if first else 0, tokens, request.adapter))
+            self._touched(instance)
 
     def disengage(self, managed: Managed, instance: InstanceId) -> None:
         managed.live.pop(instance, None)
@@ -314,6 +322,7 @@ class Roster:
             worker.attempts.discard(managed.attempt)
             if worker.fresh.pop(managed.request_id, None) is not None:
                 worker.count_fresh()
+                self._touched(instance)
 
     def finished(self, now_s: float, attempt: Attempt) -> None:
         if attempt not in self._finished_at_s:

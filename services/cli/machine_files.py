@@ -149,11 +149,12 @@ def cluster_text(measured: Measured, machine: Machine) -> str:
             "cores": measured.cores,
             "service_step_s": _short(machine.service_step_s),
             "service_row_s": _short(machine.service_row_s),
-            "core_contention": _short(machine.core_contention),
-            "memory_contention": _short(machine.memory_contention),
+            "core_contention": _short(machine.contention.core),
+            "memory_contention": _short(machine.contention.memory),
             "control_latency_s": _SHARED_LATENCY_S,
         }
         head += " that gateway, manager and client run on, too. Links and control_latency_s are those of cpu-2x1"
+        head += f".\n# {beside_line(machine).capitalize()}" if machine.contention.decodes else ""
     else:
         head += "; what the services take is in the device's step_s and row_s"
     if not machine.live_errors:
@@ -180,6 +181,18 @@ def error_lines(machine: Machine) -> list[str]:
         for of, table in (("engine", machine.engine_errors), ("live", machine.live_errors))
         for kind, (middle, p90, worst, where) in _ordered(table)
     ]
+
+
+def beside_line(machine: Machine) -> str:
+    """What engines take from each other; "" where it was not measured."""
+    found = machine.contention
+    if not found.decodes:
+        return ""
+    return (
+        f"engines beside each other: decode steps {found.decodes:.2f} x ({found.lowest:.2f} to {found.highest:.2f}) as "
+        f"long as alone, services included; {found.core:.0%} by what else they share, {found.memory:.0%} of what reads "
+        "memory in both"
+    )
 
 
 def disturbed(machine: Machine) -> str:

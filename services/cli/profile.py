@@ -25,14 +25,15 @@ from cohort.common.errors import ConfigError
 from cohort.common.policies.ecoserve.forward_size import target_forward_tokens
 
 if TYPE_CHECKING:
-    from cohort.services.bench.fit.live_cycles import Phase
-    from cohort.services.bench.fit.shared_cores import Iteration
+    from cohort.services.bench.fit.live_cycles import Phase, Turn
     from cohort.services.cli.machine_files import Measured
 
-_ENGINE_S = 45.0
+_ENGINE_S = 30.0
 """No round of the engine's points begins later: on two cores the whole command then ends within two minutes."""
-_LIVE_S = 7.0
-"""For each number of users."""
+_LIVE_S = 1.2
+"""For each number of users, each time."""
+_TURNS = 12
+"""Of a lone worker and of workers beside each other: for some seconds they get in each other's way, for others not."""
 
 EPILOG = """\
 examples:
@@ -181,9 +182,9 @@ def save(args: argparse.Namespace, config: Config, output: Path) -> int:
         lines.append(
             f"around a step: {1e3 * machine.stack.step_s:.2f} ms and {1e3 * machine.stack.row_s:.3f} ms a row; other "
             f"processes: {1e3 * machine.service_step_s:.2f} and {1e3 * machine.service_row_s:.3f} ms of a core; "
-            f"iterations scatter by {machine.scatter:.0%}; two workers beside each other take "
-            f"{machine.core_contention:.0%} longer, {machine.memory_contention:.0%} more of what reads memory in both"
+            f"iterations scatter by {machine.scatter:.0%}"
         )
+    lines += filter(None, [machine_files.beside_line(machine)])
     lines += filter(None, [machine_files.disturbed(machine)])
     lines += [f"wrote {path}" for path in written]
     cluster = next(str(path) for path in written if path.parent.name == "clusters") if args.to else args.save
@@ -201,12 +202,12 @@ def live(threads: int, args: argparse.Namespace, config: Config) -> list[Phase]:
     return measure_live(_overlay(threads, config), _LIVE_S)
 
 
-def live_together(measured: Measured, config: Config) -> list[list[Iteration]]:
-    """What the workers of this machine do beside each other. Raises `MeasurementFailed`."""
+def live_together(measured: Measured, config: Config) -> list[Turn]:
+    """What the workers of this machine do alone and beside each other, in turn. Raises `MeasurementFailed`."""
     from cohort.services.bench.fit.live_cycles import measure_together
 
-    sys.stderr.write(f"a pipeline of {measured.instances} workers, asked by {2 * measured.instances} users\n")
-    return measure_together(_overlay(measured.threads, config), measured.instances, _LIVE_S)
+    sys.stderr.write(f"a pipeline of {measured.instances} workers, asked by 1 and {2 * measured.instances} in turn\n")
+    return measure_together(_overlay(measured.threads, config), measured.instances, _TURNS)
 
 
 def _overlay(threads: int, config: Config) -> dict[str, Any]:

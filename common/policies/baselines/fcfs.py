@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from cohort.common.policies.interface import ClusterView, Dispatch, PrefillOrder, WaitingRequest
+from cohort.common.policies.interface import ClusterView, Dispatch, InstanceView, PrefillOrder, WaitingRequest
+from cohort.common.policies.serving_views import Least, ServingViews
 from cohort.common.types import Prediction, RequestId, Role
 
 _Key = tuple[int, bool, float, str]
@@ -21,11 +22,16 @@ def _key(waiting: WaitingRequest) -> _Key:
     return (request.priority, not request.online, request.arrival_s, request.request_id)
 
 
+def _queued(view: InstanceView) -> tuple[int, str]:
+    return view.stats.queued_prefill_tokens + view.assigned_prefill_tokens, view.instance
+
+
 class Fcfs(PrefillOrder):
     reads_queues = False
 
     def __init__(self, *, dispatch_ahead_tokens: int) -> None:
         self._ahead = dispatch_ahead_tokens
+        self._least = Least(_queued, lambda view: view.capacity.role is not Role.DECODE, or_all=True)
         # A heap whose entries are forgotten, not removed, when a request goes: one with another key in `_waiting`, or
         # none, is stale.
         self._order: list[_Key] = []
@@ -51,14 +57,22 @@ class Fcfs(PrefillOrder):
             self._waiting[request_id][1].prediction = prediction
 
     def decide(self, now_s: float, cluster: ClusterView) -> list[Dispatch]:
-        ahead = self._ahead
-        headroom = [  # `queued_prefill_tokens` written out: a thousand instances are asked for every request
-            ahead - view.stats.queued_prefill_tokens - view.assigned_prefill_tokens
-            for view in cluster.instances.values()
-            if view.capacity.role is not Role.DECODE
-        ]
+        ahead, views = self._ahead, cluster.instances
+        headroom: list[int] = []
+        if isinstance(views, ServingViews):
+            least = self._least.of(views)
+            if least is None or ahead <= least.queued_prefill_tokens:
+                return []
+            if len(self._waiting) == 1:  # nearly always: no other is left to look at
+                headroom = [ahead - least.queued_prefill_tokens]
+        if not headroom:
+            headroom = [  # `queued_prefill_tokens` written out: a thousand instances are asked for every request
+                ahead - view.stats.queued_prefill_tokens - view.assigned_prefill_tokens
+                for view in views.values()
+                if view.capacity.role is not Role.DECODE
+            ]
         if not headroom:  # no prefill worker alive: decode workers stand in
-            headroom = [self._ahead - view.queued_prefill_tokens for view in cluster.instances.values()]
+            headroom = [ahead - view.queued_prefill_tokens for view in views.values()]
         dispatches: list[Dispatch] = []
         while self._waiting and headroom and (most := max(headroom)) > 0:
             key = heappop(self._order)

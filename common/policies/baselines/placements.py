@@ -18,6 +18,7 @@ from cohort.common.policies.interface import (
     WaitingRequest,
 )
 from cohort.common.policies.link_price import transfer_seconds
+from cohort.common.policies.serving_views import Least, ServingViews
 from cohort.common.types import InstanceId, Request, Role, Segment
 
 
@@ -175,15 +176,30 @@ class Colocated(Placement):
     moves_kv = False
     reads_queues = False
 
+    def __init__(self) -> None:
+        self._least = Least(_unified_load, lambda view: view.capacity.role is Role.UNIFIED, or_all=True)
+
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
     ) -> Placed | Wait | Impossible:
-        unified = _unified(cluster, waiting.request)
-        if isinstance(unified, Wait | Impossible):
-            return unified
-        chosen = _preferred(unified, preferred)
+        chosen = self._foremost(cluster, waiting.request) if preferred is None else None
         if chosen is None:
-            chosen = _near(unified, waiting.request, _least_loaded, lambda view: _unified_load(view)[0])
+            unified = _unified(cluster, waiting.request)
+            if isinstance(unified, Wait | Impossible):
+                return unified
+            chosen = _preferred(unified, preferred)
+            if chosen is None:
+                chosen = _near(unified, waiting.request, _least_loaded, lambda view: _unified_load(view)[0])
+        return self._placed(chosen)
+
+    def _foremost(self, cluster: ClusterView, request: Request) -> InstanceView | None:
+        """As below, without a look at every worker; None where that does not tell."""
+        views = cluster.instances
+        if request.adapter or not isinstance(views, ServingViews) or not self._least.all_hold(views, request):
+            return None
+        return self._least.of(views)
+
+    def _placed(self, chosen: InstanceView) -> Placed:
         return Placed((Segment(0, None, chosen.instance),), "colocated on the least loaded instance")
 
 
@@ -228,26 +244,52 @@ class Disaggregated(Placement):
 
     def __init__(self) -> None:
         self._colocated = Colocated()
+        self._queued = Least(_prefill_load, lambda view: view.capacity.role is not Role.DECODE)
+        self._filled = Least(_decode_load, lambda view: view.capacity.role is not Role.PREFILL)
+        self._linked = Least(lambda view: (not view.stats.link_rates, view.instance))
+        """First those whose links were measured."""
 
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
     ) -> Placed | Wait | Impossible:
         request = waiting.request
+        split = len(request.tokens)
+        pair = self._foremost(cluster, request, split) if preferred is None else None
+        if pair is not None:
+            return self._placed(request, split, pair[0], lambda: pair[1])
         views = list(cluster.instances.values())
         prefills = [view for view in views if view.capacity.role is not Role.DECODE]
         decoding = [view for view in views if view.capacity.role is not Role.PREFILL]
         if not prefills or not decoding:
             placed = self._colocated.place(now_s, waiting, cluster, preferred)
             return Placed(placed.segments, "a role is missing: colocated") if isinstance(placed, Placed) else placed
-        split = len(request.tokens)
         decodes = fitting(decoding, request)
         able = [view for view in prefills if split <= view.capacity.positions]
         if not decodes or not able:
             return impossible(views, request)
         prefill = _preferred(able, preferred) or _near(able, request, _least_queued, _queued_share)
+        return self._placed(
+            request, split, prefill, lambda: self._decode_worker(cluster, prefill, decodes, request, split)
+        )
+
+    def _foremost(self, cluster: ClusterView, request: Request, split: int) -> tuple[InstanceView, InstanceView] | None:
+        """Both workers as `place` finds them, without a look at every worker; None where that does not tell."""
+        views = cluster.instances
+        if request.adapter or not isinstance(views, ServingViews):
+            return None
+        linked, prefill, decode = (least.of(views) for least in (self._linked, self._queued, self._filled))
+        if linked is None or linked.stats.link_rates or prefill is None or decode is None:
+            return None
+        if not self._queued.all_have(views, split) or not self._filled.all_hold(views, request):
+            return None
+        return prefill, decode
+
+    def _placed(
+        self, request: Request, split: int, prefill: InstanceView, decode_worker: Callable[[], InstanceView]
+    ) -> Placed:
         if split - request.prompt_tokens + 1 >= request.sampling.max_tokens:
             return Placed((Segment(0, None, prefill.instance),), "its last token comes with the prefill")
-        decode = self._decode_worker(cluster, prefill, decodes, request, split)
+        decode = decode_worker()
         if decode.instance == prefill.instance:
             return Placed((Segment(0, None, prefill.instance),), "one instance is best for both")
         return Placed(

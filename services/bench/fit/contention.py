@@ -1,18 +1,24 @@
 """How much longer engines take beside each other than the processor time of all says: one memory, threads of one core.
 
 Live workers' recordings say it: `together` finds each iteration that others ran beside, `contention` the two factors by
-which the model's times of them, added up, are the measured ones. Pure.
+which the model's times of them, added up, are the measured ones. Two engines of one machine share a memory at some
+seconds and hardly at others, as its host places their processors: a decode step beside another takes 1.1 times as long
+as alone for some seconds and 1.6 times for others. So many short turns are looked at, lone iterations of the same turns
+say how fast the machine was, and the means count: a median would choose one of the two states. Pure.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from scipy.optimize import nnls
 
 from cohort.common.policies.cost_model import CostModel
+from cohort.services.bench.fit.live_cycles import Turn
 from cohort.services.bench.fit.shared_cores import Iteration, overlap
 from cohort.services.simulator.hardware import core_slowdowns
 
@@ -20,6 +26,26 @@ _BESIDE = 0.9
 """Of an iteration's time, that another engine computed for at least."""
 _STALLED = 4.0
 """So many times the model's: something else stopped it."""
+_Sums = npt.NDArray[np.float64]
+_ALONE, _ALONE_MODEL, _BESIDE_S, _BESIDE_MODEL, _EXPECTED, _OTHERS, _READING = range(7)
+"""Columns: seconds alone, and the model's; beside others, the model's as if alone, and by processor time; the last
+times how many others, and times what both read."""
+_DECODES, _PROMPTS, _BESIDE_PROMPTS = range(3)
+"""Rows: decodes beside decodes; iterations with prompts; decodes beside such, which are as the first alone."""
+_NOTHING: _Sums = np.zeros((_BESIDE_PROMPTS + 1, _READING + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """`core`, `memory`: `Cluster.core_contention` and `.memory_contention`, each at least 0. `decodes`: how many times
+    as long as alone decode steps took beside decode steps, by all that they share; `lowest`, `highest`: two standard
+    errors of it either way, as the turns differ. 0: not measured."""
+
+    core: float = 0.0
+    memory: float = 0.0
+    decodes: float = 0.0
+    lowest: float = 0.0
+    highest: float = 0.0
 
 
 def together(runs: Sequence[Sequence[Iteration]]) -> list[list[Iteration]]:
@@ -40,32 +66,60 @@ def together(runs: Sequence[Sequence[Iteration]]) -> list[list[Iteration]]:
     return found
 
 
-def contention(
-    found: Iterable[Sequence[Iteration]], cost: CostModel, cores: int, load: Callable[[int, float], float]
-) -> tuple[float, float]:
-    """`Cluster.core_contention` and `.memory_contention`, each at least 0: by decodes beside decodes, and by iterations
-    with prompts, which hardly wait for memory. `cost`: of a lone engine, with all that its worker adds; `load`:
-    `Cluster.service_load`."""
-    rows: dict[bool, list[float]] = {True: [0.0, 0.0, 0.0], False: [0.0, 0.0, 0.0]}
-    for engines in found:
+def contention(turns: Sequence[Turn], cost: CostModel, cores: int, load: Callable[[int, float], float]) -> Contention:
+    """By decodes beside decodes, and by iterations with prompts and beside such, which hardly share memory. `cost`: of
+    a lone engine, with all that its worker adds; `load`: `Cluster.service_load`."""
+    each = [_sums(turn, cost, cores, load) for turn in turns]
+    whole = np.sum(each, axis=0) if each else _NOTHING
+    if not whole[_DECODES, _BESIDE_S]:
+        return Contention()
+    core, memory = _factors(whole)
+    ratio = _ratio(whole)
+    without = [_ratio(whole - one) for one in each if (whole - one)[_DECODES, _BESIDE_S]]
+    error = float(np.sqrt((len(without) - 1) * np.var(without))) if len(without) > 1 else 0.0  # jackknife
+    return Contention(core, memory, ratio, ratio - 2.0 * error, ratio + 2.0 * error)
+
+
+def _sums(turn: Turn, cost: CostModel, cores: int, load: Callable[[int, float], float]) -> _Sums:
+    sums = _NOTHING.copy()
+    for iteration in (each for run in turn.alone for each in run if each.rows):
+        work, took_s = iteration.work(), iteration.ended_s - iteration.planned_s
+        alone_s = cost.step_s(work)
+        if took_s < _STALLED * alone_s:
+            sums[_PROMPTS if work.pairs else _DECODES, _ALONE : _ALONE_MODEL + 1] += took_s, alone_s
+    for engines in together(turn.beside):
         works = [each.work() for each in engines]
-        prompt = works[0].pairs > 0
-        if not prompt and any(work.pairs for work in works):
-            continue
-        alone_s = [cost.step_s(work) for work in works]
-        loads = [load(work.rows, seconds) for work, seconds in zip(works, alone_s, strict=True)]
-        expected_s = alone_s[0] * core_slowdowns(cores, list(zip(alone_s, loads, strict=True)))[0]
+        prompts = any(work.pairs for work in works)
+        kind = _PROMPTS if works[0].pairs else _BESIDE_PROMPTS if prompts else _DECODES
+        alone = [cost.step_s(work) for work in works]
+        loads = [load(work.rows, seconds) for work, seconds in zip(works, alone, strict=True)]
+        expected_s = alone[0] * core_slowdowns(cores, list(zip(alone, loads, strict=True)))[0]
         took_s = engines[0].ended_s - engines[0].planned_s
         if took_s < _STALLED * expected_s:
             own, *others = (cost.memory_share(work) for work in works)
             beside_s = expected_s * min(1.0, cores / len(engines))
-            row = rows[prompt]
-            row[0] += beside_s * len(others)
-            row[1] += beside_s * own * sum(others)
-            row[2] += took_s - expected_s
-    terms = np.array([row for row in rows.values() if row[0]]).reshape(-1, 3)
-    if not len(terms):
-        return 0.0, 0.0
-    weights = terms / terms[:, :1]  # a second of either counts as much
-    core, memory = nnls(weights[:, :2], weights[:, 2])[0]
+            row = took_s, alone[0], expected_s, beside_s * len(others), beside_s * own * sum(others)
+            sums[kind, _BESIDE_S:] += row
+    return sums
+
+
+def _level(sums: _Sums) -> _Sums:
+    """How many times the model's lone iterations took meanwhile, by row."""
+    model = sums[:_BESIDE_PROMPTS, _ALONE_MODEL]
+    level = np.divide(sums[:_BESIDE_PROMPTS, _ALONE], model, out=np.ones(_BESIDE_PROMPTS), where=model > 0.0)
+    return np.append(level, level[_DECODES])
+
+
+def _ratio(sums: _Sums) -> float:
+    decodes = sums[_DECODES]
+    return float(decodes[_BESIDE_S] / (_level(sums)[_DECODES] * decodes[_BESIDE_MODEL]))
+
+
+def _factors(sums: _Sums) -> tuple[float, float]:
+    known = sums[:, _OTHERS] > 0.0
+    rows, level = sums[known], _level(sums)[known]
+    longer = (rows[:, _BESIDE_S] / level - rows[:, _EXPECTED]) / rows[:, _OTHERS]
+    terms = np.column_stack([np.ones(len(rows)), rows[:, _READING] / rows[:, _OTHERS]])
+    weight = np.sqrt(rows[:, _OTHERS])  # where no two factors explain all three, a second of each counts as much
+    core, memory = nnls(terms * weight[:, None], longer * weight)[0]
     return float(core), float(memory)

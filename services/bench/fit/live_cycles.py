@@ -1,8 +1,10 @@
-"""What the services take around a step, measured: a pipeline of one worker, asked by one, four and eight users.
+"""What the services take around a step, measured: a pipeline of one worker, asked by one, four and eight users; then
+what workers take from each other: a pipeline of several, asked so that one of them computes, and so that all do.
 
-Every iteration of the worker is recorded, so the time from one plan to the next holds all that the engine's own
+Every iteration of a worker is recorded, so the time from one plan to the next holds all that the engine's own
 profile does not: scheduling, tokens on their way, the next plan. Beside it the processor time that gateway, manager,
-the other services and the client take meanwhile. Starts and stops the pipeline; fits nothing (`machine.py`).
+the other services and the client take meanwhile. What is compared is measured in short turns, because a shared
+machine's speed moves within seconds. Starts and stops the pipelines; fits nothing (`machine.py`).
 """
 
 from __future__ import annotations
@@ -28,9 +30,13 @@ from cohort.services.bench.live.pipelines import Served, pipeline
 
 USERS = (1, 4, 8)
 WORKER = "unified-0"
+TURNS = 3
+"""Times that each number of users is asked."""
 Span = tuple[int, float, float, float | None]
 """Users, begin, end, processor seconds of the services and the client."""
 _PROMPT, _OUTPUT = 96, 48
+_LONG, _LATER_S = 384, 0.6
+"""A prompt that comes while others decode."""
 _TIMEOUT_S = 60.0
 
 
@@ -52,8 +58,17 @@ class Phase:
     service_s: float | None
 
 
-def measure_live(overlay: dict[str, Any], seconds_each: float, users: Sequence[int] = USERS) -> list[Phase]:
-    """`overlay`: configuration over the preset `unified`. Raises `MeasurementFailed`."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Iterations of the same workers, of each by time: while one had work, and right afterwards while all had."""
+
+    alone: list[list[Iteration]]
+    beside: list[list[Iteration]]
+
+
+def measure_live(overlay: dict[str, Any], seconds_each: float, users: Sequence[int] = USERS * TURNS) -> list[Phase]:
+    """`overlay`: configuration over the preset `unified`. `users`: one phase after the other, of so many seconds at
+    least. Raises `MeasurementFailed`."""
     with tempfile.TemporaryDirectory() as folder:
         free = {"monitor": {"port": 0}, "metrics": {"base_port": 0}, "recording": {"folder": folder}}
         with pipeline("unified", {**overlay, **free}, free_port()) as served:
@@ -62,15 +77,27 @@ def measure_live(overlay: dict[str, Any], seconds_each: float, users: Sequence[i
         return phases(list(iterations(recording)), spans)
 
 
-def measure_together(overlay: dict[str, Any], workers: int, seconds: float) -> list[list[Iteration]]:
-    """Iterations of so many workers that decode beside each other, of each by time; two users a worker. `overlay` as
-    `measure_live` takes it. Raises `MeasurementFailed`."""
+def measure_together(overlay: dict[str, Any], workers: int, turns: int) -> list[Turn]:
+    """Of so many workers: a request alone, then two for each worker at once and a long prompt while they decode, and
+    again. `overlay` as `measure_live` takes it. Raises `MeasurementFailed`."""
     with tempfile.TemporaryDirectory() as folder:
         free = {"monitor": {"port": 0}, "metrics": {"base_port": 0}, "recording": {"folder": folder}}
         shape = {"workers": [{"role": "unified", "count": workers}]}
         with pipeline("unified", {**overlay, **free, **shape}, free_port()) as served:
-            asyncio.run(_ask(served.url, 2 * workers, seconds, count(1)))
-        return [list(iterations(path)) for path in sorted(Path(folder).glob("unified-*.jsonl"))]
+            numbers = count(1)
+            asyncio.run(_ask(served.url, workers, 1.0, numbers))  # as `observe` does
+            moments_s = [time.monotonic()]
+            for _ in range(turns):
+                for users in (1, 2 * workers):
+                    asyncio.run(_once(served.url, users, numbers))
+                    moments_s.append(time.monotonic())
+        runs = [list(iterations(path)) for path in sorted(Path(folder).glob("unified-*.jsonl"))]
+    starts = range(0, 2 * turns, 2)
+    return [Turn(_within(runs, *moments_s[at : at + 2]), _within(runs, *moments_s[at + 1 : at + 3])) for at in starts]
+
+
+def _within(runs: Iterable[Sequence[Iteration]], began_s: float, ended_s: float) -> list[list[Iteration]]:
+    return [[each for each in run if began_s <= each.planned_s and each.ended_s <= ended_s] for run in runs]
 
 
 def observe(served: Served, seconds_each: float, users: Sequence[int]) -> list[Span]:
@@ -116,10 +143,25 @@ async def _ask(url: str, users: int, seconds: float, numbers: Iterable[int]) -> 
         await asyncio.gather(*(user() for _ in range(users)))
 
 
-async def _read(session: aiohttp.ClientSession, url: str, number: int) -> None:
+async def _once(url: str, users: int, numbers: Iterable[int]) -> None:
+    """Each of so many users once; if there are several, a long prompt comes later."""
+    following = iter(numbers)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session:
+
+        async def later() -> None:
+            await asyncio.sleep(_LATER_S)
+            await _read(session, url, next(following), _LONG, 1)
+
+        asked = [_read(session, url, next(following)) for _ in range(users)]
+        await asyncio.gather(*asked, *([later()] if users > 1 else []))
+
+
+async def _read(
+    session: aiohttp.ClientSession, url: str, number: int, prompt: int = _PROMPT, output: int = _OUTPUT
+) -> None:
     body = {
-        "prompt": [3 + (1000 + number * _PROMPT + 7 * at) % 40_000 for at in range(_PROMPT)],  # none that is cached
-        "max_tokens": _OUTPUT,
+        "prompt": [3 + (1000 + number * _LONG + 7 * at) % 40_000 for at in range(prompt)],  # none that is cached
+        "max_tokens": output,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,

@@ -3,7 +3,7 @@
     points of the engine ─▶ fit_cpu (efficiencies, mixing) ─┐
     cycles of a live worker ─▶ step_s, row_s, scatter       ├▶ Machine, with the error on what was held out
     processor time of the others ─▶ service_step_s, _row_s ─┤
-    iterations of workers beside each other ─▶ contention ──┘
+    turns of workers alone and beside each other ─▶ contention
 
 One fit and one form: `cost_model.fit_cpu` for the points, the cost model for both. Every fourth point and every second
 cycle is held out: no constant comes of them, all errors do. Pure.
@@ -13,17 +13,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean, median, pstdev
 
 import numpy as np
 
 from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import CostModel, DeviceShape, ModelShape, StackShape
-from cohort.services.bench.fit.contention import contention, together
+from cohort.services.bench.fit.contention import Contention, contention
 from cohort.services.bench.fit.cost_model import Point, errors, fit_cpu, predicted
-from cohort.services.bench.fit.live_cycles import Cycle, Phase
-from cohort.services.bench.fit.shared_cores import Iteration
+from cohort.services.bench.fit.live_cycles import Cycle, Phase, Turn
 
 Errors = dict[str, tuple[float, float, float, str]]
 """Kind → median, 90th percentile and worst relative error, and where the worst is."""
@@ -49,8 +48,7 @@ class Machine:
     service_row_s: float
     engine_errors: Errors
     live_errors: Errors
-    core_contention: float = 0.0
-    memory_contention: float = 0.0
+    contention: Contention = field(default_factory=Contention)
 
 
 def fit_machine(
@@ -58,12 +56,12 @@ def fit_machine(
     model: ModelShape,
     template: DeviceShape,
     phases: Sequence[Phase],
-    beside: Sequence[Sequence[Iteration]] = (),
+    turns: Sequence[Turn] = (),
     cores: int = 0,
 ) -> Machine:
-    """`template`: the device's facts, whatever its rates. `beside`: iterations of workers that ran at the same time on
-    so many `cores`, of each by time. Without phases what the services add is unknown: the stack holds the engine's own
-    part, and nothing scatters. Raises `ConfigError` for too few points."""
+    """`template`: the device's facts, whatever its rates. `turns`: of workers that share so many
+    `cores`. Without phases what the services add is unknown: the stack holds the engine's own part, and nothing
+    scatters. Raises `ConfigError` for too few points."""
     fitted, held = split(points)
     if not {"prefill", "decode"} <= {point.kind for point in fitted}:
         raise ConfigError("too few points of prefill and decode to fit a machine")
@@ -77,8 +75,8 @@ def fit_machine(
     cost = CostModel(model, device, stack)
     service_step_s, service_row_s = services(phases)
     live = errors([_point(cycle) for cycle in cycles[1::2]], lambda point: cost.step_s(point.work))
-    contended = contention(together(beside), cost, cores, lambda rows, s: (service_step_s + service_row_s * rows) / s)
-    return Machine(device, stack, scatter(cycles, cost), service_step_s, service_row_s, engine, live, *contended)
+    contended = contention(turns, cost, cores, lambda rows, s: (service_step_s + service_row_s * rows) / s)
+    return Machine(device, stack, scatter(cycles, cost), service_step_s, service_row_s, engine, live, contended)
 
 
 def split(points: Iterable[Point]) -> tuple[list[Point], list[Point]]:
@@ -105,17 +103,19 @@ def nominal(device: DeviceShape, points: Sequence[Point], model: ModelShape) -> 
 
 
 def around(cycles: Sequence[Cycle], model: ModelShape, device: DeviceShape, stack: StackShape) -> StackShape:
-    """The stack with the fixed and per-row time of live cycles in place of the engine's own: medians by the number of
-    rows, a straight line through them."""
+    """The stack with the fixed and per-row time of live cycles in place of the engine's own: means by the number of
+    rows, a straight line through them. Means, because iterations are simulated to scatter about them; what took
+    `_WILD` times the model's counts as that."""
     bare = CostModel(model, device, replace(stack, step_s=0.0, row_s=0.0))
     beyond: dict[int, list[float]] = defaultdict(list)
     for cycle in cycles:
         work = cycle.iteration.work()
         if work.pairs == 0:  # prompts are long: a small error of theirs would be all of a fixed time
-            beyond[work.rows].append(cycle.seconds - bare.step_s(work))
+            alone_s = bare.step_s(work)
+            beyond[work.rows].append(min(cycle.seconds, _WILD * alone_s) - alone_s)
     if not beyond:
         return stack
-    step_s, row_s = _line([(rows, median(times), len(times)) for rows, times in beyond.items()])
+    step_s, row_s = _line([(rows, fmean(times), len(times)) for rows, times in beyond.items()])
     return replace(stack, step_s=step_s, row_s=row_s)
 
 

@@ -23,6 +23,7 @@ class FakeRunner:
     """A step takes a second for each of its tokens."""
 
     block_size = 8
+    device = SimpleNamespace(type="cpu")
 
     def __init__(self) -> None:
         self.kv = SimpleNamespace(blocks=range(20))
@@ -43,6 +44,14 @@ def test_shapes_run_in_turn_after_a_round_that_does_not_count() -> None:
         (SHAPES[1], 4.0, 2),
         (SHAPES[2], 10.0, 2),
     ]
+
+
+@pytest.mark.parametrize(("device", "ran"), [("cpu", [16, 300, 16]), ("cuda", [300, 16, 300, 16])])
+def test_on_a_processor_the_first_long_step_counts(device: str, ran: list[int]) -> None:
+    runner = FakeRunner()
+    runner.device, runner.kv = SimpleNamespace(type=device), SimpleNamespace(blocks=range(80))
+    measure(runner, [StepShape(1, 300, 300), SHAPES[0]], repeats=1, clock=lambda: runner.now_s)  # type: ignore[arg-type]
+    assert runner.ran == ran
 
 
 def test_no_round_begins_after_the_budget_but_the_first() -> None:

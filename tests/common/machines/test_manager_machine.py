@@ -361,6 +361,7 @@ class Scripted(Colocated):
     """Says what it is told to, once it would have placed a request; remembers which are off all instances."""
 
     def __init__(self, answer: Refuse | Literal["best_effort"]) -> None:
+        super().__init__()
         self.answer = answer
         self.over: list[RequestId] = []
 

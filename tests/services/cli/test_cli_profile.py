@@ -73,7 +73,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(measuring, "run_engine", run_engine)
     monkeypatch.setattr(profile, "live", live)
-    monkeypatch.setattr(profile, "live_together", lambda *_: made.beside(0.2, 0.5))
+    monkeypatch.setattr(profile, "live_together", lambda *_: made.turns(0.2, 0.5))
     return asked
 
 
@@ -82,7 +82,7 @@ def test_a_machine_in_one_command(measured: dict[str, Any], capsys: pytest.Captu
     said = capsys.readouterr().out
     assert all(f"{of} {kind}" in " ".join(said.split()) for of in ("engine", "live") for kind in ("prefill", "mixed"))
     assert "cohort simulate --cluster here --model smollm2-135m" in said and "warning" not in said
-    assert (measured["threads"], measured["live"], measured["budget_s"]) == (1, 1, 45.0)
+    assert (measured["threads"], measured["live"], measured["budget_s"]) == (1, 1, 30.0)
     cluster = load_cluster("here")
     assert (cluster.instances, cluster.cores, cluster.cpu) == (2, 2, True)
     assert cluster.service_step_s == pytest.approx(made.SERVICE_STEP_S, rel=0.05)

@@ -15,6 +15,7 @@ class Watching(Colocated):
     """Decides as `Colocated` does, and keeps how many sequences reports listed and how many they counted."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.seen: set[tuple[int, int]] = set()
 
     def place(

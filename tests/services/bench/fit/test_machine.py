@@ -15,9 +15,9 @@ from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import CostModel, StackShape, StepWork, prefill_pairs
 from cohort.services.bench.child import MeasurementFailed
 from cohort.services.bench.fit import live_cycles
-from cohort.services.bench.fit.contention import contention, together
+from cohort.services.bench.fit.contention import Contention, contention, together
 from cohort.services.bench.fit.cost_model import Point
-from cohort.services.bench.fit.live_cycles import Cycle, Phase, phases
+from cohort.services.bench.fit.live_cycles import Cycle, Phase, Turn, phases
 from cohort.services.bench.fit.machine import Machine, fit_machine, nominal, services, split
 from cohort.services.bench.fit.shared_cores import Iteration
 from cohort.services.simulator.hardware import core_slowdowns, load_device, load_model
@@ -64,9 +64,19 @@ def live(variation: float = 0.0) -> list[Phase]:
     ]
 
 
-def beside(core: float, memory: float) -> list[list[Iteration]]:
-    """Two workers on two cores: decodes of a row beside decodes of two, then prompts beside prompts."""
+def turns(core: float, memory: float, slow: Sequence[float] = (1.0,), apart: Sequence[float] = (1.0,)) -> list[Turn]:
+    """Two workers on two cores: in each turn a prompt and decodes of one, then decodes of a row beside decodes of two,
+    and prompts beside prompts. `slow`: how many times as long everything takes, turn by turn; `apart`: which part of
+    the contention there is."""
+    return [_turn(share * core, share * memory, level) for level, share in zip(slow, apart, strict=True)]
+
+
+def _turn(core: float, memory: float, level: float) -> Turn:
     cost = CostModel(MODEL, DEVICE, replace(ENGINE, step_s=AROUND_S, row_s=ROW_S))
+    alone, now_s = [], 0.0
+    for rows in [((0, 96),), *[((119, 120),)] * 40]:
+        alone.append(Iteration(now_s, now_s + level * cost.step_s(Iteration(0.0, 0.0, rows).work()), rows))
+        now_s = alone[-1].ended_s
     runs: list[list[Iteration]] = [[], []]
     for begin_s, kinds in ((0.0, [((119, 120),), ((119, 120), (119, 120))]), (100.0, [((0, 96),), ((0, 256),)])):
         works = [Iteration(0.0, 0.0, rows).work() for rows in kinds]
@@ -75,9 +85,9 @@ def beside(core: float, memory: float) -> list[list[Iteration]]:
         slowdowns = core_slowdowns(2, list(zip(alone_s, loads, strict=True)))
         factor = 1.0 + core + memory * cost.memory_share(works[0]) * cost.memory_share(works[1])
         for run, rows, each, slow in zip(runs, kinds, alone_s, slowdowns, strict=True):
-            step_s = each * slow * factor
+            step_s = level * each * slow * factor
             run += [Iteration(begin_s + n * step_s, begin_s + (n + 1) * step_s, rows) for n in range(100)]
-    return runs
+    return Turn([alone, []], runs)
 
 
 @pytest.fixture(scope="module")
@@ -111,16 +121,34 @@ def test_scatter_is_measured_about_the_model() -> None:
 
 @pytest.mark.parametrize(("core", "memory"), [(0.0, 0.0), (0.2, 0.0), (0.0, 0.6), (0.2, 0.6)])
 def test_what_engines_take_from_each_other_is_found(core: float, memory: float) -> None:
-    found = fit_machine(points(), MODEL, DEVICE, live(), beside(core, memory), 2)
-    assert (found.core_contention, found.memory_contention) == pytest.approx((core, memory), abs=0.12)
+    found = fit_machine(points(), MODEL, DEVICE, live(), turns(core, memory), 2).contention
+    assert (found.core, found.memory) == pytest.approx((core, memory), abs=0.12)
 
 
-def test_decodes_beside_prompts_tell_nothing() -> None:
+def test_a_machine_whose_speed_moves_has_the_same_contention() -> None:
+    steady, moving = turns(0.2, 0.6, [1.0] * 4, [1.0] * 4), turns(0.2, 0.6, [1.0, 1.5, 0.8, 1.2], [1.0] * 4)
+    one, other = (fit_machine(points(), MODEL, DEVICE, live(), each, 2).contention for each in (steady, moving))
+    assert (other.core, other.memory) == pytest.approx((one.core, one.memory), rel=1e-6)
+    assert other.decodes == pytest.approx(one.decodes) and one.highest - one.lowest < 1e-9
+
+
+def test_the_mean_of_two_states_counts_and_its_spread_is_known() -> None:
+    found = fit_machine(points(), MODEL, DEVICE, live(), turns(0.0, 1.6, [1.0] * 8, [0.0, 1.0] * 4), 2).contention
+    always = fit_machine(points(), MODEL, DEVICE, live(), turns(0.0, 0.8), 2).contention
+    assert found.memory == pytest.approx(always.memory, rel=0.05)
+    assert found.lowest < found.decodes < found.highest
+    quarter = (found.decodes - 1.0) / 2.0
+    assert 0.5 * quarter < found.highest - found.decodes < 2.0 * quarter
+
+
+def test_decodes_beside_prompts_alone_tell_nothing() -> None:
     prompt = [Iteration(0.0, 5.0, ((0, 64),))]
     decodes = [Iteration(at / 10, at / 10 + 0.1, ((119, 120),)) for at in range(50)]
     cost = CostModel(MODEL, DEVICE, ENGINE)
     assert len(together([prompt, decodes])) == 51
-    assert contention(together([prompt, decodes])[1:], cost, 2, lambda rows, seconds: 0.0) == (0.0, 0.0)
+    turn = Turn([[decodes[0]], []], [[], decodes, prompt])
+    assert contention([turn], cost, 2, lambda rows, seconds: 0.0) == contention([], cost, 2, lambda *_: 0.0)
+    assert contention([], cost, 2, lambda *_: 0.0) == Contention()
     assert together([decodes, decodes[:1]])[1:] == [[decodes[0], decodes[0]]], "none is in flight later"
 
 

@@ -212,6 +212,7 @@ def live_together(measured: Measured, config: Config) -> list[Turn]:
 
 def _overlay(threads: int, config: Config) -> dict[str, Any]:
     overlay: dict[str, Any] = {"engine": {"threads": threads, "device": config.engine.device}}
+    overlay["speculation"] = {"mode": "off"}  # a step is to yield one token of a row
     if config.model.path:
         overlay["model"] = {"path": config.model.path}
     return overlay

@@ -121,7 +121,7 @@ def write_trace(source: Path, target: Path, args: argparse.Namespace, rate: floa
 def _live(args: argparse.Namespace, arrangement: str, trace: Path) -> tuple[float, ...]:
     preset, workers, _ = ARRANGEMENTS[arrangement]
     recording = {"folder": str(args.record)} if args.record else {}
-    over = {"workers": workers, "kv": _WITHOUT_PREFIXES, "recording": recording}
+    over = {"workers": workers, "kv": _WITHOUT_PREFIXES, "recording": recording, "speculation": {"mode": "off"}}
     options = (f"--trace={trace}", "--time-scale=1", "--warmup=4", f"--seed={args.seed}")
     with pipeline(preset, over, args.port) as served:
         return _columns(served.load([ClientCommand("client", options, 0.0)])["client"].overall)

@@ -12,6 +12,9 @@ from cohort.services.bench.live.pipelines import pipeline
 from cohort.services.bench.live.results import Run, run_of
 from cohort.services.bench.live.spec import Case, Comparison
 
+_ONE_TOKEN_A_STEP = "speculation.mode=off"
+"""Unless a case says otherwise: responses to made-up prompts repeat themselves, and look-ups would find that."""
+
 
 def in_turn(comparison: Comparison, loads: Sequence[str], systems: Sequence[str], rounds: range) -> Iterator[Case]:
     """In the order in which they are measured. Raises `ConfigError`."""
@@ -23,7 +26,7 @@ def in_turn(comparison: Comparison, loads: Sequence[str], systems: Sequence[str]
 
 def measure(comparison: Comparison, case: Case, port: int, settings: Sequence[str]) -> Run:
     """One pipeline from its start to its end; `settings` lie over everything else. Raises `MeasurementFailed`."""
-    with pipeline(case.preset, case.config, port, [*case.settings, *settings]) as served:
+    with pipeline(case.preset, case.config, port, [_ONE_TOKEN_A_STEP, *case.settings, *settings]) as served:
         observed = served.load(case.clients)
         reading = Reading(
             overall={name: each.overall for name, each in observed.items()},

@@ -65,7 +65,7 @@ from cohort.common.types import Attempt, InstanceId, Outcome, Request
 _LOOK_AGAIN_S = 0.05
 """While requests wait: between two looks at the queue that no message calls for. Policies go by the age of reports."""
 _LEAST_WAIT_S = 0.001  # between two ticks, however far in the past a policy wanted to be asked
-_REGISTERS_S = 3.0  # workers register with a manager that stands by several times in this time
+_REGISTERS_S = 3.0  # workers register with one that stands by several times in this time
 _Command = StartSegment | BindSegment | PrefetchKv | Cancel
 """To workers, with the epoch of the manager that leads."""
 _TellEpoch = WorkerReport | GatewayHello | RegisterWorker
@@ -386,6 +386,7 @@ class ManagerMachine:
         if missing is None:
             self._send(report.instance, self._hello())  # asks it to register
             return False
+        self._placement.reported(now_s, self._roster.workers[report.instance].view)
         for managed in missing:
             why = "does not hold it any more" if managed.idle_since_s is None else "waits in vain"
             self._reschedule(now_s, managed, f"{report.instance} {why}")

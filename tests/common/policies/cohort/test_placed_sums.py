@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from cohort.common.config import CohortConfig
-from cohort.common.policies.cohort.placed_work import Known, PlacedWork
-from cohort.common.types import Attempt
+from cohort.common.policies.cohort.known_request import Known
+from cohort.common.policies.cohort.placed_work import PlacedWork
+from cohort.common.policies.interface import InstanceView
+from cohort.common.types import Attempt, QueuedWork, Role, StepTimes, WorkerCapacity, WorkerStats
 from tests.common.policies.cohort.test_least_ttft import prompt, worker
 
 PLACED = st.tuples(
@@ -70,3 +75,54 @@ def test_a_report_of_an_idle_worker_leaves_nothing_behind_of_those_before(report
         assert (kept.memory, kept.strictest_s, kept.pace()) == (anew.memory, anew.strictest_s, anew.pace())
         assert kept.crowded_s(64, 3) == anew.crowded_s(64, 3)
         assert (kept.rows, kept.context, kept.busy, kept.prompt_tokens) == (0, 0, prompts > 0, anew.prompt_tokens)
+
+
+ENTRY = st.tuples(
+    st.integers(0, 9), st.sampled_from([0, 0, 1, 90, 2000]), st.sampled_from([0, 7, 300]), st.integers(0, 3)
+)
+REPORT = st.tuples(
+    st.lists(ENTRY, max_size=8, unique_by=lambda entry: entry[0]),
+    st.integers(0, 2),  # of three prices of a token
+    st.sampled_from([0.0, 0.2, 0.2, 5.0, 70.0]),  # seconds later
+    st.integers(0, 10),  # what is known of one of them changes: forgotten, or a new attempt of it was placed
+    PLACED,
+)
+TIMES = [StepTimes(1e-3, 1e-4, token_s, 1e-2, 1e-9, 1e-8) for token_s in (1e-4, 1.04e-4, 3e-4)]
+WINDOWED = WorkerCapacity(Role.UNIFIED, "m", 4096, 2, 1, 1, 1, 16, 60, 0, 64, 512, window=128)
+
+
+@pytest.mark.parametrize("capacity", [worker("u").capacity, WINDOWED], ids=["whole", "windowed"])
+@given(reports=st.lists(REPORT, min_size=2, max_size=12))
+def test_reading_what_changed_is_reading_everything(reports: list[Any], capacity: WorkerCapacity) -> None:
+    """Another view is another process of this name, of which nothing is kept."""
+    kept, anew = (PlacedWork(CohortConfig(), own_order=True) for _ in range(2))
+    shown, now_s = InstanceView("u", capacity), 0.0
+    knows: dict[str, Known] = {}
+    for entries, price, later_s, changed, (number, tokens, due_s, part) in reports:
+        now_s += later_s
+        queue = [QueuedWork(f"r{each}", left, context, decode) for each, left, context, decode in entries]
+        stats = WorkerStats(total_blocks=60, free_blocks=9, queue=queue, step_times=TIMES[price], step_s=0.03)
+        shown.stats = stats
+        assert kept.refresh(now_s, shown, knows) and anew.refresh(now_s, InstanceView("u", capacity, stats), knows)
+        assert kept.reported.take_begun() == anew.reported.take_begun()
+        rank = kept.rank(now_s, known("z", 100, now_s + 1.0))
+        for each in (kept, anew):
+            assert each.before(rank, 0.0) == anew.before(rank, 0.0)
+            for alike in (False, True):
+                waits = [one.blocked_s(rank, 500.0, 0.0, best_effort=alike) for one in (each, anew)]
+                assert waits[0] == waits[1]
+        assert (kept.memory, kept.strictest_s, kept.pace()) == (anew.memory, anew.strictest_s, anew.pace())
+        assert (kept.rows, kept.context, kept.busy) == (anew.rows, anew.context, anew.busy)
+        assert (kept.prompt_tokens, kept.done(now_s + 1.0, kept.pace())) == (
+            anew.prompt_tokens,
+            anew.done(now_s + 1.0, anew.pace()),
+        )
+        assert kept.crowded_s(64, 3) == anew.crowded_s(64, 3)
+        name = f"r{changed}"
+        if knows.pop(name, None) is not None:
+            kept.forget(name), anew.forget(name)
+        request = known(f"r{number}", tokens, now_s + due_s)
+        request.cached, request.best_effort, request.predicted_s = tokens // 3, number % 3 == 0, 1.0
+        knows[f"r{number}"] = request
+        for each in (kept, anew):
+            each.place(now_s, request, prompt=part != "decode", decode=part != "prompt", output=3.7)

@@ -8,7 +8,6 @@ follow the prompts that go before a newcomer, in the worker's own order, and the
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from math import ceil, inf
@@ -31,7 +30,7 @@ _DISTANT_S = 1e9
 _REPRICED = 0.1
 """A price of a prompt token that moved by this share: all prompts are ranked anew, as a worker's `PromptQueue` does."""
 _FEW = 32
-"""Prompts that come and go with a report: up to so many one by one."""
+"""Prompts that come with a report: more are sorted with the others instead of inserted one by one."""
 _UNSEEN_S = 2.0
 """A request sent so long ago and still in no report has ended between two of them."""
 
@@ -174,21 +173,18 @@ class PlacedWork:
         """Of the prompts here; the sums go on from the first that changed."""
         prompts, ranks = self._prompts, self._ranks
         first = len(prompts)
-        if len(left) + len(came) > _FEW:  # one sort instead of many insertions
-            out = Counter(left)
-            kept = []
-            for prompt in prompts:
-                if out and out[prompt] > 0:
-                    out[prompt] -= 1
-                else:
-                    kept.append(prompt)
-            prompts = self._prompts = sorted([*kept, *came])
-            self._ranks, first = [prompt.rank for prompt in prompts], 0
-            left, came = [], []
+        if left and len(left) == len(prompts):
+            prompts.clear(), ranks.clear()
+            left, first = [], 0
         for prompt in left:
             at = bisect_left(prompts, prompt)
             del prompts[at], ranks[at]
             first = min(first, at)
+        if len(came) > _FEW:
+            prompts += came
+            prompts.sort()
+            ranks[:] = [prompt.rank for prompt in prompts]
+            came, first = [], 0
         for prompt in came:
             at = bisect_left(prompts, prompt)
             prompts.insert(at, prompt)

@@ -65,7 +65,7 @@ from cohort.common.types import Attempt, InstanceId, Outcome, Request
 _LOOK_AGAIN_S = 0.05
 """While requests wait: between two looks at the queue that no message calls for. Policies go by the age of reports."""
 _LEAST_WAIT_S = 0.001  # between two ticks, however far in the past a policy wanted to be asked
-_REGISTERS_S = 3.0  # workers register with one that stands by several times in this time
+_REGISTERS_S = 3.0  # workers register with a manager that stands by several times in this time
 _Command = StartSegment | BindSegment | PrefetchKv | Cancel
 """To workers, with the epoch of the manager that leads."""
 _TellEpoch = WorkerReport | GatewayHello | RegisterWorker
@@ -316,8 +316,7 @@ class ManagerMachine:
             if known.attempt >= request.attempt:
                 return False
             self._forget(now_s, known, "superseded")
-        holders = self._roster.computing(request.attempt)
-        if holders:  # a former manager placed it
+        if holders := self._roster.computing(request.attempt):  # a former manager placed it
             self._roster.adopt(now_s, request.attempt, sender, holders)
             return False
         self.counters.submitted += 1

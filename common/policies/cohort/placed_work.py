@@ -107,6 +107,8 @@ class PlacedWork:
         if news:
             self._block_waits = {alike: self._block_wait(alike) for alike in sorted(self._blocked_asked)}
         self._blocked_asked.clear()
+        if self._pace is not None:
+            self.pace()  # now, not when a decision asks
         return True
 
     def has_read(self, view: InstanceView) -> bool:

@@ -85,7 +85,7 @@ class ReportedQueue:
             left = [entry.prompt for entry in self._entries.values() if entry.prompt is not None]
             self._clear()
         if not queue and not self.works:
-            return left, came, bool(left)
+            return left, came, anew
         works, entries, again = self.works, self._entries, self._again
         while self._moves and self._moves[0][0] <= now_s:
             _, name, rank = heapq.heappop(self._moves)

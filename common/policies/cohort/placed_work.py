@@ -176,7 +176,8 @@ class PlacedWork:
         prompts, ranks = self._prompts, self._ranks
         first = len(prompts)
         if left and len(left) == len(prompts):
-            prompts.clear(), ranks.clear()
+            prompts.clear()
+            ranks.clear()
             left, first = [], 0
         for prompt in left:
             at = bisect_left(prompts, prompt)

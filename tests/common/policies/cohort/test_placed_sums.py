@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -15,6 +15,7 @@ from cohort.common.policies.cohort.placed_work import PlacedWork
 from cohort.common.policies.interface import InstanceView
 from cohort.common.types import Attempt, QueuedWork, Role, StepTimes, WorkerCapacity, WorkerStats
 from tests.common.policies.cohort.test_least_ttft import prompt, worker
+from tests.examples import another_of_its_kind, examples
 
 PLACED = st.tuples(
     st.integers(0, 12), st.integers(1, 3000), st.floats(0.0, 3.0), st.sampled_from(["both", "prompt", "decode"])
@@ -93,7 +94,10 @@ TIMES = [StepTimes(1e-3, 1e-4, token_s, 1e-2, 1e-9, 1e-8) for token_s in (1e-4, 
 WINDOWED = WorkerCapacity(Role.UNIFIED, "m", 4096, 2, 1, 1, 1, 16, 60, 0, 64, 512, window=128)
 
 
-@pytest.mark.parametrize("capacity", [worker("u").capacity, WINDOWED], ids=["whole", "windowed"])
+@pytest.mark.parametrize(
+    "capacity", [worker("u").capacity, pytest.param(WINDOWED, marks=another_of_its_kind())], ids=["whole", "windowed"]
+)
+@settings(max_examples=examples(4.0))
 @given(reports=st.lists(REPORT, min_size=2, max_size=12))
 def test_reading_what_changed_is_reading_everything(reports: list[Any], capacity: WorkerCapacity) -> None:
     """Another view is another process of this name, of which nothing is kept."""

@@ -94,8 +94,10 @@ class PlacedWork:
         self._stats, self._view, self.reported_s = stats, view, now_s
         left, came, news = self.reported.read(now_s, view, known, anew=anew)
         self._memory = None
+        if anew or times != self.times:
+            self._crowded = None  # else as long as any iteration that can come: also of fewer rows
         if news or times != self.times:
-            self._crowded = self._strictest = None
+            self._strictest = None
             self._slowed.clear()
         self.times = times
         if self._coming:
@@ -140,7 +142,7 @@ class PlacedWork:
             request,
         )
         self.look_again(name)
-        self._memory = self._crowded = None
+        self._memory = None
         self._slowed.clear()
         if decode:
             if self._strictest is not None and request.tpot_s:
@@ -165,7 +167,7 @@ class PlacedWork:
     def _leave(self, request_id: RequestId) -> list[Prompt]:
         """It is no longer on its way; its prompt, if it has one there."""
         coming = self._coming.pop(request_id)
-        self._coming_sums = self._strictest = self._memory = self._crowded = None
+        self._coming_sums = self._strictest = self._memory = None
         self._slowed.clear()
         if coming.decode_context:
             self._to_come = self._to_come[0] - 1, self._to_come[1] - coming.decode_context

@@ -132,7 +132,7 @@ def test_reading_what_changed_is_reading_everything(reports: list[Any], capacity
             anew.prompt_tokens,
             anew.done(now_s + 1.0, anew.pace()),
         )
-        assert kept.crowded_s(64, 3) == anew.crowded_s(64, 3)
+        assert kept.crowded_s(64, 3) >= anew.crowded_s(64, 3)  # of as many rows as were here, or more
         name = f"r{changed}"
         if knows.pop(name, None) is not None:
             kept.forget(name), anew.forget(name)

@@ -239,7 +239,9 @@ class RegisterWorker(_Base, frozen=True):
 
 class WorkerReport(_Base, frozen=True):
     """A worker's heartbeat and stats, several times a second and whenever it turns idle. `epoch`: of the manager that
-    it follows."""
+    it follows. One a second says everything; the others, `since` the report before it, in `held` what it has come to
+    hold, also of what awaits KV, and in `gone` what it holds no more. Who missed that report waits for the next whole
+    one."""
 
     instance: InstanceId
     incarnation: int
@@ -249,6 +251,9 @@ class WorkerReport(_Base, frozen=True):
     awaiting: list[Attempt] = []
     draining: bool = False
     epoch: int = 0
+    since: int = 0
+    """The number of the report that this one goes on from; 0 = of none."""
+    gone: list[Attempt] = []
 
 
 class SegmentEnded(_Base, frozen=True):

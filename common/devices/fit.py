@@ -20,10 +20,12 @@ from cohort.common.config import Config
 from cohort.common.engine.device_memory import host_step_bytes, step_bytes
 from cohort.common.engine.kv_dtype import FP8, SCALE_BYTES, kv_dtype
 from cohort.common.engine.model_config import DTYPE_BYTES, Dtype, ModelGeometry, read_geometry
+from cohort.common.engine.model_shape import model_shape
 from cohort.common.engine.quantization_config import CodeLayout, keeps_codes, mxfp4_codes, rounding_of
 from cohort.common.engine.rank_shares import RankShare, exchange_bytes
 from cohort.common.errors import ConfigError
 from cohort.common.paths import GGUF_FILE
+from cohort.common.policies.cost_model import ModelShape
 
 _GGUF_PACKED = 1.25  # 4.5 bits in the file are 5 to 5.5 here, 6.6 are 9 (docs/models.md)
 _ROUNDED_BITS = {"int8": 8.5, "int4": 5.5}  # scales, and the tables that stay at 8 bits, included
@@ -307,7 +309,7 @@ def parameters(model_dir: Path, geometry: ModelGeometry, kind: Literal["files", 
                 return sum(file.stat().st_size for file in files) // element
         except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
             return 0  # the engine says what is wrong with the files
-    return 0 if geometry.family in ("generic", "moe", "gpt_oss", "deepseek") else _by_shape(geometry)
+    return 0 if geometry.family == "generic" else ModelShape(**model_shape("", geometry, "float32")).parameters
 
 
 def _files(model_dir: Path) -> list[Path]:
@@ -381,14 +383,6 @@ def _kept_bytes(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry, e
 
 def _count(tensor: Mapping[str, Any]) -> int:
     return math.prod(int(extent) for extent in tensor["shape"])
-
-
-def _by_shape(geometry: ModelGeometry) -> int:
-    hidden, heads = geometry.hidden_size, geometry.num_heads + 2 * geometry.num_kv_heads
-    attention = hidden * geometry.head_dim * (heads + geometry.num_heads)
-    matrices = 2 if geometry.family == "opt" else 3
-    layers = geometry.num_layers * (attention + matrices * hidden * geometry.intermediate_size)
-    return layers + geometry.vocab_size * hidden * (1 if geometry.tie_embeddings else 2)
 
 
 def _gib(size: int) -> str:

@@ -19,13 +19,12 @@ import torch
 
 from cohort.common import paths
 from cohort.common.config import load_config
-from cohort.common.engine.model_config import DTYPE_BYTES, ModelGeometry
 from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.model_shape import ShapeFields, model_shape
 from cohort.common.engine.profiler import StepPoint, StepShape, default_shapes, measure
+from cohort.common.engine.quantization_config import keeps_codes, mxfp4_codes
 from cohort.common.engine.worker_process import load_runner
 from cohort.common.errors import CohortError
-
-_GATED = ("llama", "moe", "gemma", "generic")
 
 
 class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -40,7 +39,7 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
     threads: int
     points: list[StepPoint]
     model_folder: str = ""
-    model_shape: dict[str, int | bool | str] = {}
+    model_shape: ShapeFields = {}
     memory_bytes: int = 0
     units: int = 0
 
@@ -78,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.threads,
         points,
         str(Path(config.model.path or paths.default_model_dir()).absolute()),
-        model_shape(options.model_name, runner.geometry, runner.dtype, runner.kv_dtype),
+        _shape(options.model_name, runner),
         memory_bytes,
         units,
     )
@@ -86,24 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def model_shape(name: str, geometry: ModelGeometry, dtype: str, kv_dtype: str = "") -> dict[str, int | bool | str]:
-    """The fields of a file in configs/models. `kv_dtype`: as `ModelRunner` has it, "" where it is the model's."""
-    return {
-        "name": name,
-        "layers": geometry.num_layers,
-        "hidden": geometry.hidden_size,
-        "heads": geometry.num_heads,
-        "kv_heads": geometry.num_kv_heads,
-        "head_dim": geometry.head_dim,
-        "intermediate": geometry.intermediate_size,
-        "gated_mlp": geometry.family in _GATED,
-        "vocabulary": geometry.vocab_size,
-        "tied_embeddings": geometry.tie_embeddings,
-        "max_positions": geometry.max_positions,
-        "weight_bytes": DTYPE_BYTES[dtype],
-        "kv_bytes": DTYPE_BYTES[kv_dtype or dtype],
-        "window": geometry.kv_window,
-    }
+def _shape(name: str, runner: ModelRunner) -> ShapeFields:
+    coded = runner.geometry.family == "gpt_oss" and keeps_codes(runner.device.type, runner.dtype, mxfp4_codes())
+    return model_shape(name, runner.geometry, runner.dtype, runner.kv_dtype, mxfp4=coded)
 
 
 def _device(runner: ModelRunner, threads: int) -> tuple[int, int]:

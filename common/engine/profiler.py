@@ -64,8 +64,13 @@ def default_shapes(max_context: int, max_rows: int, max_step_tokens: int) -> Ite
                 )
 
 
-def step_batch(shape: StepShape, *, block_size: int, num_blocks: int) -> StepBatch | None:
-    """A greedy batch of this shape, every row over blocks of its own; None when the cache cannot hold it."""
+_STRIDE = 7919
+"""Between the tokens of a batch: a prime, so that they differ."""
+
+
+def step_batch(shape: StepShape, *, block_size: int, num_blocks: int, vocabulary: int = 2) -> StepBatch | None:
+    """A greedy batch of this shape, every row over blocks of its own; None when the cache cannot hold it. Its tokens
+    are spread over the `vocabulary`: those of a mixture go to different experts, as a served batch's do."""
     counts = [shape.tokens_per_row] * shape.rows + [1] * shape.decodes
     contexts = [shape.context] * shape.rows + [shape.decode_context] * shape.decodes
     held = [-(-context // block_size) for context in contexts]
@@ -81,7 +86,7 @@ def step_batch(shape: StepShape, *, block_size: int, num_blocks: int) -> StepBat
         for row, at in enumerate(positions)
     ]
     return StepBatch(
-        token_ids=np.ones(sum(counts), dtype=np.int64),
+        token_ids=1 + np.arange(sum(counts), dtype=np.int64) * _STRIDE % max(1, vocabulary - 1),
         positions=np.concatenate(positions).astype(np.int64),
         query_start=np.cumsum([0, *counts]).astype(np.int32),
         context_lens=np.array(contexts, dtype=np.int32),
@@ -109,7 +114,9 @@ def measure(
     begun_s, steps = clock(), []
     on_processor = runner.device.type == "cpu"
     for shape in shapes:
-        batch = step_batch(shape, block_size=runner.block_size, num_blocks=len(runner.kv.blocks))
+        batch = step_batch(
+            shape, block_size=runner.block_size, num_blocks=len(runner.kv.blocks), vocabulary=runner.geometry.vocab_size
+        )
         if batch is not None:
             steps.append((shape, batch))
             if not on_processor or batch.num_tokens <= _LONG_TOKENS:

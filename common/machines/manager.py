@@ -316,8 +316,7 @@ class ManagerMachine:
             if known.attempt >= request.attempt:
                 return False
             self._forget(now_s, known, "superseded")
-        holders = self._roster.computing(request.attempt)
-        if holders:  # a former manager placed it
+        if holders := self._roster.computing(request.attempt):  # a former manager placed it
             self._roster.adopt(now_s, request.attempt, sender, holders)
             return False
         self.counters.submitted += 1
@@ -386,6 +385,7 @@ class ManagerMachine:
         if missing is None:
             self._send(report.instance, self._hello())  # asks it to register
             return False
+        self._placement.reported(now_s, self._roster.workers[report.instance].view)
         for managed in missing:
             why = "does not hold it any more" if managed.idle_since_s is None else "waits in vain"
             self._reschedule(now_s, managed, f"{report.instance} {why}")

@@ -52,6 +52,12 @@ class Worker:
     """Mirror of `Managed.live`."""
     attempts: set[Attempt] = field(default_factory=set)
     """Those of `live`."""
+    unheld: dict[Attempt, None] = field(default_factory=dict)
+    """Of these, the ones that it has not named, or no more."""
+    order: int = 0
+    """The place of its first registration among those of all."""
+    report: int = 0
+    """The number of the last report that was taken in; 0 = of none since it registered."""
     idle: bool = False
     """One of them may have `idle_since_s`."""
     fresh: dict[RequestId, tuple[int, int, str]] = field(default_factory=dict)
@@ -115,7 +121,10 @@ class Roster:
         self._claimed: set[Attempt] = set()
         """Attempts of `requests`."""
         self._unclaimed: dict[Attempt, float] = {}
-        """Held by a worker, claimed by no gateway, since when."""
+        """Held by a worker, claimed by no gateway, since when: in this order."""
+        self._elsewhere: dict[Attempt, list[InstanceId]] = {}
+        """Held by workers where it is not live: nearly only what is not claimed, and what has just ended."""
+        self._registrations = 0
         self._finished: deque[Attempt] = deque()
         self._finished_at_s: dict[Attempt, float] = {}
 
@@ -151,63 +160,105 @@ class Roster:
     def registered(self, now_s: float, message: RegisterWorker) -> None:
         """A worker is there. One of another incarnation must have been removed before."""
         known = self.workers.get(message.instance)
-        awaiting = set(message.awaiting)
-        held = set(message.held) | awaiting
         view = InstanceView(message.instance, message.capacity)
         self._views = None
-        worker = Worker(message.incarnation, message.endpoint, view, now_s, held, awaiting)
-        self.workers[message.instance] = worker
+        self._registrations += 1
+        worker = Worker(message.incarnation, message.endpoint, view, now_s, order=self._registrations)
         if known is not None:  # the same process once more: it keeps what it was given
             worker.live, worker.attempts, worker.idle = known.live, known.attempts, known.idle
-            worker.fresh = {name: load for name, load in known.fresh.items() if known.live[name].attempt not in held}
-            worker.count_fresh()
+            worker.held, worker.unheld, worker.order = known.held, known.unheld, known.order
+            worker.fresh = known.fresh
+        self.workers[message.instance] = worker
+        worker.awaiting = set(message.awaiting)
+        self._holds(message.instance, worker, {*message.held, *message.awaiting})
+        worker.fresh = {name: load for name, load in worker.fresh.items() if worker.live[name].attempt in worker.unheld}
+        worker.count_fresh()
         self._note_unclaimed(now_s, message.held, message.awaiting)
 
     def reported(self, now_s: float, report: WorkerReport) -> list[Managed] | None:
         """Attempts it should hold and does not, or that go on nowhere; None if this worker is thought dead, or was
-        never met."""
+        never met. Costs what came and went since the report before it, and once a second all that is held."""
         worker = self.workers.get(report.instance)
         if worker is None or worker.incarnation != report.incarnation:
             return None
         worker.last_report_s = now_s
-        worker.awaiting = set(report.awaiting)
-        worker.held = {*report.held, *report.awaiting}
         view = worker.view
-        view.stats = report.stats
         view.report_age_s = 0.0
         if view.draining is not report.draining:
             view.draining = report.draining
             self._views = None
-        missing: list[Managed] = []
-        if worker.awaiting or worker.idle or not worker.attempts <= worker.held:
-            missing = self._missing(now_s, report.instance, worker)
-        elif worker.fresh:  # nearly always: all that it should hold it holds, and computes
-            worker.fresh.clear()
+        if report.since and report.since != worker.report:
+            return []  # the one before it was lost: a sign of life
+        worker.report = report.sequence
+        view.stats = report.stats
+        worker.awaiting = set(report.awaiting)
+        if report.since:
+            for attempt in report.gone:
+                self._left(report.instance, worker, attempt)
+            for attempt in (*report.held, *report.awaiting):
+                self._came(report.instance, worker, attempt)
+        else:
+            self._holds(report.instance, worker, {*report.held, *report.awaiting})
+        missing = self._missing(now_s, report.instance, worker)
+        if worker.fresh:
+            fresh, unheld, live = worker.fresh, worker.unheld, worker.live
+            worker.fresh = {name: fresh[name] for name in fresh if live[name].attempt in unheld} if unheld else {}
             worker.count_fresh()
         self._touched(report.instance)
-        if self._unclaimed or not worker.held <= self._claimed:  # sets of known hashes
+        if report.since or self._unclaimed or not worker.held <= self._claimed:  # sets of known hashes
             self._note_unclaimed(now_s, report.held, report.awaiting)
         return missing
 
+    def _holds(self, instance: InstanceId, worker: Worker, held: set[Attempt]) -> None:
+        """All that it named."""
+        for attempt in worker.held - held:
+            self._left(instance, worker, attempt)
+        for attempt in held - worker.held:
+            self._came(instance, worker, attempt)
+
+    def _came(self, instance: InstanceId, worker: Worker, attempt: Attempt) -> None:
+        if attempt in worker.held:
+            return
+        worker.held.add(attempt)
+        if attempt in worker.attempts:
+            worker.unheld.pop(attempt, None)
+        else:
+            self._elsewhere.setdefault(attempt, []).append(instance)
+
+    def _left(self, instance: InstanceId, worker: Worker, attempt: Attempt) -> None:
+        worker.held.discard(attempt)
+        if attempt in worker.attempts:
+            worker.unheld[attempt] = None
+        else:
+            self._not_there(attempt, instance)
+
+    def _not_there(self, attempt: Attempt, instance: InstanceId) -> None:
+        """It holds it no more, or it is live there now."""
+        holders = self._elsewhere.get(attempt)
+        if holders is not None and instance in holders:
+            holders.remove(instance)
+            if not holders:
+                del self._elsewhere[attempt]
+                self._unclaimed.pop(attempt, None)
+
     def _missing(self, now_s: float, instance: InstanceId, worker: Worker) -> list[Managed]:
-        """Attempt by attempt, after a report; what it holds is no longer fresh."""
-        missing = []
-        held, awaiting, fresh = worker.held, worker.awaiting, worker.fresh
-        counted = len(fresh)
-        for request_id, managed in worker.live.items():
-            attempt = managed.attempt
-            if attempt in held:
-                if fresh:
-                    fresh.pop(request_id, None)
-                if attempt not in awaiting:
-                    managed.idle_since_s = None
-                elif self._idle_for_s(now_s, managed) > _HOLD_GRACE_S:
-                    missing.append(managed)
-            elif now_s - managed.live[instance] > _HOLD_GRACE_S:
+        """After a report. Nearly always: all that it should hold it holds, and computes."""
+        live, awaiting = worker.live, worker.awaiting
+        missing = [
+            managed
+            for managed in (live[attempt.request_id] for attempt in worker.unheld)
+            if now_s - managed.live[instance] > _HOLD_GRACE_S
+        ]
+        if not (awaiting or worker.idle):
+            return missing
+        for managed in live.values():
+            if managed.attempt in worker.unheld:
+                continue
+            if managed.attempt not in awaiting:
+                managed.idle_since_s = None
+            elif self._idle_for_s(now_s, managed) > _HOLD_GRACE_S:
                 missing.append(managed)
-        worker.idle = worker.idle and any(managed.idle_since_s is not None for managed in worker.live.values())
-        if len(fresh) < counted:
-            worker.count_fresh()
+        worker.idle = worker.idle and any(managed.idle_since_s is not None for managed in live.values())
         return missing
 
     def _idle_for_s(self, now_s: float, managed: Managed) -> float:
@@ -239,6 +290,8 @@ class Roster:
         worker = self.workers.pop(instance)
         self._views = None
         self.expected.discard(instance)
+        for attempt in worker.held - worker.attempts:
+            self._not_there(attempt, instance)
         for managed in worker.live.values():
             del managed.live[instance]
         return list(worker.live.values())
@@ -248,6 +301,7 @@ class Roster:
         names = list(self.workers)
         self.workers.clear()
         self._views = None
+        self._elsewhere.clear()
         self.forget_unclaimed()
         return names
 
@@ -264,11 +318,13 @@ class Roster:
             self._views.touch(instance)
 
     def computing(self, attempt: Attempt) -> list[InstanceId]:
-        """All workers that hold an attempt, if one of them has state of it; none if they all merely wait for its KV. A
-        new one, which nobody claims and no report has named, costs no look at any worker."""
-        if attempt not in self._unclaimed and attempt not in self._claimed:
-            return []
-        holders = [name for name, worker in self.workers.items() if attempt in worker.held]
+        """All workers that hold an attempt, if one of them has state of it; none if they all merely wait for its KV.
+        Asked of every attempt that gateways name after a restart: costs no look at the other workers."""
+        holders = list(self._elsewhere.get(attempt, ()))
+        managed = self.requests.get(attempt.request_id)
+        if managed is not None and managed.attempt == attempt:
+            holders += [name for name in managed.live if attempt in self.workers[name].held]
+        holders.sort(key=lambda name: self.workers[name].order)
         return holders if any(attempt not in self.workers[name].awaiting for name in holders) else []
 
     # -- attempts ----------------------------------------------------------------------------------------------
@@ -303,9 +359,13 @@ class Roster:
         worker = self.workers[instance]
         known = worker.live.get(managed.request_id)
         if known is not None:
-            worker.attempts.discard(known.attempt)
+            self._not_live(worker, instance, known.attempt)
         worker.live[managed.request_id] = managed
         worker.attempts.add(managed.attempt)
+        if managed.attempt in worker.held:
+            self._not_there(managed.attempt, instance)
+        else:
+            worker.unheld[managed.attempt] = None
         worker.idle |= managed.idle_since_s is not None
         if managed.item is not None:
             request = managed.item.request
@@ -319,10 +379,16 @@ class Roster:
         worker = self.workers.get(instance)
         if worker is not None and worker.live.get(managed.request_id) is managed:
             del worker.live[managed.request_id]
-            worker.attempts.discard(managed.attempt)
+            self._not_live(worker, instance, managed.attempt)
             if worker.fresh.pop(managed.request_id, None) is not None:
                 worker.count_fresh()
                 self._touched(instance)
+
+    def _not_live(self, worker: Worker, instance: InstanceId, attempt: Attempt) -> None:
+        worker.attempts.discard(attempt)
+        worker.unheld.pop(attempt, None)
+        if attempt in worker.held:
+            self._elsewhere.setdefault(attempt, []).append(instance)
 
     def finished(self, now_s: float, attempt: Attempt) -> None:
         if attempt not in self._finished_at_s:
@@ -359,13 +425,12 @@ class Roster:
         """Attempts that no gateway has named for as long as one would need to, and their holders; named once."""
         patience_s = max(_HOLD_GRACE_S, self._report_timeout_s)
         found = []
-        for attempt, since_s in list(self._unclaimed.items()):
-            holders = [name for name, worker in self.workers.items() if attempt in worker.held]
-            if holders and now_s - since_s <= patience_s:
-                continue
+        while self._unclaimed:
+            attempt, since_s = next(iter(self._unclaimed.items()))
+            if now_s - since_s <= patience_s:
+                break
             del self._unclaimed[attempt]
-            if holders:
-                found.append((attempt, holders))
+            found.append((attempt, sorted(self._elsewhere[attempt], key=lambda name: self.workers[name].order)))
         return found
 
     # -- the books ---------------------------------------------------------------------------------------------
@@ -389,6 +454,8 @@ class Roster:
                     raise InvariantViolated(f"{instance} has {managed.attempt}, which is not there")
             if worker.attempts != {managed.attempt for managed in worker.live.values()}:
                 raise InvariantViolated(f"{instance}: its attempts are not those that are live there")
+            if worker.unheld.keys() != worker.attempts - worker.held:
+                raise InvariantViolated(f"{instance} is thought not to hold {sorted(worker.unheld)}")
             counted = (worker.view.assigned_requests, worker.view.assigned_context_tokens)
             if counted != (len(worker.fresh), sum(context for _, context, _ in worker.fresh.values())):
                 raise InvariantViolated(f"{instance} counts {counted} of {len(worker.fresh)} on their way")
@@ -399,5 +466,10 @@ class Roster:
             raise InvariantViolated(f"claimed: {len(self._claimed)} attempts, live: {len(claimed)}")
         if both := claimed & self._unclaimed.keys():
             raise InvariantViolated(f"claimed, and claimed by nobody: {sorted(both)}")
+        held = [(a, name) for name, it in self.workers.items() for a in it.held - it.attempts]
+        if sorted(held) != sorted((a, name) for a, names in self._elsewhere.items() for name in names):
+            raise InvariantViolated(f"{len(held)} are held where they are not live, {len(self._elsewhere)} are known")
+        if not self._unclaimed.keys() <= self._elsewhere.keys():
+            raise InvariantViolated("some are unclaimed and held by nobody")
         if self._finished_at_s.keys() != set(self._finished):
             raise InvariantViolated("the finished attempts and their times differ")

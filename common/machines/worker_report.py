@@ -35,6 +35,9 @@ from cohort.common.types import Attempt, InstanceId, QueuedWork, WorkerStats
 
 _REPORTED_QUEUE = 512
 """Entries of the progress list in a report (D4); beyond, an execution predictor sees totals only."""
+_WHOLE_EVERY = 5
+"""Reports for one that names everything held: the others name what came and went. What is lost with one is said again
+within a second."""
 _STANDBYS_EVERY = 5
 """Reports to the manager that leads, for one registration with those that stand by."""
 _Command = StartSegment | BindSegment | PrefetchKv | Cancel
@@ -103,6 +106,8 @@ class WorkerReports:
         self._leases = leases
         self._learned = learned
         self._sequence = 0
+        self._told: dict[Attempt, None] | None = None
+        """What the last report said is held here; None: the next one says everything."""
         setup = state.setup
         self.managers = (setup.manager, *setup.standbys)
         self.manager = setup.manager
@@ -120,6 +125,7 @@ class WorkerReports:
         leads = message.leads and message.epoch == self._epoch
         if sender == self.manager:
             self._registered = leads and isinstance(message, Registered)
+            self._told = None
         if isinstance(message, ManagerHello) or (message.leads and not leads):
             self._register_with(sender)
 
@@ -138,6 +144,7 @@ class WorkerReports:
         if (manager, epoch) == (self.manager, self._epoch):
             return
         former, self.manager, self._epoch, self._registered = self.manager, manager, epoch, False
+        self._told = None
         if former != manager:  # it hears at once that it was replaced, if it hears anything
             self._register_with(former)
 
@@ -152,11 +159,18 @@ class WorkerReports:
         # Nearly always none waits for another process: under overload thousands need not be looked at twice.
         apart = stats.awaiting_kv or stats.parked
         held, awaiting = self._attempts() if apart else (list(self._state.held), [])
-        number, draining = self._sequence, self.draining
-        self._say(
-            self.manager,
-            WorkerReport(setup.instance, setup.incarnation, number, stats, held, awaiting, draining, self._epoch),
+        number, since, gone = self._sequence, 0, list[Attempt]()
+        if self._told is not None and number % _WHOLE_EVERY:
+            here, since = self._state.held, number - 1
+            gone = sorted(self._told.keys() - here.keys())
+            news = here.keys() - self._told.keys()
+            held = [key for key in here if key in news] if news else []
+        if not since or held or gone:
+            self._told = dict.fromkeys(self._state.held)
+        report = WorkerReport(
+            setup.instance, setup.incarnation, number, stats, held, awaiting, self.draining, self._epoch, since, gone
         )
+        self._say(self.manager, report)
         if number % _STANDBYS_EVERY == 0:
             for manager in self.managers:
                 if manager != self.manager:

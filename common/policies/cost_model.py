@@ -8,6 +8,8 @@ may ask it too. Pure arithmetic on numbers that `configs/models` and `configs/de
     host  =  launch · layers                                     the host issuing kernels; 0 where graphs are replayed
     device = linear + prefill attention + decode attention + tensor-parallel exchange + layer · layers
     linear = (computeⁿ + memoryⁿ)^(1/n) · factor(tokens), n = 4  a roofline with a round corner: both limits are near
+    memory = the weights' bytes over the bandwidth; of a mixture, of the experts that its tokens reach:
+             E · (1 − (1 − k/E)^tokens) of a layer's E where each token goes to k, all alike
     factor = 1, or a device's `linear_table`                     what whole tiles of the matrices cost, as measured
 
 Decode attention has three models (A1):
@@ -70,13 +72,53 @@ class ModelShape:
     """Of a row of one token's key or value of one head, where KV is in FP8 (`kv_bytes` 1)."""
     full_layers: int = 0
     """Layers that see everything, where only the others have the window; 0 = all have it."""
+    experts: int = 0
+    """Of each layer but `dense_layers`, in place of its MLP; a token goes to `experts_per_token` of them. 0 = none."""
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0
+    """Of what every token goes through beside them."""
+    dense_layers: int = 0
+    """Layers with an MLP (`intermediate`) in a model with experts."""
+    expert_bits: float = 0.0
+    """Of a weight of an expert, scales included, where experts have another precision; 0 = `weight_bytes`."""
+    attention_weights: int = 0
+    """Of one layer, where they do not follow from the heads (multi-head latent attention); 0 = they do."""
+    pair_dim: int = 0
+    """Mean of what a head multiplies for a score and for a value, where that is not `head_dim`; 0 = it is."""
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of the matrices of one layer's attention; norms and biases are a thousandth of them."""
+        of_heads = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+        return self.attention_weights or of_heads
 
     @property
     def layer_parameters(self) -> int:
-        """Of the matrices of one layer; norms and biases are a thousandth of them."""
-        attention = self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim
-        output = self.heads * self.head_dim * self.hidden
-        return attention + output + (3 if self.gated_mlp else 2) * self.hidden * self.intermediate
+        """Of the matrices of one layer with an MLP."""
+        return self.attention_parameters + self._mlp_parameters(self.intermediate)
+
+    @property
+    def mixture_layers(self) -> int:
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one expert of one layer."""
+        return self._mlp_parameters(self.expert_intermediate)
+
+    @property
+    def common_parameters(self) -> int:
+        """Of the matrices of all layers, those that every token goes through: all but the experts."""
+        mixtures = self.mixture_layers
+        beside = self.hidden * self.experts + self._mlp_parameters(self.shared_intermediate)
+        dense = (self.layers - mixtures) * self.layer_parameters
+        return dense + mixtures * (self.attention_parameters + beside)
+
+    @property
+    def active_parameters(self) -> int:
+        """Of the matrices of all layers, those that one token goes through."""
+        return self.common_parameters + self.mixture_layers * self.experts_per_token * self.expert_parameters
 
     @property
     def head_parameters(self) -> int:
@@ -85,11 +127,33 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         embeddings = self.head_parameters * (1 if self.tied_embeddings else 2)
-        return self.layers * self.layer_parameters + embeddings
+        return self.common_parameters + self.mixture_layers * self.experts * self.expert_parameters + embeddings
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of all experts of all layers."""
+        weights = self.mixture_layers * self.experts * self.expert_parameters
+        return int(weights * self.expert_bits / 8.0) if self.expert_bits else weights * self.weight_bytes
 
     @property
     def weights_total_bytes(self) -> int:
-        return self.parameters * self.weight_bytes
+        embeddings = self.head_parameters * (1 if self.tied_embeddings else 2)
+        return (self.common_parameters + embeddings) * self.weight_bytes + self.expert_bytes
+
+    def reached_share(self, tokens: int) -> float:
+        """Expected share of a layer's experts to which at least one of so many tokens goes; what is learned spreads
+        them less evenly, so this is the upper estimate."""
+        if not self.experts:
+            return 0.0
+        return 1.0 - (1.0 - self.experts_per_token / self.experts) ** tokens
+
+    def read_bytes(self, tokens: int) -> float:
+        """Of the weights that an iteration of so many tokens reads once: the layers' and the output head's."""
+        common = (self.common_parameters + self.head_parameters) * self.weight_bytes
+        return common + self.expert_bytes * self.reached_share(tokens)
+
+    def _mlp_parameters(self, width: int) -> int:
+        return (3 if self.gated_mlp else 2) * self.hidden * width
 
     def kv_geometry(self, block_size: int, *, grouped: bool = False) -> KvGeometry:
         """`grouped`: blocks of groups of layers, where only some have the window."""
@@ -196,11 +260,12 @@ class CostModel:
         peak = device.flops_per_s * tensor_parallel
         bandwidth = device.memory_bytes_per_s * device.memory_efficiency * tensor_parallel
         compute = peak * device.compute_efficiency
-        self._token_s = 2.0 * model.layers * model.layer_parameters / compute
+        self._token_s = 2.0 * model.active_parameters / compute
         self._sample_s = 2.0 * model.head_parameters / compute
-        weights = model.layers * model.layer_parameters + model.head_parameters
-        self._weights_s = weights * model.weight_bytes / bandwidth
-        self._pair_s = 4.0 * model.layers * model.heads * model.head_dim / (peak * device.attention_efficiency)
+        self._weights_s = model.read_bytes(0) / bandwidth
+        self._experts_s = model.expert_bytes / bandwidth
+        pair = 4.0 * model.layers * model.heads * (model.pair_dim or model.head_dim)
+        self._pair_s = pair / (peak * device.attention_efficiency)
         position_bytes = model.kv_geometry(1).token_bytes
         if device.kv_efficiency is not None:
             bandwidth = device.memory_bytes_per_s * device.kv_efficiency * tensor_parallel
@@ -253,7 +318,7 @@ class CostModel:
 
     def memory_share(self, work: StepWork) -> float:
         """Which share of an iteration's time reading its weights and KV would take alone, 0 to 1."""
-        reads_s = self._weights_s + self._position_s * (work.prefill_context + work.decode_context)
+        reads_s = self._read_s(work.tokens) + self._position_s * (work.prefill_context + work.decode_context)
         return min(1.0, reads_s / self.step_s(work)) if work.rows else 0.0
 
     def swap_s(self, swapped_bytes: int) -> float:
@@ -265,9 +330,9 @@ class CostModel:
         model = self.model
         pairs = work.pairs + work.decode_context
         return (
-            2.0 * model.layers * model.layer_parameters * work.tokens
+            2.0 * model.active_parameters * work.tokens
             + 2.0 * model.head_parameters * work.sampled
-            + 4.0 * model.layers * model.heads * model.head_dim * pairs
+            + 4.0 * model.layers * model.heads * (model.pair_dim or model.head_dim) * pairs
         )
 
     @property
@@ -284,8 +349,14 @@ class CostModel:
 
     def _linear_s(self, work: StepWork) -> float:
         compute = self._token_s * work.tokens + self._sample_s * work.sampled
-        seconds = float((compute**_CORNER + self._weights_s**_CORNER) ** (1.0 / _CORNER))
+        seconds = float((compute**_CORNER + self._read_s(work.tokens) ** _CORNER) ** (1.0 / _CORNER))
         return seconds * self._factor(work.tokens) if self._knots else seconds
+
+    def _read_s(self, tokens: int) -> float:
+        """The way of an iteration's weights from memory."""
+        if not self._experts_s:
+            return self._weights_s
+        return self._weights_s + self._experts_s * self.model.reached_share(tokens)
 
     def _factor(self, tokens: int) -> float:
         knots, factors, at = self._knots, self._factors, math.log(max(1, tokens))

@@ -294,6 +294,11 @@ class Placement(ABC):
         """`Refuse`, and `Placed.best_effort`, only of a request that is not `accepted` yet: of another one the first
         means `Wait`, the second nothing."""
 
+    def reported(self, now_s: float, view: InstanceView) -> None:
+        """A worker's report has come and stands in its view. For placements that read it once, not at every
+        decision."""
+        return
+
     def completed(self, now_s: float, request_id: RequestId) -> None:
         """Its last token was sampled; before `finished`, which also comes for cancelled and lost requests. For
         placements that judge their predictions (D4)."""

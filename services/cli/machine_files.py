@@ -29,7 +29,7 @@ from cohort.services.simulator.profile_note import CheckPoint, ProfileNote
 _SHARED_LATENCY_S = 0.0025
 _DISTURBED = 0.25
 """Median error on held-out points beyond which a fit is not worth having."""
-_SAME = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")
+_SAME = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "experts", "experts_per_token")
 """Fields by which a model is told from another."""
 
 

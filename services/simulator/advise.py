@@ -26,7 +26,7 @@ from cohort.common.types import Role
 from cohort.services.simulator.cluster import SimOptions
 from cohort.services.simulator.data_files import read_yaml
 from cohort.services.simulator.deployment import kv_blocks, spread_roles
-from cohort.services.simulator.hardware import Cluster, kept_kv
+from cohort.services.simulator.hardware import Cluster, as_kept
 from cohort.services.simulator.report import SimReport
 from cohort.services.simulator.run import Capacity, by_rate, find_capacity, simulate
 from cohort.services.simulator.setup import configuration
@@ -210,7 +210,7 @@ def groups(cluster: Cluster, model: ModelShape, *, fixed: bool) -> list[Cluster]
 def _candidates(run: _Run, preset: str, cluster: Cluster) -> Iterator[Candidate]:
     try:
         config = configuration(run.options, preset)
-        model = kept_kv(run.model, config, cluster)
+        model = as_kept(run.model, config, cluster)
         geometry = model.kv_geometry(config.kv.block_size, grouped=groups_layers(config))
         kv_blocks(config, cluster, model, geometry)
         splits = list(_splits(config, cluster.instances))

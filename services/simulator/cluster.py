@@ -36,7 +36,7 @@ from cohort.services.simulator.clients import PredictorKind, TraceClients
 from cohort.services.simulator.deployment import Deployment, kv_blocks, spread_roles
 from cohort.services.simulator.draft_price import DraftPrice, Holds, MeasuredPrice, ModelledPrice
 from cohort.services.simulator.engine import CostEngine, SimWorker
-from cohort.services.simulator.hardware import Cluster, kept_kv
+from cohort.services.simulator.hardware import Cluster, as_kept
 from cohort.services.simulator.links import SimNetwork
 from cohort.services.simulator.profile import profile_points
 from cohort.services.simulator.scatter import StepScatter
@@ -116,7 +116,7 @@ class SimCluster:
         compose.check_names(config)
         acceptance = Acceptance(options.acceptance, options.seed, options.draft_rates)
         config = _with_drafts(config) if acceptance else _without_drafts(config)
-        model = kept_kv(model, config, cluster)
+        model = as_kept(model, config, cluster)
         self.config, self.cluster, self.model, self.options = config, cluster, model, options
         self.geometry = model.kv_geometry(config.kv.block_size, grouped=compose.groups_layers(config))
         parts = [cluster.of(number) for number in range(cluster.instances)]

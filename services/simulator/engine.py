@@ -117,8 +117,8 @@ class CostEngine:
         self._jump = jump and not self._shares
         self._blocking_transfers = blocking_transfers
         shape = costs[0].model
-        self._row_flops = 2.0 * (shape.layers * shape.layer_parameters + shape.head_parameters)
-        self._position_flops = 4.0 * shape.layers * shape.heads * shape.head_dim
+        self._row_flops = 2.0 * (shape.active_parameters + shape.head_parameters)
+        self._position_flops = 4.0 * shape.layers * shape.heads * (shape.pair_dim or shape.head_dim)
 
     # -- what the cluster asks for ---------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from cohort.services.simulator.data_files import converted, locate, mapping, nam
 from cohort.services.simulator.profile_note import ProfileNote
 
 _Positive = Annotated[int, msgspec.Meta(gt=0)]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 _Rate = Annotated[float, msgspec.Meta(gt=0)]
 _Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 _NotNegative = Annotated[float, msgspec.Meta(ge=0)]
@@ -54,6 +55,14 @@ class _ModelFile(_File, frozen=True):
     kv_bytes: _Positive
     window: int = 0
     full_layers: int = 0
+    experts: _Count = 0
+    experts_per_token: _Count = 0
+    expert_intermediate: _Count = 0
+    shared_intermediate: _Count = 0
+    dense_layers: _Count = 0
+    expert_bits: _NotNegative = 0.0
+    attention_weights: _Count = 0
+    pair_dim: _Count = 0
 
 
 class _StackFile(_File, frozen=True):
@@ -281,12 +290,21 @@ def core_slowdowns(cores: int, engines: Sequence[tuple[float, float]]) -> list[f
 def load_model(name: str) -> ModelShape:
     """A model of configs/models, of the user's profiles, or of a YAML file. Raises `ConfigError`."""
     data = converted(mapping(name, "models"), _ModelFile, _origin(name, "models"))
+    mixture = (data.experts, data.experts_per_token, data.expert_intermediate)
+    if any(mixture) and (not all(mixture) or data.experts_per_token > data.experts or data.dense_layers >= data.layers):
+        raise ConfigError(
+            f"{_origin(name, 'models')}: a mixture has experts, at least as many as experts_per_token, an "
+            "expert_intermediate, and layers that are not dense_layers"
+        )
     return ModelShape(**{field: getattr(data, field) for field in _ModelFile.__struct_fields__})
 
 
-def kept_kv(model: ModelShape, config: Config, cluster: Cluster) -> ModelShape:
-    """The model with keys and values kept as `kv.cache_dtype` says on these devices. Attention is bound by their bytes
-    or by a profile's share of the bandwidth, so its time follows them."""
+def as_kept(model: ModelShape, config: Config, cluster: Cluster) -> ModelShape:
+    """The model as the engine has it on these devices: a processor widens experts in MXFP4 at load. Keys and values
+    are kept as `kv.cache_dtype` says; attention is bound by their bytes or by a profile's share of the bandwidth, so
+    its time follows them."""
+    if model.expert_bits and cluster.of(0).cpu:
+        model = replace(model, expert_bits=0.0)
     if config.kv.cache_dtype == "auto":
         return model
     return replace(model, kv_bytes=1, kv_scale_bytes=FP8_SCALE_BYTES["cpu" if cluster.of(0).cpu else "cuda"])

@@ -22,7 +22,8 @@ from cohort.common.policies.baselines.batch_builder import RankKey
 from cohort.common.policies.baselines.placements import fits, impossible
 from cohort.common.policies.cohort.admission_test import AdmissionTest
 from cohort.common.policies.cohort.arriving_prompts import ArrivingPrompts, stretch
-from cohort.common.policies.cohort.placed_work import Known, PlacedWork
+from cohort.common.policies.cohort.known_request import Known
+from cohort.common.policies.cohort.placed_work import PlacedWork
 from cohort.common.policies.cohort.prefix_record import Chain, PrefixRecord
 from cohort.common.policies.cohort.promise import targets
 from cohort.common.policies.cohort.prompt_order import PromptOrder
@@ -187,6 +188,10 @@ class LeastTtft(Placement):
             return self._keep(now_s, wanted, best, "no worker for its decode alone")
         return self._share(now_s, wanted, best, home)
 
+    def reported(self, now_s: float, view: InstanceView) -> None:
+        """Read at once: what a decision costs does not grow with what workers have."""
+        self._read(now_s, view)
+
     def finished(self, now_s: float, request_id: RequestId) -> None:
         known = self._known.pop(request_id, None)
         for name in known.sent_to if known is not None else ():
@@ -215,25 +220,30 @@ class LeastTtft(Placement):
             self._prefixes.only(views)
 
     def _refresh(self, now_s: float, views: Mapping[InstanceId, InstanceView]) -> None:
+        """Those that have said something that `reported` was not told of: none of a manager's."""
         for name, view in views.items():
             work = self._work.get(name)
-            if work is None:
-                work = self._work[name] = PlacedWork(self._options, own_order=self._own_order)
-            if work.refresh(now_s, view, self._known):
-                self._learn(work.reported_s, view)
-                self._adapter_load_s = view.stats.adapter_load_s or self._adapter_load_s
+            if work is None or not work.has_read(view):
+                self._read(now_s, view)
 
-    def _learn(self, reported_s: float, view: InstanceView) -> None:
+    def _read(self, now_s: float, view: InstanceView) -> None:
+        work = self._work.get(view.instance)
+        if work is None:
+            work = self._work[view.instance] = PlacedWork(self._options, own_order=self._own_order)
+        if work.refresh(now_s, view, self._known):
+            self._learn(work)
+            self._adapter_load_s = view.stats.adapter_load_s or self._adapter_load_s
+
+    def _learn(self, work: PlacedWork) -> None:
         """How well first tokens were foreseen. A report names the positions of every decode row, so that the time of
         its first token follows: as many iterations ago as it has positions beyond its prompt, and half of the one in
-        flight. What is not known is when the report came, up to half the time between two placements. A response that
-        ended before any report showed it teaches nothing, nor does one whose prompt another worker computed."""
-        step_s = view.stats.step_s
-        for work in view.stats.queue:
-            known = self._known.get(work.request_id) if work.prefill_left == 0 else None
-            if known is None or known.predicted_s is None or work.context < known.tokens:
+        flight. A response that ended before any report showed it teaches nothing, nor does one whose prompt another
+        worker computed."""
+        step_s = work.stats.step_s
+        for row, known in work.reported.take_begun():
+            if known.predicted_s is None:
                 continue
-            first_s = reported_s - (work.context - known.tokens + 0.5) * step_s
+            first_s = work.reported_s - (row.context - known.tokens + 0.5) * step_s
             real_s = max(first_s - known.placed_s, step_s, 1e-3)
             predicted_s, known.predicted_s = known.predicted_s, None
             self._error.add(predicted_s, real_s)
@@ -313,9 +323,9 @@ class LeastTtft(Placement):
         cached = wanted.cached.get(view.instance, 0)
         own, headroom = known.tokens - cached, 1.0 - options.headroom
         pace = work.pace(others)
-        rank = wanted.ranks.get(work.times.token_s)
+        rank = wanted.ranks.get(work.token_s)
         if rank is None:
-            rank = wanted.ranks[work.times.token_s] = work.rank(now_s, known)
+            rank = wanted.ranks[work.token_s] = work.rank(now_s, known)
         done = work.done(now_s, pace)
         tokens, pairs = work.before(rank, done)
         behind = work.prompt_tokens
@@ -440,6 +450,9 @@ class LeastTtft(Placement):
             self._cached_tokens += where.cached
             self._full += where.full
             self._known[known.attempt.request_id] = known
+            if known.attempt.number:  # another worker may still list an attempt before this one
+                for work in self._work.values():
+                    work.look_again(known.attempt.request_id)
         where.work.place(now_s, known, prompt=prompt, decode=decode, output=wanted.output)
         if self._prefixes is not None:
             positions = known.tokens - where.cached + (wanted.output if decode else 0.0)

@@ -1,10 +1,10 @@
 """What a request costs the manager, by the number of workers and of requests that wait: `cohort bench decisions width`.
 
 The whole `ManagerMachine` of a preset, told what a live one is told: so many requests a second come, as many end, and
-every worker reports five times a second. Prints microseconds of processor time: of a decision (`Submit`, up to the
-effects that place it), of a request's end, of a report; and the share of a core that all of it takes at that rate. The
-workers are counters, the clock is virtual. One core, no processes, no model. Exit status 1 where a decision is not flat
-(`--within`).
+every worker reports five times a second, the oldest requests that it has decoding and the others waiting. Prints
+microseconds of processor time: of a decision (`Submit`, up to the effects that place it), of a request's end, of a
+report; and the share of a core that all of it takes at that rate. The workers are counters, the clock is virtual. One
+core, no processes, no model. Exit status 1 where a decision is not flat (`--within`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import cycle
+from itertools import cycle, islice
 from statistics import median
 
 from rich.table import Table
@@ -62,6 +62,10 @@ _BLOCKS, _BLOCK_SIZE = 1_000_000, 16
 _LISTED = 512
 """Requests that a report lists one by one, as of a live worker."""
 _GATEWAY = "gateway"
+_ROWS = 32
+"""Of these, the first ones, which decode: each report has them a few tokens further."""
+_WHOLE_EVERY = 5
+"""Reports of a worker for one that names everything that it holds."""
 _ROUNDS = 10
 """Of reports while the requests that wait come."""
 _UNSEEN_S = 3.0
@@ -120,6 +124,8 @@ class _Cluster:
         self.machine.handle(0.0, Received(_GATEWAY, GatewayHello(_GATEWAY, 1, "at-gateway")))
         named = {f"{role}-{index}": role for index, role in zip(range(workers), cycle(roles), strict=False)}
         self.held = {name: {} for name in named}
+        self._reports = dict.fromkeys(named, 0)
+        self._told: dict[InstanceId, dict[Attempt, None]] = {}
         decoding = cycle([name for name, role in named.items() if role.decodes] or list(named))
         for number, name in zip(range(held), decoding, strict=False):
             attempt = Attempt(f"h{number}", 0)
@@ -188,18 +194,29 @@ class _Cluster:
         return Received(name, self._report(name))
 
     def _report(self, name: InstanceId) -> WorkerReport:
+        """As a live worker's: of what it holds what came and went, now and then all; and how far its first are."""
         held = self.held[name]
-        queue = [QueuedWork(attempt.request_id, tokens, 0, 100) for attempt, tokens in list(held.items())[:_LISTED]]
+        number = self._reports[name] = self._reports[name] + 1
+        listed = list(islice(held.items(), _LISTED))
+        further = 7 * number
+        queue = [QueuedWork(a.request_id, 0, tokens + further, 1 + further % 100) for a, tokens in listed[:_ROWS]]
+        queue += [QueuedWork(a.request_id, tokens, 0, 100) for a, tokens in listed[_ROWS:]]
         stats = WorkerStats(
             total_blocks=_BLOCKS,
             free_blocks=_BLOCKS - sum(held.values()) // _BLOCK_SIZE,
-            waiting=len(held),
+            running=min(len(held), _ROWS),
+            waiting=max(0, len(held) - _ROWS),
             queue=queue,
             step_times=_TIMES,
             step_s=0.03,
-            queued_prefill_tokens=sum(held.values()),
+            queued_prefill_tokens=sum([work.prefill_left for work in queue]),
         )
-        return WorkerReport(name, 1, 1, stats, list(held))
+        told = self._told.get(name)
+        self._told[name] = dict.fromkeys(held)
+        if told is None or number % _WHOLE_EVERY == 0:
+            return WorkerReport(name, 1, number, stats, list(held))
+        came, gone = [each for each in held if each not in told], [each for each in told if each not in held]
+        return WorkerReport(name, 1, number, stats, came, since=number - 1, gone=gone)
 
 
 def measure(preset: str, workers: int, waiting: int, *, rate: float, seconds: float, seed: int = 0) -> Cost:

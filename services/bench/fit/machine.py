@@ -93,12 +93,11 @@ def split(points: Iterable[Point]) -> tuple[list[Point], list[Point]]:
 def nominal(device: DeviceShape, points: Sequence[Point], model: ModelShape) -> DeviceShape:
     """Peaks that no data sheet says: twice the best that a step reached, so that efficiencies lie about a half."""
     flops = CostModel(model, device, StackShape("", 0.0, 0.0, 0.0)).flops
-    weights = (model.layers * model.layer_parameters + model.head_parameters) * model.weight_bytes
-    fastest_s = min(point.seconds for point in points if point.kind == "decode")
+    rates = [model.read_bytes(point.work.tokens) / point.seconds for point in points if point.kind == "decode"]
     return replace(
         device,
         flops_per_s=_rounded(2.0 * max(flops(point.work) / point.seconds for point in points)),
-        memory_bytes_per_s=_rounded(2.0 * weights / fastest_s),
+        memory_bytes_per_s=_rounded(2.0 * max(rates)),
     )
 
 

@@ -24,6 +24,7 @@ class FakeRunner:
 
     block_size = 8
     device = SimpleNamespace(type="cpu")
+    geometry = SimpleNamespace(vocab_size=64)
 
     def __init__(self) -> None:
         self.kv = SimpleNamespace(blocks=range(20))
@@ -75,6 +76,13 @@ def test_mixed_shapes_stay_within_the_engine() -> None:
         assert batch is not None
         batch.check()
         assert batch.num_tokens == shape.tokens_per_row + shape.decodes
+
+
+def test_tokens_are_spread_over_the_vocabulary() -> None:
+    """The same one in all rows would go to the same experts of a mixture."""
+    batch = step_batch(StepShape(8, 4, 16), block_size=16, num_blocks=400, vocabulary=512)
+    assert batch is not None
+    assert len(set(batch.token_ids.tolist())) == 32 and batch.token_ids.max() < 512
 
 
 def test_the_process_measures_the_shapes_it_is_given(

@@ -294,7 +294,8 @@ def test_it_registers_until_the_manager_knows_it_then_reports() -> None:
     for number in (1, 2):
         effects = worker.handle(0.3, ReportDue(100 + number))
         stats = worker.stats(100 + number)
-        assert effects == [Send("manager", WorkerReport("unified", 3, number, stats, [], []))]
+        since = number - 1  # the second one goes on from the first
+        assert effects == [Send("manager", WorkerReport("unified", 3, number, stats, [], [], since=since))]
     assert stats.memory_free_bytes == 102
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given
@@ -164,3 +165,34 @@ def test_more_work_never_takes_less_time(rows: int, context: int, more: int):
     base = cost.step_s(decode(rows, context, context))
     assert cost.step_s(decode(rows, context + more, context + more)) >= base
     assert cost.step_s(decode(rows + more, context, context)) >= base
+
+
+# As MODEL, with 4 experts of 3·4·5 = 60 in place of each MLP, 2 of them for a token, and a router of 4·4.
+MIXTURE = replace(MODEL, experts=4, experts_per_token=2, expert_intermediate=5)
+
+
+def test_a_mixture_has_all_experts_and_computes_with_some():
+    assert MIXTURE.parameters == 2 * (192 + 16 + 4 * 60) + 2 * 20
+    assert MIXTURE.active_parameters == 2 * (192 + 16 + 2 * 60)
+    shared = replace(MIXTURE, shared_intermediate=7, dense_layers=1)
+    assert shared.parameters == 312 + (192 + 16 + 3 * 4 * 7 + 4 * 60) + 2 * 20
+    assert replace(MIXTURE, expert_bits=4.0).weights_total_bytes == 2 * (2 * 208 + 2 * 20) + 2 * 4 * 60 // 2
+
+
+@pytest.mark.parametrize(("count", "each", "tokens"), [(4, 2, 1), (4, 2, 3), (5, 1, 3), (3, 3, 2)])
+def test_the_experts_that_tokens_reach_are_those_of_all_ways_to_choose(count: int, each: int, tokens: int):
+    ways = list(product(combinations(range(count), each), repeat=tokens))
+    reached = sum(len(set().union(*way)) for way in ways) / len(ways)
+    shape = replace(MIXTURE, experts=count, experts_per_token=each)
+    assert count * shape.reached_share(tokens) == pytest.approx(reached)
+
+
+def test_an_iteration_of_a_mixture_reads_more_weights_the_more_tokens_it_has():
+    free = replace(DEVICE, compute_efficiency=1.0, flops_per_s=1e12)
+    cost = CostModel(MIXTURE, free, STACK)
+    for rows in (1, 2, 8, 100):
+        nbytes = 2 * (2 * 208 + 20) + 2 * 480 * (1.0 - 0.5**rows)
+        assert MIXTURE.read_bytes(rows) == pytest.approx(nbytes)
+        assert cost.step_s(decode(rows, 0)) == pytest.approx(nbytes / 50, rel=1e-6)
+    steps = cost.repeated_s(decode(3, 30, 10), 4)
+    assert steps == [cost.step_s(decode(3, 30 + 3 * step, 10 + step)) for step in range(4)]

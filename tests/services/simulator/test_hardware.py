@@ -40,7 +40,22 @@ MODELS = {
     "qwen2.5-72b": 72.7,
     "bloom-176b": 176.2,
     "smollm2-135m": 0.1345,
+    "mixtral-8x7b": 46.7,
+    "qwen3-30b-a3b": 30.5,
+    "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
+    "deepseek-v2-lite": 15.7,
 }
+
+ACTIVE = {"mixtral-8x7b": 12.9, "qwen3-30b-a3b": 3.3, "gpt-oss-20b": 3.6, "gpt-oss-120b": 5.1, "deepseek-v2-lite": 2.4}
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_mixtures_compute_with_as_many_as_published(name: str):
+    """Who publishes counts no table of the vocabulary, or one, or both."""
+    shape = load_model(name)
+    layers = shape.active_parameters / 1e9
+    assert layers * 0.98 < ACTIVE[name] < (layers + 2 * shape.head_parameters / 1e9) * 1.02
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS_DIR.glob("models/*.yaml")), ids=lambda path: path.stem)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from cohort.common.config import CohortConfig
 from cohort.common.policies.cohort.arriving_prompts import ArrivingPrompts, stretch
-from cohort.common.policies.cohort.placed_work import Known, PlacedWork
+from cohort.common.policies.cohort.known_request import Known
+from cohort.common.policies.cohort.placed_work import PlacedWork
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptQueue
 from cohort.common.policies.cohort.ttft_forecast import memory_price_s, prompt_pace, transfer_fits
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds

@@ -63,7 +63,9 @@ def test_systems_take_turns_in_every_load(
         ("unified", 8),
         ("baseline-vllm", 32),
     ] * 2
-    assert {each[2:] for each in started} == {(8399, ("kv.prefix_caching=false", "kv.block_size=4"))}
+    assert {each[2:] for each in started} == {
+        (8399, ("speculation.mode=off", "kv.prefix_caching=false", "kv.block_size=4"))
+    }
     shown = capsys.readouterr()
     assert shown.out.splitlines() == [
         "| load | system | rounds | tokens | late |",

@@ -1,0 +1,33 @@
+"""A request that was placed: what the placement knows of it and no report says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from cohort.common.types import Attempt
+
+
+@dataclass(slots=True)
+class Known:
+    """`tokens`: of its prompt; `cached`: of these, expected in the cache where it is computed. `tpot_s`: promised to
+    its decode row, 0 if nothing was. `variance`: of its predicted length."""
+
+    attempt: Attempt
+    best_effort: bool
+    priority: int
+    arrived_s: float
+    due_s: float
+    tpot_s: float
+    tokens: int
+    cached: int
+    variance: float
+    placed_s: float
+    predicted_s: float | None = None
+    """TTFT, to be compared with what came of it; None: it was, or cannot be."""
+    sent_to: tuple[str, ...] = ()
+    """Workers that were given a part of it."""
+
+    def demote(self) -> None:
+        """From now on it is best-effort, without SLO."""
+        self.best_effort, self.due_s, self.tpot_s = True, inf, 0.0

@@ -1,0 +1,200 @@
+"""What a worker's last report lists, summed up; of the next one only what changed is read.
+
+    a report ─▶ entries that left │ that are as they were: nothing │ rows that went on: two sums │ others: read anew
+                                    (under overload nearly all)      (of the rest nearly all)
+
+Called when the report comes, so that no decision reads a list. Sums are of integers, so that what is taken away and
+added again leaves what reading everything would. A prompt's rank changes with time at a moment that is known when it is
+ranked (`PromptOrder.place`); with what the placement knows of its request, which then says so (`look_again`).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from cohort.common.policies.baselines.batch_builder import RankKey
+from cohort.common.policies.cohort.known_request import Known
+from cohort.common.policies.interface import InstanceView
+from cohort.common.types import KvGeometry, QueuedWork, RequestId
+
+Ranking = Callable[[float, RequestId, Known | None, int], tuple[RankKey, float]]
+"""Now, a prompt, what is known of it, tokens left ─▶ its rank, and when it has another one."""
+
+
+class Prompt(NamedTuple):
+    """One that waits: tokens left, pairs that they attend to, positions that it and its response will need more."""
+
+    rank: RankKey
+    tokens: int
+    pairs: float
+    needed: float
+
+
+@dataclass(slots=True)
+class _Entry:
+    """As it counts. `prompt`: None of a decode row."""
+
+    work: QueuedWork
+    tpot_s: float
+    variance: int
+    prompt: Prompt | None
+
+
+class ReportedQueue:
+    def __init__(self, rank: Ranking) -> None:
+        self._rank = rank
+        self.effort: set[RequestId] = set()
+        """Best-effort ones."""
+        self._unjudged: dict[RequestId, Known] = {}
+        """Decode rows whose first token was foreseen and has not been compared yet."""
+        self._again: set[RequestId] = set()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.works: dict[RequestId, QueuedWork] = {}
+        """All that is listed."""
+        self._entries: dict[RequestId, _Entry] = {}
+        self._moves: list[tuple[float, RequestId, RankKey]] = []
+        """When a rank changes: void if the prompt has another one by then."""
+        self.rows = self.context = 0
+        self.needed = self.variance = 0
+        self.prompts = self.prompt_tokens = 0
+        self.bound_s = self.bound_to_come_s = inf
+        """The strictest TPOT of rows, and of prompts."""
+        self._bounds: dict[float, int] = {}
+        self._bounds_to_come: dict[float, int] = {}
+        self.effort.clear()
+        self._unjudged.clear()
+
+    def look_again(self, request_id: RequestId) -> None:
+        """What is known of it has changed: the next report's word of it is read whatever it is."""
+        if request_id in self.works:
+            self._again.add(request_id)
+
+    def read(
+        self, now_s: float, view: InstanceView, known: Mapping[RequestId, Known], *, anew: bool
+    ) -> tuple[list[Prompt], list[Prompt], bool]:
+        """Take a report in: prompts that are gone or not as they were; those that came in their place; and whether it
+        says anything new. `anew`: forget those before."""
+        queue, left, came = view.stats.queue, list[Prompt](), list[Prompt]()
+        if anew:
+            left = [entry.prompt for entry in self._entries.values() if entry.prompt is not None]
+            self._clear()
+        if not queue and not self.works:
+            return left, came, anew
+        works, entries, again = self.works, self._entries, self._again
+        while self._moves and self._moves[0][0] <= now_s:
+            _, name, rank = heapq.heappop(self._moves)
+            entry = entries.get(name)
+            if entry is not None and entry.prompt is not None and entry.prompt.rank == rank:
+                again.add(name)
+        listed = {work.request_id: work for work in queue}
+        gone = works.keys() - listed.keys() if works else ()
+        changed = [work for name, work in listed.items() if works.get(name) != work]
+        if again:
+            changed += [listed[name] for name in sorted(again) if name in listed and works.get(name) == listed[name]]
+        self.works = listed
+        geometry = view.capacity.geometry
+        for name in gone:
+            if (prompt := self._take(name, geometry)) is not None:
+                left.append(prompt)
+        for work in changed:
+            name = work.request_id
+            entry = entries.get(name)
+            if entry is not None:
+                if entry.prompt is None and name not in again and self._goes_on(entry, work, geometry):
+                    continue
+                if (prompt := self._take(name, geometry)) is not None:
+                    left.append(prompt)
+            if (prompt := self._add(now_s, work, known.get(name), geometry)) is not None:
+                came.append(prompt)
+        self.bound_s = min(self._bounds, default=inf)
+        self.bound_to_come_s = min(self._bounds_to_come, default=inf)
+        news = anew or bool(gone or changed)
+        again.clear()
+        return left, came, news
+
+    def take_begun(self) -> list[tuple[QueuedWork, Known]]:
+        """Decode rows that are beyond their prompts for the first time, of those whose first token was foreseen."""
+        begun = [
+            (self.works[name], request)
+            for name, request in self._unjudged.items()
+            if self.works[name].context >= request.tokens
+        ]
+        for work, _ in begun:
+            del self._unjudged[work.request_id]
+        return begun
+
+    def _goes_on(self, entry: _Entry, work: QueuedWork, geometry: KvGeometry) -> bool:
+        """A decode row has a few tokens more, or fewer to come; False where it is something else now."""
+        former = entry.work
+        if work.prefill_left or not (work.decode_left and former.decode_left):
+            return False
+        self.context += work.context - former.context
+        if geometry.gives_back:
+            growth = geometry.growth
+            self.needed += growth(work.context, 0, work.decode_left) - growth(former.context, 0, former.decode_left)
+        else:
+            self.needed += work.decode_left - former.decode_left
+        entry.work = work
+        return True
+
+    def _add(self, now_s: float, work: QueuedWork, request: Known | None, geometry: KvGeometry) -> Prompt | None:
+        name, left, computed, decode = work.request_id, work.prefill_left, work.context, work.decode_left
+        self.needed += geometry.growth(computed, left, decode)
+        entry = self._entries[name] = _Entry(work, 0.0, 0, None)
+        if request is not None:
+            entry.tpot_s = request.tpot_s if decode else 0.0
+            entry.variance = round(request.variance)
+            self.variance += entry.variance
+            if request.best_effort:
+                self.effort.add(name)
+        if left == 0:
+            if decode:
+                self.rows += 1
+                self.context += computed
+                _count(self._bounds, entry.tpot_s, 1)
+            if request is not None and request.predicted_s is not None:
+                self._unjudged[name] = request
+            return None
+        _count(self._bounds_to_come, entry.tpot_s, 1)
+        rank, moves_s = self._rank(now_s, name, request, left)
+        if moves_s < inf:
+            heapq.heappush(self._moves, (moves_s, name, rank))
+        if request is not None and computed == 0:
+            computed = min(request.cached, left - 1)
+            left -= computed
+        prompt = Prompt(rank, left, left * (computed + 0.5 * left), geometry.growth(computed, left, decode))
+        self.prompts += 1
+        self.prompt_tokens += left
+        entry.prompt = prompt
+        return prompt
+
+    def _take(self, name: RequestId, geometry: KvGeometry) -> Prompt | None:
+        """As if it had never been added."""
+        entry = self._entries.pop(name)
+        work, prompt = entry.work, entry.prompt
+        self.needed -= geometry.growth(work.context, work.prefill_left, work.decode_left)
+        self.variance -= entry.variance
+        self.effort.discard(name)
+        self._unjudged.pop(name, None)
+        if prompt is not None:
+            self.prompts -= 1
+            self.prompt_tokens -= prompt.tokens
+            _count(self._bounds_to_come, entry.tpot_s, -1)
+        elif work.decode_left:
+            self.rows -= 1
+            self.context -= work.context
+            _count(self._bounds, entry.tpot_s, -1)
+        return prompt
+
+
+def _count(counts: dict[float, int], tpot_s: float, by: int) -> None:
+    if tpot_s:
+        counts[tpot_s] = counts.get(tpot_s, 0) + by
+        if not counts[tpot_s]:
+            del counts[tpot_s]

@@ -13,6 +13,7 @@ from cohort.common.config import CohortConfig
 from cohort.common.policies.cohort.known_request import Known
 from cohort.common.policies.cohort.placed_work import PlacedWork
 from cohort.common.policies.interface import InstanceView
+from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import Attempt, QueuedWork, Role, StepTimes, WorkerCapacity, WorkerStats
 from tests.common.policies.cohort.test_least_ttft import prompt, worker
 from tests.examples import another_of_its_kind, examples
@@ -132,7 +133,9 @@ def test_reading_what_changed_is_reading_everything(reports: list[Any], capacity
             anew.prompt_tokens,
             anew.done(now_s + 1.0, anew.pace()),
         )
-        assert kept.crowded_s(64, 3) >= anew.crowded_s(64, 3)  # of as many rows as were here, or more
+        rows = max(3, anew.rows) + 1
+        positions = min(rows * capacity.max_model_len, capacity.positions)
+        assert kept.crowded_s(64, 3) >= step_seconds(kept.times, BatchShape(64, 1, 0, rows, positions))
         name = f"r{changed}"
         if knows.pop(name, None) is not None:
             kept.forget(name), anew.forget(name)

@@ -155,12 +155,10 @@ def _spared_figure(id_: str, system: str, preset: str, paper: float, eco: dict[s
     )
 
 
-def _spared_by_device(preset: str, paper: float) -> Figure:
-    """As nothing that is anchored has it."""
-    found = _spared_figure(f"-{SHORT[preset]}-device", preset, preset, paper, {}, oracle=False)
-    return replace(
-        found, measure=lambda lab: _spared(lab, preset, **BY_DEVICE), note=_SAID[_At.DEVICE], standing=Standing.READING
-    )
+def _spared_otherwise(preset: str, paper: float, also: str, note: str, how: dict[str, Any]) -> Figure:
+    """Without what the paper's numbers choose."""
+    found = _spared_figure(f"-{SHORT[preset]}-{also}", preset, preset, paper, {}, oracle=False)
+    return replace(found, measure=lambda lab: _spared(lab, preset, **how), note=note, standing=Standing.READING)
 
 
 def _anchor(preset: str, paper: float, note: str, standing: Standing) -> Figure:
@@ -349,8 +347,14 @@ FIGURES: tuple[Figure, ...] = (
     *(_part(part, _TOKENS, at) for at in (_At.PRINTED, _At.PATIENT) for part in _PARTS),
     _spared_figure("-vllm", VLLM, VLLM, 26.0, {}, oracle=False),
     _spared_figure("-fastgen", FASTGEN, FASTGEN, 33.0, {}, oracle=False),
-    _spared_by_device(VLLM, 26.0),
-    _spared_by_device(FASTGEN, 33.0),
+    *(
+        _spared_otherwise(preset, paper, also, note, how)
+        for preset, paper in ((VLLM, 26.0), (FASTGEN, 33.0))
+        for also, note, how in (
+            ("device", _SAID[_At.DEVICE], BY_DEVICE),
+            ("headroom", "newcomers leave headroom", {"headroom": True}),
+        )
+    ),
     _spared_figure("-sd", "SyncDecoupled", ECOSERVE, 100.0, PARTS["SD"], oracle=True),
     _spared_figure("-oracle", "EcoServe", ECOSERVE, 100.0, {}, oracle=True),
     _spared_figure("", "EcoServe", ECOSERVE, 100.0, {}, oracle=False),

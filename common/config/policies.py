@@ -114,6 +114,7 @@ class BaselinesAblation(Section, frozen=True):
 
     rectangular_kv: bool = False  # predicted_batches: memory of a batch is rows times longest prompt and output
     static_batches: bool = False  # predicted_batches: ended rows compute on until the batch ends; simulated time only
+    headroom: bool = True  # vllm, chunked_prefill: newcomers leave blocks free; false = they may take the last one
 
 
 class BaselinesConfig(Section, frozen=True):

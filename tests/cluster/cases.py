@@ -74,6 +74,10 @@ _ECOSERVE = _sections(
 )
 OPTIONS: dict[str, st.SearchStrategy[Overrides]] = {
     **{name: _baseline() for name in PRESETS if name.startswith("baseline-")},
+    **{
+        name: _baseline(baselines={"ablation": st.fixed_dictionaries({"headroom": st.booleans()})})
+        for name in ("baseline-vllm", "baseline-chunked-prefill")
+    },
     "baseline-uellm": _baseline(
         baselines={
             "padded": st.booleans(),

@@ -61,12 +61,16 @@ def build_continuous_batching(config: Config, prompts: PromptSort | None = None)
 def build_chunked_prefill(config: Config) -> ContinuousBatching:
     engine, target = config.engine, _target_tokens(config)
     return ContinuousBatching(
-        max_rows=engine.max_rows, max_step_tokens=target, prefill_chunk=target, preemption=engine.preemption
+        max_rows=engine.max_rows,
+        max_step_tokens=target,
+        prefill_chunk=target,
+        preemption=engine.preemption,
+        headroom=config.baselines.ablation.headroom,
     )
 
 
 def build_vllm(config: Config) -> PrefillFirst:
-    return PrefillFirst(_whole_prompts(config))
+    return PrefillFirst(_whole_prompts(config), headroom=config.baselines.ablation.headroom)
 
 
 def build_orca(config: Config) -> RankedBatching:

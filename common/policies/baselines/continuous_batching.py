@@ -25,7 +25,8 @@ from cohort.common.sequence import Phase, Sequence
 class ContinuousBatching(ArrivalQueues):
     """`max_step_tokens`: of any iteration. `prefill_chunk`: of one that has decode rows, these included; but half of it
     is for prompts, however many rows decode. An iteration without decode rows delays no sampled token, so its prompts
-    have all of `max_step_tokens`, for throughput."""
+    have all of `max_step_tokens`, for throughput. Without `headroom` a newcomer may take the last free block, and a
+    running row's next one is missing."""
 
     def __init__(
         self,
@@ -35,12 +36,14 @@ class ContinuousBatching(ArrivalQueues):
         prefill_chunk: int,
         preemption: Literal["swap", "recompute"],
         prompts: PromptSort | None = None,
+        headroom: bool = True,
     ) -> None:
         super().__init__(prompts)
         self._max_rows = max_rows
         self._max_step_tokens = max_step_tokens
         self._prefill_chunk = prefill_chunk
         self._preemption = preemption
+        self._headroom = headroom
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         if self._prompts is not None:
@@ -123,7 +126,7 @@ class ContinuousBatching(ArrivalQueues):
         if leaving:  # another can join in its place
             return False
         full = rows >= min(self._max_rows, self._max_step_tokens)
-        return full or (self._prompts is None and not leaves_next_blocks(kv, self._running, self._waiting[0]))
+        return full or (self._prompts is None and not self._has_room(kv, self._waiting[0]))
 
     def metrics(self) -> dict[str, float]:
         return {"swapped": float(len(self._swapped))}
@@ -133,11 +136,16 @@ class ContinuousBatching(ArrivalQueues):
         if sequence.phase is Phase.SWAPPED:
             queue, admitted = self._swapped, resume(sequence, kv)
         else:
-            queue, admitted = self._waiting, leaves_next_blocks(kv, self._running, sequence) and start(sequence, kv)
+            queue, admitted = self._waiting, self._has_room(kv, sequence) and start(sequence, kv)
         if admitted:
             queue.remove(sequence)
             insort(self._running, sequence, key=by_arrival)
         return admitted
+
+    def _has_room(self, kv: KvAllocator, newcomer: Sequence) -> bool:
+        if self._headroom or not self._running:
+            return leaves_next_blocks(kv, self._running, newcomer)
+        return kv.free_blocks + kv.cached_blocks >= kv.geometry.blocks_for(newcomer.target)
 
     def _for_prompts(self, decode_rows: int) -> int:
         """Prompt tokens of an iteration that has so many decode rows, or none."""

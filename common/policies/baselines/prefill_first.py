@@ -24,13 +24,14 @@ class PrefillFirst(IterationScheduler):
     """`limits.max_rows` bounds all running sequences, `limits.max_tokens` the prompts of one prefill batch.
 
     Differs from vLLM: a prompt of more tokens than an iteration may have is computed in several (vLLM refuses it), and
-    sequences that came by KV transfer run with the others.
+    sequences that came by KV transfer run with the others. Without `headroom` a newcomer may take the last block.
     """
 
     reads_runs = True  # of which it needs none
 
-    def __init__(self, limits: IterationLimits) -> None:
+    def __init__(self, limits: IterationLimits, *, headroom: bool = True) -> None:
         self._limits = limits
+        self._watermark = WATERMARK if headroom else 0.0
         self._queues = PhaseQueues()
 
     def add(self, now_s: float, sequence: Sequence) -> None:
@@ -76,7 +77,7 @@ class PrefillFirst(IterationScheduler):
 
     def _leaves_headroom(self, sequence: Sequence, kv: KvAllocator, alive: int) -> bool:
         spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
-        return alive == 0 or spare >= int(WATERMARK * kv.total_blocks)
+        return alive == 0 or spare >= int(self._watermark * kv.total_blocks)
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
         """Every running sequence decodes, and the first waiting one finds no place: that stays so while they grow."""

@@ -1,10 +1,6 @@
 """EcoServe §2 and §4: OPT-13B, Llama-33B and OPT-175B on A100-80GB, against ORCA, vLLM, FastGen and MultiRes.
 
-Models, data sets, systems and choices that the paper leaves open: `ecoserve_setup`.
-
-The paper's rates over others are ranges: over its three models for each data set, and over the data sets for each
-model. One cell lies in both; where these exclude each other (2.5 to 4 times vLLM's rate on ShareGPT over all models,
-and at most 2.33 for OPT-13B on any) it is in one of them, as far as can be told.
+Models, data sets, systems and choices that the paper leaves open: `ecoserve_setup`; Fig. 10: `ecoserve_rates`.
 """
 
 from __future__ import annotations
@@ -15,19 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from cohort.services.simulator.figures.claim import Kind, Standing
+from cohort.services.simulator.figures.ecoserve_rates import RATES
 from cohort.services.simulator.figures.ecoserve_setup import (
-    AS_TIMED,
     BUFFER,
-    CALM,
+    BY_DEVICE,
     ECOSERVE,
     FASTGEN,
-    FORECAST,
-    LLAMA,
     MULTIRES,
     NAMES,
-    OPT13,
-    OPT175,
-    ORCA,
     PADDING,
     PARTS,
     RESERVE,
@@ -35,120 +26,14 @@ from cohort.services.simulator.figures.ecoserve_setup import (
     TABLE_2_PER_S,
     VLLM,
     Case,
-    Model,
-    attainment,
     loaded,
     mean_ms,
+    patient,
     printed,
     run_at,
-    sustained,
 )
 from cohort.services.simulator.figures.figure import Figure, Lab
 from cohort.services.simulator.report import SimReport
-
-_OF_DATA: dict[tuple[str, str], tuple[float, float]] = {
-    ("sharegpt", VLLM): (2.5, 4.0),
-    ("sharegpt", FASTGEN): (1.25, 2.25),
-    ("sharegpt", ORCA): (22.0, 64.0),
-    ("bookcorpus", VLLM): (2.5, 2.8),
-    ("bookcorpus", FASTGEN): (1.88, 2.33),
-    ("bookcorpus", ORCA): (12.5, 13.0),
-    ("alpaca", VLLM): (1.13, 2.14),
-    ("alpaca", FASTGEN): (1.2, 1.24),
-    ("alpaca", ORCA): (5.6, 9.0),
-}
-_OF_MODEL: dict[tuple[Model, str], tuple[float, float]] = {
-    (OPT13, VLLM): (1.28, 2.33),
-    (OPT13, FASTGEN): (1.2, 2.33),
-    (OPT13, ORCA): (3.5, 25.0),
-    (LLAMA, VLLM): (2.4, 4.0),
-    (LLAMA, FASTGEN): (1.2, 2.18),
-    (LLAMA, ORCA): (3.0, 64.0),
-    (OPT175, VLLM): (1.28, 2.0),
-    (OPT175, FASTGEN): (1.2, 2.25),
-}
-
-
-def _range(data: str, baseline: str, model: Model) -> tuple[float, float]:
-    """What both ranges leave, or all of both where nothing is left."""
-    (low, high), (of_low, of_high) = _OF_DATA[data, baseline], _OF_MODEL[model, baseline]
-    common = max(low, of_low), min(high, of_high)
-    return common if common[0] <= common[1] else (min(low, of_low), max(high, of_high))
-
-
-def _rate_ratio(ours: str, data: str, baseline: str, model: Model = OPT13, also: str = "", **other: Any) -> Figure:
-    """Sustained rates over each other; `other`: what differs from `Case` for both."""
-    low, high = _range(data, baseline, model)
-    suffix = "".join(f"-{part}" for part in ("" if model is OPT13 else model.name, also) if part)
-    return Figure(
-        f"ecoserve-10-rate-{data}-{SHORT[baseline]}{suffix}{'-forecast' if ours == FORECAST else ''}",
-        "ecoserve",
-        "EcoServe Fig. 10",
-        f"{NAMES[data]}, {model.shown}",
-        f"{ours} over {baseline}",
-        "sustained rate",
-        "x",
-        low,
-        lambda lab: (
-            sustained(lab, Case(ours, data, model, **other)) / sustained(lab, Case(baseline, data, model, **other))
-        ),
-        also,
-        Standing.READING if also or ours == FORECAST else Standing.CLAIM,
-        paper_to=high,
-    )
-
-
-_RATES = tuple(
-    _rate_ratio(ours, data, baseline, model)
-    for model in (OPT13, LLAMA, OPT175)
-    for data, baseline in _OF_DATA
-    for ours in (ECOSERVE, FORECAST)
-    if (ours == ECOSERVE or baseline != ORCA) and (model is not OPT175 or (data == "sharegpt" and baseline != ORCA))
-)
-
-
-def _oracle(model: Model, paper: float) -> Figure:
-    def measure(lab: Lab) -> float:
-        cases = [Case(ECOSERVE, data, model) for data in NAMES]
-        return sum(sustained(lab, replace(case, oracle=True)) / sustained(lab, case) for case in cases) / len(cases)
-
-    return Figure(
-        f"ecoserve-10-oracle{'' if model is OPT13 else f'-{model.name}'}",
-        "ecoserve",
-        "EcoServe Fig. 10",
-        f"all three, mean, {model.shown}",
-        "Oracle over ecoserve",
-        "sustained rate",
-        "x",
-        paper,
-        measure,
-        "true lengths, no padding; paper: only so much higher",
-        kind=Kind.AT_MOST,
-    )
-
-
-_NOTHING = 0.005
-"""Share of SLOs that counts as kept by a system that keeps none."""
-
-
-def _slo_ratio(ours: str, baseline: str, paper: float) -> Figure:
-    def measure(lab: Lab) -> float:
-        both = [sum(attainment(lab, Case(preset, data)) for data in NAMES) for preset in (ours, baseline)]
-        return both[0] / max(both[1], _NOTHING * len(NAMES))
-
-    return Figure(
-        f"ecoserve-10-slo-{SHORT[baseline]}{'-forecast' if ours == FORECAST else ''}",
-        "ecoserve",
-        "EcoServe Fig. 10",
-        "all three, mean, OPT-13B",
-        f"{ours} over {baseline}",
-        "SLO satisfaction",
-        "x",
-        paper,
-        measure,
-        f"means over the data sets, at {CALM} of EcoServe's sustained rate; the other's {100 * _NOTHING:g} % at least",
-        Standing.READING if ours == FORECAST else Standing.CLAIM,
-    )
 
 
 def _metric(report: SimReport, metric: str) -> float:
@@ -168,11 +53,11 @@ class _At(enum.Enum):
     """Where Fig. 11 is measured; the suffix of the row's id."""
 
     PRINTED = "-printed"
-    """At the rates of Table 2, in the order as printed: whoever is overdue may be overtaken, as all are there."""
+    """At the rates of Table 2."""
     PATIENT = "-table-2"
     """The same with `ecoserve.patience_s` as in the preset."""
-    TIMED = "-timed"
-    """As printed, and an iteration takes about as long as the paper's."""
+    DEVICE = "-device"
+    """At the rates of Table 2, iterations as long as the device file says, newcomers that leave headroom."""
     LOADED = ""
     """Where EcoServe saturates, with the preset's patience."""
 
@@ -180,7 +65,7 @@ class _At(enum.Enum):
 _SAID = {
     _At.PRINTED: "",
     _At.PATIENT: "no request overtakes one that is overdue by 30 s",
-    _At.TIMED: "100 ms more an iteration, which brings EcoServe's time between tokens near the paper's",
+    _At.DEVICE: "iterations as the device file says, a quarter of the paper's; newcomers leave headroom",
     _At.LOADED: "where EcoServe saturates; no request overtakes one that is overdue by 30 s",
 }
 
@@ -190,9 +75,11 @@ def _report(lab: Lab, at: _At, preset: str, data: str, eco: dict[str, Any] | Non
         case _At.LOADED:
             return loaded(lab, preset, data, eco)
         case _At.PATIENT:
-            return run_at(lab, Case(preset, data, eco=tuple(sorted((eco or {}).items()))), TABLE_2_PER_S[data])
+            return run_at(lab, patient(Case(preset, data, eco=tuple(sorted((eco or {}).items())))), TABLE_2_PER_S[data])
+        case _At.DEVICE:
+            return printed(lab, preset, data, eco, **BY_DEVICE)
         case _:
-            return printed(lab, preset, data, eco, stack=AS_TIMED if at is _At.TIMED else "")
+            return printed(lab, preset, data, eco)
 
 
 _OF_PARTS: dict[str, dict[str, tuple[float, float]]] = {
@@ -246,9 +133,9 @@ def _failed(report: SimReport, preset: str) -> float:
     return min(1.0, failed / max(1, report.overall.finished))
 
 
-def _spared(lab: Lab, preset: str, eco: dict[str, Any] | None = None, *, oracle: bool = False) -> float:
+def _spared(lab: Lab, preset: str, eco: dict[str, Any] | None = None, **other: Any) -> float:
     """Percent of the requests that are served without such a failure."""
-    reports = [printed(lab, preset, data, eco, oracle=oracle) for data in NAMES]
+    reports = [printed(lab, preset, data, eco, **other) for data in NAMES]
     return 100.0 * (1.0 - sum(_failed(report, preset) for report in reports) / len(reports))
 
 
@@ -265,6 +152,29 @@ def _spared_figure(id_: str, system: str, preset: str, paper: float, eco: dict[s
         lambda lab: _spared(lab, preset, eco, oracle=oracle),
         "true lengths, as in the paper's §2" if oracle else "predicted lengths" if preset == ECOSERVE else "",
         Standing.READING if preset == ECOSERVE and not oracle else Standing.CLAIM,
+    )
+
+
+def _spared_otherwise(preset: str, paper: float, also: str, note: str, how: dict[str, Any]) -> Figure:
+    """Without what the paper's numbers choose."""
+    found = _spared_figure(f"-{SHORT[preset]}-{also}", preset, preset, paper, {}, oracle=False)
+    return replace(found, measure=lambda lab: _spared(lab, preset, **how), note=note, standing=Standing.READING)
+
+
+def _anchor(preset: str, paper: float, note: str, standing: Standing) -> Figure:
+    """Mean time between tokens."""
+    return Figure(
+        f"ecoserve-11-anchor-{SHORT[preset]}",
+        "ecoserve",
+        "EcoServe Fig. 11",
+        "all three, mean, OPT-13B",
+        preset,
+        "time between tokens",
+        "ms",
+        paper,
+        lambda lab: sum(mean_ms(printed(lab, preset, data).overall.tbt_ms) for data in NAMES) / len(NAMES),
+        note,
+        standing,
     )
 
 
@@ -427,24 +337,24 @@ def _spread(option: str, data: str) -> Figure:
 
 
 FIGURES: tuple[Figure, ...] = (
-    *_RATES,
-    _rate_ratio(ECOSERVE, "sharegpt", VLLM, also="recompute", preemption="recompute"),
-    _rate_ratio(ECOSERVE, "sharegpt", VLLM, also="eager", stack="eager"),
-    _rate_ratio(FORECAST, "sharegpt", VLLM, also="eager", stack="eager"),
-    _oracle(OPT13, 1.08),
-    _oracle(LLAMA, 1.05),
-    *(
-        _slo_ratio(ours, baseline, paper)
-        for baseline, paper in ((FASTGEN, 1.42), (VLLM, 1.83), (ORCA, 1.93))
-        for ours in (ECOSERVE, FORECAST)
-    ),
+    *RATES,
     *(_part(part, metric) for metric in _OF_PARTS for part in _PARTS),
     *(_part(part, metric, _At.LOADED) for metric in _OF_PARTS for part in _PARTS),
     *(_part(part, "throughput", _At.PATIENT) for part in _PARTS),
-    *(_part(part, metric, _At.TIMED) for metric in _OF_PARTS for part in ("SDO", "full")),
+    *(_part(part, metric, _At.DEVICE) for metric in _OF_PARTS for part in _PARTS),
+    _anchor(ECOSERVE, 141.0, "the time of an iteration is chosen by it; paper: over all models", Standing.READING),
+    _anchor(VLLM, math.nan, "the paper prints none", Standing.BESIDE),
     *(_part(part, _TOKENS, at) for at in (_At.PRINTED, _At.PATIENT) for part in _PARTS),
     _spared_figure("-vllm", VLLM, VLLM, 26.0, {}, oracle=False),
     _spared_figure("-fastgen", FASTGEN, FASTGEN, 33.0, {}, oracle=False),
+    *(
+        _spared_otherwise(preset, paper, also, note, how)
+        for preset, paper in ((VLLM, 26.0), (FASTGEN, 33.0))
+        for also, note, how in (
+            ("device", _SAID[_At.DEVICE], BY_DEVICE),
+            ("headroom", "newcomers leave headroom", {"headroom": True}),
+        )
+    ),
     _spared_figure("-sd", "SyncDecoupled", ECOSERVE, 100.0, PARTS["SD"], oracle=True),
     _spared_figure("-oracle", "EcoServe", ECOSERVE, 100.0, {}, oracle=True),
     _spared_figure("", "EcoServe", ECOSERVE, 100.0, {}, oracle=False),

@@ -126,14 +126,19 @@ REASONS: tuple[Reason, ...] = (
         f"{_RUN}ecoserve-1-kv",
     ),
     Reason(
-        ("ecoserve-11-throughput", "ecoserve-11-jct", "ecoserve-11-tbt"),
+        ("ecoserve-11-throughput", "ecoserve-11-jct"),
         "Throughput follows the rows that fit, and at the paper's rates whom the order lets pass",
         f"{_RUN}ecoserve-11-tokens",
     ),
     Reason(
         ("ecoserve-1d",),
-        "One device serves Alpaca at the paper's rate here, so its cache hardly fills; on ShareGPT most requests fail",
+        "An answer of Alpaca asks for two or three blocks in all and seldom finds none; on ShareGPT every request does",
         f"{_RUN}ecoserve-1d",
+    ),
+    Reason(
+        ("ecoserve-11-tbt",),
+        "An answer of EcoServe waits for its batch once; vLLM's iterations for prompts and its swaps delay less",
+        f"{_RUN}ecoserve-11-anchor",
     ),
     Reason(
         ("ecoserve-11-scheduling",),

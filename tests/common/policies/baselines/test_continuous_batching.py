@@ -56,6 +56,18 @@ def test_every_decode_row_has_its_place_and_prompts_half_of_a_chunk() -> None:
         run(plan, kv)
 
 
+def test_a_newcomer_takes_the_last_block_where_no_headroom_is_asked_for() -> None:
+    for headroom, running in ((True, ["old"]), (False, ["new", "old"])):
+        policy = scheduler(headroom=headroom, max_step_tokens=400, prefill_chunk=400)
+        kv = PagedAllocator(GEOMETRY, 100, 0, prefix_caching=False)
+        policy.add(0.0, sequence("old", 390))
+        run(decide(policy, kv, 0.0), kv)  # 98 of the blocks
+        policy.add(1.0, sequence("new", 8, arrived_s=1.0))
+        plan = decide(policy, kv, 1.0)
+        assert [row.sequence.request_id for row in plan.rows] == running
+        assert policy.continues(plan, kv, 0, 0)  # nobody waits, or nobody has room
+
+
 def test_equal_prompts_at_once_end_one_after_another() -> None:
     """Their ends lie a prompt apart; side by side all would end with the last."""
     policy, kv = scheduler(prefill_chunk=16), PagedAllocator(GEOMETRY, 64, 0, prefix_caching=False)

@@ -56,6 +56,16 @@ def test_the_latest_is_swapped_out_and_no_new_sequence_comes_before_it_is_back()
     assert names(step(policy, kv)) == ["new"]
 
 
+def test_a_newcomer_takes_the_last_block_where_no_headroom_is_asked_for() -> None:
+    for headroom, started in ((True, []), (False, [("new", 0, 8)])):
+        policy = PrefillFirst(IterationLimits(4, 400, 400, "swap"), headroom=headroom)
+        kv = cache(100)
+        policy.add(0.0, sequence("old", 390))
+        step(policy, kv)  # 98 of the blocks
+        policy.add(0.0, sequence("new", 8, arrived_s=1.0))
+        assert rows(step(policy, kv)) == (started or [("old", 390, 1)])
+
+
 def test_all_running_count_against_the_rows() -> None:
     policy, kv = vllm(rows=2), cache(40)
     for at, name in enumerate("abc"):

@@ -24,7 +24,7 @@ from cohort.common.config.policies import (
     EcoServeConfig,
     PolicyConfig,
 )
-from cohort.common.config.reading import CONFIGS_DIR, dump_config, load_config, nested
+from cohort.common.config.reading import CONFIGS_DIR, dump_config, load_config, nested, parse_yaml
 from cohort.common.config.root import Config
 from cohort.common.config.serving import (
     BatchConfig,
@@ -94,4 +94,5 @@ __all__ = [
     "dump_config",
     "load_config",
     "nested",
+    "parse_yaml",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -92,9 +93,26 @@ def nested(flat: Mapping[str, Any], origin: str) -> dict[str, Any]:
     return result
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML with the booleans of version 1.2: `off`, `on`, `yes` and `no` are words, as the options take them."""
+
+
+_BOOL = "tag:yaml.org,2002:bool"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF")
+
+
+def parse_yaml(text: str) -> Any:
+    """A file, or the value of an option on the command line. Raises `yaml.YAMLError`."""
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except yaml.YAMLError as error:

@@ -184,6 +184,7 @@ def assigned_by(assignments: Sequence[str]) -> dict[str, Any]:
     """The values of --set by their dotted names."""
     import yaml
 
+    from cohort.common.config import parse_yaml
     from cohort.common.errors import ConfigError
 
     assigned: dict[str, Any] = {}
@@ -192,7 +193,7 @@ def assigned_by(assignments: Sequence[str]) -> dict[str, Any]:
         if not equals or not key.strip("."):
             raise ConfigError(f"--set {assignment}: write KEY=VALUE, e.g. kv.block_size=32")
         try:
-            assigned[key.strip()] = yaml.safe_load(value)
+            assigned[key.strip()] = parse_yaml(value)
         except yaml.YAMLError as error:
             raise ConfigError(f"--set {assignment}: the value is not valid YAML: {error}") from error
     return assigned
@@ -202,10 +203,12 @@ def keys_of(files: Sequence[Path]) -> set[str]:
     """Dotted names that YAML files set. Files that cannot be read set nothing; `load_config` complains about them."""
     import yaml
 
+    from cohort.common.config import parse_yaml
+
     names: set[str] = set()
     for file in files:
         try:
-            names |= set(_dotted(yaml.safe_load(file.read_text(encoding="utf-8"))))
+            names |= set(_dotted(parse_yaml(file.read_text(encoding="utf-8"))))
         except (OSError, yaml.YAMLError):
             continue
     return names

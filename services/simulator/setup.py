@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from cohort.common.config import CONFIGS_DIR, Config, load_config, nested
+from cohort.common.config import CONFIGS_DIR, Config, load_config, nested, parse_yaml
 from cohort.common.config.device_defaults import Machine
 from cohort.common.errors import ConfigError
 from cohort.common.types import Role
@@ -31,7 +29,7 @@ def configuration(
         key, equals, value = text.partition("=")
         if not equals or "." not in key:
             raise ConfigError(f"--set {text}: wants SECTION.OPTION=VALUE")
-        flat[key] = yaml.safe_load(value)
+        flat[key] = parse_yaml(value)
     overrides = nested(flat, "--set") or None
 
     def machine() -> Machine:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cohort.common.config import Config, dump_config, load_config, nested
+from cohort.common.config import Config, dump_config, load_config, nested, parse_yaml
 from cohort.common.config.moved import MOVED
 from cohort.common.errors import ConfigError
 from cohort.common.policies import compose
@@ -184,3 +184,11 @@ def build(config): return Fcfs(dispatch_ahead_tokens=config.manager.dispatch_ahe
     config = load_config(overrides={"policies": {"prefill_order": "my_queue:build"}})
     compose.check_names(config)
     assert type(compose.prefill_order(config)).__name__ == "Fcfs"
+
+
+def test_off_is_a_word_and_true_a_boolean(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("speculation: {mode: off}\nplanner: {mode: off}\nkv: {prefix_caching: false}\n")
+    config = load_config([file])
+    assert (config.speculation.mode, config.planner.mode, config.kv.prefix_caching) == ("off", "off", False)
+    assert [parse_yaml(text) for text in ("on", "no", "True", "FALSE", "off")] == ["on", "no", True, False, "off"]

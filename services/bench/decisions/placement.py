@@ -19,11 +19,10 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
-from cohort.common.config import load_config, nested
+from cohort.common.config import load_config, nested, parse_yaml
 from cohort.common.policies import compose
 from cohort.common.policies.interface import ClusterView, InstanceView, WaitingRequest
 from cohort.common.types import (
@@ -70,7 +69,7 @@ def measure(
 ) -> Cost:
     draw = random.Random(seed)
     options: dict[str, Any] = {"dynaserve.ablation.balance": balance}
-    options |= {key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in settings)}
+    options |= {key: parse_yaml(value) for key, _, value in (text.partition("=") for text in settings)}
     placement = compose.placement(load_config(preset=preset, overrides=nested(options, "--set")))
     capacity = WorkerCapacity(Role.UNIFIED, "m", 32_768, 48, 8, 128, 2, 16, 100_000, 0, 256, 2048)
     views = {f"u{index}": InstanceView(f"u{index}", capacity) for index in range(instances)}

@@ -425,6 +425,8 @@ CLAIMS: tuple[Claim, ...] = (
         "sustained rate over FastGen, Alpaca (Fig. 10)",
         Kind.OVER,
         _each("ecoserve-10-rate-alpaca-fastgen", "", "-llama-33b"),
+        "gone with the anchored iterations and headroom",
+        shown_by="cohort reproduce --figure ecoserve-10-rate-alpaca-fastgen",
     ),
     Claim(
         "EcoServe",

@@ -236,7 +236,7 @@ def test_compares_many_servers_downwards_each_request_on_a_connection_of_its_own
 ) -> None:
     servers = {name: serve() for name in ("first", "second", "third", "fourth")}
     named = [f"{name}={server.url}" for name, server in servers.items()]
-    load = ["--num-requests", "3", "--concurrency", "1", "--warmup", "0"]
+    load = ["--num-requests", "3", "--concurrency", "1", "--warmup", "0", "--rounds", "1"]
     assert main(["--compare", *named, *load, "--new-connections"]) == 0
     assert all(len(server.ports) == len(set(server.ports)) >= 3 for server in servers.values())
     printed = capsys.readouterr().out

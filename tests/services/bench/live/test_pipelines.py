@@ -158,9 +158,7 @@ def test_it_is_stopped_when_interrupted_while_it_starts(
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(live, "cohort", interrupted)
-    ignored = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # what a shell starts in the background ignores it
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background shells ignore it
     try:
         with pytest.raises(KeyboardInterrupt), live.pipeline("bros", {}, PORT):
             raise AssertionError("never reached")

@@ -267,7 +267,8 @@ class PlannerMachine:
         candidates = self._beaten.others(now_s, load_of(requests), candidates)
         if settling:
             candidates = [each for each in candidates if each.devices > shape.devices]
-        calm = not former and replay.growth == 1.0 and self._is_calm(now_s, load_of(requests))
+        # A round without requests costs nothing, and the error of busier times fades with each.
+        calm = bool(seen) and not former and replay.growth == 1.0 and self._is_calm(now_s, load_of(requests))
         if calm or (settling and not candidates):
             return
         self._rounds += 1

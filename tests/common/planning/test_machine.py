@@ -189,6 +189,17 @@ def test_without_traffic_workers_go_one_after_the_other():
     assert world.jobs == [], "nothing to simulate"
 
 
+def test_after_a_load_that_it_foresaw_badly_workers_go_all_the_same() -> None:
+    """Its error was larger than what a device costs; without traffic there is nothing to be wrong about."""
+    world = World(msgspec.structs.replace(SETTINGS, bounds=Bounds(1, 4, ("colocated",))), unified(3))
+    world.default, world.foreseen = 1.0, dict.fromkeys((unified(2), unified(3), unified(4)), 0.7)
+    world.run(300)
+    assert not world.applied and world.machine.bar > SETTINGS.worker_cost
+    world.traffic = False
+    world.run(1200)
+    assert [after for _, _, after in world.applied] == [unified(2), unified(1)]
+
+
 def test_advice_is_told_once_and_changes_nothing():
     world = World(settle(mode="advise"))
     world.real = world.foreseen = {unified(1): 0.5, unified(2): 0.95}

@@ -176,7 +176,7 @@ def live_rows(serve: Serve) -> list[str]:
     with urllib.request.urlopen(f"http://127.0.0.1:{serve.port + 1}/api/live", timeout=10) as feed:
         line = next(line for line in feed if line.startswith(b"data: "))
     rows = json.loads(line.removeprefix(b"data: "))["decisions"]
-    return [row["decision"]["what"] for row in rows if row.get("instance") == "planner"]
+    return [row["decision"]["what"] for row in rows if row["by"] == "planner"]
 
 
 def test_a_worker_comes_with_the_load_goes_with_it_and_comes_back_when_that_was_a_mistake(serve: Serve) -> None:

@@ -125,20 +125,27 @@ class ModelShape:
         return self.vocabulary * self.hidden
 
     @property
+    def _outside_experts(self) -> int:
+        """Of the layers all but the experts, and the embeddings."""
+        return self.common_parameters + self.head_parameters * (1 if self.tied_embeddings else 2)
+
+    @property
+    def _all_experts(self) -> int:
+        return self.mixture_layers * self.experts * self.expert_parameters
+
+    @property
     def parameters(self) -> int:
-        embeddings = self.head_parameters * (1 if self.tied_embeddings else 2)
-        return self.common_parameters + self.mixture_layers * self.experts * self.expert_parameters + embeddings
+        return self._outside_experts + self._all_experts
 
     @property
     def expert_bytes(self) -> int:
         """Of all experts of all layers."""
-        weights = self.mixture_layers * self.experts * self.expert_parameters
+        weights = self._all_experts
         return int(weights * self.expert_bits / 8.0) if self.expert_bits else weights * self.weight_bytes
 
     @property
     def weights_total_bytes(self) -> int:
-        embeddings = self.head_parameters * (1 if self.tied_embeddings else 2)
-        return (self.common_parameters + embeddings) * self.weight_bytes + self.expert_bytes
+        return self._outside_experts * self.weight_bytes + self.expert_bytes
 
     def reached_share(self, tokens: int) -> float:
         """Expected share of a layer's experts to which at least one of so many tokens goes; what is learned spreads

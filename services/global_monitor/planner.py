@@ -72,6 +72,7 @@ class Planner:
         self._simulate = simulate
         self._orders = orders
         self._started_s = clock.now_s()
+        self._waited_for = ""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -87,9 +88,21 @@ class Planner:
 
     def tick(self) -> None:
         self._tell(Workers(*present(self._config, self._cluster)), Tick())
+        if self._waited_for != self.waits_for:
+            self._waited_for = self.waits_for
+            self._log.info("planner_waits" if self._waited_for else "planner_begins", what=self._waited_for or None)
 
     def heard(self, message: RequestTraffic) -> None:
         self._tell(Traffic(message.instance, message.incarnation, message.records))
+
+    @property
+    def waits_for(self) -> str:
+        """Without which no round begins; "" where nothing is missing."""
+        shape, known = self.machine.shape, self.machine.costs.keys()
+        if shape is None or not shape.serves:
+            return "workers that can serve a request between them"
+        unknown = {group.degree for group in shape.groups} - known
+        return f"step times of workers of degree {min(unknown)}: learned from steps of unlike sizes" if unknown else ""
 
     @property
     def cpu_share(self) -> float:
@@ -241,6 +254,7 @@ class PlannerState(msgspec.Struct, frozen=True):
     """Of `/api/state`. Shares of requests served in time; errors as in `PlannerMachine`."""
 
     mode: str
+    waits_for: str
     shape: str
     predicted: float | None
     measured: float | None
@@ -257,6 +271,7 @@ def planner_state(planner: Planner) -> PlannerState:
     machine = planner.machine
     return PlannerState(
         mode=machine.settings.mode,
+        waits_for=planner.waits_for,
         shape=str(machine.shape or ""),
         predicted=machine.predicted,
         measured=machine.measured,

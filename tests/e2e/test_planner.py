@@ -113,8 +113,9 @@ async def under_load(serve: Serve, done: Planned, *, by_deadline: bool = False) 
         async def ask(number: int) -> Answer:
             body = {
                 "model": "served",
-                "prompt": [number % 300 + 5] * 24,
-                "max_tokens": TOKENS,
+                # Of unlike lengths, as steps of one size teach a worker nothing of others.
+                "prompt": [number % 300 + 5] * (8 << number % 5),
+                "max_tokens": TOKENS - 60 + 40 * (number % 4),
                 "ignore_eos": True,
                 **due,
             }

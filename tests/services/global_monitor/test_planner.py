@@ -138,6 +138,16 @@ def test_the_shape_and_its_times_are_those_of_the_workers_that_are_ready():
     assert costs[1].kv_element_bytes == 4
 
 
+async def test_what_no_round_can_begin_without_is_told():
+    rig = Rig(config(), "unified-0")
+    assert "workers" in planner_state(rig.planner).waits_for
+    rig.cluster.heard(rig.clock.now_s(), beat("unified-0", times=None))
+    rig.planner.tick()
+    assert "step times of workers of degree 1" in planner_state(rig.planner).waits_for
+    await rig.run(1)
+    assert planner_state(rig.planner).waits_for == ""
+
+
 async def test_a_worker_is_added_and_drained_by_orders():
     rig = Rig(config(), "unified-0")
     rig.shares = {unified(1): 0.5, unified(2): 0.98}

@@ -1,0 +1,97 @@
+"""A position's attention has the same bits in every step, on a GPU too where that is asked for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cohort.kernels import reference
+from cohort.kernels.attention_meta import AttentionMeta
+from cohort.kernels.gpu import attention, plan, positions
+from tests.examples import another_of_its_kind
+from tests.kernels.test_attention_invariance import Cut, assert_same_bits, cuts_of, step_of
+
+PART = 32
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the length of two tiles and less, so that short contexts have several."""
+    monkeypatch.setattr(plan, "_PART_KEYS", PART)
+    monkeypatch.setattr(positions, "_planned", _planned)
+
+
+def _planned(**shape: int) -> plan.PositionPlan:
+    found = plan.position_plan(**shape)
+    return plan.PositionPlan(16, 16 // shape["group"], 16, PART, found.warps, found.stages)
+
+
+def attend(step: Any, cuts: Sequence[Cut], *, room: int = 64, **options: Any) -> dict[tuple[int, int], Tensor]:
+    """(row, position) → its output, of one step with these rows; `step` has a query for every position."""
+    starts, meta = step.meta.query_start.tolist(), step.meta
+    query = torch.cat([step.query[starts[row] + begin : starts[row] + end] for row, begin, end in cuts])
+    rows = torch.tensor([row for row, _, _ in cuts], device=query.device)
+    cut_meta = AttentionMeta(
+        query_start=torch.tensor([0, *(end - begin for _, begin, end in cuts)]).cumsum(0).to(query.device, torch.int32),
+        context_lens=torch.tensor([end for _, _, end in cuts], dtype=torch.int32, device=query.device),
+        block_tables=meta.block_tables[rows].contiguous(),
+        directions=None,
+        block_size=meta.block_size,
+        max_query_len=max(end - begin for _, begin, end in cuts),
+        num_prefill_rows=sum(end - begin > 1 for _, begin, end in cuts),
+    )
+    out = torch.full_like(query, float("nan"))
+    positions.attend(
+        query,
+        step.kv,
+        step.layer,
+        cut_meta,
+        attention.scaling(step.scale, options.get("softcap", 0.0)),
+        out,
+        options.get("sliding_window", 0),
+        options.get("sinks"),
+        pad_dim=attention.padded(query.shape[2]),
+        widen=attention.WIDEN_PRODUCTS,
+        room=room,
+    )
+    places = [(row, position) for row, begin, end in cuts for position in range(begin, end)]
+    return dict(zip(places, out, strict=True))
+
+
+CASES = [
+    pytest.param("llama", torch.bfloat16),
+    pytest.param("gemma", torch.float32),
+    pytest.param("gpt-oss", torch.float32),
+    *(
+        pytest.param(form, dtype, marks=another_of_its_kind())
+        for form in ("llama", "qwen", "narrow", "gemma", "gpt-oss")
+        for dtype in DTYPES
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "dtype"), CASES)
+def test_cuts_of_the_same_tokens(make_gpu_step, form, dtype):
+    contexts = [75, 40]
+    step, options = step_of(form, make_gpu_step, contexts, dtype=dtype, directions="mixed", head_dim=32)
+    options["sliding_window"] = min(options["sliding_window"], 37)
+    if options["sinks"] is not None:
+        options["sinks"] = options["sinks"].to(step.query.device)
+    expected = attend(step, [(0, 0, 75)], **options) | attend(step, [(1, 0, 40)], **options)
+    out = torch.empty_like(step.query)
+    reference.paged_attention(step.query, step.kv, step.layer, step.meta, step.scale, out, **options)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(torch.stack(list(expected.values())), out, **tolerance)
+    one_by_one = [(0, at, at + 1) for at in range(3, 75, 12)]
+    assert_same_bits(attend(step, one_by_one, **options), expected)  # some in parts, some not: room for 64 of them
+    assert_same_bits(attend(step, one_by_one[-1:], **options), expected)
+    assert_same_bits(attend(step, one_by_one[-1:], room=0, **options), expected)
+    cuts = cuts_of(contexts, 23, random.Random(len(form)))
+    for begin in range(0, len(cuts), 4):
+        assert_same_bits(attend(step, cuts[begin : begin + 4], **options), expected)

@@ -28,6 +28,7 @@ from cohort.common.engine.lora_checkpoint import Checkpoint, Part, Slot, project
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.tensor_files import TensorFile, open_tensor_file
 from cohort.common.errors import InvariantViolated, ModelError
+from cohort.kernels.batch_invariance import batch_invariant
 from cohort.kernels.fused import silu_mul
 from cohort.kernels.panels import Arena
 
@@ -109,8 +110,16 @@ class LoraStore:
     """The adapters that a runner's steps may use."""
 
     def __init__(
-        self, checkpoints: Iterable[Checkpoint], geometry: ModelGeometry, dtype: torch.dtype, device: torch.device
+        self,
+        checkpoints: Iterable[Checkpoint],
+        geometry: ModelGeometry,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        fixed: bool = False,
     ) -> None:
+        """`fixed`: a row's bits do not follow the number of rows on a GPU either (`batch_invariance`)."""
+        self._fixed = fixed
         self._checkpoints = {each.name: each for each in checkpoints}
         self._geometry, self._dtype, self._device = geometry, dtype, device
         self._held: dict[str, Adapter] = {}
@@ -132,7 +141,7 @@ class LoraStore:
             raise ModelError(f"no LoRA adapter {name!r} is configured (model.lora)")
         if stamp_of(checkpoint.file) != checkpoint.stamp:
             raise ModelError(f"{checkpoint.file} has changed since the start; restart to serve it under this name")
-        with torch.inference_mode():
+        with torch.inference_mode(), batch_invariant(self._fixed):
             file, arena = open_tensor_file(checkpoint.file), Arena()
             layers: list[dict[Slot, Delta]] = [{} for _ in range(self._geometry.num_layers)]
             for (layer, slot), parts in itertools.groupby(

@@ -62,8 +62,8 @@ def over_keys(
     FP8: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Softmax-weighted values of keys [begin, end), in tiles from `first_key` on: the sum [TILE_ROWS, PAD_DIM], its peak
-    score and its weight. Other keys are not read."""
+    """Softmax-weighted values of keys [begin, end), in tiles from `first_key` on: the sum [TILE_ROWS, PAD_DIM], its
+    peak score and its weight. Other keys are not read."""
     dim = tl.arange(0, PAD_DIM)
     peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([TILE_ROWS], tl.float32)
@@ -128,8 +128,8 @@ def beside_sink(sinks, head, there, level):
 
 @triton.jit
 def joined(total, peak, weight, next_total, next_peak, next_weight):
-    """Sums over keys and those over the keys behind them, as one. With nothing (zeros, -inf) before or behind, they stay
-    as they are: a part that a row sees nothing of may be joined or left out."""
+    """Sums over keys and those over the keys behind them, as one. With nothing (zeros, -inf) before or behind, they
+    stay as they are: a part that a row sees nothing of may be joined or left out."""
     higher = tl.maximum(peak, next_peak)
     above = tl.where(higher == float("-inf"), 0.0, higher)
     fade, next_fade = tl.exp2(peak - above), tl.exp2(next_peak - above)

@@ -38,7 +38,8 @@ def fixed_product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *
     # One program for all parts of a tile saves a pass over memory; few tiles want more programs.
     run = 1 if rows <= plan.tile_rows else plan.parts
     divided = run < plan.parts
-    partial = x.new_empty((plan.parts, rows, outputs), dtype=torch.float32) if divided else there
+    # Of one type always: a pointer of another would be another variant of the kernel.
+    partial = x.new_empty((plan.parts, rows, outputs) if divided else 4, dtype=torch.float32)
     product_rows[(-(-rows // plan.tile_rows), -(-outputs // plan.tile_columns), plan.parts // run)](
         x,
         weight,

@@ -4,6 +4,7 @@ from cohort.kernels.gpu.attention import paged_attention
 from cohort.kernels.gpu.coded import coded_product
 from cohort.kernels.gpu.elementwise import clamped_swiglu, rms_norm, rope_and_write_kv, rope_inplace, silu_mul, write_kv
 from cohort.kernels.gpu.experts import add_weighted, expert_outputs
+from cohort.kernels.gpu.fixed_products import fixed_product
 from cohort.kernels.gpu.sampling import sample_rows
 from cohort.kernels.gpu.slots import gather_slots, scatter_slots
 
@@ -12,6 +13,7 @@ __all__ = [
     "clamped_swiglu",
     "coded_product",
     "expert_outputs",
+    "fixed_product",
     "gather_slots",
     "paged_attention",
     "rms_norm",

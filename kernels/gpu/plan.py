@@ -94,6 +94,7 @@ class PositionPlan:
     tile_tokens: int
     tile_keys: int
     part_keys: int
+    programs: int  # of a multiprocessor, as many as its registers hold
     warps: int
     stages: int
 
@@ -116,18 +117,18 @@ def position_plan(*, group: int, head_dim: int, element_bytes: int) -> PositionP
     """The plan for rows of any number of tokens; `group` query heads share a kv head. A decode row fills a small part
     of a tile: its arithmetic is padding, but reading the keys still takes longer."""
     if element_bytes > 2:  # products without matrix units
-        tile_rows = max(32, power_of_two_from(group))
-        return PositionPlan(tile_rows, tile_rows // group, 16, _PART_KEYS, warps=8, stages=1)
-    wide = head_dim > 128
-    tile_rows = max(64, power_of_two_from(group))
-    return PositionPlan(
-        tile_rows, tile_rows // group, 32 if wide else 64, _PART_KEYS, warps=8 if wide else 4, stages=2 if wide else 3
-    )
+        tile_rows, tile_keys, warps, stages = 32, 16, 8, 1
+    elif head_dim > 128:  # two sums of a tile's values are held: of one part, and of those before it
+        tile_rows, tile_keys, warps, stages = 32, 32, 8, 2
+    else:
+        tile_rows, tile_keys, warps, stages = 64, 64, 8 if head_dim > 64 else 4, 3
+    tile_rows = max(tile_rows, power_of_two_from(group))
+    return PositionPlan(tile_rows, tile_rows // group, tile_keys, _PART_KEYS, 8 // warps, warps, stages)
 
 
 def fixed_plan(*, outputs: int, inputs: int, element_bytes: int) -> FixedPlan:
-    """The plan of a weight, for any number of rows. A decode row fills one row of a tile: its arithmetic is padding, but
-    reading the weight still takes longer. Weights of few columns have more parts, so that many programs read them."""
+    """The plan of a weight, for any number of rows. A decode row fills one row of a tile: its arithmetic is padding,
+    but reading the weight still takes longer. Weights of few columns have more parts: many programs read them then."""
     columns, depth, rows, warps, stages = (32, 32, 32, 4, 2) if element_bytes > 2 else (128, 64, 128, 8, 3)
     columns = max(16, min(columns, power_of_two_from(outputs)))
     parts, tiles = 1, -(-outputs // columns)

@@ -20,7 +20,6 @@ from cohort.kernels.gpu.workspace import POSITION_ROOM, multiprocessors
 _ROWS_AT_ONCE = 128
 _UNROLLED = 4
 _HEAD_ELEMENTS = 1024  # of a program that joins
-_PROGRAMS_PER_MULTIPROCESSOR = 2
 _planned = lru_cache(position_plan)
 _multiprocessors = lru_cache(multiprocessors)
 
@@ -55,7 +54,7 @@ def attend(
     rows_shape = {"PAD_DIM": pad_dim, "TILE_TOKENS": plan.tile_tokens, "PART_KEYS": plan.part_keys}
     shared = {**rows_shape, "AT_ONCE": _ROWS_AT_ONCE, "WINDOWED": sliding_window > 0, "SINKS": sinks is not None}
     numbers = meta.query_start if sinks is None else sinks  # read with SINKS only
-    position_rows[(_PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(kv.device),)](
+    position_rows[(plan.programs * _multiprocessors(kv.device),)](
         query,
         cache,
         meta.query_start,

@@ -10,7 +10,6 @@ import torch
 
 from cohort.kernels.gpu.plan import decode_plan
 
-
 POSITION_ROOM = 4096
 """Parts of contexts, one a query, that batch-invariant attention has memory for; rows that find none are computed whole
 by one program a kv head, with the same bits. So this bounds memory, about as much as gathered keys and values take."""

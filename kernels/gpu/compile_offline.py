@@ -117,8 +117,11 @@ MODELS |= {
     "Llama-3-8B, batch-invariant": replace(MODELS["Llama-3-8B"], **_invariant(*_LLAMA_3_8B, _OUTER)),
     "SmolLM2-135M, batch-invariant": replace(MODELS["SmolLM2-135M"], **_invariant((960, 576), (576, 1536))),
     "Qwen3-30B-A3B, batch-invariant": replace(MODELS["Qwen3-30B-A3B"], **_invariant((128, 2048))),
-    "gpt-oss-20b, batch-invariant": replace(MODELS["gpt-oss-20b"], batch_invariant=True),
-    "Gemma-2-9B, batch-invariant": replace(MODELS["Gemma-2-9B"], **_invariant((8192, 3584))),
+    "gpt-oss-20b, batch-invariant": replace(
+        MODELS["gpt-oss-20b"],
+        **_invariant((32, 2880)),
+        products=tuple(replace(product, fixed=True) for product in _GPT_OSS_MXFP4),
+    ),
 }
 MODELS |= {
     f"{name}, KV in FP8": replace(MODELS[name], fp8=True)

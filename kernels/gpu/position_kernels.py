@@ -157,7 +157,7 @@ def position_rows(
                 queries,
                 kv + kv_head * head_stride,
                 value_offset,
-                block_tables + row.to(tl.int64) * table_stride,
+                block_tables + tl.cast(row, tl.int64) * table_stride,
                 tl.maximum(part * PART_KEYS, least // TILE_KEYS * TILE_KEYS),
                 least,
                 tl.minimum((part + 1) * PART_KEYS, end),

@@ -111,17 +111,19 @@ def launches(
 
 
 def _of_positions(served: Served, step: _Tensors, rows: int, device: torch.device) -> Iterator[tuple[str, Launch]]:
-    """Attention of batch-invariant steps: one variant for all rows."""
+    """Attention of batch-invariant steps: one variant for all rows; what differs between these compiles nothing."""
     sinks = torch.zeros(served.query_heads, device=device) if served.sinks else None
-    cap, meta = 50.0 if served.capped else 0.0, step.meta(rows, prefill_rows=0)
-    _, query, out = next(iter(step.queries(rows)))
+    cap = 50.0 if served.capped else 0.0
     for window in [_WIDE_WINDOW if windowed else 0 for windowed in sorted(served.windowed)]:
-        yield (
-            f"every row, window {window}",
-            lambda w=window: attention.invariant(  # type: ignore[misc]
-                query, step.kv, step.layer, meta, 1.0, out, w, sinks, cap
-            ),
-        )
+        for count in (1, rows):
+            for _, query, out in step.queries(count):
+                meta = step.meta(count, prefill_rows=0)
+                yield (
+                    f"every row, window {window}",
+                    lambda q=query, o=out, m=meta, w=window: attention.invariant(
+                        q, step.kv, step.layer, m, 1.0, o, w, sinks, cap
+                    ),  # type: ignore[misc]
+                )
 
 
 def _of_fixed(product: FixedProduct, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Launch]]:

@@ -168,6 +168,7 @@ class DeviceSteps:
             wide_norms=g.family in ("gemma", "gpt_oss"),
             batch_invariant=self._batch_invariant,
             fixed=fixed_products_made(),
+            gelu=g.family == "gemma",
         )
         variants.compilations.watch()
         variants.precompile(served, self._max_rows, self._device, threads)

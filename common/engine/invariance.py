@@ -14,7 +14,6 @@ from cohort.kernels import native
 from cohort.kernels.gpu import available as gpu
 
 _ASKED = "engine.batch_invariant: it cannot be promised"
-_BY_TORCH = {"opt": "torch computes its norms and activations", "gemma": "torch computes its activation and final cap"}
 _HEAD_STEP = 16
 """Heads of a multiple of so many elements begin where loads of 16 bytes can, in every step; others do in some."""
 
@@ -39,8 +38,8 @@ def _hindrance(geometry: ModelGeometry, device: torch.device, dtype: str, ranks:
         )
     if gpu.ops_for(torch.empty(0, device=device)) is None:
         return "it needs the kernels in Triton; install triton and unset COHORT_KERNELS"
-    if geometry.family in _BY_TORCH:
-        return f"{_BY_TORCH[geometry.family]}, by another kernel for other numbers of rows; use engine.device cpu"
+    if geometry.family == "opt":
+        return "torch computes its norms and activations, by kernels that follow their shapes; use engine.device cpu"
     if geometry.family == "deepseek":
         return "no GPU kernel attends to latents; use engine.device cpu"
     if geometry.head_dim % _HEAD_STEP:

@@ -113,10 +113,12 @@ MODELS = {
     "Gemma-2-27B": _model(32, 16, 128, 4608, 36864, 256000, "bfloat16", **_GEMMA_2),
 }
 _OUTER = (128256, 4096)
+MODELS = {name: replace(served, gelu=name.startswith("Gemma")) for name, served in MODELS.items()}
 MODELS |= {
     "Llama-3-8B, batch-invariant": replace(MODELS["Llama-3-8B"], **_invariant(*_LLAMA_3_8B, _OUTER)),
     "SmolLM2-135M, batch-invariant": replace(MODELS["SmolLM2-135M"], **_invariant((960, 576), (576, 1536))),
     "Qwen3-30B-A3B, batch-invariant": replace(MODELS["Qwen3-30B-A3B"], **_invariant((128, 2048))),
+    "Gemma-2-9B, batch-invariant": replace(MODELS["Gemma-2-9B"], **_invariant((8192, 3584))),
     "gpt-oss-20b, batch-invariant": replace(
         MODELS["gpt-oss-20b"],
         **_invariant((32, 2880)),

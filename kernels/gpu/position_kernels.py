@@ -28,6 +28,16 @@ _VARYING = [
 
 
 @triton.jit
+def _parts(count, context, window, TILE_TOKENS: tl.constexpr, PART_KEYS: tl.constexpr, WINDOWED: tl.constexpr):
+    """Of a row, or of several: into how many parts the context of its `count` queries falls, and how many queries'
+    parts it leaves in memory if there is room."""
+    parts = tl.cdiv(context, PART_KEYS)
+    if WINDOWED:
+        parts -= tl.maximum(context - count - window + 1, 0) // PART_KEYS
+    return parts, tl.where((count <= TILE_TOKENS) & (parts > 1), count * parts, 0)
+
+
+@triton.jit
 def _rows_at(
     query_start,
     context_lens,
@@ -48,10 +58,7 @@ def _rows_at(
     begin = tl.load(query_start + row, mask=there, other=0)
     count = tl.load(query_start + row + 1, mask=there, other=0) - begin
     context = tl.load(context_lens + row, mask=there, other=0)
-    parts = tl.cdiv(context, PART_KEYS)
-    if WINDOWED:
-        parts -= tl.maximum(context - count - window + 1, 0) // PART_KEYS
-    wanted = tl.where((count <= TILE_TOKENS) & (parts > 1), count * parts, 0)
+    parts, wanted = _parts(count, context, window, TILE_TOKENS, PART_KEYS, WINDOWED)
     end = taken + tl.cumsum(wanted, 0)
     divided = (wanted > 0) & (end <= room)
     items = tl.where(divided, parts, tl.cdiv(count, TILE_TOKENS))
@@ -112,25 +119,24 @@ def position_rows(
         every += tl.sum(items, 0)
     tile_row = tl.arange(0, TILE_ROWS)
     dim = tl.arange(0, PAD_DIM)
+    # Rows are walked forward, as items ascend: the one at hand, where its items begin and end, and what it leaves.
+    row, first_item, end_item, taken, wanted = -1, 0, 0, 0, 0
+    first_token, count, context = 0, 0, 0
     for item in range(tl.program_id(0), every * KV_HEADS, tl.num_programs(0)):
         kv_head = item % KV_HEADS
         place = item // KV_HEADS
-        row, inner, cell, apart = 0, 0, 0, 0
-        before, taken = 0, 0
-        for first in range(0, rows, AT_ONCE):
-            items, divided, cells, taken = _rows_at(
-                query_start, context_lens, first, rows, taken, room, window, AT_ONCE, TILE_TOKENS, PART_KEYS, WINDOWED
-            )
-            end = before + tl.cumsum(items, 0)
-            own = (end > place) & (end - items <= place)
-            row += tl.sum(tl.where(own, first + tl.arange(0, AT_ONCE), 0), 0)
-            inner += tl.sum(tl.where(own, place - (end - items), 0), 0)
-            cell += tl.sum(tl.where(own, cells, 0), 0)
-            apart += tl.sum((own & divided).to(tl.int32), 0)
-            before += tl.sum(items, 0)
-        first_token = tl.load(query_start + row)
-        count = tl.load(query_start + row + 1) - first_token
-        context = tl.load(context_lens + row)
+        while place >= end_item:
+            row += 1
+            taken += wanted
+            first_token = tl.load(query_start + row)
+            count = tl.load(query_start + row + 1) - first_token
+            context = tl.load(context_lens + row)
+            parts, wanted = _parts(count, context, window, TILE_TOKENS, PART_KEYS, WINDOWED)
+            fits = (wanted > 0) & (taken + wanted <= room)
+            first_item = end_item
+            end_item += tl.where(fits, parts, tl.cdiv(count, TILE_TOKENS))
+        apart = ((wanted > 0) & (taken + wanted <= room)).to(tl.int32)
+        inner, cell = place - first_item, taken
         # a row's last tiles, which see most, first
         tile = tl.where(apart > 0, 0, tl.cdiv(count, TILE_TOKENS) - 1 - inner)
         in_row = tile * TILE_TOKENS + tile_row // GROUP

@@ -57,7 +57,7 @@ class Served:
     leave all but attention to other kernels; `windowed`: whether layers have a sliding window, some or none; `sinks`,
     `capped`: whether attention has sinks, and bounds its scores; `products`: over weights in codes; `fp8`: keys and
     values are kept so; `wide_norms`: weights of norms are in float32; `batch_invariant`: attention is `positions`', and
-    `fixed` are the products over plain weights that go with it."""
+    `fixed` are the products over plain weights that go with it; `gelu`: the activation is Gemma's."""
 
     query_heads: int
     kv_heads: int
@@ -78,6 +78,7 @@ class Served:
     wide_norms: bool = False
     batch_invariant: bool = False
     fixed: tuple[FixedProduct, ...] = ()
+    gelu: bool = False
 
 
 def row_classes(max_rows: int) -> tuple[int, ...]:
@@ -237,7 +238,12 @@ class _Tensors:
         for name, heads in (("query", query), ("key", key)):
             yield f"norm of {name}", lambda x=heads: elementwise.rms_norm(x, of_head, 1e-5, x)  # type: ignore[misc]
         inner = self._empty(tokens, s.inner)
-        yield "activate", lambda: elementwise.silu_mul(both, inner)
+        if not s.gelu:
+            yield "activate", lambda: elementwise.silu_mul(both, inner)
+        elif s.batch_invariant:  # else torch activates
+            logits = self._empty(2, s.vocabulary, dtype=torch.float32)
+            yield "activate", lambda: elementwise.gelu_mul(both, inner)
+            yield "cap", lambda: elementwise.soft_cap(logits, 30.0)
 
 
 def _of_experts(served: Served, mixture: ServedExperts, device: torch.device) -> Iterator[tuple[str, Launch]]:

@@ -49,7 +49,7 @@ def computed(runner: ModelRunner, counts: Sequence[int], companion: int) -> Toke
 
 
 @another_of_its_kind()
-@pytest.mark.parametrize("name", ["qwen3", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen3", "mixtral", "gpt-oss", "gemma2"])
 def test_every_cut_computes_the_same(model_folder, name):
     runner = make_runner(
         model_folder(name),

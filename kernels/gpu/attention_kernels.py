@@ -158,6 +158,7 @@ def decode_rows(
             CAPPED,
             FP8,
             WIDE,
+            False,
         )
         some = tl.where(weight > 0, weight, 1.0)
         average = total / some[:, None]
@@ -327,6 +328,7 @@ def prefill_rows(
         CAPPED,
         FP8,
         WIDE,
+        False,
     )
     some = tl.where(weight > 0, weight, 1.0)
     average = total / some[:, None]

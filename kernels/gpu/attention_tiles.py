@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, no-any-return"
 """What every attention kernel in Triton does with a tile of keys: scores, their softmax, the sum of values.
 
-Called by `attention_kernels` and `position_kernels`. Where a compiler may choose (which product of a sum is rounded)
-the code chooses: a product that is added to is one `fma`, so that a row has the same bits in any kernel whose products
-are of one shape. A row that sees none of a tile's keys keeps its sums as they are.
+Called by `attention_kernels` and `position_kernels`. A row that sees none of a tile's keys keeps its sums as they are.
+Where FIXED, the code chooses what a compiler may choose otherwise (which product of a sum is rounded): a product that
+is added to is one `fma`. That keeps more registers busy, so kernels that need not have it do not.
 
 Triton reads annotations, so this file must not postpone them.
 """
@@ -61,16 +61,19 @@ def over_keys(
     CAPPED: tl.constexpr,
     FP8: tl.constexpr,
     WIDE: tl.constexpr,
+    FIXED: tl.constexpr,
 ):
     """Softmax-weighted values of keys [begin, end), in tiles from `first_key` on: the sum [TILE_ROWS, PAD_DIM], its
-    peak score and its weight. Other keys are not read."""
+    peak score and its weight. Keys behind these are not read, FIXED none before them; else `begin` is `first_key`."""
     dim = tl.arange(0, PAD_DIM)
     peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([TILE_ROWS], tl.float32)
     total = tl.zeros([TILE_ROWS, PAD_DIM], tl.float32)
     for first in range(first_key, end, TILE_KEYS):
         key_position = first + tl.arange(0, TILE_KEYS)
-        there = (key_position < end) & (key_position >= begin)
+        there = key_position < end
+        if FIXED:
+            there = there & (key_position >= begin)
         index = key_position // BLOCK_SIZE
         slot = key_position % BLOCK_SIZE
         block = tl.load(block_table + index, mask=there, other=0)
@@ -101,12 +104,12 @@ def over_keys(
         higher = tl.maximum(peak, tl.max(score, 1))
         # a tile row that has seen no key yet: -inf less -inf is no number
         above = tl.where(higher == float("-inf"), 0.0, higher)
-        if CAPPED:
-            share = tl.exp2(score - above[:, None])
-        else:
+        if FIXED and not CAPPED:
             share = tl.where(visible, tl.exp2(tl.fma(dots, factor, -above[:, None])), 0.0)
+        else:
+            share = tl.exp2(score - above[:, None])
         fade = tl.exp2(peak - above)
-        weight = tl.fma(weight, fade, tl.sum(share, 1))
+        weight = tl.fma(weight, fade, tl.sum(share, 1)) if FIXED else weight * fade + tl.sum(share, 1)
         if FP8:
             value = number_of(tl.load(cell + value_offset, mask=wanted, other=0), query.dtype)
             share *= (scales_at(scales + value_offset, there) * 256.0)[None, :]
@@ -121,9 +124,8 @@ def over_keys(
 def beside_sink(sinks, head, there, level):
     """What a head's sink leaves of the weight, for a sum of weights of 2^level: 1 / (1 + 2^(sink - level)). A context
     in parts asks once, after its parts are joined."""
-    level = tl.maximum(level, -1e30)  # no keys at all: -inf less -inf is no number
-    beyond = tl.fma(tl.load(sinks + head, mask=there, other=0.0), 1.4426950408889634, -level)
-    return tl.div_rn(1.0, 1.0 + tl.exp2(beyond))
+    sink = tl.load(sinks + head, mask=there, other=0.0) * 1.4426950408889634
+    return 1.0 / (1.0 + tl.exp2(sink - tl.maximum(level, -1e30)))  # no keys at all: -inf less -inf is no number
 
 
 @triton.jit
@@ -143,7 +145,9 @@ def averaged(total, peak, weight, sinks, head, there, SINKS: tl.constexpr):
     have made one above."""
     some = tl.where(weight > 0, weight, 1.0)
     share = tl.div_rn(1.0, some)
-    if SINKS:
-        share *= beside_sink(sinks, head, there, peak + tl.log2(some))
+    if SINKS:  # as `beside_sink`
+        level = tl.maximum(peak + tl.log2(some), -1e30)
+        beyond = tl.fma(tl.load(sinks + head, mask=there, other=0.0), 1.4426950408889634, -level)
+        share *= tl.div_rn(1.0, 1.0 + tl.exp2(beyond))
     average = total * share[:, None]
     return tl.where(average == 0.0, 0.0, average)

@@ -182,6 +182,7 @@ def position_rows(
                 CAPPED,
                 FP8,
                 WIDE,
+                True,
             )
             total, peak, weight = joined(total, peak, weight, part_total, part_peak, part_weight)
         if apart > 0:

@@ -107,7 +107,7 @@ def launches(
     for product in served.products:
         yield from _of_codes(product, served.dtype, device)
     for plain in served.fixed:
-        yield from _of_fixed(plain, served.dtype, device)
+        yield from _of_fixed(plain, served.dtype)
     yield "sample", lambda: sampling.sample_rows(*_sampled(served, device))
 
 
@@ -127,15 +127,16 @@ def _of_positions(served: Served, step: _Tensors, rows: int, device: torch.devic
                 )
 
 
-def _of_fixed(product: FixedProduct, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Launch]]:
-    """A product in parts and at once, into a place of the model's type, into float32, and added to a residual."""
+def _of_fixed(product: FixedProduct, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """A product in parts and at once, into a place of the model's type, into float32, and added to a residual. None of
+    its tensors takes memory: the cache has it by now."""
     weight = torch.empty((product.outputs, product.inputs), dtype=dtype, device="meta")
-    bias = torch.empty(product.outputs, dtype=dtype, device=device) if product.biased else None
+    bias = torch.empty(product.outputs, dtype=dtype, device="meta") if product.biased else None
     for rows in (1, 129):
-        x = torch.empty((rows, product.inputs), dtype=dtype, device=device)
+        x = torch.empty((rows, product.inputs), dtype=dtype, device="meta")
         for into, kind, add in (("", dtype, False), (", float32", torch.float32, False), (", added", dtype, True)):
             if not (add and product.biased):
-                out = torch.empty((rows, product.outputs), dtype=kind, device=device)
+                out = torch.empty((rows, product.outputs), dtype=kind, device="meta")
                 yield (
                     f"{product.outputs} x {product.inputs}{into}",
                     lambda x=x, o=out, a=add: fixed_products.fixed_product(x, weight, bias, o, add=a),  # type: ignore[misc]

@@ -14,6 +14,7 @@ from cohort.kernels import reference
 from cohort.kernels.attention_meta import AttentionMeta
 from cohort.kernels.gpu import attention, plan, positions
 from tests.examples import another_of_its_kind
+from tests.kernels.gpu.test_fp8 import make_fp8_step as make_fp8_step
 from tests.kernels.test_attention_invariance import Cut, assert_same_bits, cuts_of, step_of
 
 PART = 32
@@ -93,3 +94,24 @@ def test_cuts_of_the_same_tokens(make_gpu_step, form, heads, dtype):
     cuts = cuts_of(contexts, 20, random.Random(len(form)))
     for begin in range(0, len(cuts), 4):
         assert_same_bits(attend(step, cuts[begin : begin + 4], **options), expected)
+
+
+def test_a_cache_in_fp8(make_fp8_step, assert_close):
+    """By the same kernel: a key's scale multiplies its scores, a value's its weights."""
+    step = make_fp8_step([(41, 41)], kv_heads=1, group=4, head_dim=16, dtype=torch.bfloat16, directions="mixed")
+    expected = attend(step, [(0, 0, 41)])
+    assert_close(torch.stack(list(expected.values())).cpu(), step.expected())
+    assert_same_bits(attend(step, [(0, 4, 5), (0, 30, 34), (0, 40, 41)]), expected)
+
+
+def test_what_lies_in_slots_of_no_token_changes_nothing(make_gpu_step):
+    """Behind the context (rejected drafts) and before the window (released blocks), in the same tile."""
+    step = make_gpu_step([(60, 60)], kv_heads=1, group=4, head_dim=16)
+    rows: list[Cut] = [(0, 40, 43)]
+    expected = attend(step, rows, sliding_window=20)
+    table = step.meta.block_tables[0].long()
+    step.kv[table[43 // 16 + 1 :]] = float("inf")
+    step.kv[table[43 // 16], :, :, :, 43 % 16 :] = float("nan")
+    step.kv[table[: 21 // 16]] = float("nan")
+    step.kv[table[21 // 16], :, :, :, : 21 % 16] = float("nan")
+    assert_same_bits(attend(step, rows, sliding_window=20), expected)

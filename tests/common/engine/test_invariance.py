@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import pytest
 import torch
 
 from cohort.common.engine import invariance
+from cohort.common.engine.device_experts import DeviceExperts
+from cohort.common.engine.experts import Router
 from cohort.common.engine.invariance import check_invariant
+from cohort.common.engine.linear import linear_form
 from cohort.common.engine.model_config import ModelGeometry, read_geometry
 from cohort.common.errors import ConfigError
-from cohort.kernels import native
+from cohort.kernels import native, reference
+from cohort.kernels.batch_invariance import batch_invariant
+from cohort.kernels.coded import CodedMatrix
 from cohort.kernels.gpu import available
+from cohort.kernels.quantized_panels import Codes
 from tests.common.engine.driver import make_runner
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -80,3 +87,20 @@ def test_a_model_is_refused_before_it_is_loaded(model_folder, monkeypatch):
     monkeypatch.setattr(native, "implementation", lambda: "reference")
     with pytest.raises(ConfigError, match="batch_invariant"):
         make_runner(model_folder("llama"), batch_invariant=True, weights="nothing of this kind")
+
+
+def test_layers_keep_what_was_in_force_when_they_were_made(monkeypatch):
+    """Those of a model that drafts, loaded in the same process, are made as ever."""
+    router, weight = cast(Router, None), torch.empty(1, 1, 1)
+    asked: list[bool] = []
+    monkeypatch.setattr(reference, "coded_product", lambda *operands, fixed, **options: asked.append(fixed))
+    codes = Codes(torch.zeros(16, 32, dtype=torch.int8), torch.ones(16, 1), None, 32)
+    with batch_invariant(True):
+        assert linear_form(GPU, torch.bfloat16, 64) == "fixed"
+        inside = DeviceExperts(router, weight, weight), CodedMatrix([codes])
+    assert linear_form(GPU, torch.bfloat16, 64) == "plain"
+    outside = DeviceExperts(router, weight, weight), CodedMatrix([codes])
+    assert (inside[0].fixed, outside[0].fixed) == (True, False)
+    for _, matrix in (inside, outside):
+        matrix.product(torch.zeros(1, 32), None, torch.zeros(1, 16))
+    assert asked == [True, False]

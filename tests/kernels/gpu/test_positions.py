@@ -13,6 +13,7 @@ from torch import Tensor
 from cohort.kernels import reference
 from cohort.kernels.attention_meta import AttentionMeta
 from cohort.kernels.gpu import attention, plan, positions
+from cohort.kernels.gpu.workspace import Workspace
 from tests.examples import another_of_its_kind
 from tests.kernels.gpu.test_fp8 import make_fp8_step as make_fp8_step
 from tests.kernels.test_attention_invariance import Cut, assert_same_bits, cuts_of, step_of
@@ -115,3 +116,15 @@ def test_what_lies_in_slots_of_no_token_changes_nothing(make_gpu_step):
     step.kv[table[: 21 // 16]] = float("nan")
     step.kv[table[21 // 16], :, :, :, : 21 % 16] = float("nan")
     assert_same_bits(attend(step, rows, sliding_window=20), expected)
+
+
+def test_a_workspace_says_which_kernel_attends(make_gpu_step, device, monkeypatch):
+    """Prompt and decode row by one kernel, although flash attention is there."""
+    step = make_gpu_step([(20, 20), (9, 1)], kv_heads=1, group=4, head_dim=16)
+    shape = {"query_heads": 4, "kv_heads": 1, "head_dim": 16, "dtype": torch.float32, "device": device}
+    step.meta.workspace = Workspace(max_rows=2, staging_tokens=64, batch_invariant=True, **shape)
+    for other in ("flash_prefill", "prefill", "decode"):
+        monkeypatch.setattr(attention, other, lambda *given, **options: pytest.fail("another kernel was asked"))
+    out = torch.full_like(step.query, float("nan"))
+    attention.paged_attention(step.query, step.kv, step.layer, step.meta, step.scale, out)
+    torch.testing.assert_close(out.cpu(), step.expected().float(), rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cohort.kernels import reference
+from cohort.kernels import batch_invariance, reference
 from cohort.kernels.code_dtypes import E2M1, E4M3, MX_GROUP, as_bytes, bits_of, inputs_of
 from cohort.kernels.code_units import tiled
 from cohort.kernels.gpu import available as gpu
@@ -37,6 +37,8 @@ class ServedProduct:
     """Of experts: rows are tokens', in any order, else sorted already."""
     clamped: bool = False
     """Of experts: `ClampedSwiglu` follows it, else SiLU."""
+    fixed: bool = False
+    """Tiles do not follow the number of rows (`batch_invariance`)."""
 
 
 _made: dict[ServedProduct, None] = {}
@@ -74,13 +76,15 @@ class ExpertCodes:
         experts, outputs, _ = self.codes.shape
         offsets, inputs = self.offsets is not None, inputs_of(self.codes)
         kind = self.codes.dtype
-        _made[ServedProduct(outputs, inputs, kind, self.group, offsets, biased, experts, gathers, clamped)] = None
+        fixed = batch_invariance.in_force()
+        made = ServedProduct(outputs, inputs, kind, self.group, offsets, biased, experts, gathers, clamped, fixed)
+        _made[made] = None
 
 
 class CodedMatrix:
     """One weight [outputs, inputs] in codes, or several with the same inputs, whose outputs follow one another."""
 
-    __slots__ = ("_parts", "inputs", "outputs")
+    __slots__ = ("_fixed", "_parts", "inputs", "outputs")
 
     def __init__(self, parts: Sequence[Codes], *, biased: bool = False) -> None:
         """`biased`: products add a bias."""
@@ -93,11 +97,14 @@ class CodedMatrix:
             )
             for part in parts
         ]
+        self._fixed = batch_invariance.in_force()
         self.inputs = parts[0].inputs
         self.outputs = sum(len(part.codes) for part in parts)
         for each in self._parts:
             offsets = each.offsets is not None
-            made = ServedProduct(len(each.codes), each.inputs, each.codes.dtype, each.group, offsets, biased)
+            made = ServedProduct(
+                len(each.codes), each.inputs, each.codes.dtype, each.group, offsets, biased, fixed=self._fixed
+            )
             _made[made] = None
 
     @property
@@ -128,5 +135,6 @@ class CodedMatrix:
         for part in self._parts:
             end = first + len(part.codes)
             own = None if bias is None else bias[first:end]
-            ops.coded_product(x, part.codes, part.scales, part.offsets, part.group, own, out[:, first:end], add=add)
+            weight = (part.codes, part.scales, part.offsets, part.group)
+            ops.coded_product(x, *weight, own, out[:, first:end], add=add, fixed=self._fixed)
             first = end

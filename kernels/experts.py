@@ -46,15 +46,17 @@ def expert_outputs(
     down: Tensor | ExpertCodes,
     biases: tuple[Tensor, Tensor] | None = None,
     clamped: ClampedSwiglu | None = None,
+    *,
+    fixed: bool = False,
 ) -> Tensor:
     """[T · k, hidden]: of every token of x [T, hidden] the output of each of its experts, `chosen` [T, k].
 
     gate_up [experts, 2 · inner, hidden], gates over ups; down [experts, hidden, inner]; or both in codes, with scales
     [experts, outputs, groups]. `biases` of x's type: of both products [experts, outputs]. The activation is SiLU, or
-    `clamped`: then each gate stands before its up.
+    `clamped`: then each gate stands before its up. `fixed`: a row's bits do not follow the number of rows on a GPU.
     """
     if (ops := gpu.ops_for(x)) is not None:
-        out: Tensor = ops.expert_outputs(x, chosen, gate_up, down, biases, clamped)
+        out: Tensor = ops.expert_outputs(x, chosen, gate_up, down, biases, clamped, fixed=fixed)
         return out
     plain = [
         each if isinstance(each, Tensor) else reference.expert_numbers(each).to(x.dtype) for each in (gate_up, down)

@@ -7,6 +7,7 @@ torch reference.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cohort.kernels import native, reference
@@ -50,6 +51,24 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
         ops.silu_mul(gate_up, out)
     else:
         reference.silu_mul(gate_up, out)
+
+
+def gelu_mul(gate_up: Tensor, out: Tensor) -> None:
+    """out [T, I] = gelu(gate) · up with gate_up [T, 2I], gate first; the form with the hyperbolic tangent. On a GPU an
+    element does not follow the others, where torch has kernels for other shapes (`batch_invariance`)."""
+    if (ops := gpu.ops_for(gate_up)) is not None:
+        ops.gelu_mul(gate_up, out)
+    else:
+        gate, up = gate_up.chunk(2, dim=-1)
+        out.copy_(F.gelu(gate, approximate="tanh").mul_(up))
+
+
+def soft_cap(x: Tensor, cap: float) -> None:
+    """x float32 [S, V] = cap · tanh(x / cap); see `gelu_mul`."""
+    if (ops := gpu.ops_for(x)) is not None:
+        ops.soft_cap(x, cap)
+    else:
+        x.div_(cap).tanh_().mul_(cap)
 
 
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor) -> None:

@@ -208,8 +208,10 @@ def coded_product(
     out: Tensor,
     *,
     add: bool = False,
+    fixed: bool = False,
 ) -> None:
-    """out [T, out] = x · weightᵀ + bias, in float32 and rounded once; with `add` beside what is there.
+    """out [T, out] = x · weightᵀ + bias, in float32 and rounded once; with `add` beside what is there. `fixed` asks for
+    a row's bits beside any others, which torch's product does not promise.
 
     weight[o, i] = scales[o, i // group] · codes[o, i] + offsets[o, i // group]; codes as `code_dtypes` has them.
     """

@@ -285,6 +285,9 @@ class EngineConfig(Section, frozen=True):
     scored_step_tokens: Annotated[int, msgspec.Meta(ge=16)] = 64
     plan_ahead: bool = True  # a decode step is planned and begun behind the one that runs, where its rows are certain
     preemption: Literal["swap", "recompute"] = "recompute"  # of a preempted request's KV: to host memory, or again
+    # a position gets the same bits in every batch, as prompt, drafted or decode row, on a GPU too, where it costs time;
+    # on a CPU it does anyway. Refused at start where it cannot be (docs/adr/0014-bits-of-a-position.md)
+    batch_invariant: bool = False
     # GPU memory for recorded decode steps; 0 = none is recorded; by the GPU's memory
     cuda_graph_memory_bytes: NotNegative = 2_147_483_648
     workers_per_gpu: NotNegative = 0  # that share a GPU's memory; 0 = this configuration's workers over its GPUs

@@ -6,7 +6,7 @@ stand in two tensors, the host never learns how many rows an expert has, and so 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from cohort.common.engine.experts import Routing, SharedExpert, read_beside, read_device_weights, read_expert_codes
 from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry
 from cohort.common.engine.weights import Weights
+from cohort.kernels.batch_invariance import in_force
 from cohort.kernels.coded import ExpertCodes
 from cohort.kernels.experts import ClampedSwiglu, add_weighted, expert_outputs
 from cohort.kernels.panels import Arena
@@ -29,6 +30,7 @@ class DeviceExperts:
     shared: SharedExpert | None = None
     biases: tuple[Tensor, Tensor] | None = None  # [experts, 2 · inner], [experts, hidden]
     clamped: ClampedSwiglu | None = None  # the activation, of gates and ups in turn; None = SiLU, gates over ups
+    fixed: bool = field(default_factory=in_force)  # tiles do not follow the number of rows
 
     def __post_init__(self) -> None:
         for weight, gathers in ((self.gate_up, True), (self.down, False)):
@@ -40,7 +42,7 @@ class DeviceExperts:
     def add_into(self, x: Tensor, activated: Tensor, residual: Tensor) -> None:
         """residual [T, hidden] += the mixture of x [T, hidden]; `activated` is not used."""
         chosen, weights = self.router.route(x)
-        parts = expert_outputs(x, chosen, self.gate_up, self.down, self.biases, self.clamped)
+        parts = expert_outputs(x, chosen, self.gate_up, self.down, self.biases, self.clamped, fixed=self.fixed)
         add_weighted(parts, weights, None if self.shared is None else self.shared(x), residual)
 
 

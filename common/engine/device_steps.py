@@ -40,6 +40,7 @@ from cohort.common.engine.streams import CudaStream, Mark, Stream, stream_for
 from cohort.common.engine.uploads import Uploads
 from cohort.common.engine.verification import right_ones
 from cohort.common.errors import InvariantViolated
+from cohort.kernels.batch_invariance import fixed_products_made
 from cohort.kernels.coded import products_made
 from cohort.kernels.fp8_cache import is_fp8
 from cohort.kernels.gpu import available as gpu
@@ -89,8 +90,11 @@ class DeviceSteps:
         max_context: int,
         lora: LoraStore,
         places: Places | None = None,
+        batch_invariant: bool = False,
     ) -> None:
-        """`places`: of layers in several groups."""
+        """`places`: of layers in several groups. `batch_invariant`: the model was made so (`kernels.batch_invariance`),
+        and attention is to be."""
+        self._batch_invariant = batch_invariant
         self._places = places
         self._model, self._kv, self._geometry = model, kv, geometry
         self._device, self._dtype, self._max_rows, self._lora = device, dtype, max_rows, lora
@@ -109,6 +113,7 @@ class DeviceSteps:
                 dtype=dtype,
                 device=device,
                 staging_tokens=max(max_step_tokens, STAGING_TOKENS),
+                batch_invariant=batch_invariant,
             )
         self.decode = StaticDecode(
             model,
@@ -161,6 +166,9 @@ class DeviceSteps:
             layers=g.num_layers,
             fp8=is_fp8(self._kv.blocks),
             wide_norms=g.family in ("gemma", "gpt_oss"),
+            batch_invariant=self._batch_invariant,
+            fixed=fixed_products_made(),
+            gelu=g.family == "gemma",
         )
         variants.compilations.watch()
         variants.precompile(served, self._max_rows, self._device, threads)

@@ -27,7 +27,8 @@ from cohort.common.devices.division import divide, settle, used_gpus
 from cohort.common.devices.fit import check_fit, need
 from cohort.common.devices.refusal import TorchFacts, missing_toolchain, unusable_gpu
 from cohort.common.engine.model_config import read_geometry
-from cohort.common.engine.model_runner import ModelRunner, resolve_device
+from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.resolved import resolve_device
 from cohort.common.errors import ConfigError, NoDeviceLeft
 from cohort.common.types import EngineFacts, Role
 from cohort.kernels import native
@@ -233,7 +234,7 @@ def engine_facts(runner: ModelRunner) -> EngineFacts:
         f"{properties.major}.{properties.minor}",
         runner.dtype,
         kernels,
-        "triton split-KV" if served else "reference",
+        ("triton, batch-invariant" if runner.batch_invariant else "triton split-KV") if served else "reference",
         _prefill_attention(runner, served=served),
     )
 
@@ -247,6 +248,8 @@ def _prefill_attention(runner: ModelRunner, *, served: bool) -> str:
     if not served:
         return "reference"
     g = runner.geometry
+    if runner.batch_invariant:
+        return "triton, batch-invariant"
     own_scores = g.attention_sinks or g.attention_softcap > 0
     if own_scores or runner.dtype == "float32" or g.head_dim % 8 or g.head_dim > 256:
         return "triton"

@@ -22,7 +22,8 @@ from cohort.common.engine.rope import rope_tables
 from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.engine.weights import WeightKind, Weights, open_weights
 from cohort.common.engine.wide_norm import WideNorm
-from cohort.kernels.fused import rope_and_write_kv
+from cohort.kernels.batch_invariance import in_force
+from cohort.kernels.fused import gelu_mul, rope_and_write_kv, soft_cap
 from cohort.kernels.paged_attention import paged_attention
 from cohort.kernels.panels import Arena
 
@@ -61,7 +62,7 @@ class LeanGemma:
         device: torch.device,
         weights: WeightKind = "files",
     ) -> None:
-        self._geometry, self._dtype = geometry, dtype
+        self._geometry, self._dtype, self._fixed = geometry, dtype, in_force()
         self._scale = geometry.attention_scale or geometry.head_dim**-0.5
         self._embedding_scale = float(torch.tensor(geometry.hidden_size**0.5).to(dtype))  # rounded as the weights are
         tables = rope_tables(geometry, device)
@@ -98,6 +99,7 @@ class LeanGemma:
         attended = residual.new_empty((tokens, query_size))
         both = residual.new_empty((tokens, 2 * g.intermediate_size))
         gate, up = both.chunk(2, dim=-1)
+        inner = residual.new_empty((tokens, g.intermediate_size) if self._fixed else 0)
         for index, layer in enumerate(self._layers):
             layer.attention_norm.into(residual, normed)
             layer.qkv.into(normed, qkv)
@@ -121,7 +123,11 @@ class LeanGemma:
             residual.add_(normed)
             layer.mlp_norm.into(residual, normed)
             layer.gate_up.into(normed, both)
-            layer.down.into(F.gelu(gate, approximate="tanh").mul_(up), normed)
+            if self._fixed:
+                gelu_mul(both, inner)
+            else:
+                inner = F.gelu(gate, approximate="tanh").mul_(up)
+            layer.down.into(inner, normed)
             layer.mlp_out_norm.into(normed, normed)
             residual.add_(normed)
         return self._logits(residual[step.sample_index])
@@ -132,7 +138,10 @@ class LeanGemma:
         self.sampled_states = last
         logits = torch.empty((len(last), self._geometry.vocab_size), dtype=torch.float32, device=last.device)
         self._lm_head.into(last, logits)
-        if cap := self._geometry.logit_softcap:
+        cap = self._geometry.logit_softcap
+        if cap and self._fixed:
+            soft_cap(logits, cap)
+        elif cap:
             logits.div_(cap).tanh_().mul_(cap)
         return logits
 

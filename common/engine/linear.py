@@ -9,6 +9,7 @@ the number of rows, so that all workers of a pipeline compute alike:
     CPU, codes of 8 or 4 bits            quantized: codes and scales packed as they are, x rounded to 8 bits inside
     CPU, codes in E4M3                   quantized: likewise, x as it is
     GPU, codes of 8 or 4 bits or E4M3    coded: codes and scales as they are, x as it is
+    GPU, batch-invariant                 fixed: our own kernel, one shape of tile for any number of rows
     no compiled kernels, or a GPU        plain: F.linear
 
 Panels are faster than anything torch has from one row to hundreds, and they give a row the same bits whatever other
@@ -26,13 +27,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cohort.common.engine.quantized import QuantizedWeight, stacked
-from cohort.kernels import coded, panels, quantized_panels
+from cohort.kernels import batch_invariance, coded, panels, quantized_panels
 from cohort.kernels.coded import CodedMatrix
 from cohort.kernels.fused import silu_mul
+from cohort.kernels.gpu import available as gpu
 from cohort.kernels.panels import Arena, Panels
 from cohort.kernels.quantized_panels import Codes, QuantizedPanels
 
-Form = Literal["plain", "panels", "widened", "quantized", "coded"]
+Form = Literal["plain", "panels", "widened", "quantized", "coded", "fixed"]
 Matrix = Tensor | Sequence[QuantizedWeight]
 """A product's weight [out, in], or codes whose outputs follow one another."""
 
@@ -40,7 +42,7 @@ Matrix = Tensor | Sequence[QuantizedWeight]
 def linear_form(device: torch.device, dtype: torch.dtype, inputs: int) -> Form:
     """Which form serves this device, dtype and number of inputs; see the table above."""
     if device.type != "cpu":
-        return "plain"
+        return "fixed" if batch_invariance.in_force() else "plain"
     if panels.available(dtype, inputs):
         return "panels"
     if dtype != torch.float32 and panels.available(torch.float32, inputs):
@@ -121,7 +123,10 @@ class Linear:
             self.dtype = weight.dtype
             self.form = form or linear_form(weight.device, weight.dtype, self.in_features)
             self.weight, self.packed = weight, None
-            if self.form != "plain":
+            if self.form == "fixed":
+                made = batch_invariance.FixedProduct(self.out_features, self.in_features, bias is not None)
+                batch_invariance.is_to_be_compiled(made)
+            elif self.form != "plain":
                 self.packed = Panels(weight.float() if self.form == "widened" else weight, arena or Arena())
                 self.weight = weight.new_empty(0)
         if bias is not None and self._widens:
@@ -139,7 +144,9 @@ class Linear:
 
     def into(self, x: Tensor, out: Tensor) -> None:
         """out [T, out] = the product; `out` may be float32, then it takes the sums unrounded where they are known."""
-        if self.packed is None and x.is_cuda and out.dtype == x.dtype:  # straight into its place
+        if self.form == "fixed":
+            gpu.ops_for(x).fixed_product(x, self.weight, self.bias, out)
+        elif self.packed is None and x.is_cuda and out.dtype == x.dtype:  # straight into its place
             if self.bias is None:
                 torch.mm(x, self.weight.t(), out=out)
             else:
@@ -160,7 +167,9 @@ class Linear:
 
     def add_into(self, x: Tensor, residual: Tensor) -> None:
         """residual [T, out] += the product, rounded before it is added; on a GPU one kernel adds it unrounded."""
-        if self.packed is None and x.is_cuda and self.bias is None:
+        if self.form == "fixed" and self.bias is None:
+            gpu.ops_for(x).fixed_product(x, self.weight, None, residual, add=True)
+        elif self.packed is None and x.is_cuda and self.bias is None:
             residual.addmm_(x, self.weight.t())
         elif self.packed is not None and not self._widens and self.bias is None:
             self.packed.add_product(x, residual)

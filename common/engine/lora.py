@@ -28,6 +28,7 @@ from cohort.common.engine.lora_checkpoint import Checkpoint, Part, Slot, project
 from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.tensor_files import TensorFile, open_tensor_file
 from cohort.common.errors import InvariantViolated, ModelError
+from cohort.kernels.batch_invariance import FixedProduct, batch_invariant, is_to_be_compiled
 from cohort.kernels.fused import silu_mul
 from cohort.kernels.panels import Arena
 
@@ -109,11 +110,24 @@ class LoraStore:
     """The adapters that a runner's steps may use."""
 
     def __init__(
-        self, checkpoints: Iterable[Checkpoint], geometry: ModelGeometry, dtype: torch.dtype, device: torch.device
+        self,
+        checkpoints: Iterable[Checkpoint],
+        geometry: ModelGeometry,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        fixed: bool = False,
     ) -> None:
+        """`fixed`: a row's bits do not follow the number of rows on a GPU either (`batch_invariance`)."""
+        self._fixed = fixed
         self._checkpoints = {each.name: each for each in checkpoints}
         self._geometry, self._dtype, self._device = geometry, dtype, device
         self._held: dict[str, Adapter] = {}
+        if fixed and device.type == "cuda":  # compiled at start, as the model's own, not when a request has one
+            for checkpoint in self._checkpoints.values():
+                for inputs, outputs, rank in self._shapes(checkpoint):
+                    is_to_be_compiled(FixedProduct(rank, inputs, False))
+                    is_to_be_compiled(FixedProduct(outputs, rank, False))
 
     @property
     def held(self) -> list[str]:
@@ -132,7 +146,7 @@ class LoraStore:
             raise ModelError(f"no LoRA adapter {name!r} is configured (model.lora)")
         if stamp_of(checkpoint.file) != checkpoint.stamp:
             raise ModelError(f"{checkpoint.file} has changed since the start; restart to serve it under this name")
-        with torch.inference_mode():
+        with torch.inference_mode(), batch_invariant(self._fixed):
             file, arena = open_tensor_file(checkpoint.file), Arena()
             layers: list[dict[Slot, Delta]] = [{} for _ in range(self._geometry.num_layers)]
             for (layer, slot), parts in itertools.groupby(
@@ -190,13 +204,17 @@ class LoraStore:
 
     def _elements(self, checkpoint: Checkpoint) -> int:
         """As they stand in memory."""
+        return sum(rank * (inputs + outputs) for inputs, outputs, rank in self._shapes(checkpoint))
+
+    def _shapes(self, checkpoint: Checkpoint) -> list[tuple[int, int, int]]:
+        """Of each product that it changes: inputs, outputs, and the rank over all parts."""
         ranks: dict[tuple[int, Slot], list[Part]] = {}
         for part in checkpoint.parts:
             ranks.setdefault((part.layer, part.projection.slot), []).append(part)
-        return sum(
-            _even(sum(part.rank for part in parts)) * (parts[0].projection.inputs + self._outputs(layer, slot))
+        return [
+            (parts[0].projection.inputs, self._outputs(layer, slot), _even(sum(part.rank for part in parts)))
             for (layer, slot), parts in ranks.items()
-        )
+        ]
 
 
 def host_put(device: torch.device) -> Put:

@@ -30,11 +30,11 @@ from cohort.common.engine.drafts.batch_drafts import BatchDrafter
 from cohort.common.engine.followers import Followers
 from cohort.common.engine.generic import GenericModel
 from cohort.common.engine.grammar_masks import GrammarMasks, TokenMasks
+from cohort.common.engine.invariance import check_invariant
 from cohort.common.engine.kv_dtype import FP8_PLANES, SCALE_BYTES, kv_dtype
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.lean_deepseek import LeanDeepseek
 from cohort.common.engine.lean_llama import LeanLlama
-from cohort.common.engine.linear import native_bfloat16
 from cohort.common.engine.lora import LoraStore, host_put
 from cohort.common.engine.lora_checkpoint import LoraOptions, check_lora
 from cohort.common.engine.matrices import Rounding
@@ -44,6 +44,7 @@ from cohort.common.engine.prompt_scores import by_row, score, scored_tokens
 from cohort.common.engine.rank_messages import RankLost
 from cohort.common.engine.rank_shares import check_degree, exchange_bytes
 from cohort.common.engine.ranks import RankGroup, Ranks
+from cohort.common.engine.resolved import TORCH_DTYPES, resolve_device, resolve_dtype
 from cohort.common.engine.sampler import sample
 from cohort.common.engine.step_inputs import StepInputs, step_inputs
 from cohort.common.engine.streams import HostStream, Stream
@@ -55,32 +56,9 @@ from cohort.common.errors import ConfigError, InvariantViolated, ModelError
 from cohort.common.kv.layer_groups import in_groups, layer_groups
 from cohort.common.policies.kv_interface import KvCopy
 from cohort.common.types import KvGeometry
+from cohort.kernels.batch_invariance import batch_invariant as invariance
 
 log = structlog.get_logger(__name__)
-
-_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def resolve_device(device: str) -> torch.device:
-    """ "auto" is the GPU where there is one."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        resolved = torch.device(device)
-    except RuntimeError:
-        raise ConfigError(f"engine.device: {device!r} is no device; use auto, cpu, cuda or cuda:N") from None
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"engine.device: {device!r}, but this torch finds no CUDA device; use auto or cpu")
-    return resolved
-
-
-def resolve_dtype(dtype: str, device: torch.device) -> str:
-    """ "auto" is bfloat16 where the device computes in it, else float32."""
-    if dtype == "auto":
-        return "bfloat16" if device.type == "cuda" or native_bfloat16() else "float32"
-    if dtype not in _TORCH_DTYPES:
-        raise ConfigError(f"model.dtype: {dtype!r} is none of auto, {', '.join(_TORCH_DTYPES)}")
-    return dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,6 +96,7 @@ class ModelRunner:
         rounding: Rounding | None = None,
         cache_dtype: str = "auto",
         grouped: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         """Loads the model; `threads` 0 leaves torch's own choice. Raises `ModelError` or `ConfigError`.
 
@@ -127,6 +106,7 @@ class ModelRunner:
         `group`: this is one rank of a worker, whose `followers` rank 0 has; blocks are counted as the worker's.
         `lora`: adapters that requests may name; they are checked before the model is loaded. `grouped`: blocks of
         groups of layers, where their windows differ (`layer_groups`); steps then have tables for each.
+        `batch_invariant`: as the option; refused where it cannot be kept.
         """
         compiled_kernels.keep_in_cache()
         self.device = resolve_device(device)
@@ -135,10 +115,14 @@ class ModelRunner:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.dtype = resolve_dtype(dtype, self.device)
         self.kv_dtype = kv_dtype(cache_dtype, self.dtype, self.geometry, self.device.type)
+        self.batch_invariant, degree = batch_invariant, 1 if group is None else group.degree
+        if batch_invariant:
+            workers = threads or torch.get_num_threads()
+            check_invariant(self.geometry, self.device, self.dtype, ranks=degree, threads=workers, model=model_dir.name)
         self.ranks: Ranks | None = None
         self.followers = followers
         if group is not None:
-            check_degree(self.geometry, group.degree, model_dir.name)
+            check_degree(self.geometry, degree, model_dir.name)
             self.ranks = Ranks(group, self.geometry, self.device)
         self.block_size = block_size
         groups = layer_groups(self.geometry.sliding_windows) if grouped else None
@@ -154,10 +138,10 @@ class ModelRunner:
         self._threads = threads
         self._prepared_thread = 0
         self._prepare_thread()
-        torch_dtype = _TORCH_DTYPES[self.dtype]
+        torch_dtype = TORCH_DTYPES[self.dtype]
         self.lora, self._lora_bytes = self._lora_store(lora or LoraOptions({}, 1, 1), torch_dtype)
         share = share or DeviceShare()
-        with torch.inference_mode():
+        with torch.inference_mode(), invariance(batch_invariant):
             self._model = load_model(
                 model_dir,
                 self.geometry,
@@ -203,6 +187,7 @@ class ModelRunner:
                 max_context=min(longest, self.kv.geometry.positions(num_blocks)),
                 lora=self.lora,
                 places=self._places,
+                batch_invariant=batch_invariant,
             )
         log.info(
             "model loaded",
@@ -221,7 +206,7 @@ class ModelRunner:
     @property
     def numbers(self) -> torch.dtype:
         """That the model computes in; its KV may be kept in fewer bits."""
-        return _TORCH_DTYPES[self.dtype]
+        return TORCH_DTYPES[self.dtype]
 
     @property
     def _held(self) -> ModelGeometry:
@@ -486,7 +471,7 @@ class ModelRunner:
         if options.adapters and self.geometry.family == "moe" and self.device.type != "cpu":
             raise ModelError(f"model.lora: no adapters for {self.geometry.model_type} models on {self.device.type}")
         checked = check_lora(options.adapters, self.geometry, options.max_rank)
-        store = LoraStore(checked, self.geometry, dtype, self.device)
+        store = LoraStore(checked, self.geometry, dtype, self.device, fixed=self.batch_invariant)
         return store, store.most_bytes(options.held)
 
     def _prepare_thread(self) -> None:

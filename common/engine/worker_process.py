@@ -34,12 +34,13 @@ from cohort.common.engine.learned_state import LearnedState
 from cohort.common.engine.linear import native_bfloat16
 from cohort.common.engine.lora_checkpoint import LoraOptions
 from cohort.common.engine.model_config import read_geometry
-from cohort.common.engine.model_runner import ModelRunner, resolve_dtype
+from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.quantization_config import rounding_of
 from cohort.common.engine.rank_messages import Setup
 from cohort.common.engine.rank_orders import OpenLinks
 from cohort.common.engine.rank_shares import RankShare
 from cohort.common.engine.ranks import RankGroup
+from cohort.common.engine.resolved import resolve_dtype
 from cohort.common.engine.worker_loop import WorkerLoop
 from cohort.common.errors import ConfigError
 from cohort.common.kv.layer_groups import in_groups
@@ -191,6 +192,7 @@ def load_runner(
         rounding=rounding_of(config.model.quantization),
         cache_dtype=config.kv.cache_dtype,
         grouped=grouped,
+        batch_invariant=config.engine.batch_invariant,
     )
     if draft is not None:
         runner.drafter = load_draft(draft, config, runner)

@@ -8,7 +8,8 @@ Bits: a row's result follows how the step was cut, unlike on a processor (ADR 14
 kernels of their own, the lengths of all decode rows say into how many parts each one's context is cut
 (`plan.DecodePlan`), flash attention chooses its tiles by lengths, and the products around attention by their number of
 rows. So a position that was verified as a draft may differ from the same position as a decode step in its last bits,
-and the token may differ where two nearly tie.
+and the token may differ where two nearly tie. With `engine.batch_invariant` the workspace says so, and `positions`
+computes all rows.
 """
 
 import math
@@ -22,6 +23,7 @@ from cohort.kernels.attention_meta import AttentionMeta
 from cohort.kernels.fp8_cache import PLANE_SCALE_BYTES, is_fp8
 from cohort.kernels.gpu.attention_kernels import decode_rows, merge_parts, prefill_rows
 from cohort.kernels.gpu.plan import DecodePlan, decode_plan, padded_rows, power_of_two_from, prefill_plan
+from cohort.kernels.gpu.positions import attend
 from cohort.kernels.gpu.prefill import flash_prefill
 from cohort.kernels.gpu.workspace import multiprocessors
 
@@ -50,11 +52,30 @@ def paged_attention(
     R14 · Rows before `meta.num_prefill_rows` are taken as prefill, the others have at most one token each.
     """
     check(query, kv, meta, out, sinks)
+    if meta.workspace is not None and meta.workspace.batch_invariant:
+        invariant(query, kv, layer, meta, scale, out, sliding_window, sinks, softcap)
+        return
     own = softcap > 0 or sinks is not None
     if meta.num_prefill_rows and (own or not flash_prefill(query, kv, layer, meta, scale, out, sliding_window)):
         prefill(query, kv, layer, meta, scale, out, sliding_window, sinks, softcap)
     if len(meta.context_lens) > meta.num_prefill_rows:
         decode(query, kv, layer, meta, scale, out, sliding_window, sinks=sinks, softcap=softcap)
+
+
+def invariant(
+    query: Tensor,
+    kv: Tensor,
+    layer: int,
+    meta: AttentionMeta,
+    scale: float,
+    out: Tensor,
+    sliding_window: int = 0,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+) -> None:
+    """All rows, each position with the bits that it has in any step; a CUDA graph may capture it."""
+    scales, pad_dim = scaling(scale, softcap), padded(query.shape[2])
+    attend(query, kv, layer, meta, scales, out, sliding_window, sinks, pad_dim=pad_dim, widen=WIDEN_PRODUCTS)
 
 
 def check(query: Tensor, kv: Tensor, meta: AttentionMeta, out: Tensor, sinks: Tensor | None = None) -> None:

@@ -19,119 +19,14 @@ Triton reads annotations, so this file must not postpone them.
 import triton
 import triton.language as tl
 
+from cohort.kernels.gpu.attention_tiles import beside_sink, number_of, over_keys, scales_at
+
 # Of these Triton compiles no variant for a 1 or a multiple of 16: they differ from step to step, and a variant that a
 # step is the first to meet would be compiled while every row of the worker waits.
 _VARYING = [
     *("first_row", "rows", "window", "items", "table_stride"),
     *("query_start", "context_lens", "block_tables", "starts", "sinks"),
 ]
-
-
-@triton.jit
-def _product(a, b, total, WIDE: tl.constexpr):
-    """total + a · b in float32. WIDE: a and b are widened before, see `attention.WIDEN_PRODUCTS`."""
-    if WIDE:
-        return total + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b, total, input_precision="ieee")
-
-
-@triton.jit
-def _number(code, kind: tl.constexpr):
-    """What a code of E4M3 stands for without its scale, in float16 or another `kind`; of it a 256th, as the same digits
-    and exponent at their places in a float16 have exponents that count from 8 lower. Not a number stays none."""
-    bits = code.to(tl.uint16)
-    half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-    if kind == tl.float16:
-        return half
-    return half.to(tl.float32).to(kind)
-
-
-@triton.jit
-def _scales(at, there):
-    """Float32 at addresses of bytes."""
-    return tl.load(at.to(tl.pointer_type(tl.float32)), mask=there, other=0.0)
-
-
-@triton.jit
-def _over_keys(
-    query,
-    keys,
-    value_offset,
-    block_table,
-    begin,
-    end,
-    position,
-    window,
-    scale,
-    cap,
-    block_stride,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAD_DIM: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    FP8: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Softmax-weighted values of keys [begin, end): the sum [TILE_ROWS, PAD_DIM], its peak score and its weight."""
-    dim = tl.arange(0, PAD_DIM)
-    peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    weight = tl.zeros([TILE_ROWS], tl.float32)
-    total = tl.zeros([TILE_ROWS, PAD_DIM], tl.float32)
-    for first in range(begin, end, TILE_KEYS):
-        key_position = first + tl.arange(0, TILE_KEYS)
-        there = key_position < end
-        index = key_position // BLOCK_SIZE
-        slot = key_position % BLOCK_SIZE
-        block = tl.load(block_table + index, mask=there, other=0)
-        slot = tl.where(block < 0, BLOCK_SIZE - 1 - slot, slot)
-        block = (block ^ (block >> 31)).to(tl.int64)
-        cell = keys + (block * block_stride + slot * HEAD_DIM)[:, None] + dim[None, :]
-        wanted = there[:, None]
-        if PAD_DIM != HEAD_DIM:
-            wanted = wanted & (dim < HEAD_DIM)[None, :]
-        nothing = tl.zeros([TILE_ROWS, TILE_KEYS], tl.float32)
-        if FP8:
-            scales = keys + block * block_stride + BLOCK_SIZE * HEAD_DIM + slot * 4
-            key = _number(tl.load(cell, mask=wanted, other=0), query.dtype)
-            key_scale = _scales(scales, there) * (256.0 * scale)  # for the 256th
-            score = _product(query, tl.trans(key), nothing, WIDE) * key_scale[None, :]
-        else:
-            key = tl.load(cell, mask=wanted, other=0.0)
-            score = _product(query, tl.trans(key), nothing, WIDE) * scale
-        if CAPPED:
-            score = cap - 2.0 * cap / (1.0 + tl.exp2(score))
-        visible = there[None, :]
-        if CAUSAL:
-            visible = visible & (key_position[None, :] <= position[:, None])
-            if WINDOWED:
-                visible = visible & (key_position[None, :] > position[:, None] - window)
-        score = tl.where(visible, score, float("-inf"))
-        higher = tl.maximum(peak, tl.max(score, 1))
-        # a tile row that has seen no key yet: -inf less -inf is no number
-        above = tl.where(higher == float("-inf"), 0.0, higher)
-        share = tl.exp2(score - above[:, None])
-        fade = tl.exp2(peak - above)
-        weight = weight * fade + tl.sum(share, 1)
-        if FP8:
-            value = _number(tl.load(cell + value_offset, mask=wanted, other=0), query.dtype)
-            share *= (_scales(scales + value_offset, there) * 256.0)[None, :]
-        else:
-            value = tl.load(cell + value_offset, mask=wanted, other=0.0)
-        total = _product(share.to(value.dtype), value, total * fade[:, None], WIDE)
-        peak = higher
-    return total, peak, weight
-
-
-@triton.jit
-def _beside_sink(sinks, head, there, level):
-    """What a head's sink leaves of the weight, for a sum of weights of 2^level: 1 / (1 + 2^(sink - level)). A context
-    in parts asks once, after its parts are joined."""
-    sink = tl.load(sinks + head, mask=there, other=0.0) * 1.4426950408889634
-    return 1.0 / (1.0 + tl.exp2(sink - tl.maximum(level, -1e30)))  # no keys at all: -inf less -inf is no number
 
 
 @triton.jit
@@ -240,11 +135,12 @@ def decode_rows(
         head = kv_head * GROUP + member
         table = (first_row + row).to(tl.int64) * table_stride
         query_cell = query + token * query_stride + head[:, None] * query_head_stride + dim[None, :]
-        total, peak, weight = _over_keys(
+        total, peak, weight = over_keys(
             tl.load(query_cell, mask=held, other=0.0),
             kv + kv_head * head_stride,
             value_offset,
             block_tables + table,
+            begin,
             begin,
             tl.minimum(begin + part_keys, context),
             member,
@@ -262,13 +158,14 @@ def decode_rows(
             CAPPED,
             FP8,
             WIDE,
+            False,
         )
         some = tl.where(weight > 0, weight, 1.0)
         average = total / some[:, None]
         if own_parts == 1:
             out_cell = out + token * out_stride + head[:, None] * out_head_stride + dim[None, :]
             if SINKS:
-                average = average * _beside_sink(sinks, head, member < GROUP, peak + tl.log2(some))[:, None]
+                average = average * beside_sink(sinks, head, member < GROUP, peak + tl.log2(some))[:, None]
             tl.store(out_cell, average.to(out.dtype.element_ty), mask=held)
         else:
             cell = place.to(tl.int64) * (KV_HEADS * GROUP) + head
@@ -346,7 +243,7 @@ def merge_parts(
             peak = higher
         out_cell = out + token * out_stride + head * out_head_stride + dim
         if SINKS:
-            total = total * _beside_sink(sinks, head + tl.arange(0, 1), True, peak + tl.log2(weight))
+            total = total * beside_sink(sinks, head + tl.arange(0, 1), True, peak + tl.log2(weight))
         tl.store(out_cell, (total / weight).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
@@ -403,7 +300,8 @@ def prefill_rows(
     held = held[:, None] & (dim < HEAD_DIM)[None, :]
     token = (first_token + in_row).to(tl.int64)
     before = context - count + tile * TILE_TOKENS  # position of the tile's first token
-    total, peak, weight = _over_keys(
+    begin = tl.maximum(before - window + 1, 0) if WINDOWED else 0
+    total, peak, weight = over_keys(
         tl.load(
             query + token[:, None] * query_stride + head[:, None] * query_head_stride + dim[None, :],
             mask=held,
@@ -412,7 +310,8 @@ def prefill_rows(
         kv + kv_head * head_stride,
         value_offset,
         block_tables + row.to(tl.int64) * table_stride,
-        tl.maximum(before - window + 1, 0) if WINDOWED else 0,
+        begin,
+        begin,
         tl.minimum(before + TILE_TOKENS, context),
         context - count + in_row,
         window,
@@ -429,11 +328,12 @@ def prefill_rows(
         CAPPED,
         FP8,
         WIDE,
+        False,
     )
     some = tl.where(weight > 0, weight, 1.0)
     average = total / some[:, None]
     if SINKS:
-        average = average * _beside_sink(sinks, head, tile_row < TILE_TOKENS * GROUP, peak + tl.log2(some))[:, None]
+        average = average * beside_sink(sinks, head, tile_row < TILE_TOKENS * GROUP, peak + tl.log2(some))[:, None]
     out_cell = out + token[:, None] * out_stride + head[:, None] * out_head_stride + dim[None, :]
     tl.store(out_cell, average.to(out.dtype.element_ty), mask=held)
 
@@ -441,8 +341,8 @@ def prefill_rows(
 @triton.jit
 def _stage_numbers(codes, scales, to, there, wanted, kind: tl.constexpr):
     """Rows of FP8 as the numbers that they stand for, which 16 bits with float32's exponents hold."""
-    scale = _scales(scales, there) * 256.0
-    numbers = _number(tl.load(codes, mask=wanted, other=0), tl.float32) * scale[:, None]
+    scale = scales_at(scales, there) * 256.0
+    numbers = number_of(tl.load(codes, mask=wanted, other=0), tl.float32) * scale[:, None]
     tl.store(to, numbers.to(kind), mask=wanted)
 
 

@@ -29,8 +29,9 @@ def coded_product(
     out: Tensor,
     *,
     add: bool = False,
+    fixed: bool = False,
 ) -> None:
-    """As `reference.coded_product`. `out` may be a part of wider rows."""
+    """As `reference.coded_product`. `out` may be a part of wider rows. `fixed`: one plan for any number of rows."""
     outputs, inputs = len(codes), inputs_of(codes)
     rows, groups = len(x), -(-inputs // group)
     if not takes(codes.dtype, group, inputs):
@@ -44,7 +45,7 @@ def coded_product(
         raise ValueError("codes, scales and bias must be dense, and so a row of x and of the product")
     if not rows:
         return
-    plan = plan_of(x, rows, codes, group)
+    plan = plan_of(x, rows, codes, group, fixed)
     coded_rows[(-(-rows // plan.tile_rows), -(-outputs // plan.tile_columns))](
         x,
         as_bytes(codes),
@@ -71,9 +72,9 @@ def coded_product(
     )
 
 
-def plan_of(x: Tensor, rows: int, codes: Tensor, group: int) -> ExpertPlan:
+def plan_of(x: Tensor, rows: int, codes: Tensor, group: int, fixed: bool) -> ExpertPlan:
     """Of a product of so many rows like x's. Numbers of MXFP4 are made in the tile, scales included, so a tile may span
     groups."""
     inputs = inputs_of(codes)
     whole = inputs if codes.dtype == E2M1 else group
-    return coded_plan(rows=rows, group=whole, inputs=inputs, element_bytes=x.element_size())
+    return coded_plan(rows=rows, group=whole, inputs=inputs, element_bytes=x.element_size(), fixed=fixed)

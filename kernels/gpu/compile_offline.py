@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from cohort.kernels.batch_invariance import FixedProduct
 from cohort.kernels.code_dtypes import E2M1, MX_GROUP
 from cohort.kernels.coded import ServedProduct
 from cohort.kernels.gpu.plan import decode_plan
@@ -42,10 +43,16 @@ def _model(
     return Served(query_heads, kv_heads, head_dim, hidden, inner, vocabulary, kind, rotary_half=head_dim // 2, **more)
 
 
+_LLAMA_3_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # the products of its layers
+
+
 def _codes(codes: torch.dtype, group: int, *, offsets: bool) -> tuple[ServedProduct, ...]:
-    """The products of Llama-3-8B's layers."""
-    shapes = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-    return tuple(ServedProduct(outputs, inputs, codes, group, offsets, False) for outputs, inputs in shapes)
+    return tuple(ServedProduct(outputs, inputs, codes, group, offsets, False) for outputs, inputs in _LLAMA_3_8B)
+
+
+def _invariant(*shapes: tuple[int, int]) -> dict[str, Any]:
+    """Steps that give a position the same bits, with these products."""
+    return {"batch_invariant": True, "fixed": tuple(FixedProduct(*shape, False) for shape in shapes)}
 
 
 _MIXTRAL = ServedExperts(count=8, per_token=2, inner=14336, shared_inner=0, rounded=False)
@@ -105,7 +112,23 @@ MODELS = {
     "Gemma-2-9B": _model(16, 8, 256, 3584, 14336, 256000, "bfloat16", **_GEMMA_2),
     "Gemma-2-27B": _model(32, 16, 128, 4608, 36864, 256000, "bfloat16", **_GEMMA_2),
 }
-MODELS |= {f"{name}, KV in FP8": replace(MODELS[name], fp8=True) for name in ("gpt-oss-20b", "Gemma-2-9B")}
+_OUTER = (128256, 4096)
+MODELS = {name: replace(served, gelu=name.startswith("Gemma")) for name, served in MODELS.items()}
+MODELS |= {
+    "Llama-3-8B, batch-invariant": replace(MODELS["Llama-3-8B"], **_invariant(*_LLAMA_3_8B, _OUTER)),
+    "SmolLM2-135M, batch-invariant": replace(MODELS["SmolLM2-135M"], **_invariant((960, 576), (576, 1536))),
+    "Qwen3-30B-A3B, batch-invariant": replace(MODELS["Qwen3-30B-A3B"], **_invariant((128, 2048))),
+    "Gemma-2-9B, batch-invariant": replace(MODELS["Gemma-2-9B"], **_invariant((8192, 3584))),
+    "gpt-oss-20b, batch-invariant": replace(
+        MODELS["gpt-oss-20b"],
+        **_invariant((32, 2880)),
+        products=tuple(replace(product, fixed=True) for product in _GPT_OSS_MXFP4),
+    ),
+}
+MODELS |= {
+    f"{name}, KV in FP8": replace(MODELS[name], fp8=True)
+    for name in ("gpt-oss-20b", "Gemma-2-9B", "Llama-3-8B, batch-invariant")
+}
 SHAPES = MODELS | {
     f"heads of {head_dim}, {dtype}": _model(16, 4, head_dim, 16 * head_dim, 4096, 32000, dtype)
     for head_dim in (64, 128, 256)

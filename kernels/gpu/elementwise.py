@@ -48,6 +48,31 @@ def _silu_mul(gate_up, out, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl
 
 
 @triton.jit
+def _gelu_mul(gate_up, out, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """With the hyperbolic tangent: x · (1 + tanh(y)) / 2 is x / (1 + e^-2y). Grid (tokens, tiles of the width)."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    there = column < WIDTH
+    kind = out.dtype.element_ty
+    gate = tl.load(gate_up + token * in_stride + column, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + token * in_stride + WIDTH + column, mask=there, other=0.0).to(tl.float32)
+    bent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 · sqrt(2 / pi)
+    active = (gate / (1.0 + tl.exp(-bent))).to(kind).to(tl.float32)
+    tl.store(out + token * out_stride + column, (active * up).to(kind), mask=there)
+
+
+@triton.jit
+def _soft_cap(x, cap, stride, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """x = cap · tanh(x / cap) in float32. Grid (rows, tiles of the width)."""
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    cell = x + tl.program_id(0).to(tl.int64) * stride + column
+    wide = tl.load(cell, mask=column < WIDTH, other=0.0)
+    rest = tl.exp(-2.0 * tl.abs(wide) / cap)
+    bound = cap * (1.0 - rest) / (1.0 + rest)
+    tl.store(cell, tl.where(wide < 0, -bound, bound), mask=column < WIDTH)
+
+
+@triton.jit
 def _clamped_swiglu(
     gate_up, out, alpha, limit, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl.constexpr, IN_TURN: tl.constexpr
 ):
@@ -271,6 +296,26 @@ def silu_mul(gate_up: Tensor, out: Tensor) -> None:
         _silu_mul[(tokens, -(-width // tile))](
             gate_up, out, gate_up.stride(0), out.stride(0), WIDTH=width, TILE=tile, num_warps=4
         )
+
+
+def gelu_mul(gate_up: Tensor, out: Tensor) -> None:
+    """As `kernels.fused.gelu_mul`."""
+    tokens, width, tile = _gated(gate_up, out)
+    if tokens:
+        _gelu_mul[(tokens, -(-width // tile))](
+            gate_up, out, gate_up.stride(0), out.stride(0), WIDTH=width, TILE=tile, num_warps=4
+        )
+
+
+def soft_cap(x: Tensor, cap: float) -> None:
+    """As `kernels.fused.soft_cap`."""
+    _unit_stride(x)
+    rows, width = x.shape
+    tile = min(_SILU_TILE, power_of_two_from(width))
+    if x.dtype != torch.float32:
+        raise TypeError(f"scores {x.dtype} are not float32")
+    if rows:
+        _soft_cap[(rows, -(-width // tile))](x, cap, x.stride(0), WIDTH=width, TILE=tile, num_warps=4)
 
 
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor, *, in_turn: bool = False) -> None:

@@ -32,6 +32,8 @@ def expert_outputs(
     down: Tensor | ExpertCodes,
     biases: tuple[Tensor, Tensor] | None = None,
     clamped: ClampedSwiglu | None = None,
+    *,
+    fixed: bool = False,
 ) -> Tensor:
     """As `kernels.experts.expert_outputs`."""
     count, per_token = len(gate_up if isinstance(gate_up, Tensor) else gate_up.codes), chosen.shape[1]
@@ -39,16 +41,16 @@ def expert_outputs(
     if isinstance(gate_up, Tensor) != isinstance(down, Tensor):
         raise TypeError("experts are plain or in codes, all their products alike")
     if isinstance(gate_up, Tensor) and isinstance(down, Tensor) and clamped is None and biases is None:
-        return grouped_products(x, order, starts, gate_up, down, per_token=per_token)
+        return grouped_products(x, order, starts, gate_up, down, per_token=per_token, fixed=fixed)
     into, out_of = (None, None) if biases is None else biases
-    both = products(x, order, starts, gate_up, into, per_token=per_token)
+    both = products(x, order, starts, gate_up, into, per_token=per_token, fixed=fixed)
     activated = both.new_empty((len(order), both.shape[1] // 2))
     if clamped is None:
         silu_mul(both, activated)
     else:
         clamped_swiglu(both, clamped.alpha, clamped.limit, activated, in_turn=True)
     del both
-    return products(activated, order, starts, down, out_of)
+    return products(activated, order, starts, down, out_of, fixed=fixed)
 
 
 def products(
@@ -59,24 +61,25 @@ def products(
     bias: Tensor | None = None,
     *,
     per_token: int = 0,
+    fixed: bool = False,
 ) -> Tensor:
     """[T · k, outputs] of sorted rows, each over its expert's weight [outputs, inputs], and bias [experts, outputs]:
     with `per_token` of the tokens x [T, inputs], in sorted order; else of sorted rows x [T · k, inputs], token by
-    token."""
+    token. `fixed`: with the same tiles for any number of rows."""
     if isinstance(weight, Tensor):
-        return _plain_products(x, order, starts, weight, bias, per_token)
-    return _coded_products(x, order, starts, weight, bias, per_token)
+        return _plain_products(x, order, starts, weight, bias, per_token, fixed)
+    return _coded_products(x, order, starts, weight, bias, per_token, fixed)
 
 
 def _plain_products(
-    x: Tensor, order: Tensor, starts: Tensor, weight: Tensor, bias: Tensor | None, per_token: int
+    x: Tensor, order: Tensor, starts: Tensor, weight: Tensor, bias: Tensor | None, per_token: int, fixed: bool
 ) -> Tensor:
     experts, outputs, inputs = weight.shape
     rows = len(order)
     if x.shape != (rows // per_token if per_token else rows, inputs):
         raise ValueError(f"x {list(x.shape)} does not fit weights {list(weight.shape)}")
     _check_dense(x, [weight], bias, (experts, outputs))
-    plan = expert_plan(rows=rows, experts=experts, element_bytes=x.element_size())
+    plan = expert_plan(rows=rows, experts=experts, element_bytes=x.element_size(), fixed=fixed)
     out = x.new_empty((rows, outputs))
     expert_rows[_grid(plan, rows, experts, outputs)](
         x,
@@ -99,7 +102,7 @@ def _plain_products(
 
 
 def _coded_products(
-    x: Tensor, order: Tensor, starts: Tensor, weight: ExpertCodes, bias: Tensor | None, per_token: int
+    x: Tensor, order: Tensor, starts: Tensor, weight: ExpertCodes, bias: Tensor | None, per_token: int, fixed: bool
 ) -> Tensor:
     codes, scales, offsets, group = weight.codes, weight.scales, weight.offsets, weight.group
     experts, outputs, _ = codes.shape
@@ -110,7 +113,7 @@ def _coded_products(
     if x.shape != (rows // per_token if per_token else rows, inputs) or scales.shape != (experts, outputs, groups):
         raise ValueError(f"x {list(x.shape)} and scales {list(scales.shape)} do not fit codes {list(codes.shape)}")
     _check_dense(x, [codes, scales, *(() if offsets is None else (offsets,))], bias, (experts, outputs))
-    plan = plan_of(x, 1 if rows <= 16 * experts else 17, codes, group)
+    plan = plan_of(x, 1 if rows <= 16 * experts else 17, codes, group, fixed)
     out = x.new_empty((rows, outputs))
     scales = as_bytes(scales)
     coded_expert_rows[_grid(plan, rows, experts, outputs)](
@@ -172,7 +175,7 @@ def sorted_rows(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def grouped_products(
-    x: Tensor, order: Tensor, starts: Tensor, gate_up: Tensor, down: Tensor, *, per_token: int
+    x: Tensor, order: Tensor, starts: Tensor, gate_up: Tensor, down: Tensor, *, per_token: int, fixed: bool = False
 ) -> Tensor:
     """[T · k, hidden], token by token, of sorted rows."""
     experts, hidden, inner = down.shape
@@ -180,7 +183,7 @@ def grouped_products(
     if gate_up.shape != (experts, 2 * inner, hidden) or x.shape != (rows // per_token, hidden):
         raise ValueError(f"x {list(x.shape)}, weights {list(gate_up.shape)} and {list(down.shape)} do not fit")
     _check_dense(x, [gate_up, down])
-    plan = expert_plan(rows=rows, experts=experts, element_bytes=x.element_size())
+    plan = expert_plan(rows=rows, experts=experts, element_bytes=x.element_size(), fixed=fixed)
     activated = x.new_empty((rows, inner))
     gated_expert_rows[_grid(plan, rows, experts, inner)](
         x,
@@ -196,7 +199,7 @@ def grouped_products(
         WIDE=_WIDEN_PRODUCTS,
         **_tiles(plan, experts),
     )
-    return products(activated, order, starts, down)
+    return products(activated, order, starts, down, fixed=fixed)
 
 
 def add_weighted(parts: Tensor, weights: Tensor, shared: Tensor | None, residual: Tensor) -> None:

@@ -2,8 +2,18 @@
 
 from cohort.kernels.gpu.attention import paged_attention
 from cohort.kernels.gpu.coded import coded_product
-from cohort.kernels.gpu.elementwise import clamped_swiglu, rms_norm, rope_and_write_kv, rope_inplace, silu_mul, write_kv
+from cohort.kernels.gpu.elementwise import (
+    clamped_swiglu,
+    gelu_mul,
+    rms_norm,
+    rope_and_write_kv,
+    rope_inplace,
+    silu_mul,
+    soft_cap,
+    write_kv,
+)
 from cohort.kernels.gpu.experts import add_weighted, expert_outputs
+from cohort.kernels.gpu.fixed_products import fixed_product
 from cohort.kernels.gpu.sampling import sample_rows
 from cohort.kernels.gpu.slots import gather_slots, scatter_slots
 
@@ -12,7 +22,9 @@ __all__ = [
     "clamped_swiglu",
     "coded_product",
     "expert_outputs",
+    "fixed_product",
     "gather_slots",
+    "gelu_mul",
     "paged_attention",
     "rms_norm",
     "rope_and_write_kv",
@@ -20,5 +32,6 @@ __all__ = [
     "sample_rows",
     "scatter_slots",
     "silu_mul",
+    "soft_cap",
     "write_kv",
 ]

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 _PROGRAMS_PER_MULTIPROCESSOR = 2  # as many as have room; while one waits for its first keys the other reads
 _LEAST_ROWS = 16
+_PART_KEYS = 256  # positions that one program walks at least, where contexts fall into parts by position
+_WANTED_TILES = 128  # about as many as GPUs have multiprocessors; not this GPU's number, so that all compute alike
+_LEAST_DEPTH = 256  # inputs of a product's part
 _ITEMS_PER_PROGRAM = 4  # so that the last round is a small part of all
 
 
@@ -82,19 +85,73 @@ class ExpertPlan:
     stages: int
 
 
-def expert_plan(*, rows: int, experts: int, element_bytes: int) -> ExpertPlan:
+@dataclass(frozen=True, slots=True)
+class PositionPlan:
+    """One launch of attention that gives a position the same bits in every step: all rows have these tiles, and a
+    context falls into parts of `part_keys` positions, each a multiple of `tile_keys`."""
+
+    tile_rows: int
+    tile_tokens: int
+    tile_keys: int
+    part_keys: int
+    programs: int  # of a multiprocessor, as many as its registers hold
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class FixedPlan:
+    """One product that gives a row the same bits beside any others: its tile, and the parts of its inputs, which are
+    added in order, each of `part_depth`, a multiple of `tile_depth`."""
+
+    tile_rows: int
+    tile_columns: int
+    tile_depth: int
+    parts: int
+    part_depth: int
+    warps: int
+    stages: int
+
+
+def position_plan(*, group: int, head_dim: int, element_bytes: int) -> PositionPlan:
+    """The plan for rows of any number of tokens; `group` query heads share a kv head. A decode row fills a small part
+    of a tile: its arithmetic is padding, but reading the keys still takes longer."""
+    if element_bytes > 2:  # products without matrix units
+        tile_rows, tile_keys, warps, stages = 32, 16, 8, 1
+    elif head_dim > 128:  # two sums of a tile's values are held: of one part, and of those before it
+        tile_rows, tile_keys, warps, stages = 32, 32, 8, 2
+    else:
+        tile_rows, tile_keys, warps, stages = 64, 64, 8 if head_dim > 64 else 4, 3
+    tile_rows = max(tile_rows, power_of_two_from(group))
+    return PositionPlan(tile_rows, tile_rows // group, tile_keys, _PART_KEYS, 8 // warps, warps, stages)
+
+
+def fixed_plan(*, outputs: int, inputs: int, element_bytes: int) -> FixedPlan:
+    """The plan of a weight, for any number of rows. A decode row fills one row of a tile: its arithmetic is padding,
+    but reading the weight still takes longer. Weights of few columns have more parts: many programs read them then."""
+    columns, depth, rows, warps, stages = (32, 32, 32, 4, 2) if element_bytes > 2 else (128, 64, 128, 8, 3)
+    columns = max(16, min(columns, power_of_two_from(outputs)))
+    parts, tiles = 1, -(-outputs // columns)
+    while tiles * parts < _WANTED_TILES and inputs > 2 * parts * _LEAST_DEPTH:
+        parts *= 2
+    part_depth = -(-inputs // (parts * depth)) * depth
+    return FixedPlan(rows, columns, depth, -(-inputs // part_depth), part_depth, warps, stages)
+
+
+def expert_plan(*, rows: int, experts: int, element_bytes: int, fixed: bool = False) -> ExpertPlan:
     """`rows` over all experts. Two plans a type, so that two variants serve all steps: experts with few rows each are
-    bound by reading weights, others by arithmetic."""
-    few = rows <= 16 * experts
+    bound by reading weights, others by arithmetic. `fixed`: one for all, so that a row's bits do not follow them."""
+    few = rows <= 16 * experts and not fixed
     if element_bytes > 2:  # products without matrix units
         return ExpertPlan(16 if few else 32, 32, 32, warps=4, stages=2)
     return ExpertPlan(16, 64, 128, warps=4, stages=3) if few else ExpertPlan(64, 64, 64, warps=4, stages=3)
 
 
-def coded_plan(*, rows: int, group: int, inputs: int, element_bytes: int) -> ExpertPlan:
+def coded_plan(*, rows: int, group: int, inputs: int, element_bytes: int, fixed: bool = False) -> ExpertPlan:
     """A product over codes with scales for `group` inputs each. Few rows are bound by reading codes, and want many
-    programs; more by turning codes into numbers, which a tile does once for all its rows."""
-    few = rows <= 16
+    programs; more by turning codes into numbers, which a tile does once for all its rows. `fixed`: as in
+    `expert_plan`."""
+    few = rows <= 16 and not fixed
     if element_bytes > 2:  # products without matrix units
         return ExpertPlan(16 if few else 32, 32, 32, warps=4, stages=2)
     most = 128 if few else 64

@@ -24,10 +24,11 @@ from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.jit import JITFunction
 
 from cohort.kernels.attention_meta import AttentionMeta
+from cohort.kernels.batch_invariance import FixedProduct
 from cohort.kernels.code_dtypes import E2M1, E8M0, bits_of
 from cohort.kernels.coded import ExpertCodes, ServedProduct
 from cohort.kernels.fp8_cache import PLANE_SCALE_BYTES
-from cohort.kernels.gpu import attention, coded, elementwise, experts, prefill, sampling, slots
+from cohort.kernels.gpu import attention, coded, elementwise, experts, fixed_products, prefill, sampling, slots
 from cohort.kernels.gpu.plan import DecodePlan, padded_rows
 from cohort.kernels.sampling import EDIT_KINDS, SampledRows, SamplingTables
 
@@ -55,7 +56,8 @@ class Served:
     """A model as the kernels see it. `rotary_half`: half of the elements of a head that are rotated, 0 for models that
     leave all but attention to other kernels; `windowed`: whether layers have a sliding window, some or none; `sinks`,
     `capped`: whether attention has sinks, and bounds its scores; `products`: over weights in codes; `fp8`: keys and
-    values are kept so; `wide_norms`: weights of norms are in float32."""
+    values are kept so; `wide_norms`: weights of norms are in float32; `batch_invariant`: attention is `positions`', and
+    `fixed` are the products over plain weights that go with it; `gelu`: the activation is Gemma's."""
 
     query_heads: int
     kv_heads: int
@@ -74,6 +76,9 @@ class Served:
     layers: int = 2
     fp8: bool = False
     wide_norms: bool = False
+    batch_invariant: bool = False
+    fixed: tuple[FixedProduct, ...] = ()
+    gelu: bool = False
 
 
 def row_classes(max_rows: int) -> tuple[int, ...]:
@@ -92,6 +97,57 @@ def launches(
     """
     at_most = padded_rows(max_rows)
     step = _Tensors(served, device)
+    if served.batch_invariant:
+        yield from _of_positions(served, step, at_most, device)
+    else:
+        yield from _of_rows(served, step, max_rows, device, plan)
+    yield from step.elementwise()
+    if served.experts is not None:
+        yield from _of_experts(served, served.experts, device)
+    for product in served.products:
+        yield from _of_codes(product, served.dtype, device)
+    for plain in served.fixed:
+        yield from _of_fixed(plain, served.dtype)
+    yield "sample", lambda: sampling.sample_rows(*_sampled(served, device))
+
+
+def _of_positions(served: Served, step: _Tensors, rows: int, device: torch.device) -> Iterator[tuple[str, Launch]]:
+    """Attention of batch-invariant steps: one variant for all rows; what differs between these compiles nothing."""
+    sinks = torch.zeros(served.query_heads, device=device) if served.sinks else None
+    cap = 50.0 if served.capped else 0.0
+    for window in [_WIDE_WINDOW if windowed else 0 for windowed in sorted(served.windowed)]:
+        for count in (1, rows):
+            for _, query, out in step.queries(count):
+                meta = step.meta(count, prefill_rows=0)
+                yield (
+                    f"every row, window {window}",
+                    lambda q=query, o=out, m=meta, w=window: attention.invariant(
+                        q, step.kv, step.layer, m, 1.0, o, w, sinks, cap
+                    ),  # type: ignore[misc]
+                )
+
+
+def _of_fixed(product: FixedProduct, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
+    """A product in parts and at once, into a place of the model's type, into float32, and added to a residual. None of
+    its tensors takes memory: the cache has it by now."""
+    weight = torch.empty((product.outputs, product.inputs), dtype=dtype, device="meta")
+    bias = torch.empty(product.outputs, dtype=dtype, device="meta") if product.biased else None
+    for rows in (1, 129):
+        x = torch.empty((rows, product.inputs), dtype=dtype, device="meta")
+        for into, kind, add in (("", dtype, False), (", float32", torch.float32, False), (", added", dtype, True)):
+            if not (add and product.biased):
+                out = torch.empty((rows, product.outputs), dtype=kind, device="meta")
+                yield (
+                    f"{product.outputs} x {product.inputs}{into}",
+                    lambda x=x, o=out, a=add: fixed_products.fixed_product(x, weight, bias, o, add=a),  # type: ignore[misc]
+                )
+
+
+def _of_rows(
+    served: Served, step: _Tensors, max_rows: int, device: torch.device, plan: DecodePlan | None
+) -> Iterator[tuple[str, Launch]]:
+    """Attention by kind of row."""
+    at_most = padded_rows(max_rows)
     sinks = torch.zeros(served.query_heads, device=device) if served.sinks else None
     cap = 50.0 if served.capped else 0.0
     windows = [_WIDE_WINDOW if windowed else 0 for windowed in sorted(served.windowed)]
@@ -118,12 +174,6 @@ def launches(
     starts = torch.zeros(at_most + 1, dtype=torch.int32, device=device)
     staged = step.meta(at_most, prefill_rows=at_most)
     yield "stage", lambda: _ignore(prefill.stage(step.kv, step.layer, staged, staging, starts))
-    yield from step.elementwise()
-    if served.experts is not None:
-        yield from _of_experts(served, served.experts, device)
-    for product in served.products:
-        yield from _of_codes(product, served.dtype, device)
-    yield "sample", lambda: sampling.sample_rows(*_sampled(served, device))
 
 
 class _Tensors:
@@ -189,12 +239,17 @@ class _Tensors:
         for name, heads in (("query", query), ("key", key)):
             yield f"norm of {name}", lambda x=heads: elementwise.rms_norm(x, of_head, 1e-5, x)  # type: ignore[misc]
         inner = self._empty(tokens, s.inner)
-        yield "activate", lambda: elementwise.silu_mul(both, inner)
+        if not s.gelu:
+            yield "activate", lambda: elementwise.silu_mul(both, inner)
+        elif s.batch_invariant:  # else torch activates
+            logits = self._empty(2, s.vocabulary, dtype=torch.float32)
+            yield "activate", lambda: elementwise.gelu_mul(both, inner)
+            yield "cap", lambda: elementwise.soft_cap(logits, 30.0)
 
 
 def _of_experts(served: Served, mixture: ServedExperts, device: torch.device) -> Iterator[tuple[str, Launch]]:
     """A mixture's kernels: for rows that are few for their experts, and for many."""
-    hidden, count = served.hidden, mixture.count
+    hidden, count, fixed = served.hidden, mixture.count, served.batch_invariant
     gate_up = torch.empty((count, 2 * mixture.inner, hidden), dtype=served.dtype, device="meta")
     down = torch.empty((count, hidden, mixture.inner), dtype=served.dtype, device="meta")
     starts = torch.zeros(count + 1, dtype=torch.int32, device=device)
@@ -208,14 +263,14 @@ def _of_experts(served: Served, mixture: ServedExperts, device: torch.device) ->
                 yield (
                     f"{what} experts, {name} rows",
                     lambda x=rows, o=order, w=weight, b=bias, k=k: _ignore(  # type: ignore[misc]
-                        experts.products(x, o, starts, w, b, per_token=k)
+                        experts.products(x, o, starts, w, b, per_token=k, fixed=fixed)
                     ),
                 )
             continue
         yield (
             f"experts, {name} rows",
             lambda x=x, o=order: _ignore(  # type: ignore[misc]
-                experts.grouped_products(x, o, starts, gate_up, down, per_token=mixture.per_token)
+                experts.grouped_products(x, o, starts, gate_up, down, per_token=mixture.per_token, fixed=fixed)
             ),
         )
     if mixture.clamped:
@@ -252,7 +307,15 @@ def _of_codes(product: ServedProduct, dtype: torch.dtype, device: torch.device) 
             yield (
                 name.removeprefix("torch."),
                 lambda x=x, o=out, a=add: coded.coded_product(  # type: ignore[misc]
-                    x, codes, scales, scales if product.offsets else None, product.group, bias, o, add=a
+                    x,
+                    codes,
+                    scales,
+                    scales if product.offsets else None,
+                    product.group,
+                    bias,
+                    o,
+                    add=a,
+                    fixed=product.fixed,
                 ),
             )
 
@@ -274,7 +337,7 @@ def _of_coded_experts(
         yield (
             f"experts of {product.codes} {product.outputs} x {product.inputs}, {name} rows".replace("torch.", ""),
             lambda x=x, o=order, k=2 * product.gathers: _ignore(  # type: ignore[misc]
-                experts.products(x, o, starts, weight, bias, per_token=k)
+                experts.products(x, o, starts, weight, bias, per_token=k, fixed=product.fixed)
             ),
         )
     if product.gathers and product.clamped:

@@ -10,11 +10,15 @@ import torch
 
 from cohort.kernels.gpu.plan import decode_plan
 
+POSITION_ROOM = 4096
+"""Parts of contexts, one a query, that batch-invariant attention has memory for; rows that find none are computed whole
+by one program a kv head, with the same bits. So this bounds memory, about as much as gathered keys and values take."""
+
 
 class Workspace:
     """Partial results of rows in parts, and room for the gathered keys and values of one layer's prefill rows."""
 
-    __slots__ = ("lse", "partial", "staging", "starts")
+    __slots__ = ("batch_invariant", "lse", "partial", "staging", "starts")
 
     def __init__(
         self,
@@ -26,9 +30,18 @@ class Workspace:
         dtype: torch.dtype,
         device: torch.device,
         staging_tokens: int,
+        batch_invariant: bool = False,
     ) -> None:
         """`staging_tokens`: how many positions, over all prefill rows of a step, may be gathered for flash attention; a
-        step with more goes to the kernel that reads the paged cache, so this bounds memory, not what can be served."""
+        step with more goes to the kernel that reads the paged cache, so this bounds memory, not what can be served.
+        `batch_invariant`: attention is `positions`', and nothing is gathered."""
+        self.batch_invariant = batch_invariant
+        if batch_invariant:
+            self.partial = torch.empty(POSITION_ROOM * query_heads * head_dim, dtype=torch.float32, device=device)
+            self.lse = torch.empty(2 * POSITION_ROOM * query_heads, dtype=torch.float32, device=device)
+            self.staging = torch.empty((2, 0, kv_heads, head_dim), dtype=dtype, device=device)
+            self.starts = torch.empty(0, dtype=torch.int32, device=device)
+            return
         plan = decode_plan(head_dim=head_dim, element_bytes=dtype.itemsize, multiprocessors=multiprocessors(device))
         parts = plan.parts(max_rows, kv_heads)
         self.partial = torch.empty(parts * query_heads * head_dim, dtype=torch.float32, device=device)

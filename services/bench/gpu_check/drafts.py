@@ -39,19 +39,19 @@ def run(check: Check, runner: ModelRunner, model: str) -> None:
 def _measure(check: Check, runner: ModelRunner, name: str, rows: int, drafts: int, how: SamplingRow) -> None:
     context = (1024 if check.real else 32) - drafts  # so that the drafts lie in blocks that the row has anyway
     following = _one_by_one(runner, rows, context, drafts, how)
-    right, wrong = _drafted(runner, rows, context, following, how), following.copy()
+    right, wrong = drafted(runner, rows, context, following, how), following.copy()
     wrong[:, drafts // 2] = (wrong[:, drafts // 2] + 1) % runner.geometry.vocab_size
     output = runner.execute(right)
     expected = following.reshape(-1).tolist()
     equal = sum(a == b for a, b in zip(output.tokens.tolist(), expected, strict=False)) / len(expected)
-    cut = runner.execute(_drafted(runner, rows, context, wrong, how)).counts
+    cut = runner.execute(drafted(runner, rows, context, wrong, how)).counts
     kept = output.counts == (drafts + 1,) * rows and cut == (drafts // 2 + 1,) * rows
     check.found.checked(
         f"{name}: tokens of a step each",
         equal >= _EQUAL if check.real else equal == 1.0 and kept,
         f"{equal:.1%} of {len(expected)}; right ones kept {output.counts}, with a wrong one {cut}",
     )
-    plain_s, drafted_s = (_seconds(check, runner, batch) for batch in (rows_of(runner, rows, 1, context), right))
+    plain_s, drafted_s = (seconds(check, runner, batch) for batch in (rows_of(runner, rows, 1, context), right))
     steps = runner._device_steps
     taken = None if steps is None else steps.mixed.takes(right)
     recorded = "not recorded" if taken is None else f"recorded for {taken.prompt_tokens} positions"
@@ -80,7 +80,7 @@ def _counting(how: SamplingRow, row: int, position: int, said: list[int]) -> Sam
     return replace(how, seed=row, position=position, history=history)
 
 
-def _drafted(runner: ModelRunner, rows: int, context: int, following: np.ndarray, how: SamplingRow) -> StepBatch:
+def drafted(runner: ModelRunner, rows: int, context: int, following: np.ndarray, how: SamplingRow) -> StepBatch:
     """One step of the same rows, whose drafts are all but the last of these tokens."""
     drafts = following.shape[1] - 1
     known = np.arange(3, 3 + rows, dtype=np.int64)[:, None]
@@ -97,7 +97,7 @@ def _drafted(runner: ModelRunner, rows: int, context: int, following: np.ndarray
     )
 
 
-def _seconds(check: Check, runner: ModelRunner, batch: StepBatch) -> float:
+def seconds(check: Check, runner: ModelRunner, batch: StepBatch) -> float:
     runner.execute(batch)
     times = []
     for _ in range(20 if check.real else 3):

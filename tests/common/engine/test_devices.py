@@ -247,8 +247,10 @@ def test_a_worker_on_a_processor_looks_at_its_memory_before_it_reads(
 def test_what_attends_to_prompts_is_told(
     name: str, dtype: str, told: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sinks and soft caps are not given to flash attention."""
+    """Sinks and soft caps are not given to flash attention, and nothing where a position is to keep its bits."""
     monkeypatch.setattr(devices, "prefill_attention_name", lambda: "flash")
-    runner = SimpleNamespace(dtype=dtype, geometry=read_geometry(model_folder(name)))
+    runner = SimpleNamespace(dtype=dtype, geometry=read_geometry(model_folder(name)), batch_invariant=False)
     assert devices._prefill_attention(cast(ModelRunner, runner), served=True) == told
     assert devices._prefill_attention(cast(ModelRunner, runner), served=False) == "reference"
+    runner.batch_invariant = True
+    assert devices._prefill_attention(cast(ModelRunner, runner), served=True) == "triton, batch-invariant"

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cohort.common.engine import model_runner
+from cohort.common.engine import model_runner, resolved
 from cohort.common.engine.model_config import read_geometry
-from cohort.common.engine.model_runner import ModelRunner, resolve_device, resolve_dtype
+from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.profiler import StepShape, default_shapes, measure
+from cohort.common.engine.resolved import resolve_device, resolve_dtype
 from cohort.common.engine.trial_batch import trial_batch
 from cohort.common.errors import ConfigError
 from tests.common.engine.driver import Driver, make_runner, random_prompts, refusing
@@ -23,7 +24,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 def test_auto_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     for native, expected in ((True, "bfloat16"), (False, "float32")):
-        monkeypatch.setattr(model_runner, "native_bfloat16", lambda native=native: native)
+        monkeypatch.setattr(resolved, "native_bfloat16", lambda native=native: native)
         assert resolve_dtype("auto", CPU) == expected
     assert resolve_dtype("auto", CUDA) == "bfloat16"
     assert resolve_dtype("float16", CPU) == "float16"

@@ -155,3 +155,18 @@ def test_refuses_mismatched_tensors(device):
         elementwise.rope_inplace(made.query, made.key, made.cos.double(), made.sin.double(), made.positions)
     with pytest.raises(ValueError, match="gate"):
         elementwise.silu_mul(torch.randn(2, 9), torch.empty(2, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_gemma_activates_and_caps_with(device, dtype):
+    """Within a rounding of torch's: the forms differ where nothing is left of either."""
+    gate_up = torch.cat([torch.linspace(-12, 12, 37), torch.randn(37)])[None].to(device, dtype)
+    out = torch.empty(1, 37, dtype=dtype, device=device)
+    elementwise.gelu_mul(gate_up, out)
+    gate, up = gate_up.chunk(2, dim=-1)
+    expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(out, expected, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
+    logits = torch.cat([torch.linspace(-300, 300, 41), torch.tensor([0.0, 1e-3])])[None].to(device)
+    capped = (logits / 30).tanh() * 30
+    elementwise.soft_cap(logits, 30.0)
+    torch.testing.assert_close(logits, capped, rtol=1e-5, atol=1e-5)

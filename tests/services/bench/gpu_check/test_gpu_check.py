@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from cohort.common.engine import compiled_kernels
 from cohort.common.engine.model_config import read_geometry
+from cohort.kernels import native
 from cohort.services.bench.gpu_check import (
     attention,
     coded,
     experts,
     golden,
+    invariant,
     kernels,
     kv_transfer,
     model,
@@ -112,6 +115,7 @@ SECTIONS: dict[str, Callable[[Check], None]] = {
     "attention": attention.run,
     "coded-products": coded.run,
     "coded-experts": experts.run,
+    "batch-invariant": invariant.run,
     "products": products.run,
     "model-8b": model.run_8b,
     "model-14b": model.run_14b,
@@ -122,6 +126,10 @@ SECTIONS: dict[str, Callable[[Check], None]] = {
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_sections_on_the_processor(section: str, tmp_path: Path) -> None:
+    if section == "batch-invariant":
+        compiled_kernels.keep_in_cache()
+        if native.implementation() != "native":
+            pytest.skip("torch multiplies, and nothing can be promised")
     check = check_in(tmp_path)
     with torch.inference_mode():
         SECTIONS[section](check)

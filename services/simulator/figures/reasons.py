@@ -156,6 +156,16 @@ REASONS: tuple[Reason, ...] = (
         f"{_RUN}bros-10-latency-to-end",
     ),
     Reason(
+        ("bros-10-be",),
+        "On Llama-3-70B real-time rows alone nearly fill the 200 ms, and hardly a best-effort prompt fits",
+        f"{_RUN}bros-10-model-be",
+    ),
+    Reason(
+        ("bros-11-kept-tpot-rr", "bros-11-tpot"),
+        "On Llama-3-70B two of round robin's iterations, and many a one of vLLM's, take more than the 200 ms",
+        f"{_RUN}bros-11-kept-tpot",
+    ),
+    Reason(
         ("bros-11-kept", "bros-11-none"),
         "The batch of best-effort requests decides what the baselines keep",
         f"{_RUN}bros-11-kept",

@@ -81,7 +81,7 @@ REASONS: tuple[Reason, ...] = (
     ),
     Reason(
         ("alignedserve-15",),
-        "How deep the overload was is not printed, and no one load makes ShareGPT and LongBench wait as long as the paper's",
+        "How deep the overload was is not printed, and no one load makes both data sets wait as long as the paper's",
         f"{_RUN}alignedserve-15",
     ),
     Reason(

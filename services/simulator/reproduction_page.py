@@ -103,7 +103,7 @@ def markdown(
         "from the simulator: the policies of the live services under virtual time (docs/guide/simulator.md says what",
         "it models). Ours is the median over seeds, with the lowest and the highest; `ratio` is ours over the paper's.",
         "`cohort reproduce --figure ID` measures a row again.",
-        *summary([row for of_system in ordered for row in of_system], figures, claims),
+        *summary([row for of_system in ordered for row in of_system], figures, claims, reasons),
     ]
     lines += _lacking([figure for figure in figures if figure.id not in rows.get(figure.system, {})])
     for of_system in ordered:
@@ -208,7 +208,12 @@ def lacking(page: str, figures: Sequence[Figure], seeds: int) -> list[str]:
     return [figure.id for figure in figures if figure.id not in enough]
 
 
-def summary(rows: Sequence[PageRow], figures: Iterable[Figure], claims: Iterable[Claim] = CLAIMS) -> list[str]:
+def summary(
+    rows: Sequence[PageRow],
+    figures: Iterable[Figure],
+    claims: Iterable[Claim] = CLAIMS,
+    reasons: Sequence[Reason] = REASONS,
+) -> list[str]:
     """A table for each paper, of its claims whose figures all have rows; nothing without any."""
     by_id = {row.id: row for row in rows}
     known = {figure.id: figure for figure in figures}
@@ -254,11 +259,34 @@ def summary(rows: Sequence[PageRow], figures: Iterable[Figure], claims: Iterable
             "",
             f"### {paper}",
             "",
+            *_in_one_line(paper, rows, reasons),
             "| claim | theirs | ours | verdict | why |",
             "|---|---:|---:|---|---|",
             *table,
         ]
     return lines
+
+
+def _in_one_line(paper: str, rows: Iterable[PageRow], reasons: Sequence[Reason]) -> list[str]:
+    """How many of a paper's rows are reproduced, and the reason that stands under most of the others. A row is of the
+    paper that its id begins with: a table of baselines alone has its paper's rows, too."""
+    counted = [row for row in rows if row.standing is Standing.CLAIM and row.id.startswith(f"{paper.lower()}-")]
+    if not counted:
+        return []
+    others = [row for row in counted if row.said != REPRODUCED]
+    agree = len(counted) - len(others)
+    line = f"{agree} of {len(counted)} rows reproduced ({_percent(agree, len(counted))})."
+    under = Counter(reason.why for row in others if (reason := reason_of(row.id, reasons)) is not None)
+    for why, of_them in under.most_common(1):
+        most = "most" if 2 * of_them > len(others) else "the largest part"
+        line = f"{line[:-1]}; of the other {len(others)}, {most} ({of_them}) have one reason: {_lowered(why)}."
+    return [line, ""]
+
+
+def _lowered(sentence: str) -> str:
+    """As it goes on within another; a name in capitals (ORCA, KV) stays one."""
+    first = sentence.split()[0]
+    return sentence if first.isupper() and len(first) > 1 else sentence[0].lower() + sentence[1:]
 
 
 def _beside(row: PageRow, of: PageRow) -> str:

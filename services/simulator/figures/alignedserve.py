@@ -8,8 +8,9 @@ Choices that the paper leaves open, made here for all systems alike:
                 LongBench: its English and code tasks, each with its published mean (`longbench_workload`), prompts cut
                 at the context; LongBench-like, uniform: the long ones only; ShareGPT as EcoServe prints it; Azure:
                 lognormal with mean and deviation measured on the published 2023 conversation trace
-    load        about 1.6 times what DistServe's decode worker can do (1.4 to 2.1), from second 0, so that the pool is
-                deep when figures begin to count (`_WARMUP_S`; they end at `_END_S`)
+    load        `_DEPTH` of some 1.6 times what DistServe's decode worker can do, from second 0; figures count from
+                `_WARMUP_S` to `_END_S`. `_DEPTH` is chosen once, for all figures, by the only numbers of the paper that
+                say how deep its overload was: the mean TTFTs of Fig. 15, 1.49 and 2.54 s
     throughput  tokens that decode workers produced; tokens of answers that ended would count a batch when it is over
     P99 TPOT    of iterations, which is what the paper says it characterises: of all gaps between two tokens
     starvation  off, as where the paper measures TTFT: no threshold is printed
@@ -35,7 +36,7 @@ from typing import Literal
 
 import msgspec
 
-from cohort.common.config import load_config
+from cohort.common.config import Config, load_config
 from cohort.common.policies.cost_model import DecodeAttention
 from cohort.common.types import Role
 from cohort.common.workloads.arrivals import AllAtOnce, RandomArrivals
@@ -52,9 +53,11 @@ from cohort.services.simulator.run import simulate
 _WARMUP_S, _END_S = 30.0, 90.0
 _CONTEXT = 10_240
 _HOST_BYTES = 200_000_000_000
+_DEPTH = 0.8
+"""Of 0.6, 0.65, 0.7, 0.8 and 1 the one that leaves the smallest error in Fig. 15 (logarithms; OPT-2.7B)."""
 _OFFERED_PER_S = {
     "opt-2.7b": {"synthetic": 34.0, "longbench": 7.7, "uniform": 6.0, "sharegpt": 58.0, "azure": 31.0},
-    "opt-6.7b": {"synthetic": 17.0, "longbench": 4.0, "uniform": 4.0, "sharegpt": 20.0, "azure": 16.0},
+    "opt-6.7b": {"synthetic": 17.0, "longbench": 4.0, "uniform": 4.0, "sharegpt": 33.0, "azure": 16.0},
     "opt-13b": {"synthetic": 10.0, "longbench": 2.0, "uniform": 2.0, "sharegpt": 15.0, "azure": 9.0},
 }
 _NAMES = {
@@ -66,6 +69,8 @@ _NAMES = {
 }
 _ROWS = 1024
 """More than memory holds with any of these lengths."""
+_R_MIN = 36
+"""As §4.1 says. The preset's own is in proportion to the rows of an iteration: 144 of `_ROWS`."""
 _UNIFIED = {"baseline-vllm", "baseline-chunked-prefill"}
 _ONE_DECODES, _THREE_DECODE = 2, 4
 _NEVER_S = 1e6
@@ -92,6 +97,22 @@ class _Run:
     def report(self, lab: Lab) -> SimReport:
         return lab.run(self, lambda: self._simulate(lab))
 
+    def config(self, kv_bytes: int) -> Config:
+        aligned = {
+            "starvation_s": self.starvation_s,
+            "least_requests": _R_MIN,
+            "ablation": dict.fromkeys(self.without, False),
+        }
+        return load_config(
+            preset=self.preset,
+            overrides={
+                "engine": {"max_rows": _ROWS, "max_step_tokens": 8192, "prefill_chunk": 8192},
+                "kv": {"memory_bytes": kv_bytes, "prefix_caching": False},
+                "model": {"max_model_len": _CONTEXT},
+                "alignedserve": aligned,
+            },
+        )
+
     def _simulate(self, lab: Lab) -> SimReport:
         given = {"decode_attention": self.attention, "host_memory_bytes": _HOST_BYTES}
         cluster, model = load_cluster(f"h100-80:{self.devices}", given), load_model(self.model)
@@ -99,15 +120,7 @@ class _Run:
             stack = replace(cluster.stack, step_s=_WAIT_S[self.preset], row_s=0.0)
             cluster = msgspec.structs.replace(cluster, stack=stack)
         kv_bytes = int(0.9 * cluster.device.memory_bytes) - model.weights_total_bytes - cluster.device_reserve_bytes
-        config = load_config(
-            preset=self.preset,
-            overrides={
-                "engine": {"max_rows": _ROWS, "max_step_tokens": 8192, "prefill_chunk": 8192},
-                "kv": {"memory_bytes": kv_bytes, "prefix_caching": False},
-                "model": {"max_model_len": _CONTEXT},
-                "alignedserve": {"starvation_s": self.starvation_s, "ablation": dict.fromkeys(self.without, False)},
-            },
-        )
+        config = self.config(kv_bytes)
         roles = {Role.PREFILL: 1, Role.DECODE: self.devices - 1}
         if self.preset in _UNIFIED:
             roles = {Role.UNIFIED: self.devices}
@@ -115,7 +128,7 @@ class _Run:
         return simulate(config, cluster, model, self._workload(lab.seed), options, roles)
 
     def _workload(self, seed: int) -> Workload:
-        rate = _OFFERED_PER_S[self.model][self.workload] * (self.devices - 1)
+        rate = _DEPTH * _OFFERED_PER_S[self.model][self.workload] * (self.devices - 1)
         arrivals, count = RandomArrivals(rate), int(rate * _END_S)
         match self.workload:
             case "sharegpt":

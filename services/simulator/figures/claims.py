@@ -259,7 +259,7 @@ CLAIMS: tuple[Claim, ...] = (
         "mean TTFT, here to the second token (Fig. 15)",
         Kind.VALUE,
         ("alignedserve-15-sharegpt-second", "alignedserve-15-longbench-second"),
-        "how deep the paper's overload was is unprinted",
+        "no one load makes both of its waits",
         shown_by="cohort reproduce --figure alignedserve-15",
     ),
     Claim(

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from cohort.common.policies.alignedserve.thresholds import Thresholds
+from cohort.common.types import Role, WorkerCapacity
 from cohort.common.workloads.arrivals import RandomArrivals
 from cohort.common.workloads.papers import LONGBENCH, longbench_workload
 from cohort.services.simulator.figures import alignedserve, dynaserve, dynaserve_setup, ecoserve_setup
@@ -88,7 +90,10 @@ def test_a_rate_with_late_requests_is_no_capacity_though_99_percent_of_the_token
         ),
     ],
 )
-def test_alignedserve_is_measured_where_the_other_cannot_serve_what_is_offered(model: str, data: str) -> None:
+def test_alignedserve_is_offered_parts_of_what_the_other_cannot_serve(
+    model: str, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alignedserve, "_DEPTH", 1.0)
     run = alignedserve._Run(data, model=model)
     report = alignedserve._of("baseline-distserve", run).report(Lab(0))
     answers = [item.output_tokens for item in run._workload(0).items]
@@ -111,3 +116,17 @@ def test_goodput_is_compared_where_more_comes_than_dynaserve_can_serve(monkeypat
                 figure.measure(Asked(0))
     assert len(asked) == 12
     assert set(asked) == {1.2 * 5.0}
+
+
+def test_a_batch_of_alignedserve_is_as_small_as_the_paper_has_it_however_many_rows_memory_holds() -> None:
+    config = alignedserve._Run("sharegpt").config(10**10)
+    capacity = WorkerCapacity(Role.DECODE, "m", 1000, 1, 1, 1, 1, 16, 1000, 0, config.engine.max_rows, 8192)
+    assert capacity.max_rows > 256 and Thresholds(config.alignedserve).min_requests(capacity) == 36
+
+
+@pytest.mark.parametrize(
+    ("data", "printed_s"), [("longbench", 2.54), pytest.param("sharegpt", 1.49, marks=another_of_its_kind())]
+)
+def test_alignedserve_is_offered_what_makes_its_requests_wait_about_as_printed(data: str, printed_s: float) -> None:
+    second_ms = alignedserve._Run(data).report(Lab(0)).overall.second_ms
+    assert second_ms is not None and 1 / 4 < second_ms.mean / 1e3 / printed_s < 4

@@ -70,6 +70,19 @@ def test_claims_stand_first_with_spread_and_verdict() -> None:
     assert not [line for line in lines if "one seed:" in line]
 
 
+def test_a_paper_says_in_one_line_what_is_reproduced_and_why_most_of_the_rest_is_not() -> None:
+    named = ("bucketserve-1", "bucketserve-2", "bucketserve-3", "bucketserve-4", "ecoserve-1")
+    figures = [figure(*name.split("-")) for name in named]
+    results = [result(*name.split("-"), value) for name, value in zip(named, (2.0, 1.3, 1.0, 1.0, 1.0), strict=True)]
+    claims = [Claim("BucketServe", "gains", Kind.OVER, named[:2])]
+    reasons = [Reason(named[1:2], "Seldom so", "cmd"), Reason(named[2:4], "Mostly so", "cmd")]
+    lines = markdown(results, figures, "", claims, reasons).splitlines()
+    said = lines[lines.index("### BucketServe") + 2]
+    assert said == "1 of 4 rows reproduced (25 %); of the other 3, most (2) have one reason: mostly so."
+    alone = markdown(results[:1], figures, "", [Claim("BucketServe", "gains", Kind.OVER, named[:1])], reasons)
+    assert "\n1 of 1 rows reproduced (100 %).\n" in alone
+
+
 def test_a_claim_without_all_of_its_rows_is_left_out() -> None:
     claim = Claim("P", "says", Kind.OVER, ("ecoserve-Fig. 1", "bucketserve-Fig. 5"))
     assert "### P" not in markdown([result("ecoserve", "Fig. 1", 1.3)], FIGURES, "", [claim])

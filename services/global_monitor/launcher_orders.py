@@ -19,12 +19,12 @@ class OrderFailed(CohortError):
 
 class LauncherOrders:
     def __init__(self, run_dir: Path) -> None:
-        """Raises `ConfigError` where no launcher takes orders: under Ray, Kubernetes, or by hand."""
-        self._socket = socket_of(run_dir)
-        if not self._socket.is_socket():
+        """Raises `ConfigError` where no launcher takes orders: under Kubernetes, or by hand."""
+        self._socket = socket_of(run_dir).resolve()  # on Ray a link to the launcher's own
+        if not _is_socket(self._socket):
             raise ConfigError(
                 "planner.mode: act needs a launcher on this machine that takes orders (`cohort serve`), and there is "
-                f"none at {self._socket}; on Kubernetes or a Ray cluster set advise"
+                f"none at {self._socket}; on Kubernetes set advise"
             )
 
     async def add(self, kind: Kind) -> InstanceId:
@@ -47,3 +47,10 @@ class LauncherOrders:
         if done.failure:
             raise OrderFailed(done.failure)
         return done
+
+
+def _is_socket(path: Path) -> bool:
+    try:
+        return path.is_socket()
+    except PermissionError:  # of another user's launcher
+        return False

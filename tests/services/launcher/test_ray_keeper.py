@@ -22,7 +22,9 @@ from cohort.common.address_book import AddressBook, read_book
 from cohort.common.config import Config, WorkerGroup, load_config
 from cohort.common.config.serving import PlannerConfig
 from cohort.common.errors import ConfigError
+from cohort.common.planning.orders import socket_of
 from cohort.common.types import Role
+from cohort.services.global_monitor.launcher_orders import LauncherOrders
 from cohort.services.launcher import worker_desk
 from cohort.services.launcher.console import Console, Line
 from cohort.services.launcher.on_ray import agent, keeper
@@ -32,7 +34,8 @@ from cohort.services.launcher.on_ray.order import Order
 from cohort.services.launcher.on_ray.placement import Placement
 from cohort.services.launcher.plan import StopStage
 from cohort.services.launcher.run_files import ProcessMark, RunFiles, RunFilesError
-from cohort.services.launcher.worker_desk import WorkerDesk
+from cohort.services.launcher.worker_desk import PlannedSupervisor, WorkerDesk
+from tests.examples import another_of_its_kind
 from tests.services.launcher.conftest import ToyPlan
 
 pytestmark = pytest.mark.pipeline
@@ -160,16 +163,15 @@ class Running:
         placements = [Placement(each, {"CPU": 1.0}, spread=each in spread) for each in plans]
         self.ready = asyncio.Event()
         self.supervisor = RaySupervisor(
-            ray,
-            placements,
-            lambda placement: Order(placement.plan, 8000, "the key", {}, placement.newcomer),
-            CONFIG,
-            self.files,
-            console,
-            on_change=lambda: None,
+            ray, placements, self.order_of, CONFIG, self.files, console, on_change=lambda: None
         )
         self.desk = WorkerDesk(CONFIG, self.supervisor)
-        self.task = asyncio.create_task(self.supervisor.run(self.ready.set))
+        planned = PlannedSupervisor(CONFIG, self.supervisor, self.supervisor, self.files)
+        self.task = asyncio.create_task(planned.run(self.ready.set))
+
+    def order_of(self, placement: Placement) -> Order:
+        desk = str(socket_of(self.files.folder)) if placement.plan.instance == "monitor" else ""
+        return Order(placement.plan, 8000, "the key", {}, placement.newcomer, desk)
 
     async def until(self, condition: Any, what: str) -> None:
         async with asyncio.timeout(40):
@@ -308,7 +310,8 @@ async def test_a_worker_comes_and_goes_and_all_who_are_started_again_know(
     running = Running(ray, tmp_path)
     await running.until(running.ready.is_set, "ready")
     comes()
-    assert await running.desk.add(Role.DECODE, 1) == "decode-1"
+    monitor = ray.actors["monitor"].agent._files.folder
+    assert await LauncherOrders(monitor).add((Role.DECODE, 1)) == "decode-1"
     assert len(ray.groups) == len(FOLDERS) + 1 and running.pid("decode-1")
     assert running.supervisor.nodes["decode-1"] == "127.0.0.1" and "decode-1" in running.supervisor.ready_urls
     await running.until(lambda: running.workers("gateway") == ["decode-0", "decode-1"], "told")
@@ -316,7 +319,7 @@ async def test_a_worker_comes_and_goes_and_all_who_are_started_again_know(
     await running.until(lambda: running.pid("monitor") != 0, "the monitor is back")
     assert running.workers("monitor") == ["decode-0", "decode-1"]
     process = ProcessMark.of(running.pid("decode-1"))
-    await running.desk.drain("decode-1")
+    await LauncherOrders(monitor).drain("decode-1")
     assert process is not None and not process.alive
     assert len(ray.groups) == len(FOLDERS) and ray.killed == 1
     assert "decode-1" not in running.supervisor.nodes.keys() | running.supervisor.ready_urls.keys()
@@ -357,6 +360,7 @@ async def test_a_worker_that_cannot_be_had_ends_nothing_else_and_leaves_nothing(
     assert not running.task.done() and await running.stop() == 0
 
 
+@another_of_its_kind()
 async def test_what_dies_while_it_comes_or_goes_is_waited_for_no_longer_than_it_may_take(
     ray: FakeRay, tmp_path: Path, comes: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

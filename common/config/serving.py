@@ -200,7 +200,7 @@ class PlannerConfig(Section, frozen=True):
     """The monitor replays the last minutes of traffic on other shapes of this pipeline: how many workers, of which role
     and degree. docs/guide/planner.md."""
 
-    # off; advise: decide and tell; act: add, drain and change the roles of workers, on one machine (`cohort serve`)
+    # off; advise: decide and tell; act: add, drain and change the roles of workers (`cohort serve`, also on Ray)
     mode: Literal["off", "advise", "act"] = "off"
     interval_s: Seconds = 30.0  # least time between two rounds of simulations
     window_s: Seconds = 180.0  # of traffic that is replayed; at least settle_s

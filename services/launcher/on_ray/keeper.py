@@ -386,7 +386,7 @@ class RaySupervisor:
         self._console.update(kept.instance, State.FAILED, note=reason)
         where = f" on {kept.place.ip}" if kept.place is not None else ""
         kept.failure = f"{kept.instance}{where}: {reason}"
-        if kept.placement.newcomer:
+        if kept.placement.newcomer or kept.leaving:
             self._on_change()
             return
         if not self._failure and not self._stopping.is_set():

@@ -311,7 +311,7 @@ async def test_a_worker_comes_and_goes_and_all_who_are_started_again_know(
     await running.until(running.ready.is_set, "ready")
     comes()
     monitor = ray.actors["monitor"].agent._files.folder
-    assert await LauncherOrders(monitor).add((Role.DECODE, 1)) == "decode-1"
+    assert await LauncherOrders(monitor, CONFIG).add((Role.DECODE, 1)) == "decode-1"
     assert len(ray.groups) == len(FOLDERS) + 1 and running.pid("decode-1")
     assert running.supervisor.nodes["decode-1"] == "127.0.0.1" and "decode-1" in running.supervisor.ready_urls
     await running.until(lambda: running.workers("gateway") == ["decode-0", "decode-1"], "told")
@@ -319,7 +319,7 @@ async def test_a_worker_comes_and_goes_and_all_who_are_started_again_know(
     await running.until(lambda: running.pid("monitor") != 0, "the monitor is back")
     assert running.workers("monitor") == ["decode-0", "decode-1"]
     process = ProcessMark.of(running.pid("decode-1"))
-    await LauncherOrders(monitor).drain("decode-1")
+    await LauncherOrders(monitor, CONFIG).drain("decode-1")
     assert process is not None and not process.alive
     assert len(ray.groups) == len(FOLDERS) and ray.killed == 1
     assert "decode-1" not in running.supervisor.nodes.keys() | running.supervisor.ready_urls.keys()

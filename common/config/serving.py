@@ -207,9 +207,8 @@ class PlannerConfig(Section, frozen=True):
     max_requests: Positive = 400  # of it, the latest
     ahead_s: NotNegativeSeconds = 60.0  # where traffic rises: it is replayed as dense as it will be then; 0 = as it was
     cpu_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.02  # of one core, on average, for simulations
-    cores: NotNegative = (
-        0  # that workers share which compute on processors; 0 = the monitor's machine's, Ray's cluster's
-    )
+    # that workers share which compute on processors; 0 = those of the monitor's machine, on Ray of all nodes
+    cores: NotNegative = 0
     settle_s: Seconds = 120.0  # after a change: no other one, but more devices behind more; then it is judged
     min_workers: Positive = 1  # kept in any case
     max_workers: NotNegative = 0  # 0 = as many as are configured

@@ -12,6 +12,7 @@ its agent's, of an agent Ray's.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
@@ -62,6 +63,8 @@ class Kept:
         self.done = asyncio.Event()
         self.deaths = 0
         """Of agents in a row that never got as far as to say where they are."""
+        self.homeless_s = time.monotonic()
+        """Since then it has had no place, where it has none."""
         self.joined = not placement.newcomer
         """It has been ready, or everything waits for it."""
         self.leaving = False
@@ -295,11 +298,10 @@ class RaySupervisor:
         asked = asyncio.ensure_future(kept.actor.place.remote())
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
-            patience_s = PATIENCE_S if kept.joined else NO_PLACE_S
+            patience_s = PATIENCE_S if kept.joined else max(0.0, kept.homeless_s + NO_PLACE_S - time.monotonic())
             done, _ = await asyncio.wait((asked, stopping), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
-                if self._ray.util.placement_group_table(kept.group)["state"] in ("PENDING", "RESCHEDULING"):
-                    note = f"for {said(kept.placement.bundle)}: no node has it to spare"
+                if note := self._lacking(kept):
                     if not kept.joined:
                         raise _NoPlaceError(note)
                     self._console.update(kept.instance, State.WAITING, note=f"({note})")
@@ -311,6 +313,12 @@ class RaySupervisor:
         finally:
             stopping.cancel()
             asked.cancel()
+
+    def _lacking(self, kept: Kept) -> str:
+        """What it waits for, where Ray has no place for it."""
+        if self._ray.util.placement_group_table(kept.group)["state"] not in ("PENDING", "RESCHEDULING"):
+            return ""
+        return f"for {said(kept.placement.bundle)}: no node has it to spare"
 
     async def _welcome(self, kept: Kept, place: Place) -> None:
         """It starts once it can be told the addresses of those it dials; a moved one is made known to all."""
@@ -371,12 +379,17 @@ class RaySupervisor:
     def _lost(self, kept: Kept, error: Exception) -> None:
         where = f" on {kept.place.ip}" if kept.place is not None else ""
         kept.deaths += kept.place is None
+        kept.homeless_s = time.monotonic() if kept.place is not None else kept.homeless_s
         kept.place = None
         if self._stopping.is_set() or kept.leaving:
             self._console.update(kept.instance, State.STOPPED, note="lost")
             return
         if kept.deaths >= DEATHS_AT_START and isinstance(error, self._ray.exceptions.ActorDiedError):
             self._give_up(kept, f"its agent cannot be started: {str(error).strip().rpartition(chr(10))[2]}")
+            return
+        # Ray answers for an agent that it cannot start anew, again and again, as for one that was just lost.
+        if not kept.joined and time.monotonic() - kept.homeless_s > NO_PLACE_S:
+            self._give_up(kept, self._lacking(kept) or "its agent was lost and did not come back")
             return
         note = f"(its agent{where} is lost; Ray starts it anew)"
         self._console.update(kept.instance, State.RESTARTING, note=note)

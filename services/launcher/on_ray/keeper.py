@@ -387,12 +387,14 @@ class RaySupervisor:
         if kept.deaths >= DEATHS_AT_START and isinstance(error, self._ray.exceptions.ActorDiedError):
             self._give_up(kept, f"its agent cannot be started: {str(error).strip().rpartition(chr(10))[2]}")
             return
-        # Ray answers for an agent that it cannot start anew, again and again, as for one that was just lost.
-        if not kept.joined and time.monotonic() - kept.homeless_s > NO_PLACE_S:
-            self._give_up(kept, self._lacking(kept) or "its agent was lost and did not come back")
+        # Of an agent that Ray has no place for every question fails within seconds, as of one that was just lost.
+        late = time.monotonic() - kept.homeless_s > (PATIENCE_S if kept.joined else NO_PLACE_S)
+        lacking = self._lacking(kept) if late else ""
+        if late and not kept.joined:
+            self._give_up(kept, lacking or "its agent was lost and did not come back")
             return
-        note = f"(its agent{where} is lost; Ray starts it anew)"
-        self._console.update(kept.instance, State.RESTARTING, note=note)
+        note = lacking or f"its agent{where} is lost; Ray starts it anew"
+        self._console.update(kept.instance, State.WAITING if lacking else State.RESTARTING, note=f"({note})")
         self._on_change()
 
     def _give_up(self, kept: Kept, reason: str) -> None:

@@ -68,10 +68,16 @@ class Actor:
         self.pool = ThreadPoolExecutor(16)
         self.lost, self.back = asyncio.Event(), asyncio.Event()
         self.back.set()
-        self.agent = made(order)
+        self.agent, self.gone = made(order), False
         ray.actors[order.plan.instance] = self
         if ray.full:
             self.vanish()
+
+    async def orphan(self) -> None:
+        """It is gone, and Ray says so to everyone who asks: no node has room for another one."""
+        self._ray.full = self.gone = True
+        self.lost.set()
+        await asyncio.to_thread(kill, self.agent)
 
     def vanish(self) -> None:
         """Nothing that is asked of it is answered, and Ray does not know why."""
@@ -90,6 +96,8 @@ class Actor:
 
     async def _call(self, name: str, words: tuple[Any, ...]) -> Any:
         await self.back.wait()
+        if self.gone:
+            raise RayActorError
         lost = asyncio.ensure_future(self.lost.wait())
         work = asyncio.get_running_loop().run_in_executor(self.pool, getattr(self.agent, name), *words)
         await asyncio.wait((lost, work), return_when=asyncio.FIRST_COMPLETED)
@@ -349,6 +357,12 @@ async def test_a_worker_that_cannot_be_had_ends_nothing_else_and_leaves_nothing(
     ray.full = True
     comes()
     await fails("decode-1: for 1 CPU: no node has it to spare")
+    ray.full = False
+    comes(Deaf)
+    failing = asyncio.create_task(fails("decode-1: for 1 CPU: no node has it to spare"))
+    await running.until(lambda: "decode-1" in running.supervisor.nodes and running.pid("decode-1"), "started")
+    await ray.actors["decode-1"].orphan()
+    await failing
     ray.full = False
 
     def too_small(config: Config, instance: str) -> None:

@@ -200,13 +200,15 @@ class PlannerConfig(Section, frozen=True):
     """The monitor replays the last minutes of traffic on other shapes of this pipeline: how many workers, of which role
     and degree. docs/guide/planner.md."""
 
-    # off; advise: decide and tell; act: add, drain and change the roles of workers, on one machine (`cohort serve`)
+    # off; advise: decide and tell; act: add, drain and change the roles of workers (`cohort serve`, also on Ray)
     mode: Literal["off", "advise", "act"] = "off"
     interval_s: Seconds = 30.0  # least time between two rounds of simulations
     window_s: Seconds = 180.0  # of traffic that is replayed; at least settle_s
     max_requests: Positive = 400  # of it, the latest
     ahead_s: NotNegativeSeconds = 60.0  # where traffic rises: it is replayed as dense as it will be then; 0 = as it was
     cpu_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.02  # of one core, on average, for simulations
+    # that workers share which compute on processors; 0 = those of the monitor's machine, on Ray of all nodes
+    cores: NotNegative = 0
     settle_s: Seconds = 120.0  # after a change: no other one, but more devices behind more; then it is judged
     min_workers: Positive = 1  # kept in any case
     max_workers: NotNegative = 0  # 0 = as many as are configured

@@ -26,7 +26,7 @@ def planner_settings(config: Config, *, cores: int = 0) -> PlannerSettings:
         best_effort_s=planner.best_effort_s,
         bounds=Bounds(min(planner.min_workers, most), most, planner.shapes, degrees),
         default_output=config.gateway.default_prediction_tokens,
-        cores=cores,
+        cores=(planner.cores or cores) if cores else 0,
         ahead_s=planner.ahead_s,
         threads=max((group.threads for group in config.workers), default=0) or config.default_threads(cores or 1),
     )

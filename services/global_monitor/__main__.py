@@ -90,7 +90,7 @@ def _planner(context: ServiceContext, monitor: GlobalMonitor, foresight: Foresig
     keep_config(config, context.run_dir / CONFIG_FILE)
     cores = 0 if config.on_gpu else len(os.sched_getaffinity(0))
     settings = planner_settings(config, cores=cores)
-    orders = LauncherOrders(context.run_dir) if config.planner.mode == "act" else None
+    orders = LauncherOrders(context.run_dir, config) if config.planner.mode == "act" else None
     context.log.info("planner", mode=settings.mode, bounds=msgspec.to_builtins(settings.bounds))
     return Planner(config, settings, monitor.cluster, context.clock, context.log, simulate=foresight.ask, orders=orders)
 

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import msgspec
 
+from cohort.common.config import Config
 from cohort.common.errors import CohortError, ConfigError
 from cohort.common.planning.orders import AddWorker, Done, DrainWorker, Order, socket_of
 from cohort.common.planning.shape import Kind
 from cohort.common.types import InstanceId
+
+_BESIDE_S = 60.0
+"""The longest that an order takes beside the start or the drain of its worker, by force at the end."""
 
 
 class OrderFailed(CohortError):
@@ -18,13 +22,14 @@ class OrderFailed(CohortError):
 
 
 class LauncherOrders:
-    def __init__(self, run_dir: Path) -> None:
-        """Raises `ConfigError` where no launcher takes orders: under Ray, Kubernetes, or by hand."""
-        self._socket = socket_of(run_dir)
-        if not self._socket.is_socket():
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        """Raises `ConfigError` where no launcher takes orders: under Kubernetes, or by hand."""
+        self._longest_s = config.planner.start_timeout_s + config.engine.drain_s + _BESIDE_S
+        self._socket = socket_of(run_dir).resolve()  # on Ray a link to the launcher's own
+        if not _is_socket(self._socket):
             raise ConfigError(
                 "planner.mode: act needs a launcher on this machine that takes orders (`cohort serve`), and there is "
-                f"none at {self._socket}; on Kubernetes or a Ray cluster set advise"
+                f"none at {self._socket}; on Kubernetes set advise"
             )
 
     async def add(self, kind: Kind) -> InstanceId:
@@ -36,14 +41,24 @@ class LauncherOrders:
 
     async def _ask(self, order: Order) -> Done:
         try:
-            reader, writer = await asyncio.open_unix_connection(self._socket)
-            try:
-                writer.write(msgspec.json.encode(order) + b"\n")
-                done = msgspec.json.decode(await reader.readline(), type=Done)
-            finally:
-                writer.close()
+            async with asyncio.timeout(self._longest_s):
+                reader, writer = await asyncio.open_unix_connection(self._socket)
+                try:
+                    writer.write(msgspec.json.encode(order) + b"\n")
+                    done = msgspec.json.decode(await reader.readline(), type=Done)
+                finally:
+                    writer.close()
+        except TimeoutError as error:
+            raise OrderFailed(f"the launcher has not answered for {self._longest_s:.0f} s") from error
         except (OSError, msgspec.MsgspecError) as error:
             raise OrderFailed(f"the launcher does not answer: {error}") from error
         if done.failure:
             raise OrderFailed(done.failure)
         return done
+
+
+def _is_socket(path: Path) -> bool:
+    try:
+        return path.is_socket()
+    except PermissionError:  # of another user's launcher
+        return False

@@ -20,6 +20,7 @@ from cohort.common.devices.fit import check_fit, check_host_fit, host_need, need
 from cohort.common.devices.inventory import Gpu
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.errors import ConfigError
+from cohort.common.types import InstanceId
 
 
 def on_box(config: Config, gpus: Sequence[Gpu], *, workers_given: bool, model: Path) -> Config:
@@ -46,6 +47,12 @@ def check_host(config: Config, model: Path) -> None:
     wanted = host_need(config, model, geometry, computes_bfloat16=host_memory.computes_bfloat16())
     workers = sum(group.count for group in config.workers)
     check_host_fit(config, model.name, wanted, host_memory.available_bytes(), workers)
+
+
+def check_newcomer(config: Config, instance: InstanceId) -> None:
+    """The same for one worker that comes to others on this machine: against the memory that these have left."""
+    alone = msgspec.structs.replace(config.worker_group(instance), count=1)
+    check_host(msgspec.structs.replace(config, workers=(alone,)), Path(config.model.path))
 
 
 def summary(config: Config, gpus: Sequence[Gpu]) -> str:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from cohort.common import paths, ports
 from cohort.common.addresses import GATEWAY, MONITOR
@@ -29,11 +29,12 @@ from cohort.services.launcher.box import check_host, on_box, summary
 from cohort.services.launcher.console import Console, Line
 from cohort.services.launcher.default_model import is_complete
 from cohort.services.launcher.gguf_folder import served_folder
+from cohort.services.launcher.keepers import Keeper, MakeKeeper
 from cohort.services.launcher.options import keys_of, overrides_of, ray_address
 from cohort.services.launcher.plan import ProcessPlan, StopStage, api_scheme, http_base, plan, resolve
-from cohort.services.launcher.run_files import LauncherState, ProcessMark, RestartState, RunFiles, RunFilesError
+from cohort.services.launcher.run_files import LauncherState, ProcessMark, RunFiles, RunFilesError
 from cohort.services.launcher.supervisor import Supervisor
-from cohort.services.launcher.worker_desk import PlannedSupervisor
+from cohort.services.launcher.worker_desk import OneMachine, PlannedSupervisor
 
 if TYPE_CHECKING:
     from cohort.services.launcher.on_ray.cluster import Cluster
@@ -42,31 +43,6 @@ EXIT_WRONG = 2
 _HERE = (GATEWAY, MONITOR)
 """Processes that listen on this machine wherever the others are."""
 MODEL_TIMEOUT_S = 3600.0
-
-
-class Keeper(Protocol):
-    """What keeps the processes running: `Supervisor` on this machine, `RaySupervisor` on several."""
-
-    @property
-    def marks(self) -> dict[str, ProcessMark]: ...
-
-    @property
-    def nodes(self) -> dict[str, str]: ...
-
-    @property
-    def ready_urls(self) -> dict[str, str]: ...
-
-    @property
-    def restart(self) -> RestartState: ...
-
-    def request_restart(self) -> None: ...
-
-    def request_stop(self) -> None: ...
-
-    async def run(self, on_ready: Callable[[], None]) -> int: ...
-
-
-MakeKeeper = Callable[[RunFiles, Console, Callable[[], None]], Keeper]
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
@@ -119,7 +95,9 @@ def _serve(options: argparse.Namespace, arguments: list[str], config: Config, *,
 
         def keeper(files: RunFiles, console: Console, on_change: Callable[[], None]) -> Keeper:
             supervisor = Supervisor(plans, files, console, on_change=on_change)
-            return supervisor if config.planner.mode != "act" else PlannedSupervisor(config, supervisor, files)
+            if config.planner.mode != "act":
+                return supervisor
+            return PlannedSupervisor(config, supervisor, OneMachine(supervisor, files), files)
 
         return asyncio.run(_supervise(config, plans, files, keeper, options.notify_fd, summary(config, gpus)))
 
@@ -159,8 +137,6 @@ def _serve_joined(options: argparse.Namespace, cluster: Cluster, config: Config,
     if options.print_config:
         sys.stdout.write(dump_config(config))
         return 0
-    if config.planner.mode == "act":
-        raise ConfigError("planner.mode: act changes the workers of one machine; on a Ray cluster set advise")
     preflight.check_exposure(config)
     preflight.check_certificate(config)
     files = RunFiles(paths.run_dir(config.gateway.port))
@@ -168,8 +144,14 @@ def _serve_joined(options: argparse.Namespace, cluster: Cluster, config: Config,
     with files.claim():
         _check_start([process for process in plans if not process.passes_metrics_port and process.instance in _HERE])
         files.write_config(dump_config(config))
-        work = _supervise(config, plans, files, pipeline.supervisor, options.notify_fd, pipeline.box)
-        return asyncio.run(work)
+
+        def keeper(files: RunFiles, console: Console, on_change: Callable[[], None]) -> Keeper:
+            supervisor = pipeline.supervisor(files, console, on_change)
+            if config.planner.mode != "act":
+                return supervisor
+            return PlannedSupervisor(config, supervisor, supervisor, files)
+
+        return asyncio.run(_supervise(config, plans, files, keeper, options.notify_fd, pipeline.box))
 
 
 def _named_folder(config: Config) -> Path:

@@ -1,10 +1,11 @@
 """Workers that come and go while the pipeline runs, as the global monitor asks (`planner.mode: act`).
 
-    monitor ──AddWorker, DrainWorker──▶ workers.sock in the run folder ──▶ WorkerDesk ──▶ Supervisor.add, .retire
-                                                                              └──▶ resolved.yaml with these workers
+    monitor ──AddWorker, DrainWorker──▶ workers.sock in the run folder ──▶ WorkerDesk ──▶ WorkerHosts.add, .retire
+                                                                              └──▶ .configure: with these workers
 
 One order at a time. The configuration that all processes read names the workers there are: a process that is started
-again finds what the others have. Called by `main`, which makes it around its supervisor; decides nothing about shapes.
+again finds what the others have. Where workers run the desk does not know: this machine (`OneMachine`), or the nodes
+of a cluster (`on_ray/keeper.py`). Called by `main`, which makes it around its supervisor; decides nothing about shapes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import assert_never
 
 import msgspec
@@ -23,8 +23,9 @@ from cohort.common.config.serving import WorkerGroup
 from cohort.common.errors import CohortError
 from cohort.common.planning.orders import AddWorker, Done, DrainWorker, Order, socket_of
 from cohort.common.types import InstanceId, Role
-from cohort.services.launcher.box import check_host
-from cohort.services.launcher.plan import worker_plan
+from cohort.services.launcher.box import check_newcomer
+from cohort.services.launcher.keepers import Keeper, WorkerHosts
+from cohort.services.launcher.plan import ProcessPlan, worker_plan
 from cohort.services.launcher.run_files import ProcessMark, RestartState, RunFiles, RunFilesError
 from cohort.services.launcher.supervisor import Supervisor
 
@@ -32,11 +33,11 @@ _LONGEST_LINE = 4096
 
 
 class PlannedSupervisor:
-    """A supervisor that takes orders (`main.Keeper`)."""
+    """A supervisor that takes orders (`Keeper`)."""
 
-    def __init__(self, config: Config, supervisor: Supervisor, files: RunFiles) -> None:
+    def __init__(self, config: Config, supervisor: Keeper, hosts: WorkerHosts, files: RunFiles) -> None:
         self._supervisor = supervisor
-        self._desk = WorkerDesk(config, supervisor, files)
+        self._desk = WorkerDesk(config, hosts)
         self._socket = socket_of(files.folder)
 
     @property
@@ -71,11 +72,30 @@ class PlannedSupervisor:
             self._socket.unlink(missing_ok=True)
 
 
-class WorkerDesk:
-    def __init__(self, config: Config, supervisor: Supervisor, files: RunFiles) -> None:
-        self._config = config
+class OneMachine:
+    """This one (`WorkerHosts`): workers share its memory, and a file has the configuration."""
+
+    def __init__(self, supervisor: Supervisor, files: RunFiles) -> None:
         self._supervisor = supervisor
         self._files = files
+
+    def check(self, config: Config, instance: InstanceId) -> None:
+        check_newcomer(config, instance)
+
+    def configure(self, config: Config) -> None:
+        self._files.write_config(dump_config(config))
+
+    async def add(self, plan: ProcessPlan, timeout_s: float) -> None:
+        await self._supervisor.add(plan, timeout_s)
+
+    async def retire(self, instance: str) -> None:
+        await self._supervisor.retire(instance)
+
+
+class WorkerDesk:
+    def __init__(self, config: Config, hosts: WorkerHosts) -> None:
+        self._config = config
+        self._hosts = hosts
         self._one = asyncio.Lock()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -105,15 +125,15 @@ class WorkerDesk:
                 assert_never(order)
 
     async def add(self, role: Role, degree: int) -> InstanceId:
-        """Raises `CohortError` where its model does not fit beside the others, or it does not become ready."""
+        """Raises `CohortError` where there is no room for it beside the others, or it does not become ready."""
         before = self._config
-        check_host(_alone(before, role, degree), Path(before.model.path))
         config = with_worker(before, role, degree)
         (instance,) = config.instance_roles.keys() - before.instance_roles.keys()
+        self._hosts.check(config, instance)
         self._settle(config)
         try:
             plan = worker_plan(config, instance, ports.free_port())
-            await self._supervisor.add(plan, config.planner.start_timeout_s)
+            await self._hosts.add(plan, config.planner.start_timeout_s)
         except BaseException:
             self._settle(before)
             raise
@@ -121,12 +141,12 @@ class WorkerDesk:
 
     async def drain(self, instance: InstanceId) -> None:
         config = without_worker(self._config, instance)
-        await self._supervisor.retire(instance)
+        await self._hosts.retire(instance)
         self._settle(config)
 
     def _settle(self, config: Config) -> None:
         self._config = config
-        self._files.write_config(dump_config(config))
+        self._hosts.configure(config)
 
 
 def with_worker(config: Config, role: Role, degree: int) -> Config:
@@ -158,7 +178,3 @@ def _group(config: Config, role: Role, degree: int) -> WorkerGroup:
     """As many threads as the others have."""
     threads = max(group.threads for group in config.workers)
     return WorkerGroup(role, 1, threads, degree)
-
-
-def _alone(config: Config, role: Role, degree: int) -> Config:
-    return msgspec.structs.replace(config, workers=(_group(config, role, degree),))

@@ -117,6 +117,11 @@ class RayNodes:
                 lines.append(line)
         return lines
 
+    def agents(self) -> int:
+        """Actors of the pipeline that live, on all nodes: Ray names their processes."""
+        lines = [Path(f"/proc/{pid}/cmdline") for index in range(len(self._cpus)) for pid in self.pids(index)]
+        return sum(_first_bytes(line).startswith(b"ray::Agent") for line in lines)
+
     def groups(self) -> dict[str, str]:
         """Placement groups that Ray has, by id, with their states."""
         script = (
@@ -165,6 +170,11 @@ class RayNodes:
         """Addresses of the pipeline's processes by instance, as the launcher records them."""
         state = json.loads((self._cache(0) / "run" / str(API_PORT) / "launcher.json").read_bytes())
         found: dict[str, str] = state["nodes"]
+        return found
+
+    def run_folder(self, instance: str) -> Path:
+        """On the launcher's node, of a process that is there."""
+        [found] = (self._cache(0) / "run" / str(API_PORT) / "nodes").glob(f"*/{instance}")
         return found
 
     def log(self, instance: str) -> list[dict[str, Any]]:
@@ -221,6 +231,13 @@ class RayNodes:
         ]
         with (self._folder / f"ray{index}.log").open("wb") as log:
             subprocess.run(command, env=self._environment(index), stdout=log, stderr=log, check=True, timeout=90)
+
+
+def _first_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def ip(*words: str) -> None:

@@ -11,7 +11,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,10 @@ import aiohttp
 import pytest
 import torch
 
+from cohort.common.config import load_config
 from cohort.common.ports import free_port
+from cohort.common.types import Role
+from cohort.services.global_monitor.launcher_orders import LauncherOrders, OrderFailed
 from tests.chaos.ray_nodes import RayNodes, why_not
 from tests.e2e.pipeline import Answer, complete
 from tests.e2e.tiny_models import qwen2, save
@@ -40,7 +44,7 @@ on_three_nodes = pytest.mark.skipif(
 
 STREAMS = 400
 NEW_TOKENS = 100
-SHORT_STREAMS = 40
+SHORT_STREAMS, FEWER_STREAMS = 40, 120
 LEADS = "leads from now on"
 NOTICED_BY_RAY_S = 3.0
 """At the earliest: three health checks a second apart (`ray_nodes.ENVIRONMENT`)."""
@@ -56,11 +60,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def options(model: Path) -> list[str]:
-    """Three workers that compute prompts and decode."""
+def options(model: Path, workers: int = 3) -> list[str]:
+    """Workers that compute prompts and decode."""
     return [
         *("--preset", "unified", "--model", str(model), "--set", "model.dtype=float32"),
-        *("--set", "workers=[{role: unified, count: 3, threads: 1}]"),
+        *("--set", f"workers=[{{role: unified, count: {workers}, threads: 1}}]"),
         *("--set", "kv.memory_bytes=67108864", "--set", "kv.host_memory_bytes=0", "--set", "gateway.drain_s=10"),
     ]
 
@@ -251,6 +255,58 @@ def test_the_manager_of_another_node_leads_before_ray_knows_of_the_loss(nodes: R
     check(asyncio.run(streams.run()), undisturbed)
     assert nodes.stop(signal.SIGINT) == 0
     assert_nothing_left(nodes, [0, 3 - victim])
+
+
+@on_three_nodes
+@pytest.mark.parametrize("nodes", [(1, 1, 1)], indirect=True)
+def test_workers_come_and_go_as_the_monitor_orders_and_no_stream_is_lost(nodes: RayNodes, model: Path) -> None:
+    """The services take the head; each other node has room for one worker."""
+    acts = ("planner.mode=act", "planner.max_workers=3", "planner.interval_s=3600", "engine.drain_s=0.1")
+    nodes.serve(*options(model, workers=1), *(word for each in acts for word in ("--set", each)))
+    nodes.wait_said("Cohort serves")
+    alone = nodes.agents(), in_use(nodes)
+    folder = nodes.run_folder("monitor")
+    orders = LauncherOrders(folder, load_config([folder / "resolved.yaml"]))
+    streams = Streams(nodes.url, FEWER_STREAMS)
+    undisturbed = asyncio.run(streams.run())
+
+    check(asyncio.run(streams.run(lambda: took_s("a worker comes", orders.add((Role.UNIFIED, 1))))), undisturbed)
+    where = nodes.where()
+    assert {where["unified-0"], where["unified-1"]} == {nodes.address(1), nodes.address(2)}
+    assert (nodes.agents(), in_use(nodes)) == (alone[0] + 1, alone[1] + 1)
+    assert list(load_config([folder / "resolved.yaml"]).instance_roles) == ["unified-0", "unified-1"]
+    with pytest.raises(OrderFailed, match="for 1 CPU: no node has it to spare"):
+        took_s("a worker without a place", orders.add((Role.UNIFIED, 1)))
+
+    answers = asyncio.run(streams.run(lambda: took_s("a worker goes", orders.drain("unified-1"))))
+    check(answers, undisturbed)
+    assert any(answer.extras.get("attempts", 1) > 1 for answer in answers), "what was on it went on elsewhere"
+    assert (nodes.agents(), in_use(nodes)) == alone and "unified-1" not in nodes.where()
+
+    [victim] = [index for index in (1, 2) if nodes.address(index) != where["unified-0"]]
+    with ThreadPoolExecutor(1) as pool:
+        adding = pool.submit(took_s, "a worker whose node dies", orders.add((Role.UNIFIED, 1)))
+        nodes.wait_said("unified-1    starting", 2)
+        nodes.kill(victim)
+        with pytest.raises(OrderFailed, match="no node has it to spare"):
+            adding.result(120)
+    assert (nodes.agents(), in_use(nodes)) == alone
+    check(asyncio.run(streams.run()), undisturbed)
+    assert nodes.stop(signal.SIGINT) == 0
+    assert_nothing_left(nodes, [0, 3 - victim])
+
+
+def in_use(nodes: RayNodes) -> int:
+    """Placement groups that have not been given back."""
+    return sum(state != "REMOVED" for state in nodes.groups().values())
+
+
+def took_s(what: str, order: Coroutine[Any, Any, Any]) -> None:
+    began_s = time.monotonic()
+    try:
+        asyncio.run(order)
+    finally:
+        print(f"\n{what}: {time.monotonic() - began_s:.1f} s")
 
 
 def led_since(nodes: RayNodes, name: str) -> str:

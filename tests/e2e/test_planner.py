@@ -4,6 +4,7 @@ and changes roles; running requests move to the workers that stay. No request fa
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import itertools
 import json
 import os
@@ -150,9 +151,9 @@ def why(serve: Serve) -> str:
     return json.dumps(state_of(serve)["planner"], indent=1) + "\n" + "\n".join(log.splitlines()[-15:])
 
 
-def started(serve: Serve, preset: str, **options: object) -> None:
+def started(serve: Serve, preset: str, *words: str, **options: object) -> None:
     chosen = [word for name, value in {**OPTIONS, **options}.items() for word in ("--set", f"{name}={value}")]
-    done = serve("--detach", "--preset", preset, "--served-name", "served", *chosen)
+    done = serve("--detach", "--preset", preset, "--served-name", "served", *words, *chosen)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -208,6 +209,22 @@ def test_a_worker_comes_with_the_load_goes_with_it_and_comes_back_when_that_was_
     counts = counted(serve)
     assert counts["changed"] >= 2 and counts["undone"] >= 1 and counts["verdict_undone"] >= 1
     assert len(live_rows(serve)) >= 3
+    assert serve("--stop").returncode == 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra ray")
+def test_on_ray_a_worker_comes_with_the_load_and_goes_with_it(serve: Serve) -> None:
+    started(serve, "unified", "--on", "ray=local")
+    all_served(asyncio.run(under_load(serve, lambda state: len(ready_workers(state)) >= 2)))
+    assert serve("--status").stdout.count("unified-1") == 1 and "unified-1" in serve.state.nodes
+    deadline_s = time.monotonic() + DEADLINE_S
+    while ready_workers(state_of(serve)) != {"unified-0"} or len(decisions(state_of(serve))) < 2:
+        assert time.monotonic() < deadline_s, why(serve)
+        time.sleep(0.2)
+    grown, shrunk = decisions(state_of(serve))[:2]
+    assert (grown["action"], grown["before"], grown["after"]) == ("changed", *shapes(1, 2))
+    assert (shrunk["action"], shrunk["before"], shrunk["after"]) == ("changed", *shapes(2, 1))
+    assert "unified-1" not in serve("--status").stdout
     assert serve("--stop").returncode == 0
 
 

@@ -2,7 +2,7 @@
 
     Ray ─▶ Agent ─▶ a thread with an event loop: the launcher's own `Supervisor`, of one process
              │ methods, in threads of Ray's
-    launcher ┘   place ─▶ start(book) ─▶ news … ─▶ stop
+    launcher ┘   place ─▶ start(briefing) ─▶ news … ─▶ stop
 
 A process that ends is started again here, by the same rules as on one machine. The actor's end ends it at once: the
 kernel kills a child with the thread that started it (`child.py`), and that thread lives as long as the actor. Ray
@@ -27,13 +27,15 @@ import yaml
 
 from cohort import __version__
 from cohort.common import paths, ports
-from cohort.common.address_book import AddressBook, write_book
+from cohort.common.address_book import write_book
 from cohort.common.config import Config, dump_config, load_config
 from cohort.common.errors import CohortError, ConfigError
+from cohort.common.planning.orders import socket_of
 from cohort.common.private_files import keep_private, open_private
 from cohort.services.launcher import preflight
+from cohort.services.launcher.box import check_newcomer
 from cohort.services.launcher.console import Line, State
-from cohort.services.launcher.on_ray.order import News, Order, Place, on_node, own_endpoint
+from cohort.services.launcher.on_ray.order import Briefing, News, Order, Place, on_node, own_endpoint
 from cohort.services.launcher.plan import ProcessPlan
 from cohort.services.launcher.run_files import RunFiles
 from cohort.services.launcher.supervisor import Supervisor
@@ -64,7 +66,9 @@ class Agent:
         self._files = RunFiles(paths.run_dir(order.port) / "nodes" / self._node_id[:8] / order.plan.instance)
         self._view = _View()
         self._lock = threading.Lock()
-        self._edition = -1
+        self._briefing: Briefing | None = None
+        self._settled = False
+        """The process's folder is ours, with the configuration in it."""
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._supervisor: Supervisor | None = None
@@ -74,14 +78,17 @@ class Agent:
         own = own_endpoint(self._plan, self._ip, self._inbox_port)
         return Place(self._incarnation, self._node_id, self._ip, socket.gethostname(), __version__, own)
 
-    def start(self, book: AddressBook, edition: int) -> None:
-        """Start the process, or tell it of addresses that have changed. An older edition changes nothing."""
+    def start(self, briefing: Briefing) -> None:
+        """Start the process, or tell it and its successors what has changed. An older edition changes nothing."""
         with self._lock:
-            if edition <= self._edition:
+            before = self._briefing
+            if before is not None and briefing.edition <= before.edition:
                 return
-            self._edition = edition
+            self._briefing = briefing
             self._files.make()
-            write_book(self._files.folder, book)
+            write_book(self._files.folder, briefing.book)
+            if self._settled and before is not None and briefing.config != before.config:
+                self._files.write_config(dump_config(self._config()))
             if self._thread is None and not self._stops:
                 self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
                 self._thread.start()
@@ -118,7 +125,7 @@ class Agent:
         serve_first()
         try:
             with self._files.claim():
-                self._files.write_config(dump_config(self._settled()))
+                self._settle()
                 asyncio.run(self._supervise())
         except (CohortError, OSError) as error:
             broken = str(error)
@@ -141,12 +148,24 @@ class Agent:
     def _key_file(self) -> Path:
         return self._files.folder / _KEY_FILE
 
-    def _settled(self) -> Config:
-        """The configuration for this node; the cluster's key becomes a file for its owner alone."""
-        config = load_config(overrides=yaml.safe_load(self._order.config))
+    def _settle(self) -> None:
+        """What the process finds in its folder; the cluster's key becomes a file for its owner alone."""
         if self._order.key:
             with open_private(self._key_file, "wb") as file:
                 file.write(self._order.key.encode())
+        if self._order.desk:
+            socket_of(self._files.folder).symlink_to(self._order.desk)
+        with self._lock:
+            config = self._config()
+            self._files.write_config(dump_config(config))
+            self._settled = True
+        if self._order.newcomer:
+            check_newcomer(config, self._plan.instance)
+
+    def _config(self) -> Config:
+        """The present one, for this node."""
+        assert self._briefing is not None
+        config = load_config(overrides=yaml.safe_load(self._briefing.config))
         key_file = str(self._key_file) if self._order.key else ""
         return on_node(config, self._plan, self._ip, self._inbox_port, key_file)
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from cohort.common import paths
-from cohort.common.address_book import with_standbys
+from cohort.common.address_book import AddressBook, with_standbys
 from cohort.common.addresses import GATEWAY, STANDBY_MANAGERS
 from cohort.common.config import Config
 from cohort.common.exposure import is_loopback
@@ -23,14 +23,26 @@ _DIALLED_BY_NAME = frozenset({"bucketing_manager", "length_predictor", "global_m
 
 
 class Order(msgspec.Struct, frozen=True):
-    """One process to be kept running. `plan` is a `ProcessPlan` without its ports, which the node decides; `config` the
-    YAML of the whole configuration; `key` the content of the cluster's key file, "" = no encryption."""
+    """One process to be kept running. `plan` is a `ProcessPlan` without its ports, which the node decides; `port` the
+    pipeline's; `key` the content of the cluster's key file, "" = no encryption."""
 
     plan: ProcessPlan
-    config: str
     port: int
     key: str = ""
     environment: dict[str, str] = {}
+    newcomer: bool = False
+    """It comes to others, whose memory it must not take."""
+    desk: str = ""
+    """Of the monitor where the planner acts: the launcher's socket for its orders, on the node that both share."""
+
+
+class Briefing(msgspec.Struct, frozen=True):
+    """What all processes are told, and told anew when it has changed: addresses, and the YAML of the configuration,
+    which names the workers that there are. Of two the one with the higher `edition` is true."""
+
+    edition: int
+    book: AddressBook
+    config: str
 
 
 class Place(msgspec.Struct, frozen=True):

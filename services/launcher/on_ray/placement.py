@@ -58,6 +58,8 @@ class Placement:
     bound_to: str = ""
     spread: bool = False
     """On another node than other processes of its folder that are spread, as far as there are so many."""
+    newcomer: bool = False
+    """It comes to a pipeline that runs, and that goes on without it where it cannot be had."""
 
 
 def gateway_nodes(asked: str, nodes: Sequence[Node]) -> list[Node]:
@@ -70,12 +72,6 @@ def gateway_nodes(asked: str, nodes: Sequence[Node]) -> list[Node]:
     if int(asked) > len(nodes):
         raise ConfigError(f"--gateways {asked}: one a node, and the cluster has {len(nodes)} node(s)")
     return ordered[: int(asked)]
-
-
-def ranks(config: Config) -> int:
-    """GPUs that the ranks of one worker compute on. They exchange results in every layer, so they share a node: one
-    bundle has them all, and a bundle is never divided."""
-    return max((group.degree for group in config.workers), default=1)
 
 
 def with_threads(config: Config, nodes: Sequence[Node], gateways: int) -> Config:
@@ -107,7 +103,7 @@ def place(
     placements = []
     for plan in plans:
         if plan.stage is StopStage.WORKERS:
-            placements.append(Placement(plan, _worker_bundle(config, plan.instance)))
+            placements.append(Placement(plan, worker_bundle(config, plan.instance)))
         elif plan.folder == "gateway":
             for index, node in enumerate(gateways):
                 name = GATEWAY if index == 0 else f"{GATEWAY}-{index}"
@@ -131,11 +127,24 @@ def _bound(plan: ProcessPlan, node: Node) -> Placement:
     return Placement(plan, {**share, f"node:{node.ip}": _NODE_SHARE}, node.ip)
 
 
-def _worker_bundle(config: Config, instance: str) -> dict[str, float]:
+def newcomer(config: Config, plan: ProcessPlan) -> Placement:
+    """A worker of `config` that comes while the others run."""
+    return Placement(plan, worker_bundle(config, plan.instance), newcomer=True)
+
+
+def worker_bundle(config: Config, instance: str) -> dict[str, float]:
+    """All that a worker takes of its node. Its ranks exchange results in every layer, so they share one: a bundle is
+    never divided."""
     bundle: dict[str, float] = {"CPU": float(config.worker_threads(instance, 1))}
     if config.on_gpu:
-        bundle["GPU"] = ranks(config) / max(1, config.engine.workers_per_gpu)
+        bundle["GPU"] = config.worker_group(instance).degree / max(1, config.engine.workers_per_gpu)
     return bundle
+
+
+def check_possible(bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> None:
+    """Raises `ConfigError` where none of the nodes, given by all that they have, could take it if it were empty."""
+    if not any(_takes(have, bundle) for have in nodes):
+        raise ConfigError(f"no node of the Ray cluster has {said(bundle)}")
 
 
 def _demands(config: Config, nodes: Sequence[Node], gateways: int) -> list[tuple[str, Mapping[str, float]]]:
@@ -147,7 +156,7 @@ def _demands(config: Config, nodes: Sequence[Node], gateways: int) -> list[tuple
     others = [node for node in nodes if node is not home and node.cpus > 0][: max(0, gateways - 1)]
     demands += [("a gateway", {"CPU": SERVICE_CPUS["gateway"], f"node:{node.ip}": _NODE_SHARE}) for node in others]
     demands += [("a manager", {"CPU": SERVICE_CPUS["bucketing_manager"]})] * config.manager.standbys
-    return demands + [(name, _worker_bundle(config, name)) for name in config.instance_roles]
+    return demands + [(name, worker_bundle(config, name)) for name in config.instance_roles]
 
 
 def _left_over(
@@ -163,9 +172,7 @@ def _left_over(
     )
     missing = []
     for name, bundle in order:
-        taking = [
-            have for have in free if all(have.get(kind, 0.0) + _TOLERANCE >= much for kind, much in bundle.items())
-        ]
+        taking = [have for have in free if _takes(have, bundle)]
         if not taking:
             missing.append((name, bundle))
             continue
@@ -175,12 +182,16 @@ def _left_over(
     return missing
 
 
+def _takes(have: Mapping[str, float], bundle: Mapping[str, float]) -> bool:
+    return all(have.get(kind, 0.0) + _TOLERANCE >= much for kind, much in bundle.items())
+
+
 def _binding(bundle: Mapping[str, float]) -> list[str]:
     return [kind for kind in bundle if kind.startswith("node:")]
 
 
 def _with(group: WorkerGroup, threads: int) -> WorkerGroup:
-    return WorkerGroup(role=group.role, count=group.count, threads=threads)
+    return msgspec.structs.replace(group, threads=threads)
 
 
 def _too_small(missing: Sequence[tuple[str, Mapping[str, float]]], nodes: Sequence[Node]) -> ConfigError:

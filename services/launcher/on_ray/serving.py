@@ -11,10 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from cohort.common import ports
-from cohort.common.config import Config, dump_config
+from cohort.common.addresses import MONITOR
+from cohort.common.config import Config
 from cohort.common.errors import ConfigError
 from cohort.common.exposure import is_loopback
+from cohort.common.planning.orders import socket_of
 from cohort.common.transport.security import generate_keys
 from cohort.services.launcher import preflight
 from cohort.services.launcher.box import on_box, summary
@@ -22,7 +26,7 @@ from cohort.services.launcher.console import Console
 from cohort.services.launcher.on_ray.cluster import Cluster, gpus_of
 from cohort.services.launcher.on_ray.keeper import RaySupervisor
 from cohort.services.launcher.on_ray.order import Order, passed_environment
-from cohort.services.launcher.on_ray.placement import Placement, gateway_nodes, place, with_threads
+from cohort.services.launcher.on_ray.placement import Node, Placement, gateway_nodes, place, with_threads
 from cohort.services.launcher.plan import plan, resolve
 from cohort.services.launcher.run_files import RunFiles
 
@@ -38,14 +42,17 @@ class RayPipeline:
 
     def supervisor(self, files: RunFiles, console: Console, on_change: Callable[[], None]) -> RaySupervisor:
         key = cluster_key(self.config)
-        text = dump_config(self.config)
+        desk = str(socket_of(files.folder)) if self.config.planner.mode == "act" else ""
 
         def order_of(placement: Placement) -> Order:
-            gateway = placement.plan.folder == "gateway"
-            passed = passed_environment(self.config.gateway.api_keys, os.environ) if gateway else {}
-            return Order(placement.plan, text, self.config.gateway.port, key, passed)
+            plan = placement.plan
+            passed = passed_environment(self.config.gateway.api_keys, os.environ) if plan.folder == "gateway" else {}
+            orders_at = desk if plan.instance == MONITOR else ""
+            return Order(plan, self.config.gateway.port, key, passed, placement.newcomer, orders_at)
 
-        return RaySupervisor(self.cluster.ray, self.placements, order_of, files, console, on_change=on_change)
+        return RaySupervisor(
+            self.cluster.ray, self.placements, order_of, self.config, files, console, on_change=on_change
+        )
 
 
 def settle(cluster: Cluster, config: Config, *, model: Path, gateways: str, workers_given: bool) -> RayPipeline:
@@ -64,12 +71,19 @@ def settle(cluster: Cluster, config: Config, *, model: Path, gateways: str, work
     if not cluster.local:
         config = with_threads(config, cluster.nodes, len(at))
     config = resolve(config, model=model, cores=cores, free_port=ports.free_port)
+    config = config if cluster.local else with_cores(config, cluster.nodes)
     plans = plan(config, cores if cluster.local else 0)
     placements = place(config, plans, cluster.nodes, at)
     names = {node.ip for node in cluster.nodes}
     box = summary(config, gpus)
     nodes = f"{len(cluster.nodes)} Ray node(s), {', '.join(sorted(names))}"
     return RayPipeline(cluster, config, placements, f"{nodes}\n{box}" if box else nodes)
+
+
+def with_cores(config: Config, nodes: Sequence[Node]) -> Config:
+    """Of all nodes together: Ray gives a worker the cores of its own that the planner's simulations take it to have."""
+    cores = config.planner.cores or int(sum(node.cpus for node in nodes))
+    return msgspec.structs.replace(config, planner=msgspec.structs.replace(config.planner, cores=cores))
 
 
 def check(config: Config) -> None:

@@ -19,9 +19,10 @@ from cohort.common.planning.settings import planner_settings
 from cohort.common.planning.shape import Kind, Shape
 from cohort.common.planning.traffic import Timing, TrafficRecord
 from cohort.common.types import Role, Slo, StepTimes
+from cohort.services.global_monitor import launcher_orders
 from cohort.services.global_monitor.aggregate import Cluster
 from cohort.services.global_monitor.foresight_process import keep_config
-from cohort.services.global_monitor.launcher_orders import LauncherOrders
+from cohort.services.global_monitor.launcher_orders import LauncherOrders, OrderFailed
 from cohort.services.global_monitor.live import planned
 from cohort.services.global_monitor.planner import Planner, PlannerCollector, planner_state, present
 from tests.services.global_monitor.test_service import ManualClock
@@ -200,8 +201,20 @@ async def test_a_simulation_that_fails_is_tried_again():
 
 
 def test_to_act_needs_a_launcher_here(tmp_path):
-    with pytest.raises(ConfigError, match=r"cohort serve.*on Kubernetes or a Ray cluster set advise"):
-        LauncherOrders(tmp_path)
+    with pytest.raises(ConfigError, match=r"cohort serve.*on Kubernetes set advise"):
+        LauncherOrders(tmp_path, config())
+
+
+async def test_a_launcher_that_does_not_answer_is_not_waited_for_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher_orders, "_BESIDE_S", 0.1)
+    silent = await asyncio.start_unix_server(lambda reader, writer: None, tmp_path / "workers.sock")
+    (tmp_path / "monitor").mkdir()
+    (tmp_path / "monitor" / "workers.sock").symlink_to(tmp_path / "workers.sock")
+    quick = config(start_timeout_s=0.1)
+    quick = msgspec.structs.replace(quick, engine=msgspec.structs.replace(quick.engine, drain_s=0.0))
+    with pytest.raises(OrderFailed, match="has not answered"):
+        await LauncherOrders(tmp_path / "monitor", quick).drain("unified-1")
+    silent.close()
 
 
 def test_no_key_is_in_the_file_of_the_simulations(tmp_path):

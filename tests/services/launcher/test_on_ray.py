@@ -20,12 +20,22 @@ from cohort.common.config import (
     load_config,
 )
 from cohort.common.errors import ConfigError
+from cohort.common.planning.settings import planner_settings
 from cohort.common.transport.security import generate_keys, load_keys
 from cohort.common.types import Role
 from cohort.services.cli.__main__ import main
 from cohort.services.launcher.on_ray import serving
 from cohort.services.launcher.on_ray.order import dialled_as, on_node, passed_environment
-from cohort.services.launcher.on_ray.placement import SERVICE_CPUS, Node, Placement, gateway_nodes, place, with_threads
+from cohort.services.launcher.on_ray.placement import (
+    SERVICE_CPUS,
+    Node,
+    Placement,
+    check_possible,
+    gateway_nodes,
+    newcomer,
+    place,
+    with_threads,
+)
 from cohort.services.launcher.plan import ProcessPlan, plan
 
 HOME = Node("a", "10.0.0.1", 4.0, home=True)
@@ -63,6 +73,34 @@ def test_a_worker_asks_for_the_gpu_it_computes_on_or_its_share_of_one() -> None:
     five = Config(workers=(WorkerGroup(Role.UNIFIED, 5, 1),), engine=EngineConfig(device="cuda", workers_per_gpu=1))
     with pytest.raises(ConfigError, match=r"too small: unified-4 wants 1 CPU, 1 GPU.*10\.0\.0\.1: 16 CPUs, 2 GPUs"):
         of(five, nodes)
+
+
+def test_the_ranks_of_a_worker_are_in_one_bundle_whatever_the_others_have() -> None:
+    nodes = [Node("a", "10.0.0.1", 16.0, 4.0, home=True)]
+    groups = (WorkerGroup(Role.UNIFIED, 1, 0, 2), WorkerGroup(Role.UNIFIED, 1, 2))
+    config = with_threads(Config(workers=groups, engine=EngineConfig(device="cuda", workers_per_gpu=1)), nodes, 1)
+    placed = of(config, nodes)
+    assert [placed[name].bundle["GPU"] for name in ("unified-0", "unified-1")] == [2.0, 1.0]
+    plans = {each.instance: each for each in plan(config)}
+    comes = newcomer(config, plans["unified-0"])
+    assert comes.newcomer and (comes.bundle, comes.bound_to) == (placed["unified-0"].bundle, "")
+
+
+def test_a_worker_that_no_node_could_have_is_refused_before_it_is_asked_for() -> None:
+    nodes = [{"CPU": 2.0, "GPU": 1.0}, {"CPU": 8.0}]
+    check_possible({"CPU": 2.0, "GPU": 1.0}, nodes)
+    for bundle, why in (({"CPU": 9.0}, "9 CPUs"), ({"CPU": 2.0, "GPU": 2.0}, "2 CPUs, 2 GPUs")):
+        with pytest.raises(ConfigError, match=f"no node of the Ray cluster has {why}"):
+            check_possible(bundle, nodes)
+
+
+def test_the_planner_takes_the_cores_of_all_nodes_for_those_that_workers_share() -> None:
+    """Not those of the monitor's node."""
+    assert planner_settings(serving.with_cores(workers(3), NODES), cores=2).cores == 12
+    assert planner_settings(workers(3), cores=2).cores == 2
+    given = load_config(overrides={"planner": {"cores": 6}})
+    assert planner_settings(serving.with_cores(given, NODES), cores=2).cores == 6
+    assert planner_settings(serving.with_cores(given, NODES), cores=0).cores == 0, "each has a device of its own"
 
 
 def test_a_gateway_is_bound_to_each_node_that_is_to_have_one() -> None:

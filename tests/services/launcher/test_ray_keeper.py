@@ -8,23 +8,34 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from cohort.common.address_book import AddressBook, read_book
-from cohort.common.config import Config, dump_config, load_config
+from cohort.common.config import Config, WorkerGroup, load_config
+from cohort.common.config.serving import PlannerConfig
+from cohort.common.errors import ConfigError
+from cohort.common.planning.orders import socket_of
+from cohort.common.types import Role
+from cohort.services.global_monitor.launcher_orders import LauncherOrders
+from cohort.services.launcher import worker_desk
 from cohort.services.launcher.console import Console, Line
+from cohort.services.launcher.on_ray import agent, keeper
 from cohort.services.launcher.on_ray.agent import Agent
 from cohort.services.launcher.on_ray.keeper import RaySupervisor
 from cohort.services.launcher.on_ray.order import Order
 from cohort.services.launcher.on_ray.placement import Placement
 from cohort.services.launcher.plan import StopStage
-from cohort.services.launcher.run_files import RunFiles
+from cohort.services.launcher.run_files import ProcessMark, RunFiles, RunFilesError
+from cohort.services.launcher.worker_desk import PlannedSupervisor, WorkerDesk
+from tests.examples import another_of_its_kind
 from tests.services.launcher.conftest import ToyPlan
 
 pytestmark = pytest.mark.pipeline
@@ -36,6 +47,9 @@ FOLDERS = {
     "predictor": ("length_predictor", StopStage.OTHERS),
     "decode-0": ("decode_worker", StopStage.WORKERS),
 }
+
+
+CONFIG = Config(workers=(WorkerGroup(Role.DECODE, 1, threads=1),), planner=PlannerConfig(start_timeout_s=20.0))
 
 
 class RayActorError(Exception): ...
@@ -54,8 +68,20 @@ class Actor:
         self.pool = ThreadPoolExecutor(16)
         self.lost, self.back = asyncio.Event(), asyncio.Event()
         self.back.set()
-        self.agent = made(order)
+        self.agent, self.gone = made(order), False
         ray.actors[order.plan.instance] = self
+        if ray.full:
+            self.vanish()
+
+    async def orphan(self) -> None:
+        """It is gone, and Ray says so to everyone who asks: no node has room for another one."""
+        self._ray.full = self.gone = True
+        self.lost.set()
+        await asyncio.to_thread(kill, self.agent)
+
+    def vanish(self) -> None:
+        """Nothing that is asked of it is answered, and Ray does not know why."""
+        self.back.clear()
 
     async def lose(self) -> None:
         """The agent is gone, and its process with it; another one takes its place after a while."""
@@ -70,6 +96,8 @@ class Actor:
 
     async def _call(self, name: str, words: tuple[Any, ...]) -> Any:
         await self.back.wait()
+        if self.gone:
+            raise RayActorError
         lost = asyncio.ensure_future(self.lost.wait())
         work = asyncio.get_running_loop().run_in_executor(self.pool, getattr(self.agent, name), *words)
         await asyncio.wait((lost, work), return_when=asyncio.FIRST_COMPLETED)
@@ -95,17 +123,22 @@ class FakeRay:
         self.actors: dict[str, Actor] = {}
         self.groups: list[tuple[list[dict[str, float]], str]] = []
         self.killed = 0
+        self.full = False
+        """No node has room for what is asked for from now on."""
         self.util = SimpleNamespace(
             placement_group=self._group,
             remove_placement_group=self.groups.remove,
             get_node_ip_address=lambda: "127.0.0.1",
-            placement_group_table=lambda group: {"state": "CREATED"},
+            placement_group_table=lambda group: {"state": "PENDING" if self.full else "CREATED"},
             scheduling_strategies=SimpleNamespace(PlacementGroupSchedulingStrategy=lambda group, **_: group),
         )
 
     def _group(self, bundles: list[dict[str, float]], strategy: str) -> tuple[list[dict[str, float]], str]:
         self.groups.append((bundles, strategy))
         return self.groups[-1]
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": {"CPU": 4.0}}, {"Alive": False, "Resources": {"CPU": 64.0}}]
 
     def get_runtime_context(self) -> Any:
         return SimpleNamespace(get_node_id=lambda: "0123456789abcdef")
@@ -136,17 +169,17 @@ class Running:
         managers = [each for each in plans if each.folder == "bucketing_manager"]
         spread = managers if len(managers) > 1 else []
         placements = [Placement(each, {"CPU": 1.0}, spread=each in spread) for each in plans]
-        text = dump_config(Config())
         self.ready = asyncio.Event()
         self.supervisor = RaySupervisor(
-            ray,
-            placements,
-            lambda placement: Order(placement.plan, text, 8000, "the key"),
-            self.files,
-            console,
-            on_change=lambda: None,
+            ray, placements, self.order_of, CONFIG, self.files, console, on_change=lambda: None
         )
-        self.task = asyncio.create_task(self.supervisor.run(self.ready.set))
+        self.desk = WorkerDesk(CONFIG, self.supervisor)
+        planned = PlannedSupervisor(CONFIG, self.supervisor, self.supervisor, self.files)
+        self.task = asyncio.create_task(planned.run(self.ready.set))
+
+    def order_of(self, placement: Placement) -> Order:
+        desk = str(socket_of(self.files.folder)) if placement.plan.instance == "monitor" else ""
+        return Order(placement.plan, 8000, "the key", {}, placement.newcomer, desk)
 
     async def until(self, condition: Any, what: str) -> None:
         async with asyncio.timeout(40):
@@ -155,6 +188,10 @@ class Running:
 
     def book(self, name: str) -> AddressBook | None:
         return read_book(self.ray.actors[name].agent._files.folder)
+
+    def workers(self, name: str) -> list[str]:
+        """That the configuration names which this process finds when it is started again."""
+        return list(load_config([self.ray.actors[name].agent._files.config_file]).instance_roles)
 
     def pid(self, name: str) -> int:
         supervisor = self.ray.actors[name].agent._supervisor
@@ -235,10 +272,10 @@ async def test_a_manager_that_moves_is_made_known_to_all(ray: FakeRay, tmp_path:
 async def test_a_killed_process_is_its_agents_to_start_again(ray: FakeRay, tmp_path: Path) -> None:
     running = Running(ray, tmp_path)
     await running.until(running.ready.is_set, "ready")
-    before, agent = running.pid("decode-0"), ray.actors["decode-0"].agent
+    before, its_agent = running.pid("decode-0"), ray.actors["decode-0"].agent
     os.kill(before, signal.SIGKILL)
     await running.until(lambda: running.pid("decode-0") not in (0, before), "another process")
-    assert ray.actors["decode-0"].agent is agent
+    assert ray.actors["decode-0"].agent is its_agent
     assert await running.stop() == 0
 
 
@@ -251,3 +288,127 @@ async def test_a_wrong_configuration_ends_all_and_shows_the_log_that_came_over(
     said = capsys.readouterr().out
     assert "decode-0 on 127.0.0.1: " in said and "kv.block_size: 7 is none of 8, 16" in said
     assert ray.groups == [] and ray.killed == len(FOLDERS)
+
+
+@dataclass(frozen=True)
+class Deaf(ToyPlan):
+    """Never ready: it listens elsewhere."""
+
+    def command(self, python: str, config_file: Path, run_dir: Path) -> list[str]:
+        return [*super().command(python, config_file, run_dir)[:3], "0", str(run_dir / "marker")]
+
+
+def toy(made: type[ToyPlan] = ToyPlan, behaviour: str = "ready", drain_s: float = 3.0) -> Any:
+    """In place of `worker_plan`."""
+    return lambda config, instance, port: made(
+        instance, *FOLDERS["decode-0"], "127.0.0.1", port, drain_s, behaviour=behaviour
+    )
+
+
+@pytest.fixture
+def comes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """What the next worker that is added is. A toy has no model that wants memory."""
+    monkeypatch.setattr(agent, "check_newcomer", lambda config, instance: None)
+    return lambda *words, **options: monkeypatch.setattr(worker_desk, "worker_plan", toy(*words, **options))
+
+
+async def test_a_worker_comes_and_goes_and_all_who_are_started_again_know(
+    ray: FakeRay, tmp_path: Path, comes: Callable[..., None]
+) -> None:
+    running = Running(ray, tmp_path)
+    await running.until(running.ready.is_set, "ready")
+    comes()
+    monitor = ray.actors["monitor"].agent._files.folder
+    assert await LauncherOrders(monitor, CONFIG).add((Role.DECODE, 1)) == "decode-1"
+    assert len(ray.groups) == len(FOLDERS) + 1 and running.pid("decode-1")
+    assert running.supervisor.nodes["decode-1"] == "127.0.0.1" and "decode-1" in running.supervisor.ready_urls
+    await running.until(lambda: running.workers("gateway") == ["decode-0", "decode-1"], "told")
+    await ray.actors["monitor"].lose()
+    await running.until(lambda: running.pid("monitor") != 0, "the monitor is back")
+    assert running.workers("monitor") == ["decode-0", "decode-1"]
+    process = ProcessMark.of(running.pid("decode-1"))
+    await LauncherOrders(monitor, CONFIG).drain("decode-1")
+    assert process is not None and not process.alive
+    assert len(ray.groups) == len(FOLDERS) and ray.killed == 1
+    assert "decode-1" not in running.supervisor.nodes.keys() | running.supervisor.ready_urls.keys()
+    await running.until(lambda: running.workers("monitor") == running.workers("decode-0") == ["decode-0"], "told")
+    assert list(load_config([running.files.config_file]).instance_roles) == ["decode-0"]
+    assert await running.stop() == 0 and ray.groups == []
+
+
+async def test_a_worker_that_cannot_be_had_ends_nothing_else_and_leaves_nothing(
+    ray: FakeRay, tmp_path: Path, comes: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = Running(ray, tmp_path)
+    await running.until(running.ready.is_set, "ready")
+
+    async def fails(why: str) -> None:
+        with pytest.raises(RunFilesError, match=why):
+            await running.desk.add(Role.DECODE, 1)
+        assert len(ray.groups) == len(FOLDERS) and "decode-1" not in running.supervisor.ready_urls
+        assert list(load_config([running.files.config_file]).instance_roles) == ["decode-0"]
+
+    wide = WorkerDesk(msgspec.structs.replace(CONFIG, workers=(WorkerGroup(Role.DECODE, 1, 5),)), running.supervisor)
+    with pytest.raises(ConfigError, match="no node of the Ray cluster has 5 CPUs"):
+        await wide.add(Role.DECODE, 1)
+    comes(behaviour="config_error")
+    await fails("decode-1 on 127.0.0.1: exit code 2: its configuration is wrong")
+    monkeypatch.setattr(keeper, "NO_PLACE_S", 0.2)
+    ray.full = True
+    comes()
+    await fails("decode-1: for 1 CPU: no node has it to spare")
+    ray.full = False
+    comes(Deaf)
+    failing = asyncio.create_task(fails("decode-1: for 1 CPU: no node has it to spare"))
+    await running.until(lambda: "decode-1" in running.supervisor.nodes and running.pid("decode-1"), "started")
+    await ray.actors["decode-1"].orphan()
+    await failing
+    ray.full = False
+
+    def too_small(config: Config, instance: str) -> None:
+        raise ConfigError(f"no memory for {instance}")
+
+    monkeypatch.setattr(agent, "check_newcomer", too_small)
+    await fails("on 127.0.0.1: no memory for decode-1")
+    assert running.supervisor.nodes == dict.fromkeys(FOLDERS, "127.0.0.1")
+    assert not running.task.done() and await running.stop() == 0
+
+
+@another_of_its_kind()
+async def test_what_dies_while_it_comes_or_goes_is_waited_for_no_longer_than_it_may_take(
+    ray: FakeRay, tmp_path: Path, comes: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "KILL_TIMEOUT_S", 0.3)
+    running = Running(ray, tmp_path)
+    await running.until(running.ready.is_set, "ready")
+
+    async def added() -> None:
+        async with asyncio.timeout(20):
+            assert await running.desk.add(Role.DECODE, 1) == "decode-1"
+
+    async def drained() -> None:
+        async with asyncio.timeout(5):
+            await running.desk.drain("decode-1")
+        assert len(ray.groups) == len(FOLDERS) and "decode-1" not in running.supervisor.nodes
+
+    comes(Deaf, drain_s=-6.5)
+    adding = asyncio.create_task(running.supervisor.add(worker_desk.worker_plan(CONFIG, "decode-1", 1), 4.0))
+    await running.until(lambda: "decode-1" in ray.actors and running.pid("decode-1"), "started")
+    await ray.actors["decode-1"].lose()
+    with pytest.raises(RunFilesError, match="decode-1 is not ready after 4 s"):
+        await adding
+    assert len(ray.groups) == len(FOLDERS)
+
+    comes(behaviour="stubborn", drain_s=30.0)
+    await added()
+    draining = asyncio.create_task(drained())
+    await asyncio.sleep(0.2)
+    await ray.actors["decode-1"].lose()
+    await draining
+
+    comes(drain_s=-6.5)
+    await added()
+    ray.actors["decode-1"].vanish()
+    await drained()
+    await running.until(lambda: running.workers("gateway") == ["decode-0"], "told")
+    assert await running.stop() == 0 and ray.groups == []

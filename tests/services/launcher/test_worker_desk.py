@@ -12,9 +12,10 @@ from cohort.common.config import Config, load_config
 from cohort.common.config.serving import WorkerGroup
 from cohort.common.planning.orders import AddWorker, Done, DrainWorker
 from cohort.common.types import Role
+from cohort.services.launcher import box
 from cohort.services.launcher.plan import resolve
 from cohort.services.launcher.run_files import RunFiles, RunFilesError
-from cohort.services.launcher.worker_desk import WorkerDesk, with_worker, without_worker
+from cohort.services.launcher.worker_desk import OneMachine, WorkerDesk, with_worker, without_worker
 
 
 def config(*groups: WorkerGroup) -> Config:
@@ -86,9 +87,10 @@ class Fake:
 
 
 async def test_orders_on_the_socket(files: RunFiles, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr("cohort.services.launcher.worker_desk.check_host", lambda config, model: None)
+    looked: list[tuple[WorkerGroup, ...]] = []
+    monkeypatch.setattr(box, "check_host", lambda config, model: looked.append(config.workers))
     supervisor = Fake()
-    desk = WorkerDesk(config(WorkerGroup(Role.UNIFIED, threads=1)), supervisor, files)  # type: ignore[arg-type]
+    desk = WorkerDesk(config(WorkerGroup(Role.UNIFIED, threads=1)), OneMachine(supervisor, files))  # type: ignore[arg-type]
     server = await asyncio.start_unix_server(desk.serve, tmp_path / "workers.sock")
     reader, writer = await asyncio.open_unix_connection(tmp_path / "workers.sock")
 
@@ -105,6 +107,7 @@ async def test_orders_on_the_socket(files: RunFiles, monkeypatch: pytest.MonkeyP
     assert (await ask(b"{}")).failure and (await ask(b"nonsense")).failure
     supervisor.failure = "unified-1: every share of every GPU is taken"
     assert "every share" in (await ask(add)).failure
+    assert looked == [(WorkerGroup(Role.UNIFIED, 1, threads=1),)] * 2, "room for one beside those that are there"
     assert list(load_config([files.config_file]).instance_roles) == ["unified-0"], "as it was"
     writer.close()
     server.close()

@@ -196,11 +196,21 @@ class MonitorConfig(Section, frozen=True):
     allowed_hosts: tuple[str, ...] = ()  # as gateway.allowed_hosts, of the live page
 
 
+class StatefulSetsConfig(Section, frozen=True):
+    """On Kubernetes: names of the StatefulSets whose replicas the planner changes; "" = there is none, and no worker of
+    that role is planned."""
+
+    prefill: str = "prefill-worker"  # of prefill workers, which are named after their pods: prefill-worker-0
+    decode: str = "decode-worker"  # of decode workers
+    unified: str = "unified-worker"  # of workers that do both
+
+
 class PlannerConfig(Section, frozen=True):
     """The monitor replays the last minutes of traffic on other shapes of this pipeline: how many workers, of which role
     and degree. docs/guide/planner.md."""
 
-    # off; advise: decide and tell; act: add, drain and change the roles of workers, on one machine (`cohort serve`)
+    # off; advise: decide and tell; act: add, drain and change the roles of workers, where there is something that
+    # takes such orders: `cohort serve` on one machine, Kubernetes with the component `planner`
     mode: Literal["off", "advise", "act"] = "off"
     interval_s: Seconds = 30.0  # least time between two rounds of simulations
     window_s: Seconds = 180.0  # of traffic that is replayed; at least settle_s
@@ -219,6 +229,7 @@ class PlannerConfig(Section, frozen=True):
     hold_s: Seconds = 900.0  # a shape that failed or was undone is not tried again for so long
     best_effort_s: Seconds = 60.0  # a request without an SLO is served in time if it has ended by then
     start_timeout_s: Seconds = 300.0  # the longest a worker that is added may take to be ready
+    kubernetes: StatefulSetsConfig = StatefulSetsConfig()
 
 
 class KvConfig(Section, frozen=True):

@@ -12,12 +12,15 @@ from aiohttp import web
 from cohort.common.browsers import BrowserGuard
 from cohort.common.errors import ConfigError
 from cohort.common.http_server import name_server
+from cohort.common.planning.orders import WorkerOrders, socket_of
 from cohort.common.planning.settings import planner_settings
 from cohort.common.service import ServiceContext, service_main
 from cohort.common.transport.zmq_bus import ZmqBus
 from cohort.services.global_monitor.exporter import ClusterCollector, Exporter
 from cohort.services.global_monitor.feed import LiveFeed
 from cohort.services.global_monitor.foresight_process import CONFIG_FILE, ForesightProcess, keep_config
+from cohort.services.global_monitor.kubernetes_api import KubernetesApi, in_pod
+from cohort.services.global_monitor.kubernetes_orders import KubernetesOrders, orderable
 from cohort.services.global_monitor.launcher_orders import LauncherOrders
 from cohort.services.global_monitor.planner import Planner, PlannerCollector
 from cohort.services.global_monitor.server import application
@@ -44,7 +47,7 @@ async def build(context: ServiceContext) -> None:
     context.registry.register(ClusterCollector(monitor.cluster, context.clock.now_s))
     foresight = ForesightProcess(context.run_dir / CONFIG_FILE)
     if config.planner.mode != "off":
-        monitor.planner = _planner(context, monitor, foresight)
+        monitor.planner = await _planner(context, monitor, foresight)
         await foresight.start()
         context.registry.register(PlannerCollector(monitor.planner))
     async with aiohttp.ClientSession(trust_env=False) as session:
@@ -84,13 +87,22 @@ async def build(context: ServiceContext) -> None:
             await runner.cleanup()
 
 
-def _planner(context: ServiceContext, monitor: GlobalMonitor, foresight: ForesightProcess) -> Planner:
+async def _planner(context: ServiceContext, monitor: GlobalMonitor, foresight: ForesightProcess) -> Planner:
     """Raises `ConfigError` where it is to act and nothing takes its orders."""
     config = context.config
     keep_config(config, context.run_dir / CONFIG_FILE)
-    cores = 0 if config.on_gpu else len(os.sched_getaffinity(0))
-    settings = planner_settings(config, cores=cores)
-    orders = LauncherOrders(context.run_dir) if config.planner.mode == "act" else None
+    # A launcher's processes may all be in one pod.
+    in_cluster = in_pod(os.environ) and not socket_of(context.run_dir).is_socket()
+    acts = config.planner.mode == "act"
+    cores = 0 if config.on_gpu or in_cluster else len(os.sched_getaffinity(0))
+    settings = planner_settings(config, cores=cores, kinds=orderable(config) if acts and in_cluster else ())
+    orders: WorkerOrders | None = None
+    if acts and in_cluster:
+        api = KubernetesApi.of_pod(os.environ)
+        orders = pods = KubernetesOrders(config, api, monitor.cluster, context.clock, context.log)
+        await pods.check()
+    elif acts:
+        orders = LauncherOrders(context.run_dir)
     context.log.info("planner", mode=settings.mode, bounds=msgspec.to_builtins(settings.bounds))
     return Planner(config, settings, monitor.cluster, context.clock, context.log, simulate=foresight.ask, orders=orders)
 

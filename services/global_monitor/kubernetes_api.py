@@ -144,8 +144,9 @@ class KubernetesApi:
         self.namespace = _read(account / "namespace")
 
     @staticmethod
-    def of_pod(environ: Mapping[str, str], account: Path = ACCOUNT) -> KubernetesApi:
-        """Raises `ConfigError` where the pod has no service account."""
+    def of_pod(environ: Mapping[str, str], account: Path | None = None) -> KubernetesApi:
+        """`account`: `ACCOUNT`, if not said. Raises `ConfigError` where the pod has none."""
+        account = account or ACCOUNT
         host = environ[_HOST]
         url = f"https://{f'[{host}]' if ':' in host else host}:{environ.get(_PORT, '443')}"
         missing = [name for name in ("token", "ca.crt", "namespace") if not (account / name).is_file()]

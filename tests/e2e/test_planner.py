@@ -11,7 +11,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 import msgspec
@@ -56,8 +56,7 @@ TOKENS, OVERLOAD, DUE = 300, 1.6, 4.0
 DEADLINE_S = 75.0
 
 
-@pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Serve]:
+def small_model(folder: Path) -> Path:
     tokenizer = byte_level()
     shape = transformers.LlamaConfig(
         vocab_size=max(VOCAB, tokenizer.get_vocab_size()),
@@ -68,12 +67,17 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         num_key_value_heads=2,
         max_position_embeddings=512,
     )
-    model = save_random_model(shape, tmp_path / "model")
-    outside = write_model(tmp_path / "outside", tokenizer)
+    model = save_random_model(shape, folder / "model")
+    outside = write_model(folder / "outside", tokenizer)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (model / file).write_bytes((outside / file).read_bytes())
+    return model
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
     (tmp_path / "cache").mkdir()
-    made = Serve(tmp_path / "cache", model)
+    made = Serve(tmp_path / "cache", small_model(tmp_path))
     yield made
     made("--stop")
 
@@ -89,7 +93,14 @@ def drained(tmp_path: Path) -> Iterator[Serve]:
     made("--stop")
 
 
-def state_of(serve: Serve) -> dict[str, Any]:
+class Served(Protocol):
+    """A pipeline: its gateway's port, with the monitor's behind it, and where the monitor's log is."""
+
+    port: int
+    files: Any
+
+
+def state_of(serve: Served) -> dict[str, Any]:
     with urllib.request.urlopen(f"http://127.0.0.1:{serve.port + 1}/api/state", timeout=10) as answer:
         return dict(json.loads(answer.read()))
 
@@ -101,13 +112,15 @@ def ready_workers(state: dict[str, Any]) -> set[str]:
 Planned = Callable[[dict[str, Any]], bool]
 
 
-async def under_load(serve: Serve, done: Planned, *, by_deadline: bool = False) -> list[Answer]:
+async def under_load(serve: Served, done: Planned, *, by_deadline: bool = False, key: str = "") -> list[Answer]:
     """More than one worker can serve and less than two can, until the monitor's state is as wanted and a moment longer.
     All answers. `by_deadline`: of each its last token is due within a few times what it takes alone. Behind a prefill
     worker the first one comes in time however long decode workers are waited for."""
     url = f"http://127.0.0.1:{serve.port}"
     timeout = aiohttp.ClientTimeout(total=150)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as session:
         due: dict[str, Any] = {}
 
         async def ask(number: int) -> Answer:
@@ -140,7 +153,7 @@ async def under_load(serve: Serve, done: Planned, *, by_deadline: bool = False) 
         return await asyncio.gather(*asked)
 
 
-def why(serve: Serve) -> str:
+def why(serve: Served) -> str:
     log = (serve.files.folder / "logs" / "monitor.log").read_text(errors="replace")
     return json.dumps(state_of(serve)["planner"], indent=1) + "\n" + "\n".join(log.splitlines()[-15:])
 

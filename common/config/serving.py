@@ -219,7 +219,7 @@ class PlannerConfig(Section, frozen=True):
     cpu_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.02  # of one core, on average, for simulations
     settle_s: Seconds = 120.0  # after a change: no other one, but more devices behind more; then it is judged
     min_workers: Positive = 1  # kept in any case
-    max_workers: NotNegative = 0  # 0 = as many as are configured
+    max_workers: NotNegative = 0  # 0 = as many as are configured; to act on Kubernetes it has to be said
     # unified workers, or prefill workers beside decode workers
     shapes: tuple[Literal["colocated", "split"], ...] = ("colocated", "split")
     # what a device must earn: share of the requests served in time

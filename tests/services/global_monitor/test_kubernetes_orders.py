@@ -170,11 +170,15 @@ async def test_a_worker_that_crashes_again_and_again_is_not_waited_for(bench: Be
 async def test_a_replica_that_is_wanted_already_is_the_one_that_comes(bench: Bench):
     """Ordered before the monitor was started again, or by somebody else."""
     bench.pods.fate = "loading"
-    bench.server.scale("unified-worker", 2)
-    adding = asyncio.create_task(bench.orders.add(UNIFIED))
+    before = asyncio.create_task(bench.orders.add(UNIFIED))
+    async with asyncio.timeout(5):
+        while not bench.server.writes:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+    before.cancel()
+    adding = asyncio.create_task(bench.made(options()).add(UNIFIED))
     await asyncio.sleep(0.05)
     bench.pods.hear("unified-worker-1")
-    assert await adding == "unified-worker-1" and bench.server.writes == []
+    assert await adding == "unified-worker-1" and bench.server.writes == [("unified-worker", 2)]
     bench.pods.fate = "pending"
     bench.server.scale("unified-worker", 3)
     with pytest.raises(ReplicasNotChanged, match=r"unified-worker-2 was not ready .* Insufficient"):

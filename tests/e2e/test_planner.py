@@ -11,7 +11,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -93,14 +93,7 @@ def drained(tmp_path: Path) -> Iterator[Serve]:
     made("--stop")
 
 
-class Served(Protocol):
-    """A pipeline: its gateway's port, with the monitor's behind it, and where the monitor's log is."""
-
-    port: int
-    files: Any
-
-
-def state_of(serve: Served) -> dict[str, Any]:
+def state_of(serve: Serve) -> dict[str, Any]:
     with urllib.request.urlopen(f"http://127.0.0.1:{serve.port + 1}/api/state", timeout=10) as answer:
         return dict(json.loads(answer.read()))
 
@@ -112,13 +105,13 @@ def ready_workers(state: dict[str, Any]) -> set[str]:
 Planned = Callable[[dict[str, Any]], bool]
 
 
-async def under_load(serve: Served, done: Planned, *, by_deadline: bool = False, key: str = "") -> list[Answer]:
+async def under_load(serve: Serve, done: Planned, *, by_deadline: bool = False) -> list[Answer]:
     """More than one worker can serve and less than two can, until the monitor's state is as wanted and a moment longer.
     All answers. `by_deadline`: of each its last token is due within a few times what it takes alone. Behind a prefill
     worker the first one comes in time however long decode workers are waited for."""
     url = f"http://127.0.0.1:{serve.port}"
     timeout = aiohttp.ClientTimeout(total=150)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Authorization": f"Bearer {serve.key}"} if serve.key else {}
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as session:
         due: dict[str, Any] = {}
@@ -153,7 +146,7 @@ async def under_load(serve: Served, done: Planned, *, by_deadline: bool = False,
         return await asyncio.gather(*asked)
 
 
-def why(serve: Served) -> str:
+def why(serve: Serve) -> str:
     log = (serve.files.folder / "logs" / "monitor.log").read_text(errors="replace")
     return json.dumps(state_of(serve)["planner"], indent=1) + "\n" + "\n".join(log.splitlines()[-15:])
 

@@ -19,12 +19,12 @@ class OrderFailed(CohortError):
 
 class LauncherOrders:
     def __init__(self, run_dir: Path) -> None:
-        """Raises `ConfigError` where no launcher takes orders: under Ray, or by hand."""
+        """Raises `ConfigError` where no launcher takes orders: under Ray, Kubernetes, or by hand."""
         self._socket = socket_of(run_dir)
         if not self._socket.is_socket():
             raise ConfigError(
                 "planner.mode: act needs a launcher on this machine that takes orders (`cohort serve`), and there is "
-                f"none at {self._socket}; on a Ray cluster set advise"
+                f"none at {self._socket}; on Kubernetes or a Ray cluster set advise"
             )
 
     async def add(self, kind: Kind) -> InstanceId:

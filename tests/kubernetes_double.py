@@ -102,7 +102,7 @@ class ApiServer:
     def _answered(self, handler: Callable[[web.Request, str], tuple[int, Object]]) -> Any:
         async def answer(request: web.Request) -> web.Response:
             verb, name = request.method.lower(), request.match_info["name"]
-            self.calls.append(f"{verb} {request.path.rpartition('namespaces/cohort/')[2]}")
+            self.calls.append(f"{verb} {request.path_qs.rpartition('namespaces/cohort/')[2]}")
             await request.read()
             await asyncio.sleep(self.slow_s)
             status, body = self._refusal(request, verb, name) or handler(request, name)

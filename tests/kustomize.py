@@ -26,6 +26,7 @@ MERGE_KEYS = {
     "topologySpreadConstraints": "topologyKey",
 }
 CLUSTER_WIDE = {"Namespace"}
+SCALED = {"Deployment", "StatefulSet"}
 KEYS = {
     "apiVersion",
     "kind",
@@ -90,9 +91,7 @@ def _render(folder: Path, inherited: list[Resource]) -> list[Resource]:
                 if container["image"] == image["name"]:
                     container["image"] = f"{image['newName']}:{image['newTag']}"
     for wanted in spec.get("replicas", ()):
-        [scaled] = [
-            each for each in resources if each["metadata"]["name"] == wanted["name"] and "replicas" in each["spec"]
-        ]
+        [scaled] = [each for each in resources if each["metadata"]["name"] == wanted["name"] and each["kind"] in SCALED]
         scaled["spec"]["replicas"] = wanted["count"]
     if namespace := spec.get("namespace"):
         for resource in resources:

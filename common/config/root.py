@@ -92,6 +92,12 @@ class Config(Section, frozen=True):
             return group
         return next((group for group in self.workers if group.role is role), self.workers[0])
 
+    def worker_role(self, instance: str, default: Role) -> Role:
+        """A worker's; of one that the configuration does not name, as in a container, what its name begins with where
+        that is a role (`unified-worker-0`), else `default`, its program's."""
+        word = instance.partition("-")[0]
+        return self.instance_roles.get(instance, Role(word) if word in list(Role) else default)
+
     def default_threads(self, cores: int) -> int:
         """The engine's, else an equal share of the cores, but at least two where there are two: prefill and decode
         workers are seldom both busy (measured: docs/benchmarks.md). All of them where one worker computes at a time.

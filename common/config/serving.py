@@ -196,11 +196,21 @@ class MonitorConfig(Section, frozen=True):
     allowed_hosts: tuple[str, ...] = ()  # as gateway.allowed_hosts, of the live page
 
 
+class StatefulSetsConfig(Section, frozen=True):
+    """On Kubernetes: names of the StatefulSets whose replicas the planner changes; "" = there is none, and no worker of
+    that role is planned."""
+
+    prefill: str = "prefill-worker"  # of prefill workers, which are named after their pods: prefill-worker-0
+    decode: str = "decode-worker"  # of decode workers
+    unified: str = "unified-worker"  # of workers that do both
+
+
 class PlannerConfig(Section, frozen=True):
     """The monitor replays the last minutes of traffic on other shapes of this pipeline: how many workers, of which role
     and degree. docs/guide/planner.md."""
 
-    # off; advise: decide and tell; act: add, drain and change the roles of workers (`cohort serve`, also on Ray)
+    # off; advise: decide and tell; act: add, drain and change the roles of workers, where something takes such orders:
+    # `cohort serve` on one machine or on Ray, Kubernetes with the component `planner`
     mode: Literal["off", "advise", "act"] = "off"
     interval_s: Seconds = 30.0  # least time between two rounds of simulations
     window_s: Seconds = 180.0  # of traffic that is replayed; at least settle_s
@@ -211,7 +221,7 @@ class PlannerConfig(Section, frozen=True):
     cores: NotNegative = 0
     settle_s: Seconds = 120.0  # after a change: no other one, but more devices behind more; then it is judged
     min_workers: Positive = 1  # kept in any case
-    max_workers: NotNegative = 0  # 0 = as many as are configured
+    max_workers: NotNegative = 0  # 0 = as many as are configured; to act on Kubernetes it has to be said
     # unified workers, or prefill workers beside decode workers
     shapes: tuple[Literal["colocated", "split"], ...] = ("colocated", "split")
     # what a device must earn: share of the requests served in time
@@ -221,6 +231,7 @@ class PlannerConfig(Section, frozen=True):
     hold_s: Seconds = 900.0  # a shape that failed or was undone is not tried again for so long
     best_effort_s: Seconds = 60.0  # a request without an SLO is served in time if it has ended by then
     start_timeout_s: Seconds = 300.0  # the longest a worker that is added may take to be ready
+    kubernetes: StatefulSetsConfig = StatefulSetsConfig()
 
 
 class KvConfig(Section, frozen=True):

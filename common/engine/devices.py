@@ -161,14 +161,14 @@ async def claim_device(
     """
     in_engine = asyncio.get_running_loop().run_in_executor
     device = await in_engine(executor, checked_device, config)
-    degree = await in_engine(executor, worker_degree, config, instance, default_role)
+    own_role = config.worker_role(instance, default_role)
+    degree = await in_engine(executor, worker_degree, config, instance, own_role)
     if device.type != "cuda":
-        role = config.instance_roles.get(instance, default_role)
-        return WorkerDevice(device, role, others=((device, None),) * (degree - 1))
+        return WorkerDevice(device, own_role, others=((device, None),) * (degree - 1))
     gpus = await in_engine(executor, torch_gpus)
     able = await in_engine(executor, candidates, config, device, gpus, degree)
     claims = DeviceClaims(claim_folder(config))
-    wish = wish_for(config, instance, default_role, len(able))
+    wish = wish_for(config, instance, own_role, len(able))
     waited_s, pause_s, held = 0.0, _FIRST_PAUSE_S, take_together(claims, able, wish, degree)
     while not held:
         if waited_s >= config.engine.claim_wait_s:

@@ -7,8 +7,9 @@ from cohort.common.planning.machine import PlannerSettings
 from cohort.common.planning.shape import Bounds, Kind, Shape
 
 
-def planner_settings(config: Config, *, cores: int = 0) -> PlannerSettings:
-    """`cores` that the workers share; 0 where each has a device of its own."""
+def planner_settings(config: Config, *, cores: int = 0, kinds: tuple[Kind, ...] = ()) -> PlannerSettings:
+    """`cores` that the workers share; 0 where each has a device of its own. `kinds` of workers that can be ordered;
+    empty: any."""
     planner, present = config.planner, configured_shape(config)
     degrees = tuple(sorted({group.degree for group in config.workers}))
     most = planner.max_workers or present.workers
@@ -24,7 +25,7 @@ def planner_settings(config: Config, *, cores: int = 0) -> PlannerSettings:
         confirmations=planner.confirmations,
         hold_s=planner.hold_s,
         best_effort_s=planner.best_effort_s,
-        bounds=Bounds(min(planner.min_workers, most), most, planner.shapes, degrees),
+        bounds=Bounds(min(planner.min_workers, most), most, planner.shapes, degrees, kinds=kinds),
         default_output=config.gateway.default_prediction_tokens,
         cores=(planner.cores or cores) if cores else 0,
         ahead_s=planner.ahead_s,

@@ -79,13 +79,15 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """`degrees`: of which the time of an iteration is known. `max_devices` 0: no bound of its own."""
+    """`degrees`: of which the time of an iteration is known. `max_devices` 0: no bound of its own. `kinds`: what can be
+    ordered; empty: any."""
 
     min_workers: int
     max_workers: int
     families: tuple[Family, ...] = ("colocated", "split")
     degrees: tuple[int, ...] = (1,)
     max_devices: int = 0
+    kinds: tuple[Kind, ...] = ()
 
     def allows(self, shape: Shape) -> bool:
         return (
@@ -93,6 +95,7 @@ class Bounds(msgspec.Struct, frozen=True):
             and (not self.max_devices or shape.devices <= self.max_devices)
             and shape.family in self.families
             and all(group.degree in self.degrees for group in shape.groups)
+            and (not self.kinds or all(kind in self.kinds for kind in shape.counts))
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -12,12 +13,15 @@ from aiohttp import web
 from cohort.common.browsers import BrowserGuard
 from cohort.common.errors import ConfigError
 from cohort.common.http_server import name_server
+from cohort.common.planning.orders import socket_of
 from cohort.common.planning.settings import planner_settings
 from cohort.common.service import ServiceContext, service_main
 from cohort.common.transport.zmq_bus import ZmqBus
 from cohort.services.global_monitor.exporter import ClusterCollector, Exporter
 from cohort.services.global_monitor.feed import LiveFeed
 from cohort.services.global_monitor.foresight_process import CONFIG_FILE, ForesightProcess, keep_config
+from cohort.services.global_monitor.kubernetes_api import KubernetesApi, in_pod
+from cohort.services.global_monitor.kubernetes_orders import KubernetesOrders, orderable
 from cohort.services.global_monitor.launcher_orders import LauncherOrders
 from cohort.services.global_monitor.planner import Planner, PlannerCollector
 from cohort.services.global_monitor.server import application
@@ -44,7 +48,7 @@ async def build(context: ServiceContext) -> None:
     context.registry.register(ClusterCollector(monitor.cluster, context.clock.now_s))
     foresight = ForesightProcess(context.run_dir / CONFIG_FILE)
     if config.planner.mode != "off":
-        monitor.planner = _planner(context, monitor, foresight)
+        monitor.planner = await _planner(context, monitor, foresight)
         await foresight.start()
         context.registry.register(PlannerCollector(monitor.planner))
     async with aiohttp.ClientSession(trust_env=False) as session:
@@ -84,15 +88,35 @@ async def build(context: ServiceContext) -> None:
             await runner.cleanup()
 
 
-def _planner(context: ServiceContext, monitor: GlobalMonitor, foresight: ForesightProcess) -> Planner:
+async def _planner(context: ServiceContext, monitor: GlobalMonitor, foresight: ForesightProcess) -> Planner:
     """Raises `ConfigError` where it is to act and nothing takes its orders."""
     config = context.config
     keep_config(config, context.run_dir / CONFIG_FILE)
+    if _without_launcher(context.run_dir):
+        return await _planner_of_pods(context, monitor, foresight)
     cores = 0 if config.on_gpu else len(os.sched_getaffinity(0))
     settings = planner_settings(config, cores=cores)
     orders = LauncherOrders(context.run_dir, config) if config.planner.mode == "act" else None
     context.log.info("planner", mode=settings.mode, bounds=msgspec.to_builtins(settings.bounds))
     return Planner(config, settings, monitor.cluster, context.clock, context.log, simulate=foresight.ask, orders=orders)
+
+
+def _without_launcher(run_dir: Path) -> bool:
+    """On Kubernetes. A launcher's processes may all be in one pod."""
+    return in_pod(os.environ) and not os.path.lexists(socket_of(run_dir))
+
+
+async def _planner_of_pods(context: ServiceContext, monitor: GlobalMonitor, foresight: ForesightProcess) -> Planner:
+    """Each worker in a pod of its own, with a device or cores of its own. Raises `ConfigError`."""
+    config, clock, log = context.config, context.clock, context.log
+    acts = config.planner.mode == "act"
+    settings = planner_settings(config, kinds=orderable(config) if acts else ())
+    orders: KubernetesOrders | None = None
+    if acts:
+        orders = KubernetesOrders(config, KubernetesApi.of_pod(os.environ), monitor.cluster, clock, log)
+        await orders.check()
+    log.info("planner", mode=settings.mode, bounds=msgspec.to_builtins(settings.bounds), orders="kubernetes")
+    return Planner(config, settings, monitor.cluster, clock, log, simulate=foresight.ask, orders=orders)
 
 
 async def _listen(runner: web.AppRunner, host: str, port: int) -> None:

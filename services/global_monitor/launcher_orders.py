@@ -23,13 +23,13 @@ class OrderFailed(CohortError):
 
 class LauncherOrders:
     def __init__(self, run_dir: Path, config: Config) -> None:
-        """Raises `ConfigError` where no launcher takes orders: under Kubernetes, or by hand."""
+        """Raises `ConfigError` where no launcher takes orders: where processes are started by hand."""
         self._longest_s = config.planner.start_timeout_s + config.engine.drain_s + _BESIDE_S
         self._socket = socket_of(run_dir).resolve()  # on Ray a link to the launcher's own
         if not _is_socket(self._socket):
             raise ConfigError(
-                "planner.mode: act needs a launcher on this machine that takes orders (`cohort serve`), and there is "
-                f"none at {self._socket}; on Kubernetes set advise"
+                "planner.mode: act needs a launcher on this machine that takes orders (`cohort serve`, also on Ray), and there is "
+                f"none at {self._socket}; without one set advise"
             )
 
     async def add(self, kind: Kind) -> InstanceId:

@@ -1,7 +1,7 @@
 """Hosts the planner's machine: tells it what the monitor hears, and does what it decides.
 
     RequestTraffic, heartbeats ──▶ PlannerMachine ──Evaluate──▶ a process that simulates (foresight_process.py)
-                                        │──Apply────▶ the launcher, worker by worker (launcher_orders.py)
+                                        │──Apply────▶ worker by worker (launcher_orders.py, kubernetes_orders.py)
                                         └──Decided──▶ log line; metrics and live page read the machine
 
 Called by `__main__.py` where section `planner` is not off. Decides nothing; a defect here ends no other work of the
@@ -228,8 +228,8 @@ def _kinds(config: Config, cluster: Cluster) -> dict[InstanceId, Kind]:
 
 
 def _role(process: Process) -> Role | None:
-    """Workers are named by their role; one that is not, as in a container, has that of its service."""
-    for word in (process.instance.rpartition("-")[0], process.role.removesuffix("_worker")):
+    """Workers' names begin with their role; one whose does not, as in a container, has that of its service."""
+    for word in (process.instance.partition("-")[0], process.role.removesuffix("_worker")):
         if word in list(Role):
             return Role(word)
     return None

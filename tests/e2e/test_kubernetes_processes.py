@@ -72,7 +72,8 @@ class Pod:
         for name, text in {**options, "base.yaml": base}.items():
             (self.own / "options" / name).write_text(self.placed(text))
 
-    def start(self) -> None:
+    def start(self, **more: str) -> None:
+        """`more`: of the environment."""
         environment = {
             name: value for name, value in os.environ.items() if not name.startswith(("COHORT_", "UCX_", "XDG_"))
         }
@@ -88,7 +89,9 @@ class Pod:
                     environment[name] = KEY
         if (kernels := cache_dir() / "kernels").is_dir() and (cache := environment.get("COHORT_CACHE_DIR")):
             Path(cache).mkdir(exist_ok=True)
-            (Path(cache) / "kernels").symlink_to(kernels)  # to compile them again would take a minute
+            if not (Path(cache) / "kernels").exists():
+                (Path(cache) / "kernels").symlink_to(kernels)  # to compile them again would take a minute
+        environment |= more
         words = [
             str(self._ports[self._numbers[word]]) if word in self._numbers else self.placed(word)
             for word in self._container["args"]
@@ -135,8 +138,9 @@ def fetch(url: str, body: dict[str, Any] | None = None, key: str = "") -> tuple[
 
 
 class Cluster:
-    def __init__(self, folder: Path, model: Path) -> None:
-        resources = render(OVERLAY)
+    def __init__(self, folder: Path, model: Path, overlay: Path = OVERLAY, more: dict[str, Any] | None = None) -> None:
+        """`more` options than the overlay's, by section."""
+        resources = render(overlay)
         [options] = [each["data"] for each in resources if each["kind"] == "ConfigMap"]
         cluster = yaml.safe_load(options["cluster.yaml"])
         # A name, not an address: the options take names.
@@ -144,7 +148,8 @@ class Cluster:
             cluster["endpoints"][endpoint] = f"tcp://localhost:{free_port()}"
         standbys = cluster["endpoints"]["standby_managers"]
         cluster["endpoints"]["standby_managers"] = [f"tcp://localhost:{free_port()}" for _ in standbys]
-        self.api, self.monitor = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+        self.port = free_port()
+        self.api, self.monitor = (f"http://127.0.0.1:{self.port + offset}" for offset in range(2))
         base = yaml.safe_load((ROOT / "configs" / "compose.yaml").read_text(encoding="utf-8"))
         base["endpoints"]["bind_host"] = base["metrics"]["host"] = "127.0.0.1"
         published = {"gateway": int(self.api.rpartition(":")[2]), "monitor": int(self.monitor.rpartition(":")[2])}
@@ -155,16 +160,30 @@ class Cluster:
         served = folder / "models" / Path(yaml.safe_load(options["options.yaml"])["model"]["path"]).name
         served.parent.mkdir()
         served.symlink_to(model)
+        own = yaml.safe_load(options["options.yaml"])
+        for section, values in (more or {}).items():
+            own[section] = {**own.get(section, {}), **values}
+        self._texts = {"cluster.yaml": yaml.safe_dump(cluster), "options.yaml": yaml.safe_dump(own)}
+        self._base = yaml.safe_dump(base)
+        self._folder = folder
+        self._workloads = {each["metadata"]["name"]: each for each in resources if pod_spec(each) is not None}
+        self._published = {"gateway": published["gateway"], "global-monitor": published["monitor"]}
         self.pods: dict[str, Pod] = {}
-        for each in resources:
-            if each["kind"] not in ("Deployment", "StatefulSet"):
-                continue
-            role, spec = each["metadata"]["name"], pod_spec(each)
+        for role, each in self._workloads.items():
+            if each["kind"] != "Job":
+                for index in range(each["spec"].get("replicas", 1)):
+                    self.pod(role, index)
+
+    def pod(self, role: str, index: int) -> Pod:
+        """That one, made where it was not yet; a name that comes again finds its volume."""
+        name = f"{role}-{index}"
+        if name not in self.pods:
+            spec = pod_spec(self._workloads[role])
             assert spec is not None
-            ports = {"http": published[role.removeprefix("global-")]} if role in ("gateway", "global-monitor") else {}
-            for index in range(each["spec"]["replicas"]):
-                pod = self.pods[f"{role}-{index}"] = Pod(f"{role}-{index}", spec, folder, ports)
-                pod.write({**options, "cluster.yaml": yaml.safe_dump(cluster)}, yaml.safe_dump(base))
+            ports = {"http": self._published[role]} if role in self._published else {}
+            self.pods[name] = Pod(name, spec, self._folder, ports)
+            self.pods[name].write(self._texts, self._base)
+        return self.pods[name]
 
     def until_ready(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s

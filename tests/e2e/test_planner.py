@@ -59,8 +59,7 @@ SLIGHT = 1.3
 DEADLINE_S = 75.0
 
 
-@pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Serve]:
+def small_model(folder: Path) -> Path:
     tokenizer = byte_level()
     shape = transformers.LlamaConfig(
         vocab_size=max(VOCAB, tokenizer.get_vocab_size()),
@@ -71,12 +70,17 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         num_key_value_heads=2,
         max_position_embeddings=512,
     )
-    model = save_random_model(shape, tmp_path / "model")
-    outside = write_model(tmp_path / "outside", tokenizer)
+    model = save_random_model(shape, folder / "model")
+    outside = write_model(folder / "outside", tokenizer)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (model / file).write_bytes((outside / file).read_bytes())
+    return model
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
     (tmp_path / "cache").mkdir()
-    made = Serve(tmp_path / "cache", model)
+    made = Serve(tmp_path / "cache", small_model(tmp_path))
     yield made
     made("--stop")
 
@@ -112,7 +116,9 @@ async def under_load(
     worker the first one comes in time however long decode workers are waited for."""
     url = f"http://127.0.0.1:{serve.port}"
     timeout = aiohttp.ClientTimeout(total=150)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    headers = {"Authorization": f"Bearer {serve.key}"} if serve.key else {}
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as session:
         due: dict[str, Any] = {}
 
         async def ask(number: int) -> Answer:

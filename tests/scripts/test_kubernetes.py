@@ -6,11 +6,13 @@ code: ports with the configuration, grace periods with drain times, policies wit
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
 import stat
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,10 @@ from tests.scripts.test_deployment import known_names
 FOLDER = ROOT / "docker" / "kubernetes"
 OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
 RENDERED = {name: render(FOLDER / "overlays" / name) for name in OVERLAYS}
-ROLES = ("gateway", "length_predictor", "bucketing_manager", "global_monitor", "prefill_worker", "decode_worker")
+WORKERS = ("prefill_worker", "decode_worker", "unified_worker")
+ROLES = ("gateway", "length_predictor", "bucketing_manager", "global_monitor", *WORKERS)
+PROGRAMS = {"unified_worker": "prefill_worker"}
+"""Where it is not the role's own."""
 GUIDE = (ROOT / "docs" / "guide" / "kubernetes.md").read_text(encoding="utf-8")
 
 # The oldest release whose fields these are, and the newest that the schemas know.
@@ -125,7 +130,10 @@ def configured(overlay: str, role: str, tmp_path: Path) -> Config:
     done = started(words, given, tmp_path)
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
-    assert said[2] == f"cohort.services.{role}"
+    assert said[2] == f"cohort.services.{PROGRAMS.get(role, role)}"
+    if role in WORKERS:
+        name = f"{workload['metadata']['name']}-0"
+        assert said[said.index("--instance") + 1] == name and name.startswith(role.partition("_")[0])
     assert stat.S_IMODE((volume / "own").stat().st_mode) == 0o700
     return load_config([Path(said[at + 1]) for at, word in enumerate(said) if word == "--config"])
 
@@ -138,6 +146,15 @@ def started(words: list[str], environment: dict[str, str], tmp_path: Path) -> su
     fake.chmod(0o755)
     given = {"COHORT_RUN_DIR": str(tmp_path / "run"), **environment, "PATH": f"{fake.parent}:/usr/bin:/bin"}
     return subprocess.run([ENTRYPOINT, *words], env=given, capture_output=True, text=True, timeout=10)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def schemas_are_read_once() -> Iterator[None]:
+    """What all kinds have in common is megabytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        utils = kubernetes_validate.utils
+        patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
+        yield
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -203,8 +220,9 @@ def test_pods_are_confined_as_the_compose_file_confines(overlay: str):
     pods = [pod for each in RENDERED[overlay] if (pod := pod_spec(each))]
     assert len(pods) >= len(ROLES)
     for pod in pods:
-        assert not {"hostNetwork", "hostPID", "hostIPC", "serviceAccountName"} & set(pod)
-        assert pod["automountServiceAccountToken"] is False
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+        # No pod knows a token of the API server, but for a monitor that orders workers (test_kubernetes_planner.py).
+        assert pod["automountServiceAccountToken"] is ("serviceAccountName" in pod)
         context = pod["securityContext"]
         assert context["runAsNonRoot"] and context["seccompProfile"] == {"type": "RuntimeDefault"}
         assert {context["runAsUser"], context["runAsGroup"], context["fsGroup"]} == {64118}
@@ -256,7 +274,7 @@ def test_what_a_process_writes_has_a_volume(overlay: str, role: str, tmp_path: P
     keys = Path(config.security.curve_secret_key_file)
     assert str(keys.parent) in {mount["mountPath"] for mount in here["volumeMounts"]}
     assert f"--from-file={keys.name}" in GUIDE
-    if role in ("gateway", "prefill_worker", "decode_worker"):
+    if role in ("gateway", *WORKERS):
         assert config.model.path.startswith("/models/")
         assert "/models" in {mount["mountPath"] for mount in here["volumeMounts"]}
 
@@ -268,7 +286,7 @@ def test_what_a_process_writes_has_a_volume(overlay: str, role: str, tmp_path: P
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_a_process_is_started_as_the_compose_file_starts_it(overlay: str, role: str, tmp_path: Path):
     here = container(workloads(overlay)[role])
-    composed = COMPOSED[role]["command"]
+    composed = COMPOSED[role]["command"] if role in COMPOSED else [role]
     assert here["args"][: len(composed)] == composed and "command" not in here
     config = configured(overlay, role, tmp_path)
     exposure.check_endpoints(config)
@@ -305,7 +323,7 @@ def test_a_label_selects_the_pods_of_one_workload(overlay: str):
         selector = workload["spec"]["selector"]["matchLabels"]
         assert [other for other in by_role if selector.items() <= pod_labels(by_role[other]).items()] == [role]
     budgets = of_kind(overlay, "PodDisruptionBudget")
-    wanted = {"workers": {"prefill_worker", "decode_worker"}, "managers": {"bucketing_manager"}}
+    wanted = {"workers": set(WORKERS), "managers": {"bucketing_manager"}}
     assert set(budgets) == set(wanted)
     for name, roles in wanted.items():
         spec = budgets[name]["spec"]
@@ -331,7 +349,10 @@ def test_a_process_is_asked_where_it_answers_and_has_time_to_drain(role: str, tm
         assert program == "sleep"
         before_s = float(seconds)
     assert (before_s > 0) == (role == "gateway")
-    assert pod["terminationGracePeriodSeconds"] >= before_s + drain_time_s(config, role) + STOP_MARGIN_S
+    assert (
+        pod["terminationGracePeriodSeconds"]
+        >= before_s + drain_time_s(config, PROGRAMS.get(role, role)) + STOP_MARGIN_S
+    )
 
 
 def test_no_process_runs_twice_under_one_name():
@@ -343,7 +364,6 @@ def test_no_process_runs_twice_under_one_name():
 # -- who may talk to whom --------------------------------------------------------------------------------------------
 
 FREE_PORT = 40123  # workers choose theirs
-WORKERS = ("prefill_worker", "decode_worker")
 WORKER_DIALS = {
     ("bucketing_manager", 5551),
     ("length_predictor", 5552),
@@ -438,7 +458,7 @@ def test_a_worker_has_one_gpu_or_the_threads_that_it_asks_for(overlay: str, tmp_
 
 def test_workers_on_many_nodes_are_spread_and_share_models():
     assert of_kind("nodes", "PersistentVolumeClaim")["models"]["spec"]["accessModes"] == ["ReadWriteMany"]
-    for role in WORKERS:
+    for role in ("prefill_worker", "decode_worker"):
         workload = workloads("nodes")[role]
         pod = pod_spec(workload)
         assert pod is not None
@@ -450,7 +470,7 @@ def test_autoscalers_go_by_metrics_that_exist():
     [rules] = documents(FOLDER / "components" / "autoscaling" / "prometheus-adapter.values.yaml")
     queries = {rule["name"]["as"]: rule["metricsQuery"] for rule in rules["rules"]["external"]}
     scaled = of_kind("nodes", "HorizontalPodAutoscaler")
-    assert {name.replace("-", "_") for name in scaled} == set(WORKERS)
+    assert {name.replace("-", "_") for name in scaled} == {"prefill_worker", "decode_worker"}
     used = set()
     for name, scaler in scaled.items():
         target = workloads("nodes")[scaler["spec"]["scaleTargetRef"]["name"].replace("-", "_")]

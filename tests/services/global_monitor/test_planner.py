@@ -201,7 +201,7 @@ async def test_a_simulation_that_fails_is_tried_again():
 
 
 def test_to_act_needs_a_launcher_here(tmp_path):
-    with pytest.raises(ConfigError, match=r"cohort serve.*on Kubernetes set advise"):
+    with pytest.raises(ConfigError, match=r"cohort serve.*without one set advise"):
         LauncherOrders(tmp_path, config())
 
 

@@ -34,6 +34,9 @@ SMALL = ["--set", "kv.cpu_memory_bytes=67108864", "--set", "kv.host_memory_bytes
 class Serve:
     """The command, with a cache folder of its own."""
 
+    key = ""
+    """Of the API: it is open."""
+
     def __init__(self, cache: Path, model: Path) -> None:
         self.port = free_port()
         self.files = RunFiles(cache / "run" / str(self.port))

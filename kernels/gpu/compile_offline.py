@@ -24,7 +24,8 @@ from triton.runtime.driver import driver
 
 from cohort.kernels.code_dtypes import E2M1, MX_GROUP
 from cohort.kernels.coded import ServedProduct
-from cohort.kernels.gpu.plan import decode_plan
+from cohort.kernels.gpu.latents import ServedLatents
+from cohort.kernels.gpu.plan import decode_plan, latent_decode_plan, latent_group
 from cohort.kernels.gpu.variants import Served, ServedExperts, compile_only, launches
 
 _MULTIPROCESSORS = 132
@@ -105,6 +106,16 @@ MODELS = {
     "Gemma-2-9B": _model(16, 8, 256, 3584, 14336, 256000, "bfloat16", **_GEMMA_2),
     "Gemma-2-27B": _model(32, 16, 128, 4608, 36864, 256000, "bfloat16", **_GEMMA_2),
 }
+MODELS |= {
+    f"{name}": replace(
+        _model(heads, 1, 576, hidden, inner, vocabulary, "bfloat16", experts=experts),
+        latents=ServedLatents(rank=512, rotated=64, query_rank=query_rank),
+    )
+    for name, heads, hidden, inner, vocabulary, query_rank, experts in (
+        ("DeepSeek-V2-Lite", 16, 2048, 10944, 102400, 0, ServedExperts(64, 6, 1408, 2816, rounded=False)),
+        ("DeepSeek-V3", 128, 7168, 18432, 129280, 1536, ServedExperts(256, 8, 2048, 2048, rounded=False)),
+    )
+}
 MODELS |= {f"{name}, KV in FP8": replace(MODELS[name], fp8=True) for name in ("gpt-oss-20b", "Gemma-2-9B")}
 SHAPES = MODELS | {
     f"heads of {head_dim}, {dtype}": _model(16, 4, head_dim, 16 * head_dim, 4096, 32000, dtype)
@@ -151,7 +162,11 @@ def compile_all(
 ) -> Iterator[Compiled]:
     """Every variant that steps of up to `max_rows` rows launch, for compute capability `capability` (90 = Hopper);
     `named`: by launches whose names have one of these."""
-    plan = decode_plan(head_dim=served.head_dim, element_bytes=served.dtype.itemsize, multiprocessors=_MULTIPROCESSORS)
+    element_bytes = served.dtype.itemsize
+    plan = decode_plan(head_dim=served.head_dim, element_bytes=element_bytes, multiprocessors=_MULTIPROCESSORS)
+    if served.latents is not None:
+        group = latent_group(served.query_heads, element_bytes)
+        plan = latent_decode_plan(group=group, element_bytes=element_bytes, multiprocessors=_MULTIPROCESSORS)
     before = driver._active
     driver.set_active(AbsentGpu(capability))
     seen: set[int] = set()

@@ -4,6 +4,7 @@ from cohort.kernels.gpu.attention import paged_attention
 from cohort.kernels.gpu.coded import coded_product
 from cohort.kernels.gpu.elementwise import clamped_swiglu, rms_norm, rope_and_write_kv, rope_inplace, silu_mul, write_kv
 from cohort.kernels.gpu.experts import add_weighted, expert_outputs
+from cohort.kernels.gpu.latents import latent_attention
 from cohort.kernels.gpu.sampling import sample_rows
 from cohort.kernels.gpu.slots import gather_slots, scatter_slots
 
@@ -13,6 +14,7 @@ __all__ = [
     "coded_product",
     "expert_outputs",
     "gather_slots",
+    "latent_attention",
     "paged_attention",
     "rms_norm",
     "rope_and_write_kv",

@@ -70,6 +70,36 @@ def prefill_plan(*, group: int, head_dim: int, element_bytes: int) -> PrefillPla
     return PrefillPlan(tile_rows, tile_rows // group, tile_keys, warps=4 if wide else 8, stages=2 if wide else 3)
 
 
+_LATENT_HEADS = 64
+_LATENT_HEADS_WIDE = 16  # products without matrix units keep their sums in registers
+
+
+def latent_group(heads: int, element_bytes: int) -> int:
+    """How many heads a program serves together: the most that divide them and whose sums its registers hold."""
+    most = _LATENT_HEADS_WIDE if element_bytes > 2 else _LATENT_HEADS
+    return next(group for group in range(min(heads, most), 0, -1) if heads % group == 0)
+
+
+def latent_decode_plan(*, group: int, element_bytes: int, multiprocessors: int) -> DecodePlan:
+    """For rows of one token over latents of 512 + 64 numbers, `group` heads at a time."""
+    programs = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
+    if element_bytes > 2:
+        return DecodePlan(programs, _ITEMS_PER_PROGRAM * programs, 128, tile_keys=16, warps=8, stages=1)
+    few = group <= 16
+    return DecodePlan(
+        programs, _ITEMS_PER_PROGRAM * programs, 128, tile_keys=32, warps=4 if few else 8, stages=5 if few else 3
+    )
+
+
+def latent_prefill_plan(*, group: int, element_bytes: int) -> PrefillPlan:
+    """For rows of several tokens over latents, `group` heads at a time."""
+    if element_bytes > 2:
+        tile_rows = max(16, power_of_two_from(group))
+        return PrefillPlan(tile_rows, tile_rows // group, tile_keys=16, warps=8, stages=1)
+    tile_rows = max(64, power_of_two_from(group))
+    return PrefillPlan(tile_rows, tile_rows // group, tile_keys=32, warps=8, stages=3)
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
     """One product over tiles: a program computes `tile_rows` rows (of one expert, where there are several),

@@ -27,7 +27,7 @@ from cohort.kernels.attention_meta import AttentionMeta
 from cohort.kernels.code_dtypes import E2M1, E8M0, bits_of
 from cohort.kernels.coded import ExpertCodes, ServedProduct
 from cohort.kernels.fp8_cache import PLANE_SCALE_BYTES
-from cohort.kernels.gpu import attention, coded, elementwise, experts, prefill, sampling, slots
+from cohort.kernels.gpu import attention, coded, elementwise, experts, latents, prefill, sampling, slots
 from cohort.kernels.gpu.plan import DecodePlan, padded_rows
 from cohort.kernels.sampling import EDIT_KINDS, SampledRows, SamplingTables
 
@@ -55,7 +55,7 @@ class Served:
     """A model as the kernels see it. `rotary_half`: half of the elements of a head that are rotated, 0 for models that
     leave all but attention to other kernels; `windowed`: whether layers have a sliding window, some or none; `sinks`,
     `capped`: whether attention has sinks, and bounds its scores; `products`: over weights in codes; `fp8`: keys and
-    values are kept so; `wide_norms`: weights of norms are in float32."""
+    values are kept so; `wide_norms`: weights of norms are in float32; `latents`: keys and values are latents."""
 
     query_heads: int
     kv_heads: int
@@ -74,6 +74,7 @@ class Served:
     layers: int = 2
     fp8: bool = False
     wide_norms: bool = False
+    latents: latents.ServedLatents | None = None
 
 
 def row_classes(max_rows: int) -> tuple[int, ...]:
@@ -90,6 +91,32 @@ def launches(
 
     The tensors are small and their content has no meaning: compile, but never run these.
     """
+    if served.latents is not None:
+        yield from latents.launches(
+            served.latents,
+            heads=served.query_heads,
+            hidden=served.hidden,
+            inner=served.inner,
+            dtype=served.dtype,
+            block_size=served.block_size,
+            layers=served.layers,
+            row_classes=row_classes(max_rows),
+            device=device,
+            plan=plan,
+        )
+    else:
+        yield from _of_layers(served, max_rows, device, plan)
+    if served.experts is not None:
+        yield from _of_experts(served, served.experts, device)
+    for product in served.products:
+        yield from _of_codes(product, served.dtype, device)
+    yield "sample", lambda: sampling.sample_rows(*_sampled(served, device))
+
+
+def _of_layers(
+    served: Served, max_rows: int, device: torch.device, plan: DecodePlan | None
+) -> Iterator[tuple[str, Launch]]:
+    """Attention over keys and values, and what is elementwise."""
     at_most = padded_rows(max_rows)
     step = _Tensors(served, device)
     sinks = torch.zeros(served.query_heads, device=device) if served.sinks else None
@@ -119,11 +146,6 @@ def launches(
     staged = step.meta(at_most, prefill_rows=at_most)
     yield "stage", lambda: _ignore(prefill.stage(step.kv, step.layer, staged, staging, starts))
     yield from step.elementwise()
-    if served.experts is not None:
-        yield from _of_experts(served, served.experts, device)
-    for product in served.products:
-        yield from _of_codes(product, served.dtype, device)
-    yield "sample", lambda: sampling.sample_rows(*_sampled(served, device))
 
 
 class _Tensors:

@@ -15,7 +15,8 @@ from cohort.common.engine.experts import (
     PlainSharedExpert,
     Routing,
     SharedExpert,
-    read_beside, read_device_weights,
+    read_beside,
+    read_device_weights,
     read_expert_codes,
 )
 from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry

@@ -163,7 +163,9 @@ def compile_all(
     """Every variant that steps of up to `max_rows` rows launch, for compute capability `capability` (90 = Hopper);
     `named`: by launches whose names have one of these."""
     element_bytes = served.dtype.itemsize
-    plan = decode_plan(head_dim=served.head_dim, element_bytes=element_bytes, multiprocessors=_MULTIPROCESSORS)
+    plan = decode_plan(
+        head_dim=served.head_dim, element_bytes=element_bytes, multiprocessors=_MULTIPROCESSORS, fp8=served.fp8
+    )
     if served.latents is not None:
         group = latent_group(served.query_heads, element_bytes)
         plan = latent_decode_plan(group=group, element_bytes=element_bytes, multiprocessors=_MULTIPROCESSORS)

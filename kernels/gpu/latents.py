@@ -20,8 +20,15 @@ from cohort.kernels.gpu import elementwise, slots
 from cohort.kernels.gpu.attention import WIDEN_PRODUCTS, longest_read, padded
 from cohort.kernels.gpu.attention_kernels import merge_parts
 from cohort.kernels.gpu.latent_kernels import decode_latents, prefill_latents
-from cohort.kernels.gpu.plan import DecodePlan, PrefillPlan, latent_decode_plan, latent_group, latent_prefill_plan
-from cohort.kernels.gpu.plan import padded_rows, power_of_two_from
+from cohort.kernels.gpu.plan import (
+    DecodePlan,
+    PrefillPlan,
+    latent_decode_plan,
+    latent_group,
+    latent_prefill_plan,
+    padded_rows,
+    power_of_two_from,
+)
 from cohort.kernels.gpu.workspace import multiprocessors
 
 _MERGED_AT_ONCE = 16

@@ -47,8 +47,9 @@ class PrefillPlan:
     stages: int
 
 
-def decode_plan(*, head_dim: int, element_bytes: int, multiprocessors: int) -> DecodePlan:
-    """The plan for rows of one token each, however many and however long."""
+def decode_plan(*, head_dim: int, element_bytes: int, multiprocessors: int, fp8: bool = False) -> DecodePlan:
+    """The plan for rows of one token each, however many and however long; `fp8`: over codes, of queries of these
+    bytes."""
     # K and V of a tile are up to 32 KiB. A tile takes two loads, one after the other (the block table's entry, then the
     # keys), so five stages are two tiles on their way: 72 KiB on Hopper for heads of 128; two programs share its 227.
     tile_keys = max(16, min(128, _power_of_two_below(16384 // (head_dim * element_bytes))))
@@ -56,6 +57,8 @@ def decode_plan(*, head_dim: int, element_bytes: int, multiprocessors: int) -> D
     # Products without matrix units keep their sums in registers: with four warps some variants of narrow heads spill a
     # few bytes, with eight some of wide ones.
     warps = 8 if element_bytes > 2 and head_dim <= 64 else 4
+    if element_bytes > 2 and fp8:  # numbers of 32 bits beside the codes that they are made of
+        tile_keys, warps = 16, 8
     return DecodePlan(programs, _ITEMS_PER_PROGRAM * programs, max(128, tile_keys), tile_keys, warps, stages=5)
 
 
@@ -85,10 +88,9 @@ def latent_decode_plan(*, group: int, element_bytes: int, multiprocessors: int) 
     programs = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
     if element_bytes > 2:
         return DecodePlan(programs, _ITEMS_PER_PROGRAM * programs, 128, tile_keys=16, warps=8, stages=1)
-    few = group <= 16
-    return DecodePlan(
-        programs, _ITEMS_PER_PROGRAM * programs, 128, tile_keys=32, warps=4 if few else 8, stages=5 if few else 3
-    )
+    few = group <= 16  # with more heads tiles of 32 latents spill up to 56 bytes
+    keys, warps = (32, 4) if few else (16, 8)
+    return DecodePlan(programs, _ITEMS_PER_PROGRAM * programs, 128, tile_keys=keys, warps=warps, stages=5)
 
 
 def latent_prefill_plan(*, group: int, element_bytes: int) -> PrefillPlan:

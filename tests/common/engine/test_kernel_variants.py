@@ -51,7 +51,10 @@ def test_warming_up_covers_a_mixed_workload(name: str, dtype: str, model_folder:
     decode, prefill = ("decode_latents", "prefill_latents") if latents else ("decode_rows", "prefill_rows")
     assert min(launched[decode], launched[prefill], launched["sample_rows"]) > 30 * layers, launched
     assert launched.get("_store_kv", 0) > 100 * layers, launched
-    own_scores = latents or name in ("gpt-oss", "gemma2")  # whose keys are never gathered: flash attention is given none of them
+    own_scores = latents or name in (
+        "gpt-oss",
+        "gemma2",
+    )  # whose keys are never gathered: flash attention is given none of them
     assert (launched.get("stage_rows", 0) > 10 * layers) != own_scores, launched
     assert found["served_beyond_warmed"] == []
     assert found["warmed_beyond_named"] == []

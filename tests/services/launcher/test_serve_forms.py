@@ -1,4 +1,4 @@
-"""`cohort serve` of every family and format of docs/models.md: a tiny checkpoint, all processes, transformers' tokens."""
+"""`cohort serve` of every family and format of docs/models.md: tiny checkpoints, all processes, transformers' tokens."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def test_a_quantised_format(form: str, served: Callable[..., Serve], tmp_path: P
     _check(served(_with_tokenizer(written.folder, tmp_path), *FLOAT32), written.dequantised)
 
 
-@pytest.mark.parametrize("options", [("--kv-cache-dtype", "fp8"), ("--quantization", "int8"), ("--quantization", "int4")])
+@pytest.mark.parametrize(
+    "options", [("--kv-cache-dtype", "fp8"), ("--quantization", "int8"), ("--quantization", "int4")]
+)
 def test_what_rounds_keys_or_weights_answers(
     options: tuple[str, str], served: Callable[..., Serve], tmp_path: Path
 ) -> None:
@@ -112,7 +114,10 @@ def _check_some(serve: Serve) -> None:
     answer = serve.answer(prompt=random_prompts((20,))[0], max_tokens=8, ignore_eos=True, return_token_ids=True)
     tokens = answer["cohort"]["requests"][0]["token_ids"]
     assert len(tokens) == 8, json.dumps(answer)
-    assert serve.answer(prompt=random_prompts((20,))[0], max_tokens=8, ignore_eos=True, return_token_ids=True)[
-        "cohort"
-    ]["requests"][0]["token_ids"] == tokens
+    assert (
+        serve.answer(prompt=random_prompts((20,))[0], max_tokens=8, ignore_eos=True, return_token_ids=True)["cohort"][
+            "requests"
+        ][0]["token_ids"]
+        == tokens
+    )
     assert serve("--stop").returncode == 0

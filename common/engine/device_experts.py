@@ -1,4 +1,4 @@
-"""A mixture of experts on a GPU (Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss, DeepSeek): routed, sorted and multiplied on the device.
+"""A mixture of experts on a GPU (Mixtral, Qwen, gpt-oss, DeepSeek): routed, sorted and multiplied on the device.
 
 Called by the lean models once per layer and step. Beside `experts` for what differs there: all experts' weights
 stand in two tensors, the host never learns how many rows an expert has, and so a recorded step serves any routing.

@@ -22,7 +22,7 @@ from cohort.common.engine.kv_dtype import FP8, SCALE_BYTES, kv_dtype
 from cohort.common.engine.model_config import DTYPE_BYTES, Dtype, ModelGeometry, read_geometry
 from cohort.common.engine.model_shape import model_shape
 from cohort.common.engine.quantization_config import CodeLayout, keeps_codes, mxfp4_codes, rounding_of
-from cohort.common.engine.rank_shares import RankShare, exchange_bytes
+from cohort.common.engine.rank_shares import RankShare, exchange_bytes, hindrance
 from cohort.common.errors import ConfigError
 from cohort.common.paths import GGUF_FILE
 from cohort.common.policies.cost_model import ModelShape
@@ -62,6 +62,8 @@ class Need:
     """The same tokens of KV in FP8; 0 where they are in it, or it is not served."""
     codes: tuple[tuple[str, int], ...] = ()
     """What the weights would take in a checkpoint of fewer bits, by its name; none where they are in few already."""
+    degrees: tuple[int, ...] = _DEGREES
+    """Numbers of GPUs that one worker could divide the model over."""
 
     @property
     def total(self) -> int:
@@ -98,11 +100,12 @@ def need(config: Config, model_dir: Path, geometry: ModelGeometry, degree: int =
     return Need(
         weights,
         steps,
-        0 if degree > 1 or geometry.family in ("generic", "deepseek") else engine.cuda_graph_memory_bytes,
+        0 if degree > 1 or geometry.family == "generic" else engine.cuda_graph_memory_bytes,
         cache,
         tokens,
         fp8_cache=_in_fp8(config, own, kept, tokens, "cuda"),
         codes=_in_codes(weights, geometry, degree) if plain else (),
+        degrees=tuple(n for n in _DEGREES if not hindrance(geometry, n)),
     )
 
 
@@ -186,7 +189,7 @@ def check_fit(config: Config, model: str, wanted: Need, gpu: str, memory_bytes: 
         remedies.append("16 bits (model.dtype=bfloat16)")
     remedies += _fewer_bits(wanted, whole, 1, "cuda")
     remedies += _smaller(wanted, whole, 1)
-    divided = (n for n in _DEGREES if wanted.total - (wanted.weights + wanted.cache) * (n - 1) // n <= whole)
+    divided = (n for n in wanted.degrees if wanted.total - (wanted.weights + wanted.cache) * (n - 1) // n <= whole)
     if (degree := next(divided, 0)) and wanted.total > whole:
         remedies.append(f"tensor_parallel {degree} (workers: [{{role, tensor_parallel}}])")
     if wanted.weights <= has and wanted.graphs + wanted.steps:

@@ -1,4 +1,4 @@
-"""A mixture of experts on a GPU (Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss): routed, sorted and multiplied on the device.
+"""A mixture of experts on a GPU (Mixtral, Qwen, gpt-oss, DeepSeek): routed, sorted and multiplied on the device.
 
 Called by the lean models once per layer and step. Beside `experts` for what differs there: all experts' weights
 stand in two tensors, the host never learns how many rows an expert has, and so a recorded step serves any routing.
@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cohort.common.engine.experts import Routing, SharedExpert, read_beside, read_device_weights, read_expert_codes
+from cohort.common.engine.experts import (
+    PlainSharedExpert,
+    Routing,
+    SharedExpert,
+    read_beside,
+    read_device_weights,
+    read_expert_codes,
+)
 from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry
 from cohort.common.engine.weights import Weights
 from cohort.kernels.batch_invariance import in_force
@@ -27,7 +34,7 @@ class DeviceExperts:
     router: Routing
     gate_up: Tensor | ExpertCodes  # [experts, 2 · inner, hidden]
     down: Tensor | ExpertCodes  # [experts, hidden, inner]
-    shared: SharedExpert | None = None
+    shared: SharedExpert | PlainSharedExpert | None = None
     biases: tuple[Tensor, Tensor] | None = None  # [experts, 2 · inner], [experts, hidden]
     clamped: ClampedSwiglu | None = None  # the activation, of gates and ups in turn; None = SiLU, gates over ups
     fixed: bool = field(default_factory=in_force)  # tiles do not follow the number of rows
@@ -54,14 +61,22 @@ def read_device_experts(
     dtype: torch.dtype,
     device: torch.device,
 ) -> DeviceExperts:
-    """A layer's mixture from its tensors, each read straight into its place; codes stay codes where all experts' are
-    kept."""
+    """A layer's mixture from its tensors, each read straight into its place."""
+    gate_up, down = read_device_products(files, prefix, geometry, mixture, dtype, device)
     arena = Arena()  # of products that are packed: none is, on a GPU
-    gate_up: Tensor | ExpertCodes
-    down: Tensor | ExpertCodes
-    if (codes := read_expert_codes(files, prefix, geometry, mixture, dtype, device)) is not None:
-        gate_up, down = codes
-    else:
-        gate_up, down = read_device_weights(files, prefix, geometry, mixture, dtype, device)
     router, shared = read_beside(files, prefix, geometry, mixture, dtype, arena, device)
     return DeviceExperts(router, gate_up, down, shared)
+
+
+def read_device_products(
+    files: Weights,
+    prefix: str,
+    geometry: ModelGeometry,
+    mixture: ExpertsGeometry,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor] | tuple[ExpertCodes, ExpertCodes]:
+    """The two weights of `DeviceExperts`; codes stay codes where all experts' are kept."""
+    if (codes := read_expert_codes(files, prefix, geometry, mixture, dtype, device)) is not None:
+        return codes
+    return read_device_weights(files, prefix, geometry, mixture, dtype, device)

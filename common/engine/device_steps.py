@@ -44,6 +44,7 @@ from cohort.kernels.batch_invariance import fixed_products_made
 from cohort.kernels.coded import products_made
 from cohort.kernels.fp8_cache import is_fp8
 from cohort.kernels.gpu import available as gpu
+from cohort.kernels.gpu.plan import latent_group
 from cohort.kernels.gpu.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -105,16 +106,7 @@ class DeviceSteps:
         self._workspace: Workspace | None = None
         self._on_gpu = gpu.ops_for(kv.blocks) is not None
         if self._on_gpu:
-            self._workspace = Workspace(
-                max_rows=max_rows,
-                query_heads=geometry.num_heads,
-                kv_heads=geometry.num_kv_heads,
-                head_dim=geometry.head_dim,
-                dtype=dtype,
-                device=device,
-                staging_tokens=max(max_step_tokens, STAGING_TOKENS),
-                batch_invariant=batch_invariant,
-            )
+            self._workspace = self._made_workspace(max_step_tokens)
         self.decode = StaticDecode(
             model,
             kv.with_spare,
@@ -141,13 +133,33 @@ class DeviceSteps:
         if device.type == "cuda":  # weights and cache were written on another stream
             torch.cuda.synchronize(device)
 
+    def _made_workspace(self, max_step_tokens: int) -> Workspace:
+        """Of latents without room to gather them: flash attention takes none."""
+        g = self._geometry
+        kv_heads, head_dim, staging = g.num_kv_heads, g.head_dim, max(max_step_tokens, STAGING_TOKENS)
+        if g.latent is not None:
+            kv_heads = g.num_heads // latent_group(g.num_heads, self._dtype.itemsize)
+            head_dim, staging = g.latent.rank, 0
+        return Workspace(
+            max_rows=self._max_rows,
+            query_heads=g.num_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=self._dtype,
+            device=self._device,
+            staging_tokens=staging,
+            batch_invariant=self._batch_invariant,
+        )
+
     def compile(self, threads: int) -> None:
         """Compile every kernel that a step can launch, so that none of them is compiled while requests wait."""
         if not self._on_gpu:
             return
         from cohort.kernels.gpu import variants
+        from cohort.kernels.gpu.latents import ServedLatents
 
         g = self._geometry
+        latent = g.latent
         served = variants.Served(
             query_heads=g.num_heads,
             kv_heads=g.num_kv_heads,
@@ -169,6 +181,7 @@ class DeviceSteps:
             batch_invariant=self._batch_invariant,
             fixed=fixed_products_made(),
             gelu=g.family == "gemma",
+            latents=None if latent is None else ServedLatents(latent.rank, latent.rotated, latent.query_rank),
         )
         variants.compilations.watch()
         variants.precompile(served, self._max_rows, self._device, threads)
@@ -176,7 +189,7 @@ class DeviceSteps:
     def _served_experts(self) -> ServedExperts | None:
         """Of a model whose experts are grouped on the device."""
         mixture = self._geometry.experts
-        if mixture is None or self._geometry.family not in ("moe", "gpt_oss"):
+        if mixture is None or self._geometry.family not in ("moe", "gpt_oss", "deepseek"):
             return None
         from cohort.kernels.gpu import variants
 
@@ -185,7 +198,7 @@ class DeviceSteps:
             mixture.per_token,
             mixture.inner_size,
             shared_inner=mixture.shared_inner_size,
-            rounded=self._geometry.model_type != "mixtral",
+            rounded=self._geometry.model_type != "mixtral" and self._geometry.family != "deepseek",
             clamped=self._geometry.family == "gpt_oss",
         )
 

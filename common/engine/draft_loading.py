@@ -27,7 +27,7 @@ from cohort.common.engine.kv_dtype import FP8_PLANES, SCALE_BYTES, kv_dtype
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.lora import LoraStore
 from cohort.common.engine.model_config import DTYPE_BYTES, ModelGeometry, read_geometry
-from cohort.common.engine.model_forms import form_of, load_model
+from cohort.common.engine.model_forms import load_model
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.quantization_config import rounding_of
 from cohort.common.engine.step_inputs import Model
@@ -106,7 +106,7 @@ def plan_draft(
         )
     if module:
         if device.type != "cpu":
-            raise ConfigError(refused.format(f"by a module on {device}: DeepSeek's form runs on a processor"))
+            raise ConfigError(refused.format(f"by a module on {device}: it runs on a processor"))
         if geometry.family != "deepseek" or rounding_of(speculation.draft_quantization) is not None:
             raise ConfigError(
                 f"speculation.draft_model: the module that {model_dir.name} brings is served as it is, in the form "
@@ -115,7 +115,7 @@ def plan_draft(
         draft, kept = module_geometry(geometry), kv_dtype(config.kv.cache_dtype, dtype, geometry, device.type)
         return DraftPlan(folder, draft, dtype, kept, config.kv.block_size, geometry.vocab_size, True, True)
     draft = read_geometry(folder, speculation.draft_quantization)
-    if form_of(draft, device) == "generic":
+    if draft.family == "generic":
         raise ConfigError(
             f"speculation.draft_model: {draft.model_type} models run through transformers here, and drafts are made "
             "by the project's own forms alone (docs/models.md)"

@@ -5,7 +5,8 @@ Called by the model runner. The cache has one vector of a token and layer, for a
 of latents is multiplied into the query before, the one that would make values into what comes out (the absorbed form,
 §2.1.2 and appendix C), so no key or value of a head is ever made. Rotated pairs that stand side by side in the files
 are moved half a head apart at load, in queries and keys alike, which leaves every product as it was. Order of roundings
-is transformers' but for that form. Knows nothing of requests: it sees tokens, positions and slots.
+is transformers' but for that form. On a processor the heads' small products run one by one, with bits that no batch
+changes; on a GPU they are one batched product. Knows nothing of requests: it sees tokens, positions and slots.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cohort.common.engine.device_experts import DeviceExperts, read_device_products
 from cohort.common.engine.experts import (
     DenseMlp,
     ExpertBuffers,
@@ -23,6 +25,7 @@ from cohort.common.engine.experts import (
     GroupedRouter,
     PlainSharedExpert,
     expert_tensors,
+    groups_on_host,
     read_expert_mlps,
     read_mlp,
     router_weight,
@@ -35,10 +38,10 @@ from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.engine.weights import WeightKind, Weights, open_weights
 from cohort.common.errors import ModelError
 from cohort.kernels.fused import rms_norm, rope_inplace
-from cohort.kernels.paged_attention import paged_attention, write_kv
+from cohort.kernels.latent_attention import latent_attention
+from cohort.kernels.paged_attention import write_kv
 from cohort.kernels.panels import Arena
 
-_CPU = torch.device("cpu")
 _LATENT_EPS = 1e-6  # of the norms inside attention, whatever the configuration says of the others
 
 
@@ -58,21 +61,42 @@ class _Query:
         return self.heads(x)
 
 
+class HeadProducts:
+    """x ↦ of each head its own product: x [T, heads, in] into [T, heads, out], both strided views."""
+
+    __slots__ = ("_each", "_together")
+
+    def __init__(self, weights: Tensor, arena: Arena) -> None:
+        """Takes weights [heads, out, in]."""
+        self._each: list[Linear] = []
+        self._together = weights.transpose(1, 2)
+        if groups_on_host(weights.device):
+            self._each = [Linear(weight.contiguous(), arena=arena) for weight in weights]
+            self._together = weights.new_empty(0)
+
+    def into(self, x: Tensor, out: Tensor) -> None:
+        if self._each:
+            for head, linear in enumerate(self._each):
+                linear.into(x[:, head], out[:, head])
+        else:
+            torch.bmm(x.transpose(0, 1), self._together, out=out.transpose(0, 1))
+
+
 @dataclass(slots=True)
 class LatentLayer:
     attention_norm: Tensor
     query: _Query
     latent: Linear
     latent_norm: Tensor
-    into_latent: list[Linear]  # of each head: a plain query to what meets latents
-    out_of_latent: list[Linear]  # of each head: averaged latents to its values
+    into_latent: HeadProducts  # plain queries to what meets latents
+    out_of_latent: HeadProducts  # averaged latents to values
     attention_out: Linear
     mlp_norm: Tensor
-    mlp: DenseMlp | Experts
+    mlp: DenseMlp | Experts | DeviceExperts
 
 
 class LeanDeepseek:
-    """The weights of one model and its forward, on a processor."""
+    """The weights of one model and its forward."""
 
     def __init__(
         self,
@@ -80,30 +104,31 @@ class LeanDeepseek:
         geometry: ModelGeometry,
         *,
         dtype: torch.dtype,
+        device: torch.device,
         max_step_tokens: int,
         weights: WeightKind = "files",
     ) -> None:
         """Raises `ModelError` where the files do not hold what the configuration says."""
         if geometry.latent is None:
             raise ModelError(f"{geometry.model_type}: its configuration names no latents")
-        self._geometry, self._latent, self._dtype = geometry, geometry.latent, dtype
-        self._layer_of = LayerArithmetic(geometry, geometry.latent)
+        self._geometry, self._latent, self._dtype, self._device = geometry, geometry.latent, dtype, device
+        self._layer_of = LayerArithmetic(geometry, geometry.latent, device)
         self._states: Tensor | None = None
         with open_weights(model_dir, weights, geometry.quantization) as files:
             prefix = files.prefix(("model.", ""), "embed_tokens.weight")
             files.require(_tensor_names(files, geometry, prefix))
             arena = Arena()
-            self._embedding, self._lm_head = read_outer(files, prefix, geometry, dtype, _CPU, arena)
-            reader = LayerReader(files, geometry, geometry.latent, dtype, arena, max_step_tokens)
+            self._embedding, self._lm_head = read_outer(files, prefix, geometry, dtype, device, arena)
+            reader = LayerReader(files, geometry, geometry.latent, dtype, arena, max_step_tokens, device)
             self._layers = [reader.layer(f"{prefix}layers.{i}.", i) for i in range(geometry.num_layers)]
-            self._final_norm = files.read(prefix + "norm.weight", (geometry.hidden_size,), dtype, _CPU)
+            self._final_norm = files.read(prefix + "norm.weight", (geometry.hidden_size,), dtype, device)
 
     sampled_states: Tensor | None = None
 
     def forward(self, step: StepInputs, kv: Tensor) -> Tensor:
         """See `step_inputs.Model`; `kv` is [blocks, layers, 1, 1, block size, latent]."""
         g, tokens = self._geometry, len(step.token_ids)
-        residual = torch.empty((tokens, g.hidden_size), dtype=self._dtype)
+        residual = torch.empty((tokens, g.hidden_size), dtype=self._dtype, device=self._device)
         self._embedding.into(step.token_ids, residual)
         buffers = self._layer_of.buffers(residual)
         for index, layer in enumerate(self._layers):
@@ -114,7 +139,7 @@ class LeanDeepseek:
         last = residual[step.sample_index]
         rms_norm(last, self._final_norm, g.norm_eps, last)
         self.sampled_states = last
-        logits = torch.empty((len(last), g.vocab_size), dtype=torch.float32)
+        logits = torch.empty((len(last), g.vocab_size), dtype=torch.float32, device=self._device)
         self._lm_head.into(last, logits)
         return logits
 
@@ -125,7 +150,7 @@ class LeanDeepseek:
 
     def keep_states(self, slots: int) -> Tensor:
         """From now on every step leaves its tokens' final states here [slots, hidden], by slot."""
-        self._states = torch.zeros((slots, self._geometry.hidden_size), dtype=self._dtype)
+        self._states = torch.zeros((slots, self._geometry.hidden_size), dtype=self._dtype, device=self._device)
         return self._states
 
 
@@ -143,9 +168,9 @@ class LayerBuffers:
 class LayerArithmetic:
     """What a layer computes."""
 
-    def __init__(self, geometry: ModelGeometry, latent: LatentGeometry) -> None:
+    def __init__(self, geometry: ModelGeometry, latent: LatentGeometry, device: torch.device) -> None:
         self._geometry, self._latent = geometry, latent
-        self._cos, self._sin = rope_tables(geometry, _CPU)
+        self._cos, self._sin = rope_tables(geometry, device)
 
     def buffers(self, residual: Tensor) -> LayerBuffers:
         g, sizes, tokens = self._geometry, self._latent, len(residual)
@@ -165,10 +190,9 @@ class LayerArithmetic:
         g, sizes, found = self._geometry, self._latent, buffers.found
         rms_norm(residual, layer.attention_norm, g.norm_eps, buffers.normed)
         self._project(layer, index, buffers.normed, buffers.query, step, kv)
-        paged_attention(buffers.query, kv, index, step.meta, g.attention_scale, found)
-        for head, linear in enumerate(layer.out_of_latent):
-            begin = head * sizes.value
-            linear.into(found[:, head, : sizes.rank], buffers.attended[:, begin : begin + sizes.value])
+        latent_attention(buffers.query, kv, index, step.meta, g.attention_scale, found, sizes.rank)
+        values = buffers.attended.view(len(residual), g.num_heads, sizes.value)
+        layer.out_of_latent.into(found[:, :, : sizes.rank], values)
         layer.attention_out.add_into(buffers.attended, residual)
         rms_norm(residual, layer.mlp_norm, g.norm_eps, buffers.normed)
         layer.mlp.add_into(buffers.normed, buffers.activated, residual)
@@ -177,8 +201,7 @@ class LayerArithmetic:
         """Queries of x [T, hidden] as they meet latents into `query`; its latents into their slots."""
         sizes, tokens = self._latent, len(x)
         own = layer.query(x).view(tokens, self._geometry.num_heads, sizes.plain + sizes.rotated)
-        for head, linear in enumerate(layer.into_latent):
-            linear.into(own[:, head, : sizes.plain], query[:, head, : sizes.rank])
+        layer.into_latent.into(own[:, :, : sizes.plain], query[:, :, : sizes.rank])
         query[:, :, sizes.rank :] = own[:, :, sizes.plain :]
         latent = layer.latent(x)
         rms_norm(latent[:, : sizes.rank], layer.latent_norm, _LATENT_EPS, latent[:, : sizes.rank])
@@ -229,6 +252,7 @@ class LayerReader:
     dtype: torch.dtype
     arena: Arena
     max_step_tokens: int
+    device: torch.device
     buffers: ExpertBuffers | None = None
 
     def layer(self, prefix: str, index: int) -> LatentLayer:
@@ -249,7 +273,7 @@ class LayerReader:
         )
 
     def _vector(self, module: str, width: int) -> Tensor:
-        return self.files.read(f"{module}.weight", (width,), self.dtype, _CPU)
+        return self.files.read(f"{module}.weight", (width,), self.dtype, self.device)
 
     def _query(self, prefix: str) -> _Query:
         g, sizes = self.geometry, self.latent
@@ -262,40 +286,47 @@ class LayerReader:
             self._linear(f"{prefix}self_attn.q_b_proj", rows, sizes.query_rank, rotated),
         )
 
-    def _heads(self, prefix: str) -> tuple[list[Linear], list[Linear]]:
+    def _heads(self, prefix: str) -> tuple[HeadProducts, HeadProducts]:
         """Of each head: the transposed matrix that would make its keys, and the one that makes its values."""
         g, sizes = self.geometry, self.latent
         each = sizes.plain + sizes.value
         shape = (g.num_heads * each, sizes.rank)
-        weight = self.files.read(f"{prefix}self_attn.kv_b_proj.weight", shape, self.dtype, _CPU)
+        weight = self.files.read(f"{prefix}self_attn.kv_b_proj.weight", shape, self.dtype, self.device)
         heads = weight.view(g.num_heads, each, sizes.rank)
         return (
-            [Linear(head[: sizes.plain].t().contiguous(), arena=self.arena) for head in heads],
-            [Linear(head[sizes.plain :], arena=self.arena) for head in heads],
+            HeadProducts(heads[:, : sizes.plain].transpose(1, 2), self.arena),
+            HeadProducts(heads[:, sizes.plain :], self.arena),
         )
 
     def _linear(self, module: str, outputs: int, inputs: int, rotated: _Rotated | None = None) -> Linear:
-        weight = self.files.read(f"{module}.weight", (outputs, inputs), self.dtype, _CPU)
+        weight = self.files.read(f"{module}.weight", (outputs, inputs), self.dtype, self.device)
         biased = any(module.endswith(name) for name in _biased(self.geometry, self.latent))
-        bias = self.files.read(f"{module}.bias", (outputs,), self.dtype, _CPU) if biased else None
+        bias = self.files.read(f"{module}.bias", (outputs,), self.dtype, self.device) if biased else None
         if rotated is not None and self.latent.interleaved:
             weight = rotated.apart(weight, self.latent.rotated)
             bias = None if bias is None else rotated.apart(bias, self.latent.rotated)
         return Linear(weight, bias, arena=self.arena)
 
-    def _mlp(self, prefix: str, index: int) -> DenseMlp | Experts:
+    def _mlp(self, prefix: str, index: int) -> DenseMlp | Experts | DeviceExperts:
         g, mixture = self.geometry, self.geometry.experts
         if mixture is None or mixture.routing is None or not mixture.layers[index]:
-            return read_mlp(self.files, f"{prefix}mlp", g.hidden_size, g.intermediate_size, self.dtype, self.arena)
+            return self._dense(f"{prefix}mlp", g.intermediate_size)
+        shared = None
+        if inner := mixture.shared_inner_size:
+            shared = PlainSharedExpert(self._dense(f"{prefix}mlp.shared_experts", inner))
+        router = self._router(prefix, mixture)
+        if not groups_on_host(self.device):
+            gate_up, down = read_device_products(self.files, prefix, g, mixture, self.dtype, self.device)
+            return DeviceExperts(router, gate_up, down, shared)
         if self.buffers is None:
             rows = self.max_step_tokens * mixture.per_token
             self.buffers = ExpertBuffers(rows, g.hidden_size, mixture.inner_size, self.dtype)
-        shared = None
-        if inner := mixture.shared_inner_size:
-            name = f"{prefix}mlp.shared_experts"
-            shared = PlainSharedExpert(read_mlp(self.files, name, g.hidden_size, inner, self.dtype, self.arena))
         experts = read_expert_mlps(self.files, prefix, g, mixture, self.dtype, self.arena)
-        return Experts(self._router(prefix, mixture), experts, shared, self.buffers)
+        return Experts(router, experts, shared, self.buffers)
+
+    def _dense(self, module: str, inner: int) -> DenseMlp:
+        hidden = self.geometry.hidden_size
+        return read_mlp(self.files, module, hidden, inner, self.dtype, self.arena, device=self.device)
 
     def _router(self, prefix: str, mixture: ExpertsGeometry) -> GroupedRouter:
         routing = mixture.routing
@@ -303,8 +334,8 @@ class LayerReader:
         correction = None
         if routing.scoring == "sigmoid":
             name = f"{prefix}mlp.gate.e_score_correction_bias"
-            correction = self.files.read(name, (mixture.count,), torch.float32, _CPU)
-        weight = router_weight(self.files, prefix, self.geometry, mixture, self.dtype)
+            correction = self.files.read(name, (mixture.count,), torch.float32, self.device)
+        weight = router_weight(self.files, prefix, self.geometry, mixture, self.dtype, self.device)
         return GroupedRouter(
             Linear(weight.float(), arena=self.arena),
             correction,

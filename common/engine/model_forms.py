@@ -17,11 +17,11 @@ from cohort.common.engine.lean_gpt_oss import LeanGptOss
 from cohort.common.engine.lean_llama import LeanLlama
 from cohort.common.engine.lean_opt import LeanOpt
 from cohort.common.engine.matrices import Rounding
-from cohort.common.engine.model_config import Family, ModelGeometry
+from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.ranks import Ranks
 from cohort.common.engine.step_inputs import Model
 from cohort.common.engine.weights import WeightKind
-from cohort.common.errors import ConfigError, ModelError
+from cohort.common.errors import ConfigError
 from cohort.common.paths import GGUF_FILE
 from cohort.kernels import native
 
@@ -41,7 +41,7 @@ def load_model(
     """The weights and their forward. `ranks`, `rounding`: see `LeanLlama`. Raises `ModelError` or `ConfigError`."""
     if rounding is not None:
         _check_rounding(rounding, model_dir, geometry, device)
-    match family := form_of(geometry, device):
+    match family := geometry.family:
         case "llama" | "moe":
             return LeanLlama(
                 model_dir,
@@ -61,7 +61,9 @@ def load_model(
                 model_dir, geometry, dtype=dtype, device=device, max_step_tokens=max_step_tokens, weights=weights
             )
         case "deepseek":
-            return LeanDeepseek(model_dir, geometry, dtype=dtype, max_step_tokens=max_step_tokens, weights=weights)
+            return LeanDeepseek(
+                model_dir, geometry, dtype=dtype, device=device, max_step_tokens=max_step_tokens, weights=weights
+            )
         case "opt":
             return LeanOpt(model_dir, geometry, dtype=dtype, device=device, weights=weights)
         case "generic":
@@ -75,16 +77,6 @@ def load_model(
             return GenericModel(model_dir, geometry, dtype=dtype, device=device)
         case _:
             assert_never(family)
-
-
-def form_of(geometry: ModelGeometry, device: torch.device) -> Family:
-    """The form that runs here. Raises `ModelError` where none does."""
-    if geometry.latent is not None and device.type != "cpu":
-        raise ModelError(
-            f"{geometry.model_type} cannot be served on {device}: no GPU kernel attends to latents; use "
-            "engine.device cpu"
-        )
-    return geometry.family
 
 
 def _check_rounding(rounding: Rounding, model_dir: Path, geometry: ModelGeometry, device: torch.device) -> None:

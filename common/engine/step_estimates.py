@@ -18,6 +18,9 @@ the copy of its result."""
 EXPERT_LAUNCHES = 15
 """More of a layer with a mixture of experts: routing, sorting, two grouped products, the weighted sum."""
 
+LATENT_LAUNCHES = 5
+"""More of a layer of latents: two products of all heads, the query's rotated part, norms of latent and query."""
+
 GENERIC_LAUNCHES = 45
 """Of a layer of a transformers model: one per operation of its Python code."""
 
@@ -29,7 +32,9 @@ is recorded without need, padded to no more than twice its prompt tokens."""
 def launch_s(geometry: ModelGeometry) -> float:
     """Host time for all layers of a step with prompts that is not recorded."""
     launches = GENERIC_LAUNCHES if geometry.family == "generic" else LEAN_LAUNCHES
-    if geometry.family in ("moe", "gpt_oss"):
+    if geometry.family == "deepseek":
+        launches += LATENT_LAUNCHES
+    if geometry.family in ("moe", "gpt_oss", "deepseek"):
         launches += EXPERT_LAUNCHES
     return geometry.num_layers * (launches + 2 * geometry.qk_norm) * LAUNCH_S
 

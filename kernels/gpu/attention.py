@@ -174,7 +174,10 @@ def decode(
     heads, head_dim, first = query.shape[1], query.shape[2], meta.num_prefill_rows
     rows = len(meta.context_lens) - first
     plan = plan or _planned(
-        head_dim=head_dim, element_bytes=query.element_size(), multiprocessors=_multiprocessors(kv.device)
+        head_dim=head_dim,
+        element_bytes=query.element_size(),
+        multiprocessors=_multiprocessors(kv.device),
+        fp8=is_fp8(kv),
     )
     parts = plan.parts(rows, kv_heads)
     if meta.workspace is not None:

@@ -25,7 +25,8 @@ from triton.runtime.driver import driver
 from cohort.kernels.batch_invariance import FixedProduct
 from cohort.kernels.code_dtypes import E2M1, MX_GROUP
 from cohort.kernels.coded import ServedProduct
-from cohort.kernels.gpu.plan import decode_plan
+from cohort.kernels.gpu.latents import ServedLatents
+from cohort.kernels.gpu.plan import decode_plan, latent_decode_plan, latent_group
 from cohort.kernels.gpu.variants import Served, ServedExperts, compile_only, launches
 
 _MULTIPROCESSORS = 132
@@ -129,6 +130,16 @@ MODELS |= {
     f"{name}, KV in FP8": replace(MODELS[name], fp8=True)
     for name in ("gpt-oss-20b", "Gemma-2-9B", "Llama-3-8B, batch-invariant")
 }
+MODELS |= {
+    f"{name}": replace(
+        _model(heads, 1, 576, hidden, inner, vocabulary, "bfloat16", experts=experts),
+        latents=ServedLatents(rank=512, rotated=64, query_rank=query_rank),
+    )
+    for name, heads, hidden, inner, vocabulary, query_rank, experts in (
+        ("DeepSeek-V2-Lite", 16, 2048, 10944, 102400, 0, ServedExperts(64, 6, 1408, 2816, rounded=False)),
+        ("DeepSeek-V3", 128, 7168, 18432, 129280, 1536, ServedExperts(256, 8, 2048, 2048, rounded=False)),
+    )
+}
 SHAPES = MODELS | {
     f"heads of {head_dim}, {dtype}": _model(16, 4, head_dim, 16 * head_dim, 4096, 32000, dtype)
     for head_dim in (64, 128, 256)
@@ -174,7 +185,13 @@ def compile_all(
 ) -> Iterator[Compiled]:
     """Every variant that steps of up to `max_rows` rows launch, for compute capability `capability` (90 = Hopper);
     `named`: by launches whose names have one of these."""
-    plan = decode_plan(head_dim=served.head_dim, element_bytes=served.dtype.itemsize, multiprocessors=_MULTIPROCESSORS)
+    element_bytes = served.dtype.itemsize
+    plan = decode_plan(
+        head_dim=served.head_dim, element_bytes=element_bytes, multiprocessors=_MULTIPROCESSORS, fp8=served.fp8
+    )
+    if served.latents is not None:
+        group = latent_group(served.query_heads, element_bytes)
+        plan = latent_decode_plan(group=group, element_bytes=element_bytes, multiprocessors=_MULTIPROCESSORS)
     before = driver._active
     driver.set_active(AbsentGpu(capability))
     seen: set[int] = set()

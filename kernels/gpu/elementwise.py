@@ -204,8 +204,8 @@ def _store_kv(
     FP8: tl.constexpr,
 ):
     """Keys, rotated on their way if ROTATED, and values into their slots, as codes and scales if FP8; then also queries
-    are rotated, where they lie. A slot below zero takes nothing. Grid (tokens, 3 if ROTATED else 2): keys, values,
-    queries."""
+    are rotated, where they lie. A slot below zero takes nothing. Grid (tokens, 3 if ROTATED else 2, of latents 1):
+    keys, values, queries."""
     token = tl.program_id(0).to(tl.int64)
     what = tl.program_id(1)
     if what == 2:
@@ -421,7 +421,8 @@ def _store(
         half, heads = _half(cos, sin, positions, head_dim), query.shape[1]
     else:
         query, cos, sin, positions = key, key, key, slots  # pointers that are not read
-    _store_kv[(len(key), 3 if rotated else 2)](
+    planes = 3 if rotated else cache.shape[1]  # one where a latent is key and value
+    _store_kv[(len(key), planes)](
         query,
         key,
         value,

@@ -14,6 +14,7 @@ from cohort.kernels.gpu.elementwise import (
 )
 from cohort.kernels.gpu.experts import add_weighted, expert_outputs
 from cohort.kernels.gpu.fixed_products import fixed_product
+from cohort.kernels.gpu.latents import latent_attention
 from cohort.kernels.gpu.sampling import sample_rows
 from cohort.kernels.gpu.slots import gather_slots, scatter_slots
 
@@ -25,6 +26,7 @@ __all__ = [
     "fixed_product",
     "gather_slots",
     "gelu_mul",
+    "latent_attention",
     "paged_attention",
     "rms_norm",
     "rope_and_write_kv",

@@ -50,8 +50,9 @@ class PrefillPlan:
     stages: int
 
 
-def decode_plan(*, head_dim: int, element_bytes: int, multiprocessors: int) -> DecodePlan:
-    """The plan for rows of one token each, however many and however long."""
+def decode_plan(*, head_dim: int, element_bytes: int, multiprocessors: int, fp8: bool = False) -> DecodePlan:
+    """The plan for rows of one token each, however many and however long; `fp8`: over codes, of queries of these
+    bytes."""
     # K and V of a tile are up to 32 KiB. A tile takes two loads, one after the other (the block table's entry, then the
     # keys), so five stages are two tiles on their way: 72 KiB on Hopper for heads of 128; two programs share its 227.
     tile_keys = max(16, min(128, _power_of_two_below(16384 // (head_dim * element_bytes))))
@@ -59,6 +60,8 @@ def decode_plan(*, head_dim: int, element_bytes: int, multiprocessors: int) -> D
     # Products without matrix units keep their sums in registers: with four warps some variants of narrow heads spill a
     # few bytes, with eight some of wide ones.
     warps = 8 if element_bytes > 2 and head_dim <= 64 else 4
+    if element_bytes > 2 and fp8:  # numbers of 32 bits beside the codes that they are made of
+        tile_keys, warps = 16, 8
     return DecodePlan(programs, _ITEMS_PER_PROGRAM * programs, max(128, tile_keys), tile_keys, warps, stages=5)
 
 
@@ -71,6 +74,35 @@ def prefill_plan(*, group: int, head_dim: int, element_bytes: int) -> PrefillPla
     tile_rows = max(32 if wide else 128, power_of_two_from(group))
     tile_keys = max(16, min(32 if wide else 64, _power_of_two_below(16384 // (head_dim * element_bytes))))
     return PrefillPlan(tile_rows, tile_rows // group, tile_keys, warps=4 if wide else 8, stages=2 if wide else 3)
+
+
+_LATENT_HEADS = 64
+_LATENT_HEADS_WIDE = 16  # products without matrix units keep their sums in registers
+
+
+def latent_group(heads: int, element_bytes: int) -> int:
+    """How many heads a program serves together: the most that divide them and whose sums its registers hold."""
+    most = _LATENT_HEADS_WIDE if element_bytes > 2 else _LATENT_HEADS
+    return next(group for group in range(min(heads, most), 0, -1) if heads % group == 0)
+
+
+def latent_decode_plan(*, group: int, element_bytes: int, multiprocessors: int) -> DecodePlan:
+    """For rows of one token over latents of 512 + 64 numbers, `group` heads at a time."""
+    programs = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
+    if element_bytes > 2:
+        return DecodePlan(programs, _ITEMS_PER_PROGRAM * programs, 128, tile_keys=16, warps=8, stages=1)
+    few = group <= 16  # with more heads tiles of 32 latents spill up to 56 bytes
+    keys, warps = (32, 4) if few else (16, 8)
+    return DecodePlan(programs, _ITEMS_PER_PROGRAM * programs, 128, tile_keys=keys, warps=warps, stages=5)
+
+
+def latent_prefill_plan(*, group: int, element_bytes: int) -> PrefillPlan:
+    """For rows of several tokens over latents, `group` heads at a time."""
+    if element_bytes > 2:
+        tile_rows = max(16, power_of_two_from(group))
+        return PrefillPlan(tile_rows, tile_rows // group, tile_keys=16, warps=8, stages=1)
+    tile_rows = max(64, power_of_two_from(group))
+    return PrefillPlan(tile_rows, tile_rows // group, tile_keys=32, warps=8, stages=3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from cohort.kernels.batch_invariance import FixedProduct
 from cohort.kernels.code_dtypes import E2M1, E8M0, bits_of
 from cohort.kernels.coded import ExpertCodes, ServedProduct
 from cohort.kernels.fp8_cache import PLANE_SCALE_BYTES
-from cohort.kernels.gpu import attention, coded, elementwise, experts, fixed_products, prefill, sampling, slots
+from cohort.kernels.gpu import attention, coded, elementwise, experts, fixed_products, latents, prefill, sampling, slots
 from cohort.kernels.gpu.plan import DecodePlan, padded_rows
 from cohort.kernels.sampling import EDIT_KINDS, SampledRows, SamplingTables
 
@@ -56,8 +56,9 @@ class Served:
     """A model as the kernels see it. `rotary_half`: half of the elements of a head that are rotated, 0 for models that
     leave all but attention to other kernels; `windowed`: whether layers have a sliding window, some or none; `sinks`,
     `capped`: whether attention has sinks, and bounds its scores; `products`: over weights in codes; `fp8`: keys and
-    values are kept so; `wide_norms`: weights of norms are in float32; `batch_invariant`: attention is `positions`', and
-    `fixed` are the products over plain weights that go with it; `gelu`: the activation is Gemma's."""
+    values are kept so; `wide_norms`: weights of norms are in float32; `latents`: keys and values are latents;
+    `batch_invariant`: attention is `positions`', and `fixed` are the products over plain weights that go with it;
+    `gelu`: the activation is Gemma's."""
 
     query_heads: int
     kv_heads: int
@@ -79,6 +80,7 @@ class Served:
     batch_invariant: bool = False
     fixed: tuple[FixedProduct, ...] = ()
     gelu: bool = False
+    latents: latents.ServedLatents | None = None
 
 
 def row_classes(max_rows: int) -> tuple[int, ...]:
@@ -95,13 +97,21 @@ def launches(
 
     The tensors are small and their content has no meaning: compile, but never run these.
     """
-    at_most = padded_rows(max_rows)
-    step = _Tensors(served, device)
-    if served.batch_invariant:
-        yield from _of_positions(served, step, at_most, device)
+    if served.latents is not None:
+        yield from latents.launches(
+            served.latents,
+            heads=served.query_heads,
+            hidden=served.hidden,
+            inner=served.inner,
+            dtype=served.dtype,
+            block_size=served.block_size,
+            layers=served.layers,
+            row_classes=row_classes(max_rows),
+            device=device,
+            plan=plan,
+        )
     else:
-        yield from _of_rows(served, step, max_rows, device, plan)
-    yield from step.elementwise()
+        yield from _of_layers(served, max_rows, device, plan)
     if served.experts is not None:
         yield from _of_experts(served, served.experts, device)
     for product in served.products:
@@ -109,6 +119,19 @@ def launches(
     for plain in served.fixed:
         yield from _of_fixed(plain, served.dtype)
     yield "sample", lambda: sampling.sample_rows(*_sampled(served, device))
+
+
+def _of_layers(
+    served: Served, max_rows: int, device: torch.device, plan: DecodePlan | None
+) -> Iterator[tuple[str, Launch]]:
+    """Attention over keys and values, and what is elementwise."""
+    at_most = padded_rows(max_rows)
+    step = _Tensors(served, device)
+    if served.batch_invariant:
+        yield from _of_positions(served, step, at_most, device)
+    else:
+        yield from _of_rows(served, step, max_rows, device, plan)
+    yield from step.elementwise()
 
 
 def _of_positions(served: Served, step: _Tensors, rows: int, device: torch.device) -> Iterator[tuple[str, Launch]]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cohort.common import listeners
 from cohort.services.launcher.child import Child
-from cohort.services.launcher.console import Line, State, View
+from cohort.services.launcher.console import Line, State, View, readable_warning
 from cohort.services.launcher.forks import FROM, Fork, Forks
 from cohort.services.launcher.log_follower import LogFollower
 from cohort.services.launcher.plan import ProcessPlan, StopStage
@@ -59,6 +59,8 @@ class Supervised:
         self.done = asyncio.Event()
         self.renewed = False
         """It was asked to end, to be started again at once."""
+        self.killed = False
+        """By us: it did not end in time."""
         self.listeners: list[socket.socket] = []
 
     @property
@@ -89,6 +91,7 @@ class Supervisor:
         self._rolling = RollingRestart(self._processes, self._stopping, console, on_change)
         self._kill_now = asyncio.Event()
         self._failure = ""
+        self._cause = ""
         self._keepers: asyncio.TaskGroup | None = None
         """While processes may be added."""
 
@@ -220,7 +223,8 @@ class Supervisor:
             probe.cancel()
         process.ready.clear()
         if self._stopping.is_set() or process.leaving.is_set():
-            note = "" if code in (0, -signal.SIGTERM) else exit_reason(code)
+            ended_by_us = code in (0, -signal.SIGTERM) or (process.killed and code == -signal.SIGKILL)
+            note = "" if ended_by_us else exit_reason(code)
             self._console.update(plan.instance, State.STOPPED, note=note)
             return None
         if process.renewed:
@@ -275,7 +279,7 @@ class Supervisor:
     def _give_up(self, process: Supervised, reason: str) -> None:
         if not self._failure:
             self._failure = f"{process.plan.instance}: {reason}"
-            show_failure(self._console, self._files, process.plan.instance, self._failure)
+            self._cause = show_failure(self._console, self._files, process.plan.instance, self._failure)
         self._stopping.set()
 
     async def _announce(self, on_ready: Callable[[], None]) -> None:
@@ -300,6 +304,8 @@ class Supervisor:
         for stage in StopStage:
             group = [process for process in self._processes if process.plan.stage is stage]
             await self._stop(group)
+        if self._failure:
+            self._console.say(f"given up: {self._cause}", style="red")
 
     async def _stop(self, group: Sequence[Supervised]) -> None:
         for process in group:
@@ -314,6 +320,7 @@ class Supervisor:
             if process.running and process.child is not None:
                 if not self._kill_now.is_set():
                     self._console.say(f"{process.plan.instance} did not end in time; killed", style="red")
+                process.killed = True
                 process.child.kill()
         await wait_all_or(None, [process.done for process in group], KILL_TIMEOUT_S)
 
@@ -323,12 +330,16 @@ def _environment(plan: ProcessPlan) -> Mapping[str, str]:
     return {**_UNLESS_SET, **os.environ, **plan.environment, **_ALWAYS}
 
 
-def show_failure(console: View, files: RunFiles, instance: str, failure: str) -> None:
-    """Why the pipeline is given up, and what the process said last."""
+def show_failure(console: View, files: RunFiles, instance: str, failure: str) -> str:
+    """Why the pipeline is given up, and what the process said last; the gist of both."""
     console.settle()
     console.say(f"{failure}; the end of {files.log_file(instance)}:", style="red")
+    gist = failure
     for line in files.log_tail(instance, TAIL_LINES):
         console.say(f"  {line}")
+        if (said := readable_warning(line)).startswith(("error: ", "critical: ")):
+            gist = f"{instance}: {said.partition(': ')[2]}"
+    return gist
 
 
 async def wait_any(events: Sequence[asyncio.Event], timeout_s: float) -> None:

@@ -91,12 +91,14 @@ class Trial(msgspec.Struct, frozen=True):
 
 class Advice(msgspec.Struct, frozen=True):
     """`trials` best first; `impossible`: reason → the candidates that it keeps from running; `why`: what chose the
-    first among those that are as good; `command`: what starts it."""
+    first among those that are as good; `command`: what starts it, where `simulated_only` does not say why nothing
+    does."""
 
     trials: list[Trial]
     impossible: dict[str, list[str]]
     why: str
     command: str
+    simulated_only: str = ""
 
     @property
     def best(self) -> Trial:
@@ -158,9 +160,12 @@ def advise(
     """Raises `ConfigError` when no candidate can run."""
     run = _Run(options, model, traffic, sim_options, progress)
     fixed = options.tensor_parallel is not None
+    whole = undivided(model)
+    if whole and not fixed and len(groups(cluster, model, fixed=False)) > 1:
+        run.cannot("groups of devices", ConfigError(f"{whole}; --tensor-parallel N simulates groups of N all the same"))
     candidates = [
         candidate
-        for grouped in groups(cluster, model, fixed=fixed)
+        for grouped in groups(cluster, model, fixed=fixed or bool(whole))
         for preset in presets
         for candidate in _candidates(run, preset, grouped)
     ]
@@ -184,11 +189,27 @@ def advise(
         + [_trial(candidate, report, None, whole=False) for candidate, report in left],
         run.impossible,
         why,
-        command(options, best),
+        command(options, best, model.name),
+        whole if best.cluster.tensor_parallel > 1 else "",
     )
 
 
 # -- candidates ------------------------------------------------------------------------------------------------------
+
+
+def undivided(model: ModelShape) -> str:
+    """Why no live worker computes this model on several devices, as far as its shape tells (`rank_shares.hindrance`
+    reads its configuration); "" where one does."""
+    what = (
+        "a mixture of experts"
+        if model.experts
+        else "an attention over latents"
+        if model.attention_weights
+        else "not Llama-shaped"
+        if not model.gated_mlp
+        else ""
+    )
+    return f"{model.name} is {what}, which live workers do not divide over devices" if what else ""
 
 
 def groups(cluster: Cluster, model: ModelShape, *, fixed: bool) -> list[Cluster]:
@@ -317,14 +338,14 @@ def choose(trials: Sequence[tuple[Candidate, SimReport]], capacities: dict[str, 
     ], said + "no less capacity, costs no more and is simplest"
 
 
-def command(options: argparse.Namespace, best: Candidate) -> str:
-    """What starts it, workers included."""
+def command(options: argparse.Namespace, best: Candidate, model: str) -> str:
+    """What starts it, workers included, where the model lies in a folder of its name."""
     group = best.cluster.tensor_parallel
     ranks = f", tensor_parallel: {group}" if group > 1 else ""
     workers = ", ".join(f"{{role: {role.value}, count: {count}{ranks}}}" for role, count in best.roles.items())
     threads = best.cluster.profile.threads if best.cluster.profile is not None and best.cluster.cpu else 0
     own = [f"engine.threads={threads}"] if threads else []
-    parts = [f"cohort serve --preset {best.preset} --set 'workers=[{workers}]'"]
+    parts = [f"cohort serve --model ~/models/{model} --preset {best.preset} --set 'workers=[{workers}]'"]
     parts += [f"--config {file}" for file in options.config]
     parts += [f"--set {text}" for text in (*options.set, *best.settings, *own)]
     return " ".join(parts)

@@ -204,10 +204,10 @@ def recommendation(advice: Advice) -> str:
     capacity = ""
     if best.capacity is not None and best.capacity.rate_per_s:
         capacity = f" and up to {best.capacity.rate_per_s:.3g} requests/s at {best.capacity.target:.0%}"
-    return (
-        f"[bold]Recommended: {best.preset}[/bold] with {_roles(best)}: {kept}{capacity} ({escape(advice.why)}).\n"
-        f"  {escape(advice.command)}"
-    )
+    said = f"[bold]Recommended: {best.preset}[/bold] with {_roles(best)}: {kept}{capacity} ({escape(advice.why)}).\n"
+    if advice.simulated_only:
+        return f"{said}  Simulated only: {escape(advice.simulated_only)}."
+    return f"{said}  {escape(advice.command)}"
 
 
 def _roles(trial: Trial) -> str:

@@ -44,7 +44,7 @@ class NextTokenModule:
         if geometry.latent is None:
             raise ModelError(f"{geometry.model_type}: its configuration names no latents")
         self._geometry, device, hidden = geometry, torch.device("cpu"), geometry.hidden_size
-        self._compute = LayerArithmetic(geometry, geometry.latent)
+        self._compute = LayerArithmetic(geometry, geometry.latent, device)
         with open_weights(folder, "files", geometry.quantization) as files:
             outer = files.prefix(("model.", ""), "embed_tokens.weight")
             prefix, arena = f"{outer}layers.{geometry.num_layers}.", Arena()
@@ -56,7 +56,8 @@ class NextTokenModule:
             weight = matrix(files, [f"{prefix}eh_proj.weight"], [hidden], 2 * hidden, dtype, device)
             self._eh_proj = Linear(weight, arena=arena, dtype=dtype)
             own = module_geometry(geometry)
-            self._layer = LayerReader(files, own, geometry.latent, dtype, arena, max_step_tokens).layer(prefix, 0)
+            reader = LayerReader(files, own, geometry.latent, dtype, arena, max_step_tokens, device)
+            self._layer = reader.layer(prefix, 0)
 
     def forward(self, step: StepInputs, embedded: Tensor, states: Tensor, kv: Tensor) -> Tensor:
         """See `StatesHead`."""

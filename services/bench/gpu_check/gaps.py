@@ -88,7 +88,7 @@ class SilentBus:
 def run(check: Check, runner: ModelRunner, folder: str) -> None:
     for rows in (16, 64, 256) if check.real else (3,):
         name = f"between steps, {rows} rows"
-        check.guard.item(name, partial(_measure, check, runner, folder, name, rows), 15)
+        check.guard.item(name, partial(_measure, check, runner, folder, name, rows), 15 if rows < 256 else 25)
 
 
 def _measure(check: Check, runner: ModelRunner, folder: str, name: str, rows: int) -> None:

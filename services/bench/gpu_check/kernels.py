@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cohort.kernels import fused, reference, slots
+from cohort.kernels.latent_attention import latent_attention
 from cohort.kernels.paged_attention import paged_attention, write_kv
 from cohort.services.bench.gpu_check.cases import BLOCK_SIZE, Heads, make_case, random_fp8
 from cohort.services.bench.gpu_check.context import Check
@@ -95,6 +96,15 @@ def _all_of(check: Check, dtype: torch.dtype, shapes: Sequence[Heads]) -> None:
                 _judge(check, f"attention {name}, KV in FP8, {heads}, {what}", measure, dtype)
     if dtype == torch.bfloat16 or not check.real:
         _with_scores(check, dtype, {"decode": decode, "prefill beside decode": mixed})
+    if shapes is not _OTHERS and (dtype == torch.bfloat16 or not check.real):
+        few, many = (16, 128) if check.real else (6, 10)
+        for query_heads, what, lengths in (
+            (few, "decode", decode),
+            (few, "prefill beside decode", mixed),
+            (many, "decode", decode),
+        ):
+            measure = partial(_latent_error, check, query_heads, dtype, *lengths)
+            _judge(check, f"attention over latents (DeepSeek) {name}, {query_heads} heads, {what}", measure, dtype)
     _judge(check, f"write_kv, gather, scatter {name}", partial(_memory, check, dtype), 0.0)
     if dtype == torch.bfloat16 or not check.real:
         _judge(check, f"write_kv, gather, scatter {name}, KV in FP8", partial(_memory_fp8, check, dtype), 0.0)
@@ -145,6 +155,17 @@ def attention_error(
     kv = case.kv if fp8 else case.kv.float()
     reference.paged_attention(case.query.float(), kv, 1, case.meta, case.scale, truth, **options)
     return _error(ours, truth)
+
+
+def _latent_error(check: Check, heads: int, dtype: torch.dtype, contexts: list[int], queries: list[int]) -> float:
+    """As `attention_error`, of rows whose key is their value: DeepSeek's 512 + 64 numbers."""
+    rank, width = (512, 576) if check.real else (24, 32)
+    case = make_case(check.device, dtype, Heads(heads, 1, width), contexts, queries)
+    kv = case.kv[:, :, :1].contiguous()
+    ours, truth = torch.full_like(case.query, float("nan")), torch.empty(case.query.shape, device=check.device)
+    latent_attention(case.query, kv, 1, case.meta, case.scale, ours, rank)
+    reference.paged_attention(case.query.float(), kv.float(), 1, case.meta, case.scale, truth)
+    return _error(ours[..., :rank], truth[..., :rank])
 
 
 def _memory(check: Check, dtype: torch.dtype) -> float:

@@ -44,6 +44,7 @@ def replayed(call: Callable[[], object], device: torch.device) -> Callable[[], o
     if device.type != "cuda":
         return call
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(device))  # its inputs may still be written there
     with torch.cuda.stream(side):
         for _ in range(3):
             call()

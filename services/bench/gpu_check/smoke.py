@@ -58,7 +58,7 @@ def _recorded(check: Check, runner: ModelRunner) -> None:
     sizes = (1, 4, 16, 64) if check.real else (1, 4)
     batches = {rows: _varied(runner, rows) for rows in sizes}
     padded = _varied(runner, 3)
-    eager = check.guard.item("eager steps", lambda: {n: _fresh(runner, b) for n, b in batches.items()}, 15)
+    eager = check.guard.item("eager steps", lambda: {n: _fresh(runner, b) for n, b in batches.items()}, 30)
     eager_padded = check.guard.item("an eager step of 3", lambda: _fresh(runner, padded), 5)
     check.guard.item("record", lambda: runner.warm_up(classes=sizes), 25)
     steps = runner._device_steps

@@ -71,6 +71,17 @@ def test_an_8b_model_fits_24_gib_alone_but_not_two_of_them(tmp_path: Path) -> No
     check_fit(settings, "llama", wanted, "?", 0, 2)  # nothing known of the GPU
 
 
+def test_several_gpus_are_proposed_for_what_divides_alone(tmp_path: Path) -> None:
+    settings = load_config(overrides={"model": {"weights": "random"}, "engine": {"device": "cuda"}})
+    dense, mixture = (need(settings, tmp_path, replace(LLAMA_8B, family=family)) for family in ("llama", "moe"))
+    assert (dense.degrees, mixture.degrees) == ((2, 4, 8, 16), ())
+    with pytest.raises(ConfigError, match="tensor_parallel 2"):
+        check_fit(settings, "llama", dense, "T4", 16 * GIB, 1)
+    with pytest.raises(ConfigError, match=r"too much; ") as refused:
+        check_fit(settings, "mixture", mixture, "T4", 16 * GIB, 1)
+    assert "tensor_parallel" not in str(refused.value)
+
+
 def test_the_refusal_says_by_how_much_and_what_would_fit() -> None:
     large = Need(weights=141 * GIB, steps=2 * GIB, graphs=2 * GIB, cache=0)
     with pytest.raises(ConfigError) as refused:

@@ -21,7 +21,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 from cohort.common.config import load_config
-from cohort.common.engine import lean_gpt_oss, lean_llama, linear
+from cohort.common.engine import lean_deepseek, lean_gpt_oss, lean_llama, linear
 from cohort.common.engine.batch import GREEDY, SamplingRow, StepBatch
 from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.draft_loading import load_draft, plan_draft
@@ -57,7 +57,8 @@ def as_on_a_gpu(variants: Variants) -> None:
     driver.set_active(AbsentGpu(90))
     knobs.runtime.jit_cache_hook = variants
     native.ops_for = lambda tensor: None  # type: ignore[assignment]
-    lean_llama.groups_on_host = lean_gpt_oss.groups_on_host = lambda device: False  # type: ignore[assignment]
+    for form in (lean_llama, lean_gpt_oss, lean_deepseek):
+        form.groups_on_host = lambda device: False  # type: ignore[attr-defined]
     linear.linear_form = lambda *shape: "plain"  # no packed weights, hence layer by layer
     available.ops_for = lambda tensor: operators  # type: ignore[assignment]
     prefill.flash_function = lambda: lambda query, *others: query  # type: ignore[assignment]

@@ -16,7 +16,6 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from cohort.common.engine.experts import GroupedRouter
 from cohort.common.engine.linear import Linear
 from cohort.common.engine.model_config import LatentGeometry, ModelGeometry, read_geometry
-from cohort.common.engine.model_forms import form_of
 from cohort.common.errors import ModelError
 from cohort.kernels import native
 from tests.common.engine.driver import (
@@ -168,13 +167,6 @@ def test_a_missing_tensor_is_named(name: str, model_folder: Callable[[str], Path
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"mlp\.experts\.[68]\.gate_proj\.weight"):
         make_runner(tmp_path)
-
-
-def test_a_gpu_is_refused_by_name(model_folder: Callable[[str], Path]) -> None:
-    runner = make_runner(model_folder("deepseek2"))
-    runner.device = torch.device("cuda", 0)
-    with pytest.raises(ModelError, match="deepseek_v2 cannot be served on cuda:0: no GPU kernel attends to latents"):
-        form_of(runner.geometry, runner.device)
 
 
 @pytest.mark.parametrize("edit", [{"hidden_act": "gelu"}, {"topk_method": "unknown"}, {"moe_layer_freq": 2}])

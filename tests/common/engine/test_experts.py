@@ -18,7 +18,6 @@ from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.experts import DenseMlp, ExpertBuffers, Experts, Router, SharedExpert
 from cohort.common.engine.linear import GatedLinear, Linear, linear_form
 from cohort.common.engine.model_config import ExpertsGeometry, read_geometry
-from cohort.common.engine.model_forms import form_of
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.errors import ModelError
@@ -249,7 +248,7 @@ def test_as_on_a_gpu(name: str, model_folder: Callable[[str], Path], monkeypatch
         assert check_schedule(runner, expected, schedule, shuffle=4, reverse=True) <= 1
     runner = make_runner(folder)
     runner.device = torch.device("cuda", 0)
-    assert form_of(runner.geometry, runner.device) == "moe"
+    assert runner.geometry.family == "moe"
 
 
 def test_experts_in_one_tensor_are_read_for_a_gpu(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from cohort.common.engine import lean_gpt_oss, model_forms
+from cohort.common.engine import lean_gpt_oss, model_runner
 from cohort.common.engine.device_experts import DeviceExperts
 from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.generic import GenericModel
@@ -207,7 +208,9 @@ def test_mxfp4_as_on_a_gpu(dtype: str, mxfp4_folder: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", ["gpt-oss", pytest.param("gpt-oss-plain", marks=another_of_its_kind())])
 def test_through_transformers(name: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a value has no lean form: its sinks then come through transformers' attention interface."""
-    monkeypatch.setattr(model_forms, "form_of", lambda geometry, device: "generic")
+    monkeypatch.setattr(
+        model_runner, "read_geometry", lambda folder: dataclasses.replace(read_geometry(folder), family="generic")
+    )
     folder = model_folder(name)
     runner = make_runner(folder)
     assert isinstance(runner._model, GenericModel)

@@ -40,14 +40,21 @@ CPU = torch.device("cpu")
         pytest.param("qwen2-moe", "float32", marks=another_of_its_kind()),
         ("gpt-oss", "bfloat16"),
         pytest.param("gemma2", "bfloat16", marks=another_of_its_kind()),
+        pytest.param("deepseek2", "bfloat16", marks=another_of_its_kind()),
+        pytest.param("deepseek3", "bfloat16", marks=another_of_its_kind()),
     ],
 )
 def test_warming_up_covers_a_mixed_workload(name: str, dtype: str, model_folder: Callable[[str], Path]) -> None:
     found = _found(str(model_folder(name)), dtype)
     layers, launched = 3, found["launched"]
-    assert min(launched["decode_rows"], launched["prefill_rows"], launched["sample_rows"]) > 30 * layers, launched
+    latents = name.startswith("deepseek")
+    decode, prefill = ("decode_latents", "prefill_latents") if latents else ("decode_rows", "prefill_rows")
+    assert min(launched[decode], launched[prefill], launched["sample_rows"]) > 30 * layers, launched
     assert launched.get("_store_kv", 0) > 100 * layers, launched
-    own_scores = name in ("gpt-oss", "gemma2")  # whose keys are never gathered: flash attention is given none of them
+    own_scores = latents or name in (
+        "gpt-oss",
+        "gemma2",
+    )  # whose keys are never gathered: flash attention is given none of them
     assert (launched.get("stage_rows", 0) > 10 * layers) != own_scores, launched
     assert found["served_beyond_warmed"] == []
     assert found["warmed_beyond_named"] == []
@@ -57,11 +64,11 @@ def test_warming_up_covers_a_mixed_workload(name: str, dtype: str, model_folder:
     classes = len(variants.row_classes(MAX_ROWS))
     kinds = 2 if name in ("gemma2", "gemma3", "gpt-oss") else 1  # of layers: with a window and without
     assert classes == 3  # 16, 32, 64
-    assert named["decode_rows"] == named["merge_parts"] == kinds * classes
-    assert named["prefill_rows"] == kinds
-    assert named["sample_rows"] == named["stage_rows"] == 1
+    assert named[decode] == named["merge_parts"] == kinds * classes
+    assert named[prefill] == kinds
+    assert (named["sample_rows"], named["stage_rows"]) == (1, not latents)
     assert named["_copy_tokens"] == 2
-    mixture = name in ("mixtral", "qwen2-moe")
+    mixture = latents or name in ("mixtral", "qwen2-moe")
     assert named["gated_expert_rows"] == 2 * mixture  # few rows for their experts, and many
     assert named["expert_rows"] == (2 * mixture if name != "gpt-oss" else 4)  # of gpt-oss both products
     assert named["_clamped_swiglu"] == (name == "gpt-oss")

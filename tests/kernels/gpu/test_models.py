@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cohort.common.engine import draft_loading, lean_gpt_oss, lean_llama, linear
+from cohort.common.engine import draft_loading, lean_deepseek, lean_gpt_oss, lean_llama, linear
 from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.device_steps import DeviceSteps
 from cohort.kernels import native
@@ -26,7 +26,7 @@ def every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "ops_for", lambda tensor: None)
     monkeypatch.setattr(linear, "linear_form", lambda *shape: "plain")
     monkeypatch.setattr(available, "ops_for", lambda tensor: operators)
-    for form in (lean_llama, lean_gpt_oss):
+    for form in (lean_llama, lean_gpt_oss, lean_deepseek):
         monkeypatch.setattr(form, "groups_on_host", lambda device: False)
 
 
@@ -36,6 +36,8 @@ def every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param("gemma2", "auto", marks=another_of_its_kind()),  # soft caps, windows, norms around everything
         pytest.param("gpt-oss", "auto", marks=another_of_its_kind()),  # sinks, windows, clamped experts
         pytest.param("qwen3-moe", "auto", marks=another_of_its_kind()),
+        pytest.param("deepseek2", "auto", marks=another_of_its_kind()),  # latents; the shared expert
+        pytest.param("deepseek3", "auto", marks=another_of_its_kind()),  # experts by groups, queries by a latent too
     ],
 )
 def test_tokens_are_those_of_transformers(name, cache, model_folder, every_kernel):

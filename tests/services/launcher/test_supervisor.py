@@ -48,7 +48,9 @@ async def test_a_configuration_error_ends_the_pipeline_and_shows_the_log(run, to
     pipeline = run(toys(gateway="ready", manager="config_error"))
     assert await pipeline.exit_code() == 1
     assert "exit code 2" in pipeline.supervisor.failure
-    assert "kv.block_size: 7 is none of 8, 16" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "kv.block_size: 7 is none of 8, 16" in said
+    assert said.splitlines()[-1].startswith("given up: manager: ")
     assert pipeline.supervisor.marks == {}
 
 
@@ -66,7 +68,8 @@ async def test_a_process_that_ignores_sigterm_is_killed_after_its_deadline(run, 
     pipeline.supervisor.request_stop()
     assert await pipeline.exit_code() == 0
     assert not mark.alive
-    assert "gateway did not end in time; killed" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "gateway did not end in time; killed" in said and "by hand" not in said
 
 
 async def test_helpers_of_a_killed_process_end_with_it(run, toys, files: RunFiles):

@@ -131,6 +131,16 @@ def test_a_reason_that_some_share_is_said_once_with_what_it_keeps(
     assert "devices each" in said and "{role: unified, count: 1, tensor_parallel: 4}" in said
 
 
+def test_what_no_live_worker_divides_is_not_recommended_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("--cluster", "a100-80:4", "--model", "mixtral-8x7b", "--preset", "unified", "--requests", "4")
+    assert main(run(*where)) == 2
+    said = capsys.readouterr().err
+    assert "GB of weights" in said and "a mixture of experts, which live workers do not divide" in said
+    assert main(run(*where, "--tensor-parallel", "4", "--capacity", "0.5")) == 0
+    said = capsys.readouterr().out
+    assert "Simulated only: mixtral-8x7b is a mixture of experts" in said and "cohort serve" not in said
+
+
 def test_ten_rows_or_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(advise, "_FINALISTS", 1)
     where = (
@@ -155,11 +165,12 @@ def test_ten_rows_or_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def test_the_command_starts_what_is_recommended() -> None:
     options = argparse.Namespace(config=["my.yaml"], set=["kv.block_size=32"])
     best = Candidate("bros", CLUSTER, {Role.PREFILL: 1, Role.DECODE: 3}, ("engine.prefill_chunk=2048",))
-    words = shlex.split(advise.command(options, best))
+    words = shlex.split(advise.command(options, best, "tiny"))
     assert words[:2] == ["cohort", "serve"]
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     given = parser.parse_args(words[2:])
+    assert str(given.model) == "~/models/tiny"
     assert (given.preset, [str(file) for file in given.config]) == ("bros", ["my.yaml"])
     config = load_config(preset=given.preset, overrides=overrides_of(given, set()))
     assert list(config.instance_roles.values()) == [Role.PREFILL, Role.DECODE, Role.DECODE, Role.DECODE]

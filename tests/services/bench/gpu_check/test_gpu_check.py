@@ -10,6 +10,7 @@ import torch
 
 from cohort.common.engine import compiled_kernels
 from cohort.common.engine.model_config import read_geometry
+from cohort.common.paths import cache_dir
 from cohort.kernels import native
 from cohort.services.bench.gpu_check import (
     attention,
@@ -48,6 +49,7 @@ from cohort.services.bench.gpu_check.shapes import (
 from cohort.services.bench.gpu_check.spans import Place, Spans, spanned
 
 CPU = torch.device("cpu")
+native.keep_in(cache_dir())
 
 
 def check_in(folder: Path) -> Check:
@@ -143,14 +145,17 @@ def test_sections_on_the_processor(section: str, tmp_path: Path) -> None:
 
 def test_a_wrong_kernel_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention that misses the last key: every attention line must fail, and only those."""
-    right = kernels.paged_attention
 
-    def wrong(query, kv, layer, meta, scale, out, **options) -> None:  # type: ignore[no-untyped-def]
-        kept, meta.context_lens = meta.context_lens, (meta.context_lens - 1).clamp(min=1)
-        right(query, kv, layer, meta, scale, out, **options)
-        meta.context_lens = kept
+    def short(right: Callable[..., None]) -> Callable[..., None]:
+        def wrong(query, kv, layer, meta, *others, **options) -> None:  # type: ignore[no-untyped-def]
+            kept, meta.context_lens = meta.context_lens, (meta.context_lens - 1).clamp(min=1)
+            right(query, kv, layer, meta, *others, **options)
+            meta.context_lens = kept
 
-    monkeypatch.setattr(kernels, "paged_attention", wrong)
+        return wrong
+
+    monkeypatch.setattr(kernels, "paged_attention", short(kernels.paged_attention))
+    monkeypatch.setattr(kernels, "latent_attention", short(kernels.latent_attention))
     check = check_in(tmp_path)
     kernels.run(check)
     failed = {row.name for row in check.found.rows if row.verdict == "fail"}

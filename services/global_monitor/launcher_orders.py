@@ -28,8 +28,8 @@ class LauncherOrders:
         self._socket = socket_of(run_dir).resolve()  # on Ray a link to the launcher's own
         if not _is_socket(self._socket):
             raise ConfigError(
-                "planner.mode: act needs a launcher on this machine that takes orders (`cohort serve`, also on Ray), and "
-                f"there is none at {self._socket}; without one set advise"
+                "planner.mode: act needs a launcher on this machine that takes orders (`cohort serve`, also on Ray), "
+                f"and there is none at {self._socket}; without one set advise"
             )
 
     async def add(self, kind: Kind) -> InstanceId:

@@ -344,7 +344,7 @@ class SpeculationConfig(Section, frozen=True):
     answer_tokens: Annotated[int, msgspec.Meta(ge=64)] = 8192
     answer_keys: Positive = 16  # so remembered; the least recently used goes first
     # model: folder of the smaller model, with the same vocabulary, or of an EAGLE head; "" = the module that
-    # DeepSeek-V3's checkpoints bring; heads and modules on a processor only
+    # DeepSeek-V3's checkpoints bring; modules on a processor only
     draft_model: str = ""
     draft_quantization: str = "auto"  # of it, as model.quantization
 

@@ -41,7 +41,7 @@ def _hindrance(geometry: ModelGeometry, device: torch.device, dtype: str, ranks:
     if geometry.family == "opt":
         return "torch computes its norms and activations, by kernels that follow their shapes; use engine.device cpu"
     if geometry.family == "deepseek":
-        return "no GPU kernel attends to latents; use engine.device cpu"
+        return "its kernels over latents choose parts and tiles by the rows of a step; use engine.device cpu"
     if geometry.head_dim % _HEAD_STEP:
         return f"heads of {geometry.head_dim} elements are no multiple of {_HEAD_STEP}; use engine.device cpu"
     return None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cohort.common.engine.linear import Linear
 from cohort.kernels import experts, fused, native, sampling, slots
 from cohort.kernels.coded import CodedMatrix
 from cohort.kernels.gpu import available, operators
+from cohort.kernels.latent_attention import latent_attention
 from cohort.kernels.paged_attention import paged_attention, write_kv
 from cohort.kernels.quantized_panels import Codes
 
@@ -42,6 +44,10 @@ def test_every_kernel_is_reached(every_tensor_served, make_step, monkeypatch, na
         "rms_norm": lambda: fused.rms_norm(query, query[0, 0], 1e-5, query),
         "silu_mul": lambda: fused.silu_mul(torch.rand(2, 8), torch.rand(2, 4)),
         "coded_product": lambda: CodedMatrix([codes]).product(table, None, table),
+        "gelu_mul": lambda: fused.gelu_mul(torch.rand(2, 8), torch.rand(2, 4)),
+        "soft_cap": lambda: fused.soft_cap(table, 30.0),
+        "latent_attention": lambda: latent_attention(query, kv, 1, step.meta, 1.0, query, 32),
+        "fixed_product": lambda: Linear(torch.rand(16, 32), form="fixed")(table),
         "clamped_swiglu": lambda: fused.clamped_swiglu(torch.rand(2, 8), 1.7, 7.0, torch.rand(2, 4)),
         "expert_outputs": lambda: experts.expert_outputs(table, torch.zeros(9, 1, dtype=torch.long), table, table),
         "add_weighted": lambda: experts.add_weighted(table, table, None, table),

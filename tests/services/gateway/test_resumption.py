@@ -185,8 +185,9 @@ async def test_from_every_place_of_a_stream_that_is_over(open_site: OpenSite, pa
 async def test_another_gateway_goes_on_behind_what_was_written(
     open_site: OpenSite, tmp_path: Path, path: str, body: Any
 ) -> None:
-    """The first one lives: it learns that the stream is no longer its own, and frees everything."""
-    async with open_site(step_s=STEP_S) as first, open_site(step_s=STEP_S, batch=other(tmp_path)) as second:
+    """The first one lives: it learns that the stream is no longer its own, and frees everything. It is slow, so that
+    there is something left to write when the other one comes."""
+    async with open_site(step_s=3 * STEP_S) as first, open_site(step_s=STEP_S, batch=other(tmp_path)) as second:
         undisturbed = await whole(first, path, body)
         read = Read()
         await some(first, read, 4, path, body)

@@ -57,6 +57,7 @@ class ExpertsGeometry:
     swiglu_alpha: float = 0.0  # gpt-oss: of its activation; 0 = SiLU
     swiglu_limit: float = 0.0  # gpt-oss: gates and ups are clamped to it
     routing: RoutingGroups | None = None  # DeepSeek
+    mxfp4: bool = False  # gpt-oss: the files hold its experts in these codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +359,7 @@ def _gpt_oss(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
             layers=(True,) * layers,
             swiglu_alpha=float(config["swiglu_alpha"]),
             swiglu_limit=float(config["swiglu_limit"]),
+            mxfp4=(config.get("quantization_config") or {}).get("quant_method") == "mxfp4",
         ),
     )
 

@@ -109,7 +109,7 @@ class ShardedRandom(RandomWeights):
 
 
 class _Slice:
-    """A part of a stored tensor of one or two dimensions, as a tensor of its own."""
+    """A part of a stored tensor along one of its dimensions, as a tensor of its own."""
 
     def __init__(self, stored: StoredTensor, name: str, part: Part) -> None:
         self._stored, self._name, self._part = stored, name, part
@@ -142,14 +142,12 @@ class _Slice:
     def _at(self, index: int) -> tuple[int, int]:
         """Where the element of this index is in the stored tensor, and how many follow it there without a gap."""
         whole = self._stored.shape
-        if self._part.axis == 1:
-            ((begin, end),) = self._part.ranges
-            row, column = divmod(index, end - begin)
-            return row * whole[1] + begin + column, end - begin - column
-        width = math.prod(whole[1:])
+        width = math.prod(whole[self._part.axis + 1 :])
+        before, index = divmod(index, self._part.extent * width)
+        start = before * self._part.of * width
         for begin, end in self._part.ranges:
             if index < (end - begin) * width:
-                return begin * width + index, (end - begin) * width - index
+                return start + begin * width + index, (end - begin) * width - index
             index -= (end - begin) * width
         raise IndexError(f"{self._name} has no element behind its last one")
 

@@ -19,6 +19,7 @@ from functools import cache
 import msgspec
 
 from cohort.common.config import CONFIGS_DIR, Config
+from cohort.common.engine.quantization_config import MXFP4_GROUP
 from cohort.common.errors import ConfigError
 from cohort.common.policies.compose import groups_layers
 from cohort.common.policies.cost_model import ModelShape
@@ -200,15 +201,7 @@ def advise(
 def undivided(model: ModelShape) -> str:
     """Why no live worker computes this model on several devices, as far as its shape tells (`rank_shares.hindrance`
     reads its configuration); "" where one does."""
-    what = (
-        "a mixture of experts"
-        if model.experts
-        else "an attention over latents"
-        if model.attention_weights
-        else "not Llama-shaped"
-        if not model.gated_mlp
-        else ""
-    )
+    what = "an attention over latents" if model.attention_weights else "not Llama-shaped" if not model.gated_mlp else ""
     return f"{model.name} is {what}, which live workers do not divide over devices" if what else ""
 
 
@@ -224,8 +217,14 @@ def groups(cluster: Cluster, model: ModelShape, *, fixed: bool) -> list[Cluster]
             cluster, instances=devices // size, tensor_parallel=size, per_host=cluster.per_host * own // size
         )
         for size in sorted({*_GROUPS, own})
-        if host % size == 0 and devices % size == 0 and model.heads % size == 0 and model.kv_heads % size == 0
+        if host % size == 0 and devices % size == 0 and _divides(model, size)
     ]
+
+
+def _divides(model: ModelShape, size: int) -> bool:
+    """By its heads, and by its experts' columns, of which a group that shares a scale is not cut."""
+    columns = model.expert_intermediate // (MXFP4_GROUP if model.expert_bits else 1)
+    return not any(each % size for each in (model.heads, model.kv_heads, columns, model.shared_intermediate))
 
 
 def _candidates(run: _Run, preset: str, cluster: Cluster) -> Iterator[Candidate]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cohort.common.engine.model_config import ModelGeometry, read_geometry
+from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry, read_geometry
 from cohort.common.engine.rank_shares import RankShare, check_degree, degrees, hindrance
 from cohort.common.engine.sharded_weights import ShardedRandom, ShardedWeights
 from cohort.common.engine.weights import RandomWeights, WeightFiles, Weights
@@ -39,6 +39,12 @@ def test_fewer_kv_heads_than_ranks_are_copied() -> None:
     assert {share.own.num_kv_heads for share in shares} == {1}
 
 
+def mixture(**change: Any) -> ExpertsGeometry:
+    """Of layers of the model above that all have experts."""
+    some = {"count": 8, "per_token": 2, "inner_size": 1024, "normalised": True, "layers": (True,) * LLAMA_8B.num_layers}
+    return ExpertsGeometry(**{**some, **change})
+
+
 @pytest.mark.parametrize(
     ("change", "degree", "reason"),
     [
@@ -47,7 +53,23 @@ def test_fewer_kv_heads_than_ranks_are_copied() -> None:
         ({"intermediate_size": 1001}, 2, "an MLP of 1001 columns does not divide by 2"),
         ({"vocab_size": 9}, 4, "a vocabulary of 9 leaves the last of 4 ranks without a token"),
         ({"family": "gemma", "model_type": "gemma2"}, 2, "gemma2 runs in its gemma form"),
-        ({"family": "moe", "model_type": "mixtral"}, 2, "mixtral runs in its moe form"),
+        ({"family": "deepseek", "model_type": "deepseek_v3"}, 2, "deepseek_v3 runs in its deepseek form"),
+        ({"family": "moe", "experts": mixture(inner_size=1001)}, 2, "an expert of 1001 columns does not divide by 2"),
+        (
+            {"family": "moe", "experts": mixture(shared_inner_size=6)},
+            4,
+            "the shared expert of 6 columns does not divide by 4",
+        ),
+        (
+            {"family": "moe", "intermediate_size": 9, "experts": mixture(layers=(True, False))},
+            2,
+            "an MLP of 9 columns does not divide by 2",
+        ),
+        (
+            {"family": "gpt_oss", "experts": mixture(inner_size=2880, mxfp4=True)},
+            4,
+            "the 2880 inputs of mlp.experts.down_proj share scales in groups of 32, and each rank's 720 would cut",
+        ),
     ],
 )
 def test_what_does_not_divide_is_named(change: dict[str, Any], degree: int, reason: str) -> None:
@@ -60,6 +82,8 @@ def test_what_does_not_divide_is_named(change: dict[str, Any], degree: int, reas
 
 def test_degrees_of_a_model() -> None:
     assert degrees(LLAMA_8B, 16) == [1, 2, 4, 8, 16]
+    only_experts = dataclasses.replace(LLAMA_8B, family="moe", intermediate_size=9, experts=mixture())
+    assert degrees(only_experts, 16) == [1, 2, 4, 8, 16]
     nine = dataclasses.replace(LLAMA_8B, num_heads=9, num_kv_heads=3, intermediate_size=1536)
     assert degrees(nine, 16) == [1, 3]
 

@@ -316,9 +316,8 @@ def _gpt_oss(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
     config = {**DEFAULTS["gpt_oss"], **config}
     config["rope_parameters"] = rope_given or DEFAULTS["gpt_oss"]["rope_parameters"]
     layers = config["num_hidden_layers"]
-    config["layer_types"] = config.get("layer_types") or [
-        "full_attention" if index % 2 else "sliding_attention" for index in range(layers)
-    ]
+    in_turn = [("sliding_attention", "full_attention")[index % 2] for index in range(layers)]
+    config["layer_types"] = config.get("layer_types") or in_turn
     rope = rope_of(config)
     lean = (
         config["hidden_act"] in ("silu", "swish")  # the name alone: the experts' activation is another one
@@ -328,7 +327,6 @@ def _gpt_oss(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
     )
     if not lean:
         return _generic(config, eos)
-    bias = bool(config["attention_bias"])
     return ModelGeometry(
         model_type="gpt_oss",
         family="gpt_oss",
@@ -347,8 +345,8 @@ def _gpt_oss(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
         checkpoint_dtype=checkpoint_dtype(config),
         rope=rope,
         sliding_windows=sliding_windows(config),
-        qkv_bias=bias,
-        output_bias=bias,
+        qkv_bias=bool(config["attention_bias"]),
+        output_bias=bool(config["attention_bias"]),
         mlp_bias=True,
         attention_sinks=True,
         experts=ExpertsGeometry(

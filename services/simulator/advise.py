@@ -19,7 +19,6 @@ from functools import cache
 import msgspec
 
 from cohort.common.config import CONFIGS_DIR, Config
-from cohort.common.engine.quantization_config import MXFP4_GROUP
 from cohort.common.errors import ConfigError
 from cohort.common.policies.compose import groups_layers
 from cohort.common.policies.cost_model import ModelShape
@@ -36,6 +35,8 @@ from cohort.services.simulator.traffic import Traffic
 DEFAULT_PRESET = Config().name
 _CHUNKS = (512, 2048)
 _GROUPS = (1, 2, 4, 8)
+_COLUMNS_OF_CODES = 32
+"""Of `common/engine/quantization_config.py`, which needs torch: columns of an expert in MXFP4 that share a scale."""
 _PREFILL_SHARES = (0.125, 0.25, 0.5, 0.75, 0.875)
 _FIRST_LOOK, _FEWEST = 0.25, 50
 """Share of the requests that a first look replays, and how many at least."""
@@ -223,7 +224,7 @@ def groups(cluster: Cluster, model: ModelShape, *, fixed: bool) -> list[Cluster]
 
 def _divides(model: ModelShape, size: int) -> bool:
     """By its heads, and by its experts' columns, of which a group that shares a scale is not cut."""
-    columns = model.expert_intermediate // (MXFP4_GROUP if model.expert_bits else 1)
+    columns = model.expert_intermediate // (_COLUMNS_OF_CODES if model.expert_bits else 1)
     return not any(each % size for each in (model.heads, model.kv_heads, columns, model.shared_intermediate))
 
 

@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 8,
@@ -110,7 +110,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 )
 def test_greedy_equals_transformers(name: str, degree: int, folder_of: Callable[[str], Path]) -> None:
     folder = folder_of(name)
-    expected = reference_generate(folder, random_prompts((1, 5, 33, 50)), 12)
+    expected = reference_generate(folder, random_prompts((1, 5, 33)), 8)
     with group_runner(folder, degree) as runner:
         assert check_schedule(runner, expected, run_chunked(7), shuffle=3, reverse=True) <= 1
         assert check_schedule(runner, expected, run_together) <= 1

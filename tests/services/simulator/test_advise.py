@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cohort.common.config import load_config
+from cohort.common.engine.quantization_config import MXFP4_GROUP
 from cohort.common.errors import ConfigError
 from cohort.common.types import Role
 from cohort.services.cli.__main__ import main
@@ -104,6 +105,7 @@ def test_devices_are_grouped_as_host_and_heads_allow() -> None:
     hosts = groups(load_cluster("h200-2x8"), model, fixed=False)
     assert [(each.instances, each.per_host) for each in hosts] == [(16, 8), (8, 4), (4, 2), (2, 1)]
     assert groups(eight, model, fixed=True) == [eight]
+    assert advise._COLUMNS_OF_CODES == MXFP4_GROUP
     sizes = {"mixtral-8x7b": [1, 2, 4, 8], "qwen3-30b-a3b": [1, 2, 4], "gpt-oss-120b": [1, 2]}  # 90 groups of columns
     for name, expected in sizes.items():
         assert [each.tensor_parallel for each in groups(eight, load_model(name), fixed=False)] == expected, name

@@ -36,7 +36,7 @@ DEFAULT_PRESET = Config().name
 _CHUNKS = (512, 2048)
 _GROUPS = (1, 2, 4, 8)
 _COLUMNS_OF_CODES = 32
-"""Of `common/engine/quantization_config.py`, which needs torch: columns of an expert in MXFP4 that share a scale."""
+"""Of an expert in MXFP4, that share a scale: `MXFP4_GROUP` of the engine, whose code is not imported here."""
 _PREFILL_SHARES = (0.125, 0.25, 0.5, 0.75, 0.875)
 _FIRST_LOOK, _FEWEST = 0.25, 50
 """Share of the requests that a first look replays, and how many at least."""

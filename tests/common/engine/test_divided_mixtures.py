@@ -17,7 +17,7 @@ from cohort.common.engine.lean_gpt_oss import _Reader
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.rank_shares import RankShare, check_degree, degrees, reduced_bytes
 from cohort.common.engine.sharded_weights import open_sharded
-from cohort.common.engine.weights import open_weights
+from cohort.common.engine.weights import WeightKind, open_weights
 from cohort.common.errors import ConfigError
 from cohort.kernels import reference
 from cohort.kernels.coded import ExpertCodes
@@ -62,7 +62,7 @@ def qwen2_moe() -> Any:
         moe_intermediate_size=40,
         shared_expert_intermediate_size=56,
         num_experts=6,
-        mlp_only_layers=[1],
+        mlp_only_layers=[0],
     )
 
 
@@ -122,7 +122,7 @@ def test_greedy_equals_transformers(name: str, degree: int, folder_of: Callable[
         assert ranks.reduced_bytes - before == geometry.num_layers * reduced_bytes(geometry, 4, 13)
 
 
-def parts_of(folder: Path, degree: int, dtype: torch.dtype) -> list[Any]:
+def parts_of(folder: Path, degree: int, dtype: torch.dtype, kind: WeightKind = "files") -> list[Any]:
     """The last layer's experts, whole and of each rank, as a GPU has them."""
     geometry = read_geometry(folder)
     layer = f"model.layers.{geometry.num_layers - 1}."
@@ -132,9 +132,7 @@ def parts_of(folder: Path, degree: int, dtype: torch.dtype) -> list[Any]:
         own = geometry if share is None else share.own
         assert own.experts is not None
         opened = (
-            open_weights(folder, "files", geometry.quantization)
-            if share is None
-            else open_sharded(folder, "files", share)
+            open_weights(folder, kind, geometry.quantization) if share is None else open_sharded(folder, kind, share)
         )
         with opened as files:
             if own.family == "gpt_oss":
@@ -169,10 +167,13 @@ def test_parts_of_a_gpu_add_up(name: str, fused: bool, folder_of: Callable[[str]
     assert {part.down.shape[2] * 4 for part in parts} == {whole.down.shape[2]}
 
 
-def test_parts_of_gpt_oss_add_up(folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["files", "random"])
+def test_parts_of_gpt_oss_add_up(
+    kind: WeightKind, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gates beside their ups, biases, of which that of the sum is added once."""
     monkeypatch.setattr(lean_gpt_oss, "groups_on_host", lambda device: False)
-    whole, *parts = parts_of(folder_of("gpt_oss"), 4, torch.float32)
+    whole, *parts = parts_of(folder_of("gpt_oss"), 4, torch.float32, kind)
     check_sum(whole, parts, SHAPE["hidden_size"])
 
 

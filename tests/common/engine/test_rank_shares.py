@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from cohort.common.engine import sharded_weights
 from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry, read_geometry
-from cohort.common.engine.rank_shares import RankShare, check_degree, degrees, hindrance
+from cohort.common.engine.rank_shares import Part, RankShare, check_degree, degrees, hindrance
 from cohort.common.engine.sharded_weights import ShardedRandom, ShardedWeights
+from cohort.common.engine.tensor_files import _Mapped
 from cohort.common.engine.weights import RandomWeights, WeightFiles, Weights
 from cohort.common.errors import ConfigError, ModelError
 from tests.common.engine.test_device_memory import LLAMA_8B
@@ -137,10 +139,15 @@ def test_all_shares_together_are_the_model(model: str, kind: str, model_folder: 
             assert torch.equal(together(name, parts, geometry, 2), read(files, geometry, name)), name
 
 
-@pytest.mark.parametrize("name", ["self_attn.o_proj.weight", "self_attn.k_proj.weight"])
+@pytest.mark.parametrize(
+    ("name", "short", "read_of_it"),
+    [("self_attn.o_proj.weight", 0, 1), ("self_attn.o_proj.weight", 1024, 2), ("self_attn.k_proj.weight", 1024, 1)],
+)
 def test_only_the_share_is_read(
-    name: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    name: str, short: int, read_of_it: int, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Or whole rows, where they are short."""
+    monkeypatch.setattr(sharded_weights, "SHORT_ROW_BYTES", short)
     folder = model_folder("llama-bias-llama3")
     geometry = read_geometry(folder)
     share = RankShare(geometry, 1, 2)
@@ -155,7 +162,23 @@ def test_only_the_share_is_read(
     with ShardedWeights(folder, share) as files:
         monkeypatch.setattr(os, "preadv", counted)
         found = read(files, share.own, f"model.layers.0.{name}")
-    assert sum(bytes_read) == math.prod(found.shape) * 4
+    assert sum(bytes_read) == math.prod(found.shape) * 4 * read_of_it
+
+
+@pytest.mark.parametrize("part", [Part(1, 6, ((1, 2), (4, 6))), Part(2, 5, ((2, 4),)), Part(1, 6, ((3, 6),))], ids=str)
+def test_any_stretch_of_a_part_is_that_of_the_cut_tensor(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any element on, row by row and in pieces of several rows, whose last is not filled."""
+    whole = torch.arange(7 * 6 * 5, dtype=torch.bfloat16).view(7, 6, 5)
+    expected = torch.cat([whole.narrow(part.axis, a, b - a) for a, b in part.ranges], dim=part.axis).reshape(-1)
+    monkeypatch.setattr(sharded_weights, "_PIECE_BYTES", 150)
+    for short in (0, 1024):
+        monkeypatch.setattr(sharded_weights, "SHORT_ROW_BYTES", short)
+        cut = sharded_weights._Slice(_Mapped(whole), "w", part)
+        for first in range(len(expected)):
+            for count in (1, 7, len(expected) - first):
+                found = torch.zeros(min(count, len(expected) - first), dtype=torch.bfloat16)
+                cut.fill(found, first)
+                assert torch.equal(found, expected[first : first + count]), (short, first, count)
 
 
 def test_a_tensor_of_another_shape_is_named(model_folder: Callable[[str], Path]) -> None:

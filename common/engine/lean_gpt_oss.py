@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +24,9 @@ from cohort.common.engine.matrices import read_outer
 from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry
 from cohort.common.engine.mxfp4 import GROUP, dequantized, in_codes
 from cohort.common.engine.quantization_config import keeps_codes, mxfp4_codes
+from cohort.common.engine.ranks import Ranks
 from cohort.common.engine.rope import rope_tables
+from cohort.common.engine.sharded_weights import open_sharded
 from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.engine.weights import WeightKind, Weights, open_weights
 from cohort.common.engine.wide_norm import WideNorm
@@ -82,12 +85,19 @@ class LeanGptOss:
         device: torch.device,
         max_step_tokens: int,
         weights: WeightKind = "files",
+        ranks: Ranks | None = None,
     ) -> None:
-        """Raises `ModelError` where the files do not hold what the configuration says."""
+        """`ranks`: as in `LeanLlama`. Raises `ModelError` where the files do not hold what the configuration says."""
+        self._ranks = ranks
+        geometry = geometry if ranks is None else ranks.share.own
         self._geometry, self._dtype = geometry, dtype
         self._scale = geometry.head_dim**-0.5
         self._cos, self._sin = rope_tables(geometry, device)
-        with open_weights(model_dir, weights, geometry.quantization) as files:
+        if ranks is None:
+            opened = open_weights(model_dir, weights, geometry.quantization)
+        else:
+            opened = open_sharded(model_dir, weights, ranks.share)
+        with opened as files:
             prefix = files.prefix(("model.", ""), "embed_tokens.weight")
             files.require(_tensor_names(files, geometry, prefix))
             arena = Arena()
@@ -109,7 +119,10 @@ class LeanGptOss:
         g, tokens = self._geometry, len(step.token_ids)
         query_size, key_end = g.num_heads * g.head_dim, (g.num_heads + g.num_kv_heads) * g.head_dim
         residual = torch.empty((tokens, g.hidden_size), dtype=self._dtype, device=step.token_ids.device)
-        self._embedding.into(step.token_ids, residual)
+        if (ranks := self._ranks) is None:
+            self._embedding.into(step.token_ids, residual)
+        else:
+            ranks.embed(self._embedding, step.token_ids, residual)
         normed = torch.empty_like(residual)
         qkv = residual.new_empty((tokens, key_end + g.num_kv_heads * g.head_dim))
         query = qkv[:, :query_size].view(tokens, -1, g.head_dim)
@@ -131,15 +144,21 @@ class LeanGptOss:
                 sliding_window=layer.sliding_window,
                 sinks=layer.sinks,
             )
-            layer.attention_out.add_into(attended, residual)
+            if ranks is None:
+                layer.attention_out.add_into(attended, residual)
+            else:
+                ranks.add_into(layer.attention_out, attended, residual)
             layer.mlp_norm.into(residual, normed)
-            layer.experts.add_into(normed, normed, residual)
+            if ranks is None:
+                layer.experts.add_into(normed, normed, residual)
+            else:
+                ranks.add_term(partial(layer.experts.add_into, normed, normed), residual)
         last = residual[step.sample_index]
         self._final_norm.into(last, last)
         self.sampled_states = last
         logits = torch.empty((len(last), g.vocab_size), dtype=torch.float32, device=last.device)
         self._lm_head.into(last, logits)
-        return logits
+        return logits if ranks is None else ranks.whole_logits(logits)
 
 
 def _tensor_names(files: Weights, geometry: ModelGeometry, prefix: str) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -193,11 +194,13 @@ class LeanLlama:
             rms_norm(residual, layer.mlp_norm, eps, normed)
             if lora is not None:
                 lora.mlp(index, layer.mlp, normed, buffers.activated, residual)
-            elif self._ranks is None or not isinstance(layer.mlp, DenseMlp):
+            elif self._ranks is None:
                 layer.mlp.add_into(normed, buffers.activated, residual)
-            else:
+            elif isinstance(layer.mlp, DenseMlp):
                 layer.mlp.gate_up.into(normed, buffers.activated)
                 self._ranks.add_into(layer.mlp.down, buffers.activated, residual)
+            else:
+                self._ranks.add_term(partial(layer.mlp.add_into, normed, buffers.activated), residual)
 
     def _layer_stack(self) -> LayerStack | None:
         """The layers as one call, if the kernels serve every one of them and nothing is exchanged between them."""

@@ -57,6 +57,7 @@ class ExpertsGeometry:
     swiglu_alpha: float = 0.0  # gpt-oss: of its activation; 0 = SiLU
     swiglu_limit: float = 0.0  # gpt-oss: gates and ups are clamped to it
     routing: RoutingGroups | None = None  # DeepSeek
+    mxfp4: bool = False  # gpt-oss: the files hold its experts in these codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,9 +316,8 @@ def _gpt_oss(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
     config = {**DEFAULTS["gpt_oss"], **config}
     config["rope_parameters"] = rope_given or DEFAULTS["gpt_oss"]["rope_parameters"]
     layers = config["num_hidden_layers"]
-    config["layer_types"] = config.get("layer_types") or [
-        "full_attention" if index % 2 else "sliding_attention" for index in range(layers)
-    ]
+    in_turn = [("sliding_attention", "full_attention")[index % 2] for index in range(layers)]
+    config["layer_types"] = config.get("layer_types") or in_turn
     rope = rope_of(config)
     lean = (
         config["hidden_act"] in ("silu", "swish")  # the name alone: the experts' activation is another one
@@ -327,7 +327,6 @@ def _gpt_oss(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
     )
     if not lean:
         return _generic(config, eos)
-    bias = bool(config["attention_bias"])
     return ModelGeometry(
         model_type="gpt_oss",
         family="gpt_oss",
@@ -346,8 +345,8 @@ def _gpt_oss(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
         checkpoint_dtype=checkpoint_dtype(config),
         rope=rope,
         sliding_windows=sliding_windows(config),
-        qkv_bias=bias,
-        output_bias=bias,
+        qkv_bias=bool(config["attention_bias"]),
+        output_bias=bool(config["attention_bias"]),
         mlp_bias=True,
         attention_sinks=True,
         experts=ExpertsGeometry(
@@ -358,6 +357,7 @@ def _gpt_oss(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
             layers=(True,) * layers,
             swiglu_alpha=float(config["swiglu_alpha"]),
             swiglu_limit=float(config["swiglu_limit"]),
+            mxfp4=(config.get("quantization_config") or {}).get("quant_method") == "mxfp4",
         ),
     )
 

@@ -58,7 +58,13 @@ def load_model(
             return LeanGemma(model_dir, geometry, dtype=dtype, device=device, weights=weights)
         case "gpt_oss":
             return LeanGptOss(
-                model_dir, geometry, dtype=dtype, device=device, max_step_tokens=max_step_tokens, weights=weights
+                model_dir,
+                geometry,
+                dtype=dtype,
+                device=device,
+                max_step_tokens=max_step_tokens,
+                weights=weights,
+                ranks=ranks,
             )
         case "deepseek":
             return LeanDeepseek(

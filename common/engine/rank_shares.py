@@ -1,8 +1,10 @@
 """Which part of a model each rank of a tensor-parallel worker holds, and which degrees a model can be divided by.
 
     q, k, v        rows, by heads; k and v are the same on several ranks where there are fewer KV heads than ranks
-    gate, up       rows
+    gate, up       rows; of a mixture those of every expert, and of its shared expert
     o, down        columns: each rank's product is one term of a sum over the ranks; codes with their groups' scales
+    sinks          by heads
+    router         whole on every rank, which so choose the same experts: all see the same sums
     embedding,     rows, by token: an embedding is taken from the rank that has it, logits are gathered at rank 0
     lm_head
     norms          whole on every rank
@@ -16,10 +18,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from cohort.common.engine.model_config import LLAMA_SHAPED, ModelGeometry
+from cohort.common.engine.model_config import LLAMA_SHAPED, MIXTURES, ExpertsGeometry, ModelGeometry
+from cohort.common.engine.quantization_config import MXFP4_GROUP
 from cohort.common.errors import ConfigError
 
 MOST_RANKS = 64
+_DIVIDED = ("llama", "moe", "gpt_oss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +50,20 @@ class RankShare:
     @property
     def own(self) -> ModelGeometry:
         """The geometry of what this rank holds and computes. `vocab_size`: of its rows of embedding and head."""
-        whole, (first, end) = self.geometry, self.vocabulary
+        whole, (first, end), mixture = self.geometry, self.vocabulary, self.geometry.experts
+        if mixture is not None:
+            mixture = dataclasses.replace(
+                mixture,
+                inner_size=mixture.inner_size // self.degree,
+                shared_inner_size=mixture.shared_inner_size // self.degree,
+            )
         return dataclasses.replace(
             whole,
             num_heads=whole.num_heads // self.degree,
             num_kv_heads=self.kv_heads[1] - self.kv_heads[0],
             intermediate_size=whole.intermediate_size // self.degree,
             vocab_size=end - first,
+            experts=mixture,
         )
 
     @property
@@ -77,11 +88,15 @@ class RankShare:
         return kv_heads_of(self.geometry.num_kv_heads, self.rank, self.degree)
 
     def part(self, name: str) -> Part | None:
-        """Of the tensor of this name, by its last two words; None = all of it."""
-        module, _, kind = name.rpartition(".")
-        module = module.rpartition(".")[2]
-        whole, size = self.geometry, self.geometry.head_dim
+        """Of the tensor of this name, by its last two words, and whether it is of experts; None = all of it."""
+        words, whole, size = name.split("."), self.geometry, self.geometry.head_dim
+        module, kind = words[-2] if len(words) > 1 else "", words[-1]
         query, kv, inner = whole.num_heads * size, whole.num_kv_heads * size, whole.intermediate_size
+        if (mixture := whole.experts) is not None:
+            if "experts" in words:
+                return self._of_experts(words[words.index("experts") + 1 :], mixture)
+            if "shared_expert" in words:
+                inner = mixture.shared_inner_size
         own_query = self._even(query)
         own_kv = (self.kv_heads[0] * size, self.kv_heads[1] * size)
         own_inner = self._even(inner)
@@ -101,14 +116,41 @@ class RankShare:
                 return Part(1, query, (own_query,))
             case "down_proj", "weight":
                 return Part(1, inner, (own_inner,))
+            case "self_attn", "sinks":
+                return Part(0, whole.num_heads, (self._even(whole.num_heads),))
             case (("embed_tokens" | "lm_head"), _):
                 return Part(0, whole.vocab_size, (self.vocabulary,))
             case _:
                 return None
 
+    def _of_experts(self, words: list[str], mixture: ExpertsGeometry) -> Part | None:
+        """`words`: of the name, what follows "experts". One expert's matrix, or all of them in one tensor, which
+        gpt-oss has transposed, with every gate beside its up."""
+        inner, own = mixture.inner_size, self._even(mixture.inner_size)
+        pairs = (2 * own[0], 2 * own[1])
+        match self.geometry.family, words:
+            case _, [_, ("w1" | "w3" | "gate_proj" | "up_proj"), "weight"]:
+                return Part(0, inner, (own,))
+            case _, [_, ("w2" | "down_proj"), "weight"]:
+                return Part(1, inner, (own,))
+            case "moe", ["gate_up_proj"]:
+                return Part(1, 2 * inner, (own, _behind(own, inner)))
+            case "moe", ["down_proj"]:
+                return Part(2, inner, (own,))
+            case "gpt_oss", ["gate_up_proj"]:
+                return Part(2, 2 * inner, (pairs,))
+            case "gpt_oss", ["gate_up_proj_bias" | "gate_up_proj_blocks" | "gate_up_proj_scales"]:
+                return Part(1, 2 * inner, (pairs,))
+            case "gpt_oss", ["down_proj"]:
+                return Part(1, inner, (own,))
+            case "gpt_oss", ["down_proj_blocks" | "down_proj_scales"]:
+                return Part(2, inner // MXFP4_GROUP, (self._even(inner // MXFP4_GROUP),))
+            case _:
+                return None
+
     def adds_nothing(self, name: str) -> bool:
         """A bias of a product that is summed over the ranks, on all but the first."""
-        return self.rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias"))
+        return self.rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias", "experts.down_proj_bias"))
 
     def _even(self, extent: int) -> tuple[int, int]:
         each = extent // self.degree
@@ -125,30 +167,57 @@ def hindrance(geometry: ModelGeometry, degree: int) -> str:
     """Why a model cannot be divided over so many ranks; "" where it can."""
     if degree == 1:
         return ""
-    if geometry.family != "llama":
+    if geometry.family not in _DIVIDED:
         return (
             f"{geometry.model_type} runs in its {geometry.family} form, which one device computes; what is divided "
-            f"over ranks are dense Llama-shaped decoders ({', '.join(sorted(LLAMA_SHAPED))})"
+            f"over ranks are Llama-shaped decoders ({', '.join(sorted(LLAMA_SHAPED))}), their mixtures of experts "
+            f"({', '.join(sorted(MIXTURES))}) and gpt_oss"
         )
-    heads, kv_heads, inner = geometry.num_heads, geometry.num_kv_heads, geometry.intermediate_size
+    heads, kv_heads = geometry.num_heads, geometry.num_kv_heads
     if heads % degree:
         return f"{heads} query heads do not divide by {degree}"
     if kv_heads % degree and degree % kv_heads:
         return f"{kv_heads} KV heads neither divide by {degree} nor divide it"
-    if inner % degree:
-        return f"an MLP of {inner} columns does not divide by {degree}"
+    for what, inner in _inner_sizes(geometry).items():
+        if inner % degree:
+            return f"{what} of {inner} columns does not divide by {degree}"
     if (degree - 1) * -(-geometry.vocab_size // degree) >= geometry.vocab_size:
         return f"a vocabulary of {geometry.vocab_size} leaves the last of {degree} ranks without a token"
     return _cut_codes(geometry, degree)
 
 
+def _inner_sizes(geometry: ModelGeometry) -> dict[str, int]:
+    """Columns of the MLPs that the model has, by what has them."""
+    mixture = geometry.experts
+    if mixture is None:
+        return {"an MLP": geometry.intermediate_size}
+    found = {"an expert": mixture.inner_size}
+    found |= {"the shared expert": mixture.shared_inner_size} if mixture.shared_inner_size else {}
+    return found if all(mixture.layers) else found | {"an MLP": geometry.intermediate_size}
+
+
+def _divided_inputs(geometry: ModelGeometry, layer: int) -> dict[str, int]:
+    """A layer's modules whose inputs are divided, and how many they are. Of the experts the first: they are alike, and
+    one that is not is refused when it is read."""
+    found, mixture = {"self_attn.o_proj": geometry.num_heads * geometry.head_dim}, geometry.experts
+    if mixture is None or not mixture.layers[layer]:
+        return found | {"mlp.down_proj": geometry.intermediate_size}
+    down = "block_sparse_moe.experts.0.w2" if geometry.model_type == "mixtral" else "mlp.experts.0.down_proj"
+    found[down] = mixture.inner_size
+    return found | ({"mlp.shared_expert.down_proj": mixture.shared_inner_size} if mixture.shared_inner_size else {})
+
+
 def _cut_codes(geometry: ModelGeometry, degree: int) -> str:
     """Why quantised weights whose inputs are divided cannot be; "" where they can. Outputs can be cut anywhere."""
+    if (mixture := geometry.experts) is not None and mixture.mxfp4 and (mixture.inner_size // degree) % MXFP4_GROUP:
+        return (
+            f"the {mixture.inner_size} inputs of mlp.experts.down_proj share scales in groups of {MXFP4_GROUP}, and "
+            f"each rank's {mixture.inner_size // degree} would cut through one"
+        )
     if (quantization := geometry.quantization) is None:
         return ""
-    divided = {"self_attn.o_proj": geometry.num_heads * geometry.head_dim, "mlp.down_proj": geometry.intermediate_size}
     for layer in range(geometry.num_layers):
-        for module, inputs in divided.items():
+        for module, inputs in _divided_inputs(geometry, layer).items():
             scheme = quantization.scheme_of(f"model.layers.{layer}.{module}")
             if scheme is None:
                 continue

@@ -2,6 +2,7 @@
 
     embedding     every rank looks up the tokens it has ──all-gather──▶ each takes every token's row from its owner
     o, down       every rank's product, one term ──all-gather, summed in the order of ranks──▶ added to the residual
+    experts       likewise; a rank's term, of the experts' parts that it holds, is of the model's dtype
     lm_head       every rank's tokens' logits ──gather──▶ rank 0, which samples
 
 The order of a sum is the order of the ranks, for every row and every batch: a row computes the same bits whatever
@@ -111,13 +112,22 @@ class Ranks:
         """residual [T, hidden] += the sum over the ranks of `product` of `x`, rounded before it is added."""
         part = self._term(len(x), product.out_features, x.dtype if self._on_gpu else torch.float32)
         product.into(x, part)
+        self._add_sum(part, residual)
+
+    def add_term(self, add_into: Callable[[Tensor], None], residual: Tensor) -> None:
+        """residual [T, hidden] += the sum over the ranks of what `add_into` adds to zeros of residual's type."""
+        part = self._term(len(residual), residual.shape[1], residual.dtype).zero_()
+        add_into(part)
+        self._add_sum(part, residual)
+
+    def _add_sum(self, part: Tensor, residual: Tensor) -> None:
         self.reduced_bytes += part.numel() * part.itemsize
         if self._on_gpu:
             dist.all_reduce(part)
             residual.add_(part)
             return
         terms = self._gathered(part)
-        total = terms[0]
+        total = terms[0].float()
         for term in terms[1:]:
             total.add_(term)
         residual.add_(total.to(residual.dtype))

@@ -1,4 +1,4 @@
-"""A rank's share of a model's tensors: read from the files, and no byte of the others' shares.
+"""A rank's share of a model's tensors: read from the files, and no byte of the others' shares but in short rows.
 
 Called by the lean model of a tensor-parallel rank in the place of `weights.open_weights`. What a share is:
 `rank_shares`. Shapes that are asked for are the rank's own. A quantised module is read whole and its codes are cut, one
@@ -23,6 +23,10 @@ from cohort.common.engine.rank_shares import Part, RankShare
 from cohort.common.engine.tensor_files import StoredTensor
 from cohort.common.engine.weights import RandomWeights, WeightFiles, WeightKind, Weights
 from cohort.common.errors import ModelError
+
+SHORT_ROW_BYTES = 16 << 10
+"""A row of this length is read whole and cut: a call for the part of each takes longer than its neighbours' bytes."""
+_PIECE_BYTES = 1 << 20
 
 
 def open_sharded(model_dir: Path, kind: WeightKind, share: RankShare) -> Weights:
@@ -109,7 +113,7 @@ class ShardedRandom(RandomWeights):
 
 
 class _Slice:
-    """A part of a stored tensor of one or two dimensions, as a tensor of its own."""
+    """A part of a stored tensor along one of its dimensions, as a tensor of its own."""
 
     def __init__(self, stored: StoredTensor, name: str, part: Part) -> None:
         self._stored, self._name, self._part = stored, name, part
@@ -132,6 +136,10 @@ class _Slice:
             )
 
     def fill(self, target: Tensor, first: int) -> None:
+        axis, shape = self._part.axis, self._stored.shape
+        if axis and math.prod(shape[axis:]) * self.dtype.itemsize <= SHORT_ROW_BYTES:
+            self._cut(target, first, math.prod(shape[axis + 1 :]))
+            return
         done = 0
         while done < len(target):
             source, neighbours = self._at(first + done)
@@ -139,17 +147,31 @@ class _Slice:
             self._stored.fill(target[done : done + count], source)
             done += count
 
+    def _cut(self, target: Tensor, first: int, width: int) -> None:
+        """As `fill`, of whole rows: what lies along the axis of the part and behind it, `width` elements a place."""
+        size, row = self.dtype.itemsize, self._part.of * width
+        own, at_once = self._part.extent * width, max(1, _PIECE_BYTES // (row * self.dtype.itemsize))
+        place, done = target.view(torch.uint8), 0
+        while done < len(target):
+            index, within = divmod(first + done, own)
+            rows = min(at_once, -(-(within + len(target) - done) // own))
+            piece = torch.empty(rows * row, dtype=self.dtype)
+            self._stored.fill(piece, index * row)
+            whole = piece.view(torch.uint8).view(rows, self._part.of, width * size)
+            parts = torch.cat([whole[:, begin:end] for begin, end in self._part.ranges], dim=1).view(-1)
+            count = min(rows * own - within, len(target) - done)
+            place[done * size : (done + count) * size] = parts[within * size : (within + count) * size]
+            done += count
+
     def _at(self, index: int) -> tuple[int, int]:
         """Where the element of this index is in the stored tensor, and how many follow it there without a gap."""
         whole = self._stored.shape
-        if self._part.axis == 1:
-            ((begin, end),) = self._part.ranges
-            row, column = divmod(index, end - begin)
-            return row * whole[1] + begin + column, end - begin - column
-        width = math.prod(whole[1:])
+        width = math.prod(whole[self._part.axis + 1 :])
+        before, index = divmod(index, self._part.extent * width)
+        start = before * self._part.of * width
         for begin, end in self._part.ranges:
             if index < (end - begin) * width:
-                return begin * width + index, (end - begin) * width - index
+                return start + begin * width + index, (end - begin) * width - index
             index -= (end - begin) * width
         raise IndexError(f"{self._name} has no element behind its last one")
 

@@ -35,6 +35,8 @@ from cohort.services.simulator.traffic import Traffic
 DEFAULT_PRESET = Config().name
 _CHUNKS = (512, 2048)
 _GROUPS = (1, 2, 4, 8)
+_COLUMNS_OF_CODES = 32
+"""Of an expert in MXFP4, that share a scale: `MXFP4_GROUP` of the engine, whose code is not imported here."""
 _PREFILL_SHARES = (0.125, 0.25, 0.5, 0.75, 0.875)
 _FIRST_LOOK, _FEWEST = 0.25, 50
 """Share of the requests that a first look replays, and how many at least."""
@@ -200,15 +202,7 @@ def advise(
 def undivided(model: ModelShape) -> str:
     """Why no live worker computes this model on several devices, as far as its shape tells (`rank_shares.hindrance`
     reads its configuration); "" where one does."""
-    what = (
-        "a mixture of experts"
-        if model.experts
-        else "an attention over latents"
-        if model.attention_weights
-        else "not Llama-shaped"
-        if not model.gated_mlp
-        else ""
-    )
+    what = "an attention over latents" if model.attention_weights else "not Llama-shaped" if not model.gated_mlp else ""
     return f"{model.name} is {what}, which live workers do not divide over devices" if what else ""
 
 
@@ -224,8 +218,14 @@ def groups(cluster: Cluster, model: ModelShape, *, fixed: bool) -> list[Cluster]
             cluster, instances=devices // size, tensor_parallel=size, per_host=cluster.per_host * own // size
         )
         for size in sorted({*_GROUPS, own})
-        if host % size == 0 and devices % size == 0 and model.heads % size == 0 and model.kv_heads % size == 0
+        if host % size == 0 and devices % size == 0 and _divides(model, size)
     ]
+
+
+def _divides(model: ModelShape, size: int) -> bool:
+    """By its heads, and by its experts' columns, of which a group that shares a scale is not cut."""
+    columns = model.expert_intermediate // (_COLUMNS_OF_CODES if model.expert_bits else 1)
+    return not any(each % size for each in (model.heads, model.kv_heads, columns, model.shared_intermediate))
 
 
 def _candidates(run: _Run, preset: str, cluster: Cluster) -> Iterator[Candidate]:

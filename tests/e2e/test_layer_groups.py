@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tests.e2e.golden import compute
 from tests.e2e.pipeline import Pipeline
 from tests.e2e.test_golden import SHORT_SIGHTED, ask, compare
-from tests.e2e.tiny_models import gemma3, qwen2_windows, save
+from tests.e2e.tiny_models import gemma3, gpt_oss, qwen2_windows, save
 from tests.examples import another_of_its_kind
 from tests.services.gateway.tiny_model import byte_level
 
@@ -34,6 +34,7 @@ RANKS = [{"role": "prefill"}, {"role": "decode", "tensor_parallel": 2}]
         (gemma3, "cohort", 120, {"speculation": {"mode": "lookup"}}, "window_blocks_total"),
         (gemma3, "alignedserve", 200, {}, "transfers_total"),
         (qwen2_windows, "disaggregated", 200, {"workers": RANKS, "engine": {"threads": 1}}, "transfers_total"),
+        (gpt_oss, "disaggregated", 200, {"workers": RANKS, "engine": {"threads": 1}}, "transfers_total"),
     ],
 )
 def test_answers_are_golden(

@@ -8,6 +8,8 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     OPTConfig,
@@ -127,6 +129,25 @@ def qwen3_moe() -> PreTrainedModel:
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=512,
+        )
+    )
+
+
+def gpt_oss() -> PreTrainedModel:
+    """Every second layer sees everything, the others the last 40 tokens."""
+    return GptOssForCausalLM(
+        GptOssConfig(
+            vocab_size=400,
+            hidden_size=64,
+            intermediate_size=64,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            max_position_embeddings=512,
+            sliding_window=40,
         )
     )
 

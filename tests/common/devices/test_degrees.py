@@ -11,12 +11,19 @@ import pytest
 from cohort.common.config import Config, load_config
 from cohort.common.devices.degrees import settle_degrees
 from cohort.common.devices.division import divide
+from cohort.common.engine.model_config import ExpertsGeometry
 from cohort.common.errors import ConfigError
 from tests.common.devices.fakes import GIB
 from tests.common.engine.test_device_memory import LLAMA_8B
 
 LLAMA_70B = dataclasses.replace(
     LLAMA_8B, num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, intermediate_size=28672
+)
+MIXTRAL = dataclasses.replace(
+    LLAMA_8B,
+    family="moe",
+    model_type="mixtral",
+    experts=ExpertsGeometry(8, 2, 14336, normalised=True, layers=(True,) * LLAMA_8B.num_layers),
 )
 NINE = dataclasses.replace(LLAMA_8B, num_heads=9, num_kv_heads=3, intermediate_size=1536, hidden_size=576)
 
@@ -46,6 +53,9 @@ def settled(config: Config, geometry: Any, memories: list[int]) -> int:
         (LLAMA_70B, 80, 2),
         (LLAMA_70B, 40, 4),
         (LLAMA_70B, 24, 8),
+        (MIXTRAL, 141, 1),
+        (MIXTRAL, 80, 2),
+        (MIXTRAL, 40, 4),
     ],
 )
 def test_auto_is_the_fewest_gpus_that_hold_the_model(geometry: Any, gib: int, degree: int) -> None:

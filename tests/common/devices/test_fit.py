@@ -21,7 +21,7 @@ from cohort.common.devices.fit import (
     weight_bytes,
 )
 from cohort.common.engine.device_memory import kv_bytes
-from cohort.common.engine.model_config import ModelGeometry
+from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry
 from cohort.common.engine.quantization_config import Quantization, WeightScheme
 from cohort.common.errors import ConfigError
 from tests.common.devices.fakes import GIB
@@ -73,13 +73,29 @@ def test_an_8b_model_fits_24_gib_alone_but_not_two_of_them(tmp_path: Path) -> No
 
 def test_several_gpus_are_proposed_for_what_divides_alone(tmp_path: Path) -> None:
     settings = load_config(overrides={"model": {"weights": "random"}, "engine": {"device": "cuda"}})
-    dense, mixture = (need(settings, tmp_path, replace(LLAMA_8B, family=family)) for family in ("llama", "moe"))
-    assert (dense.degrees, mixture.degrees) == ((2, 4, 8, 16), ())
+    dense, whole = (need(settings, tmp_path, replace(LLAMA_8B, family=family)) for family in ("llama", "gemma"))
+    assert (dense.degrees, whole.degrees) == ((2, 4, 8, 16), ())
     with pytest.raises(ConfigError, match="tensor_parallel 2"):
         check_fit(settings, "llama", dense, "T4", 16 * GIB, 1)
     with pytest.raises(ConfigError, match=r"too much; ") as refused:
-        check_fit(settings, "mixture", mixture, "T4", 16 * GIB, 1)
+        check_fit(settings, "gemma", whole, "T4", 16 * GIB, 1)
     assert "tensor_parallel" not in str(refused.value)
+
+
+def test_a_mixture_is_proposed_in_groups_that_its_experts_divide_by(tmp_path: Path) -> None:
+    """And a rank is counted with its columns of every expert, in its weights and in what a step takes."""
+    settings = load_config(overrides={"model": {"weights": "random"}, "engine": {"device": "cuda"}})
+    of_experts = ExpertsGeometry(8, 2, 14336, normalised=True, layers=(True,) * LLAMA_8B.num_layers)
+    mixtral = replace(LLAMA_8B, family="moe", model_type="mixtral", vocab_size=32000, experts=of_experts)
+    wanted, half = need(settings, tmp_path, mixtral), need(settings, tmp_path, mixtral, 2)
+    assert wanted.degrees == (2, 4, 8, 16)
+    assert wanted.weights == pytest.approx(93.4e9, rel=0.01) and half.weights == wanted.weights // 2
+    assert half.steps < wanted.steps and half.cache == wanted.cache // 2
+    with pytest.raises(ConfigError, match=r"tensor_parallel 2 \("):
+        check_fit(settings, "mixtral", wanted, "H100", 80 * GIB, 1)
+    check_fit(settings, "mixtral", half, "H100", 80 * GIB, 1)
+    in_codes = replace(mixtral, experts=replace(of_experts, inner_size=2880, mxfp4=True), family="gpt_oss")
+    assert need(settings, tmp_path, in_codes).degrees == (2,)
 
 
 def test_the_refusal_says_by_how_much_and_what_would_fit() -> None:

@@ -38,6 +38,7 @@ from tests.common.engine.driver import (
 from tests.common.engine.test_families import forward
 from tests.engine_models import CONFIGS
 from tests.examples import another_of_its_kind
+from tests.quantised_models import as_mxfp4
 
 EXPERTS, HIDDEN, INNER = 4, 64, 32
 
@@ -54,21 +55,7 @@ def mxfp4_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mxfp4")
     config = CONFIGS["gpt-oss"]().to_dict()
     config |= {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_local_experts": EXPERTS}
-    save_random_model(transformers.GptOssConfig(**config), folder)
-    tensors = load_file(folder / "model.safetensors")
-    random = torch.Generator().manual_seed(5)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        groups = inputs // 32
-        codes = torch.randint(0, 256, (experts, outputs, groups, 16), dtype=torch.uint8, generator=random)
-        scales = torch.randint(121, 126, (experts, outputs, groups), dtype=torch.uint8, generator=random)
-        tensors |= {f"{name}_blocks": codes, f"{name}_scales": scales}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    path = folder / "config.json"
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
-    return folder
+    return as_mxfp4(save_random_model(transformers.GptOssConfig(**config), folder))
 
 
 def test_experts_in_mxfp4(mxfp4_folder: Path) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from cohort.common.engine.model_config import ModelGeometry, read_geometry
-from cohort.common.engine.rank_shares import RankShare, check_degree, degrees, hindrance
+from cohort.common.engine import sharded_weights
+from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry, read_geometry
+from cohort.common.engine.rank_shares import Part, RankShare, check_degree, degrees, hindrance
 from cohort.common.engine.sharded_weights import ShardedRandom, ShardedWeights
+from cohort.common.engine.tensor_files import _Mapped
 from cohort.common.engine.weights import RandomWeights, WeightFiles, Weights
 from cohort.common.errors import ConfigError, ModelError
 from tests.common.engine.test_device_memory import LLAMA_8B
@@ -39,6 +41,12 @@ def test_fewer_kv_heads_than_ranks_are_copied() -> None:
     assert {share.own.num_kv_heads for share in shares} == {1}
 
 
+def mixture(**change: Any) -> ExpertsGeometry:
+    """Of layers of the model above that all have experts."""
+    some = {"count": 8, "per_token": 2, "inner_size": 1024, "normalised": True, "layers": (True,) * LLAMA_8B.num_layers}
+    return ExpertsGeometry(**{**some, **change})
+
+
 @pytest.mark.parametrize(
     ("change", "degree", "reason"),
     [
@@ -47,7 +55,23 @@ def test_fewer_kv_heads_than_ranks_are_copied() -> None:
         ({"intermediate_size": 1001}, 2, "an MLP of 1001 columns does not divide by 2"),
         ({"vocab_size": 9}, 4, "a vocabulary of 9 leaves the last of 4 ranks without a token"),
         ({"family": "gemma", "model_type": "gemma2"}, 2, "gemma2 runs in its gemma form"),
-        ({"family": "moe", "model_type": "mixtral"}, 2, "mixtral runs in its moe form"),
+        ({"family": "deepseek", "model_type": "deepseek_v3"}, 2, "deepseek_v3 runs in its deepseek form"),
+        ({"family": "moe", "experts": mixture(inner_size=1001)}, 2, "an expert of 1001 columns does not divide by 2"),
+        (
+            {"family": "moe", "experts": mixture(shared_inner_size=6)},
+            4,
+            "the shared expert of 6 columns does not divide by 4",
+        ),
+        (
+            {"family": "moe", "intermediate_size": 9, "experts": mixture(layers=(True, False))},
+            2,
+            "an MLP of 9 columns does not divide by 2",
+        ),
+        (
+            {"family": "gpt_oss", "experts": mixture(inner_size=2880, mxfp4=True)},
+            4,
+            "the 2880 inputs of mlp.experts.down_proj share scales in groups of 32, and each rank's 720 would cut",
+        ),
     ],
 )
 def test_what_does_not_divide_is_named(change: dict[str, Any], degree: int, reason: str) -> None:
@@ -60,6 +84,8 @@ def test_what_does_not_divide_is_named(change: dict[str, Any], degree: int, reas
 
 def test_degrees_of_a_model() -> None:
     assert degrees(LLAMA_8B, 16) == [1, 2, 4, 8, 16]
+    only_experts = dataclasses.replace(LLAMA_8B, family="moe", intermediate_size=9, experts=mixture())
+    assert degrees(only_experts, 16) == [1, 2, 4, 8, 16]
     nine = dataclasses.replace(LLAMA_8B, num_heads=9, num_kv_heads=3, intermediate_size=1536)
     assert degrees(nine, 16) == [1, 3]
 
@@ -113,10 +139,15 @@ def test_all_shares_together_are_the_model(model: str, kind: str, model_folder: 
             assert torch.equal(together(name, parts, geometry, 2), read(files, geometry, name)), name
 
 
-@pytest.mark.parametrize("name", ["self_attn.o_proj.weight", "self_attn.k_proj.weight"])
+@pytest.mark.parametrize(
+    ("name", "short", "read_of_it"),
+    [("self_attn.o_proj.weight", 0, 1), ("self_attn.o_proj.weight", 1024, 2), ("self_attn.k_proj.weight", 1024, 1)],
+)
 def test_only_the_share_is_read(
-    name: str, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    name: str, short: int, read_of_it: int, model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Or whole rows, where they are short."""
+    monkeypatch.setattr(sharded_weights, "SHORT_ROW_BYTES", short)
     folder = model_folder("llama-bias-llama3")
     geometry = read_geometry(folder)
     share = RankShare(geometry, 1, 2)
@@ -131,7 +162,23 @@ def test_only_the_share_is_read(
     with ShardedWeights(folder, share) as files:
         monkeypatch.setattr(os, "preadv", counted)
         found = read(files, share.own, f"model.layers.0.{name}")
-    assert sum(bytes_read) == math.prod(found.shape) * 4
+    assert sum(bytes_read) == math.prod(found.shape) * 4 * read_of_it
+
+
+@pytest.mark.parametrize("part", [Part(1, 6, ((1, 2), (4, 6))), Part(2, 5, ((2, 4),)), Part(1, 6, ((3, 6),))], ids=str)
+def test_any_stretch_of_a_part_is_that_of_the_cut_tensor(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any element on, row by row and in pieces of several rows, whose last is not filled."""
+    whole = torch.arange(7 * 6 * 5, dtype=torch.bfloat16).view(7, 6, 5)
+    expected = torch.cat([whole.narrow(part.axis, a, b - a) for a, b in part.ranges], dim=part.axis).reshape(-1)
+    monkeypatch.setattr(sharded_weights, "_PIECE_BYTES", 150)
+    for short in (0, 1024):
+        monkeypatch.setattr(sharded_weights, "SHORT_ROW_BYTES", short)
+        cut = sharded_weights._Slice(_Mapped(whole), "w", part)
+        for first in range(len(expected)):
+            for count in (1, 7, len(expected) - first):
+                found = torch.zeros(min(count, len(expected) - first), dtype=torch.bfloat16)
+                cut.fill(found, first)
+                assert torch.equal(found, expected[first : first + count]), (short, first, count)
 
 
 def test_a_tensor_of_another_shape_is_named(model_folder: Callable[[str], Path]) -> None:

@@ -34,6 +34,7 @@ from tests.common.engine.groups import group_runner
 from tests.common.engine.rank_ends import AgentEnd
 from tests.common.engine.transfer_ends import until
 from tests.engine_models import BLOCK_SIZE, VOCAB, save_random_model
+from tests.examples import another_of_its_kind
 
 OUTPUTS = 16
 
@@ -78,6 +79,8 @@ CASES = [
     ("mistral-window", 2),
     ("eight-heads", 4),
     ("eight-heads-kv2", 4),
+    pytest.param(("qwen2-moe", 2), marks=another_of_its_kind()),
+    pytest.param(("gpt-oss", 2), marks=another_of_its_kind()),
 ]
 
 

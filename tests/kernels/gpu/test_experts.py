@@ -168,6 +168,37 @@ def test_clamped_experts_with_biases(assert_close, codes, tokens):
     assert_close(found.cpu(), expected.cpu())
 
 
+@pytest.mark.parametrize("codes", [None, pytest.param(E2M1, marks=another_of_its_kind())], ids=str)
+def test_parts_of_the_columns_add_up(assert_close, codes):
+    """As ranks hold them: three of every gate beside its up, of every input of down; its bias once. The parts are 32
+    wide, of 96."""
+    x, chosen, clamped = rows_of(5, 96, torch.bfloat16), routed(5, 2, 3), ClampedSwiglu(1.702, 1.0)
+    gate_up, down = weights_of(3, 96, 96, torch.bfloat16)
+    if codes is not None:
+        gate_up, down = (codes_of(3, *shape, codes, 32, offsets=False) for shape in ((2 * 96, 96), (96, 96)))
+    biases = (rows_of(3, 2 * 96, torch.bfloat16), rows_of(3, 96, torch.bfloat16))
+
+    def part(weight, axis, first, end):
+        if isinstance(weight, Tensor):
+            return weight.narrow(axis, first, end - first).contiguous()
+        cuts = [(as_bytes(weight.codes), 2, weight.codes.dtype), (as_bytes(weight.scales), 32, weight.scales.dtype)]
+        numbers, exponents = (
+            each.narrow(axis, *((first, end - first) if axis == 1 else (first // size, (end - first) // size)))
+            .contiguous()
+            .view(dtype)
+            for each, size, dtype in cuts
+        )
+        return ExpertCodes(numbers, exponents, None, weight.group)
+
+    def outputs(first, end, add):
+        into, out_of = part(gate_up, 1, 2 * first, 2 * end), part(down, 2, first, end)
+        own = (biases[0][:, 2 * first : 2 * end].contiguous(), biases[1] * add)
+        return experts.expert_outputs(x, chosen, into, out_of, own, clamped).float()
+
+    parts = sum(outputs(first, first + 32, first == 0) for first in (0, 32, 64))
+    assert_close(parts.bfloat16().cpu(), outputs(0, 96, True).cpu())
+
+
 class TestRefuses:
     def test_codes_beside_plain_weights(self):
         gate_up, _ = weights_of(4, 64, 64, torch.float32)

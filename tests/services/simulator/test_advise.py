@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cohort.common.config import load_config
+from cohort.common.engine.quantization_config import MXFP4_GROUP
 from cohort.common.errors import ConfigError
 from cohort.common.types import Role
 from cohort.services.cli.__main__ import main
@@ -104,6 +105,10 @@ def test_devices_are_grouped_as_host_and_heads_allow() -> None:
     hosts = groups(load_cluster("h200-2x8"), model, fixed=False)
     assert [(each.instances, each.per_host) for each in hosts] == [(16, 8), (8, 4), (4, 2), (2, 1)]
     assert groups(eight, model, fixed=True) == [eight]
+    assert advise._COLUMNS_OF_CODES == MXFP4_GROUP
+    sizes = {"mixtral-8x7b": [1, 2, 4, 8], "qwen3-30b-a3b": [1, 2, 4], "gpt-oss-120b": [1, 2]}  # 90 groups of columns
+    for name, expected in sizes.items():
+        assert [each.tensor_parallel for each in groups(eight, load_model(name), fixed=False)] == expected, name
     assert groups(load_cluster("cpu-2x1"), load_model("smollm2-135m"), fixed=False) == [load_cluster("cpu-2x1")]
 
 
@@ -132,13 +137,23 @@ def test_a_reason_that_some_share_is_said_once_with_what_it_keeps(
 
 
 def test_what_no_live_worker_divides_is_not_recommended_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    where = ("--cluster", "a100-80:4", "--model", "mixtral-8x7b", "--preset", "unified", "--requests", "4")
+    where = ("--cluster", "a100-80:4", "--model", "opt-66b", "--preset", "unified", "--requests", "4")
     assert main(run(*where)) == 2
     said = capsys.readouterr().err
-    assert "GB of weights" in said and "a mixture of experts, which live workers do not divide" in said
+    assert "GB of weights" in said and "not Llama-shaped, which live workers do not divide" in said
     assert main(run(*where, "--tensor-parallel", "4", "--capacity", "0.5")) == 0
     said = capsys.readouterr().out
-    assert "Simulated only: mixtral-8x7b is a mixture of experts" in said and "cohort serve" not in said
+    assert "Simulated only: opt-66b is not Llama-shaped" in said and "cohort serve" not in said
+    assert "an attention over latents, which live workers do not divide" in advise.undivided(
+        load_model("deepseek-v2-lite")
+    )
+
+
+def test_a_mixture_that_one_device_does_not_hold_is_recommended_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("--cluster", "a100-80:4", "--model", "mixtral-8x7b", "--preset", "unified", "--requests", "4")
+    assert main(run(*where, "--capacity", "0.5")) == 0
+    said = capsys.readouterr().out
+    assert "cohort serve" in said and "tensor_parallel: " in said and "Simulated only" not in said
 
 
 def test_ten_rows_or_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ def goes_on(
     rows: Seq[Row], groups: TokenGroups, cost: IterationCost, limits: IterationLimits, *, best_effort_rows: int
 ) -> bool:
     """`rows` are of one token each, one position on; the worker has no other request. `best_effort_rows`: with more
-    rows best-effort ones wait once they have had their share (R6). True where every real-time row is on time, best-effort ones beside them; or
+    rows best-effort ones would wait (R6). True where every real-time row is on time, best-effort ones beside them; or
     where there are only real-time rows and every one is late, as none of them can wait for another then."""
     if not groups.single or len(rows) > min(limits.max_rows, limits.max_tokens):
         return False

@@ -7,9 +7,8 @@
     5. real-time that is late, prompts             likewise
     6. best-effort, least to bring back first      likewise; in a full batch, instead of real-time that can wait
 
-The worker's `IterationScheduler` of the preset. Blocks come from any allocator; with the bidirectional
-one real-time requests share best-effort blocks (R8), with another one best-effort requests are dropped for them (R11,
-`drops.py`).
+The preset's `IterationScheduler`. Blocks come from any allocator; with the bidirectional one real-time requests share
+best-effort blocks (R8), with another one best-effort requests are dropped for them (R11, `drops.py`).
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class SlackPacking(IterationScheduler):
     - Late decode rows still bound prompts: where none is on time, by their TPOT target or by what all of them take.
       By the paper's rule only what is on time counts, and prompts, which have seconds left, would fill iterations as
       long as that, and every decode row would stay late.
-    - The batch size (R6) holds back best-effort and late requests only: the others are limited by their deadlines.
+    - The batch size (R6) holds back late requests, and best-effort ones that have had their share of the time (below).
     - A request that has not started yet drops no real-time request (R11), and leaves running ones their next block:
       under overload every newcomer on time would make a request late that has been served already.
     - The oldest best-effort requests keep a share of the cache and of the time that is left for prompts
@@ -282,17 +281,19 @@ class SlackPacking(IterationScheduler):
         )
 
     def _pack_guaranteed(self, kv: KvAllocator, batch: Batch, chosen: list[tuple[float, Sequence]]) -> None:
-        """The reserve is for them; the oldest may also take blocks from the youngest."""
-        batch.reserved = 0
+        """The reserve is for them, and the batch's size not; the oldest may also take blocks from the youngest."""
+        batch.reserved, size = 0, batch.most_rows
+        if self._best_effort_time.kept_back:
+            batch.most_rows = self._limits.max_rows
         for sequence in batch.guaranteed:
             slots = slots_away(sequence, self._sharing)
             if slots and batch.rows and self._sharing is not None:
-                hosted = self._bring_back(sequence, slots, self._sharing, batch)
-            else:
-                victims = self._droppable(kv, batch, sequence, real_time=False)
-                hosted = self._offer(sequence, kv, batch, chosen, victims)
-            if not hosted:
+                self._bring_back(sequence, slots, self._sharing, batch)
+                continue
+            victims = self._droppable(kv, batch, sequence, real_time=False)
+            if not self._offer(sequence, kv, batch, chosen, victims):
                 break
+        batch.most_rows = size
         self._reserve(kv, batch)
 
     def _pack_past_due(self, late: Iterable[Sequence], kv: KvAllocator, batch: Batch) -> None:
@@ -388,8 +389,7 @@ class SlackPacking(IterationScheduler):
         return True
 
     def _force_oldest(self, kv: KvAllocator, batch: Batch) -> None:
-        """No request could run although some are here: pending requests hold each other's blocks. The oldest takes what
-        it needs from the others."""
+        """Requests are here and none could run: they hold each other's blocks. The oldest takes what it needs."""
         for queue in (self._rt, self._be):
             for sequence in sorted(queue.pending(), key=lambda s: s.arrived_s):
                 victims = self._droppable(kv, batch, sequence, real_time=True, desperate=True)
@@ -459,8 +459,7 @@ class SlackPacking(IterationScheduler):
         )
 
     def _has_headroom(self, sequence: Sequence, kv: KvAllocator, batch: Batch) -> bool:
-        """A request starts only where every running one keeps its next block, and the oldest best-effort ones their
-        share."""
+        """A request starts only where running ones keep their next block, and guaranteed ones theirs."""
         spare = kv.free_blocks + kv.cached_blocks - batch.reserved - kv.geometry.blocks_for(sequence.target)
         if sequence.request.traffic_class == "rt" and self._sharing is not None:
             spare += self._sharing.lendable_blocks

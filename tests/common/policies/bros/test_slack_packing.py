@@ -14,6 +14,7 @@ from cohort.common.policies import compose
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.bros.batch import Batch
+from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
 from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
 from cohort.common.policies.bros.iteration_cost import IterationCost
 from cohort.common.policies.bros.slack_packing import SlackPacking
@@ -445,3 +446,46 @@ def test_the_size_of_a_batch_bounds_real_time_rows_where_asked() -> None:
         for index in range(6):
             running(policy, kv, f"d{index}", 8, "rt", last_s=0.9)
         assert len(names(step(policy, kv, 1.0))) == expected
+
+
+def _beside_bound_rows(policy: SlackPacking, kv: KvAllocator, now_s: float, real_time: list[Sequence]) -> set[str]:
+    """Who runs at `now_s`, where six real-time rows have 21 ms left, seven take 17, and none of them can wait."""
+    for one in real_time:
+        one.last_token_s = now_s - 0.179
+    return set(names(step(policy, kv, now_s)))
+
+
+def test_rows_of_real_time_beyond_the_size_of_a_batch_do_not_hold_back_the_share_of_best_effort() -> None:
+    """The size (R6) bounds no real-time row, so there is no place for a best-effort one that counted towards it."""
+    for share, expected in ((0.0, set()), (0.1, {"be"})):
+        policy, kv = packing(first=2, share=share), roomy()
+        decodes = [running(policy, kv, f"d{index}", 8, "rt", last_s=0.821) for index in range(6)]
+        running(policy, kv, "be", 8, "be", last_s=0.0)
+        assert _beside_bound_rows(policy, kv, 1.0, decodes) == {one.request_id for one in decodes} | expected
+
+
+def test_the_size_of_a_batch_holds_back_best_effort_that_has_had_its_share_of_the_time() -> None:
+    policy, kv = packing(first=2, share=0.1), roomy()
+    running(policy, kv, "be", 8, "be", last_s=0.0)
+    now_s = 0.0
+    while now_s < 0.2:  # alone: the share of a hundred iterations of 17 ms
+        now_s += step(policy, kv, now_s).estimated_s
+    decodes = [running(policy, kv, f"d{index}", 8, "rt", last_s=now_s - 0.179) for index in range(6)]
+    policy._batch_size = AdaptiveBatchSize(first=2, step=0, most=16)
+    runs = []
+    while now_s < 3.0:
+        runs.append("be" in _beside_bound_rows(policy, kv, now_s, decodes))
+        now_s += 0.017
+    assert not any(runs[:20]) and any(runs[-20:])
+
+
+def test_a_best_effort_request_that_cannot_come_back_does_not_hold_back_the_share_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy, kv = packing(first=2, share=0.2), roomy()
+    decodes = [running(policy, kv, f"d{index}", 8, "rt", last_s=0.821) for index in range(6)]
+    away = running(policy, kv, "away", 8, "be", last_s=0.0)
+    running(policy, kv, "whole", 8, "be", last_s=0.0)
+    monkeypatch.setattr(kv, "checkpointed", lambda key: 5 * (key == away.key))
+    monkeypatch.setattr(kv, "restore", lambda sequence: False)  # no block is free
+    assert "whole" in _beside_bound_rows(policy, kv, 1.0, decodes)

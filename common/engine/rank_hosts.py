@@ -97,7 +97,7 @@ class RanksElsewhere:
         self._first = group.local_degree
         self._joined: dict[int, Join] = {}
         endpoint = config.endpoints.ranks
-        self.interface = config.engine.rank_interface or interface_towards(endpoint)
+        self.interface = own_interface(config)
         self._wire = WireListener(
             bind_address(endpoint, config.endpoints.bind_host),
             load_keys(config.security.curve_secret_key_file),
@@ -172,23 +172,31 @@ def joined(place: Place, lost: Callable[[str], None]) -> WireDialer:
     return WireDialer(place.leader, load_keys(place.keys_file), said, join_s=place.join_s, lost=lost)
 
 
-def interface_towards(endpoint: str) -> str:
-    """Name of the network interface whose address this host has where it talks to `endpoint`. Raises `ConfigError`."""
-    host, _, port = endpoint.removeprefix(_TCP).rpartition(":")
+def own_interface(config: Config) -> str:
+    """Name of the network interface over which this host's ranks exchange: `engine.rank_interface`, else the one with
+    the address of `endpoints.worker`, else with that from which `endpoints.ranks` is reached. Raises `ConfigError`."""
+    if config.engine.rank_interface:
+        return config.engine.rank_interface
+    endpoints = config.endpoints
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, int(port) or 9))  # sends nothing
-            own = probe.getsockname()[0]
+            if endpoints.worker.startswith(_TCP):
+                own = socket.gethostbyname(_host(endpoints.worker))
+            else:
+                probe.connect((_host(endpoints.ranks), 9))  # sends nothing
+                own = probe.getsockname()[0]
             for _, name in socket.if_nameindex():
                 if _address(probe, name) == own:
                     return name
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"engine.rank_interface: no way to {endpoint} is known ({error}); name the interface"
-        ) from error
+    except OSError as error:
+        raise ConfigError(f"engine.rank_interface: this host's own address is not known ({error}); name it") from error
     if own.startswith("127."):
         return "lo"
-    raise ConfigError(f"engine.rank_interface: no interface has {own}, from which {endpoint} is reached; name it")
+    raise ConfigError(f"engine.rank_interface: no interface of this host has the address {own}; name one")
+
+
+def _host(endpoint: str) -> str:
+    return endpoint.removeprefix(_TCP).rpartition(":")[0]
 
 
 def _address(probe: socket.socket, interface: str) -> str:

@@ -25,7 +25,7 @@ from cohort.common.engine.device_name import own_cores
 from cohort.common.engine.devices import WorkerDevice, claim_device
 from cohort.common.engine.follower_process import follow_elsewhere
 from cohort.common.engine.followers import start_rank
-from cohort.common.engine.rank_hosts import Place, group_on_hosts, interface_towards, join_of
+from cohort.common.engine.rank_hosts import Place, group_on_hosts, join_of, own_interface
 from cohort.common.engine.worker_process import model_folder
 from cohort.common.errors import ConfigError, ModelError, NoDeviceLeft
 from cohort.common.logs import configure_logging
@@ -62,7 +62,7 @@ def main() -> NoReturn:
 def places_of(config: Config, group: WorkerGroup, host: int, own: WorkerDevice) -> list[Place]:
     """Of this host's ranks, in their order. Raises `ConfigError`."""
     leader, model = config.endpoints.ranks, model_folder(config)
-    interface = config.engine.rank_interface or interface_towards(leader)
+    interface = own_interface(config)
     threads = max(1, config.worker_threads("", len(own_cores())) // group.local_degree)
     first = host * group.local_degree
     return [

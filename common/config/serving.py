@@ -313,9 +313,8 @@ class EngineConfig(Section, frozen=True):
     drain_s: Seconds = 30.0  # on SIGTERM: the longest to finish what runs
     # workers: hosts: the longest that rank 0 and the ranks of other hosts wait for each other
     rank_join_s: Seconds = 300.0
-    rank_interface: str = (
-        ""  # of the network that such ranks exchange over; "" = the one with endpoints.worker's address
-    )
+    # name of the network interface over which such ranks exchange; "" = the one with endpoints.worker's address
+    rank_interface: str = ""
     # slo_batching, slack_packing: file of `cohort profile` that a worker without learned times starts from; "" = none
     profile: str = ""
     state_dir: str = ""  # folder where what schedulers learn of this machine is kept; "" = inside the cache folder

@@ -106,12 +106,10 @@ class Pod:
         asked = self._container[name]["httpGet"]
         return fetch(f"http://127.0.0.1:{self._ports[asked['port']]}{asked['path']}")[0]
 
-    def metrics(self) -> str:
-        return fetch(f"http://127.0.0.1:{self._ports['metrics']}/metrics")[1]
-
     def leads(self) -> bool:
         """Of a manager."""
-        return re.search(r"^cohort_manager_leads(\{.*\})? 1(\.0)?$", self.metrics(), re.MULTILINE) is not None
+        text = fetch(f"http://127.0.0.1:{self._ports['metrics']}/metrics")[1]
+        return re.search(r"^cohort_manager_leads(\{.*\})? 1(\.0)?$", text, re.MULTILINE) is not None
 
     def log(self) -> str:
         return (self.own / "log").read_text(errors="replace")[-3000:]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from tests.e2e.pipeline import Pipeline
 from tests.e2e.test_golden import SHORT_SIGHTED, ask, compare
 from tests.e2e.tiny_models import llama, save
 from tests.examples import nightly
+from tests.hosts import ADDRESSES, needs_namespaces, two_hosts
 from tests.services.gateway.tiny_model import byte_level
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
@@ -29,6 +32,8 @@ pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 DECODE = {"role": "decode", "tensor_parallel": 2, "hosts": 2}
 GONE_S = 2.0
 """The longest that one end of a group may outlive another."""
+VANISHED_S = 8.0
+"""The same where nothing closes a connection: heartbeats of a second, silence of five."""
 
 
 class Hosts:
@@ -135,3 +140,34 @@ def test_ranks_of_two_processes_answer_as_one_device_and_end_together(
         hosts.start_worker()
         assert pipeline.terminate("decode-0") == 0
         assert third.wait(GONE_S) == 0
+
+
+@needs_namespaces
+@pytest.mark.skipif(not nightly(), reason="scripts/test --nightly")
+def test_two_ranks_on_each_of_two_hosts_of_which_one_vanishes(
+    tmp_path: Path, model: Path, goldens: list[Golden]
+) -> None:
+    keys, port = tmp_path / "cluster.key", free_port()
+    generate_keys(keys)
+    overrides = {
+        "workers": [{"role": "unified", "tensor_parallel": 4, "hosts": 2}],
+        "engine": {"threads": 2, "rank_join_s": 30},
+        "kv": {"memory_bytes": 16 << 20},
+        "endpoints": {"ranks": f"tcp://{ADDRESSES[0]}:{port}", "bind_host": ADDRESSES[0]},
+        "security": {"curve_secret_key_file": str(keys), "allow_plain_ranks": True},
+    }
+    with two_hosts() as network:
+        made = Pipeline(tmp_path, model, overrides, preset="unified", before={"unified-0": network.before(0)})
+        command = [sys.executable, "-m", "cohort.services.rank_host", "--config", str(tmp_path / "config.yaml")]
+        with (tmp_path / "host-1.log").open("wb") as log:
+            other = subprocess.Popen([*network.before(1), *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        try:
+            with made as pipeline:
+                compare(goldens, pipeline.complete_all([ask(golden) for golden in goldens]))
+                assert other.poll() is None
+                network.unplug()
+                assert pipeline.processes["unified-0"].wait(VANISHED_S) == 1
+                assert other.wait(VANISHED_S) == 1, (tmp_path / "host-1.log").read_text()
+        finally:
+            other.kill()
+            other.wait()

@@ -190,7 +190,10 @@ class Followers:
             return receive_answer(follower.control)
         except RankLost as error:
             why = "" if self.elsewhere is None else self.elsewhere.why_lost(follower.rank)
-            raise RankLost(f"rank {follower.rank}: {why}" if why else str(error)) from error
+            if not why:
+                raise
+            log.critical("a rank of another host is not there", rank=follower.rank, reason=why)
+            raise RankLost(f"rank {follower.rank}: {why}") from error
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """From now on the end of a follower is the end of this process."""

@@ -45,7 +45,9 @@ def main() -> NoReturn:
         config = msgspec.structs.replace(config, workers=(group,))
         exposure.check_endpoints(config)
         if not 1 <= options.host < group.hosts:
-            raise ConfigError(f"--host {options.host}: of {group.hosts} hosts (workers: hosts) 0 is the worker's own")
+            raise ConfigError(
+                f"--host {options.host}: write 1 to {group.hosts - 1}; 0 is the worker's own (workers: hosts)"
+            )
         configure_logging(config.logging, service="rank_host", instance=f"host-{options.host}")
         own = asyncio.run(_device(config, group, options.host))
         places = places_of(config, group, options.host, own)

@@ -17,7 +17,7 @@ KEY_VARIABLE = "COHORT_API_KEY"
 """Where people and the compose file put an API key; it counts only once `gateway.api_keys` names it."""
 
 _TCP = "tcp://"
-_ENDPOINTS = ("manager", "predictor", "monitor", "gateway", "worker")
+_ENDPOINTS = ("manager", "predictor", "monitor", "gateway", "worker", "ranks")
 
 
 def is_loopback(host: str) -> bool:
@@ -50,6 +50,7 @@ def unused_key(config: Config, environment: Mapping[str, str]) -> bool:
 def check_endpoints(config: Config) -> None:
     """Raises `ConfigError` where control messages, prompts and tokens among them, would leave this machine in clear and
     any peer be believed: TCP beyond loopback without a CURVE key."""
+    _check_ranks(config)
     if config.security.curve_secret_key_file or config.security.allow_plain:
         return
     for option, endpoint in _beyond(config):
@@ -57,6 +58,25 @@ def check_endpoints(config: Config) -> None:
             f"endpoints.{option}: {endpoint} leaves this machine and security.curve_secret_key_file is empty; make a "
             "key with `cohort keys FILE` and name that file there on every machine, or set security.allow_plain=true "
             "on a network without strangers"
+        )
+
+
+def _check_ranks(config: Config) -> None:
+    """Of workers on several hosts. A key promises that nothing leaves in clear, and it cannot encrypt what these ranks
+    exchange."""
+    if all(group.hosts == 1 for group in config.workers):
+        return
+    host, colon, port = config.endpoints.ranks.removeprefix(_TCP).rpartition(":")
+    if not (config.endpoints.ranks.startswith(_TCP) and colon and port.isdecimal()):
+        raise ConfigError(
+            f"endpoints.ranks: {config.endpoints.ranks or 'nothing'} is not tcp://HOST:PORT, where the ranks of other "
+            "hosts (workers: hosts) find rank 0"
+        )
+    security = config.security
+    if security.curve_secret_key_file and not security.allow_plain_ranks and not is_loopback(host):
+        raise ConfigError(
+            "security.allow_plain_ranks: workers have ranks on several hosts, and neither gloo nor NCCL encrypts what "
+            "these exchange in a step, from which prompts can be told; set it to true on a network without strangers"
         )
 
 

@@ -38,6 +38,10 @@ class Hosts:
             rate = ["rate", f"{mbit_per_s:g}mbit", "burst", "64kb", *_LIMIT]
             _run(*self.before(index), "tc", "qdisc", "replace", "dev", DEVICE, "root", "tbf", *rate)
 
+    def unplug(self) -> None:
+        """The cable: nothing arrives any more, and nothing says so."""
+        _run("ip", "-n", self.names[1], "link", "set", DEVICE, "down")
+
     def open(self) -> None:
         for name in self.names:
             _run("ip", "netns", "add", name)

@@ -2,7 +2,8 @@
 
 Resources and components, a namespace, config maps from files, strategic merge patches with a target, images, replicas.
 Anything else in a kustomization is an error here. Names of config maps have no suffix (kustomize appends a hash of what
-they hold, so that a change restarts the pods). A test compares the result with kubectl's own where that is installed.
+they hold, so that a change restarts the pods), so `configurations`, which say where names are, do
+nothing. A test compares the result with kubectl's own where that is installed.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ KEYS = {
     "patches",
     "images",
     "replicas",
+    "configurations",
 }
 
 
@@ -86,8 +88,8 @@ def _render(folder: Path, inherited: list[Resource]) -> list[Resource]:
     for patch in spec.get("patches", ()):
         resources = _patched(resources, folder / patch["path"], patch["target"])
     for image in spec.get("images", ()):
-        for pod in map(pod_spec, resources):
-            for container in pod["containers"] if pod else ():
+        for pod in (pod for resource in resources for pod in pod_specs(resource)):
+            for container in pod["containers"]:
                 if container["image"] == image["name"]:
                     container["image"] = f"{image['newName']}:{image['newTag']}"
     for wanted in spec.get("replicas", ()):
@@ -104,6 +106,13 @@ def pod_spec(resource: Resource) -> Resource | None:
     """The pods that a resource makes; None for one that makes none."""
     spec = resource.get("spec", {}).get("template", {}).get("spec")
     return spec if isinstance(spec, dict) else None
+
+
+def pod_specs(resource: Resource) -> list[Resource]:
+    """Likewise of a kind that makes different ones: of a LeaderWorkerSet the leader's and the others'."""
+    group = resource.get("spec", {}).get("leaderWorkerTemplate", {})
+    both = [group[name]["spec"] for name in ("leaderTemplate", "workerTemplate") if name in group]
+    return both or [spec for spec in [pod_spec(resource)] if spec]
 
 
 def _generate(folder: Path, wanted: Resource, resources: list[Resource]) -> None:

@@ -96,7 +96,8 @@ def test_no_pickle():
 
 
 PRINTERS = {
-    "common/service.py",  # one line on stderr before logging exists
+    "common/service.py",
+    "services/rank_host/service.py",  # one line on stderr before logging exists
     "kernels/build.py",
     "kernels/gpu/compile_offline.py",
 }

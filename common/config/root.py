@@ -43,7 +43,7 @@ GPU_WORKER_THREADS = 8
 class Config(Section, frozen=True):
     name: str = "cohort"  # of the preset; shown by /version, in logs and metrics
     model: ModelConfig = ModelConfig()
-    # groups: role (prefill, decode, unified), count, threads (0 = engine.threads), tensor_parallel; or `auto`, by GPUs
+    # groups: role (prefill, decode, unified), count, threads (0 = engine.threads), tensor_parallel, hosts; or `auto`
     workers: tuple[WorkerGroup, ...] = (WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE))
     policies: PolicyConfig = PolicyConfig()
     bucketserve: BucketServeConfig = BucketServeConfig()
@@ -84,7 +84,7 @@ class Config(Section, frozen=True):
 
     def rank_threads(self, instance: str, cores: int) -> int:
         """CPU threads of each of a worker's ranks: they share the worker's."""
-        return max(1, self.worker_threads(instance, cores) // self.worker_group(instance).degree)
+        return max(1, self.worker_threads(instance, cores) // self.worker_group(instance).local_degree)
 
     def worker_group(self, instance: str, role: Role | None = None) -> WorkerGroup:
         """A worker's; for one that the configuration does not name, as in a container, the first of its role."""

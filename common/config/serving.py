@@ -311,6 +311,10 @@ class EngineConfig(Section, frozen=True):
     max_loras: Positive = 8  # LoRA adapters that a worker holds at once; the one not used for longest goes first
     max_lora_rank: Positive = 64  # of one adapter; a larger one is refused at start
     drain_s: Seconds = 30.0  # on SIGTERM: the longest to finish what runs
+    # workers: hosts: the longest that rank 0 and the ranks of other hosts wait for each other
+    rank_join_s: Seconds = 300.0
+    # name of the network interface over which such ranks exchange; "" = the one with endpoints.worker's address
+    rank_interface: str = ""
     # slo_batching, slack_packing: file of `cohort profile` that a worker without learned times starts from; "" = none
     profile: str = ""
     state_dir: str = ""  # folder where what schedulers learn of this machine is kept; "" = inside the cache folder
@@ -323,6 +327,20 @@ class WorkerGroup(Section, frozen=True):
     # devices (on a CPU: processes) that compute as one worker, each with a share of the model and of the KV: what the
     # model's heads divide by; auto = the fewest GPUs that hold it, on a CPU 1
     tensor_parallel: Literal["auto"] | Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    # machines over which the ranks of one worker are spread, as many on each: the worker's own process is rank 0, the
+    # others run `rank_host` and dial endpoints.ranks (docs/models.md)
+    hosts: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+
+    def __post_init__(self) -> None:
+        if self.hosts > 1 and (self.tensor_parallel == "auto" or self.tensor_parallel % self.hosts):
+            raise ValueError(
+                f"hosts: {self.hosts}: tensor_parallel is {self.tensor_parallel}; write a number that divides by hosts"
+            )
+
+    @property
+    def local_degree(self) -> int:
+        """Of the ranks on each host."""
+        return self.degree // self.hosts
 
     @property
     def degree(self) -> int:
@@ -371,6 +389,7 @@ class EndpointsConfig(Section, frozen=True):
     monitor: str = ""  # inbox of the global monitor
     gateway: str = ""  # inbox of the gateway
     worker: str = ""  # what a worker advertises; "tcp://HOST:0" picks a port
+    ranks: str = ""  # workers: hosts above 1: where rank 0 awaits the ranks of other hosts, tcp://HOST:PORT
     bind_host: str = "127.0.0.1"  # address that processes with a tcp endpoint listen on
     standby_managers: tuple[str, ...] = ()  # inboxes of manager-1, manager-2 …, where manager.standbys are wanted
     # several hosts: where monitor and managers tell addresses, tcp://NAME:PORT, env:VARIABLE; docs/guide/seeds.md
@@ -385,6 +404,8 @@ class SecurityConfig(Section, frozen=True):
 
     curve_secret_key_file: str = ""  # the cluster's key file, the same for every process; "" = no encryption
     allow_plain: bool = False  # true: tcp endpoints beyond this machine may do without a key
+    # with a key: ranks of one worker may exchange what they compute between hosts, which neither gloo nor NCCL encrypts
+    allow_plain_ranks: bool = False
 
 
 class LoggingConfig(Section, frozen=True):

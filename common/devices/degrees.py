@@ -45,10 +45,11 @@ def degree_of(config: Config, group: WorkerGroup, model: Path, geometry: ModelGe
     if group.tensor_parallel == "auto":
         return _fewest(config, model, geometry, sorted(memories, reverse=True)[:gpus]) if on_gpu else 1
     check_divided(config, model, geometry, group.degree)
-    if on_gpu and group.degree > gpus:
+    if on_gpu and group.local_degree > gpus:
         raise ConfigError(
-            f"workers: tensor_parallel: {group.degree}: every rank of a worker has a GPU of its own, and "
-            f"{gpus} can be used here"
+            f"workers: tensor_parallel: {group.degree}: every rank of a worker has a GPU of its own, "
+            + (f"{group.local_degree} on each of {group.hosts} hosts, " if group.hosts > 1 else "")
+            + f"and {gpus} can be used here"
         )
     return group.degree
 

@@ -39,7 +39,7 @@ def divide(config: Config, visible: int) -> Division:
     Groups that are not `auto` stay as they are."""
     gpus = used_gpus(config, visible)
     workers = _groups(config, gpus) if config.divides else config.workers
-    ranks = sum(max(1, group.count) * group.degree for group in workers)
+    ranks = sum(max(1, group.count) * group.local_degree for group in workers)
     return Division(workers, gpus, config.engine.workers_per_gpu or -(-ranks // gpus))
 
 

@@ -59,11 +59,18 @@ class WorkerDevice:
     sharers: int = 1
     claim: Held | None = None
     others: tuple[tuple[torch.device, Held | None], ...] = ()
-    """Likewise of the worker's other ranks, each on a device of its own; on a CPU the same."""
+    """Likewise of the worker's other ranks on this host, each on a device of its own; on a CPU the same."""
+    elsewhere: int = 0
+    """Its ranks on other hosts."""
+
+    @property
+    def here(self) -> int:
+        """Ranks on this host."""
+        return 1 + len(self.others)
 
     @property
     def degree(self) -> int:
-        return 1 + len(self.others)
+        return self.here + self.elsewhere
 
 
 def torch_facts() -> TorchFacts:
@@ -163,13 +170,14 @@ async def claim_device(
     device = await in_engine(executor, checked_device, config)
     own_role = config.worker_role(instance, default_role)
     degree = await in_engine(executor, worker_degree, config, instance, own_role)
+    here = max(1, degree // config.worker_group(instance, own_role).hosts)
     if device.type != "cuda":
-        return WorkerDevice(device, own_role, others=((device, None),) * (degree - 1))
+        return WorkerDevice(device, own_role, others=((device, None),) * (here - 1), elsewhere=degree - here)
     gpus = await in_engine(executor, torch_gpus)
     able = await in_engine(executor, candidates, config, device, gpus, degree)
     claims = DeviceClaims(claim_folder(config))
     wish = wish_for(config, instance, own_role, len(able))
-    waited_s, pause_s, held = 0.0, _FIRST_PAUSE_S, take_together(claims, able, wish, degree)
+    waited_s, pause_s, held = 0.0, _FIRST_PAUSE_S, take_together(claims, able, wish, here)
     while not held:
         if waited_s >= config.engine.claim_wait_s:
             raise NoDeviceLeft(claims.why_not(able, wish))
@@ -180,7 +188,7 @@ async def claim_device(
             await asyncio.wait_for(stopping.wait(), pause_s)
         except TimeoutError:
             waited_s, pause_s = waited_s + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
-            held = take_together(claims, able, wish, degree)
+            held = take_together(claims, able, wish, here)
         else:
             return None
     for gpu, share in held:
@@ -194,7 +202,7 @@ async def claim_device(
             role=share.role.value,
         )
     (first, claim), *others = [(torch.device("cuda", gpu.index), share) for gpu, share in held]
-    return WorkerDevice(first, claim.role, wish.sharers, claim, tuple(others))
+    return WorkerDevice(first, claim.role, wish.sharers, claim, tuple(others), degree - here)
 
 
 def take_together(

@@ -5,8 +5,9 @@
                                           a process ends ──────────────┴──▶ the whole worker ends
 
 A follower dies with rank 0: the kernel kills it (parent-death signal), and its socket ends. Rank 0 ends as soon as a
-follower has: the kernel tells of its end (a pidfd), and an exchange with it fails. The worker's supervisor starts the
-group again as it starts any worker, and requests go on elsewhere as after the death of any worker.
+follower has: the kernel tells of its end (a pidfd), and an exchange with it fails. Ranks of other hosts are no children
+of this process: they come by themselves, and the end of their connection tells of theirs (`rank_hosts`). The worker's
+supervisor starts the group again as it starts any worker, and requests go on elsewhere, as after any worker's death.
 
 Made by `worker_process` on the thread that lives as long as the process; `ModelRunner` calls the rest on the engine's.
 Decides nothing about requests.
@@ -22,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -29,7 +31,10 @@ import msgspec
 import structlog
 
 from cohort.common.engine.batch import StepBatch
+from cohort.common.engine.group_store import HashStore, answer
+from cohort.common.engine.rank_hosts import RanksElsewhere
 from cohort.common.engine.rank_messages import (
+    Answer,
     Connect,
     Copied,
     Copies,
@@ -44,7 +49,7 @@ from cohort.common.engine.rank_messages import (
     step_of,
 )
 from cohort.common.engine.rank_orders import OpenLinks
-from cohort.common.engine.ranks import EXCHANGE_TIMEOUT_S
+from cohort.common.engine.ranks import EXCHANGE_TIMEOUT_S, Store
 from cohort.common.engine.remote_rank import RemoteRank
 from cohort.common.errors import ConfigError, ModelError
 from cohort.common.policies.kv_interface import KvCopy
@@ -58,40 +63,57 @@ _THREAD_NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "
 
 
 class _Follower:
-    """One process and its two sockets; `end` is what rank 0 has of its KV transfers."""
+    """A rank and its streams; `end` is what rank 0 has of its KV transfers. `process`: None on another host."""
 
-    def __init__(self, rank: int, threads: int) -> None:
-        self.rank = rank
-        self.control, theirs = socket.socketpair()
-        orders, their_orders = socket.socketpair()
-        with theirs, their_orders:
-            descriptors = (theirs.fileno(), their_orders.fileno())
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", "cohort.common.engine.follower_process"),
-                    *(str(os.getpid()), *map(str, descriptors)),
-                ],
-                stdin=subprocess.DEVNULL,
-                pass_fds=descriptors,
-                env={**os.environ, **{name: str(threads) for name in _THREAD_NAMES}} if threads else None,
-            )
-        self._orders = orders
-        self.end = RemoteRank(rank, orders)
+    def __init__(self, rank: int, streams: Sequence[socket.socket], process: subprocess.Popen[bytes] | None) -> None:
+        self.rank, self.process = rank, process
+        self.control, self._orders, self.store = streams
+        self.end = RemoteRank(rank, self._orders)
+
+    def kill(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
 
     def close(self) -> None:
         self.control.close()
         self.end.close()
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
+        self.kill()
+        if self.process is not None:
+            self.process.wait()
         self._orders.close()
+        with contextlib.suppress(OSError):
+            self.store.shutdown(socket.SHUT_RDWR)  # a thread may read from it
+        self.store.close()
+
+
+def _started(rank: int, threads: int) -> _Follower:
+    """On this machine, as a child of this process."""
+    pairs = [socket.socketpair() for _ in range(3)]
+    descriptors = [theirs.fileno() for _, theirs in pairs]
+    process = start_rank([str(os.getpid()), *map(str, descriptors)], threads, descriptors)
+    for _, theirs in pairs:
+        theirs.close()
+    return _Follower(rank, [ours for ours, _ in pairs], process)
+
+
+def start_rank(arguments: Sequence[str], threads: int, descriptors: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+    """A process of `follower_process`; `threads` of it, 0: as torch likes."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "cohort.common.engine.follower_process", *arguments],
+        stdin=subprocess.DEVNULL,
+        pass_fds=descriptors,
+        env={**os.environ, **{name: str(threads) for name in _THREAD_NAMES}} if threads else None,
+    )
 
 
 class Followers:
     """Ranks 1 to degree - 1. A context manager for tests and tools; `watch` is the worker's."""
 
-    def __init__(self, degree: int, *, threads: int = 0, folder: Path | None = None) -> None:
+    def __init__(
+        self, degree: int, *, threads: int = 0, folder: Path | None = None, elsewhere: RanksElsewhere | None = None
+    ) -> None:
         """Starts the processes: on the main thread, with whose end they would be killed. `threads` of each rank.
+        `elsewhere`: the last ranks, which come from other hosts; theirs to close is this object's.
 
         `folder`: private, for what the ranks find each other by; made anew, with what a killed predecessor left there.
         """
@@ -101,7 +123,12 @@ class Followers:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
         self._folder = folder
-        self._followers = [_Follower(rank, threads) for rank in range(1, degree)]
+        self.elsewhere = elsewhere
+        away = {} if elsewhere is None else elsewhere.streams
+        self._followers = [
+            _Follower(rank, away[rank], None) if rank in away else _started(rank, threads) for rank in range(1, degree)
+        ]
+        self._store = None if elsewhere is None else self._serve_store()
         self._closing = False
         self._pidfds: list[int] = []
 
@@ -113,12 +140,25 @@ class Followers:
 
     @property
     def store(self) -> str:
-        """Where the ranks find each other."""
-        return str(self._folder / f"store-{os.getpid()}")
+        """Where the ranks find each other: a file; "" = they ask rank 0."""
+        return str(self._folder / f"store-{os.getpid()}") if self._store is None else ""
+
+    @property
+    def place(self) -> str | Store:
+        """The same for rank 0."""
+        return self.store if self._store is None else self._store
 
     @property
     def pids(self) -> list[int]:
-        return [follower.process.pid for follower in self._followers]
+        """Of those on this machine."""
+        return [follower.process.pid for follower in self._followers if follower.process is not None]
+
+    def _serve_store(self) -> Store:
+        store: Store = HashStore()
+        for follower in self._followers:
+            name = f"rank-{follower.rank}-store"
+            threading.Thread(target=answer, args=(follower.store, store), name=name, daemon=True).start()
+        return store
 
     # -- the worker's life -----------------------------------------------------------------------------------------
 
@@ -133,7 +173,7 @@ class Followers:
         Raises `ConfigError` or `ModelError` as the rank did, or `RankLost`.
         """
         for follower in self._followers:
-            match receive_answer(follower.control):
+            match self._answer_of(follower):
                 case Loaded():
                     pass
                 case Failed(reason=reason, configuration=configuration):
@@ -145,9 +185,23 @@ class Followers:
             send(follower.control, encoded(Connect()))
             follower.control.settimeout(EXCHANGE_TIMEOUT_S)
 
+    def _answer_of(self, follower: _Follower) -> Answer:
+        try:
+            return receive_answer(follower.control)
+        except RankLost as error:
+            why = "" if self.elsewhere is None else self.elsewhere.why_lost(follower.rank)
+            if not why:
+                raise
+            log.critical("a rank of another host is not there", rank=follower.rank, reason=why)
+            raise RankLost(f"rank {follower.rank}: {why}") from error
+
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """From now on the end of a follower is the end of this process."""
+        if self.elsewhere is not None:
+            self.elsewhere.watch(lambda rank, reason: self.end(f"rank {rank}: {reason}"))
         for follower in self._followers:
+            if follower.process is None:
+                continue
             descriptor = os.pidfd_open(follower.process.pid)
             self._pidfds.append(descriptor)
             loop.add_reader(descriptor, self.end, f"rank {follower.rank} has ended")
@@ -159,7 +213,7 @@ class Followers:
             return
         log.critical("a rank is lost: the worker ends", reason=reason, degree=self.degree)
         for follower in self._followers:
-            follower.process.kill()
+            follower.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.flush()
@@ -176,10 +230,15 @@ class Followers:
         for follower in self._followers:
             with contextlib.suppress(RankLost):
                 send(follower.control, encoded(Stop()))
+        if self.elsewhere is not None:
+            self.elsewhere.wait_left(STOP_S)
         for follower in self._followers:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                follower.process.wait(STOP_S)
+                if follower.process is not None:
+                    follower.process.wait(STOP_S)
             follower.close()
+        if self.elsewhere is not None:
+            self.elsewhere.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- steps -----------------------------------------------------------------------------------------------------
@@ -215,6 +274,9 @@ class Followers:
         """Have every rank open the KV links that rank 0 has opened. Returns those that all of them have. Unless it is
         the network that they listen on, they do in the group's own folder. Raises `TransferError`."""
         for end in self.ends:
+            if self.elsewhere is not None and end.rank in self.elsewhere.streams:
+                await end.open(self.elsewhere.own_order(end.rank, order, end.number()))
+                continue
             bind = order.zmq_bind if on_network else f"ipc://{self._folder}/kv-{end.rank}.sock"
             own = msgspec.structs.replace(order, order=end.number(), zmq_bind=bind)
             await end.open(own if on_network else msgspec.structs.replace(own, zmq_advertise=bind))

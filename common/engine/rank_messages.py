@@ -1,4 +1,5 @@
-"""What rank 0 of a tensor-parallel worker and its followers say to each other, over a socket pair for each follower.
+"""What rank 0 of a tensor-parallel worker and its followers say to each other, over a socket pair for each follower
+(of another host: carried by `rank_wire`).
 
     rank 0 ──▶ follower   Setup, Connect, Step, Copies, Stop
     follower ──▶ rank 0   Loaded, Failed, Copied
@@ -30,7 +31,8 @@ class RankLost(CohortError):
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """All that a follower needs to load its share; fields as `ModelRunner` takes them."""
+    """All that a follower needs to load its share; fields as `ModelRunner` takes them. `store`: a file, "" = rank 0 is
+    asked; `interface` as of a `RankGroup`."""
 
     instance: str
     rank: int
@@ -53,6 +55,7 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     logging: LoggingConfig
     cache_dtype: str = "auto"
     grouped: bool = False
+    interface: str = ""
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):

@@ -33,6 +33,8 @@ from cohort.common.engine.rank_shares import RankShare
 EXCHANGE_TIMEOUT_S = 30.0
 """The longest that one rank waits for another within a step; what is later counts as lost."""
 
+Store = Any
+"""torch's, whose bindings are untyped."""
 _FileStore: Any = dist.FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 _gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -43,15 +45,17 @@ def _raise_alone(reason: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """A place in a group, before there is a model. `store`: a file that no group has used, the same for all ranks.
+    """A place in a group, before there is a model. `store`: a file that no group has used, the same for all ranks, or
+    where ranks of several hosts find each other. `interface`: of the network that they exchange over; "" = loopback.
     `meet` returns when every rank is about to connect. `failed` is told why this rank is out of step with the
     others."""
 
     rank: int
     degree: int
-    store: str
+    store: str | Store
     meet: Callable[[], None]
     failed: Callable[[str], None] = _raise_alone
+    interface: str = ""
 
 
 class Ranks:
@@ -72,11 +76,14 @@ class Ranks:
     def connect(self) -> None:
         """Once, when this rank has loaded its weights."""
         self._group.meet()
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a group is on one machine, and nothing else may reach it
-        share = self.share
+        share, interface, store = self.share, self._group.interface, self._group.store
+        # Of one machine: nothing else may reach it. NCCL chooses by itself between devices of one machine.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface or "lo")
+        if interface:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         dist.init_process_group(
             "nccl" if self._on_gpu else "gloo",
-            store=_FileStore(self._group.store, share.degree),
+            store=_FileStore(store, share.degree) if isinstance(store, str) else store,
             rank=share.rank,
             world_size=share.degree,
             timeout=datetime.timedelta(seconds=EXCHANGE_TIMEOUT_S),

@@ -36,6 +36,7 @@ from cohort.common.engine.lora_checkpoint import LoraOptions
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.quantization_config import rounding_of
+from cohort.common.engine.rank_hosts import RanksElsewhere
 from cohort.common.engine.rank_messages import Setup
 from cohort.common.engine.rank_orders import OpenLinks
 from cohort.common.engine.rank_shares import RankShare
@@ -104,6 +105,10 @@ def capacity_of(
     )
 
 
+def model_folder(config: Config) -> Path:
+    return Path(config.model.path) if config.model.path else paths.default_model_dir()
+
+
 def load_runner(
     config: Config,
     threads: int,
@@ -117,7 +122,7 @@ def load_runner(
     `own`: the device that the worker has claimed; None = it has the machine to itself. `followers`: its other ranks,
     which load their shares meanwhile; `threads` are each rank's. `grouped`: as in `ModelRunner`.
     """
-    model_dir = Path(config.model.path) if config.model.path else paths.default_model_dir()
+    model_dir = model_folder(config)
     if not model_dir.is_dir():
         raise ConfigError(f"model.path: no folder {model_dir}; run scripts/setup or name a Hugging Face folder")
     device = checked_device(config) if own is None else own.device
@@ -201,9 +206,11 @@ def load_runner(
 
 def _group(setup: Setup, followers: Followers, own: WorkerDevice) -> RankGroup:
     """Has the other ranks load their shares, each for a device of its own; rank 0's place among them."""
-    devices = [str(device) for device, _ in own.others]
+    devices = [str(device) for device, _ in own.others] + [""] * own.elsewhere  # other hosts' ranks choose their own
+    interface = "" if followers.elsewhere is None else followers.elsewhere.interface
+    setup = msgspec.structs.replace(setup, interface=interface)
     followers.set_up(lambda rank: msgspec.structs.replace(setup, rank=rank, device=devices[rank - 1]))
-    return RankGroup(setup.rank, setup.degree, setup.store, followers.meet, followers.end)
+    return RankGroup(setup.rank, setup.degree, followers.place, followers.meet, followers.end, interface)
 
 
 async def open_worker_links(
@@ -312,8 +319,11 @@ async def run_worker(context: ServiceContext, default_role: Role, policies: Work
     if own.degree == 1:
         await _serve(context, policies, own, engine, threads)
         return
-    folder = context.run_dir / f"{context.instance}.ranks"
-    followers = Followers(own.degree, threads=max(1, threads // own.degree), folder=folder)
+    folder, elsewhere = context.run_dir / f"{context.instance}.ranks", None
+    if own.elsewhere:
+        elsewhere = RanksElsewhere(config, config.worker_group(context.instance, own.role), model_folder(config))
+        context.log.info("awaiting ranks of other hosts", ranks=own.elsewhere, endpoint=elsewhere.endpoint)
+    followers = Followers(own.degree, threads=max(1, threads // own.here), folder=folder, elsewhere=elsewhere)
     try:
         await _serve(context, policies, own, engine, threads, followers)
     finally:
@@ -332,7 +342,7 @@ async def _serve(
     started = time.monotonic()
     grouped = policies.groups_layers(config)
     runner = await load_ready_runner(
-        config, max(1, threads // own.degree), own, engine, followers, context.instance, grouped
+        config, max(1, threads // own.here), own, engine, followers, context.instance, grouped
     )
     if followers is not None:
         followers.watch(asyncio.get_running_loop())

@@ -118,7 +118,7 @@ def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
     ]
     threads = {instance: config.rank_threads(instance, 1) for instance in config.instance_roles}
     busy = max if config.gathers else sum  # threads that compute at one time
-    of_all_ranks = [each * config.worker_group(instance).degree for instance, each in threads.items()]
+    of_all_ranks = [each * config.worker_group(instance).local_degree for instance, each in threads.items()]
     crowded = 0 < cores < busy(of_all_ranks)
     for index, instance in enumerate(config.instance_roles):
         environment = _threads_environment(threads[instance], crowded=crowded)

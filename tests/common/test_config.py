@@ -47,6 +47,18 @@ def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
         load_config([write(tmp_path, text)])
 
 
+@pytest.mark.parametrize("degree", ["auto", 3])
+def test_ranks_are_spread_over_hosts_evenly(tmp_path: Path, degree: object) -> None:
+    group = f"workers: [{{role: decode, tensor_parallel: {degree}, hosts: 2}}]\n"
+    with pytest.raises(
+        ConfigError, match=f"hosts: 2: tensor_parallel is {degree}; write a number that divides by hosts"
+    ):
+        load_config([write(tmp_path, group)])
+    config = load_config([write(tmp_path, "workers: [{role: decode, tensor_parallel: 8, hosts: 2, threads: 8}]\n")])
+    assert config.workers[0].local_degree == 4
+    assert config.rank_threads("decode-0", 64) == 2
+
+
 def test_a_missing_file_or_preset_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read"):
         load_config([tmp_path / "nowhere.yaml"])

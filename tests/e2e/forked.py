@@ -18,7 +18,8 @@ from typing import IO
 from cohort.services.launcher.template import LARGEST_ORDER_BYTES
 
 READY_TIMEOUT_S = 120.0
-_SERVICES = ("gateway", "length_predictor", "bucketing_manager", "global_monitor", "prefill_worker", "decode_worker")
+_MANAGING = ("gateway", "length_predictor", "bucketing_manager", "global_monitor")
+_SERVICES = (*_MANAGING, "prefill_worker", "decode_worker", "rank_host")
 
 
 class ForkedProcess:

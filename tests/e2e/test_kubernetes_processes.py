@@ -163,8 +163,8 @@ class Cluster:
         own = yaml.safe_load(options["options.yaml"])
         for section, values in (more or {}).items():
             own[section] = {**own.get(section, {}), **values}
-        self._texts = {"cluster.yaml": yaml.safe_dump(cluster), "options.yaml": yaml.safe_dump(own)}
-        self._base = yaml.safe_dump(base)
+        self.texts = {"cluster.yaml": yaml.safe_dump(cluster), "options.yaml": yaml.safe_dump(own)}
+        self.base = yaml.safe_dump(base)
         self._folder = folder
         self._workloads = {each["metadata"]["name"]: each for each in resources if pod_spec(each) is not None}
         self._published = {"gateway": published["gateway"], "global-monitor": published["monitor"]}
@@ -182,7 +182,7 @@ class Cluster:
             assert spec is not None
             ports = {"http": self._published[role]} if role in self._published else {}
             self.pods[name] = Pod(name, spec, self._folder, ports)
-            self.pods[name].write(self._texts, self._base)
+            self.pods[name].write(self.texts, self.base)
         return self.pods[name]
 
     def until_ready(self, timeout_s: float) -> None:

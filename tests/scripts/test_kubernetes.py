@@ -207,7 +207,11 @@ def test_every_file_is_part_of_an_overlay_or_names_why_not(overlay: str):
 
 def mentioned(spec: Path) -> set[Path]:
     [content] = documents(spec)
-    names = [*content.get("resources", ()), *(patch["path"] for patch in content.get("patches", ()))]
+    names = [
+        *content.get("resources", ()),
+        *content.get("configurations", ()),
+        *(patch["path"] for patch in content.get("patches", ())),
+    ]
     names += [name for wanted in content.get("configMapGenerator", ()) for name in wanted["files"]]
     return {(spec.parent / name).resolve() for name in names}
 

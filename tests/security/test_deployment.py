@@ -21,9 +21,10 @@ import yaml
 
 from cohort.common import exposure
 from cohort.common.browsers import BrowserGuard
-from cohort.common.config import Config, EndpointsConfig, GatewayConfig, SecurityConfig, load_config
+from cohort.common.config import Config, EndpointsConfig, GatewayConfig, SecurityConfig, WorkerGroup, load_config
 from cohort.common.errors import ConfigError
 from cohort.common.transport.security import load_keys
+from cohort.common.types import Role
 from cohort.services.cli.__main__ import main as cohort
 from tests.containers import COMPOSE, ENTRYPOINT, ROOT, SERVICES
 
@@ -192,6 +193,33 @@ def test_plain_tcp_beyond_loopback_is_refused(endpoints: EndpointsConfig):
         exposure.check_endpoints(Config(endpoints=endpoints))
     exposure.check_endpoints(Config(endpoints=endpoints, security=SecurityConfig(allow_plain=True)))
     exposure.check_endpoints(Config(endpoints=endpoints, security=SecurityConfig(curve_secret_key_file="k")))
+
+
+HOSTS = (WorkerGroup(Role.DECODE, tensor_parallel=4, hosts=2),)
+
+
+def test_ranks_of_several_hosts_exchange_nothing_in_clear_by_oversight():
+    """A key encrypts what rank 0 tells them, and cannot encrypt what they tell each other."""
+    beyond = EndpointsConfig(ranks="tcp://192.0.2.7:5560", bind_host="127.0.0.1")
+    with pytest.raises(ConfigError, match=r"^endpoints\.ranks: .*security\.allow_plain=true"):
+        exposure.check_endpoints(Config(workers=HOSTS, endpoints=beyond))
+    with pytest.raises(ConfigError, match=r"^security\.allow_plain_ranks: "):
+        exposure.check_endpoints(
+            Config(workers=HOSTS, endpoints=beyond, security=SecurityConfig(curve_secret_key_file="k"))
+        )
+    for told in (SecurityConfig(curve_secret_key_file="k", allow_plain_ranks=True), SecurityConfig(allow_plain=True)):
+        exposure.check_endpoints(Config(workers=HOSTS, endpoints=beyond, security=told))
+    here = EndpointsConfig(ranks="tcp://127.0.0.1:5560")
+    for key in ("", "k"):
+        exposure.check_endpoints(
+            Config(workers=HOSTS, endpoints=here, security=SecurityConfig(curve_secret_key_file=key))
+        )
+
+
+@pytest.mark.parametrize("nowhere", ["", "ipc:///tmp/ranks", "tcp://somewhere", "tcp://somewhere:any"])
+def test_ranks_of_several_hosts_need_a_place_to_meet(nowhere: str):
+    with pytest.raises(ConfigError, match=r"^endpoints\.ranks: .* is not tcp://HOST:PORT"):
+        exposure.check_endpoints(Config(workers=HOSTS, endpoints=EndpointsConfig(ranks=nowhere)))
 
 
 def test_unix_sockets_and_loopback_need_no_key():

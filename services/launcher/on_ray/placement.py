@@ -137,7 +137,7 @@ def worker_bundle(config: Config, instance: str) -> dict[str, float]:
     never divided."""
     bundle: dict[str, float] = {"CPU": float(config.worker_threads(instance, 1))}
     if config.on_gpu:
-        bundle["GPU"] = config.worker_group(instance).degree / max(1, config.engine.workers_per_gpu)
+        bundle["GPU"] = config.worker_group(instance).local_degree / max(1, config.engine.workers_per_gpu)
     return bundle
 
 

@@ -15,11 +15,10 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from cohort.common.engine.rank_messages import RankLost, receive_exactly
+from cohort.common.engine.rank_messages import RankLost, framed, receive_frame, send
 from cohort.common.errors import CohortError
 
 HashStore: Any = dist.HashStore  # type: ignore[attr-defined]  # torch's stubs leave it out
-_HEAD_BYTES = 8
 _MOST_WAIT_S = 300.0
 
 
@@ -84,9 +83,9 @@ class StoreOfRankZero(dist.Store):  # type: ignore[misc, name-defined]  # torch'
     def _ask(self, ask: Ask) -> Told:
         with self._lock:
             try:
-                _send(self._stream, ask)
-                told = _tells.decode(_frame(self._stream))
-            except (OSError, RankLost) as error:
+                send(self._stream, framed(msgspec.msgpack.encode(ask)))
+                told = _tells.decode(receive_frame(self._stream))
+            except RankLost as error:
                 raise StoreFailed(f"rank 0 does not answer: {error}") from error
         if told.error:
             raise StoreFailed(told.error)
@@ -97,13 +96,13 @@ def answer(stream: socket.socket, store: Any) -> None:
     """A thread of rank 0's for each other rank: until that rank has ended. `store`: a `HashStore` of all of them."""
     try:
         while True:
-            ask = _asks.decode(_frame(stream))
+            ask = _asks.decode(receive_frame(stream))
             try:
                 told = _looked_up(store, ask)
             except Exception as error:  # torch raises its own kinds, and the rank is to say which
                 told = Told(error=f"{type(error).__name__}: {error}")
-            _send(stream, told)
-    except (OSError, RankLost, msgspec.MsgspecError):
+            send(stream, framed(msgspec.msgpack.encode(told)))
+    except (RankLost, msgspec.MsgspecError):
         return
 
 
@@ -133,16 +132,3 @@ def _looked_up(store: Any, ask: Ask) -> Told:
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
-
-
-def _send(stream: socket.socket, message: Ask | Told) -> None:
-    body = msgspec.msgpack.encode(message)
-    stream.sendall(len(body).to_bytes(_HEAD_BYTES, "little") + body)
-
-
-def _frame(stream: socket.socket) -> bytearray:
-    head = bytearray(_HEAD_BYTES)
-    receive_exactly(stream, memoryview(head))
-    body = bytearray(int.from_bytes(head, "little"))
-    receive_exactly(stream, memoryview(body))
-    return body

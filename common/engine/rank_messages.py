@@ -116,7 +116,10 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 def encoded(message: Command | Answer) -> bytes:
     """With its length: for several followers it is encoded once."""
-    body = _encoder.encode(message)
+    return framed(_encoder.encode(message))
+
+
+def framed(body: bytes) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
@@ -129,11 +132,11 @@ def send(peer: socket.socket, frame: bytes) -> None:
 
 
 def receive_command(peer: socket.socket) -> Command:
-    return _commands.decode(_frame(peer))
+    return _commands.decode(receive_frame(peer))
 
 
 def receive_answer(peer: socket.socket) -> Answer:
-    return _answers.decode(_frame(peer))
+    return _answers.decode(receive_frame(peer))
 
 
 def receive_exactly(peer: socket.socket, target: memoryview) -> None:
@@ -149,7 +152,8 @@ def receive_exactly(peer: socket.socket, target: memoryview) -> None:
         done += count
 
 
-def _frame(peer: socket.socket) -> bytearray:
+def receive_frame(peer: socket.socket) -> bytearray:
+    """A body that `framed` made. Raises `RankLost`."""
     head = bytearray(_LENGTH.size)
     receive_exactly(peer, memoryview(head))
     body = bytearray(_LENGTH.unpack(head)[0])

@@ -119,6 +119,7 @@ def device_text(measured: Measured, machine: Machine, points: Sequence[Point]) -
     times = {field: _short(getattr(stack, field)) for field in ("launch_s", "step_s", "row_s", "mixed_share")}
     data["stacks"] = {stack.name: times}
     data["scatter"] = _short(machine.scatter)
+    data["scatter_lasting"] = _short(machine.scatter_lasting)
     note = ProfileNote(
         **ProfileNote.fingerprint(measured.model_folder),
         model=measured.model.name,

@@ -182,7 +182,7 @@ def save(args: argparse.Namespace, config: Config, output: Path) -> int:
         lines.append(
             f"around a step: {1e3 * machine.stack.step_s:.2f} ms and {1e3 * machine.stack.row_s:.3f} ms a row; other "
             f"processes: {1e3 * machine.service_step_s:.2f} and {1e3 * machine.service_row_s:.3f} ms of a core; "
-            f"iterations scatter by {machine.scatter:.0%}"
+            f"iterations scatter by {machine.scatter:.0%}, {machine.scatter_lasting:.0%} of the variance for a while"
         )
     lines += filter(None, [machine_files.beside_line(machine)])
     lines += filter(None, [machine_files.disturbed(machine)])

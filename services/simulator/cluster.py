@@ -193,7 +193,9 @@ class SimCluster:
             self.costs,
             self.geometry,
             scatter=[
-                StepScatter(part.scatter if options.scatter is None else options.scatter, options.seed)
+                StepScatter(
+                    part.scatter if options.scatter is None else options.scatter, options.seed, part.scatter_lasting
+                )
                 for part in parts
             ],
             jump=options.jump,

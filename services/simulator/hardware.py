@@ -96,6 +96,7 @@ class _DeviceFile(_File, frozen=True):
     kv_efficiency: _Share | None = None
     linear_table: tuple[tuple[_Positive, _Rate], ...] = ()
     scatter: _NotNegative = 0.0
+    scatter_lasting: _NotNegativeShare = 0.0
     profile: ProfileNote | None = None
 
 
@@ -127,6 +128,7 @@ class _ClusterFile(_File, frozen=True):
     mixed_share: _NotNegative | None = None
     mixed_reads: _NotNegativeShare | None = None
     scatter: _NotNegative | None = None
+    scatter_lasting: _NotNegativeShare | None = None
     nics_per_host: Annotated[int, msgspec.Meta(ge=0)] = 0
     workers_per_device: _Positive = 1
     pace: _Rate = 1.0
@@ -161,7 +163,8 @@ class Cluster(msgspec.Struct, frozen=True):
     and each holds the weights.
 
     `scatter`: coefficient of variation of an iteration's time about what the cost model states, as measured live; 0:
-    none. `profile`: of a device that `cohort profile` measured.
+    none. `scatter_lasting`: the share of its variance that many iterations have in common. `profile`: of a device that
+    `cohort profile` measured.
     """
 
     name: str
@@ -183,6 +186,7 @@ class Cluster(msgspec.Struct, frozen=True):
     core_contention: float = 0.0
     memory_contention: float = 0.0
     scatter: float = 0.0
+    scatter_lasting: float = 0.0
     profile: ProfileNote | None = None
     nics_per_host: int = 0
     workers_per_device: int = 1
@@ -374,6 +378,7 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
         core_contention=file.core_contention,
         memory_contention=file.memory_contention,
         scatter=device_file.scatter if file.scatter is None else file.scatter,
+        scatter_lasting=device_file.scatter_lasting if file.scatter_lasting is None else file.scatter_lasting,
         profile=device_file.profile,
         nics_per_host=file.nics_per_host,
         workers_per_device=file.workers_per_device,

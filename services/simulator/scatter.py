@@ -1,13 +1,17 @@
 """How iterations scatter about the cost model: factors of their times, log-normal with mean 1.
 
 The coefficient of variation is a live worker's, as `cohort profile` measured it; 0: every iteration takes what the
-model says. A factor depends on the seed, the instance and the iteration's number alone, so that iterations which are
-run ahead and those run one by one take the same. Asked by the engine; decides nothing.
+model says. A share of the variance lasts: a machine shared with others is slow for a second and fast for another, so
+that an iteration tells of the next ones, and whole responses are slow. That part is an autoregressive sequence of
+first order, which forgets in `LASTS_STEPS` iterations. A factor depends on the seed, the instance and the iteration's
+number alone, so that iterations which are run ahead and those run one by one take the same. Asked by the engine;
+decides nothing.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 import numpy as np
 
@@ -15,15 +19,24 @@ _LENGTH = 1 << 15
 _STREAM = 0x5CA77E2
 _APART = 9973
 """Places between the first factors of two instances; prime, as no period of a workload is."""
+LASTS_STEPS = 30.0
+"""After so many iterations a deviation that lasts is 1/e of what it was: about 0.4 s of decodes, as recorded."""
 
 
 class StepScatter:
-    def __init__(self, variation: float, seed: int) -> None:
+    def __init__(self, variation: float, seed: int, lasting: float = 0.0) -> None:
+        """`lasting`: share of the variance that lasts, 0 to 1."""
         self._factors: list[float] = []
         if variation > 0.0:
             sigma = math.sqrt(math.log1p(variation * variation))
-            sampled = np.random.default_rng([seed, _STREAM]).lognormal(-0.5 * sigma * sigma, sigma, _LENGTH)
-            self._factors = sampled.tolist()
+            random = np.random.default_rng([seed, _STREAM])
+            own = random.standard_normal(_LENGTH)
+            kept = math.exp(-1.0 / LASTS_STEPS)
+            news = math.sqrt(1.0 - kept * kept) * random.standard_normal(_LENGTH)
+            news[0] /= math.sqrt(1.0 - kept * kept)
+            slow = np.array(list(accumulate(news.tolist(), lambda before, new: kept * before + new)))
+            deviation = math.sqrt(1.0 - lasting) * own + math.sqrt(lasting) * slow
+            self._factors = np.exp(sigma * deviation - 0.5 * sigma * sigma).tolist()
 
     def __bool__(self) -> bool:
         return bool(self._factors)

@@ -35,8 +35,10 @@ TURNS = 3
 Span = tuple[int, float, float, float | None]
 """Users, begin, end, processor seconds of the services and the client."""
 _PROMPT, _OUTPUT = 96, 48
-_LONG, _LATER_S = 384, 0.6
-"""A prompt that comes while others decode."""
+_LONG, _LATER_S, _MEANWHILE = 384, 0.35, 64
+"""A prompt that comes while others decode so many tokens: it begins after their prompts, and ends before they do."""
+_REPORTED_S = 0.4
+"""Two reports: after it placement knows that a worker has nothing left."""
 _TIMEOUT_S = 60.0
 
 
@@ -78,8 +80,8 @@ def measure_live(overlay: dict[str, Any], seconds_each: float, users: Sequence[i
 
 
 def measure_together(overlay: dict[str, Any], workers: int, turns: int) -> list[Turn]:
-    """Of so many workers: a request alone, then two for each worker at once and a long prompt while they decode, and
-    again. `overlay` as `measure_live` takes it. Raises `MeasurementFailed`."""
+    """Of so many workers: a request and a long prompt alone, then two for each worker at once and a long prompt while
+    they decode, and again. `overlay` as `measure_live` takes it. Raises `MeasurementFailed`."""
     with tempfile.TemporaryDirectory() as folder:
         free = {"monitor": {"port": 0}, "metrics": {"base_port": 0}, "recording": {"folder": folder}}
         shape = {"workers": [{"role": "unified", "count": workers}]}
@@ -144,16 +146,21 @@ async def _ask(url: str, users: int, seconds: float, numbers: Iterable[int]) -> 
 
 
 async def _once(url: str, users: int, numbers: Iterable[int]) -> None:
-    """Each of so many users once; if there are several, a long prompt comes later."""
+    """Each of so many users once, and a long prompt: while they decode, or after the one that was alone."""
     following = iter(numbers)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session:
+        if users == 1:
+            await _read(session, url, next(following))
+            await _read(session, url, next(following), _LONG, 1)
+            await asyncio.sleep(_REPORTED_S)
+            return
 
         async def later() -> None:
             await asyncio.sleep(_LATER_S)
             await _read(session, url, next(following), _LONG, 1)
 
-        asked = [_read(session, url, next(following)) for _ in range(users)]
-        await asyncio.gather(*asked, *([later()] if users > 1 else []))
+        asked = [_read(session, url, next(following), output=_MEANWHILE) for _ in range(users)]
+        await asyncio.gather(*asked, later())
 
 
 async def _read(

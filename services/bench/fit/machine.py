@@ -11,6 +11,7 @@ cycle is held out: no constant comes of them, all errors do. Pure.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from cohort.common.policies.cost_model import CostModel, DeviceShape, ModelShape
 from cohort.services.bench.fit.contention import Contention, contention
 from cohort.services.bench.fit.cost_model import Point, errors, fit_cpu, predicted
 from cohort.services.bench.fit.live_cycles import Cycle, Phase, Turn
+from cohort.services.simulator.scatter import LASTS_STEPS
 
 Errors = dict[str, tuple[float, float, float, str]]
 """Kind → median, 90th percentile and worst relative error, and where the worst is."""
@@ -30,6 +32,8 @@ Errors = dict[str, tuple[float, float, float, str]]
 _HELD_OUT = 4
 _FEWEST = 8
 """Cycles of a kind, below which their scatter says nothing."""
+_APART = 10
+"""Cycles between two that are compared: what stops one of them has ended, what lasts has not."""
 _WILD = 3.0
 """A cycle that took so many times the usual was stopped by something else."""
 _NO_PRICE = 0.03
@@ -38,8 +42,9 @@ _NO_PRICE = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`scatter`: coefficient of variation of a cycle about the model's. `engine_errors`: of the engine alone on points
-    held out; `live_errors`: of cycles of a live worker, held out as well; {} where none was measured."""
+    """`scatter`: coefficient of variation of a cycle about the model's; `scatter_lasting`: the share of its variance
+    that neighbouring cycles have in common. `engine_errors`: of the engine alone on points held out; `live_errors`: of
+    cycles of a live worker, held out as well; {} where none was measured."""
 
     device: DeviceShape
     stack: StackShape
@@ -49,6 +54,7 @@ class Machine:
     engine_errors: Errors
     live_errors: Errors
     contention: Contention = field(default_factory=Contention)
+    scatter_lasting: float = 0.0
 
 
 def fit_machine(
@@ -76,7 +82,8 @@ def fit_machine(
     service_step_s, service_row_s = services(phases)
     live = errors([_point(cycle) for cycle in cycles[1::2]], lambda point: cost.step_s(point.work))
     contended = contention(turns, cost, cores, lambda rows, s: (service_step_s + service_row_s * rows) / s)
-    return Machine(device, stack, scatter(cycles, cost), service_step_s, service_row_s, engine, live, contended)
+    varying, lasting = scatter(phases, cost)
+    return Machine(device, stack, varying, service_step_s, service_row_s, engine, live, contended, lasting)
 
 
 def split(points: Iterable[Point]) -> tuple[list[Point], list[Point]]:
@@ -128,18 +135,30 @@ def services(phases: Sequence[Phase]) -> tuple[float, float]:
     return _line(known) if known else (0.0, 0.0)
 
 
-def scatter(cycles: Sequence[Cycle], cost: CostModel) -> float:
-    """Standard deviation over mean of cycles of one kind and number of rows, about what the model says of each."""
+def scatter(phases: Sequence[Phase], cost: CostModel) -> tuple[float, float]:
+    """Standard deviation over mean of cycles of one kind and number of rows, about what the model says of each; and
+    the share of that variance which lasts (`StepScatter`): by what cycles `_APART` from each other have in common."""
     groups: dict[tuple[bool, int], list[float]] = defaultdict(list)
-    for cycle in cycles:
-        work = cycle.iteration.work()
-        groups[work.pairs > 0, work.rows].append(cycle.seconds / cost.step_s(work))
-    ratios = []
-    for group in groups.values():
-        usual = median(group)
-        if len(group) >= _FEWEST:
-            ratios += [min(ratio / usual, _WILD) for ratio in group]
-    return pstdev(ratios) / fmean(ratios) if ratios else 0.0
+    told = []
+    for phase in phases:
+        works = [cycle.iteration.work() for cycle in phase.cycles]
+        told.append(
+            [
+                ((work.pairs > 0, work.rows), cycle.seconds / cost.step_s(work))
+                for cycle, work in zip(phase.cycles, works, strict=True)
+            ]
+        )
+        for group, ratio in told[-1]:
+            groups[group].append(ratio)
+    usual = {group: median(ratios) for group, ratios in groups.items() if len(ratios) >= _FEWEST}
+    runs = [[min(ratio / usual[group], _WILD) for group, ratio in run if group in usual] for run in told]
+    ratios = [ratio for run in runs for ratio in run]
+    if not ratios or not (deviation := pstdev(ratios)):
+        return 0.0, 0.0
+    mean = fmean(ratios)
+    together = [(a - mean) * (b - mean) for run in runs for a, b in zip(run, run[_APART:], strict=False)]
+    common = fmean(together) / deviation**2 if len(together) >= _FEWEST * _APART else 0.0
+    return deviation / mean, min(1.0, max(0.0, common * math.exp(_APART / LASTS_STEPS)))
 
 
 def _point(cycle: Cycle) -> Point:

@@ -26,6 +26,20 @@ def test_factors_have_mean_one_and_the_variation_asked_for() -> None:
     assert min(found) > 0.0
 
 
+def test_what_lasts_is_shared_by_many_steps() -> None:
+    """Means of 20 neighbours: of what is each step's own they would scatter by 0.2 / 4.5."""
+
+    def scattering(lasting: float) -> tuple[float, float, float]:
+        scatter = StepScatter(0.2, 3, lasting)
+        factors = [scatter.factor(1, step) for step in range(20_000)]
+        return fmean(factors), pstdev(factors), pstdev(fmean(factors[at : at + 20]) for at in range(0, 20_000, 20))
+
+    mean, varying, neighbours = scattering(0.6)
+    assert (mean, varying) == pytest.approx((1.0, 0.2), rel=0.08)
+    assert neighbours == pytest.approx(0.2 * 0.6**0.5, rel=0.2)
+    assert scattering(0.0)[2] == pytest.approx(0.2 / 20**0.5, rel=0.1)
+
+
 def test_instances_and_seeds_scatter_apart() -> None:
     one, other = StepScatter(0.2, 0), StepScatter(0.2, 1)
     assert [one.factor(0, step) for step in range(5)] == [StepScatter(0.2, 0).factor(0, step) for step in range(5)]

@@ -18,9 +18,10 @@ from cohort.services.bench.fit import live_cycles
 from cohort.services.bench.fit.contention import Contention, contention, together
 from cohort.services.bench.fit.cost_model import Point
 from cohort.services.bench.fit.live_cycles import Cycle, Phase, Turn, phases
-from cohort.services.bench.fit.machine import Machine, fit_machine, nominal, services, split
+from cohort.services.bench.fit.machine import Machine, fit_machine, nominal, scatter, services, split
 from cohort.services.bench.fit.shared_cores import Iteration
 from cohort.services.simulator.hardware import core_slowdowns, load_device, load_model
+from cohort.services.simulator.scatter import StepScatter
 
 MODEL = load_model("smollm2-135m")
 DEVICE, FILE = load_device("cpu-core")
@@ -116,7 +117,17 @@ def test_what_the_services_add_is_found(machine: Machine) -> None:
 
 
 def test_scatter_is_measured_about_the_model() -> None:
-    assert fit_machine(points(), MODEL, DEVICE, live(0.2)).scatter == pytest.approx(0.2, abs=0.03)
+    machine = fit_machine(points(), MODEL, DEVICE, live(0.2))
+    assert machine.scatter == pytest.approx(0.2, abs=0.03) and machine.scatter_lasting < 0.2
+
+
+@pytest.mark.parametrize("lasting", [0.3, 0.7])
+def test_how_much_of_it_lasts_is_found(lasting: float) -> None:
+    cost = CostModel(MODEL, DEVICE, replace(ENGINE, step_s=AROUND_S, row_s=ROW_S))
+    factors, decode = StepScatter(0.15, 5, lasting), Iteration(0.0, 0.0, ((119, 120),))
+    cycles = [Cycle(decode, factors.factor(0, step) * cost.step_s(decode.work())) for step in range(8000)]
+    varying, found = scatter([Phase(1, tuple(cycles[:5000]), None), Phase(1, tuple(cycles[5000:]), None)], cost)
+    assert (varying, found) == pytest.approx((0.15, lasting), abs=0.1)
 
 
 @pytest.mark.parametrize(("core", "memory"), [(0.0, 0.0), (0.2, 0.0), (0.0, 0.6), (0.2, 0.6)])

@@ -3,7 +3,7 @@
 The coefficient of variation is a live worker's, as `cohort profile` measured it; 0: every iteration takes what the
 model says. A share of the variance lasts: a machine shared with others is slow for a second and fast for another, so
 that an iteration tells of the next ones, and whole responses are slow. That part is an autoregressive sequence of
-first order, which forgets in `LASTS_STEPS` iterations. A factor depends on the seed, the instance and the iteration's
+first order, which forgets in `SCATTER_LASTS_STEPS` iterations. A factor depends on the seed, the instance and the iteration's
 number alone, so that iterations which are run ahead and those run one by one take the same. Asked by the engine;
 decides nothing.
 """
@@ -15,12 +15,12 @@ from itertools import accumulate
 
 import numpy as np
 
+from cohort.services.simulator.hardware import SCATTER_LASTS_STEPS
+
 _LENGTH = 1 << 15
 _STREAM = 0x5CA77E2
 _APART = 9973
 """Places between the first factors of two instances; prime, as no period of a workload is."""
-LASTS_STEPS = 30.0
-"""After so many iterations a deviation that lasts is 1/e of what it was: about 0.4 s of decodes, as recorded."""
 
 
 class StepScatter:
@@ -31,7 +31,7 @@ class StepScatter:
             sigma = math.sqrt(math.log1p(variation * variation))
             random = np.random.default_rng([seed, _STREAM])
             own = random.standard_normal(_LENGTH)
-            kept = math.exp(-1.0 / LASTS_STEPS)
+            kept = math.exp(-1.0 / SCATTER_LASTS_STEPS)
             news = math.sqrt(1.0 - kept * kept) * random.standard_normal(_LENGTH)
             news[0] /= math.sqrt(1.0 - kept * kept)
             slow = np.array(list(accumulate(news.tolist(), lambda before, new: kept * before + new)))

@@ -24,7 +24,7 @@ from cohort.common.policies.cost_model import CostModel, DeviceShape, ModelShape
 from cohort.services.bench.fit.contention import Contention, contention
 from cohort.services.bench.fit.cost_model import Point, errors, fit_cpu, predicted
 from cohort.services.bench.fit.live_cycles import Cycle, Phase, Turn
-from cohort.services.simulator.scatter import LASTS_STEPS
+from cohort.services.simulator.hardware import SCATTER_LASTS_STEPS
 
 Errors = dict[str, tuple[float, float, float, str]]
 """Kind → median, 90th percentile and worst relative error, and where the worst is."""
@@ -158,7 +158,7 @@ def scatter(phases: Sequence[Phase], cost: CostModel) -> tuple[float, float]:
     mean = fmean(ratios)
     together = [(a - mean) * (b - mean) for run in runs for a, b in zip(run, run[_APART:], strict=False)]
     common = fmean(together) / deviation**2 if len(together) >= _FEWEST * _APART else 0.0
-    return deviation / mean, min(1.0, max(0.0, common * math.exp(_APART / LASTS_STEPS)))
+    return deviation / mean, min(1.0, max(0.0, common * math.exp(_APART / SCATTER_LASTS_STEPS)))
 
 
 def _point(cycle: Cycle) -> Point:

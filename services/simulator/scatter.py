@@ -3,9 +3,9 @@
 The coefficient of variation is a live worker's, as `cohort profile` measured it; 0: every iteration takes what the
 model says. A share of the variance lasts: a machine shared with others is slow for a second and fast for another, so
 that an iteration tells of the next ones, and whole responses are slow. That part is an autoregressive sequence of
-first order, which forgets in `SCATTER_LASTS_STEPS` iterations. A factor depends on the seed, the instance and the iteration's
-number alone, so that iterations which are run ahead and those run one by one take the same. Asked by the engine;
-decides nothing.
+first order, which forgets in `SCATTER_LASTS_STEPS` iterations. A factor depends on the seed, the instance and the
+number of the iteration alone, so that iterations which are run ahead and those run one by one take the same. Asked by
+the engine; decides nothing.
 """
 
 from __future__ import annotations

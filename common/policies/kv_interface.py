@@ -105,6 +105,10 @@ class BlockSharing(ABC):
         first."""
         return []
 
+    def first_lent(self, lender: Sequence, begin: int, end: int) -> int | None:
+        """Index of the first block of the lender's table, in [begin, end), that has borrowers."""
+        return None
+
     def lent_blocks(self) -> Iterable[int]:
         """Blocks that two sequences use at the moment. For people who look on."""
         return ()

@@ -30,12 +30,16 @@ class Loans:
     ) -> list[Candidate]:
         """E7 · Borrowers for the second halves of all members of the batch, recursively, at most `places` of them; they
         have their blocks now and join the batch, and may lend in turn. `candidates` loses them."""
+        if not candidates or places < 1:
+            return []
         candidates.sort()
         size = kv.geometry.block_size
         found: list[Candidate] = []
         lenders = deque(sorted(batch.sequences, key=lambda s: (-batch.left(s), s.key)))
         while lenders and candidates and len(found) < places:
             lender = lenders.popleft()
+            if (1.0 + self._buffer) * candidates[0].length > batch.left(lender) / 2 + size:
+                continue  # the shortest would not be done before this one's middle
             end = self._unlent_end(lender, lender.computed + batch.left(lender), kv, sharing)
             while (place := second_half(lender.computed, end, size)) is not None:
                 end = place.first_block * size
@@ -74,10 +78,9 @@ class Loans:
     def resume(self, batch: SyncedBatch, lender: Sequence, kv: KvAllocator, sharing: BlockSharing) -> None:
         """A sequence (re)joined: if it has lent blocks, remember when it needs the first of them."""
         size = kv.geometry.block_size
-        for index in range(-(-lender.computed // size), len(kv.blocks(lender.key))):
-            if sharing.borrowers(lender, index):
-                self._note(batch, lender, index, size)
-                return
+        index = sharing.first_lent(lender, -(-lender.computed // size), len(kv.blocks(lender.key)))
+        if index is not None:
+            self._note(batch, lender, index, size)
 
     def due(self, batch: SyncedBatch, kv: KvAllocator, sharing: BlockSharing) -> Iterable[tuple[Sequence, int]]:
         """E8 · Running lenders that write now into a block they have lent, with the block's index in their table.
@@ -105,7 +108,5 @@ class Loans:
     def _unlent_end(self, lender: Sequence, end: int, kv: KvAllocator, sharing: BlockSharing) -> int:
         """Positions of [computed, end) up to the first block that is lent already."""
         size = kv.geometry.block_size
-        for index in range(-(-lender.computed // size), min(-(-end // size), len(kv.blocks(lender.key)))):
-            if sharing.borrowers(lender, index):
-                return index * size
-        return end
+        index = sharing.first_lent(lender, -(-lender.computed // size), -(-end // size))
+        return end if index is None else index * size

@@ -67,9 +67,7 @@ class NestedAllocator(PagedAllocator, BlockSharing):
 
     def _own(self, sequence: Sequence, start: int, end: int) -> bool:
         """Whether the sequence may write in those of its blocks that hold positions [start, end)."""
-        blocks, size = self._held[sequence.key].blocks, self.geometry.block_size
-        last = min(self.geometry.blocks_for(end), len(blocks))
-        return all(not self.borrowers(sequence, index) for index in range(start // size, last))
+        return self.first_lent(sequence, start // self.geometry.block_size, self.geometry.blocks_for(end)) is None
 
     def lend(self, lender: Sequence, borrower: Sequence, first_block: int, positions: int) -> bool:
         """E7 · `borrower` gets what it lacks for [0, positions) from the lender's table, from `first_block` on.
@@ -82,7 +80,7 @@ class NestedAllocator(PagedAllocator, BlockSharing):
         last = first_block + wanted
         if wanted < 1 or last > len(table) or lender.computed > first_block * self.geometry.block_size:
             return False
-        if any(self.borrowers(lender, index) for index in range(first_block, last)):
+        if self.first_lent(lender, first_block, last) is not None:
             return False
         blocks = table[first_block:last]
         self._pool.reuse(blocks)
@@ -104,6 +102,17 @@ class NestedAllocator(PagedAllocator, BlockSharing):
                 return above
             above.append(claim.sequence)
         raise InvariantViolated(f"{lender.key} has no claim on a block of its own")
+
+    def first_lent(self, lender: Sequence, begin: int, end: int) -> int | None:
+        """Blocks beyond the table's end are nobody's."""
+        claims = self._claims
+        if not claims:
+            return None
+        for index, block in enumerate(self._held[lender.key].blocks[begin:end], begin):
+            stack = claims.get(block)
+            if stack is not None and stack[-1].sequence is not lender:
+                return index
+        return None
 
     def lent_blocks(self) -> Iterable[int]:
         return self._claims.keys()

@@ -66,6 +66,8 @@ def test_figure_9b_dolls_in_dolls_and_any_order_of_leaving() -> None:
         assert kv.lend(two, three, 3, 4 + 8)  # the second half of what was lent to r2
         assert kv.borrowers(one, 5) == [two]
         assert kv.borrowers(one, 7) == [three, two]
+        assert [kv.first_lent(one, begin, 99) for begin in (0, 6, 9)] == [5, 6, None]
+        assert [kv.first_lent(two, 0, 3), kv.first_lent(two, 0, 4), kv.first_lent(three, 0, 9)] == [None, 3, None]
         everybody = [one, two, three]
         for index in order:
             kv.release(everybody[index].key)

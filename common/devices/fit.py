@@ -100,7 +100,7 @@ def need(config: Config, model_dir: Path, geometry: ModelGeometry, degree: int =
     return Need(
         weights,
         steps,
-        0 if degree > 1 or geometry.family == "generic" else engine.cuda_graph_memory_bytes,
+        0 if geometry.family == "generic" else engine.cuda_graph_memory_bytes,
         cache,
         tokens,
         fp8_cache=_in_fp8(config, own, kept, tokens, "cuda"),

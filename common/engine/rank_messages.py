@@ -1,8 +1,8 @@
 """What rank 0 of a tensor-parallel worker and its followers say to each other, over a socket pair for each follower
 (of another host: carried by `rank_wire`).
 
-    rank 0 ──▶ follower   Setup, Connect, Step, Copies, Stop
-    follower ──▶ rank 0   Loaded, Failed, Copied
+    rank 0 ──▶ follower   Setup, Connect, Compile, Record, Step, Copies, Stop
+    follower ──▶ rank 0   Loaded, Failed, Compiled, Recorded, Copied
 
 A frame is its length (8 bytes) and a MessagePack struct. Every wait has a deadline but a follower's wait for its next
 command: that ends with the command, or with rank 0. Orders about KV transfers go over a second pair: `rank_orders`.
@@ -19,6 +19,7 @@ import numpy as np
 
 from cohort.common.config import LoggingConfig
 from cohort.common.engine.batch import GREEDY, ScoringRow, StepBatch
+from cohort.common.engine.decode_classes import RecordedClasses, StepClass
 from cohort.common.engine.weights import WeightKind
 from cohort.common.errors import CohortError
 from cohort.common.policies.kv_interface import KvCopy
@@ -56,14 +57,28 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     cache_dtype: str = "auto"
     grouped: bool = False
     interface: str = ""
+    graphs: int = 0
+    device_steps: bool | None = None
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
     """Every rank has loaded."""
 
 
+class Compile(msgspec.Struct, frozen=True, tag=True):
+    """Every kernel that a step can launch; answered by `Compiled`."""
+
+
+class Record(msgspec.Struct, frozen=True, tag=True):
+    """Begin to record steps, together with rank 0; answered by `Recorded`. `classes`: decode steps of these batch sizes
+    only."""
+
+    classes: tuple[int, ...] | None
+
+
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """A `StepBatch` as far as a forward needs it: arrays as bytes, of the dtypes that they have there."""
+    """A `StepBatch` as far as a forward needs it: arrays as bytes, of the dtypes that they have there. `taken`: the
+    recorded step that computes it."""
 
     rows: int
     token_ids: bytes
@@ -79,6 +94,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     drafts: bytes | None = None
     more_tables: bytes | None = None
     more_slots: bytes | None = None
+    taken: StepClass = None
 
 
 class Copies(msgspec.Struct, frozen=True, tag=True):
@@ -102,12 +118,22 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     configuration: bool
 
 
+class Compiled(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is left to compile."""
+
+
+class Recorded(msgspec.Struct, frozen=True, tag=True):
+    """What this rank replays from now on."""
+
+    classes: RecordedClasses
+
+
 class Copied(msgspec.Struct, frozen=True, tag=True):
     """All of the last `Copies` are made."""
 
 
-Command = Setup | Connect | Step | Copies | Stop
-Answer = Loaded | Failed | Copied
+Command = Setup | Connect | Compile | Record | Step | Copies | Stop
+Answer = Loaded | Failed | Compiled | Recorded | Copied
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
@@ -161,7 +187,7 @@ def receive_frame(peer: socket.socket) -> bytearray:
     return body
 
 
-def step_of(batch: StepBatch) -> Step:
+def step_of(batch: StepBatch, taken: StepClass = None) -> Step:
     """Its tokens must be known (`StepBatch.after`)."""
     return Step(
         rows=batch.num_rows,
@@ -178,6 +204,7 @@ def step_of(batch: StepBatch) -> Step:
         drafts=None if batch.drafts is None else batch.drafts.tobytes(),
         more_tables=None if batch.more_tables is None else batch.more_tables.tobytes(),
         more_slots=None if batch.more_slots is None else batch.more_slots.tobytes(),
+        taken=taken,
     )
 
 

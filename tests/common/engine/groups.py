@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from cohort.common.config import LoggingConfig
+from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.followers import Followers
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.rank_messages import Setup
@@ -16,8 +17,15 @@ from tests.engine_models import BLOCK_SIZE, make_runner
 
 
 @contextmanager
-def group_runner(folder: Path, degree: int, **overrides: Any) -> Iterator[ModelRunner]:
-    """Like `make_runner`, of so many ranks. One at a time in a process."""
+def group_runner(
+    folder: Path,
+    degree: int,
+    *,
+    graphs: Sequence[int] = (),
+    **overrides: Any,
+) -> Iterator[ModelRunner]:
+    """Like `make_runner`, of so many ranks. `graphs`: bytes for recorded steps, of each rank; those run them as on a GPU
+    then. One at a time in a process."""
     if degree == 1:
         yield make_runner(folder, **overrides)
         return
@@ -28,6 +36,7 @@ def group_runner(folder: Path, degree: int, **overrides: Any) -> Iterator[ModelR
         "max_rows": 16,
         "max_step_tokens": 256,
         "weights": "files",
+        "device_steps": bool(graphs),
         **overrides,
     }
     with Followers(degree, threads=1) as followers:
@@ -47,12 +56,13 @@ def group_runner(folder: Path, degree: int, **overrides: Any) -> Iterator[ModelR
                 sharers=1,
                 most_kv=0,
                 logging=LoggingConfig(level="warning"),
+                graphs=graphs[rank] if graphs else 0,
                 **options,
             )
 
         followers.set_up(setup)
         group = RankGroup(0, degree, followers.store, followers.meet)
-        runner = make_runner(folder, group=group, followers=followers, **options)
+        runner = make_runner(folder, group=group, followers=followers, share=DeviceShare(graphs=max(graphs[:1], default=0)), **options)
         try:
             yield runner
         finally:

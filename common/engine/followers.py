@@ -256,10 +256,7 @@ class Followers:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def ready_steps(
-        self,
-        compile_own: Callable[[], None],
-        record_own: Callable[[], RecordedClasses],
-        classes: Sequence[int] | None,
+        self, compile_own: Callable[[], None], record_own: Callable[[], RecordedClasses], classes: Sequence[int] | None
     ) -> None:
         """Have every rank compile what steps launch, then record the steps together. Raises `RankLost`, and
         `InvariantViolated` where a rank has recorded others than rank 0."""

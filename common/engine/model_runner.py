@@ -289,7 +289,7 @@ class ModelRunner:
                 inputs = step_inputs(batch, self.block_size, self.device, places=self._places)
             else:
                 inputs = steps.scoring_inputs(batch)
-            for _ in self._forwards(batch, inputs):
+            for _ in self._forwards(batch, inputs) if batch.scoring else (self._forward(inputs),):
                 pass
             self.stream.mark().wait()
 

@@ -9,8 +9,8 @@ The order of a sum is the order of the ranks, for every row and every batch: a r
 stands beside it, and all ranks hold the same residual to the last bit. An all-reduce would not do: gloo's cuts the
 buffer into as many parts as there are ranks and begins the sum of each part at another rank, so that a row's order
 would follow its place in the batch. On a processor the terms are float32, rounded once when they have been summed. On a
-GPU the sums are NCCL's all-reduce in the model's dtype: there the matrix products depend on the batch already. Those
-are kernels, so a recorded step has them in it; gloo's exchange is the processor's work, and no step with it is recorded.
+GPU the sums are NCCL's all-reduce in the model's dtype: there the matrix products depend on the batch already. NCCL's
+are kernels, so a recorded step has them in it; gloo's are the processor's work, and no step with them is recorded.
 
 Used by the lean model on every rank, in lock-step: every rank calls the same with as many rows. Decides nothing.
 """

@@ -17,15 +17,9 @@ from tests.engine_models import BLOCK_SIZE, make_runner
 
 
 @contextmanager
-def group_runner(
-    folder: Path,
-    degree: int,
-    *,
-    graphs: Sequence[int] = (),
-    **overrides: Any,
-) -> Iterator[ModelRunner]:
-    """Like `make_runner`, of so many ranks. `graphs`: bytes for recorded steps, of each rank; those run them as on a GPU
-    then. One at a time in a process."""
+def group_runner(folder: Path, degree: int, *, graphs: Sequence[int] = (), **overrides: Any) -> Iterator[ModelRunner]:
+    """Like `make_runner`, of so many ranks. `graphs`: bytes for recorded steps of each rank, which then runs as on a
+    GPU. One at a time in a process."""
     if degree == 1:
         yield make_runner(folder, **overrides)
         return
@@ -62,7 +56,8 @@ def group_runner(
 
         followers.set_up(setup)
         group = RankGroup(0, degree, followers.store, followers.meet)
-        runner = make_runner(folder, group=group, followers=followers, share=DeviceShare(graphs=max(graphs[:1], default=0)), **options)
+        share = DeviceShare(graphs=graphs[0] if graphs else 0)
+        runner = make_runner(folder, group=group, followers=followers, share=share, **options)
         try:
             yield runner
         finally:

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cohort.common.engine import ranks
 from cohort.common.engine.batch import SamplingRow, ScoringRow, StepBatch
+from cohort.common.engine.decode_classes import MixedClass, StepClass
 from cohort.common.engine.model_runner import ModelRunner
-from cohort.common.engine.rank_messages import RankLost, Step, batch_of, step_of
-from cohort.common.errors import ModelError
-from tests.common.engine.driver import Driver, make_runner, random_prompts
+from cohort.common.engine.rank_messages import RankLost, Step, batch_of, encoded, receive_command, step_of
+from cohort.common.errors import InvariantViolated, ModelError
+from tests.common.engine.driver import (
+    Driver,
+    check_schedule,
+    make_runner,
+    random_prompts,
+    reference_generate,
+    run_together,
+)
 from tests.common.engine.groups import group_runner
+from tests.examples import another_of_its_kind
 
 SENT = (
     "token_ids",
@@ -47,6 +58,36 @@ def test_a_step_that_fails_on_one_rank_fails_the_group(model_folder: Callable[[s
                 driver.step([("0", driver.remaining("0"))])
         assert said and "rank 0 of 2" in said[0]
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_where_one_rank_has_no_memory_none_records_and_a_class_it_lacks_ends_it(
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model_folder("qwen3")
+    expected = reference_generate(folder, random_prompts((5, 12)), 4)
+    with group_runner(folder, 2, graphs=(1 << 40, 1)) as runner:
+        runner.warm_up()
+        assert runner.recorded_classes == ()
+        assert check_schedule(runner, expected, run_together) <= 1
+        said: list[str] = []
+        assert runner.ranks is not None and runner.followers is not None
+        monkeypatch.setattr(runner.ranks, "failed", said.append)
+        driver = Driver(runner)
+        driver.add("0", [5, 6, 7])
+        driver.step([("0", 3)])
+        runner.followers.step(driver.batch([("0", 1)]), 1)
+        with pytest.raises((RankLost, RuntimeError)):
+            driver.step([("0", 1)])
+        assert said and "rank 0 of 2" in said[0]
+
+
+@another_of_its_kind()
+def test_ranks_that_would_record_different_steps_do_not_start(model_folder: Callable[[str], Path]) -> None:
+    with group_runner(model_folder("qwen3"), 2, graphs=(1 << 40, 1 << 40)) as runner:
+        steps: Any = runner._device_steps
+        steps.mixed.wanted = steps.mixed.wanted[1:]
+        with pytest.raises(InvariantViolated, match="would record different steps"):
+            runner.warm_up()
 
 
 def test_a_rank_that_does_not_answer_counts_as_lost(
@@ -126,3 +167,14 @@ def test_a_step_arrives_as_it_was(directions: np.ndarray | None, padding: np.nda
             assert ours.dtype == theirs.dtype
             np.testing.assert_array_equal(ours, theirs)
     assert found.scoring == batch.scoring
+
+
+@pytest.mark.parametrize("taken", [None, 8, MixedClass(16, 8)])
+def test_what_takes_a_step_is_said_with_it(taken: StepClass) -> None:
+    none, half = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
+    batch = StepBatch(none, none, np.zeros(1, np.int32), half, np.zeros((0, 1), np.int32), None, none, half, ())
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(encoded(step_of(batch, taken)))
+        found = receive_command(theirs)
+    assert isinstance(found, Step) and found.taken == taken and type(found.taken) is type(taken)

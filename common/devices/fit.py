@@ -91,7 +91,7 @@ def need(config: Config, model_dir: Path, geometry: ModelGeometry, degree: int =
     if degree > 1:
         share = RankShare(geometry, 0, degree)
         own, steps = share.own, step_bytes(share.working, element, engine.max_rows, engine.max_step_tokens)
-        steps += exchange_bytes(geometry, element, engine.max_step_tokens)
+        steps += exchange_bytes(geometry, element, engine.max_rows, engine.max_step_tokens)
     kept = kv_dtype(config.kv.cache_dtype, dtype, geometry, "cuda")
     tokens, cache = _least_cache(config, own, kept, config.kv.memory_bytes // degree)
     weights = weight_bytes(model_dir, geometry, element, config.model.weights, "cuda", dtype) // degree

@@ -451,7 +451,7 @@ class ModelRunner:
         element = DTYPE_BYTES[self.dtype]
         reserved = step_bytes(self._working, element, self.max_rows, self.max_step_tokens) + share.graphs + share.beside
         if self.ranks is not None:
-            reserved += exchange_bytes(self.geometry, element, self.max_step_tokens)
+            reserved += exchange_bytes(self.geometry, element, self.max_rows, self.max_step_tokens)
         reserved += STAGING_BYTES + self._lora_bytes
         budget = kv_bytes(
             total=total,

@@ -4,8 +4,9 @@ Recorded steps against steps kernel by kernel, bit for bit, of one device and of
 against the processor's; flash prefill against the reference, and a prompt in one step against the same prompt token by
 token.
 
-NCCL takes one rank a GPU, and there may be only one: that group has one rank. What it exchanges goes nowhere, but all
-else is as in a larger one: the communicator, its kernels in a recording, replays between launches.
+NCCL takes one rank a GPU, and there may be only one: that group has one rank. What it exchanges goes nowhere, so no
+kernel of NCCL's waits; all else is as in a larger one: the communicator, calls of it in a recording, replays between
+launches, the end.
 """
 
 from __future__ import annotations

@@ -17,9 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cohort.common.engine import ranks as ranks_module
 from cohort.common.engine.batch import ScoringRow, StepBatch
 from cohort.common.engine.decode_classes import CaptureBudget, MixedClass, StepClass
 from cohort.common.engine.group_steps import AgreedRecorder, GroupSteps
+from cohort.common.engine.linear import Embedding, Linear
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.rank_messages import RankLost
@@ -293,6 +295,40 @@ def test_recorded_exchanges_stay_where_they_are(model_folder: Callable[[str], Pa
         ranks._term(MUCH, 1, torch.float32)
     with pytest.raises(InvariantViolated, match="larger buffer"):
         ranks._whole(5)
+
+
+def test_what_gpus_exchange_is_the_whole(model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's rank by its own code; the threads' all-reduce is NCCL's."""
+    geometry = read_geometry(model_folder("qwen3"))
+    hidden, tokens, table = geometry.hidden_size, 7, _Table(2)
+    whole, residual = torch.randn(geometry.vocab_size, hidden), torch.randn(tokens, hidden)
+    weight, x = torch.randn(hidden, 10), torch.randn(tokens, 10)
+    ids = torch.tensor([0, geometry.vocab_size - 1, 5, 120, 99, 100, 101])
+    parts: list[torch.Tensor] = [torch.empty(0)] * 2
+
+    def all_reduce(part: torch.Tensor) -> None:
+        rank = int(threading.current_thread().name)
+        parts[rank] = part.clone()
+        table.most(rank)(0)
+        part.copy_(parts[0] + parts[1])
+        table.most(rank)(0)
+
+    monkeypatch.setattr(ranks_module.dist, "all_reduce", all_reduce)
+
+    def compute(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        threading.current_thread().name = str(rank)
+        ranks = Ranks(RankGroup(rank, 2, "", lambda: None), geometry, torch.device("cpu"))
+        ranks._on_gpu = True
+        first, end = ranks.share.vocabulary
+        own, columns = slice(first, end), slice(5 * rank, 5 * rank + 5)
+        embedded, added = torch.full((tokens, hidden), float("nan")), residual.clone()
+        ranks.embed(Embedding(whole[own].contiguous()), ids, embedded)
+        ranks.add_into(Linear(weight[:, columns].contiguous(), None), x[:, columns].contiguous(), added)
+        return embedded, added
+
+    for embedded, added in table.everywhere(compute):
+        assert torch.equal(embedded, whole[ids])
+        torch.testing.assert_close(added, residual + x @ weight.t())
 
 
 def test_only_a_step_that_is_late_is_said_to_be() -> None:

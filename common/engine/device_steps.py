@@ -274,8 +274,6 @@ class DeviceSteps:
         """Start a step without scored prompts. `masks` is asked while the device computes the forward. With a
         `token_source`: behind the step that was launched last."""
         try:
-            if self._group is not None:  # what the step before samples only rank 0 has
-                batch = self.with_tokens(batch)
             self._last = self._launch(batch, masks)
         except Exception as error:
             if self._group is not None:
@@ -298,7 +296,7 @@ class DeviceSteps:
             self._next_uploads()
             taken = self._taken(batch)
             if self._group is not None:
-                self._group.tell(batch, taken)
+                self._group.tell(batch, taken, before)
             if not isinstance(taken, int):
                 logits = self._mixed_logits(batch, taken, before)
                 self._look_back(batch, last)
@@ -312,20 +310,22 @@ class DeviceSteps:
             sampled = sample_on_device(logits, batch.sampling, self._uploads, masks())
             return Launched(sampled, self.stream.mark(), None if batch.drafts is None else batch, over)
 
-    def follow(self, batch: StepBatch, taken: StepClass) -> None:
-        """A step of rank 0 up to its logits, on another rank; it is over when this returns. Raises `InvariantViolated`
-        where this rank has not recorded the class."""
+    def follow(self, batch: StepBatch, taken: StepClass, awaited: int) -> None:
+        """Start a step of rank 0 up to its logits, on another rank; `awaited` as of `rank_messages.Step`. Returns when
+        the one before is over. Raises `InvariantViolated` where this rank has not recorded the class."""
+        assert self._group is not None, "a device by itself follows nobody"
+        self._group.room()
         if taken is not None and taken not in (*self.decode.classes, *self.mixed.classes):
             raise InvariantViolated(f"rank 0 replays {taken}, which this rank has not recorded")
         over = self._begun()
         with self.stream.use():
             self._next_uploads()
+            before = self._group.taken_over(awaited, self._device)
             if isinstance(taken, int):
-                self.decode.run(batch, taken)
+                self.decode.run(batch, taken, before)
             else:
-                self._mixed_logits(batch, taken, None)
-        self.stream.mark().wait()
-        over()
+                self._mixed_logits(batch, taken, before)
+            self._group.under_way(self.stream.mark(), over)
 
     def _begun(self) -> Callable[[], None]:
         return _nobody_waits if self._group is None else self._group.begin()
@@ -379,6 +379,7 @@ class DeviceSteps:
         """The inputs of a step that the caller runs itself, on `stream`; of several ranks all have it then."""
         if self._group is not None:
             self._group.tell(batch, None)
+            self.stream.mark().wait()  # a follower's step may end a little after rank 0's
         self._uploads.restart()
         self._states = self._last = None
         return self._inputs(batch)

@@ -142,14 +142,15 @@ def follow(control: socket.socket, orders: socket.socket, store: socket.socket, 
     garbage.settle()
     while True:
         match command := receive_command(control):
-            case Step(taken=taken):
-                runner.follow(batch_of(command), taken)
+            case Step(taken=taken, awaited=awaited):
+                runner.follow(batch_of(command), taken, awaited)
             case Compile():
                 runner.compile_steps()
                 send(control, encoded(Compiled()))
             case Record(classes=classes):
                 send(control, encoded(Recorded(runner.record_steps(classes))))
             case Copies(copies=copies):
+                runner.stream.mark().wait()
                 with torch.inference_mode(), copier.around(copies):
                     pass
                 if runner.device.type == "cuda":

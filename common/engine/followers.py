@@ -276,9 +276,9 @@ class Followers:
             if answer.classes != own:
                 raise InvariantViolated(f"rank {follower.rank} has recorded {answer.classes}, and rank 0 {own}")
 
-    def step(self, batch: StepBatch, taken: StepClass = None) -> None:
-        """Have every rank run the forward of a batch, recorded as `taken`. Raises `RankLost`."""
-        self._tell_all(step_of(batch, taken))
+    def step(self, batch: StepBatch, taken: StepClass = None, awaited: int = 0) -> None:
+        """Have every rank run the forward of a batch; the rest as of `Step`. Raises `RankLost`."""
+        self._tell_all(step_of(batch, taken, awaited))
 
     def _tell_all(self, command: Command) -> None:
         frame = encoded(command)

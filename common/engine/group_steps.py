@@ -3,7 +3,8 @@
     start   rank 0 ── Compile, Record ──▶ followers      each: agree on memory and classes, then for every class
                                                          warm up (exchanging) · capture · agree on what that took
             rank 0 ◀──── Recorded ─────── followers      other classes than rank 0's: the worker does not start
-    step    rank 0 chooses the class and says it with the step; followers replay what is said
+    step    rank 0 chooses the class and says it with the step; followers replay what is said, and wait for the one
+            before: while a step runs, the next one is launched behind it, with the tokens that rank 0 samples
 
 An exchange belongs to a recorded step as its kernels do: it is recorded on all ranks or on none, in the same order, and
 a replay waits for the others' replays. Hence nothing here follows from one rank's own memory or mood: what they decide
@@ -15,12 +16,15 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Protocol
 
 import structlog
 import torch
+from torch import Tensor
 
 from cohort.common.engine.batch import StepBatch
 from cohort.common.engine.decode_classes import StepClass
@@ -29,6 +33,7 @@ from cohort.common.engine.rank_messages import RankLost
 from cohort.common.engine.ranks import EXCHANGE_TIMEOUT_S, Ranks
 from cohort.common.engine.recorded_steps import Recorded, Recorder, StepResult
 from cohort.common.engine.step_deadlines import StepDeadlines
+from cohort.common.engine.streams import Mark
 from cohort.common.errors import InvariantViolated
 from cohort.common.policies.kv_interface import KvCopy
 
@@ -78,6 +83,11 @@ class AgreedRecorder:
         return Recorded(recorded.replay, cost)
 
 
+def _wait(mark: Mark, over: Callable[[], None]) -> None:
+    mark.wait()
+    over()
+
+
 class GroupSteps:
     """One rank's side."""
 
@@ -85,16 +95,40 @@ class GroupSteps:
         """`followers`: rank 0's. `limit_s`: the longest that a step may take on the device."""
         self._ranks, self._followers, self._limit_s = ranks, followers, limit_s
         self._deadlines = StepDeadlines(limit_s, self._late)
+        self._waiter: ThreadPoolExecutor | None = None
+        self._under_way: deque[Future[None]] = deque()
 
     def begin(self) -> Callable[[], None]:
         """A step is about to be launched; to be called when it is over on the device."""
         return self._deadlines.begin()
 
-    def tell(self, batch: StepBatch, taken: StepClass) -> None:
-        """Rank 0: have the others launch the step with this one. Raises `RankLost`."""
+    def tell(self, batch: StepBatch, taken: StepClass, before: Tensor | None = None) -> None:
+        """Rank 0: have the others launch the step with this one. `before`: what the step before samples, where this one
+        awaits it. Raises `RankLost`."""
         if self._followers is not None:
             with self._in_step():
-                self._followers.step(batch, taken)
+                self._followers.step(batch, taken, 0 if before is None else len(before))
+        if before is not None:
+            self._ranks.hand_out(before)
+
+    def taken_over(self, awaited: int, device: torch.device) -> Tensor | None:
+        """The same on another rank: `awaited` tokens; None where it awaits none."""
+        if not awaited:
+            return None
+        tokens = torch.empty(awaited, dtype=torch.int64, device=device)
+        self._ranks.hand_out(tokens)
+        return tokens
+
+    def room(self) -> None:
+        """A follower: until one step at most is under way."""
+        while len(self._under_way) > 1:
+            self._under_way.popleft().result()
+
+    def under_way(self, mark: Mark, over: Callable[[], None]) -> None:
+        """A follower has launched a step, which ends with `mark`."""
+        if self._waiter is None:
+            self._waiter = ThreadPoolExecutor(1, thread_name_prefix="steps")
+        self._under_way.append(self._waiter.submit(_wait, mark, over))
 
     @contextmanager
     def copies(self, copies: Sequence[KvCopy]) -> Iterator[None]:

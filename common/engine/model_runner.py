@@ -276,14 +276,14 @@ class ModelRunner:
         """Within, a plan's copies are made by the other ranks too, and its rows come after them."""
         return nullcontext() if self._group is None or not copies else self._group.copies(copies)
 
-    def follow(self, batch: StepBatch, taken: StepClass = None) -> None:
-        """The forward of a step of rank 0, on another rank: the same calls, in the same order. `taken`: the recorded
-        step that computes it."""
+    def follow(self, batch: StepBatch, taken: StepClass = None, awaited: int = 0) -> None:
+        """The forward of a step of rank 0, on another rank: the same calls, in the same order; the rest as of
+        `rank_messages.Step`. On a GPU it may still run when this returns."""
         self._prepare_thread()
         steps = self._device_steps
         with torch.inference_mode(), self.stream.use():
             if steps is not None and not batch.scoring:
-                steps.follow(batch, taken)
+                steps.follow(batch, taken, awaited)
                 return
             if steps is None:
                 inputs = step_inputs(batch, self.block_size, self.device, places=self._places)

@@ -78,7 +78,8 @@ class Record(msgspec.Struct, frozen=True, tag=True):
 
 class Step(msgspec.Struct, frozen=True, tag=True):
     """A `StepBatch` as far as a forward needs it: arrays as bytes, of the dtypes that they have there. `taken`: the
-    recorded step that computes it."""
+    recorded step that computes it. `awaited`: so many tokens were sampled by the step before, and rank 0 hands them out
+    on the devices (`StepBatch.token_source`)."""
 
     rows: int
     token_ids: bytes
@@ -95,6 +96,8 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     more_tables: bytes | None = None
     more_slots: bytes | None = None
     taken: StepClass = None
+    token_source: bytes | None = None
+    awaited: int = 0
 
 
 class Copies(msgspec.Struct, frozen=True, tag=True):
@@ -187,8 +190,7 @@ def receive_frame(peer: socket.socket) -> bytearray:
     return body
 
 
-def step_of(batch: StepBatch, taken: StepClass = None) -> Step:
-    """Its tokens must be known (`StepBatch.after`)."""
+def step_of(batch: StepBatch, taken: StepClass = None, awaited: int = 0) -> Step:
     return Step(
         rows=batch.num_rows,
         token_ids=batch.token_ids.tobytes(),
@@ -205,6 +207,8 @@ def step_of(batch: StepBatch, taken: StepClass = None) -> Step:
         more_tables=None if batch.more_tables is None else batch.more_tables.tobytes(),
         more_slots=None if batch.more_slots is None else batch.more_slots.tobytes(),
         taken=taken,
+        token_source=None if batch.token_source is None else batch.token_source.tobytes(),
+        awaited=awaited,
     )
 
 
@@ -233,6 +237,7 @@ def batch_of(step: Step) -> StepBatch:
         sampling=(GREEDY,) * sampled,
         padding=None if step.padding is None else half(step.padding),
         scoring=step.scoring,
+        token_source=None if step.token_source is None else whole(step.token_source),
         drafts=drafts,
         more_tables=None if step.more_tables is None else half(step.more_tables).reshape(-1, *tables.shape),
         more_slots=None if step.more_slots is None else whole(step.more_slots).reshape(-1, len(tokens)),

@@ -4,6 +4,7 @@
     o, down       every rank's product, one term ──all-gather, summed in the order of ranks──▶ added to the residual
     experts       likewise; a rank's term, of the experts' parts that it holds, is of the model's dtype
     lm_head       every rank's tokens' logits ──gather──▶ rank 0, which samples
+    tokens        rank 0's ──broadcast──▶ all, where a step begins behind the one that samples them
 
 The order of a sum is the order of the ranks, for every row and every batch: a row computes the same bits whatever
 stands beside it, and all ranks hold the same residual to the last bit. An all-reduce would not do: gloo's cuts the
@@ -124,6 +125,10 @@ class Ranks:
     def keep_buffers(self) -> None:
         """Recorded steps hold the buffers' addresses: from now on an exchange that needs larger ones is an error."""
         self._kept = True
+
+    def hand_out(self, tokens: Tensor) -> None:
+        """int64 [n], rank 0's, to all; in place."""
+        dist.broadcast(tokens, src=0)
 
     def embed(self, embedding: Embedding, ids: Tensor, out: Tensor) -> None:
         """out [T, hidden] = the rows of tokens `ids` [T] of the whole table; `embedding` has this rank's rows."""

@@ -171,10 +171,13 @@ def test_a_step_arrives_as_it_was(directions: np.ndarray | None, padding: np.nda
 
 @pytest.mark.parametrize("taken", [None, 8, MixedClass(16, 8)])
 def test_what_takes_a_step_is_said_with_it(taken: StepClass) -> None:
-    none, half = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
-    batch = StepBatch(none, none, np.zeros(1, np.int32), half, np.zeros((0, 1), np.int32), None, none, half, ())
+    one, half = np.ones(1, dtype=np.int64), np.ones(1, dtype=np.int32)
+    starts, tables, rows = np.array([0, 1], dtype=np.int32), np.ones((1, 1), dtype=np.int32), np.zeros(1, np.int32)
+    batch = StepBatch(one, one, starts, half, tables, None, one, rows, (), token_source=2 * one)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(encoded(step_of(batch, taken)))
+        ours.sendall(encoded(step_of(batch, taken, 3)))
         found = receive_command(theirs)
     assert isinstance(found, Step) and found.taken == taken and type(found.taken) is type(taken)
+    source = batch_of(found).token_source
+    assert source is not None and source.tolist() == [2] and found.awaited == 3

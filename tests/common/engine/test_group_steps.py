@@ -11,14 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.common.engine import ranks as ranks_module
-from cohort.common.engine.batch import ScoringRow, StepBatch
+from cohort.common.engine.batch import SamplingRow, ScoringRow, StepBatch
 from cohort.common.engine.decode_classes import CaptureBudget, MixedClass, StepClass
 from cohort.common.engine.group_steps import AgreedRecorder, GroupSteps
 from cohort.common.engine.linear import Embedding, Linear
@@ -39,6 +38,7 @@ from tests.common.engine.driver import (
     run_together,
 )
 from tests.common.engine.groups import group_runner
+from tests.common.engine.test_steps_behind import chain, present
 from tests.examples import another_of_its_kind, examples
 
 MUCH = 1 << 40
@@ -54,9 +54,9 @@ class _Told:
         followers: Any = runner.followers
         step = followers.step
 
-        def telling(batch: StepBatch, taken: StepClass = None) -> None:
+        def telling(batch: StepBatch, taken: StepClass = None, awaited: int = 0) -> None:
             self.classes.append(taken)
-            step(batch, taken)
+            step(batch, taken, awaited)
 
         monkeypatch.setattr(followers, "step", telling)
 
@@ -121,18 +121,21 @@ def test_what_is_not_recorded_runs_on_all_ranks_in_between(
     assert told.classes == [None, 16, None, 1]
 
 
-def test_a_step_behind_one_that_runs_waits_for_its_tokens(group: tuple[ModelRunner, Path]) -> None:
-    """Only rank 0 has them."""
+def test_steps_behind_one_another_have_the_tokens_of_steps_one_by_one(group: tuple[ModelRunner, Path]) -> None:
+    """Two under way all the time, and only rank 0 samples; and hands out the tokens."""
     runner, folder = group
-    (expected,) = reference_generate(folder, random_prompts([6]), 3)
-    driver = Driver(runner)
-    driver.add("0", expected.prompt)
-    driver.step([("0", 6)])
-    first = runner.launch(driver.batch([("0", 1)]))
-    driver.requests["0"].computed += 1
-    driver.requests["0"].tokens.append(-1)
-    second = runner.launch(replace(driver.batch([("0", 1)]), token_source=np.zeros(1, dtype=np.int64)))
-    assert [first.finish().tokens[0], second.finish().tokens[0]] == expected.tokens[1:]
+    answers = []
+    for of in (make_runner(folder), runner):
+        driver = Driver(of, shuffle=3)
+        for index, prompt in enumerate(random_prompts([5, 9, 3, 12])):
+            driver.add(str(index), prompt, SamplingRow(index, 0, temperature=0.9 * (index % 2), top_p=0.9))
+        driver.step([(name, driver.remaining(name)) for name in driver.requests])
+        if of is runner:
+            chain(driver, 12)
+        for step in range(12 if of is not runner else 0):
+            driver.step([(name, 1) for name in present(driver, step)])
+        answers.append([request.tokens for request in driver.requests.values()])
+    assert answers[0] == answers[1]
 
 
 def test_a_replay_that_never_ends_ends_the_group(

@@ -17,9 +17,11 @@ from tests.engine_models import BLOCK_SIZE, make_runner
 
 
 @contextmanager
-def group_runner(folder: Path, degree: int, *, graphs: Sequence[int] = (), **overrides: Any) -> Iterator[ModelRunner]:
+def group_runner(
+    folder: Path, degree: int, *, graphs: Sequence[int] = (), devices: Sequence[str] = (), **overrides: Any
+) -> Iterator[ModelRunner]:
     """Like `make_runner`, of so many ranks. `graphs`: bytes for recorded steps of each rank, which then runs as on a
-    GPU. One at a time in a process."""
+    GPU. `devices`: of each rank. One at a time in a process."""
     if degree == 1:
         yield make_runner(folder, **overrides)
         return
@@ -42,7 +44,7 @@ def group_runner(folder: Path, degree: int, *, graphs: Sequence[int] = (), **ove
                 degree=degree,
                 store=followers.store,
                 model_dir=str(folder),
-                device="cpu",
+                device=devices[rank] if devices else "cpu",
                 threads=1,
                 block_size=BLOCK_SIZE,
                 max_context=0,
@@ -57,9 +59,12 @@ def group_runner(folder: Path, degree: int, *, graphs: Sequence[int] = (), **ove
         followers.set_up(setup)
         group = RankGroup(0, degree, followers.store, followers.meet)
         share = DeviceShare(graphs=graphs[0] if graphs else 0)
-        runner = make_runner(folder, group=group, followers=followers, share=share, **options)
+        own = {**options, "device": devices[0]} if devices else options
+        runner = make_runner(folder, group=group, followers=followers, share=share, **own)
         try:
             yield runner
         finally:
             assert runner.ranks is not None
+            if runner._device_steps is not None:
+                runner._device_steps.forget()
             runner.ranks.close()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cohort.common.engine import ranks
 from cohort.common.engine.batch import SamplingRow, ScoringRow, StepBatch
@@ -79,6 +80,18 @@ def test_where_one_rank_has_no_memory_none_records_and_a_class_it_lacks_ends_it(
         with pytest.raises((RankLost, RuntimeError)):
             driver.step([("0", 1)])
         assert said and "rank 0 of 2" in said[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
+def test_recorded_steps_of_two_gpus_answer_as_transformers(model_folder: Callable[[str], Path]) -> None:
+    """All of it over NCCL; float32, whose sums in another order are near."""
+    folder, devices = model_folder("qwen3"), ("cuda:0", "cuda:1")
+    expected = reference_generate(folder, random_prompts((5, 33, 9)), 12)
+    with group_runner(folder, 2, graphs=(1 << 31, 1 << 31), devices=devices) as runner:
+        runner.warm_up()
+        assert runner.recorded_classes == (1, 2, 4, 8, 16)
+        assert check_schedule(runner, expected, run_together) <= 1
 
 
 @another_of_its_kind()

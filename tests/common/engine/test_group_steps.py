@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cohort.common.engine import group_steps
 from cohort.common.engine import ranks as ranks_module
 from cohort.common.engine.batch import SamplingRow, ScoringRow, StepBatch
 from cohort.common.engine.decode_classes import CaptureBudget, MixedClass, StepClass
+from cohort.common.engine.followers import EXIT_RANK_LOST
 from cohort.common.engine.group_steps import AgreedRecorder, GroupSteps
 from cohort.common.engine.linear import Embedding, Linear
 from cohort.common.engine.model_config import read_geometry
@@ -332,6 +335,20 @@ def test_what_gpus_exchange_is_the_whole(model_folder: Callable[[str], Path], mo
     for embedded, added in table.everywhere(compute):
         assert torch.equal(embedded, whole[ids])
         torch.testing.assert_close(added, residual + x @ weight.t())
+
+
+def test_a_follower_whose_step_never_ends_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may be stopped and say nothing; the follower's main thread waits for the device."""
+    ended, codes, said = threading.Event(), list[int](), list[str]()
+
+    def end(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    monkeypatch.setattr(group_steps.os, "_exit", end)
+    ranks: Any = SimpleNamespace(failed=said.append)
+    GroupSteps(ranks, None, limit_s=0.02).begin()
+    assert ended.wait(LONG_S) and codes == [EXIT_RANK_LOST] and len(said) == 1
 
 
 def test_only_a_step_that_is_late_is_said_to_be() -> None:

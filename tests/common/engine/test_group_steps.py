@@ -288,6 +288,23 @@ def test_a_follower_that_has_recorded_other_classes_is_refused(
         runner.followers.ready_steps(lambda: None, recorded_less, (1,))
 
 
+def test_a_class_that_a_rank_lacks_ends_the_group(
+    group: tuple[ModelRunner, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of the group."""
+    runner, _ = group
+    assert runner.ranks is not None and runner.followers is not None
+    said: list[str] = []
+    monkeypatch.setattr(runner.ranks, "failed", said.append)
+    driver = Driver(runner)
+    driver.add("0", [5, 6, 7])
+    driver.step([("0", 3)])
+    runner.followers.step(driver.batch([("0", 1)]), 3)
+    with pytest.raises((RankLost, RuntimeError)):
+        driver.step([("0", 1)])
+    assert said and "rank 0 of 2" in said[0]
+
+
 def test_recorded_exchanges_stay_where_they_are(model_folder: Callable[[str], Path]) -> None:
     geometry = read_geometry(model_folder("qwen3"))
     ranks = Ranks(RankGroup(0, 2, "", lambda: None), geometry, torch.device("cpu"))

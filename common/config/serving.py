@@ -301,7 +301,7 @@ class EngineConfig(Section, frozen=True):
     # a position gets the same bits in every batch, as prompt, drafted or decode row, on a GPU too, where it costs time;
     # on a CPU it does anyway. Refused at start where it cannot be (docs/adr/0014-bits-of-a-position.md)
     batch_invariant: bool = False
-    # GPU memory for recorded decode steps; 0 = none is recorded; by the GPU's memory
+    # GPU memory for recorded steps, of each rank of a worker; 0 = none is recorded; by the GPU's memory
     cuda_graph_memory_bytes: NotNegative = 2_147_483_648
     workers_per_gpu: NotNegative = 0  # that share a GPU's memory; 0 = this configuration's workers over its GPUs
     gpus: NotNegative = 0  # GPUs that the workers of this host are divided over; 0 = all that are visible

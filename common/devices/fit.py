@@ -91,7 +91,7 @@ def need(config: Config, model_dir: Path, geometry: ModelGeometry, degree: int =
     if degree > 1:
         share = RankShare(geometry, 0, degree)
         own, steps = share.own, step_bytes(share.working, element, engine.max_rows, engine.max_step_tokens)
-        steps += exchange_bytes(geometry, element, engine.max_step_tokens)
+        steps += exchange_bytes(geometry, element, engine.max_rows, engine.max_step_tokens)
     kept = kv_dtype(config.kv.cache_dtype, dtype, geometry, "cuda")
     tokens, cache = _least_cache(config, own, kept, config.kv.memory_bytes // degree)
     weights = weight_bytes(model_dir, geometry, element, config.model.weights, "cuda", dtype) // degree
@@ -100,7 +100,7 @@ def need(config: Config, model_dir: Path, geometry: ModelGeometry, degree: int =
     return Need(
         weights,
         steps,
-        0 if degree > 1 or geometry.family == "generic" else engine.cuda_graph_memory_bytes,
+        0 if geometry.family == "generic" else engine.cuda_graph_memory_bytes,
         cache,
         tokens,
         fp8_cache=_in_fp8(config, own, kept, tokens, "cuda"),

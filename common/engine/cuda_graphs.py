@@ -1,7 +1,8 @@
 """Records steps as CUDA graphs: one launch replays the some three hundred kernels of a step.
 
 Called at start through `recorded_steps`. The thin part that only a GPU can prove. A step is run twice as it is before
-it is captured: kernels are compiled and libraries make their workspaces then, which a capture would not allow.
+it is captured: kernels are compiled, libraries make their workspaces and NCCL its connections then, which a capture
+would not allow.
 """
 
 from __future__ import annotations
@@ -30,14 +31,22 @@ class CudaGraphRecorder:
 
     def record(self, step: Callable[[], StepResult]) -> Recorded:
         """See `recorded_steps.Recorder`."""
+        self.warm_up(step)
+        return self.capture(step)
+
+    def warm_up(self, step: Callable[[], StepResult]) -> None:
+        """See `group_steps.TwoPhases`."""
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):
                 step()
         self._stream.synchronize()
+
+    def capture(self, step: Callable[[], StepResult]) -> Recorded:
+        """See `group_steps.TwoPhases`: within, an exchange is only taken down, whatever the other ranks do."""
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
         graph: Any = torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
-        # thread_local: the transfer links' threads may use the device meanwhile
+        # thread_local: the transfer links' threads may use the device meanwhile, and NCCL's watchdog does
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = step()
         torch.cuda.synchronize(self._device)

@@ -25,6 +25,17 @@ class MixedClass(NamedTuple):
         return self.prompt_tokens + self.rows
 
 
+StepClass = int | MixedClass | None
+"""What takes a step: a number of decode rows, a class with prompts, or nothing that is recorded."""
+
+
+class RecordedClasses(NamedTuple):
+    """All that one process has recorded, ascending."""
+
+    decode: tuple[int, ...] = ()
+    mixed: tuple[MixedClass, ...] = ()
+
+
 def batch_classes(max_rows: int) -> tuple[int, ...]:
     """Numbers of rows that steps are padded to, ascending; the last is `max_rows`.
 

@@ -23,10 +23,18 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine.batch import StepBatch, StepOutput
-from cohort.common.engine.decode_classes import CaptureBudget, mixed_classes
+from cohort.common.engine.decode_classes import (
+    CaptureBudget,
+    MixedClass,
+    RecordedClasses,
+    StepClass,
+    capture_order,
+    mixed_classes,
+)
 from cohort.common.engine.device_memory import STAGING_TOKENS
 from cohort.common.engine.device_sampler import SampledOnDevice, sample_on_device
 from cohort.common.engine.grammar_masks import TokenMasks
+from cohort.common.engine.group_steps import GroupSteps
 from cohort.common.engine.kv_tensors import KvTensors
 from cohort.common.engine.lora import LoraStore
 from cohort.common.engine.model_config import ModelGeometry
@@ -48,24 +56,37 @@ from cohort.kernels.gpu.plan import latent_group
 from cohort.kernels.gpu.workspace import Workspace
 
 if TYPE_CHECKING:
+    from cohort.common.engine.cuda_graphs import CudaGraphRecorder
     from cohort.kernels.gpu.variants import ServedExperts
 
 log = structlog.get_logger(__name__)
 
 
+def _nobody_waits() -> None:
+    """Of a device by itself: its steps end."""
+
+
 class Launched:
     """A step under way."""
 
-    def __init__(self, sampled: SampledOnDevice, mark: Mark, drafted: StepBatch | None = None) -> None:
-        """`drafted`: the batch, if it has drafts."""
+    def __init__(
+        self,
+        sampled: SampledOnDevice,
+        mark: Mark,
+        drafted: StepBatch | None = None,
+        over: Callable[[], None] = _nobody_waits,
+    ) -> None:
+        """`drafted`: the batch, if it has drafts. `over`: to be told when the device is through."""
         self._sampled = sampled
         self._mark = mark
         self._drafted = drafted
+        self._over = over
 
     def finish(self) -> StepOutput:
         """Wait for the device, then its answer. Everything the step wrote is there afterwards, KV included. Any
         thread."""
         self._mark.wait()
+        self._over()
         output = self._sampled.output()
         return output if self._drafted is None else right_ones(output, self._drafted)
 
@@ -92,9 +113,11 @@ class DeviceSteps:
         lora: LoraStore,
         places: Places | None = None,
         batch_invariant: bool = False,
+        group: GroupSteps | None = None,
     ) -> None:
-        """`places`: of layers in several groups. `batch_invariant`: the model was made so (`kernels.batch_invariance`),
-        and attention is to be."""
+        """`geometry`: of what this process computes. `places`: of layers in several groups. `batch_invariant`: the
+        model was made so (`kernels.batch_invariance`), and attention is to be. `group`: of a rank of several."""
+        self._group = group
         self._batch_invariant = batch_invariant
         self._places = places
         self._model, self._kv, self._geometry = model, kv, geometry
@@ -202,12 +225,15 @@ class DeviceSteps:
             clamped=self._geometry.family == "gpt_oss",
         )
 
-    def record(self, budget_bytes: int, classes: Sequence[int] | None = None) -> None:
+    def record(self, budget_bytes: int, classes: Sequence[int] | None = None) -> RecordedClasses:
         """Record the decode steps, of these batch sizes only where `classes` names some, then steps with prompts;
-        nothing may be served meanwhile. Zero bytes: none are recorded."""
+        nothing may be served meanwhile. Zero bytes: none are recorded. All ranks of a group at once."""
+        if self._group is not None:
+            wanted = None if classes is None else capture_order(classes)
+            budget_bytes = self._group.budget(budget_bytes, (self._max_rows, wanted, self.mixed.wanted))
         if not budget_bytes:
-            return
-        recorder: Recorder = PlainRecorder()
+            return self.recorded
+        recorder: PlainRecorder | CudaGraphRecorder = PlainRecorder()
         if isinstance(self.stream, CudaStream):
             from cohort.common.engine.cuda_graphs import CudaGraphRecorder
 
@@ -216,11 +242,22 @@ class DeviceSteps:
         g = self._geometry
         estimate = self._max_rows * (2 * g.intermediate_size + self._expert_width() + g.vocab_size) * 4
         budget = CaptureBudget(budget_bytes)
+        used: Recorder = recorder if self._group is None else self._group.recorder(recorder)
         with self.stream.use():
-            self.decode.record(recorder, budget, estimate, classes)
+            self.decode.record(used, budget, estimate, classes)
             if self.decode.classes:  # else nothing can be recorded here
-                self.mixed.record(recorder, budget, self._mixed_estimate())
+                self.mixed.record(used, budget, self._mixed_estimate())
         self.stream.mark().wait()
+        return self.recorded
+
+    @property
+    def recorded(self) -> RecordedClasses:
+        return RecordedClasses(self.decode.classes, self.mixed.classes)
+
+    def forget(self) -> None:
+        """Let go of what is recorded: from now on every step runs kernel by kernel."""
+        self.decode.forget()
+        self.mixed.forget()
 
     def _mixed_estimate(self) -> int:
         """What the largest class adds to the pool: a layer's intermediates, twice."""
@@ -238,10 +275,12 @@ class DeviceSteps:
         `token_source`: behind the step that was launched last."""
         try:
             self._last = self._launch(batch, masks)
-        except torch.OutOfMemoryError:
-            self.stream.mark().wait()  # what was launched still reads this step's inputs
-            raise
-        except Exception:
+        except Exception as error:
+            if self._group is not None:
+                self._group.out_of_step(error)
+            elif isinstance(error, torch.OutOfMemoryError):
+                self.stream.mark().wait()  # what was launched still reads this step's inputs
+                raise
             self._last = None  # nothing can run behind it
             raise
         return self._last
@@ -252,23 +291,55 @@ class DeviceSteps:
             before = None if last is None else last.tokens
             if before is None:
                 raise InvariantViolated("a step behind another one, but none was launched")
+        over = self._begun()
         with self.stream.use():
-            self._uploads, self._other_uploads = self._other_uploads, self._uploads
-            self._uploads.restart()
-            # What is recorded knows no adapters: a step with any is launched kernel by kernel.
-            rows_class = None if batch.adapters else self.decode.takes(batch)
-            if rows_class is None:
-                logits = self._mixed_logits(batch, before)
+            self._next_uploads()
+            taken = self._taken(batch)
+            if self._group is not None:
+                self._group.tell(batch, taken, before)
+            if not isinstance(taken, int):
+                logits = self._mixed_logits(batch, taken, before)
                 self._look_back(batch, last)
             else:
-                done = self.decode.run(batch, rows_class, before)
+                done = self.decode.run(batch, taken, before)
                 self._states = None if done.states is None else self._of_sampled(done.states, batch)
                 self._look_back(batch, last)
-                if not batch.grammars and (sampled := self.decode.sample(batch, rows_class, done)) is not None:
-                    return Launched(sampled, self.stream.mark())
+                if not batch.grammars and (sampled := self.decode.sample(batch, taken, done)) is not None:
+                    return Launched(sampled, self.stream.mark(), over=over)
                 logits = self._of_sampled(done.logits, batch)
             sampled = sample_on_device(logits, batch.sampling, self._uploads, masks())
-            return Launched(sampled, self.stream.mark(), None if batch.drafts is None else batch)
+            return Launched(sampled, self.stream.mark(), None if batch.drafts is None else batch, over)
+
+    def follow(self, batch: StepBatch, taken: StepClass, awaited: int) -> None:
+        """Start a step of rank 0 up to its logits, on another rank; `awaited` as of `rank_messages.Step`. Returns when
+        the one before is over. Raises `InvariantViolated` where this rank has not recorded the class."""
+        assert self._group is not None, "a device by itself follows nobody"
+        self._group.room()
+        if taken is not None and taken not in (*self.decode.classes, *self.mixed.classes):
+            raise InvariantViolated(f"rank 0 replays {taken}, which this rank has not recorded")
+        over = self._begun()
+        with self.stream.use():
+            self._next_uploads()
+            before = self._group.taken_over(awaited, self._device)
+            if isinstance(taken, int):
+                self.decode.run(batch, taken, before)
+            else:
+                self._mixed_logits(batch, taken, before)
+            self._group.under_way(self.stream.mark(), over)
+
+    def _begun(self) -> Callable[[], None]:
+        return _nobody_waits if self._group is None else self._group.begin()
+
+    def _next_uploads(self) -> None:
+        self._uploads, self._other_uploads = self._other_uploads, self._uploads
+        self._uploads.restart()
+
+    def _taken(self, batch: StepBatch) -> StepClass:
+        """What computes a batch. What is recorded knows no adapters: a step with any is launched kernel by kernel."""
+        if batch.adapters:
+            return None
+        rows_class = self.decode.takes(batch)
+        return self.mixed.takes(batch) if rows_class is None else rows_class
 
     @staticmethod
     def _look_back(batch: StepBatch, last: Launched | None) -> None:
@@ -277,9 +348,9 @@ class DeviceSteps:
         if batch.looks_back and last is not None:
             batch.look_back(last.finish().tokens)
 
-    def _mixed_logits(self, batch: StepBatch, before: Tensor | None) -> Tensor:
+    def _mixed_logits(self, batch: StepBatch, mixed: MixedClass | None, before: Tensor | None) -> Tensor:
         """The logits of a step's sampled rows, recorded or kernel by kernel."""
-        if not batch.adapters and (mixed := self.mixed.takes(batch)) is not None:
+        if mixed is not None:
             done = self.mixed.run(batch, mixed, before)
             sampled = batch.num_sampled
             self._states = None if done.states is None else done.states[:sampled]
@@ -305,7 +376,10 @@ class DeviceSteps:
         return rows.index_select(0, index)
 
     def scoring_inputs(self, batch: StepBatch) -> StepInputs:
-        """The inputs of a step that the caller runs itself, on `stream`."""
+        """The inputs of a step that the caller runs itself, on `stream`; of several ranks all have it then."""
+        if self._group is not None:
+            self._group.tell(batch, None)
+            self.stream.mark().wait()  # a follower's step may end a little after rank 0's
         self._uploads.restart()
         self._states = self._last = None
         return self._inputs(batch)

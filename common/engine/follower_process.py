@@ -33,12 +33,16 @@ from cohort.common.engine.kv_copies import KvCopier
 from cohort.common.engine.model_runner import ModelRunner
 from cohort.common.engine.rank_hosts import Place, joined
 from cohort.common.engine.rank_messages import (
+    Compile,
+    Compiled,
     Connect,
     Copied,
     Copies,
     Failed,
     Loaded,
     RankLost,
+    Record,
+    Recorded,
     Setup,
     Step,
     Stop,
@@ -138,9 +142,15 @@ def follow(control: socket.socket, orders: socket.socket, store: socket.socket, 
     garbage.settle()
     while True:
         match command := receive_command(control):
-            case Step():
-                runner.follow(batch_of(command))
+            case Step(taken=taken, awaited=awaited):
+                runner.follow(batch_of(command), taken, awaited)
+            case Compile():
+                runner.compile_steps()
+                send(control, encoded(Compiled()))
+            case Record(classes=classes):
+                send(control, encoded(Recorded(runner.record_steps(classes))))
             case Copies(copies=copies):
+                runner.stream.mark().wait()
                 with torch.inference_mode(), copier.around(copies):
                     pass
                 if runner.device.type == "cuda":
@@ -171,10 +181,11 @@ def _runner(setup: Setup, control: socket.socket, store: socket.socket) -> Model
         max_rows=setup.max_rows,
         max_step_tokens=setup.max_step_tokens,
         max_context=setup.max_context,
-        share=DeviceShare(setup.memory_fraction, setup.sharers, setup.most_kv, 0),
+        share=DeviceShare(setup.memory_fraction, setup.sharers, setup.most_kv, setup.graphs),
         weights=setup.weights,
         cache_dtype=setup.cache_dtype,
         grouped=setup.grouped,
+        device_steps=setup.device_steps,
         group=RankGroup(
             setup.rank, setup.degree, setup.store or StoreOfRankZero(store), meet, interface=setup.interface
         ),

@@ -1,6 +1,6 @@
 """Rank 0's hold on the other ranks of a tensor-parallel worker: it starts them, tells them every step, ends with them.
 
-    start ──▶ processes load their shares ──Loaded──▶ Connect ──▶ Step, Copies, Step … ──▶ Stop
+    start ──▶ processes load their shares ──Loaded──▶ Connect ──▶ Compile, Record ──▶ Step, Copies, Step … ──▶ Stop
                                  └─ Failed: the same error here        │
                                           a process ends ──────────────┴──▶ the whole worker ends
 
@@ -31,16 +31,22 @@ import msgspec
 import structlog
 
 from cohort.common.engine.batch import StepBatch
+from cohort.common.engine.decode_classes import RecordedClasses, StepClass
 from cohort.common.engine.group_store import HashStore, answer
 from cohort.common.engine.rank_hosts import RanksElsewhere
 from cohort.common.engine.rank_messages import (
     Answer,
+    Command,
+    Compile,
+    Compiled,
     Connect,
     Copied,
     Copies,
     Failed,
     Loaded,
     RankLost,
+    Record,
+    Recorded,
     Setup,
     Stop,
     encoded,
@@ -51,13 +57,15 @@ from cohort.common.engine.rank_messages import (
 from cohort.common.engine.rank_orders import OpenLinks
 from cohort.common.engine.ranks import EXCHANGE_TIMEOUT_S, Store
 from cohort.common.engine.remote_rank import RemoteRank
-from cohort.common.errors import ConfigError, ModelError
+from cohort.common.errors import ConfigError, InvariantViolated, ModelError
 from cohort.common.policies.kv_interface import KvCopy
 
 log = structlog.get_logger(__name__)
 
 STOP_S = 2.0
 """The longest that a follower may take to end when it is told to; then it is killed."""
+COMPILE_S = 1800.0
+"""The longest that ranks wait for the slowest of them to compile its kernels."""
 EXIT_RANK_LOST = 1
 _THREAD_NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -104,6 +112,10 @@ def start_rank(arguments: Sequence[str], threads: int, descriptors: Sequence[int
         pass_fds=descriptors,
         env={**os.environ, **{name: str(threads) for name in _THREAD_NAMES}} if threads else None,
     )
+
+
+def _not_asked(rank: int) -> RankLost:
+    return RankLost(f"rank {rank} answers what was not asked")
 
 
 class Followers:
@@ -179,8 +191,8 @@ class Followers:
                 case Failed(reason=reason, configuration=configuration):
                     kind = ConfigError if configuration else ModelError
                     raise kind(f"rank {follower.rank}: {reason}")
-                case Copied():
-                    raise RankLost(f"rank {follower.rank} answers what was not asked")
+                case _:
+                    raise _not_asked(follower.rank)
         for follower in self._followers:
             send(follower.control, encoded(Connect()))
             follower.control.settimeout(EXCHANGE_TIMEOUT_S)
@@ -243,9 +255,33 @@ class Followers:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def step(self, batch: StepBatch) -> None:
-        """Have every rank run the forward of a batch. Raises `RankLost`."""
-        frame = encoded(step_of(batch))
+    def ready_steps(
+        self, compile_own: Callable[[], None], record_own: Callable[[], RecordedClasses], classes: Sequence[int] | None
+    ) -> None:
+        """Have every rank compile what steps launch, then record the steps together. Raises `RankLost`, and
+        `InvariantViolated` where a rank has recorded others than rank 0."""
+        self._tell_all(Compile())
+        compile_own()
+        for follower in self._followers:
+            follower.control.settimeout(COMPILE_S)
+            if not isinstance(self._answer_of(follower), Compiled):
+                raise _not_asked(follower.rank)
+            follower.control.settimeout(EXCHANGE_TIMEOUT_S)
+        self._tell_all(Record(None if classes is None else tuple(classes)))
+        own = record_own()
+        for follower in self._followers:
+            answer = self._answer_of(follower)
+            if not isinstance(answer, Recorded):
+                raise _not_asked(follower.rank)
+            if answer.classes != own:
+                raise InvariantViolated(f"rank {follower.rank} has recorded {answer.classes}, and rank 0 {own}")
+
+    def step(self, batch: StepBatch, taken: StepClass = None, awaited: int = 0) -> None:
+        """Have every rank run the forward of a batch; the rest as of `Step`. Raises `RankLost`."""
+        self._tell_all(step_of(batch, taken, awaited))
+
+    def _tell_all(self, command: Command) -> None:
+        frame = encoded(command)
         for follower in self._followers:
             send(follower.control, frame)
 
@@ -254,14 +290,12 @@ class Followers:
         """Have every rank make a plan's copies, before the rows that are told within, while rank 0 makes its own. On
         exit all are made. Raises `RankLost`."""
         if copies:
-            frame = encoded(Copies(list(copies)))
-            for follower in self._followers:
-                send(follower.control, frame)
+            self._tell_all(Copies(list(copies)))
         yield
         if copies:
             for follower in self._followers:
                 if not isinstance(receive_answer(follower.control), Copied):
-                    raise RankLost(f"rank {follower.rank} answers what was not asked")
+                    raise _not_asked(follower.rank)
 
     # -- KV transfers ----------------------------------------------------------------------------------------------
 

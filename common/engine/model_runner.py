@@ -13,7 +13,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +24,14 @@ from torch import Tensor
 
 from cohort.common.engine import compiled_kernels
 from cohort.common.engine.batch import Int64Array, SamplingRow, StepBatch, StepOutput, TokenLogprobs
+from cohort.common.engine.decode_classes import RecordedClasses, StepClass
 from cohort.common.engine.device_memory import DeviceShare, kv_bytes, step_bytes
 from cohort.common.engine.device_steps import DeviceSteps, Launched
 from cohort.common.engine.drafts.batch_drafts import BatchDrafter
 from cohort.common.engine.followers import Followers
 from cohort.common.engine.generic import GenericModel
 from cohort.common.engine.grammar_masks import GrammarMasks, TokenMasks
+from cohort.common.engine.group_steps import GroupSteps
 from cohort.common.engine.invariance import check_invariant
 from cohort.common.engine.kv_dtype import FP8_PLANES, SCALE_BYTES, kv_dtype
 from cohort.common.engine.kv_tensors import KvTensors
@@ -41,7 +43,6 @@ from cohort.common.engine.matrices import Rounding
 from cohort.common.engine.model_config import DTYPE_BYTES, ModelGeometry, read_geometry
 from cohort.common.engine.model_forms import load_model
 from cohort.common.engine.prompt_scores import by_row, score, scored_tokens
-from cohort.common.engine.rank_messages import RankLost
 from cohort.common.engine.rank_shares import check_degree, exchange_bytes
 from cohort.common.engine.ranks import RankGroup, Ranks
 from cohort.common.engine.resolved import TORCH_DTYPES, resolve_device, resolve_dtype
@@ -124,6 +125,7 @@ class ModelRunner:
         if group is not None:
             check_degree(self.geometry, degree, model_dir.name)
             self.ranks = Ranks(group, self.geometry, self.device)
+        self._group = None if self.ranks is None else GroupSteps(self.ranks, followers)
         self.block_size = block_size
         groups = layer_groups(self.geometry.sliding_windows) if grouped else None
         self._places = None if groups is None else groups.places
@@ -158,7 +160,7 @@ class ModelRunner:
         num_blocks = num_blocks or self._blocks_that_fit(share)
         on_device = self.device.type == "cuda" if device_steps is None else device_steps
         if self.ranks is not None:
-            num_blocks, on_device = self.ranks.least(num_blocks), False
+            num_blocks = self.ranks.least(num_blocks)
         self.kv = KvTensors(
             self._block_geometry(self._held),
             num_blocks=num_blocks,
@@ -178,7 +180,7 @@ class ModelRunner:
             longest = min(max_context or self.geometry.max_positions, self.geometry.max_positions)
             self._device_steps = DeviceSteps(
                 self._model,
-                self.geometry,
+                self._working,
                 self.kv,
                 device=self.device,
                 dtype=torch_dtype,
@@ -188,6 +190,7 @@ class ModelRunner:
                 lora=self.lora,
                 places=self._places,
                 batch_invariant=batch_invariant,
+                group=self._group,
             )
         log.info(
             "model loaded",
@@ -212,6 +215,11 @@ class ModelRunner:
     def _held(self) -> ModelGeometry:
         """Of what this process holds of the model."""
         return self.geometry if self.ranks is None else self.ranks.share.own
+
+    @property
+    def _working(self) -> ModelGeometry:
+        """Of what a step has intermediates of here."""
+        return self.geometry if self.ranks is None else self.ranks.share.working
 
     @property
     def block_geometry(self) -> KvGeometry:
@@ -264,29 +272,26 @@ class ModelRunner:
             self._sampled = launched.output.tokens
         return launched
 
-    @contextmanager
-    def copies_elsewhere(self, copies: Sequence[KvCopy]) -> Iterator[None]:
+    def copies_elsewhere(self, copies: Sequence[KvCopy]) -> AbstractContextManager[None]:
         """Within, a plan's copies are made by the other ranks too, and its rows come after them."""
-        if self.followers is None or not copies:
-            yield
-            return
-        try:
-            with self.followers.copies(copies):
-                yield
-        except RankLost as error:
-            self._out_of_step(error)
-            raise
+        return nullcontext() if self._group is None or not copies else self._group.copies(copies)
 
-    def follow(self, batch: StepBatch) -> None:
-        """The forward of a step of rank 0, on another rank: the same calls, in the same order."""
+    def follow(self, batch: StepBatch, taken: StepClass = None, awaited: int = 0) -> None:
+        """The forward of a step of rank 0, on another rank: the same calls, in the same order; the rest as of
+        `rank_messages.Step`. On a GPU it may still run when this returns."""
         self._prepare_thread()
-        with torch.inference_mode():
-            inputs = step_inputs(batch, self.block_size, self.device, places=self._places)
-            if batch.scoring:
-                for _ in self._forwards(batch, inputs):
-                    pass
+        steps = self._device_steps
+        with torch.inference_mode(), self.stream.use():
+            if steps is not None and not batch.scoring:
+                steps.follow(batch, taken, awaited)
+                return
+            if steps is None:
+                inputs = step_inputs(batch, self.block_size, self.device, places=self._places)
             else:
-                self._forward(inputs)
+                inputs = steps.scoring_inputs(batch)
+            for _ in self._forwards(batch, inputs) if batch.scoring else (self._forward(inputs),):
+                pass
+            self.stream.mark().wait()
 
     def _begin(self, batch: StepBatch) -> Launched | Done:
         self._prepare_thread()
@@ -332,11 +337,11 @@ class ModelRunner:
         compiled and the decode steps recorded; `classes`: of these batch sizes only, for measuring.
         """
         if self._device_steps is not None:
-            with torch.inference_mode():
-                self._device_steps.compile(threads=min(16, os.cpu_count() or 1))
-                self._device_steps.record(self._graph_bytes, classes)
-            if self._device_steps.decode.classes and isinstance(self._model, LeanLlama):
-                self._model.keep_buffers()
+            if self.followers is None:
+                self.compile_steps()
+                self.record_steps(classes)
+            else:
+                self.followers.ready_steps(self.compile_steps, lambda: self.record_steps(classes), classes)
         if self.drafter is not None:
             self.drafter.warm_up()
         for rows, tokens_per_row in ((1, 1), (1, min(64, self.max_step_tokens)), (min(8, self.max_rows), 1)):
@@ -351,6 +356,25 @@ class ModelRunner:
             if batch is not None:
                 self.execute(batch)
 
+    def compile_steps(self) -> None:
+        """Every kernel that a step can launch."""
+        if self._device_steps is not None:
+            with torch.inference_mode():
+                self._device_steps.compile(threads=min(16, os.cpu_count() or 1))
+
+    def record_steps(self, classes: Sequence[int] | None = None) -> RecordedClasses:
+        """As far as there is memory for it. Of several ranks all do it at once."""
+        if (steps := self._device_steps) is None:
+            return RecordedClasses()
+        with torch.inference_mode():
+            if self.ranks is not None:
+                self.ranks.reserve(self.max_step_tokens, self.max_rows, self.numbers)
+            recorded = steps.record(self._graph_bytes, classes)
+        for each in (self._model, self.ranks):
+            if recorded.decode and isinstance(each, LeanLlama | Ranks):
+                each.keep_buffers()
+        return recorded
+
     def _execute(self, batch: StepBatch) -> StepOutput:
         if batch.token_source is not None:
             raise InvariantViolated("a step behind another one, of which no tokens are known")
@@ -359,12 +383,8 @@ class ModelRunner:
                 output = self._execute_and_score(batch, steps.scoring_inputs(batch))
             steps.stream.mark().wait()
             return output
-        if self.followers is not None:
-            try:
-                self.followers.step(batch)
-            except RankLost as error:
-                self._out_of_step(error)
-                raise
+        if self._group is not None:
+            self._group.tell(batch, None)
         inputs = step_inputs(batch, self.block_size, self.device, places=self._places)
         inputs.lora = self.lora.step(batch, host_put(self.device))
         if batch.scoring:
@@ -417,13 +437,9 @@ class ModelRunner:
         try:
             return self._model.forward(inputs, self.kv.blocks)
         except Exception as error:
-            self._out_of_step(error)
+            if self._group is not None:
+                self._group.out_of_step(error)
             raise
-
-    def _out_of_step(self, error: Exception) -> None:
-        """Of several ranks one has not done what the others do: there is no way on."""
-        if self.ranks is not None:
-            self.ranks.failed(f"rank {self.ranks.share.rank} of {self.ranks.share.degree}: {error}")
 
     def _blocks_that_fit(self, share: DeviceShare) -> int:
         """KV blocks that the device has memory for, of what is this worker's share."""
@@ -433,10 +449,9 @@ class ModelRunner:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         element = DTYPE_BYTES[self.dtype]
-        working = self.geometry if self.ranks is None else self.ranks.share.working
-        reserved = step_bytes(working, element, self.max_rows, self.max_step_tokens) + share.graphs + share.beside
+        reserved = step_bytes(self._working, element, self.max_rows, self.max_step_tokens) + share.graphs + share.beside
         if self.ranks is not None:
-            reserved += exchange_bytes(self.geometry, element, self.max_step_tokens)
+            reserved += exchange_bytes(self.geometry, element, self.max_rows, self.max_step_tokens)
         reserved += STAGING_BYTES + self._lora_bytes
         budget = kv_bytes(
             total=total,

@@ -1,8 +1,8 @@
 """What rank 0 of a tensor-parallel worker and its followers say to each other, over a socket pair for each follower
 (of another host: carried by `rank_wire`).
 
-    rank 0 ──▶ follower   Setup, Connect, Step, Copies, Stop
-    follower ──▶ rank 0   Loaded, Failed, Copied
+    rank 0 ──▶ follower   Setup, Connect, Compile, Record, Step, Copies, Stop
+    follower ──▶ rank 0   Loaded, Failed, Compiled, Recorded, Copied
 
 A frame is its length (8 bytes) and a MessagePack struct. Every wait has a deadline but a follower's wait for its next
 command: that ends with the command, or with rank 0. Orders about KV transfers go over a second pair: `rank_orders`.
@@ -19,6 +19,7 @@ import numpy as np
 
 from cohort.common.config import LoggingConfig
 from cohort.common.engine.batch import GREEDY, ScoringRow, StepBatch
+from cohort.common.engine.decode_classes import RecordedClasses, StepClass
 from cohort.common.engine.weights import WeightKind
 from cohort.common.errors import CohortError
 from cohort.common.policies.kv_interface import KvCopy
@@ -56,14 +57,29 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
     cache_dtype: str = "auto"
     grouped: bool = False
     interface: str = ""
+    graphs: int = 0
+    device_steps: bool | None = None
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
     """Every rank has loaded."""
 
 
+class Compile(msgspec.Struct, frozen=True, tag=True):
+    """Every kernel that a step can launch; answered by `Compiled`."""
+
+
+class Record(msgspec.Struct, frozen=True, tag=True):
+    """Begin to record steps, together with rank 0; answered by `Recorded`. `classes`: decode steps of these batch sizes
+    only."""
+
+    classes: tuple[int, ...] | None
+
+
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """A `StepBatch` as far as a forward needs it: arrays as bytes, of the dtypes that they have there."""
+    """A `StepBatch` as far as a forward needs it: arrays as bytes, of the dtypes that they have there. `taken`: the
+    recorded step that computes it. `awaited`: so many tokens were sampled by the step before, and rank 0 hands them out
+    on the devices (`StepBatch.token_source`)."""
 
     rows: int
     token_ids: bytes
@@ -79,6 +95,9 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     drafts: bytes | None = None
     more_tables: bytes | None = None
     more_slots: bytes | None = None
+    taken: StepClass = None
+    token_source: bytes | None = None
+    awaited: int = 0
 
 
 class Copies(msgspec.Struct, frozen=True, tag=True):
@@ -102,12 +121,22 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     configuration: bool
 
 
+class Compiled(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is left to compile."""
+
+
+class Recorded(msgspec.Struct, frozen=True, tag=True):
+    """What this rank replays from now on."""
+
+    classes: RecordedClasses
+
+
 class Copied(msgspec.Struct, frozen=True, tag=True):
     """All of the last `Copies` are made."""
 
 
-Command = Setup | Connect | Step | Copies | Stop
-Answer = Loaded | Failed | Copied
+Command = Setup | Connect | Compile | Record | Step | Copies | Stop
+Answer = Loaded | Failed | Compiled | Recorded | Copied
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
@@ -161,8 +190,7 @@ def receive_frame(peer: socket.socket) -> bytearray:
     return body
 
 
-def step_of(batch: StepBatch) -> Step:
-    """Its tokens must be known (`StepBatch.after`)."""
+def step_of(batch: StepBatch, taken: StepClass = None, awaited: int = 0) -> Step:
     return Step(
         rows=batch.num_rows,
         token_ids=batch.token_ids.tobytes(),
@@ -178,6 +206,9 @@ def step_of(batch: StepBatch) -> Step:
         drafts=None if batch.drafts is None else batch.drafts.tobytes(),
         more_tables=None if batch.more_tables is None else batch.more_tables.tobytes(),
         more_slots=None if batch.more_slots is None else batch.more_slots.tobytes(),
+        taken=taken,
+        token_source=None if batch.token_source is None else batch.token_source.tobytes(),
+        awaited=awaited,
     )
 
 
@@ -206,6 +237,7 @@ def batch_of(step: Step) -> StepBatch:
         sampling=(GREEDY,) * sampled,
         padding=None if step.padding is None else half(step.padding),
         scoring=step.scoring,
+        token_source=None if step.token_source is None else whole(step.token_source),
         drafts=drafts,
         more_tables=None if step.more_tables is None else half(step.more_tables).reshape(-1, *tables.shape),
         more_slots=None if step.more_slots is None else whole(step.more_slots).reshape(-1, len(tokens)),

@@ -244,9 +244,10 @@ def check_degree(geometry: ModelGeometry, degree: int, model: str) -> None:
         raise ConfigError(f"workers: tensor_parallel: {degree}: {model}: {reason}; degrees for this model: {able}")
 
 
-def exchange_bytes(geometry: ModelGeometry, element_bytes: int, max_step_tokens: int) -> int:
-    """Memory of the terms that a GPU's rank puts into a sum."""
-    return max_step_tokens * geometry.hidden_size * element_bytes
+def exchange_bytes(geometry: ModelGeometry, element_bytes: int, max_rows: int, max_step_tokens: int) -> int:
+    """Memory of the terms that a GPU's rank puts into a sum, and of the logits that rank 0 gathers (whole ones are
+    among what a step takes)."""
+    return max_step_tokens * geometry.hidden_size * element_bytes + max_rows * geometry.vocab_size * 4
 
 
 def reduced_bytes(geometry: ModelGeometry, element_bytes: int, tokens: int) -> int:

@@ -45,7 +45,13 @@ class PlainRecorder:
     """Repeats a step by running it again."""
 
     def record(self, step: Callable[[], StepResult]) -> Recorded:
+        self.warm_up(step)
+        return self.capture(step)
+
+    def warm_up(self, step: Callable[[], StepResult]) -> None:
         step()
+
+    def capture(self, step: Callable[[], StepResult]) -> Recorded:
         return Recorded(step, 0)
 
 

@@ -70,6 +70,10 @@ class StaticDecode:
         """Recorded classes, ascending."""
         return tuple(sorted(self._steps))
 
+    def forget(self) -> None:
+        """Let go of the recorded steps."""
+        self._steps.clear()
+
     def record(
         self,
         recorder: Recorder,

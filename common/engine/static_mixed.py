@@ -96,6 +96,10 @@ class StaticMixed:
         """Recorded classes, ascending."""
         return tuple(sorted(self._steps))
 
+    def forget(self) -> None:
+        """Let go of the recorded steps."""
+        self._steps.clear()
+
     def record(self, recorder: Recorder, budget: CaptureBudget, first_estimate_bytes: int = 0) -> None:
         """Record the classes, largest first, as far as the budget goes."""
         wanted = sorted(self.wanted, key=lambda each: (each.tokens, each), reverse=True)

@@ -135,7 +135,7 @@ class WorkerLoop:
         self._copier: KvCopier | StreamCopier
         self._builder = BatchBuilder(machine.kv, numbered=runner.drafter is not None)
         self._drafting = _drafting(context, runner)
-        if runner.device.type == "cuda" and runner.ranks is None:
+        if runner.device.type == "cuda":
             self._copier = StreamCopier(runner.kv, runner.stream, stream_for(runner.device))
         else:
             self._copier = KvCopier(runner.kv)

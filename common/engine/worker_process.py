@@ -148,7 +148,7 @@ def load_runner(
             raise ConfigError(
                 f"kv.memory_bytes: {memory_bytes} bytes hold {num_blocks} blocks of {block_bytes} bytes; give it more"
             )
-    graphs = config.engine.cuda_graph_memory_bytes if followers is None else 0
+    graphs = config.engine.cuda_graph_memory_bytes  # of each rank
     share = DeviceShare(config.kv.memory_fraction, sharers, memory_bytes // degree, graphs)
     if draft is not None:
         share = dataclasses.replace(share, beside=draft.device_bytes, beside_block=draft.block_bytes)
@@ -175,6 +175,7 @@ def load_runner(
             weights=config.model.weights,
             cache_dtype=config.kv.cache_dtype,
             grouped=grouped,
+            graphs=graphs,
             logging=config.logging,
         )
         group = _group(setup, followers, own)

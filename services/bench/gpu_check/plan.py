@@ -47,10 +47,10 @@ class Part:
 PLANS: dict[PlanName, tuple[Part, ...]] = {
     "A": (
         Part("device", 30, "versions, and the rates that every bound is made of"),
-        Part("smoke", 45, "two layers: if recording or sampling is wrong, no later figure means anything"),
+        Part("smoke", 55, "two layers: if recording or sampling is wrong, no later figure means anything"),
         Part("kernels", 70, "right before fast; the shapes that are served come first"),
         Part("pipeline", 125, "the one end-to-end figure: it must not be what the deadline cuts off"),
-        Part("model-8b", 150, "one load: decode, gaps, sampler, mixed steps, drafts, prefill, a head that drafts"),
+        Part("model-8b", 140, "one load: decode, gaps, sampler, mixed steps, drafts, prefill, a head that drafts"),
         Part("products", 30, "the matrix products alone; the model's memory is free again by then"),
         Part("golden", 70, "token for token against another implementation; smoke has caught what is gross"),
     ),

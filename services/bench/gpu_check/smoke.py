@@ -1,7 +1,12 @@
 """Section: a Llama of two layers, to see in half a minute whether the path works at all.
 
-Recorded steps against steps kernel by kernel, bit for bit; the device's sampler against the processor's; flash prefill
-against the reference, and a prompt in one step against the same prompt token by token.
+Recorded steps against steps kernel by kernel, bit for bit, of one device and of a rank of a group; the device's sampler
+against the processor's; flash prefill against the reference, and a prompt in one step against the same prompt token by
+token.
+
+NCCL takes one rank a GPU, and there may be only one: that group has one rank. What it exchanges goes nowhere, so no
+kernel of NCCL's waits; all else is as in a larger one: the communicator, calls of it in a recording, replays between
+launches, the end.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import torch
 from cohort.common.engine.batch import SamplingRow, StepBatch, StepOutput
 from cohort.common.engine.device_memory import DeviceShare
 from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.ranks import RankGroup
 from cohort.services.bench.gpu_check import kernels, sampling
 from cohort.services.bench.gpu_check.batches import rows_of, sampled_with, with_tokens
 from cohort.services.bench.gpu_check.cases import Heads
@@ -32,12 +38,17 @@ def run(check: Check) -> None:
     if runner is not None:
         _recorded(check, runner)
         check.guard.item("prefill = decode", lambda: _prefill_is_decode(check, runner), 15)
+    place = RankGroup(0, 1, str(check.folder / "ranks"), lambda: None)
+    rank = check.guard.item("load a rank", lambda: _load(check, place), 20)
+    if rank is not None:
+        _recorded(check, rank, "a rank: ")
+        check.guard.item("a rank: end", lambda: _end(rank), 10)
     for name, kind in sampling.KINDS.items():
         check.guard.item(f"sampler: {name}", partial(_sampled, check, name, kind), 10)
     check.guard.item("flash prefill", lambda: _flash(check), 15)
 
 
-def _load(check: Check) -> ModelRunner:
+def _load(check: Check, group: RankGroup | None = None) -> ModelRunner:
     wide: dict[str, Any] = {
         **LLAMA_3_8B,
         "num_hidden_layers": 2,
@@ -47,30 +58,39 @@ def _load(check: Check) -> ModelRunner:
     }
     config = wide if check.real else TINY
     share = DeviceShare(graphs=2 << 30, most_kv=1 << 30)
-    runner = check.runner("two-layers", config, max_rows=64 if check.real else 8, share=share, max_step_tokens=512)
+    rows = 64 if check.real else 8
+    runner = check.runner("two-layers", config, max_rows=rows, share=share, max_step_tokens=512, group=group)
     steps = runner._device_steps
-    check.found.checked("runs as on a GPU", steps is not None)
+    check.found.checked(f"{'' if group is None else 'a rank '}runs as on a GPU", steps is not None)
     return runner
 
 
-def _recorded(check: Check, runner: ModelRunner) -> None:
+def _end(rank: ModelRunner) -> None:
+    """NCCL waits for the end of everything that was recorded with it."""
+    steps, ranks = rank._device_steps, rank.ranks
+    assert steps is not None and ranks is not None
+    steps.forget()
+    ranks.close()
+
+
+def _recorded(check: Check, runner: ModelRunner, of: str = "") -> None:
     """The same rows before anything is recorded, and after."""
     sizes = (1, 4, 16, 64) if check.real else (1, 4)
     batches = {rows: _varied(runner, rows) for rows in sizes}
     padded = _varied(runner, 3)
-    eager = check.guard.item("eager steps", lambda: {n: _fresh(runner, b) for n, b in batches.items()}, 30)
-    eager_padded = check.guard.item("an eager step of 3", lambda: _fresh(runner, padded), 5)
-    check.guard.item("record", lambda: runner.warm_up(classes=sizes), 25)
+    eager = check.guard.item(f"{of}eager steps", lambda: {n: _fresh(runner, b) for n, b in batches.items()}, 30)
+    eager_padded = check.guard.item(f"{of}an eager step of 3", lambda: _fresh(runner, padded), 5)
+    check.guard.item(f"{of}record", lambda: runner.warm_up(classes=sizes), 25)
     steps = runner._device_steps
     classes = () if steps is None else steps.decode.classes
-    check.found.checked("recorded", set(sizes) <= set(classes), f"classes {list(classes)}")
+    check.found.checked(f"{of}recorded", set(sizes) <= set(classes), f"classes {list(classes)}")
     for rows, batch in batches.items():
         if eager is not None:
-            call = partial(_compare, check, runner, f"recorded = eager, {rows} rows", batch, eager[rows], exact=True)
-            check.guard.item(f"recorded = eager, {rows} rows", call, 10)
+            name = f"{of}recorded = eager, {rows} rows"
+            check.guard.item(name, partial(_compare, check, runner, name, batch, eager[rows], exact=True), 10)
     if eager_padded is not None:
-        call = partial(_compare, check, runner, "recorded ~ eager, 3 rows padded to 4", padded, eager_padded)
-        check.guard.item("recorded ~ eager, 3 rows padded to 4", call, 10)
+        name = f"{of}recorded ~ eager, 3 rows padded to 4"
+        check.guard.item(name, partial(_compare, check, runner, name, padded, eager_padded), 10)
 
 
 def _varied(runner: ModelRunner, rows: int) -> StepBatch:

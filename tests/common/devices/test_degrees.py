@@ -51,7 +51,7 @@ def settled(config: Config, geometry: Any, memories: list[int]) -> int:
         (LLAMA_8B, 16, 2),
         (LLAMA_70B, 141, 2),
         (LLAMA_70B, 80, 2),
-        (LLAMA_70B, 40, 4),
+        (LLAMA_70B, 48, 4),
         (LLAMA_70B, 24, 8),
         (MIXTRAL, 141, 1),
         (MIXTRAL, 80, 2),
@@ -60,6 +60,13 @@ def settled(config: Config, geometry: Any, memories: list[int]) -> int:
 )
 def test_auto_is_the_fewest_gpus_that_hold_the_model(geometry: Any, gib: int, degree: int) -> None:
     assert settled(config("auto"), geometry, [gib * GIB] * 8) == degree
+
+
+def test_every_rank_needs_memory_for_its_recorded_steps() -> None:
+    """Where that is not to be had, none may be recorded."""
+    memories = [40 * GIB] * 8
+    assert settled(config("auto"), LLAMA_70B, memories) == 8
+    assert settled(config("auto", cuda_graph_memory_bytes=0), LLAMA_70B, memories) == 4
 
 
 def test_auto_leaves_the_refusal_to_a_worker_of_one_gpu() -> None:

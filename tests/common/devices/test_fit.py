@@ -91,6 +91,7 @@ def test_a_mixture_is_proposed_in_groups_that_its_experts_divide_by(tmp_path: Pa
     assert wanted.degrees == (2, 4, 8, 16)
     assert wanted.weights == pytest.approx(93.4e9, rel=0.01) and half.weights == wanted.weights // 2
     assert half.steps < wanted.steps and half.cache == wanted.cache // 2
+    assert half.graphs == wanted.graphs == settings.engine.cuda_graph_memory_bytes
     with pytest.raises(ConfigError, match=r"tensor_parallel 2 \("):
         check_fit(settings, "mixtral", wanted, "H100", 80 * GIB, 1)
     check_fit(settings, "mixtral", half, "H100", 80 * GIB, 1)

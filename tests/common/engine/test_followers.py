@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cohort.common.engine import ranks
 from cohort.common.engine.batch import SamplingRow, ScoringRow, StepBatch
+from cohort.common.engine.decode_classes import MixedClass, StepClass
 from cohort.common.engine.model_runner import ModelRunner
-from cohort.common.engine.rank_messages import RankLost, Step, batch_of, step_of
-from cohort.common.errors import ModelError
-from tests.common.engine.driver import Driver, make_runner, random_prompts
+from cohort.common.engine.rank_messages import RankLost, Step, batch_of, encoded, receive_command, step_of
+from cohort.common.errors import InvariantViolated, ModelError
+from tests.common.engine.driver import (
+    Driver,
+    check_schedule,
+    make_runner,
+    random_prompts,
+    reference_generate,
+    run_together,
+)
 from tests.common.engine.groups import group_runner
+from tests.examples import another_of_its_kind
 
 SENT = (
     "token_ids",
@@ -32,8 +44,15 @@ SENT = (
 
 
 def test_a_step_that_fails_on_one_rank_fails_the_group(model_folder: Callable[[str], Path]) -> None:
-    """The rest of what a death means is tested with whole workers (`tests/chaos`)."""
-    with group_runner(model_folder("qwen3"), 2) as runner:
+    """The rest of what a death means is tested with whole workers (`tests/chaos`). Before: one rank has no memory for
+    recorded steps, so none records any."""
+    folder = model_folder("qwen3")
+    expected = reference_generate(folder, random_prompts((5, 12)), 4)
+    with group_runner(folder, 2, graphs=(1 << 40, 1)) as runner:
+        runner.warm_up()
+        assert runner.recorded_classes == ()
+        assert check_schedule(runner, expected, run_together) <= 1
+
         assert runner.followers is not None and runner.ranks is not None
         said: list[str] = []
         runner.ranks.failed = said.append
@@ -47,6 +66,27 @@ def test_a_step_that_fails_on_one_rank_fails_the_group(model_folder: Callable[[s
                 driver.step([("0", driver.remaining("0"))])
         assert said and "rank 0 of 2" in said[0]
     assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
+def test_recorded_steps_of_two_gpus_answer_as_transformers(model_folder: Callable[[str], Path]) -> None:
+    """All of it over NCCL; float32, whose sums in another order are near."""
+    folder, devices = model_folder("qwen3"), ("cuda:0", "cuda:1")
+    expected = reference_generate(folder, random_prompts((5, 33, 9)), 12)
+    with group_runner(folder, 2, graphs=(1 << 31, 1 << 31), devices=devices) as runner:
+        runner.warm_up()
+        assert runner.recorded_classes == (1, 2, 4, 8, 16)
+        assert check_schedule(runner, expected, run_together) <= 1
+
+
+@another_of_its_kind()
+def test_ranks_that_would_record_different_steps_do_not_start(model_folder: Callable[[str], Path]) -> None:
+    with group_runner(model_folder("qwen3"), 2, graphs=(1 << 40, 1 << 40)) as runner:
+        steps: Any = runner._device_steps
+        steps.mixed.wanted = steps.mixed.wanted[1:]
+        with pytest.raises(InvariantViolated, match="would record different steps"):
+            runner.warm_up()
 
 
 def test_a_rank_that_does_not_answer_counts_as_lost(
@@ -126,3 +166,17 @@ def test_a_step_arrives_as_it_was(directions: np.ndarray | None, padding: np.nda
             assert ours.dtype == theirs.dtype
             np.testing.assert_array_equal(ours, theirs)
     assert found.scoring == batch.scoring
+
+
+@pytest.mark.parametrize("taken", [None, 8, MixedClass(16, 8)])
+def test_what_takes_a_step_is_said_with_it(taken: StepClass) -> None:
+    one, half = np.ones(1, dtype=np.int64), np.ones(1, dtype=np.int32)
+    starts, tables, rows = np.array([0, 1], dtype=np.int32), np.ones((1, 1), dtype=np.int32), np.zeros(1, np.int32)
+    batch = StepBatch(one, one, starts, half, tables, None, one, rows, (), token_source=2 * one)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(encoded(step_of(batch, taken, 3)))
+        found = receive_command(theirs)
+    assert isinstance(found, Step) and found.taken == taken and type(found.taken) is type(taken)
+    source = batch_of(found).token_source
+    assert source is not None and source.tolist() == [2] and found.awaited == 3

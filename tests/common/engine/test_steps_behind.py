@@ -40,23 +40,23 @@ def test_steps_behind_one_another_have_the_tokens_of_steps_one_by_one(
             driver.add(str(index), prompt, sampling)
         driver.step([(name, driver.remaining(name)) for name in driver.requests])
         for step in range(steps if not behind else 0):
-            driver.step([(name, 1) for name in _present(driver, step)])
+            driver.step([(name, 1) for name in present(driver, step)])
         if behind:
-            _chain(driver, steps)
+            chain(driver, steps)
         answers.append([request.tokens for request in driver.requests.values()])
     assert answers[0] == answers[1]
 
 
-def _present(driver: Driver, step: int) -> list[str]:
+def present(driver: Driver, step: int) -> list[str]:
     """Request 1 leaves after three steps, request 0 after seven."""
     return [name for name in driver.requests if step < {"1": 3, "0": 7}.get(name, 99)]
 
 
-def _chain(driver: Driver, steps: int) -> None:
+def chain(driver: Driver, steps: int) -> None:
     before: list[str] = []
     under_way: list[tuple[list[str], Any]] = []
     for step in range(steps):
-        names = _present(driver, step)
+        names = present(driver, step)
         for name in names:
             if under_way:
                 driver.requests[name].tokens.append(_COUNTED)

@@ -13,6 +13,7 @@ from cohort.kernels import native
 from cohort.kernels.gpu import available, operators
 from tests.common.engine.drafts.test_eagle_head import Reference, Served, head_folder
 from tests.common.engine.driver import check_schedule, make_runner, random_prompts, reference_generate, run_chunked
+from tests.common.engine.groups import group_runner
 from tests.common.engine.test_gpt_oss import mxfp4_folder as mxfp4_folder
 from tests.engine_models import model_folder as model_folder
 from tests.examples import another_of_its_kind
@@ -42,6 +43,20 @@ def every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_tokens_are_those_of_transformers(name, cache, model_folder, every_kernel):
     _check(model_folder(name), cache)
+
+
+@another_of_its_kind()
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="the ranks of a group have a GPU each")
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-moe"])
+def test_a_rank_records_its_part(name, model_folder, every_kernel, monkeypatch):
+    """Rank 0 with a GPU's kernels over its heads and columns, beside one that computes as a processor does."""
+    monkeypatch.setattr(DeviceSteps, "compile", lambda steps, threads: None)
+    folder, options = model_folder(name), {"max_rows": 2, "max_step_tokens": 32, "num_blocks": 24}
+    expected = reference_generate(folder, random_prompts((5, 19)), 4)
+    with group_runner(folder, 2, graphs=(1 << 40, 1 << 40), **options) as runner:
+        runner.warm_up()
+        assert runner.recorded_classes == (1, 2)
+        assert check_schedule(runner, expected, run_chunked(7), shuffle=4, reverse=True) <= 1
 
 
 @another_of_its_kind()

@@ -145,10 +145,8 @@ def test_what_cannot_be_cut_is_named(source: Path, tmp_path: Path) -> None:
     share = RankShare(geometry, 1, 4)
     with open_sharded(folder, "files", share) as files:
         assert isinstance(files, QuantizedFiles)
-        with pytest.raises(
-            ModelError, match=r"down_proj.weight, rank 1 of 4: inputs 32 to 64 of 128 would cut through"
-        ):
-            files.read_quantized("model.layers.0.mlp.down_proj.weight", 64, 32, CPU)
+        with pytest.raises(ModelError, match=r"o_proj.weight, rank 1 of 4: inputs 32 to 64 of 128 would cut through"):
+            files.read_quantized("model.layers.0.self_attn.o_proj.weight", 64, 32, CPU)
     quantization = geometry.quantization
     assert quantization is not None
     plain = dataclasses.replace(quantization, excluded=("o_proj", "down_proj"))

@@ -6,7 +6,8 @@ of latents is multiplied into the query before, the one that would make values i
 §2.1.2 and appendix C), so no key or value of a head is ever made. Rotated pairs that stand side by side in the files
 are moved half a head apart at load, in queries and keys alike, which leaves every product as it was. Order of roundings
 is transformers' but for that form. On a processor the heads' small products run one by one, with bits that no batch
-changes; on a GPU they are one batched product. Of several ranks each has its heads, and the whole cache. Knows nothing of requests: it sees tokens, positions and slots.
+changes; on a GPU they are one batched product. Of several ranks each has its heads, and the whole cache. Knows nothing
+of requests: it sees tokens, positions and slots.
 """
 
 from __future__ import annotations

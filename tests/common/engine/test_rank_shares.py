@@ -94,14 +94,14 @@ def test_columns_are_divided_by_whole_groups(columns: Columns) -> None:
     """All of them, in order; no rank has more than one group more than another, and none more than the first."""
     for degree in range(1, 9):
         if columns.hindrance(degree):
-            assert columns.together == 1 and columns.count % degree or columns.groups < degree
+            assert (columns.together == 1 and columns.count % degree) or columns.groups < degree
             continue
         parts = [columns.of(rank, degree) for rank in range(degree)]
         assert [0, *(end for _, end in parts)] == [*(first for first, _ in parts), columns.count]
         assert all(first % columns.together == 0 for first, _ in parts)
         sizes = [end - first for first, end in parts]
         assert (
-            0 < min(sizes) and max(sizes) == sizes[0] and sizes[0] - sizes[-2 if degree > 1 else -1] <= columns.together
+            min(sizes) > 0 and max(sizes) == sizes[0] and sizes[0] - sizes[-2 if degree > 1 else -1] <= columns.together
         )
     assert [Columns(2880, 32).of(rank, 4) for rank in range(4)] == [(0, 736), (736, 1472), (1472, 2176), (2176, 2880)]
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from cohort.common.engine.model_config import read_geometry
 from cohort.common.engine.rank_shares import RankShare, degrees, reduced_bytes
+from cohort.common.engine.weights import open_weights
 from cohort.kernels import native
 from tests.common.engine.driver import (
     BLOCK_SIZE,
@@ -96,6 +98,17 @@ def test_published_codes_are_divided(dtype: str, tmp_path: Path) -> None:
     else:
         exact = told(make_runner(written.dequantised), prompt)
         assert (found - alone).square().mean() < 2.25 * (alone - exact).square().mean()
+
+
+@another_of_its_kind()
+def test_experts_in_one_tensor_are_divided(eight_heads: Path, tmp_path: Path) -> None:
+    """As transformers saves them where it is told not to convert them back."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(eight_heads, dtype=torch.float32)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    with open_weights(tmp_path, "files", None) as files:
+        assert "model.layers.1.mlp.experts.gate_up_proj" in files
+    expected = reference_generate(eight_heads, random_prompts((1, 33)), 8)
+    assert check_schedule(joint_runner(tmp_path, 4)[0], expected, run_chunked(7)) <= 1
 
 
 def test_what_is_summed_is_what_is_planned_with(eight_heads: Path) -> None:

@@ -64,6 +64,8 @@ class Need:
     """What the weights would take in a checkpoint of fewer bits, by its name; none where they are in few already."""
     degrees: tuple[int, ...] = _DEGREES
     """Numbers of GPUs that one worker could divide the model over."""
+    whole_cache: bool = False
+    """Each of them would have all of the cache: it is of latents."""
 
     @property
     def total(self) -> int:
@@ -88,13 +90,14 @@ def need(config: Config, model_dir: Path, geometry: ModelGeometry, degree: int =
     dtype, engine = gpu_dtype(config), config.engine
     element = DTYPE_BYTES[dtype]
     own, steps = geometry, step_bytes(geometry, element, engine.max_rows, engine.max_step_tokens)
+    share = None
     if degree > 1:
         share = RankShare(geometry, 0, degree)
         own, steps = share.own, step_bytes(share.working, element, engine.max_rows, engine.max_step_tokens)
         steps += exchange_bytes(geometry, element, engine.max_rows, engine.max_step_tokens)
     kept = kv_dtype(config.kv.cache_dtype, dtype, geometry, "cuda")
     tokens, cache = _least_cache(config, own, kept, config.kv.memory_bytes // degree)
-    weights = weight_bytes(model_dir, geometry, element, config.model.weights, "cuda", dtype) // degree
+    weights = weight_bytes(model_dir, geometry, element, config.model.weights, "cuda", dtype, share)
     weights += _draft_bytes(config, element, dtype)
     plain = geometry.family in ("llama", "moe", "gemma", "opt") and geometry.quantization is None and element == 2
     return Need(
@@ -106,6 +109,7 @@ def need(config: Config, model_dir: Path, geometry: ModelGeometry, degree: int =
         fp8_cache=_in_fp8(config, own, kept, tokens, "cuda"),
         codes=_in_codes(weights, geometry, degree) if plain else (),
         degrees=tuple(n for n in _DEGREES if not hindrance(geometry, n)),
+        whole_cache=geometry.latent is not None,
     )
 
 
@@ -189,7 +193,8 @@ def check_fit(config: Config, model: str, wanted: Need, gpu: str, memory_bytes: 
         remedies.append("16 bits (model.dtype=bfloat16)")
     remedies += _fewer_bits(wanted, whole, 1, "cuda")
     remedies += _smaller(wanted, whole, 1)
-    divided = (n for n in wanted.degrees if wanted.total - (wanted.weights + wanted.cache) * (n - 1) // n <= whole)
+    parted = wanted.weights + (0 if wanted.whole_cache else wanted.cache)
+    divided = (n for n in wanted.degrees if wanted.total - parted * (n - 1) // n <= whole)
     if (degree := next(divided, 0)) and wanted.total > whole:
         remedies.append(f"tensor_parallel {degree} (workers: [{{role, tensor_parallel}}])")
     if wanted.weights <= has and wanted.graphs + wanted.steps:
@@ -265,54 +270,76 @@ def weight_bytes(
     kind: Literal["files", "random"] = "files",
     device_type: str = "cuda",
     dtype: Dtype = "bfloat16",
+    share: RankShare | None = None,
 ) -> int:
-    """What the weights take with plain ones in `element` bytes each, in a model of `dtype`; 0 where nothing tells."""
+    """What the weights take with plain ones in `element` bytes each, in a model of `dtype`; 0 where nothing tells.
+    `share`: of this rank's."""
     if kind == "files" and (model_dir / GGUF_FILE).exists() and device_type == "cpu":
         return int((model_dir / GGUF_FILE).stat().st_size * _GGUF_PACKED)
     if geometry.family == "gpt_oss" and kind == "files" and keeps_codes(device_type, dtype, mxfp4_codes()):
-        return _with_mxfp4(model_dir, geometry, element)
+        return _with_mxfp4(model_dir, geometry, element, share)
     if geometry.quantization is None or kind != "files":
-        return parameters(model_dir, geometry, kind) * element
+        return parameters(model_dir, geometry, kind, share) * element
     try:
         tensors = dict(_tensors(model_dir))
         kept = {
-            module: keeps_codes(device_type, dtype, codes)
+            module: keeps_codes(device_type, dtype, codes) and not _widened(module, geometry)
             for name in tensors
             if (module := name.rpartition(".")[0]) and (codes := _codes(module, tensors, geometry)) is not None
         }
         return sum(
-            _kept_bytes(name, tensor, geometry, element, kept.get(name.rpartition(".")[0], False))
+            _of_rank(
+                name, _kept_bytes(name, tensor, geometry, element, kept.get(name.rpartition(".")[0], False)), share
+            )
             for name, tensor in tensors.items()
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return 0  # the engine says what is wrong with the files
 
 
-def _with_mxfp4(model_dir: Path, geometry: ModelGeometry, element: int) -> int:
+def _of_rank(name: str, size: int, share: RankShare | None) -> int:
+    """Of what a tensor of the files takes, one rank's part; some have all of it. Scales go with their codes."""
+    if share is None:
+        return size
+    module, _, kind = name.rpartition(".")
+    part = share.part(name) or (None if kind == "bias" else share.part(f"{module}.weight"))
+    return size if part is None else size * part.extent // part.of
+
+
+def _with_mxfp4(model_dir: Path, geometry: ModelGeometry, element: int, share: RankShare | None) -> int:
     """Of gpt-oss, whose MXFP4 blocks and scales stay bytes."""
     try:
         if all(file.suffix == ".safetensors" for file in _files(model_dir)):
             tensors = _tensors(model_dir)
-            return sum(_count(tensor) * (1 if tensor["dtype"] == "U8" else element) for _, tensor in tensors)
+            return sum(
+                _of_rank(name, _count(tensor) * (1 if tensor["dtype"] == "U8" else element), share)
+                for name, tensor in tensors
+            )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return 0  # the engine says what is wrong with the files
-    return parameters(model_dir, geometry) * element
+    return parameters(model_dir, geometry, share=share) * element
 
 
-def parameters(model_dir: Path, geometry: ModelGeometry, kind: Literal["files", "random"] = "files") -> int:
+def parameters(
+    model_dir: Path, geometry: ModelGeometry, kind: Literal["files", "random"] = "files", share: RankShare | None = None
+) -> int:
     """Numbers that the weights consist of: from the files; of random weights, and where no file tells, from the shape.
-    0 where neither can tell."""
+    0 where neither can tell. `share`: those of this rank, of equal ones where no tensor tells."""
+    ranks = 1 if share is None else share.degree
     if kind == "files":
         try:
             files = _files(model_dir)
             if files and files[0].suffix == ".safetensors":
-                return sum(_numbers(name, tensor, geometry) for name, tensor in _tensors(model_dir))
+                tensors = _tensors(model_dir)
+                return sum(_of_rank(name, _numbers(name, tensor, geometry), share) for name, tensor in tensors)
             if files:
                 element = DTYPE_BYTES.get(geometry.checkpoint_dtype, _BIN_ELEMENT_BYTES)
-                return sum(file.stat().st_size for file in files) // element
+                return sum(file.stat().st_size for file in files) // element // ranks
         except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
             return 0  # the engine says what is wrong with the files
-    return 0 if geometry.family == "generic" else ModelShape(**model_shape("", geometry, "float32")).parameters
+    if geometry.family == "generic":
+        return 0
+    return ModelShape(**model_shape("", geometry, "float32")).parameters // ranks
 
 
 def _files(model_dir: Path) -> list[Path]:
@@ -382,6 +409,11 @@ def _kept_bytes(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry, e
     if part in _WORDS | _BESIDE_CODES:
         return _count(tensor) * _SCALE_BYTES if kept else _numbers(name, tensor, geometry) * element
     return _count(tensor) * (1 if kept and tensor["dtype"] in _CODES_OF_8_BITS else element)
+
+
+def _widened(module: str, geometry: ModelGeometry) -> bool:
+    """Whether its codes become numbers when they are read, whatever they are: of attention over latents."""
+    return geometry.latent is not None and ".self_attn." in module
 
 
 def _count(tensor: Mapping[str, Any]) -> int:

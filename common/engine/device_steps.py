@@ -130,6 +130,7 @@ class DeviceSteps:
         self._on_gpu = gpu.ops_for(kv.blocks) is not None
         if self._on_gpu:
             self._workspace = self._made_workspace(max_step_tokens)
+        estimated = geometry if group is None else group.widest
         self.decode = StaticDecode(
             model,
             kv.with_spare,
@@ -146,7 +147,7 @@ class DeviceSteps:
             kv.with_spare,
             spare_block=kv.spare_block,
             classes=mixed_classes(
-                max_rows, max_step_tokens, lambda tokens: launching_takes_longer(geometry, dtype.itemsize, tokens)
+                max_rows, max_step_tokens, lambda tokens: launching_takes_longer(estimated, dtype.itemsize, tokens)
             ),
             max_context=max_context,
             device=device,

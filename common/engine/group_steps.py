@@ -29,7 +29,9 @@ from torch import Tensor
 from cohort.common.engine.batch import StepBatch
 from cohort.common.engine.decode_classes import StepClass
 from cohort.common.engine.followers import EXIT_RANK_LOST, Followers
+from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.rank_messages import RankLost
+from cohort.common.engine.rank_shares import RankShare
 from cohort.common.engine.ranks import EXCHANGE_TIMEOUT_S, Ranks
 from cohort.common.engine.recorded_steps import Recorded, Recorder, StepResult
 from cohort.common.engine.step_deadlines import StepDeadlines
@@ -97,6 +99,12 @@ class GroupSteps:
         self._deadlines = StepDeadlines(limit_s, self._late)
         self._waiter: ThreadPoolExecutor | None = None
         self._under_way: deque[Future[None]] = deque()
+
+    @property
+    def widest(self) -> ModelGeometry:
+        """Of rank 0, which computes the most where columns do not divide evenly: by it all ranks estimate alike."""
+        share = self._ranks.share
+        return RankShare(share.geometry, 0, share.degree).working
 
     def begin(self) -> Callable[[], None]:
         """A step is about to be launched; to be called when it is over on the device."""

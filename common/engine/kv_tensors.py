@@ -134,8 +134,8 @@ class KvTensors:
 
     def gather_on_host(self, slots: Sequence[int]) -> Tensor:
         """The tokens in slots of the host pool, as `gather` gives those of the device."""
-        g = self.geometry
-        shape = (len(slots), g.block_layers, 2, g.num_kv_heads, g.head_dim)
+        _, layers, parts, heads, _, width = self.host_blocks.shape
+        shape = (len(slots), layers, parts, heads, width)
         tokens = torch.empty(shape, dtype=self.blocks.dtype, pin_memory=self.device.type == "cuda")
         gather_slots(self.host_blocks, torch.tensor(slots), tokens, apart=self._apart)
         return tokens

@@ -6,12 +6,14 @@ of latents is multiplied into the query before, the one that would make values i
 §2.1.2 and appendix C), so no key or value of a head is ever made. Rotated pairs that stand side by side in the files
 are moved half a head apart at load, in queries and keys alike, which leaves every product as it was. Order of roundings
 is transformers' but for that form. On a processor the heads' small products run one by one, with bits that no batch
-changes; on a GPU they are one batched product. Knows nothing of requests: it sees tokens, positions and slots.
+changes; on a GPU they are one batched product. Of several ranks each has its heads, and the whole cache. Knows nothing
+of requests: it sees tokens, positions and slots.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,7 +35,9 @@ from cohort.common.engine.experts import (
 from cohort.common.engine.linear import Embedding, Linear
 from cohort.common.engine.matrices import read_outer
 from cohort.common.engine.model_config import ExpertsGeometry, LatentGeometry, ModelGeometry
+from cohort.common.engine.ranks import Ranks
 from cohort.common.engine.rope import rope_tables
+from cohort.common.engine.sharded_weights import open_sharded
 from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.engine.weights import WeightKind, Weights, open_weights
 from cohort.common.errors import ModelError
@@ -107,14 +111,21 @@ class LeanDeepseek:
         device: torch.device,
         max_step_tokens: int,
         weights: WeightKind = "files",
+        ranks: Ranks | None = None,
     ) -> None:
-        """Raises `ModelError` where the files do not hold what the configuration says."""
+        """`ranks`: as in `LeanLlama`. Raises `ModelError` where the files do not hold what the configuration says."""
+        self._ranks = ranks
+        geometry = geometry if ranks is None else ranks.share.own
         if geometry.latent is None:
             raise ModelError(f"{geometry.model_type}: its configuration names no latents")
         self._geometry, self._latent, self._dtype, self._device = geometry, geometry.latent, dtype, device
-        self._layer_of = LayerArithmetic(geometry, geometry.latent, device)
+        self._layer_of = LayerArithmetic(geometry, geometry.latent, device, ranks)
         self._states: Tensor | None = None
-        with open_weights(model_dir, weights, geometry.quantization) as files:
+        if ranks is None:
+            opened = open_weights(model_dir, weights, geometry.quantization)
+        else:
+            opened = open_sharded(model_dir, weights, ranks.share)
+        with opened as files:
             prefix = files.prefix(("model.", ""), "embed_tokens.weight")
             files.require(_tensor_names(files, geometry, prefix))
             arena = Arena()
@@ -129,7 +140,10 @@ class LeanDeepseek:
         """See `step_inputs.Model`; `kv` is [blocks, layers, 1, 1, block size, latent]."""
         g, tokens = self._geometry, len(step.token_ids)
         residual = torch.empty((tokens, g.hidden_size), dtype=self._dtype, device=self._device)
-        self._embedding.into(step.token_ids, residual)
+        if self._ranks is None:
+            self._embedding.into(step.token_ids, residual)
+        else:
+            self._ranks.embed(self._embedding, step.token_ids, residual)
         buffers = self._layer_of.buffers(residual)
         for index, layer in enumerate(self._layers):
             self._layer_of(layer, index, residual, buffers, step, kv)
@@ -141,7 +155,7 @@ class LeanDeepseek:
         self.sampled_states = last
         logits = torch.empty((len(last), g.vocab_size), dtype=torch.float32, device=self._device)
         self._lm_head.into(last, logits)
-        return logits
+        return logits if self._ranks is None else self._ranks.whole_logits(logits)
 
     @property
     def outer(self) -> tuple[Embedding, Linear]:
@@ -166,10 +180,13 @@ class LayerBuffers:
 
 
 class LayerArithmetic:
-    """What a layer computes."""
+    """What a layer computes: of `ranks`, one with its heads and its columns of MLPs and experts, over whole latents."""
 
-    def __init__(self, geometry: ModelGeometry, latent: LatentGeometry, device: torch.device) -> None:
-        self._geometry, self._latent = geometry, latent
+    def __init__(
+        self, geometry: ModelGeometry, latent: LatentGeometry, device: torch.device, ranks: Ranks | None = None
+    ) -> None:
+        """`geometry`: of what is here."""
+        self._geometry, self._latent, self._ranks = geometry, latent, ranks
         self._cos, self._sin = rope_tables(geometry, device)
 
     def buffers(self, residual: Tensor) -> LayerBuffers:
@@ -193,9 +210,18 @@ class LayerArithmetic:
         latent_attention(buffers.query, kv, index, step.meta, g.attention_scale, found, sizes.rank)
         values = buffers.attended.view(len(residual), g.num_heads, sizes.value)
         layer.out_of_latent.into(found[:, :, : sizes.rank], values)
-        layer.attention_out.add_into(buffers.attended, residual)
+        if (ranks := self._ranks) is None:
+            layer.attention_out.add_into(buffers.attended, residual)
+        else:
+            ranks.add_into(layer.attention_out, buffers.attended, residual)
         rms_norm(residual, layer.mlp_norm, g.norm_eps, buffers.normed)
-        layer.mlp.add_into(buffers.normed, buffers.activated, residual)
+        if ranks is None:
+            layer.mlp.add_into(buffers.normed, buffers.activated, residual)
+        elif isinstance(layer.mlp, DenseMlp):
+            layer.mlp.gate_up.into(buffers.normed, buffers.activated)
+            ranks.add_into(layer.mlp.down, buffers.activated, residual)
+        else:
+            ranks.add_term(partial(layer.mlp.add_into, buffers.normed, buffers.activated), residual)
 
     def _project(self, layer: LatentLayer, index: int, x: Tensor, query: Tensor, step: StepInputs, kv: Tensor) -> None:
         """Queries of x [T, hidden] as they meet latents into `query`; its latents into their slots."""

@@ -68,7 +68,13 @@ def load_model(
             )
         case "deepseek":
             return LeanDeepseek(
-                model_dir, geometry, dtype=dtype, device=device, max_step_tokens=max_step_tokens, weights=weights
+                model_dir,
+                geometry,
+                dtype=dtype,
+                device=device,
+                max_step_tokens=max_step_tokens,
+                weights=weights,
+                ranks=ranks,
             )
         case "opt":
             return LeanOpt(model_dir, geometry, dtype=dtype, device=device, weights=weights)

@@ -1,8 +1,10 @@
 """Which part of a model each rank of a tensor-parallel worker holds, and which degrees a model can be divided by.
 
     q, k, v        rows, by heads; k and v are the same on several ranks where there are fewer KV heads than ranks
+    q_b, kv_b      rows, by heads; what makes latents is whole on every rank (q_a, kv_a), and so is their cache
     gate, up       rows; of a mixture those of every expert, and of its shared expert
-    o, down        columns: each rank's product is one term of a sum over the ranks; codes with their groups' scales
+    o, down        columns: each rank's product is one term of a sum over the ranks; codes with their groups' scales,
+                   of which a rank has whole ones: where they do not divide evenly, the first ranks have one more
     sinks          by heads
     router         whole on every rank, which so choose the same experts: all see the same sums
     embedding,     rows, by token: an embedding is taken from the rank that has it, logits are gathered at rank 0
@@ -16,14 +18,17 @@ started: hence no torch here. Sums over the ranks add a bias of o or down once, 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
 
-from cohort.common.engine.model_config import LLAMA_SHAPED, MIXTURES, ExpertsGeometry, ModelGeometry
+from cohort.common.engine.model_config import LLAMA_SHAPED, MIXTURES, LatentGeometry, ModelGeometry
 from cohort.common.engine.quantization_config import MXFP4_GROUP
 from cohort.common.errors import ConfigError
 
 MOST_RANKS = 64
-_DIVIDED = ("llama", "moe", "gpt_oss")
+_DIVIDED = ("llama", "moe", "gpt_oss", "deepseek")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +45,53 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Columns:
+    """What lies inside an MLP, between its two products. Groups of `together` share a scale in the second one."""
+
+    count: int
+    together: int = 1
+
+    def of(self, rank: int, degree: int) -> tuple[int, int]:
+        """The columns [first, end) of a rank: equal parts where no group is cut by them, else as many whole groups, of
+        which the first ranks have one more."""
+        if self.count % degree == 0 and self.count // degree % self.together == 0:
+            each = self.count // degree
+            return rank * each, (rank + 1) * each
+        each, more = divmod(self.groups, degree)
+        first = rank * each + min(rank, more)
+        end = first + each + (rank < more)
+        return min(self.count, first * self.together), min(self.count, end * self.together)
+
+    @property
+    def groups(self) -> int:
+        """The last may have fewer columns."""
+        return -(-self.count // self.together)
+
+    def hindrance(self, degree: int) -> str:
+        """Why they cannot be divided so; "" where they can."""
+        if self.together == 1:
+            return f"of {self.count} columns does not divide by {degree}" if self.count % degree else ""
+        if self.groups >= degree:
+            return ""
+        return (
+            f"of {self.count} columns has {self.groups} groups of {self.together} that share scales, for {degree} ranks"
+        )
+
+
+_Inside = Literal["an MLP", "an expert", "the shared expert"]
+
+
+@dataclass(frozen=True, slots=True)
 class RankShare:
     """The share of rank `rank` of `degree` in a model of this (whole) geometry."""
 
     geometry: ModelGeometry
     rank: int
     degree: int
+    _columns: dict[_Inside, Columns] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_columns", columns_inside(self.geometry))
 
     @property
     def own(self) -> ModelGeometry:
@@ -53,15 +99,13 @@ class RankShare:
         whole, (first, end), mixture = self.geometry, self.vocabulary, self.geometry.experts
         if mixture is not None:
             mixture = dataclasses.replace(
-                mixture,
-                inner_size=mixture.inner_size // self.degree,
-                shared_inner_size=mixture.shared_inner_size // self.degree,
+                mixture, inner_size=self._width("an expert"), shared_inner_size=self._width("the shared expert")
             )
         return dataclasses.replace(
             whole,
             num_heads=whole.num_heads // self.degree,
             num_kv_heads=self.kv_heads[1] - self.kv_heads[0],
-            intermediate_size=whole.intermediate_size // self.degree,
+            intermediate_size=self._width("an MLP") or whole.intermediate_size // self.degree,
             vocab_size=end - first,
             experts=mixture,
         )
@@ -91,15 +135,17 @@ class RankShare:
         """Of the tensor of this name, by its last two words, and whether it is of experts; None = all of it."""
         words, whole, size = name.split("."), self.geometry, self.geometry.head_dim
         module, kind = words[-2] if len(words) > 1 else "", words[-1]
-        query, kv, inner = whole.num_heads * size, whole.num_kv_heads * size, whole.intermediate_size
-        if (mixture := whole.experts) is not None:
+        query, kv, inside = whole.num_heads * size, whole.num_kv_heads * size, self._columns["an MLP"]
+        if whole.experts is not None:
             if "experts" in words:
-                return self._of_experts(words[words.index("experts") + 1 :], mixture)
-            if "shared_expert" in words:
-                inner = mixture.shared_inner_size
+                return self._of_experts(words[words.index("experts") + 1 :])
+            if "shared_expert" in words or "shared_experts" in words:
+                inside = self._columns["the shared expert"]
         own_query = self._even(query)
         own_kv = (self.kv_heads[0] * size, self.kv_heads[1] * size)
-        own_inner = self._even(inner)
+        inner, own_inner = inside.count, inside.of(self.rank, self.degree)
+        if whole.latent is not None and (part := self._of_latents(module, kind, whole.latent)) is not None:
+            return part
         match module, kind:
             case "q_proj", _:
                 return Part(0, query, (own_query,))
@@ -123,19 +169,34 @@ class RankShare:
             case _:
                 return None
 
-    def _of_experts(self, words: list[str], mixture: ExpertsGeometry) -> Part | None:
+    def _of_latents(self, module: str, kind: str, latent: LatentGeometry) -> Part | None:
+        """Of attention over latents, whose queries, keys and values have widths of their own."""
+        match module, kind:
+            case (("q_proj" | "q_b_proj"), _):
+                axis, each = 0, latent.plain + latent.rotated
+            case "kv_b_proj", _:
+                axis, each = 0, latent.plain + latent.value
+            case "o_proj", "weight":
+                axis, each = 1, latent.value
+            case _:
+                return None
+        whole = self.geometry.num_heads * each
+        return Part(axis, whole, (self._even(whole),))
+
+    def _of_experts(self, words: list[str]) -> Part | None:
         """`words`: of the name, what follows "experts". One expert's matrix, or all of them in one tensor, which
         gpt-oss has transposed, with every gate beside its up."""
-        inner, own = mixture.inner_size, self._even(mixture.inner_size)
+        columns = self._columns["an expert"]
+        inner, own = columns.count, columns.of(self.rank, self.degree)
         pairs = (2 * own[0], 2 * own[1])
         match self.geometry.family, words:
             case _, [_, ("w1" | "w3" | "gate_proj" | "up_proj"), "weight"]:
                 return Part(0, inner, (own,))
             case _, [_, ("w2" | "down_proj"), "weight"]:
                 return Part(1, inner, (own,))
-            case "moe", ["gate_up_proj"]:
+            case (("moe" | "deepseek"), ["gate_up_proj"]):
                 return Part(1, 2 * inner, (own, _behind(own, inner)))
-            case "moe", ["down_proj"]:
+            case (("moe" | "deepseek"), ["down_proj"]):
                 return Part(2, inner, (own,))
             case "gpt_oss", ["gate_up_proj"]:
                 return Part(2, 2 * inner, (pairs,))
@@ -144,13 +205,17 @@ class RankShare:
             case "gpt_oss", ["down_proj"]:
                 return Part(1, inner, (own,))
             case "gpt_oss", ["down_proj_blocks" | "down_proj_scales"]:
-                return Part(2, inner // MXFP4_GROUP, (self._even(inner // MXFP4_GROUP),))
+                return Part(2, inner // MXFP4_GROUP, ((own[0] // MXFP4_GROUP, own[1] // MXFP4_GROUP),))
             case _:
                 return None
 
     def adds_nothing(self, name: str) -> bool:
         """A bias of a product that is summed over the ranks, on all but the first."""
         return self.rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias", "experts.down_proj_bias"))
+
+    def _width(self, what: _Inside) -> int:
+        first, end = self._columns[what].of(self.rank, self.degree)
+        return end - first
 
     def _even(self, extent: int) -> tuple[int, int]:
         each = extent // self.degree
@@ -171,64 +236,85 @@ def hindrance(geometry: ModelGeometry, degree: int) -> str:
         return (
             f"{geometry.model_type} runs in its {geometry.family} form, which one device computes; what is divided "
             f"over ranks are Llama-shaped decoders ({', '.join(sorted(LLAMA_SHAPED))}), their mixtures of experts "
-            f"({', '.join(sorted(MIXTURES))}) and gpt_oss"
+            f"({', '.join(sorted(MIXTURES))}), gpt_oss, deepseek_v2 and deepseek_v3"
         )
     heads, kv_heads = geometry.num_heads, geometry.num_kv_heads
     if heads % degree:
         return f"{heads} query heads do not divide by {degree}"
     if kv_heads % degree and degree % kv_heads:
         return f"{kv_heads} KV heads neither divide by {degree} nor divide it"
-    for what, inner in _inner_sizes(geometry).items():
-        if inner % degree:
-            return f"{what} of {inner} columns does not divide by {degree}"
+    if reason := _cut_heads(geometry, degree):
+        return reason
+    for what, columns in columns_inside(geometry).items():
+        if reason := columns.hindrance(degree):
+            return f"{what} {reason}"
     if (degree - 1) * -(-geometry.vocab_size // degree) >= geometry.vocab_size:
         return f"a vocabulary of {geometry.vocab_size} leaves the last of {degree} ranks without a token"
-    return _cut_codes(geometry, degree)
+    return ""
 
 
-def _inner_sizes(geometry: ModelGeometry) -> dict[str, int]:
-    """Columns of the MLPs that the model has, by what has them."""
+def columns_inside(geometry: ModelGeometry) -> dict[_Inside, Columns]:
+    """Of the MLPs that the model has, by what has them; of those that it has none of, none."""
+    mixture, together = geometry.experts, _sharing_scales(geometry)
+    found: dict[_Inside, int] = {"an MLP": geometry.intermediate_size, "an expert": 0, "the shared expert": 0}
+    if mixture is not None:
+        if all(mixture.layers):
+            found["an MLP"] = 0
+        found["an expert"], found["the shared expert"] = mixture.inner_size, mixture.shared_inner_size
+    return {what: Columns(count, together[what] if count else 1) for what, count in found.items()}
+
+
+def _sharing_scales(geometry: ModelGeometry) -> dict[_Inside, int]:
+    """How many columns inside the model's MLPs share a scale, or the byte of two codes, in some layer."""
+    mixture, quantization = geometry.experts, geometry.quantization
+    found: dict[_Inside, int] = {"an MLP": 1, "an expert": 1, "the shared expert": 1}
+    if mixture is not None and mixture.mxfp4:
+        found["an expert"] = MXFP4_GROUP
+    if quantization is None:
+        return found
+    for layer in range(geometry.num_layers):
+        for what, module, inputs in _summed(geometry, layer):
+            scheme = quantization.scheme_of(f"model.layers.{layer}.{module}")
+            if scheme is not None:
+                group = scheme.codes(inputs).group
+                found[what] = math.lcm(found[what], group if group < inputs else 1, 2 if scheme.bits == 4 else 1)
+    return found
+
+
+def _summed(geometry: ModelGeometry, layer: int) -> Iterator[tuple[_Inside, str, int]]:
+    """The modules of a layer's MLPs whose inputs are divided, and how many these are. Of the experts the first: they
+    are alike, and one that is not is refused when it is read."""
     mixture = geometry.experts
-    if mixture is None:
-        return {"an MLP": geometry.intermediate_size}
-    found = {"an expert": mixture.inner_size}
-    found |= {"the shared expert": mixture.shared_inner_size} if mixture.shared_inner_size else {}
-    return found if all(mixture.layers) else found | {"an MLP": geometry.intermediate_size}
-
-
-def _divided_inputs(geometry: ModelGeometry, layer: int) -> dict[str, int]:
-    """A layer's modules whose inputs are divided, and how many they are. Of the experts the first: they are alike, and
-    one that is not is refused when it is read."""
-    found, mixture = {"self_attn.o_proj": geometry.num_heads * geometry.head_dim}, geometry.experts
     if mixture is None or not mixture.layers[layer]:
-        return found | {"mlp.down_proj": geometry.intermediate_size}
+        yield "an MLP", "mlp.down_proj", geometry.intermediate_size
+        return
     down = "block_sparse_moe.experts.0.w2" if geometry.model_type == "mixtral" else "mlp.experts.0.down_proj"
-    found[down] = mixture.inner_size
-    return found | ({"mlp.shared_expert.down_proj": mixture.shared_inner_size} if mixture.shared_inner_size else {})
+    yield "an expert", down, mixture.inner_size
+    if mixture.shared_inner_size:
+        shared = "shared_experts" if geometry.family == "deepseek" else "shared_expert"
+        yield "the shared expert", f"mlp.{shared}.down_proj", mixture.shared_inner_size
 
 
-def _cut_codes(geometry: ModelGeometry, degree: int) -> str:
-    """Why quantised weights whose inputs are divided cannot be; "" where they can. Outputs can be cut anywhere."""
-    if (mixture := geometry.experts) is not None and mixture.mxfp4 and (mixture.inner_size // degree) % MXFP4_GROUP:
-        return (
-            f"the {mixture.inner_size} inputs of mlp.experts.down_proj share scales in groups of {MXFP4_GROUP}, and "
-            f"each rank's {mixture.inner_size // degree} would cut through one"
-        )
+def _cut_heads(geometry: ModelGeometry, degree: int) -> str:
+    """Why heads in codes cannot be divided as inputs of the product behind them; "" where they can. Outputs can be cut
+    anywhere."""
     if (quantization := geometry.quantization) is None:
         return ""
+    width = geometry.head_dim if geometry.latent is None else geometry.latent.value
+    module, inputs = "self_attn.o_proj", geometry.num_heads * width
+    own = inputs // degree
     for layer in range(geometry.num_layers):
-        for module, inputs in _divided_inputs(geometry, layer).items():
-            scheme = quantization.scheme_of(f"model.layers.{layer}.{module}")
-            if scheme is None:
-                continue
-            own, group = inputs // degree, scheme.codes(inputs).group
-            if group < inputs and own % group:
-                return (
-                    f"the {inputs} inputs of {module} share scales in groups of {group}, and each rank's {own} would "
-                    "cut through one"
-                )
-            if scheme.bits == 4 and own % 2:
-                return f"the {inputs} inputs of {module} are codes of 4 bits, and {own} of them cut through a byte"
+        scheme = quantization.scheme_of(f"model.layers.{layer}.{module}")
+        if scheme is None:
+            continue
+        group = scheme.codes(inputs).group
+        if group < inputs and own % group:
+            return (
+                f"the {inputs} inputs of {module} share scales in groups of {group}, and each rank's {own} would "
+                "cut through one"
+            )
+        if scheme.bits == 4 and own % 2:
+            return f"the {inputs} inputs of {module} are codes of 4 bits, and {own} of them cut through a byte"
     return ""
 
 

@@ -162,6 +162,11 @@ class ModelShape:
     def _mlp_parameters(self, width: int) -> int:
         return (3 if self.gated_mlp else 2) * self.hidden * width
 
+    def kv_copies(self, devices: int) -> int:
+        """How many of so many devices that divide the model have the same KV: with fewer KV heads than devices each
+        has one, and latents, which are one head's, all of them have."""
+        return max(1, devices // self.kv_heads)
+
     def kv_geometry(self, block_size: int, *, grouped: bool = False) -> KvGeometry:
         """`grouped`: blocks of groups of layers, where only some have the window."""
         window = 0 if self.full_layers else self.window
@@ -273,13 +278,14 @@ class CostModel:
         self._experts_s = model.expert_bytes / bandwidth
         pair = 4.0 * model.layers * model.heads * (model.pair_dim or model.head_dim)
         self._pair_s = pair / (peak * device.attention_efficiency)
+        copies = model.kv_copies(tensor_parallel)
         position_bytes = model.kv_geometry(1).token_bytes
         if device.kv_efficiency is not None:
             bandwidth = device.memory_bytes_per_s * device.kv_efficiency * tensor_parallel
-        self._position_s = position_bytes / bandwidth
+        self._position_s = copies * position_bytes / bandwidth
         self._factors = [factor for _, factor in device.linear_table]
         self._knots = [math.log(tokens) for tokens, _ in device.linear_table]
-        self._mixed_reads = 1.0 + stack.mixed_reads * (model.heads / model.kv_heads - 1.0)
+        self._mixed_reads = 1.0 + stack.mixed_reads * (model.heads / (copies * model.kv_heads) - 1.0)
         # A unit reads one head of one row; with few units running each draws more than its equal share.
         share = bandwidth / (device.units * tensor_parallel) * device.unit_speedup
         self._unit_position_s = position_bytes / model.kv_heads / share
@@ -330,7 +336,8 @@ class CostModel:
 
     def swap_s(self, swapped_bytes: int) -> float:
         """Copies between device and host memory; every device of an instance has its own path."""
-        return swapped_bytes / (self.device.host_bytes_per_s * self.tensor_parallel)
+        copies = self.model.kv_copies(self.tensor_parallel)
+        return copies * swapped_bytes / (self.device.host_bytes_per_s * self.tensor_parallel)
 
     def flops(self, work: StepWork) -> float:
         """Model FLOPs of an iteration, for utilisation figures: matrices, output head, attention."""

@@ -2,8 +2,9 @@
 
 Triton brings its own assembler, so machine code for any NVIDIA GPU can be made anywhere. Prints, for the models named
 below, each variant's registers, spills and shared memory; `--markdown` writes them as a table, `--all` adds heads of
-64, 128 and 256 in all three types. The interpreter proves what the kernels compute; this proves that a compiler takes
-them, as the engine calls them. Runs for people and tests; serving never calls it.
+64, 128 and 256 in all three types. Of a rank's part of a mixture it compiles the experts, unless `--model` names it.
+The interpreter proves what the kernels compute; this proves that a compiler takes them, as the engine calls them. Runs
+for people and tests; serving never calls it.
 """
 
 from __future__ import annotations
@@ -140,11 +141,67 @@ MODELS |= {
         ("DeepSeek-V3", 128, 7168, 18432, 129280, 1536, ServedExperts(256, 8, 2048, 2048, rounded=False)),
     )
 }
-SHAPES = MODELS | {
-    f"heads of {head_dim}, {dtype}": _model(16, 4, head_dim, 16 * head_dim, 4096, 32000, dtype)
-    for head_dim in (64, 128, 256)
-    for dtype in ("bfloat16", "float16", "float32")
+_DEEPSEEK_V3_FP8 = tuple(
+    ServedProduct(out, inputs, torch.float8_e4m3fn, 128, False, False, 256, first)
+    for out, inputs, first in ((4096, 7168, True), (7168, 2048, False))
+)
+
+
+def of_rank(served: Served, degree: int, columns: int = 0) -> Served:
+    """What one of `degree` ranks launches; `columns`: of each expert's, its own, where they do not divide evenly."""
+    experts, divided = served.experts, []
+    if experts is not None:
+        columns = columns or experts.inner // degree
+        experts = replace(experts, inner=columns, shared_inner=experts.shared_inner // degree)
+    for product in served.products:
+        if not product.experts:
+            raise ValueError("of products over codes those of experts alone are divided here")
+        own = columns or (product.outputs // 2 if product.gathers else product.inputs) // degree
+        divided.append(replace(product, outputs=2 * own) if product.gathers else replace(product, inputs=own))
+    return replace(
+        served,
+        query_heads=served.query_heads // degree,
+        kv_heads=max(1, served.kv_heads // degree),
+        inner=served.inner // degree,
+        experts=experts,
+        products=tuple(divided),
+    )
+
+
+_RANKS = (
+    ("Mixtral-8x7B", (2, 4, 8)),
+    ("Qwen3-30B-A3B", (2, 4)),
+    ("DeepSeek-V2-Lite", (2, 4)),
+    ("DeepSeek-V3", (8, 16)),
+    ("DeepSeek-V3 in FP8", (8, 16)),
+)
+_UNEVEN = (  # columns of the first rank and of the last
+    ("gpt-oss-20b", 2, (1440,)),
+    ("gpt-oss-20b", 4, (736, 704)),
+    ("gpt-oss-20b", 8, (384, 352)),
+    ("Qwen3-30B-A3B in FP8", 2, (384,)),
+    ("Qwen3-30B-A3B in FP8", 4, (256, 128)),
+    ("Qwen3-30B-A3B in 4 bits", 4, (256, 128)),
+)
+_WHOLE = MODELS | {"DeepSeek-V3 in FP8": replace(MODELS["DeepSeek-V3"], experts=None, products=_DEEPSEEK_V3_FP8)}
+RANKS = {f"{name}, {degree} ranks": of_rank(_WHOLE[name], degree) for name, degrees in _RANKS for degree in degrees}
+"""One rank's part of mixtures, for its experts: attention of so few heads is that of other models."""
+RANKS |= {
+    f"{name}, {degree} ranks, {columns} columns": of_rank(_WHOLE[name], degree, columns)
+    for name, degree, every in _UNEVEN
+    for columns in every
 }
+OF_EXPERTS = ("expert",)
+"""In the names of their launches."""
+SHAPES = (
+    MODELS
+    | RANKS
+    | {
+        f"heads of {head_dim}, {dtype}": _model(16, 4, head_dim, 16 * head_dim, 4096, 32000, dtype)
+        for head_dim in (64, 128, 256)
+        for dtype in ("bfloat16", "float16", "float32")
+    }
+)
 SHAPES |= {f"{name}, KV in FP8": replace(SHAPES[name], fp8=True) for name in list(SHAPES) if name.startswith("heads")}
 
 
@@ -255,9 +312,10 @@ def main() -> int:
     arguments = parser.parse_args()
     fit = True
     tables = []
-    for shape in arguments.model or (SHAPES if arguments.all else MODELS):
+    for shape in arguments.model or (SHAPES if arguments.all else {**MODELS, **RANKS}):
         compiled = []
-        for each in compile_all(SHAPES[shape], arguments.capability, arguments.max_rows, arguments.launch or ("",)):
+        named = arguments.launch or (OF_EXPERTS if shape in RANKS and not arguments.model else ("",))
+        for each in compile_all(SHAPES[shape], arguments.capability, arguments.max_rows, named):
             compiled.append(each)
             fit &= each.fits
             if arguments.markdown != "-":

@@ -202,8 +202,7 @@ def advise(
 def undivided(model: ModelShape) -> str:
     """Why no live worker computes this model on several devices, as far as its shape tells (`rank_shares.hindrance`
     reads its configuration); "" where one does."""
-    what = "an attention over latents" if model.attention_weights else "not Llama-shaped" if not model.gated_mlp else ""
-    return f"{model.name} is {what}, which live workers do not divide over devices" if what else ""
+    return "" if model.gated_mlp else f"{model.name} is not Llama-shaped, which live workers do not divide over devices"
 
 
 def groups(cluster: Cluster, model: ModelShape, *, fixed: bool) -> list[Cluster]:
@@ -223,9 +222,13 @@ def groups(cluster: Cluster, model: ModelShape, *, fixed: bool) -> list[Cluster]
 
 
 def _divides(model: ModelShape, size: int) -> bool:
-    """By its heads, and by its experts' columns, of which a group that shares a scale is not cut."""
-    columns = model.expert_intermediate // (_COLUMNS_OF_CODES if model.expert_bits else 1)
-    return not any(each % size for each in (model.heads, model.kv_heads, columns, model.shared_intermediate))
+    """By its heads, of which KV heads may be copied, and by its experts' columns: in codes by whole groups that share a
+    scale, of which some devices have one more."""
+    copied = model.kv_heads % size == 0 or size % model.kv_heads == 0
+    if model.expert_bits and model.expert_intermediate // _COLUMNS_OF_CODES < size:
+        return False
+    columns = 0 if model.expert_bits else model.expert_intermediate
+    return copied and not any(each % size for each in (model.heads, columns, model.shared_intermediate))
 
 
 def _candidates(run: _Run, preset: str, cluster: Cluster) -> Iterator[Candidate]:

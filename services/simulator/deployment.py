@@ -181,15 +181,16 @@ def kv_blocks(
         config.kv.cpu_memory_bytes if cluster.cpu else int(config.kv.memory_fraction * left)
     )
     drafted_bytes = 0 if draft is None else draft.kv_geometry(geometry.block_size).block_bytes
-    blocks = memory // (geometry.block_bytes + drafted_bytes)
+    block_bytes = geometry.block_bytes * model.kv_copies(devices)
+    blocks = memory // (block_bytes + drafted_bytes)
     if blocks < 2 or memory > left:
         raise ConfigError(
             f"cluster {cluster.name}: {memory / 1e9:.2f} GB for the KV cache of {model.name} ({left / 1e9:.2f} GB are "
-            f"left beside the weights, a block is {geometry.block_bytes / 1e6:.2f} MB): change kv.memory_bytes or "
+            f"left beside the weights, a block is {block_bytes / 1e6:.2f} MB): change kv.memory_bytes or "
             "tensor_parallel"
         )
     host = cluster.host_memory_bytes or config.kv.host_memory_bytes
-    return blocks, host // geometry.block_bytes
+    return blocks, host // block_bytes
 
 
 def _without_prefix_cache(config: Config) -> Config:

@@ -66,7 +66,8 @@ def _answer(line: bytes, config_file: Path) -> Answer:
 def served_model(config: Config, kv_element_bytes: int) -> ModelShape:
     """Sizes of the KV of the pipeline's model, from its config.json."""
     model = read_geometry(Path(config.model.path), config.model.quantization)
-    geometry = KvGeometry(model.num_layers, model.num_kv_heads, model.head_dim, kv_element_bytes, config.kv.block_size)
+    width = model.head_dim // (1 if model.latent is None else 2)  # a latent is key and value in one
+    geometry = KvGeometry(model.num_layers, model.num_kv_heads, width, kv_element_bytes, config.kv.block_size)
     shape = model_of(geometry, Path(config.model.path).name, config.model.max_model_len or model.max_positions)
     windows = model.sliding_windows
     return replace(shape, window=max(windows, default=0), full_layers=windows.count(0) if any(windows) else 0)

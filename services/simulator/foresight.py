@@ -79,8 +79,8 @@ def replay(
 ) -> list[Timing]:
     """Timings by request. Raises `TooManyLate` once as many of those that are judged as `late_below` were late."""
     config = without_planner(config)
-    costs = [job.costs[group.degree] for group in shape.groups for _ in range(group.count)]
-    measured = [_measured(cost, model, config) for cost in costs]
+    degrees = [group.degree for group in shape.groups for _ in range(group.count)]
+    measured = [_measured(job.costs[degree], degree, model, config) for degree in degrees]
     timings = [Timing()] * len(job.requests)
     ends = late = 0
 
@@ -95,7 +95,7 @@ def replay(
         if late and late >= late_below:
             raise TooManyLate
 
-    cluster = live_cluster(config, len(costs), job.cores, job.threads)
+    cluster = live_cluster(config, len(degrees), job.cores, job.threads)
     last_s = job.requests[-1].at_s if job.requests else 0.0
     options = SimOptions(horizon_s=last_s + _PATIENCE_S, if_late="")
     sim = SimCluster(config, cluster, model, workload_of(job, config), options, shape.roles, measured=measured)
@@ -169,6 +169,7 @@ def live_cluster(config: Config, instances: int, cores: int, threads: int) -> Cl
     )
 
 
-def _measured(cost: WorkerCost, model: ModelShape, config: Config) -> Measured:
+def _measured(cost: WorkerCost, degree: int, model: ModelShape, config: Config) -> Measured:
     geometry = model.kv_geometry(config.kv.block_size, grouped=compose.groups_layers(config))
-    return Measured(LearnedCost(cost.times, model), cost.blocks, config.kv.host_memory_bytes // geometry.block_bytes)
+    block_bytes = geometry.block_bytes * model.kv_copies(degree)
+    return Measured(LearnedCost(cost.times, model), cost.blocks, config.kv.host_memory_bytes // block_bytes)

@@ -12,7 +12,7 @@ import torch
 from tests.e2e.golden import Golden, golden_outputs
 from tests.e2e.pipeline import Pipeline
 from tests.e2e.test_golden import SHORT_SIGHTED, ask, compare
-from tests.e2e.tiny_models import llama, save
+from tests.e2e.tiny_models import deepseek, llama, save
 from tests.examples import nightly
 from tests.services.gateway.tiny_model import byte_level
 
@@ -70,6 +70,30 @@ def test_kv_moves_between_workers_of_any_degrees(
         pipeline.wait_for("decode-0", "transfers_total", len(goldens))
         assert pipeline.stats("decode-0")["transfer_failures_total"] == 0
         long = [golden for golden in goldens if len(golden.prompt) > 48]
+        again = pipeline.complete_all([ask(golden) for golden in long])
+        compare(long, again)
+        assert all(answer.cached_tokens > 0 for answer in again)
+        pipeline.assert_nothing_left()
+
+
+@LONGER
+@pytest.mark.parametrize("degrees", [(1, 2), (4, 2), (2, 4)], ids=lambda degrees: "to".join(map(str, degrees)))
+def test_latents_move_between_workers_of_any_degrees(tmp_path: Path, degrees: tuple[int, int]) -> None:
+    """To every rank of the receiver all of them; a prefix that comes again is found in the caches of all ranks."""
+    torch.manual_seed(7)
+    folder, random = tmp_path / "deepseek", Random(5)
+    save(deepseek(), folder)
+    byte_level(400).save(str(folder / "tokenizer.json"))
+    lengths = (1, 17, 60, 90, 33, 70)
+    asked = golden_outputs(
+        folder, [[random.randrange(3, 400) for _ in range(length)] for length in lengths], NEW_TOKENS
+    )
+    workers = [{"role": role, "tensor_parallel": n} for role, n in zip(("prefill", "decode"), degrees, strict=True)]
+    with Pipeline(tmp_path, folder, options(200, workers), preset="disaggregated") as pipeline:
+        compare(asked, pipeline.complete_all([ask(golden) for golden in asked]))
+        pipeline.wait_for("decode-0", "transfers_total", len(asked))
+        assert pipeline.stats("decode-0")["transfer_failures_total"] == 0
+        long = [golden for golden in asked if len(golden.prompt) > 48]
         again = pipeline.complete_all([ask(golden) for golden in long])
         compare(long, again)
         assert all(answer.cached_tokens > 0 for answer in again)

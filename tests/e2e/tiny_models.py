@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
@@ -148,6 +150,32 @@ def gpt_oss() -> PreTrainedModel:
             head_dim=16,
             max_position_embeddings=512,
             sliding_window=40,
+        )
+    )
+
+
+def deepseek() -> PreTrainedModel:
+    """Eight heads over one latent: divided by 2 and by 4; the first layer without experts."""
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            vocab_size=400,
+            hidden_size=64,
+            intermediate_size=128,
+            moe_intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            q_lora_rank=24,
+            kv_lora_rank=24,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=16,
+            v_head_dim=16,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            first_k_dense_replace=1,
+            max_position_embeddings=512,
         )
     )
 

@@ -21,11 +21,26 @@ from cohort.common.devices.fit import (
     weight_bytes,
 )
 from cohort.common.engine.device_memory import kv_bytes
-from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry
+from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry, read_geometry
 from cohort.common.engine.quantization_config import Quantization, WeightScheme
+from cohort.common.engine.rank_shares import RankShare
 from cohort.common.errors import ConfigError
 from tests.common.devices.fakes import GIB
 from tests.common.engine.test_device_memory import LLAMA_8B
+
+V2_LITE: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "vocab_size": 102400,
+}
 
 
 def shard(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
@@ -96,7 +111,55 @@ def test_a_mixture_is_proposed_in_groups_that_its_experts_divide_by(tmp_path: Pa
         check_fit(settings, "mixtral", wanted, "H100", 80 * GIB, 1)
     check_fit(settings, "mixtral", half, "H100", 80 * GIB, 1)
     in_codes = replace(mixtral, experts=replace(of_experts, inner_size=2880, mxfp4=True), family="gpt_oss")
-    assert need(settings, tmp_path, in_codes).degrees == (2,)
+    assert need(settings, tmp_path, in_codes).degrees == (2, 4, 8, 16)  # 90 groups of columns
+
+
+def test_a_cache_of_latents_is_on_every_gpu(tmp_path: Path) -> None:
+    """DeepSeek-V2-Lite with latents that are large beside its weights: more GPUs hold no more tokens."""
+    settings = load_config(overrides={"model": {"weights": "random"}, "engine": {"device": "cuda"}})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v2", **V2_LITE}))
+    geometry = read_geometry(tmp_path)
+    wanted, half = need(settings, tmp_path, geometry), need(settings, tmp_path, geometry, 2)
+    assert wanted.weights == pytest.approx(31.4e9, rel=0.01) and half.weights == wanted.weights // 2
+    assert half.cache == wanted.cache > 0 and half.steps < wanted.steps
+    assert half.whole_cache and wanted.degrees == (2, 4, 8, 16)
+    for cache, gib, degree in ((wanted.cache, 32, 2), (12 * GIB, 24, 8)):
+        with pytest.raises(ConfigError, match=rf"tensor_parallel {degree} \("):
+            check_fit(settings, "V2-Lite", replace(wanted, cache=cache), "GPU", gib * GIB, 1)
+    with pytest.raises(ConfigError) as refused:
+        check_fit(settings, "V2-Lite", replace(wanted, cache=20 * GIB), "GPU", 20 * GIB, 1)
+    assert "tensor_parallel" not in str(refused.value)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_a_ranks_weights_are_what_its_files_have_for_it(degree: int, tmp_path: Path) -> None:
+    """By tensor: queries' first product, latents and router are whole on every rank, experts' groups are uneven."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v2", **V2_LITE}))
+    geometry = replace(
+        read_geometry(tmp_path),
+        quantization=Quantization("fp8", (WeightScheme("scaled", 8, True, block=(128, 128)),), ()),
+    )
+    layer = "model.layers.1."
+    shapes = {
+        "self_attn.q_proj": (3072, 2048),
+        "self_attn.kv_a_proj_with_mqa": (576, 2048),
+        "self_attn.o_proj": (2048, 2048),
+        "mlp.experts.5.up_proj": (1408, 2048),
+        "mlp.experts.5.down_proj": (2048, 1408),
+    }
+    tensors = {f"{layer}{name}.weight": ("F8_E4M3", list(shape)) for name, shape in shapes.items()}
+    tensors |= {f"{layer}{name}.weight_scale_inv": ("F32", [-(-n // 128) for n in shapes[name]]) for name in shapes}
+    tensors[f"{layer}mlp.gate.weight"] = ("BF16", [64, 2048])
+    shard(tmp_path / "model.safetensors", tensors)
+    groups = {2: [6, 5], 4: [3, 3, 3, 2]}[degree]
+    for rank, own in enumerate(groups):
+        widened = 3072 * 2048 // degree + 576 * 2048 + 2048 * 2048 // degree  # attention, when it is read
+        codes, router = 2 * own * 128 * 2048, 64 * 2048
+        found = weight_bytes(tmp_path, geometry, 2, share=RankShare(geometry, rank, degree))
+        assert found - 2 * (widened + router) - codes == 4 * codes // 128 // 128  # scales of blocks
+    assert need(config(), tmp_path, geometry, degree).weights == weight_bytes(
+        tmp_path, geometry, 2, share=RankShare(geometry, 0, degree)
+    )
 
 
 def test_the_refusal_says_by_how_much_and_what_would_fit() -> None:

@@ -149,6 +149,10 @@ def test_latents_move_to_host_memory_and_back(model_folder: Callable[[str], Path
     runner.kv.copy_in([(1, 3), (0, 5)])
     assert torch.equal(runner.kv.blocks[3], before[3])
     assert torch.equal(runner.kv.blocks[5], before[5])
+    runner.kv.copy_slots_out([3 * BLOCK_SIZE + 2, 5 * BLOCK_SIZE + 1], [4 * BLOCK_SIZE, 6 * BLOCK_SIZE + 3])
+    runner.kv.copy_slots_in([BLOCK_SIZE + 7, 9 * BLOCK_SIZE], [6 * BLOCK_SIZE + 3, 4 * BLOCK_SIZE])
+    assert torch.equal(runner.kv.blocks[1, :, 0, 0, 7], before[5, :, 0, 0, 1])
+    assert torch.equal(runner.kv.blocks[9, :, 0, 0, 0], before[3, :, 0, 0, 2])
 
 
 def test_without_compiled_kernels(model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

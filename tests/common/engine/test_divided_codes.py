@@ -25,6 +25,7 @@ from cohort.common.errors import ConfigError, ModelError
 from cohort.kernels import native
 from tests.common.engine.driver import Driver, make_runner, random_prompts
 from tests.common.engine.groups import group_runner
+from tests.common.engine.joint_ranks import joint_runner
 from tests.engine_models import VOCAB, save_random_model
 from tests.examples import another_of_its_kind
 from tests.quantised_models import FORMATS, WIDE_GROUPS, write
@@ -133,6 +134,20 @@ def test_ranks_compute_what_one_computes(name: str, degree: int, dtype: str, sou
     assert (alone - plain).abs().max() > 0.01  # the codes are no whole weights
 
 
+@pytest.mark.parametrize(
+    "name", ["awq-32", "fp8-blocks", "gptq-4-32-act-order", "gptq-8-32-asymmetric", "ct-packed-4-32"]
+)
+@another_of_its_kind()
+def test_columns_of_five_groups_over_four_ranks(name: str, tmp_path: Path) -> None:
+    """Whole groups of 32 on each, two of them on the first."""
+    config = transformers.Qwen3Config(**{**SHAPE, "intermediate_size": 160})
+    written = write(save_random_model(config, tmp_path / "plain"), tmp_path, name)
+    (prompt,), geometry = random_prompts((36,), seed=5), read_geometry(written.folder)
+    assert [RankShare(geometry, rank, 4).own.intermediate_size for rank in range(4)] == [64, 32, 32, 32]
+    found, alone = told(joint_runner(written.folder, 4)[0], prompt), told(make_runner(written.folder), prompt)
+    assert (found - alone).abs().max() < 1e-3
+
+
 def test_what_cannot_be_cut_is_named(source: Path, tmp_path: Path) -> None:
     folder = write(source, tmp_path, "awq-64").folder
     geometry = read_geometry(folder)
@@ -145,10 +160,8 @@ def test_what_cannot_be_cut_is_named(source: Path, tmp_path: Path) -> None:
     share = RankShare(geometry, 1, 4)
     with open_sharded(folder, "files", share) as files:
         assert isinstance(files, QuantizedFiles)
-        with pytest.raises(
-            ModelError, match=r"down_proj.weight, rank 1 of 4: inputs 32 to 64 of 128 would cut through"
-        ):
-            files.read_quantized("model.layers.0.mlp.down_proj.weight", 64, 32, CPU)
+        with pytest.raises(ModelError, match=r"o_proj.weight, rank 1 of 4: inputs 32 to 64 of 128 would cut through"):
+            files.read_quantized("model.layers.0.self_attn.o_proj.weight", 64, 32, CPU)
     quantization = geometry.quantization
     assert quantization is not None
     plain = dataclasses.replace(quantization, excluded=("o_proj", "down_proj"))

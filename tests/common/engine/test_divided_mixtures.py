@@ -32,6 +32,7 @@ from tests.common.engine.driver import (
     run_together,
 )
 from tests.common.engine.groups import group_runner
+from tests.common.engine.joint_ranks import joint_runner
 from tests.common.engine.test_divided_codes import told
 from tests.engine_models import VOCAB, save_random_model
 from tests.examples import another_of_its_kind
@@ -179,29 +180,42 @@ def test_parts_of_gpt_oss_add_up(
 
 @pytest.fixture(scope="module")
 def mxfp4_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As it is published: 64 columns of an expert are two groups."""
+    """As it is published: 160 columns of an expert are five groups, which do not divide evenly."""
     shape = SHAPE | {"hidden_size": 64, "num_hidden_layers": 2}
-    config = transformers.GptOssConfig(**shape, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2)
+    config = transformers.GptOssConfig(**shape, intermediate_size=160, num_local_experts=4, num_experts_per_tok=2)
     return as_mxfp4(save_random_model(config, tmp_path_factory.mktemp("mxfp4")))
 
 
-def test_mxfp4_is_cut_between_groups(mxfp4_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("degree", "groups"), [(2, [3, 2]), (4, [2, 1, 1, 1])])
+def test_mxfp4_is_cut_between_groups(
+    degree: int, groups: list[int], mxfp4_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its codes are the whole's, and stay codes; a group is never cut."""
     monkeypatch.setattr(lean_gpt_oss, "groups_on_host", lambda device: False)
-    whole, *parts = parts_of(mxfp4_folder, 2, torch.bfloat16)
+    whole, *parts = parts_of(mxfp4_folder, degree, torch.bfloat16)
+    assert [part.down.codes.shape[2] // 16 for part in parts] == groups
     numbers = [[reference.expert_numbers(each) for each in (one.gate_up, one.down)] for one in (whole, *parts)]
     assert torch.equal(torch.cat([part[0] for part in numbers[1:]], dim=1), numbers[0][0])
     assert torch.equal(torch.cat([part[1] for part in numbers[1:]], dim=2), numbers[0][1])
     geometry = read_geometry(mxfp4_folder)
-    assert degrees(geometry, 8) == [1, 2]
-    with pytest.raises(ConfigError, match=r"64 inputs of mlp.experts.down_proj share scales in groups of 32"):
-        check_degree(geometry, 4, "here")
+    assert degrees(geometry, 8) == [1, 2, 4]
+    with pytest.raises(ConfigError, match=r"160 columns has 5 groups of 32 that share scales, for 8 ranks"):
+        check_degree(geometry, 8, "here")
 
 
-@another_of_its_kind()
-def test_mxfp4_over_ranks(mxfp4_folder: Path) -> None:
+def test_mxfp4_over_four_ranks(mxfp4_folder: Path) -> None:
+    """Of which the first computes two of five groups of an expert's columns."""
     expected = reference_generate(mxfp4_folder, random_prompts((5, 33)), 12)
-    with group_runner(mxfp4_folder, 2) as runner:
+    runner, joint = joint_runner(mxfp4_folder, 4)
+    assert check_schedule(runner, expected, run_chunked(7), shuffle=3, reverse=True) <= 1
+    assert [rank.share.own.experts.inner_size for rank in joint.ranks] == [64, 32, 32, 32]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+@another_of_its_kind()
+def test_mxfp4_over_ranks(degree: int, mxfp4_folder: Path) -> None:
+    expected = reference_generate(mxfp4_folder, random_prompts((5, 33)), 12)
+    with group_runner(mxfp4_folder, degree) as runner:
         assert check_schedule(runner, expected, run_chunked(7), shuffle=3, reverse=True) <= 1
 
 
@@ -225,7 +239,7 @@ def test_codes_of_experts_are_cut(name: str, tmp_path: Path) -> None:
         assert torch.equal(torch.cat([up[index] for up in ups[1:]], dim=1), ups[0][index])
     whole, *parts = parts_of(written.folder, 2, torch.float32)
     check_sum(whole, parts, 64)
-    with pytest.raises(ConfigError, match=r"64 inputs of mlp.experts.0.down_proj share scales in groups of 32"):
+    with pytest.raises(ConfigError, match=r"an expert of 64 columns has 2 groups of 32 that share scales, for 4"):
         check_degree(read_geometry(written.folder), 4, "here")
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,14 @@ from tests.examples import another_of_its_kind
 pytest.importorskip("triton")
 
 from cohort.common.engine import compiled_kernels
+from cohort.common.engine.model_config import ExpertsGeometry
+from cohort.common.engine.rank_shares import RankShare
 from cohort.common.paths import cache_dir
 from cohort.kernels.gpu import variants
+from cohort.kernels.gpu.compile_offline import RANKS
 from tests.common.engine.drafts.test_eagle_head import head_folder
 from tests.common.engine.kernel_variants import MAX_ROWS
+from tests.common.engine.test_device_memory import LLAMA_8B
 
 CPU = torch.device("cpu")
 
@@ -90,6 +95,19 @@ def _found(*arguments: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def test_experts_are_compiled_as_they_are_divided_over_ranks() -> None:
+    """Each number of columns that a rank of gpt-oss has, and both products of them."""
+    mixture = ExpertsGeometry(32, 4, 2880, normalised=True, layers=(True,) * LLAMA_8B.num_layers, mxfp4=True)
+    geometry = replace(LLAMA_8B, model_type="gpt_oss", family="gpt_oss", experts=mixture)
+    for degree in (2, 4, 8):
+        widths = {RankShare(geometry, rank, degree).own.experts.inner_size for rank in range(degree)}  # type: ignore[union-attr]
+        listed = [served for name, served in RANKS.items() if name.startswith(f"gpt-oss-20b, {degree} ranks")]
+        assert {served.experts.inner for served in listed if served.experts is not None} == widths
+        assert {p.inputs for served in listed for p in served.products if not p.gathers} == widths
+        assert {p.outputs // 2 for served in listed for p in served.products if p.gathers} == widths
+        assert {served.query_heads for served in listed} == {64 // degree}
 
 
 def test_a_cache_of_one_layer_has_its_variants() -> None:

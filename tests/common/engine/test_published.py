@@ -22,7 +22,7 @@ from cohort.common.engine.model_config import ModelGeometry, read_geometry
 from cohort.common.engine.quantization_config import keeps_codes
 from cohort.common.engine.quantized_files import QuantizedFiles
 from cohort.common.engine.quantized_formats import ReorderedWeight
-from cohort.common.engine.rank_shares import hindrance
+from cohort.common.engine.rank_shares import degrees, hindrance
 from cohort.common.engine.weights import open_weights
 from cohort.common.errors import ModelError
 
@@ -447,6 +447,13 @@ def test_a_module_of_it_is_read_in_its_codes_and_divided(name: str, tmp_path: Pa
         assert [hindrance(geometry, degree) for degree in (2, 4)] == ["", ""]
     else:  # 28 heads in groups of 128, 18,944 columns: 74 and 37 groups
         assert hindrance(geometry, 2) == hindrance(geometry, 4) == ""
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "gpt-oss-20b", "Mixtral-8x7B-v0.1"])
+def test_mixtures_divide_as_they_are_published(name: str, tmp_path: Path) -> None:
+    """128 heads and 16 groups of an expert's columns; 64 heads and 90 groups; plain."""
+    config, _ = PUBLISHED[name][0]()
+    assert degrees(read_geometry(checkpoint(tmp_path / "m", config, {"none": ("F32", (1,))})), 16) == [1, 2, 4, 8, 16]
 
 
 def test_what_a_vision_model_has_besides_its_text_is_left_in_its_files(tmp_path: Path) -> None:

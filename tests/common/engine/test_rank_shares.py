@@ -14,7 +14,7 @@ import torch
 
 from cohort.common.engine import sharded_weights
 from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry, read_geometry
-from cohort.common.engine.rank_shares import Part, RankShare, check_degree, degrees, hindrance
+from cohort.common.engine.rank_shares import Columns, Part, RankShare, check_degree, degrees, hindrance
 from cohort.common.engine.sharded_weights import ShardedRandom, ShardedWeights
 from cohort.common.engine.tensor_files import _Mapped
 from cohort.common.engine.weights import RandomWeights, WeightFiles, Weights
@@ -55,7 +55,6 @@ def mixture(**change: Any) -> ExpertsGeometry:
         ({"intermediate_size": 1001}, 2, "an MLP of 1001 columns does not divide by 2"),
         ({"vocab_size": 9}, 4, "a vocabulary of 9 leaves the last of 4 ranks without a token"),
         ({"family": "gemma", "model_type": "gemma2"}, 2, "gemma2 runs in its gemma form"),
-        ({"family": "deepseek", "model_type": "deepseek_v3"}, 2, "deepseek_v3 runs in its deepseek form"),
         ({"family": "moe", "experts": mixture(inner_size=1001)}, 2, "an expert of 1001 columns does not divide by 2"),
         (
             {"family": "moe", "experts": mixture(shared_inner_size=6)},
@@ -68,9 +67,9 @@ def mixture(**change: Any) -> ExpertsGeometry:
             "an MLP of 9 columns does not divide by 2",
         ),
         (
-            {"family": "gpt_oss", "experts": mixture(inner_size=2880, mxfp4=True)},
+            {"family": "gpt_oss", "experts": mixture(inner_size=96, mxfp4=True)},
             4,
-            "the 2880 inputs of mlp.experts.down_proj share scales in groups of 32, and each rank's 720 would cut",
+            "an expert of 96 columns has 3 groups of 32 that share scales, for 4 ranks",
         ),
     ],
 )
@@ -88,6 +87,35 @@ def test_degrees_of_a_model() -> None:
     assert degrees(only_experts, 16) == [1, 2, 4, 8, 16]
     nine = dataclasses.replace(LLAMA_8B, num_heads=9, num_kv_heads=3, intermediate_size=1536)
     assert degrees(nine, 16) == [1, 3]
+
+
+@pytest.mark.parametrize("columns", [Columns(2880, 32), Columns(200, 64), Columns(96, 1), Columns(96, 4)], ids=str)
+def test_columns_are_divided_by_whole_groups(columns: Columns) -> None:
+    """All of them, in order; no rank has more than one group more than another, and none more than the first."""
+    for degree in range(1, 9):
+        if columns.hindrance(degree):
+            assert (columns.together == 1 and columns.count % degree) or columns.groups < degree
+            continue
+        parts = [columns.of(rank, degree) for rank in range(degree)]
+        assert [0, *(end for _, end in parts)] == [*(first for first, _ in parts), columns.count]
+        assert all(first % columns.together == 0 for first, _ in parts)
+        sizes = [end - first for first, end in parts]
+        assert (
+            min(sizes) > 0 and max(sizes) == sizes[0] and sizes[0] - sizes[-2 if degree > 1 else -1] <= columns.together
+        )
+    assert [Columns(2880, 32).of(rank, 4) for rank in range(4)] == [(0, 736), (736, 1472), (1472, 2176), (2176, 2880)]
+
+
+def test_gpt_oss_divides_by_its_groups() -> None:
+    """As it is published: 90 groups of 32 columns in every expert."""
+    change: dict[str, Any] = {"family": "gpt_oss", "experts": mixture(inner_size=2880, mxfp4=True)}
+    geometry = dataclasses.replace(LLAMA_8B, intermediate_size=2880, **change)
+    assert degrees(geometry, 16) == [1, 2, 4, 8, 16]
+    own = [RankShare(geometry, rank, 4).own.experts for rank in range(4)]
+    assert [each.inner_size for each in own if each is not None] == [736, 736, 704, 704]
+    blocks = RankShare(geometry, 2, 4).part("model.layers.0.mlp.experts.down_proj_blocks")
+    gates = RankShare(geometry, 2, 4).part("model.layers.0.mlp.experts.gate_up_proj_blocks")
+    assert blocks == Part(2, 90, ((46, 68),)) and gates == Part(1, 5760, ((2944, 4352),))
 
 
 def read(files: Weights, geometry: ModelGeometry, name: str) -> torch.Tensor:

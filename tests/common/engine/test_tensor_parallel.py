@@ -33,7 +33,7 @@ from tests.common.engine.driver import (
 from tests.common.engine.groups import group_runner
 from tests.common.engine.rank_ends import AgentEnd
 from tests.common.engine.transfer_ends import until
-from tests.engine_models import BLOCK_SIZE, VOCAB, save_random_model
+from tests.engine_models import BLOCK_SIZE, CONFIGS, VOCAB, save_random_model
 from tests.examples import another_of_its_kind
 
 OUTPUTS = 16
@@ -54,11 +54,19 @@ def eight_heads(kv_heads: int, **options: Any) -> Any:
     )
 
 
+def deepseek_of_eight() -> Any:
+    """DeepSeek-V3's form, which divides by 8."""
+    config = CONFIGS["deepseek3"]()
+    config.num_attention_heads = config.num_key_value_heads = 8
+    return config
+
+
 @pytest.fixture(scope="module")
 def folder_of(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     made: dict[str, Path] = {}
     own = {
         "eight-heads": lambda: eight_heads(4, tie_word_embeddings=True),
+        "deepseek-eight-heads": deepseek_of_eight,
         "eight-heads-kv2": lambda: eight_heads(2, attention_bias=True, mlp_bias=True),
     }
 
@@ -81,6 +89,8 @@ CASES = [
     ("eight-heads-kv2", 4),
     pytest.param(("qwen2-moe", 2), marks=another_of_its_kind()),
     pytest.param(("gpt-oss", 2), marks=another_of_its_kind()),
+    pytest.param(("deepseek2-groups", 2), marks=another_of_its_kind()),
+    pytest.param(("deepseek-eight-heads", 4), marks=another_of_its_kind()),
 ]
 
 

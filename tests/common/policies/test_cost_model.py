@@ -73,6 +73,18 @@ def test_two_devices_halve_the_work_and_pay_for_the_exchange():
     assert driven == pytest.approx(two.step_s(decode(7, 70, 10)) + 10.0)
 
 
+def test_what_all_devices_have_of_the_kv_each_of_them_reads():
+    """One head, as of latents: each of four devices reads and swaps all of it. With four heads each has its own."""
+    latents = replace(MODEL, kv_heads=1, head_dim=8, attention_weights=MODEL.attention_parameters)
+    assert (latents.kv_copies(4), MODEL.kv_copies(4), MODEL.kv_copies(8)) == (4, 1, 2)
+    four, one = CostModel(latents, DEVICE, STACK, tensor_parallel=4), CostModel(latents, DEVICE, STACK)
+    for cost in (one, four):  # 64 bytes a position at 50 bytes a second
+        assert cost.step_s(decode(1, 1010, 1010)) - cost.step_s(decode(1, 10, 10)) == pytest.approx(1000 * 64 / 50)
+    assert four.swap_s(80) == one.swap_s(80) == 2.0
+    divided = CostModel(MODEL, DEVICE, STACK, tensor_parallel=4)
+    assert divided.step_s(decode(1, 1010)) - divided.step_s(decode(1, 10)) == pytest.approx(1000 * 16 / 50)
+
+
 def test_split_kv_counts_positions_and_unit_per_row_the_longest():
     """A1: with one unit a row and head a long row holds the others up; with split-KV it makes no difference which row
     is long."""

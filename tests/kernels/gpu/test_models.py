@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from cohort.common.engine import draft_loading, lean_deepseek, lean_gpt_oss, lean_llama, linear
 from cohort.common.engine.device_memory import DeviceShare
@@ -14,6 +15,7 @@ from cohort.kernels.gpu import available, operators
 from tests.common.engine.drafts.test_eagle_head import Reference, Served, head_folder
 from tests.common.engine.driver import check_schedule, make_runner, random_prompts, reference_generate, run_chunked
 from tests.common.engine.groups import group_runner
+from tests.common.engine.joint_ranks import joint_runner
 from tests.common.engine.test_gpt_oss import mxfp4_folder as mxfp4_folder
 from tests.engine_models import model_folder as model_folder
 from tests.examples import another_of_its_kind
@@ -64,6 +66,18 @@ def test_experts_in_mxfp4(mxfp4_folder, every_kernel, monkeypatch):
     """In float32, whose codes are widened otherwise, so that tokens can be compared."""
     monkeypatch.setattr(lean_gpt_oss, "keeps_codes", lambda *layout: True)
     _check(mxfp4_folder, "auto")
+
+
+@pytest.mark.parametrize(("name", "degree"), [("deepseek3", 2), ("deepseek2-groups", 3)])
+@another_of_its_kind()
+def test_latents_over_ranks(name, degree, model_folder, every_kernel):
+    """Each with a part of the heads and of every expert's columns; its cache is the others', to the bit."""
+    folder = model_folder(name)
+    expected = reference_generate(folder, random_prompts((5, 19)), 4)
+    runner, joint = joint_runner(folder, degree, max_rows=2, max_step_tokens=32, num_blocks=24)
+    assert check_schedule(runner, expected, run_chunked(7), shuffle=4) <= 1
+    assert joint.caches[0].abs().sum() > 0
+    assert all(torch.equal(cache, joint.caches[0]) for cache in joint.caches)
 
 
 @another_of_its_kind()

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cohort.common.config import dump_config
+from cohort.common.config import dump_config, load_config
+from cohort.common.engine.model_config import read_geometry
 from cohort.common.planning.foresight import Answer, Job, WorkerCost
 from cohort.common.planning.settings import planner_settings
 from cohort.common.planning.shape import Shape
@@ -21,6 +22,7 @@ from cohort.common.policies.cost_model import StepWork
 from cohort.common.types import KvGeometry, Role, Slo, StepTimes
 from cohort.common.workloads.day import morning_share, rate_at, synthetic_day
 from cohort.common.workloads.items import WorkItem, Workload
+from cohort.services.simulator.foresee import served_model
 from cohort.services.simulator.foresight import foresee, replay
 from cohort.services.simulator.learned_cost import LearnedCost, model_of
 from cohort.services.simulator.planned_day import DayRow, PlannedCluster, all_shapes, planned_day
@@ -222,3 +224,11 @@ def test_a_planned_cluster_grows_with_its_load_shrinks_after_it_and_loses_nothin
     finished = sum(stats.finished for stats in planned.sim.clients.classes.values())
     assert finished == len(workload.items), "no request was lost with a worker that went"
     assert len(all_shapes(settings.bounds)) == 3
+
+
+def test_a_served_models_latents_weigh_what_they_do_live(tmp_path: Path) -> None:
+    """Key and value in one: 576 numbers a token and layer."""
+    config = {"model_type": "deepseek_v2", "num_hidden_layers": 27, "num_experts_per_tok": 6}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = served_model(load_config(overrides={"model": {"path": str(tmp_path)}}), 2)
+    assert shape.kv_geometry(16).token_bytes == read_geometry(tmp_path).kv_token_bytes("bfloat16") == 27 * 576 * 2

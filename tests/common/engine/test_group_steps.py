@@ -69,6 +69,7 @@ CASES = [
     pytest.param(("llama-bias-llama3", 2), marks=another_of_its_kind()),
     pytest.param(("qwen2-moe", 2), marks=another_of_its_kind()),
     pytest.param(("gpt-oss", 2), marks=another_of_its_kind()),
+    pytest.param(("deepseek3", 2), marks=another_of_its_kind()),
 ]
 
 

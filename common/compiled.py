@@ -26,7 +26,7 @@ SUFFIX = EXTENSION_SUFFIXES[0]
 
 
 class Compiled:
-    """A finder of `sys.meta_path`: finds compiled modules by their full name; and the library that they share, whose name says whose it is."""
+    """For `sys.meta_path`. Finds compiled modules by their full name, and likewise the library that they share."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder

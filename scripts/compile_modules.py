@@ -32,20 +32,21 @@ sys.path.insert(0, str(ROOT))
 from cohort.common.compiled import FOLDER, MANIFEST, SUFFIX, manifest  # noqa: E402
 
 MODULES = (
-    "common/sequence.py",
+    *(f"common/{name}.py" for name in ("sampling_inputs", "sequence")),
     *(f"common/kv/{name}.py" for name in ("block_pool", "free_blocks", "lease")),
     *(f"common/policies/{name}.py" for name in ("cost_model", "kv_interface", "sequences", "serving_views")),
-    *(
-        f"common/policies/baselines/{name}.py"
-        for name in ("arrival_queues", "batch_builder", "continuous_batching", "paged_allocation")
-    ),
+    *(f"common/policies/baselines/{name}.py" for name in ("arrival_queues", "batch_builder", "continuous_batching")),
+    *(f"common/policies/baselines/{name}.py" for name in ("fcfs", "paged_allocation", "placements")),
     *(f"common/machines/{name}.py" for name in ("gateway", "entry", "ledger", "admission_desk", "prediction_desk")),
     *(f"common/machines/{name}.py" for name in ("manager", "manager_link", "roster", "dispatcher", "senders")),
+    *(f"common/machines/{name}.py" for name in ("cluster_load", "settling", "onward", "scored_prompts")),
     *(f"common/machines/{name}.py" for name in ("worker", "worker_state", "worker_report", "worker_counters")),
     *(f"common/machines/{name}.py" for name in ("token_updates", "computed_rows", "fast_forward", "adapter_desk")),
     *(f"common/machines/{name}.py" for name in ("kv_sender", "kv_receiver", "kv_stall", "parked_pool")),
+    *(f"common/machines/{name}.py" for name in ("plan_ahead", "speculation_desk")),
     *(f"common/virtual_cluster/{name}.py" for name in ("cluster", "events", "kv_flights", "plugins")),
-    *(f"services/simulator/{name}.py" for name in ("engine", "clients", "work", "statistics", "tally")),
+    *(f"services/simulator/{name}.py" for name in ("cluster", "engine", "clients", "work", "statistics", "tally")),
+    *(f"services/simulator/{name}.py" for name in ("links", "network")),
 )
 """Where samples of both presets fell. With few of them, calls between compiled and interpreted code cost the gain."""
 
@@ -60,6 +61,7 @@ INTERPRETED_BASES = frozenset({"Protocol", "enum.Enum", "msgspec.Struct", "Excep
 MIXINS = frozenset({"BlockSharing"})
 """Second bases: stay ordinary classes, or their places of attributes would clash with those of the first."""
 _DATACLASS = re.compile(r"@dataclass\(([^)]*)\)")
+_CLASS = re.compile(r"^ *class (\w+)\(([^)]*)\)", re.MULTILINE)
 _MYPY = """[mypy]
 mypy_path = .
 explicit_package_bases = True
@@ -107,7 +109,7 @@ def adapted_copy(work: Path) -> None:
     inherited = interpreted_parents()
     for module in MODULES:
         file = tree / module
-        file.write_text(opened(_DATACLASS.sub(_without_slots, file.read_text()), inherited))
+        file.write_text(opened(without_slots(file.read_text()), inherited))
     (work / "mypy.ini").write_text(_MYPY)
     (work / "generate.py").write_text(_GENERATE)
 
@@ -117,12 +119,11 @@ def interpreted_parents() -> set[str]:
     bases: dict[str, set[str]] = {}
     wanted: list[str] = []
     for file in (file for part in (*COPIED, "tests") for file in (ROOT / part).rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ClassDef):
-                names = {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
-                bases.setdefault(node.name, set()).update(names)
-                if str(file.relative_to(ROOT)) not in MODULES:
-                    wanted += names
+        for name, given in _CLASS.findall(file.read_text()):
+            names = {base.strip().split("[")[0].split(".")[-1] for base in given.split(",")}
+            bases.setdefault(name, set()).update(names)
+            if str(file.relative_to(ROOT)) not in MODULES:
+                wanted += names
     found = set[str]()
     while wanted:
         if (name := wanted.pop()) not in found:
@@ -148,9 +149,14 @@ def opened(text: str, inherited: set[str]) -> str:
     return "\n".join(lines)
 
 
-def _without_slots(found: re.Match[str]) -> str:
-    others = [option for option in found[1].split(", ") if option != "slots=True"]
-    return f"@dataclass({', '.join(others)})" if others else "@dataclass"
+def without_slots(text: str) -> str:
+    """A module whose dataclasses have none."""
+
+    def decorator(found: re.Match[str]) -> str:
+        others = [option for option in found[1].split(", ") if option != "slots=True"]
+        return f"@dataclass({', '.join(others)})" if others else "@dataclass"
+
+    return _DATACLASS.sub(decorator, text)
 
 
 def generated(work: Path) -> None:

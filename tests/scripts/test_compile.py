@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -76,14 +78,14 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def simulated(root: Path, preset: str, compiled: str) -> str:
+def simulated(root: Path, preset: str, compiled: str) -> dict[str, Any]:
     """The report, but for measured times; checked that it was made as asked."""
     program = (
         "import sys; from cohort.services.cli.__main__ import main; code = main(sys.argv[1:]);"
         "from cohort.common.machines import worker; sys.stderr.write(worker.__file__); sys.exit(code)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, *SIMULATION, "--model", "llama-2-13b", "--preset", preset, "--json"],
+        [sys.executable, "-c", program, *SIMULATION, "--model", "llama-2-13b", "--preset", preset, "--json", "-"],
         env={**os.environ, "COHORT_COMPILED": compiled, "PYTHONPATH": str(root)},
         cwd=root,
         capture_output=True,
@@ -92,4 +94,6 @@ def simulated(root: Path, preset: str, compiled: str) -> str:
         timeout=300,
     )
     assert done.stderr.endswith(".so" if compiled == "yes" else "worker.py")
-    return done.stdout.partition('"measured"')[0]
+    [report] = json.loads(done.stdout)
+    assert report.pop("measured")
+    return report

@@ -5,4 +5,11 @@ below it, because their bare names collide with other people's packages: always 
 `cohort.services`, `cohort.kernels`.
 """
 
+import os
+
 __version__ = "0.1.0"
+
+if os.path.isdir(os.path.join(os.path.dirname(os.path.realpath(__file__)), "..", "build", "compiled")):
+    from cohort.common import compiled
+
+    compiled.use()

@@ -265,7 +265,8 @@ class WorkerMachine:
 
     def _start_segment(self, now_s: float, message: StartSegment) -> None:
         key = message.request.attempt
-        if key in self._held or (message.index == 0 and key in (*self.sender.settling, *self.receiver.settling)):
+        settling = key in self.sender.settling or key in self.receiver.settling
+        if key in self._held or (message.index == 0 and settling):
             return  # said twice
         self._effects.append(Dial(message.request.gateway, message.gateway_endpoint))
         if message.next_endpoint:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -323,8 +323,8 @@ def load_device(name: str, beside: Path | None = None) -> tuple[DeviceShape, _De
     tokens = [knot for knot, _ in data.linear_table]
     if tokens != sorted(set(tokens)):
         raise ConfigError(f"{_origin(name, 'devices')}: linear_table: tokens must ascend")
-    fields = [field for field in DeviceShape.__slots__ if field in _DeviceFile.__struct_fields__]
-    return DeviceShape(**{field: getattr(data, field) for field in fields}), data
+    names = [field.name for field in fields(DeviceShape) if field.name in _DeviceFile.__struct_fields__]
+    return DeviceShape(**{name: getattr(data, name) for name in names}), data
 
 
 def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Cluster:

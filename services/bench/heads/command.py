@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how")
     how.add_argument("--minutes", type=float, default=10.0, help="collecting and training, each at most (%(default)g)")
     how.add_argument("--epochs", type=int, default=8, help="0 = only collect (default %(default)s)")
-    how.add_argument("--rows", type=int, default=8, help="texts of a step (default %(default)s)")
+    how.add_argument("--rows", type=int, default=4, help="texts of a step (default %(default)s)")
     how.add_argument("--rate", type=float, default=1e-3, help="learning rate (default %(default)g)")
     how.add_argument("--noise", type=float, default=0.1, help="on the states (default %(default)g)")
     how.add_argument("--cross-entropy", type=float, default=0.1, help="its weight in the loss (default %(default)g)")
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     from cohort.common.engine.worker_process import load_runner, model_folder
     from cohort.services.bench.heads.collecting import Collector, read_texts, write_texts
     from cohort.services.bench.heads.texts import Texts
-    from cohort.services.bench.heads.training import Head, Options, frequent, judge, train
+    from cohort.services.bench.heads.training import Head, Options, begin, frequent, judge, train
 
     model = {"model": {"path": str(args.model)}} if args.model else {}
     config = load_config(args.config, preset="unified", overrides={"kv": {"prefix_caching": False}, **model})
@@ -102,6 +102,8 @@ def run(args: argparse.Namespace) -> int:
     if (args.output / "config.json").is_file():
         head.read(args.output)
         _say(f"goes on from the head in {args.output}")
+    else:
+        begin(head, embedding, learned)
     tokens = sum(len(text.tokens) for text in learned)
     _say(f"{len(learned)} texts, {tokens} tokens, drafts from {len(drafted)} of {geometry.vocab_size} tokens")
     options = Options(
@@ -116,7 +118,8 @@ def run(args: argparse.Namespace) -> int:
     )
     train(head, embedding, product, learned, options, _say)
     head.write(args.output, (drafted, product) if len(drafted) < geometry.vocab_size else None)
-    shares = judge(head, embedding, product, drafted, held_out)
+    with torch.autocast("cpu", torch.bfloat16, enabled=options.bfloat16):
+        shares = judge(head, embedding, product, drafted, held_out)
     shown = ", ".join([f"{share:.0%}" for share in shares])
     a_step = 1 + sum(itertools.accumulate(shares, lambda before, share: before * share))
     _say(f"held out: right at depth 1 to {len(shares)}, where drafts before are: {shown}; {a_step:.2f} tokens a step")

@@ -37,13 +37,14 @@ def test_it_makes_a_head_and_goes_on(words: list[str], tmp_path: Path, capsys: p
         '{"prompt": "Name a ship."}\n{"text": "The harbour was quiet."}\n'
         '{"messages": [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "In the harbour."}]}\n'
     )
+    (tmp_path / "words.txt").write_text("The last ship came in. " * 60)
     output = tmp_path / "head"
-    given = ["--texts", str(tmp_path / "questions.jsonl"), str(Path(__file__).parent), "--chats", "4", "--epochs", "2"]
-    assert main([*words, "--output", str(output), "--tokens", "100", *given]) == 0
+    given = ["--texts", str(tmp_path / "questions.jsonl"), str(tmp_path / "words.txt"), "--chats", "4", "--epochs", "2"]
+    assert main([*words, "--output", str(output), "--tokens", "30", *given]) == 0
     said = capsys.readouterr().out
-    assert "drafts from 100 of " in said and "tokens a step" in said
+    assert "drafts from 30 of " in said and "tokens a step" in said
     config = json.loads((output / "config.json").read_text())
-    assert (config["architectures"], config["draft_vocab_size"]) == (["LlamaForCausalLMEagle"], 100)
+    assert (config["architectures"], config["draft_vocab_size"]) == (["LlamaForCausalLMEagle"], 30)
     assert main([*words, "--output", str(output), "--tokens", "0", "--epochs", "1"]) == 0
     assert "goes on from the head" in capsys.readouterr().out
     assert "draft_vocab_size" not in json.loads((output / "config.json").read_text())

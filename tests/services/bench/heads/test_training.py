@@ -14,7 +14,7 @@ from cohort.common.config import load_config
 from cohort.common.errors import ConfigError
 from cohort.common.types import SamplingParams
 from cohort.services.bench.heads.collecting import Collector, Text, Work, read_texts, write_texts
-from cohort.services.bench.heads.training import DEPTH, Head, Options, drafts, frequent, judge, train
+from cohort.services.bench.heads.training import DEPTH, Head, Options, begin, drafts, frequent, judge, train
 from tests.common.engine.drafts.test_eagle_head import Served
 from tests.common.engine.driver import VOCAB, random_prompts
 from tests.engine_models import make_runner
@@ -60,7 +60,9 @@ def test_a_head_learns_and_drafts_when_served_what_it_does_in_training(
     drafted = torch.arange(VOCAB) if most == VOCAB else frequent(texts, most, (2,))
     product, head = product[drafted], Head(model)
     before = judge(head, embedding, product, drafted, texts)
-    losses = train(head, embedding, product, texts, Options(epochs=30, rate=3e-3, cross_entropy=1.0), lambda _: None)
+    losses = train(
+        head, embedding, product, texts, Options(epochs=16, rows=8, rate=6e-3, cross_entropy=1.0), lambda _: None
+    )
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     assert judge(head, embedding, product, drafted, texts)[0] > before[0]
     head.write(tmp_path, None if most == VOCAB else (drafted, product))
@@ -76,6 +78,35 @@ def test_a_head_learns_and_drafts_when_served_what_it_does_in_training(
         assert served.driver.requests[name].tokens == text.tokens[:known].tolist()
         assert served.drafts(name, DEPTH) == expected
         assert set(expected) <= set(drafted.tolist())
+
+
+def test_training_begins_with_the_best_linear_map(
+    model_folder: ModelFolder, collected: tuple[Collector, list[Text]]
+) -> None:
+    collector, texts = collected
+    (embedding, _), head = collector.outer(), Head(model_folder("llama"))
+    before, text = head.fc.weight.clone(), texts[0]
+    begin(head, embedding, texts)
+    assert not torch.equal(head.fc.weight, before)
+    with torch.no_grad():
+        said = head(embedding[text.tokens[None, 1:]], text.states[None, :-1])[0]
+    linear = torch.cat([embedding[text.tokens[1:]], text.states[:-1]], dim=1) @ head.fc.weight.t() + head.fc.bias
+    torch.testing.assert_close(said, linear.detach())
+    given, wanted = (
+        torch.cat(each)
+        for each in zip(
+            *[
+                (torch.cat([embedding[t.tokens[1:]], t.states[:-1]], dim=1)[t.begins - 2 :], t.states[t.begins - 1 :])
+                for t in texts
+            ],
+            strict=True,
+        )
+    )
+    ones = torch.ones(len(given), 1)
+    least = torch.linalg.lstsq(torch.cat([given, ones], dim=1).double(), wanted.double()).solution
+    error = (given @ head.fc.weight.t() + head.fc.bias - wanted).pow(2).mean().item()
+    best = (torch.cat([given, ones], dim=1).double() @ least - wanted).pow(2).mean().item()
+    assert error < 1.02 * best + 1e-6
 
 
 def test_drafted_tokens_are_the_most_frequent_of_what_is_learned() -> None:

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--noise", type=float, default=0.1, help="on the states (default %(default)g)")
     how.add_argument("--cross-entropy", type=float, default=0.1, help="its weight in the loss (default %(default)g)")
     how.add_argument(
-        "--tokens", type=int, default=8192, help="it drafts from the most frequent; 0 = from all (default %(default)s)"
+        "--tokens", type=int, default=16384, help="it drafts from the most frequent; 0 = from all (default %(default)s)"
     )
     how.add_argument("--seed", type=int, default=0)
     how.add_argument("--threads", type=int, default=0, help="0 = all cores")
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     embedding, product = collector.outer()
     drafted = torch.arange(geometry.vocab_size)
     if 0 < args.tokens < len(drafted):
-        drafted = frequent(learned, args.tokens, geometry.eos_token_ids)
+        drafted = frequent(learned, args.tokens, geometry.eos_token_ids, geometry.vocab_size)
         product = product[drafted].contiguous()
     head = Head(folder)
     if (args.output / "config.json").is_file():

@@ -42,8 +42,8 @@ _FROM_MODEL = (
     "rope_scaling",
     "rope_parameters",
 )
-_LOGITS_AT_ONCE = 1 << 24
-"""Of a step, for the cross entropy: with all tokens of a vocabulary it is taken at a sample of positions."""
+_LOGITS_AT_ONCE = 1 << 22
+"""Of a step, for the cross entropy: it is taken at a sample of positions."""
 _WARM_UP = 0.05
 _RIDGE = 1e-3
 _CUTS, _JUDGED = 4, 16
@@ -120,13 +120,13 @@ class Head(nn.Module):
         (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
-def frequent(texts: Sequence[Text], count: int, always: Sequence[int]) -> Tensor:
-    """The `count` tokens that are learned from most often, `always` among them, in ascending order."""
+def frequent(texts: Sequence[Text], count: int, always: Sequence[int], vocabulary: int) -> Tensor:
+    """The `count` tokens that are learned from most often, `always` among them, in ascending order; of those that never
+    occur the first, since a vocabulary that was merged pair by pair has frequent ones first."""
     said = torch.cat([text.tokens[text.begins :] for text in texts])
-    counts = torch.bincount(said, minlength=max(always, default=0) + 1)
+    counts = torch.bincount(said, minlength=vocabulary)
     counts[list(always)] = len(said) + 1
-    found: Tensor = counts.argsort(descending=True, stable=True)[: min(count, int((counts > 0).sum()))]
-    return found.sort().values
+    return counts.argsort(descending=True, stable=True)[:count].sort().values
 
 
 @torch.no_grad()

@@ -1,11 +1,13 @@
 """A head for a model of Llama's form (EAGLE, Li et al. 2024): one decoder layer over [embedding ; state].
 
 Made by `draft_loading`, asked by `states_drafter`. Knows the published checkpoints' tensors; embedding and last product
-are the model's.
+are the model's, unless the head brings the rows of the last product that it drafts from (`draft_vocab_size`, with
+`d2t` as published EAGLE-3 heads have it): of a small model the product over all tokens costs more than the head.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from cohort.common.engine.model_config import ModelGeometry
 from cohort.common.engine.rope import rope_tables
 from cohort.common.engine.step_inputs import StepInputs
 from cohort.common.engine.weights import WeightKind, open_weights
+from cohort.common.errors import ModelError
 from cohort.kernels.fused import rms_norm, rope_and_write_kv
 from cohort.kernels.paged_attention import paged_attention
 from cohort.kernels.panels import Arena
@@ -27,6 +30,7 @@ class EagleHead:
     """Its weights and their forward: a `StatesHead`."""
 
     last_product: Linear | None = None
+    drafted: Tensor | None = None
 
     def __init__(
         self,
@@ -38,7 +42,7 @@ class EagleHead:
         weights: WeightKind = "files",
     ) -> None:
         """Reads fc (with or without a bias) and the layer `layers.0`, which needs no first norm; embedding and last
-        product are the model's. Raises `ModelError`."""
+        product are the model's, or of some tokens the head's. Raises `ModelError`."""
         self._geometry = geometry
         hidden = geometry.hidden_size
         opened = open_weights(folder, weights, geometry.quantization)
@@ -53,6 +57,14 @@ class EagleHead:
             normed = f"{prefix}layers.0.input_layernorm.weight" in files
             self._layer = read_layer(files, geometry, f"{prefix}layers.0.", 0, dtype, device, arena, input_norm=normed)
             self._normed = normed
+            if count := draft_vocabulary(folder):
+                weight = matrix(files, ["lm_head.weight"], [count], hidden, dtype, device)
+                self.last_product = Linear(weight, arena=arena, dtype=dtype)
+                offsets = files.read("d2t", (count,), torch.int64, device)
+        if self.last_product is not None:
+            self.drafted = offsets + torch.arange(len(offsets), device=device)
+            if not bool(((self.drafted >= 0) & (self.drafted < geometry.vocab_size)).all()):
+                raise ModelError(f"{folder}: d2t names tokens beyond the model's {geometry.vocab_size}")
         self._cos, self._sin = rope_tables(geometry, device)
 
     def forward(self, step: StepInputs, embedded: Tensor, states: Tensor, kv: Tensor) -> Tensor:
@@ -75,3 +87,10 @@ class EagleHead:
         activated = residual.new_empty((len(qkv), g.intermediate_size))
         layer.mlp.add_into(normed, activated, residual)
         return residual
+
+
+def draft_vocabulary(folder: Path) -> int:
+    """Tokens that a head drafts from, as its configuration says; 0 = from all of the model's."""
+    read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    count = int(read.get("draft_vocab_size") or 0)
+    return count if count < int(read["vocab_size"]) else 0

@@ -38,6 +38,7 @@ class NextTokenModule:
     """Its weights and their forward: a `StatesHead`."""
 
     last_product: Linear | None = None
+    drafted: Tensor | None = None
 
     def __init__(self, folder: Path, geometry: ModelGeometry, dtype: torch.dtype, max_step_tokens: int) -> None:
         """`geometry`: the model's. Raises `ModelError` where the module's tensors are not there."""

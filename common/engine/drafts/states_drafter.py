@@ -38,6 +38,8 @@ class StatesHead(Protocol):
 
     last_product: Linear | None
     """Makes logits of its states; None = the model's."""
+    drafted: Tensor | None
+    """The tokens that these logits are of, where the product is not over all [outputs]."""
 
     def forward(self, step: StepInputs, embedded: Tensor, states: Tensor, kv: Tensor) -> Tensor:
         """States [T, hidden] that follow: of the embeddings of the tokens behind, and the states there."""
@@ -64,15 +66,16 @@ class HeadModel:
         """`target` keeps its states from now on, of every step; before any is recorded."""
         self._head = head
         self._embedding, last_product = target.outer
-        self._last_product = head.last_product or last_product
+        self._last_product, self._drafted = head.last_product or last_product, head.drafted
+        self._vocabulary = last_product.out_features
         self.states = target.keep_states(slots)
 
     sampled_states: Tensor | None = None
 
     @property
     def vocabulary(self) -> int:
-        """Logits that it has."""
-        return self._last_product.out_features
+        """Logits that it has: the model's, whatever it drafts from."""
+        return self._vocabulary
 
     def forward(self, step: StepInputs, kv: Tensor) -> Tensor:
         """See `step_inputs.Model`."""
@@ -80,10 +83,13 @@ class HeadModel:
         embedded = torch.empty_like(given)
         self._embedding.into(step.token_ids, embedded)
         last = self._head.forward(step, embedded, given, kv).index_select(0, step.sample_index)
-        logits = torch.empty((len(last), self.vocabulary), dtype=torch.float32, device=last.device)
+        logits = torch.empty((len(last), self._last_product.out_features), dtype=torch.float32, device=last.device)
         self._last_product.into(last, logits)
         self.sampled_states = last
-        return logits
+        if self._drafted is None:
+            return logits
+        of_all = logits.new_full((len(last), self._vocabulary), float("-inf"))
+        return of_all.index_copy_(1, self._drafted, logits)
 
 
 class StatesDrafter(SlotDrafter):

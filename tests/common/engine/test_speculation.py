@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
+import transformers
 
 from cohort.common import grammar
 from cohort.common.engine import worker_loop
 from cohort.common.engine.drafts.draft_model import DraftModel
 from cohort.common.messages import TokenBatch
 from cohort.common.policies.speculation import Speculation
+from cohort.services.bench.heads.collecting import Text
+from cohort.services.bench.heads.training import Head, Options, begin, train
 from tests.common.engine.drafts.test_eagle_head import head_folder
 from tests.common.engine.driver import random_prompts, save_random_model
 from tests.common.engine.test_worker_loop import HeldBus, ModelFolder, Running, request, worker
@@ -198,16 +202,26 @@ async def test_answers_of_a_key_and_adapter_are_drafted_for_it_alone(
 
 @pytest.mark.parametrize(
     "drafts_by",
-    ["itself", "itself on a device", pytest.param("another", marks=another_of_its_kind()), "head", "head on a device"],
+    [
+        "itself",
+        "itself on a device",
+        pytest.param("another", marks=another_of_its_kind()),
+        "head",
+        "learned head",
+        "learned head on a device",
+    ],
 )
 async def test_answers_are_the_same_with_a_model_that_drafts(
     model_folder: ModelFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts_by: str
 ) -> None:
-    """The model itself, whose drafts are right under penalties too, and others, whose are not."""
+    """The model itself, whose drafts are right under penalties too, a head that has learned these answers, whose are
+    now and then, and others, whose are not."""
     monkeypatch.setattr(Speculation, "_best", _three_each)
     kind, _, device = drafts_by.partition(" on a ")
-    folder, source, on_device = model_folder("llama"), "head" if kind == "head" else "model", bool(device)
-    draft = {"another": model_folder("qwen3"), "head": head_folder(tmp_path / "head")}.get(kind, folder)
+    folder, source, on_device = model_folder("llama"), "head" if "head" in kind else "model", bool(device)
+    draft = (
+        model_folder("qwen3") if kind == "another" else head_folder(tmp_path / "head") if source == "head" else folder
+    )
     asked = [
         request(name, PROMPTS[index % len(PROMPTS)], max_tokens=40, **kind)
         for index, (name, kind) in enumerate(KINDS.items())
@@ -217,13 +231,29 @@ async def test_answers_are_the_same_with_a_model_that_drafts(
     for mode in ("off", "model"):
         with monkeypatch.context() as patch:
             named = None if mode == "off" else draft
+            if named is not None and kind == "learned head":
+                _learn(
+                    folder, draft, [[*PROMPTS[i % len(PROMPTS)], *found[0][name][0]] for i, name in enumerate(KINDS)]
+                )
             async with worker(folder, tmp_path, patch, speculation=mode, draft=named, **options) as running:
                 found.append(await _asked(running, asked, together=True))
                 counters = running.machine.counters
     _same(*found)
     drafts, right = counters.drafts_of[source], counters.right_of[source]  # type: ignore[index]
-    assert right > 0.95 * drafts if kind == "itself" else right < 0.2 * drafts
-    assert drafts > 40
+    least, most = {"itself": (0.95, 1.0), "learned head": (0.2, 1.0)}.get(kind, (0.0, 0.2))
+    assert drafts > 40 and least * drafts <= right <= most * drafts
+
+
+def _learn(model: Path, folder: Path, texts: Sequence[list[int]]) -> None:
+    """A head for the model that knows these texts by heart, more or less."""
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    embedding, product = loaded.model.embed_tokens.weight.detach(), loaded.lm_head.weight.detach()
+    with torch.no_grad():
+        read = [Text(torch.tensor(each), loaded.model(torch.tensor([each])).last_hidden_state[0], 0) for each in texts]
+    head, options = Head(model), Options(epochs=40, rows=8, rate=1e-2, cross_entropy=1.0)
+    begin(head, embedding, read)
+    train(head, embedding, product, read, options, lambda _: None)
+    head.write(folder)
 
 
 async def test_a_draft_model_that_fails_costs_no_response(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cohort.common.config import load_config
@@ -22,7 +22,7 @@ from cohort.common.engine.drafts.batch_drafts import DraftRow
 from cohort.common.engine.drafts.states_drafter import StatesDrafter
 from cohort.common.engine.drafts.token_chain import TokenChain
 from cohort.common.engine.model_config import read_geometry
-from cohort.common.errors import ConfigError
+from cohort.common.errors import ConfigError, ModelError
 from tests.common.engine.driver import VOCAB, Driver, make_runner, random_prompts
 from tests.engine_models import BLOCK_SIZE
 
@@ -87,8 +87,6 @@ class Reference:
     """The formula over a whole text, with nothing kept: float32, no cache."""
 
     def __init__(self, model: Path, head: Path, prefix: str = "") -> None:
-        from safetensors.torch import load_file
-
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self._model = loaded.eval()
         self._read = {
@@ -96,15 +94,17 @@ class Reference:
         }
 
     @torch.no_grad()
-    def drafts(self, tokens: Sequence[int], count: int, begins: int = 0) -> list[int]:
-        """Greedy ones, of a head that attends from position `begins` on."""
+    def drafts(
+        self, tokens: Sequence[int], count: int, begins: int = 0, among: Sequence[int] = range(VOCAB)
+    ) -> list[int]:
+        """Greedy ones of these tokens, of a head that attends from position `begins` on."""
         ids = list(tokens)
         states = self._model.model(torch.tensor([ids])).last_hidden_state[0, begins:-1]
         for _ in range(count):
             embedded = self._model.model.embed_tokens(torch.tensor(ids[begins + 1 :]))
             after = self._layer(torch.cat([embedded, states], dim=1), begins)
             states = torch.cat([states, after[-1:]])
-            ids.append(int(self._model.lm_head(after[-1]).argmax()))
+            ids.append(among[int(self._model.lm_head(after[-1])[list(among)].argmax())])
         return ids[len(tokens) :]
 
     def _layer(self, both: Tensor, begins: int) -> Tensor:
@@ -194,6 +194,28 @@ def test_drafts_are_those_of_the_formula(
     for _ in range(20):  # more than are computed with a draft
         served.driver.step([("r", 1)])
     assert served.drafts("r", 3) == reference.drafts(served.driver.requests["r"].tokens, 3)
+
+
+@pytest.mark.parametrize("device_steps", [False, True])
+def test_a_head_may_draft_from_some_tokens(model_folder: ModelFolder, tmp_path: Path, device_steps: bool) -> None:
+    """Whose rows of the last product it brings."""
+    model, head, some = model_folder("llama"), head_folder(tmp_path / "head", draft_vocab_size=40), range(3, 199, 5)
+    brought = {
+        "d2t": torch.tensor(some) - torch.arange(len(some)),
+        "lm_head.weight": load_file(model / "model.safetensors")["model.embed_tokens.weight"][list(some)],
+    }
+    save_file(load_file(head / "model.safetensors") | brought, head / "model.safetensors")
+    served, reference = Served(model, head, device_steps=device_steps), Reference(model, head)
+    served.driver.add("r", random_prompts((21,))[0])
+    served.driver.step([("r", 21)])
+    for count in (4, 2):
+        tokens = served.driver.requests["r"].tokens
+        expected = reference.drafts(tokens, count, among=some)
+        assert served.drafts("r", count) == expected != reference.drafts(tokens, count)
+        served.driver.step([("r", 1)])
+    save_file(load_file(head / "model.safetensors") | {"d2t": brought["d2t"] + 3}, head / "model.safetensors")
+    with pytest.raises(ModelError, match="d2t names tokens beyond the model's 199"):
+        Served(model, head)
 
 
 @pytest.mark.parametrize("device_steps", [False, True])

@@ -35,11 +35,11 @@ LLAMA = {
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The outside of an 8B model: its configuration, and headers of weights that are not there."""
+    """The outside of an 8B model: its configuration, and headers of weights that are not there, all of which divide."""
     folder = tmp_path / "llama-8b"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    shard(folder / "model.safetensors", {"all": ("BF16", [8_030_261_248])})
+    shard(folder / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": ("BF16", [8_030_261_248])})
     (folder / "tokenizer.json").write_text("{}")
     return folder
 

@@ -160,6 +160,7 @@ class Pipeline:
         for process in self.processes.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # one that was forked just now leads no group yet
         for process in self.processes.values():
             process.wait(10)
         self.processes.clear()

@@ -56,18 +56,9 @@ def load_model(
             )
         case "gemma":
             return LeanGemma(model_dir, geometry, dtype=dtype, device=device, weights=weights)
-        case "gpt_oss":
-            return LeanGptOss(
-                model_dir,
-                geometry,
-                dtype=dtype,
-                device=device,
-                max_step_tokens=max_step_tokens,
-                weights=weights,
-                ranks=ranks,
-            )
-        case "deepseek":
-            return LeanDeepseek(
+        case "gpt_oss" | "deepseek":
+            form = LeanGptOss if geometry.family == "gpt_oss" else LeanDeepseek
+            return form(
                 model_dir,
                 geometry,
                 dtype=dtype,

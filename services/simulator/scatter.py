@@ -32,8 +32,8 @@ class StepScatter:
             random = np.random.default_rng([seed, _STREAM])
             own = random.standard_normal(_LENGTH)
             kept = math.exp(-1.0 / SCATTER_LASTS_STEPS)
-            news = math.sqrt(1.0 - kept * kept) * random.standard_normal(_LENGTH)
-            news[0] /= math.sqrt(1.0 - kept * kept)
+            news = random.standard_normal(_LENGTH)
+            news[1:] *= math.sqrt(1.0 - kept * kept)
             slow = np.array(list(accumulate(news.tolist(), lambda before, new: kept * before + new)))
             deviation = math.sqrt(1.0 - lasting) * own + math.sqrt(lasting) * slow
             self._factors = np.exp(sigma * deviation - 0.5 * sigma * sigma).tolist()

@@ -15,6 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from statistics import fmean, median, pstdev
 
 import numpy as np
@@ -139,26 +140,24 @@ def scatter(phases: Sequence[Phase], cost: CostModel) -> tuple[float, float]:
     """Standard deviation over mean of cycles of one kind and number of rows, about what the model says of each; and
     the share of that variance which lasts (`StepScatter`): by what cycles `_APART` from each other have in common."""
     groups: dict[tuple[bool, int], list[float]] = defaultdict(list)
-    told = []
-    for phase in phases:
-        works = [cycle.iteration.work() for cycle in phase.cycles]
-        told.append(
-            [
-                ((work.pairs > 0, work.rows), cycle.seconds / cost.step_s(work))
-                for cycle, work in zip(phase.cycles, works, strict=True)
-            ]
-        )
-        for group, ratio in told[-1]:
-            groups[group].append(ratio)
+    told = [[_told(cycle, cost) for cycle in phase.cycles] for phase in phases]
+    for group, ratio in chain.from_iterable(told):
+        groups[group].append(ratio)
     usual = {group: median(ratios) for group, ratios in groups.items() if len(ratios) >= _FEWEST}
     runs = [[min(ratio / usual[group], _WILD) for group, ratio in run if group in usual] for run in told]
-    ratios = [ratio for run in runs for ratio in run]
+    ratios = list(chain.from_iterable(runs))
     if not ratios or not (deviation := pstdev(ratios)):
         return 0.0, 0.0
     mean = fmean(ratios)
     together = [(a - mean) * (b - mean) for run in runs for a, b in zip(run, run[_APART:], strict=False)]
     common = fmean(together) / deviation**2 if len(together) >= _FEWEST * _APART else 0.0
     return deviation / mean, min(1.0, max(0.0, common * math.exp(_APART / SCATTER_LASTS_STEPS)))
+
+
+def _told(cycle: Cycle, cost: CostModel) -> tuple[tuple[bool, int], float]:
+    """Whether it had prompts, and its rows; how many times as long as the model says it took."""
+    work = cycle.iteration.work()
+    return (work.pairs > 0, work.rows), cycle.seconds / cost.step_s(work)
 
 
 def _point(cycle: Cycle) -> Point:

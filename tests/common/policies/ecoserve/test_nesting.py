@@ -69,3 +69,11 @@ def test_against_brute_force(
     fitting = [c for c in candidates if c.length <= place.iterations / (1 + buffer) and 1 <= c.blocks <= place.blocks]
     chosen = closest(candidates, place, buffer)
     assert (candidates[chosen] if chosen is not None else None) == (max(fitting) if fitting else None)
+
+
+@given(st.integers(0, 5000), st.integers(1, 3000), st.sampled_from([1, 16, 32]), st.floats(0.0, 1.0))
+def test_no_borrower_fits_beyond_half_and_a_block(computed: int, left: int, size: int, buffer: float) -> None:
+    """By which lenders are passed over before their tables are looked at (`Loans.arrange`)."""
+    place = second_half(computed, computed + left, size)
+    if place is not None:
+        assert (1.0 + buffer) * longest_borrower(place, buffer) <= left / 2 + size

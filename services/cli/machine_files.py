@@ -120,6 +120,8 @@ def device_text(measured: Measured, machine: Machine, points: Sequence[Point]) -
     data["stacks"] = {stack.name: times}
     data["scatter"] = _short(machine.scatter)
     data["scatter_lasting"] = _short(machine.scatter_lasting)
+    if machine.scatter_prompts is not None:
+        data["scatter_prompts"] = _short(machine.scatter_prompts)
     note = ProfileNote(
         **ProfileNote.fingerprint(measured.model_folder),
         model=measured.model.name,

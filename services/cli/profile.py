@@ -182,8 +182,10 @@ def save(args: argparse.Namespace, config: Config, output: Path) -> int:
         lines.append(
             f"around a step: {1e3 * machine.stack.step_s:.2f} ms and {1e3 * machine.stack.row_s:.3f} ms a row; other "
             f"processes: {1e3 * machine.service_step_s:.2f} and {1e3 * machine.service_row_s:.3f} ms of a core; "
-            f"iterations scatter by {machine.scatter:.0%}, {machine.scatter_lasting:.0%} of the variance for a while"
+            f"decodes scatter by {machine.scatter:.0%}, {machine.scatter_lasting:.0%} of the variance for a while"
         )
+        if machine.scatter_prompts is not None:
+            lines[-1] += f", an iteration with prompts of a second by {machine.scatter_prompts:.1%}"
     lines += filter(None, [machine_files.beside_line(machine)])
     lines += filter(None, [machine_files.disturbed(machine)])
     lines += [f"wrote {path}" for path in written]
@@ -211,8 +213,11 @@ def live_together(measured: Measured, config: Config) -> list[Turn]:
 
 
 def _overlay(threads: int, config: Config) -> dict[str, Any]:
+    from cohort.services.bench.live.pipelines import UNLEARNED
+
     overlay: dict[str, Any] = {"engine": {"threads": threads, "device": config.engine.device}}
     overlay["speculation"] = {"mode": "off"}  # a step is to yield one token of a row
+    overlay["predictor"] = dict(UNLEARNED)
     if config.model.path:
         overlay["model"] = {"path": config.model.path}
     return overlay

@@ -29,6 +29,7 @@ from cohort.services.length_predictor.model import LengthModel
 
 NICENESS = 19  # serving comes first; a box with nothing to spare still leaves us a hundredth of a core
 _MAX_DUTY = 0.1  # training takes at most this share of one core, however fast requests finish
+_GROWTH = 0.05  # of the requests that a model was fitted to; fewer new ones would teach it nothing
 _QUEUED_ROWS = 10_000
 
 
@@ -63,8 +64,12 @@ class Trainer:
         self._unsaved = True
 
     def training_due(self, now_s: float) -> bool:
-        enough = self._retrain_every if self.model else 1
-        return len(self.buffer) >= self._min_observations and self._new_rows >= enough and now_s >= self._not_before_s
+        return self._wants_training() and now_s >= self._not_before_s
+
+    def _wants_training(self) -> bool:
+        known = self.model.trained_on if self.model else 0
+        wanted = max(self._retrain_every, _GROWTH * known) if known else 1
+        return len(self.buffer) >= self._min_observations and self._new_rows >= wanted
 
     def train(self, now_s: float) -> tuple[LengthModel, float]:
         """The new model and the processor seconds it took."""
@@ -96,7 +101,7 @@ class Trainer:
         dues = [self._save_every_s]
         if self._unsaved:
             dues.append(self._last_save_s + self._save_every_s - now_s)
-        if self._new_rows >= self._retrain_every:
+        if self._wants_training():
             dues.append(self._not_before_s - now_s)
         return max(0.05, min(dues))
 

@@ -2,8 +2,9 @@
 
 Called by `trainer_process.py`, in its own process; never by the process that serves predictions.
 
-    1. Linear stage: ridge regression of log length on hashed n-grams, strength chosen by cross-validation. The trees
-       learn from its *out-of-fold* scores, else they would trust scores that had seen the answer.
+    1. Linear stage: ridge regression of log length on hashed n-grams, strength chosen once by cross-validation on
+       `_CHOOSING` of the requests, evenly taken. The trees learn from its *out-of-fold* scores, else they would trust
+       scores that had seen the answer.
     2. Answers cut off at max_tokens are replaced by a draw from what such requests go on to (Buckley and James,
        "Linear regression with censored data"): residuals of other requests beyond the cut.
     3. Boosted trees on compact features + score: gamma deviance for the mean, pinball loss for each quantile.
@@ -28,6 +29,8 @@ from cohort.services.length_predictor.model import QUANTILES, LengthModel
 
 _FOLDS = 5
 _RIDGE_STRENGTHS = (0.3, 1.0, 3.0, 10.0)
+_CHOOSING = 2000
+"""Requests that choose a strength: all of 20,000 would take most of a training and choose the same."""
 _HELD_OUT_EVERY = 5
 _TREES = 60
 _LEARNING_RATE = 0.08
@@ -53,12 +56,13 @@ def _train(data: Dataset, version: int) -> LengthModel:
     random = np.random.default_rng(version)
     ngrams = _ngram_matrix(data)
     log_length = np.log(data.output_tokens.astype(np.float64))
-    weights, score = _linear_stage(ngrams, log_length)
+    strength = _strength(ngrams, log_length)
+    weights, score = _linear_stage(ngrams, log_length, strength)
     rows = np.column_stack([data.compact, score]).astype(np.float32)
     if data.truncated.any():
         for _ in range(_IMPUTATIONS):
             log_length = _impute(data, rows, log_length, random)
-            weights, score = _linear_stage(ngrams, log_length)
+            weights, score = _linear_stage(ngrams, log_length, strength)
             rows[:, -1] = score
     held_out = np.arange(len(data)) % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1
     forest = _fit_forest(rows[~held_out], log_length[~held_out])
@@ -74,21 +78,26 @@ def _ngram_matrix(data: Dataset) -> Any:
     return csr_matrix((values, data.buckets.astype(np.int32), data.offsets), shape=(len(data), HASH_DIMS))
 
 
-def _linear_stage(ngrams: Any, log_length: Floats) -> tuple[Floats, Floats]:
+def _strength(ngrams: Any, log_length: Floats) -> float:
+    """The one whose fits say best what they have not seen."""
+    chosen = np.linspace(0, len(log_length) - 1, min(len(log_length), _CHOOSING)).astype(np.int64)
+    some, centred = ngrams[chosen], log_length[chosen] - log_length[chosen].mean()
+    return min(_RIDGE_STRENGTHS, key=lambda each: float(np.mean((centred - _unseen_scores(some, centred, each)) ** 2)))
+
+
+def _linear_stage(ngrams: Any, log_length: Floats, strength: float) -> tuple[Floats, Floats]:
     """Weights fitted to all rows, and each row's score from a fit that has not seen it."""
     centred = log_length - log_length.mean()
-    folds = np.arange(len(centred)) % min(_FOLDS, len(centred))
-    best: tuple[float, float, Floats] | None = None
-    for strength in _RIDGE_STRENGTHS:
-        scores = np.zeros(len(centred))
-        for fold in range(min(_FOLDS, len(centred))):
-            unseen = folds == fold
-            scores[unseen] = ngrams[unseen] @ _ridge(ngrams[~unseen], centred[~unseen], strength)
-        error = float(np.mean((centred - scores) ** 2))
-        if best is None or error < best[0]:
-            best = (error, strength, scores)
-    assert best is not None
-    return _ridge(ngrams, centred, best[1]), best[2]
+    return _ridge(ngrams, centred, strength), _unseen_scores(ngrams, centred, strength)
+
+
+def _unseen_scores(ngrams: Any, target: Floats, strength: float) -> Floats:
+    count = min(_FOLDS, len(target))
+    folds, scores = np.arange(len(target)) % count, np.zeros(len(target))
+    for fold in range(count):
+        unseen = folds == fold
+        scores[unseen] = ngrams[unseen] @ _ridge(ngrams[~unseen], target[~unseen], strength)
+    return scores
 
 
 def _ridge(ngrams: Any, target: Floats, strength: float) -> Floats:

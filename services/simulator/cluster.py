@@ -192,12 +192,7 @@ class SimCluster:
             cluster,
             self.costs,
             self.geometry,
-            scatter=[
-                StepScatter(
-                    part.scatter if options.scatter is None else options.scatter, options.seed, part.scatter_lasting
-                )
-                for part in parts
-            ],
+            scatter=[_scatter(part, options) for part in parts],
             jump=options.jump,
             late_binding=config.policies.waiting_kv != "none",
             together=not options.warmup_s,
@@ -326,6 +321,13 @@ class SimCluster:
     def _send_next(self, users: ClosedLoopUsers) -> None:
         for item in users.answered(self.events.now_s):
             self._arrive(item, users)
+
+
+def _scatter(part: Cluster, options: SimOptions) -> StepScatter:
+    """As measured, or as asked for: alike for all iterations then."""
+    if options.scatter is not None:
+        return StepScatter(options.scatter, options.seed, part.scatter_lasting)
+    return StepScatter(part.scatter, options.seed, part.scatter_lasting, part.scatter_prompts)
 
 
 def _cost_model(model: ModelShape, part: Cluster) -> CostModel:

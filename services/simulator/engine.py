@@ -130,7 +130,8 @@ class CostEngine:
         model = self._costs[worker.number]
         beside_s = model.swap_s(cost.beside_bytes)
         worker.step += 1
-        step_s = model.step_s(cost.work) * self._factor(worker, 0)
+        step_s = model.step_s(cost.work)
+        step_s *= self._factor(worker, 0, step_s if cost.work.pairs else 0.0)
         latency_s = model.swap_s(cost.copied_bytes) + max(step_s, beside_s) + worker.blocked_s
         worker.blocked_s = 0.0
         worker.drafting_share, worker.step_share = 0.0, 1.0
@@ -230,9 +231,9 @@ class CostEngine:
         step_s, drafting_s = latency_s * worker.step_share, latency_s * worker.drafting_share
         self._virtual.tell(worker, StepEnded(sampled, step_s, drafts=drafts, drafting_s=drafting_s))
 
-    def _factor(self, worker: SimWorker, ahead: int) -> float:
-        """Of the step so many after the one in flight."""
-        return self._scatter[worker.number].factor(worker.number, worker.step + ahead)
+    def _factor(self, worker: SimWorker, ahead: int, prompts_s: float = 0.0) -> float:
+        """Of the step so many after the one in flight. `prompts_s`: what it takes, if it has prompts."""
+        return self._scatter[worker.number].factor(worker.number, worker.step + ahead, prompts_s)
 
     def _share_cores(self) -> None:
         """A step has begun or ended: from now on running workers have another share of cores, or of a device. Steps in

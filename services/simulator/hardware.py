@@ -100,6 +100,7 @@ class _DeviceFile(_File, frozen=True):
     linear_table: tuple[tuple[_Positive, _Rate], ...] = ()
     scatter: _NotNegative = 0.0
     scatter_lasting: _NotNegativeShare = 0.0
+    scatter_prompts: _NotNegative | None = None
     profile: ProfileNote | None = None
 
 
@@ -132,6 +133,7 @@ class _ClusterFile(_File, frozen=True):
     mixed_reads: _NotNegativeShare | None = None
     scatter: _NotNegative | None = None
     scatter_lasting: _NotNegativeShare | None = None
+    scatter_prompts: _NotNegative | None = None
     nics_per_host: Annotated[int, msgspec.Meta(ge=0)] = 0
     workers_per_device: _Positive = 1
     pace: _Rate = 1.0
@@ -166,8 +168,9 @@ class Cluster(msgspec.Struct, frozen=True):
     and each holds the weights.
 
     `scatter`: coefficient of variation of an iteration's time about what the cost model states, as measured live; 0:
-    none. `scatter_lasting`: the share of its variance that many iterations have in common. `profile`: of a device that
-    `cohort profile` measured.
+    none. `scatter_lasting`: the share of its variance that many iterations have in common. `scatter_prompts`: the same
+    coefficient of an iteration with prompts that takes a second, of others by the root of their time; None: as of all.
+    `profile`: of a device that `cohort profile` measured.
     """
 
     name: str
@@ -190,6 +193,7 @@ class Cluster(msgspec.Struct, frozen=True):
     memory_contention: float = 0.0
     scatter: float = 0.0
     scatter_lasting: float = 0.0
+    scatter_prompts: float | None = None
     profile: ProfileNote | None = None
     nics_per_host: int = 0
     workers_per_device: int = 1
@@ -382,6 +386,7 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
         memory_contention=file.memory_contention,
         scatter=device_file.scatter if file.scatter is None else file.scatter,
         scatter_lasting=device_file.scatter_lasting if file.scatter_lasting is None else file.scatter_lasting,
+        scatter_prompts=device_file.scatter_prompts if file.scatter_prompts is None else file.scatter_prompts,
         profile=device_file.profile,
         nics_per_host=file.nics_per_host,
         workers_per_device=file.workers_per_device,

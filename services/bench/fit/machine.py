@@ -43,8 +43,9 @@ _NO_PRICE = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`scatter`: coefficient of variation of a cycle about the model's; `scatter_lasting`: the share of its variance
-    that neighbouring cycles have in common. `engine_errors`: of the engine alone on points held out; `live_errors`: of
+    """`scatter`: coefficient of variation of a decode cycle about the model's; `scatter_lasting`: the share of its
+    variance that neighbouring cycles have in common; `scatter_prompts`: of a cycle with prompts that takes a second,
+    None: too few to tell. `engine_errors`: of the engine alone on points held out; `live_errors`: of
     cycles of a live worker, held out as well; {} where none was measured."""
 
     device: DeviceShape
@@ -56,6 +57,7 @@ class Machine:
     live_errors: Errors
     contention: Contention = field(default_factory=Contention)
     scatter_lasting: float = 0.0
+    scatter_prompts: float | None = None
 
 
 def fit_machine(
@@ -83,8 +85,8 @@ def fit_machine(
     service_step_s, service_row_s = services(phases)
     live = errors([_point(cycle) for cycle in cycles[1::2]], lambda point: cost.step_s(point.work))
     contended = contention(turns, cost, cores, lambda rows, s: (service_step_s + service_row_s * rows) / s)
-    varying, lasting = scatter(phases, cost)
-    return Machine(device, stack, varying, service_step_s, service_row_s, engine, live, contended, lasting)
+    varying, lasting, prompts = scatter(phases, cost)
+    return Machine(device, stack, varying, service_step_s, service_row_s, engine, live, contended, lasting, prompts)
 
 
 def split(points: Iterable[Point]) -> tuple[list[Point], list[Point]]:
@@ -136,28 +138,51 @@ def services(phases: Sequence[Phase]) -> tuple[float, float]:
     return _line(known) if known else (0.0, 0.0)
 
 
-def scatter(phases: Sequence[Phase], cost: CostModel) -> tuple[float, float]:
-    """Standard deviation over mean of cycles of one kind and number of rows, about what the model says of each; and
-    the share of that variance which lasts (`StepScatter`): by what cycles `_APART` from each other have in common."""
-    groups: dict[tuple[bool, int], list[float]] = defaultdict(list)
+def scatter(phases: Sequence[Phase], cost: CostModel) -> tuple[float, float, float | None]:
+    """As `StepScatter` takes them. Standard deviation over mean of decode cycles, about the usual of their number of
+    rows; the share of that variance which lasts: by what cycles `_APART` from each other have in common; and the same
+    coefficient of cycles with prompts, times the root of the seconds that the model says of each."""
     told = [[_told(cycle, cost) for cycle in phase.cycles] for phase in phases]
-    for group, ratio in chain.from_iterable(told):
-        groups[group].append(ratio)
-    usual = {group: median(ratios) for group, ratios in groups.items() if len(ratios) >= _FEWEST}
-    runs = [[min(ratio / usual[group], _WILD) for group, ratio in run if group in usual] for run in told]
-    ratios = list(chain.from_iterable(runs))
+    usual = _usual(chain.from_iterable(told))
+    runs = [[(each, min(each.ratio / usual[each.group], _WILD)) for each in run if each.group in usual] for run in told]
+    of_decodes = [[ratio for each, ratio in run if not each.prompts] for run in runs]
+    of_prompts = [(ratio - 1.0) ** 2 * each.seconds for run in runs for each, ratio in run if each.prompts]
+    prompts = math.sqrt(fmean(of_prompts)) if len(of_prompts) >= _FEWEST else None
+    ratios = list(chain.from_iterable(of_decodes))
     if not ratios or not (deviation := pstdev(ratios)):
-        return 0.0, 0.0
+        return 0.0, 0.0, prompts
     mean = fmean(ratios)
-    together = [(a - mean) * (b - mean) for run in runs for a, b in zip(run, run[_APART:], strict=False)]
+    together = [(a - mean) * (b - mean) for run in of_decodes for a, b in zip(run, run[_APART:], strict=False)]
     common = fmean(together) / deviation**2 if len(together) >= _FEWEST * _APART else 0.0
-    return deviation / mean, min(1.0, max(0.0, common * math.exp(_APART / SCATTER_LASTS_STEPS)))
+    return deviation / mean, min(1.0, max(0.0, common * math.exp(_APART / SCATTER_LASTS_STEPS))), prompts
 
 
-def _told(cycle: Cycle, cost: CostModel) -> tuple[tuple[bool, int], float]:
-    """Whether it had prompts, and its rows; how many times as long as the model says it took."""
+def _usual(told: Iterable[_Told]) -> dict[tuple[bool, int], float]:
+    """How many times the model's cycles of a kind take, where there are enough of it."""
+    groups: dict[tuple[bool, int], list[float]] = defaultdict(list)
+    for each in told:
+        groups[each.group].append(each.ratio)
+    return {group: median(ratios) for group, ratios in groups.items() if len(ratios) >= _FEWEST}
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A cycle: `seconds` by the model, and how many times that it took."""
+
+    prompts: bool
+    rows: int
+    seconds: float
+    ratio: float
+
+    @property
+    def group(self) -> tuple[bool, int]:
+        return self.prompts, self.rows
+
+
+def _told(cycle: Cycle, cost: CostModel) -> _Told:
     work = cycle.iteration.work()
-    return (work.pairs > 0, work.rows), cycle.seconds / cost.step_s(work)
+    seconds = cost.step_s(work)
+    return _Told(work.pairs > 0, work.rows, seconds, cycle.seconds / seconds)
 
 
 def _point(cycle: Cycle) -> Point:

@@ -3,10 +3,12 @@
 Starts and stops pipelines itself (`cohort serve --detach`), so nothing else should run. For every arrangement (two
 unified workers; a prefill and a decode worker; the default preset's two; one CPU thread each) and every rate:
 `--requests` requests whose lengths are the trace's times `--scale`, Poisson arrivals, greedy, outputs of exactly the
-trace's length. The same file of arrivals and lengths then goes through `cohort simulate`.
+trace's length. The same file of arrivals and lengths then goes through `cohort simulate`. What no simulation has is off
+in both: drafts, cached prefixes, and the length predictor's learning.
 
 Prints, live and simulated: mean and p90 TPOT, mean, p50 and p99 TTFT, output tokens a second; and the error of each. Of
-several `--runs` live it takes the median of every number, and shows the lowest and the highest.
+several `--runs` live, and of several `--seeds` by which simulated iterations scatter, it takes the median of every
+number, and shows the lowest and the highest.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import yaml
 
 from cohort.common.errors import ConfigError
 from cohort.common.workloads.traces import read_trace
-from cohort.services.bench.live.pipelines import cohort, pipeline
+from cohort.services.bench.live.pipelines import UNLEARNED, cohort, pipeline
 from cohort.services.bench.live.spec import ClientCommand
 from cohort.services.bench.output import check_writable, markdown_table, publish_json
 
@@ -52,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--predictor", default="none", help="of the simulation (default: none)")
     parser.add_argument("--cluster", default="cpu-2x1", help="device and count of the simulation")
     parser.add_argument("--runs", type=int, default=1, help="live ones, the arrangements in turn")
+    parser.add_argument("--seeds", type=int, default=5, help="simulations, each with other slow and fast iterations")
     parser.add_argument("--record", type=Path, help="folder for recordings of the live workers")
     parser.add_argument("--json", type=Path, help="write every number")
     parser.add_argument("--reuse", type=Path, help="live numbers of an earlier --json; only the simulation runs")
@@ -62,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Everything from parsed options. Raises `CohortError`."""
     check_writable(args.json, "--json")
-    if args.runs < 1:
-        raise ConfigError("--runs: at least one")
+    if min(args.runs, args.seeds) < 1:
+        raise ConfigError("--runs, --seeds: at least one")
     live = _earlier(args.reuse) if args.reuse else {}
     found: list[dict[str, Any]] = []
     rows: list[list[str]] = []
@@ -81,9 +84,12 @@ def run(args: argparse.Namespace) -> int:
                         sys.stderr.write(f"{arrangement}, {rate:g}, live run {turn + 1} of {args.runs}: {told}\n")
             for arrangement in args.arrangements:
                 runs = live[arrangement, rate]
-                virtual = _simulated(args, arrangement, trace, folder)
-                found.append({"arrangement": arrangement, "rate": rate, "live": runs, "simulated": virtual})
-                cells = [_cell(values, sim) for values, sim in zip(zip(*runs, strict=True), virtual, strict=True)]
+                virtual = [_simulated(args, arrangement, trace, folder, seed) for seed in range(args.seeds)]
+                middle = [median(values) for values in zip(*virtual, strict=True)]
+                one = {"arrangement": arrangement, "rate": rate, "live": runs, "simulated": middle}
+                found.append({**one, "simulations": virtual})
+                numbers = zip(zip(*runs, strict=True), zip(*virtual, strict=True), strict=True)
+                cells = [_cell(of_runs, of_seeds) for of_runs, of_seeds in numbers]
                 rows.append([f"{arrangement}, {rate:g}", *cells])
                 sys.stderr.write(f"{' | '.join(rows[-1])}\n")
                 if args.json:
@@ -93,10 +99,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cell(live: tuple[float, ...], simulated: float) -> str:
-    middle = median(live)
-    spread = f" ({min(live):.1f} to {max(live):.1f})" if len(live) > 1 else ""
-    return f"{middle:.1f}{spread}, {simulated:.1f}, {simulated / middle - 1:+.1%}"
+def _cell(live: tuple[float, ...], simulated: tuple[float, ...]) -> str:
+    return f"{_spread(live)}, {_spread(simulated)}, {median(simulated) / median(live) - 1:+.1%}"
+
+
+def _spread(values: tuple[float, ...]) -> str:
+    several = f" ({min(values):.1f} to {max(values):.1f})" if len(set(values)) > 1 else ""
+    return f"{median(values):.1f}{several}"
 
 
 def _earlier(path: Path) -> dict[tuple[str, float], list[tuple[float, ...]]]:
@@ -121,19 +130,20 @@ def write_trace(source: Path, target: Path, args: argparse.Namespace, rate: floa
 def _live(args: argparse.Namespace, arrangement: str, trace: Path) -> tuple[float, ...]:
     preset, workers, _ = ARRANGEMENTS[arrangement]
     recording = {"folder": str(args.record)} if args.record else {}
-    over = {"workers": workers, "kv": _WITHOUT_PREFIXES, "recording": recording, "speculation": {"mode": "off"}}
+    over = {"workers": workers, "kv": _WITHOUT_PREFIXES, "recording": recording}
+    over |= {"speculation": {"mode": "off"}, "predictor": dict(UNLEARNED)}
     options = (f"--trace={trace}", "--time-scale=1", "--warmup=4", f"--seed={args.seed}")
     with pipeline(preset, over, args.port) as served:
         return _columns(served.load([ClientCommand("client", options, 0.0)])["client"].overall)
 
 
-def _simulated(args: argparse.Namespace, arrangement: str, trace: Path, folder: Path) -> tuple[float, ...]:
+def _simulated(args: argparse.Namespace, arrangement: str, trace: Path, folder: Path, seed: int) -> tuple[float, ...]:
     preset, workers, roles = ARRANGEMENTS[arrangement]
     config, report = folder / "simulated.yaml", folder / "simulated.json"
     config.write_text(yaml.safe_dump({"workers": workers, "kv": _WITHOUT_PREFIXES}))
     cluster = ("--cluster", args.cluster, "--model", "smollm2-135m", "--roles", roles, "--predictor", args.predictor)
     given = ("--trace", str(trace), "--preset", preset, "--config", str(config))
-    cohort("simulate", *given, *cluster, "--json", str(report))
+    cohort("simulate", *given, *cluster, "--seed", str(seed), "--json", str(report))
     return _columns(json.loads(report.read_text())[0]["overall"])
 
 

@@ -31,6 +31,8 @@ from cohort.services.bench.live.spec import NUMBERS_OF_A_REQUEST, ClientCommand
 
 Stats = dict[str, float]
 
+UNLEARNED = {"min_observations": 1_000_000_000}
+"""Section `predictor` of a pipeline whose predictor never trains: training is processor time that no simulation has."""
 _POLL_S = 0.1
 
 
@@ -102,13 +104,14 @@ class Served:
 def pipeline(preset: str, overlay: Mapping[str, Any], port: int, settings: Sequence[str] = ()) -> Iterator[Served]:
     """One pipeline of `preset` with `overlay` (a mapping like a configuration file's) and `settings`
     (SECTION.OPTION=VALUE) over it, on `port` of this machine; stopped in the end, also when a measurement fails or is
-    interrupted or terminated. For the main thread only.
+    interrupted or terminated. Unless `overlay` says otherwise its length predictor begins knowing nothing and keeps
+    nothing: measurements neither depend on each other nor teach the user's own. For the main thread only.
 
     Raises `MeasurementFailed` when it does not start.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "overlay.yaml"
-        file.write_text(yaml.safe_dump(dict(overlay)), encoding="utf-8")
+        file.write_text(yaml.safe_dump(_with_own_lengths(overlay, Path(folder))), encoding="utf-8")
         assignments = [part for text in settings for part in ("--set", text)]
         with leaves_when_terminated() as begin:
             try:
@@ -124,6 +127,10 @@ def pipeline(preset: str, overlay: Mapping[str, Any], port: int, settings: Seque
                 yield Served(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{monitor.port}")
             finally:
                 cohort("serve", "--stop", "--port", str(port))
+
+
+def _with_own_lengths(overlay: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    return {**overlay, "predictor": {"state_path": str(folder / "lengths.npz"), **overlay.get("predictor", {})}}
 
 
 def _wait_for(clients: Mapping[str, subprocess.Popen[bytes]]) -> None:

@@ -1,4 +1,4 @@
-"""The training child ends with its parent, whatever it does then."""
+"""The training child trains when that teaches it something, and ends with its parent, whatever it does then."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import select
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cohort.services.length_predictor import state, training_wire
+from cohort.services.length_predictor.trainer_process import Trainer
+from cohort.services.length_predictor.training import train
 from tests.examples import another_of_its_kind
 from tests.services.length_predictor.conftest import World
 
@@ -78,3 +82,19 @@ def test_a_child_that_is_told_in_time_saves(world: World, tmp_path: Path) -> Non
     subprocess.run(words, input=frames(world, 3), stdout=subprocess.DEVNULL, timeout=60, check=True)
     saved = state.load(file)
     assert saved is not None and len(saved.data) == 3
+
+
+@pytest.mark.parametrize(("known", "wanted"), [(0, 6), (40, 8), (1000, 50)])
+def test_the_more_it_knows_the_more_it_takes_to_train_again(
+    known: int, wanted: int, world: World, tmp_path: Path
+) -> None:
+    """At least `retrain_every`; until then nothing is due before the next save."""
+    options: dict[str, Any] = {"buffer_size": 5000, "retrain_every": 8, "min_observations": 6, "save_every_s": 3600.0}
+    trainer = Trainer(tmp_path / "state.npz", **options)
+    if known:
+        trainer.model = replace(train(world.dataset(20), 1), trained_on=known)
+    for _ in range(wanted):
+        trainer.save(0.0)
+        assert not trainer.training_due(1.0) and trainer.next_due_s(1.0) == 3600.0
+        trainer.add(world.observation())
+    assert trainer.training_due(1.0) and trainer.next_due_s(1.0) < 1.0

@@ -40,6 +40,17 @@ def test_what_lasts_is_shared_by_many_steps() -> None:
     assert scattering(0.0)[2] == pytest.approx(0.2 / 20**0.5, rel=0.1)
 
 
+@pytest.mark.parametrize(("prompts_s", "variation"), [(0.25, 0.06), (1.0, 0.03), (4.0, 0.015), (0.0001, 0.2)])
+def test_the_longer_prompts_take_the_less_they_scatter(prompts_s: float, variation: float) -> None:
+    """By the root of the time, and never more than decodes; each by itself."""
+    scatter = StepScatter(0.2, 3, 0.9, 0.03)
+    found = [scatter.factor(1, step, prompts_s) for step in range(20_000)]
+    assert (fmean(found), pstdev(found)) == pytest.approx((1.0, variation), rel=0.05)
+    neighbours = pstdev(fmean(found[at : at + 20]) for at in range(0, 20_000, 20))
+    assert neighbours == pytest.approx(variation / 20**0.5, rel=0.15)
+    assert StepScatter(0.2, 3, 0.9).factor(1, 7, prompts_s) == scatter.factor(1, 7), "as decodes, where none is known"
+
+
 def test_instances_and_seeds_scatter_apart() -> None:
     one, other = StepScatter(0.2, 0), StepScatter(0.2, 1)
     assert [one.factor(0, step) for step in range(5)] == [StepScatter(0.2, 0).factor(0, step) for step in range(5)]

@@ -126,8 +126,22 @@ def test_how_much_of_it_lasts_is_found(lasting: float) -> None:
     cost = CostModel(MODEL, DEVICE, replace(ENGINE, step_s=AROUND_S, row_s=ROW_S))
     factors, decode = StepScatter(0.15, 5, lasting), Iteration(0.0, 0.0, ((119, 120),))
     cycles = [Cycle(decode, factors.factor(0, step) * cost.step_s(decode.work())) for step in range(8000)]
-    varying, found = scatter([Phase(1, tuple(cycles[:5000]), None), Phase(1, tuple(cycles[5000:]), None)], cost)
-    assert (varying, found) == pytest.approx((0.15, lasting), abs=0.1)
+    halves = [Phase(1, tuple(cycles[:5000]), None), Phase(1, tuple(cycles[5000:]), None)]
+    varying, found, prompts = scatter(halves, cost)
+    assert (varying, found) == pytest.approx((0.15, lasting), abs=0.1) and prompts is None
+
+
+def test_prompts_scatter_by_their_own_measure() -> None:
+    """Whatever decodes do beside them, and from prompts of several lengths."""
+    cost = CostModel(MODEL, DEVICE, replace(ENGINE, step_s=AROUND_S, row_s=ROW_S))
+    truth, decode = StepScatter(0.3, 5, 0.7, 0.02), Iteration(0.0, 0.0, ((119, 120),))
+    cycles = []
+    for step in range(3000):
+        one = Iteration(0.0, 0.0, ((0, 64 + step % 512),)) if step % 3 else decode
+        seconds, prompts = cost.step_s(one.work()), step % 3 > 0
+        cycles.append(Cycle(one, seconds * truth.factor(0, step, seconds if prompts else 0.0)))
+    varying, _, of_prompts = scatter([Phase(1, tuple(cycles), None)], cost)
+    assert (varying, of_prompts) == (pytest.approx(0.3, abs=0.05), pytest.approx(0.02, rel=0.1))
 
 
 @pytest.mark.parametrize(("core", "memory"), [(0.0, 0.0), (0.2, 0.0), (0.0, 0.6), (0.2, 0.6)])

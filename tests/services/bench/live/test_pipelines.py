@@ -106,7 +106,7 @@ def test_started_loaded_examined_and_stopped(calls: list[tuple[str, ...]]) -> No
             "--preset",
             "bros",
             "--config",
-            "{'kv': {'block_size': 8}}",
+            calls[0][5],
             "--port",
             "8399",
             "--set",
@@ -115,6 +115,17 @@ def test_started_loaded_examined_and_stopped(calls: list[tuple[str, ...]]) -> No
         ("bench", "--url", "http://127.0.0.1:8399", "--rate=2", "--quiet", "--json", "--csv"),
         ("serve", "--stop", "--port", "8399"),
     ]
+    assert yaml.safe_load(calls[0][5])["kv"] == {"block_size": 8}
+
+
+@pytest.mark.parametrize("given", [{}, {"state_path": "mine.npz"}], ids=["its own", "as asked"])
+def test_its_length_predictor_is_its_own(given: dict[str, str], calls: list[tuple[str, ...]]) -> None:
+    """It neither knows what the user's has learned nor teaches it made-up prompts."""
+    with live.pipeline("bros", {"predictor": {"retrain_every": 9, **given}}, PORT):
+        predictor = yaml.safe_load(calls[0][5])["predictor"]
+    assert predictor["retrain_every"] == 9
+    state = Path(predictor["state_path"])
+    assert state == Path("mine.npz") if given else not state.exists() and not state.parent.exists()
 
 
 def test_it_is_stopped_when_the_comparison_fails(calls: list[tuple[str, ...]]) -> None:

@@ -20,7 +20,6 @@ from typing import assert_never
 
 from cohort.common.engine.batch import StepOutput
 from cohort.common.engine.batch_builder import BatchBuilder
-from cohort.common.engine.decode_time import DecodeTime, plan_after_s
 from cohort.common.engine.drafting import Drafting
 from cohort.common.engine.drafts.prompt_lookup import PromptLookup
 from cohort.common.engine.drafts.recent_answers import AnswerMemory
@@ -71,12 +70,12 @@ from cohort.common.machines.events import (
     WorkerEvent,
 )
 from cohort.common.machines.machine import Machine
+from cohort.common.machines.step_ends import StepEnds
 from cohort.common.machines.worker import WorkerMachine
 from cohort.common.machines.worker_state import REPORT_INTERVAL_S
 from cohort.common.messages import KvChunk, Look, Message, SegmentEnded, ToWorker, WorkerReport
 from cohort.common.planning.foresight import to_stats
 from cohort.common.policies.interface import IterationPlan
-from cohort.common.policies.step_times.learned_times import plan_shape
 from cohort.common.sequence import Sequence
 from cohort.common.service import PREDICTOR, ServiceContext
 from cohort.common.transport.kv_link import KvLink
@@ -143,7 +142,7 @@ class WorkerLoop:
         self._free_memory = FreeMemory(runner.device)
         self._gaps = IterationGaps(self._clock.now_s, self._metrics.engine.gap_seconds().observe)
         self._engine = EngineThreads(runner, self._copier, self._gaps, engine)
-        self._decode_time = DecodeTime()
+        self._step_ends = StepEnds()
         self._forgotten = 0
         """Requests that had ended when drafts of those that are here no more were forgotten."""
         self._next: IterationPlan | None = None
@@ -374,16 +373,12 @@ class WorkerLoop:
             [row.start + row.count == row.sequence.request.prompt_tokens for row in plan.rows]
         ):
             return None  # their states are read when the step has ended, and no other runs
-        if all([row.count == 1 for row in plan.rows]):
-            return self._decode_time.plan_after_s
-        times = self._machine.times
-        foreseen_s = None if times is None else times.table.estimate(plan_shape(plan))
-        return None if foreseen_s is None else plan_after_s(foreseen_s)
+        return self._step_ends.plan_after_s(plan, self._machine.times)
 
     def _ended(self, step: StepUnderWay, output: StepOutput | None, latency_s: float, *, alone: bool) -> None:
         """`alone`: no other step was begun behind it."""
-        if step.batch.drafts is None and all([row.count == 1 for row in step.plan.rows]) and step.plan.rows:
-            self._decode_time.note(latency_s)
+        if step.batch.drafts is None:
+            self._step_ends.note(step.plan, latency_s)
         scores, drafts = scores_of(step.plan, step.batch, output), list[Drafted]()
         if self._drafting is not None and step.plan.watched and output is not None:
             proposed = None if step.batch.drafts is None else step.batch.drafts[step.batch.sample_rows].tolist()

@@ -152,6 +152,7 @@ class SimCluster:
             seed=options.seed,
             device_of=partial(_device_of, cluster) if measured else None,
             draft_price=self._draft_price if config.speculation.mode == "model" else None,
+            foresees_steps=config.engine.plan_ahead and cluster.shares,
         )
         self.wall = {"worker": WallTime(), "manager": WallTime()}
         network = SimNetwork(cluster, self.geometry)
@@ -197,6 +198,7 @@ class SimCluster:
             late_binding=config.policies.waiting_kv != "none",
             together=not options.warmup_s,
             blocking_transfers=options.blocking_transfers,
+            plans_ahead=config.engine.plan_ahead,
         )
         self.virtual.clients, self.virtual.engine = self.clients, self.engine
         self._arrivals = iter(workload.items)

@@ -48,9 +48,11 @@ class Deployment:
         seed: int,
         device_of: Callable[[int], str] | None = None,
         draft_price: Callable[[int, Holds], DraftPrice] | None = None,
+        foresees_steps: bool = False,
     ) -> None:
         """`device_of`: what policies are told of the device of an instance, by number; None: each has its own.
-        `draft_price`: of the draft model of an instance, by number and by whether that holds a sequence."""
+        `draft_price`: of the draft model of an instance, by number and by whether that holds a sequence.
+        `foresees_steps`: workers plan ahead, also of steps with prompts, so they learn what these take."""
         # Where no prompt shares anything the prefix cache can only miss: hashing every block would change nothing. And
         # the prompts are all made of the same token then: nothing may look for common prefixes.
         self._config = config = config if shared_prompts else _without_prefix_cache(config)
@@ -64,7 +66,7 @@ class Deployment:
         self._placement = placement
         self._lists_queue = compose.reads_queues(config, placement or compose.placement(config))
         self._learns = compose.wants_step_times(config) or (placement is not None and placement.wants_step_times)
-        self._learns = self._learns or config.planner.mode != "off" or config.speculation.drafts
+        self._learns = self._learns or config.planner.mode != "off" or config.speculation.drafts or foresees_steps
         self._profile = profile
         self._random = Random(seed)
         self._numbers = itertools.count()

@@ -2,7 +2,9 @@
 
 With `jump`, steps that repeat (`FastForward.repeatable`) become one event, up to the next event that disturbs that
 worker. Decisions and times are the same as one by one; a test demands it. On cores or devices that several workers
-share (`Cluster.shares`) a step takes longer the more of them run, and nothing is run ahead.
+share (`Cluster.shares`) a step takes longer the more of them run, and nothing is run ahead. With `plans_ahead` such
+workers plan a step while the one before it runs, at the moment at which live ones do (`StepEnds`): what arrives later
+waits for both.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from itertools import accumulate
 from typing import Any
 
 from cohort.common.machines.effects import Send, StartStep
-from cohort.common.machines.events import Received, ReportDue, RunsReceived, StepEnded, Tick, WorkerEvent
+from cohort.common.machines.events import PlanAhead, Received, ReportDue, RunsReceived, StepEnded, Tick, WorkerEvent
 from cohort.common.machines.fast_forward import FastForward
+from cohort.common.machines.step_ends import StepEnds
 from cohort.common.messages import KvRenew, WorkerReport
 from cohort.common.policies.alignedserve.batch_numbers import batches_of
 from cohort.common.policies.cost_model import CostModel
@@ -75,6 +78,9 @@ class SimWorker(WorkerNode):
     whole filled the draft model's cache."""
     aligned_batches: int = 0
     """Batches of the late binding among the rows of the step in flight."""
+    step_ends: StepEnds = field(default_factory=StepEnds)
+    behind: StartStep | None = None
+    """The step that was planned behind the one in flight."""
 
     def __post_init__(self) -> None:
         WorkerNode.__post_init__(self)
@@ -99,8 +105,10 @@ class CostEngine:
         late_binding: bool,
         together: bool = True,
         blocking_transfers: bool = False,
+        plans_ahead: bool = False,
     ) -> None:
-        """`costs`, `scatter`: of every instance, by number. `together`: see the attribute."""
+        """`costs`, `scatter`: of every instance, by number. `together`: see the attribute. `plans_ahead`: where steps
+        run one by one."""
         self.together = together
         """Tokens of steps run ahead are told as late as the next step's, however often the steps were applied in
         between. Until metrics count (`warmup_s`) each time at once: what came before that moment is none of theirs."""
@@ -116,6 +124,7 @@ class CostEngine:
         self._shares = cluster.shares
         self._jump = jump and not self._shares
         self._blocking_transfers = blocking_transfers
+        self._plans_ahead = plans_ahead and self._shares
         shape = costs[0].model
         self._row_flops = 2.0 * (shape.active_parameters + shape.head_parameters)
         self._position_flops = 4.0 * shape.layers * shape.heads * (shape.pair_dim or shape.head_dim)
@@ -124,7 +133,13 @@ class CostEngine:
 
     def begin(self, node: WorkerNode, step: StartStep) -> None:
         worker = _sim(node)
-        plan, now_s = step.plan, self._events.now_s
+        if step.ahead:
+            worker.behind = step
+        else:
+            self._begin(worker, step.plan)
+
+    def _begin(self, worker: SimWorker, plan: IterationPlan) -> None:
+        now_s = self._events.now_s
         stages, proposed = not self._cluster.of(worker.number).cpu, self._clients.proposed
         cost = plan_cost(plan, self._geometry, device_stages=stages, proposed=proposed)
         model = self._costs[worker.number]
@@ -155,6 +170,15 @@ class CostEngine:
             worker.service_load = self._cluster.service_load(len(plan.rows), latency_s)
             worker.memory_share = model.memory_share(cost.work) if self._cluster.contended else 0.0
             self._share_cores()
+        if self._plans_ahead:
+            after_s = worker.step_ends.plan_after_s(plan, worker.machine.times)
+            if after_s is not None:
+                self._events.at(now_s + after_s, self._plan_ahead, worker, worker.step)
+
+    def _plan_ahead(self, worker: SimWorker, step: int) -> None:
+        """The moment to plan what follows the step of this number, if that is still in flight."""
+        if worker.step == step and worker.ends_s and worker.behind is None:
+            self._virtual.tell(worker, PlanAhead([]))
 
     def about_to_tell(self, node: WorkerNode, events: tuple[WorkerEvent, ...]) -> None:
         worker = _sim(node)
@@ -208,6 +232,7 @@ class CostEngine:
         worker = _sim(node)
         worker.epoch += 1
         worker.ends_s, worker.latencies_s, worker.unsaid_s = [], [], []
+        worker.behind = None
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -229,7 +254,12 @@ class CostEngine:
         if self._shares:
             self._share_cores()
         step_s, drafting_s = latency_s * worker.step_share, latency_s * worker.drafting_share
+        behind, worker.behind = worker.behind, None
+        if self._plans_ahead:
+            worker.step_ends.note(plan, step_s)
         self._virtual.tell(worker, StepEnded(sampled, step_s, drafts=drafts, drafting_s=drafting_s))
+        if behind is not None and worker.alive:
+            self._begin(worker, behind.plan)
 
     def _factor(self, worker: SimWorker, ahead: int, prompts_s: float = 0.0) -> float:
         """Of the step so many after the one in flight. `prompts_s`: what it takes, if it has prompts."""

@@ -153,6 +153,19 @@ def test_engines_share_cores_in_equal_parts():
         assert twice[40] - twice[10] == pytest.approx(2 * (once[40] - once[10]))
 
 
+@pytest.mark.parametrize(("before_s", "plans_ahead", "steps"), [(0.010, True, 1), (0.003, True, 2), (0.003, False, 1)])
+def test_what_arrives_behind_the_planned_step_waits_for_it_too(before_s: float, plans_ahead: bool, steps: int):
+    """Where steps run one by one they are planned as early as live workers do it: steady ones 2.5 ms before the end."""
+    slow = cluster(1, cores=1, service_step_s=0.02)
+    settings = config(engine={"plan_ahead": plans_ahead})
+    ends_s = run(settings, slow, workload((0.0, 100, 200))).token_times["r0"]
+    sim = run(settings, slow, workload((0.0, 100, 200), (ends_s[100] - before_s, 20, 2)))
+    assert (sim.workers[0].machine.state.counters.planned_ahead > 150) == plans_ahead
+    newcomer_s, decoding_s = sim.token_times["r1"][0], sim.token_times["r0"]
+    assert newcomer_s == pytest.approx(decoding_s[100 + steps], abs=1e-6)
+    assert len(decoding_s) == 200 and len(sim.token_times["r1"]) == 2
+
+
 def test_workers_of_one_device_take_turns_and_divide_its_memory():
     both = workload((0.0, 100, 50), (0.0, 100, 50))
     apart, shared = (run(config(), cluster(2, workers_per_device=count), both) for count in (1, 2))

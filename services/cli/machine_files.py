@@ -154,6 +154,7 @@ def cluster_text(measured: Measured, machine: Machine) -> str:
             "service_row_s": _short(machine.service_row_s),
             "core_contention": _short(machine.contention.core),
             "memory_contention": _short(machine.contention.memory),
+            "cache_contention": _short(machine.contention.cache),
             "control_latency_s": _SHARED_LATENCY_S,
         }
         head += " that gateway, manager and client run on, too. Links and control_latency_s are those of cpu-2x1"
@@ -193,8 +194,8 @@ def beside_line(machine: Machine) -> str:
         return ""
     return (
         f"engines beside each other: decode steps {found.decodes:.2f} x ({found.lowest:.2f} to {found.highest:.2f}) as "
-        f"long as alone, services included; {found.core:.0%} by what else they share, {found.memory:.0%} of what reads "
-        "memory in both"
+        f"long as alone, services included; {found.core:.0%} by what else they share, {found.cache:.0%} of what reads "
+        f"memory, {found.memory:.0%} of what reads it in both"
     )
 
 

@@ -129,6 +129,7 @@ class _ClusterFile(_File, frozen=True):
     service_row_s: _NotNegative = 0.0
     core_contention: _NotNegative = 0.0
     memory_contention: _NotNegative = 0.0
+    cache_contention: _NotNegative = 0.0
     mixed_share: _NotNegative | None = None
     mixed_reads: _NotNegativeShare | None = None
     scatter: _NotNegative | None = None
@@ -158,7 +159,9 @@ class Cluster(msgspec.Struct, frozen=True):
     of the pipeline and with its clients; 0: every instance has hardware of its own. `service_step_s`, `service_row_s`:
     processor time that those others, and changing between them, take for an iteration, and for each of its rows.
     `core_contention`: how much longer, as a share, an iteration takes for each one beside it (cores are threads of one
-    core, say); `memory_contention`: how much more two iterations take beside each other that only read memory.
+    core, say); `memory_contention`: how much more two iterations take beside each other that only read memory;
+    `cache_contention`: how much longer one that only reads takes for each one beside it, whatever that does (it fills
+    the cache that both have).
 
     `nics_per_host`: network cards that the instances of a machine share for KV transfers to other machines, each one
     transfer out and one in at a time; 0: every instance has one of its own.
@@ -191,6 +194,7 @@ class Cluster(msgspec.Struct, frozen=True):
     service_row_s: float
     core_contention: float = 0.0
     memory_contention: float = 0.0
+    cache_contention: float = 0.0
     scatter: float = 0.0
     scatter_lasting: float = 0.0
     scatter_prompts: float | None = None
@@ -230,23 +234,24 @@ class Cluster(msgspec.Struct, frozen=True):
         Engines share the cores equally. Time of the other processes comes from engines in proportion to the length of
         their iterations: a fair scheduler favours processes that slept last, and an engine sleeps between iterations.
         No process is left with less than half of an equal share. Every iteration takes longer beside others, as long as
-        they run, and what it reads beside others that read: in proportion to both shares.
+        they run, what it reads more so, and more still beside others that read: in proportion to both shares.
         """
         waits = core_slowdowns(self.cores, [(alone_s, load) for alone_s, load, _ in engines])
         if not self.contended:
             return waits
         running = min(1.0, self.cores / max(1, len(engines)))
         reading, others = sum(share for *_, share in engines), len(engines) - 1
-        return [
-            wait
-            * (1.0 + running * (others * self.core_contention + self.memory_contention * share * (reading - share)))
-            for wait, (*_, share) in zip(waits, engines, strict=True)
-        ]
+
+        def contended(share: float) -> float:
+            beside = others * (self.core_contention + self.cache_contention * share)
+            return 1.0 + running * (beside + self.memory_contention * share * (reading - share))
+
+        return [wait * contended(share) for wait, (*_, share) in zip(waits, engines, strict=True)]
 
     @property
     def contended(self) -> bool:
         """Iterations beside each other take longer than by processor time alone."""
-        return bool(self.core_contention or self.memory_contention)
+        return bool(self.core_contention or self.memory_contention or self.cache_contention)
 
     @property
     def shares(self) -> bool:
@@ -384,6 +389,7 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
         service_row_s=file.service_row_s,
         core_contention=file.core_contention,
         memory_contention=file.memory_contention,
+        cache_contention=file.cache_contention,
         scatter=device_file.scatter if file.scatter is None else file.scatter,
         scatter_lasting=device_file.scatter_lasting if file.scatter_lasting is None else file.scatter_lasting,
         scatter_prompts=device_file.scatter_prompts if file.scatter_prompts is None else file.scatter_prompts,

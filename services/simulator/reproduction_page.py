@@ -44,7 +44,7 @@ _SPREAD = re.compile(r"(\S+) to (\S+), (\d+) seeds")
 _NUMBER = re.compile(r"-?[0-9.]+(e-?[0-9]+)?|nan")
 _WORDS = "Why, and what was tried"
 _CONDITION = "- Lengths: "
-_READING = "reading: "
+_PREFIXES = {Standing.READING: "reading: ", Standing.ANCHOR: "anchor: "}
 _NO_VERDICT = "–"
 _WIDE = 0.1
 """Lowest to highest over the median: wider ones are named."""
@@ -142,11 +142,11 @@ def rows_of(page: str, figures: Sequence[Figure] = (), claims: Iterable[Claim] =
         if figure is not None:
             found.append(_row(figure, number, claims))
             continue
-        standing = Standing.READING if said.startswith(_READING) else Standing.CLAIM
+        standing = next((each for each, prefix in _PREFIXES.items() if said.startswith(prefix)), Standing.CLAIM)
         name = cells[-1] if len(cells) > _FORMER else ", ".join(words)
         printed = _NUMBER.search(paper)
         value = float(printed[0]) if printed else math.nan
-        said = said.removeprefix(_READING)
+        said = said.removeprefix(_PREFIXES.get(standing, ""))
         found.append(
             PageRow(
                 name, system, heading, workload, baseline, metric, value, paper, number, ratio, said, standing, note
@@ -252,6 +252,8 @@ def summary(
         "- A *reading* is a number of the paper once more, in another setting: another reading of what the paper",
         "  leaves open, a stronger baseline, another model, a part of ours. The setting of the row that counts follows",
         "  from what the paper says or from its absolute numbers, never from a ratio (`services/simulator/figures/`).",
+        "- An *anchor* is a number of the paper by which a parameter that it does not print was chosen, once for all",
+        "  of its figures: it does not count.",
         f"- Rows with {_NO_VERDICT} for a verdict compare nothing: the paper prints no number for them.",
     ]
     for paper, table in tables.items():
@@ -299,8 +301,8 @@ def _beside(row: PageRow, of: PageRow) -> str:
 
 def _rows_told(rows: Sequence[PageRow]) -> list[str]:
     """How many of the papers' numbers agree, with those that cannot be told and without; readings apart."""
-    claims = [row for row in rows if row.standing is Standing.CLAIM]
-    readings = [row for row in rows if row.standing is Standing.READING]
+    claims = _standing(rows, Standing.CLAIM)
+    readings, anchors = _standing(rows, Standing.READING), _standing(rows, Standing.ANCHOR)
     counts = Counter(row.said for row in claims)
     agree, told = counts[REPRODUCED] + counts[DIRECTION], len(claims) - counts[UNTOLD]
     reproduced, all_rows = counts[REPRODUCED], len(claims)
@@ -311,9 +313,15 @@ def _rows_told(rows: Sequence[PageRow]) -> list[str]:
     ]
     if readings:
         lines.append(f"Of {len(readings)} other readings of the same numbers: {_counted(readings)}.")
-    if beside := len(rows) - len(claims) - len(readings):
+    if anchors:
+        lines.append(f"Of {len(anchors)} rows that chose a parameter: {_counted(anchors)}.")
+    if beside := len(_standing(rows, Standing.BESIDE)):
         lines.append(f"{beside} more rows compare nothing.")
     return lines
+
+
+def _standing(rows: Iterable[PageRow], standing: Standing) -> list[PageRow]:
+    return [row for row in rows if row.standing is standing]
 
 
 def _counted(rows: Iterable[PageRow]) -> str:
@@ -348,8 +356,8 @@ def _verdict_cell(row: PageRow) -> str:
     match row.standing:
         case Standing.CLAIM:
             return row.said
-        case Standing.READING:
-            return _READING + row.said
+        case Standing.READING | Standing.ANCHOR:
+            return _PREFIXES[row.standing] + row.said
         case Standing.BESIDE:
             return _NO_VERDICT
         case _:
@@ -370,10 +378,10 @@ def _conditions_on(page: str) -> dict[str, list[str]]:
 
 def _remarks(rows: Sequence[PageRow], under: Sequence[str], reasons: Sequence[Reason]) -> list[str]:
     """What follows from a system's rows as a whole, under which conditions they were measured, and why some differ."""
-    claims = [row for row in rows if row.standing is Standing.CLAIM]
-    readings = [row for row in rows if row.standing is Standing.READING]
+    claims = _standing(rows, Standing.CLAIM)
+    readings, anchors = _standing(rows, Standing.READING), _standing(rows, Standing.ANCHOR)
     lines = [*under]
-    for what, counted in (("rows", claims), ("readings", readings)):
+    for what, counted in (("rows", claims), ("readings", readings), ("anchors", anchors)):
         said = Counter(row.said for row in counted)
         if counted:
             of_them = ", ".join(f"{said[each]} {each}" for each in VERDICTS if said[each])

@@ -1,10 +1,12 @@
 """How much longer engines take beside each other than the processor time of all says: one memory, threads of one core.
 
-Live workers' recordings say it: `together` finds each iteration that others ran beside, `contention` the two factors by
-which the model's times of them, added up, are the measured ones. Two engines of one machine share a memory at some
-seconds and hardly at others, as its host places their processors: a decode step beside another takes 1.1 times as long
-as alone for some seconds and 1.6 times for others. So many short turns are looked at, lone iterations of the same turns
-say how fast the machine was, and the means count: a median would choose one of the two states. Pure.
+Live workers' recordings say it: `together` finds each iteration that others ran beside, `contention` the three factors
+by which the model's times of them, added up, are the measured ones: decodes take more beside prompts (1.14 to 1.21
+times their time alone) than prompts beside decodes (1.03 to 1.10), and most beside each other. Two engines of one
+machine share a memory at some seconds and hardly at others, as its host places their processors: a decode step beside
+another takes 1.1 times as long as alone for some seconds and 1.6 times for others. So many short turns are looked at,
+lone iterations of the same turns say how fast the machine was, and the means count: a median would choose one of the
+two states. Pure.
 """
 
 from __future__ import annotations
@@ -27,9 +29,9 @@ _BESIDE = 0.9
 _STALLED = 4.0
 """So many times the model's: something else stopped it."""
 _Sums = npt.NDArray[np.float64]
-_ALONE, _ALONE_MODEL, _BESIDE_S, _BESIDE_MODEL, _EXPECTED, _OTHERS, _READING = range(7)
+_ALONE, _ALONE_MODEL, _BESIDE_S, _BESIDE_MODEL, _EXPECTED, _OTHERS, _OWN, _READING = range(8)
 """Columns: seconds alone, and the model's; beside others, the model's as if alone, and by processor time; the last
-times how many others, and times what both read."""
+times how many others, that times what it reads itself, and times what both read."""
 _DECODES, _PROMPTS, _BESIDE_PROMPTS = range(3)
 """Rows: decodes beside decodes; iterations with prompts; decodes beside such, which are as the first alone."""
 _NOTHING: _Sums = np.zeros((_BESIDE_PROMPTS + 1, _READING + 1))
@@ -37,12 +39,13 @@ _NOTHING: _Sums = np.zeros((_BESIDE_PROMPTS + 1, _READING + 1))
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """`core`, `memory`: `Cluster.core_contention` and `.memory_contention`, each at least 0. `decodes`: how many times
-    as long as alone decode steps took beside decode steps, by all that they share; `lowest`, `highest`: two standard
-    errors of it either way, as the turns differ. 0: not measured."""
+    """`core`, `memory`, `cache`: `Cluster.core_contention`, `.memory_contention` and `.cache_contention`, each at least
+    0. `decodes`: how many times as long as alone decode steps took beside decode steps, by all that they share;
+    `lowest`, `highest`: two standard errors of it either way, as the turns differ. 0: not measured."""
 
     core: float = 0.0
     memory: float = 0.0
+    cache: float = 0.0
     decodes: float = 0.0
     lowest: float = 0.0
     highest: float = 0.0
@@ -67,17 +70,17 @@ def together(runs: Sequence[Sequence[Iteration]]) -> list[list[Iteration]]:
 
 
 def contention(turns: Sequence[Turn], cost: CostModel, cores: int, load: Callable[[int, float], float]) -> Contention:
-    """By decodes beside decodes, and by iterations with prompts and beside such, which hardly share memory. `cost`: of
+    """By decodes beside decodes, and by iterations with prompts and beside such, which read little. `cost`: of
     a lone engine, with all that its worker adds; `load`: `Cluster.service_load`."""
     each = [_sums(turn, cost, cores, load) for turn in turns]
     whole = np.sum(each, axis=0) if each else _NOTHING
     if not whole[_DECODES, _BESIDE_S]:
         return Contention()
-    core, memory = _factors(whole)
+    core, memory, cache = _factors(whole)
     ratio = _ratio(whole)
     without = [_ratio(whole - one) for one in each if (whole - one)[_DECODES, _BESIDE_S]]
     error = float(np.sqrt((len(without) - 1) * np.var(without))) if len(without) > 1 else 0.0  # jackknife
-    return Contention(core, memory, ratio, ratio - 2.0 * error, ratio + 2.0 * error)
+    return Contention(core, memory, cache, ratio, ratio - 2.0 * error, ratio + 2.0 * error)
 
 
 def _sums(turn: Turn, cost: CostModel, cores: int, load: Callable[[int, float], float]) -> _Sums:
@@ -98,7 +101,8 @@ def _sums(turn: Turn, cost: CostModel, cores: int, load: Callable[[int, float], 
         if took_s < _STALLED * expected_s:
             own, *others = (cost.memory_share(work) for work in works)
             beside_s = expected_s * min(1.0, cores / len(engines))
-            row = took_s, alone[0], expected_s, beside_s * len(others), beside_s * own * sum(others)
+            number = len(others)
+            row = took_s, alone[0], expected_s, beside_s * number, beside_s * own * number, beside_s * own * sum(others)
             sums[kind, _BESIDE_S:] += row
     return sums
 
@@ -115,11 +119,12 @@ def _ratio(sums: _Sums) -> float:
     return float(decodes[_BESIDE_S] / (_level(sums)[_DECODES] * decodes[_BESIDE_MODEL]))
 
 
-def _factors(sums: _Sums) -> tuple[float, float]:
+def _factors(sums: _Sums) -> tuple[float, float, float]:
     known = sums[:, _OTHERS] > 0.0
     rows, level = sums[known], _level(sums)[known]
     longer = (rows[:, _BESIDE_S] / level - rows[:, _EXPECTED]) / rows[:, _OTHERS]
-    terms = np.column_stack([np.ones(len(rows)), rows[:, _READING] / rows[:, _OTHERS]])
-    weight = np.sqrt(rows[:, _OTHERS])  # where no two factors explain all three, a second of each counts as much
-    core, memory = nnls(terms * weight[:, None], longer * weight)[0]
-    return float(core), float(memory)
+    shared = rows[:, _OTHERS]
+    terms = np.column_stack([np.ones(len(rows)), rows[:, _READING] / shared, rows[:, _OWN] / shared])
+    weight = np.sqrt(shared)  # where no factors explain all three, a second of each counts as much
+    core, memory, cache = nnls(terms * weight[:, None], longer * weight)[0]
+    return float(core), float(memory), float(cache)

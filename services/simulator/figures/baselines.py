@@ -22,6 +22,7 @@ from __future__ import annotations
 from cohort.common.config import load_config
 from cohort.common.workloads.arrivals import RandomArrivals
 from cohort.common.workloads.papers import paper_workload
+from cohort.services.simulator.figures.claim import Standing
 from cohort.services.simulator.figures.figure import Figure, Lab
 from cohort.services.simulator.hardware import load_cluster, load_model
 from cohort.services.simulator.report import SimReport
@@ -90,6 +91,7 @@ def _cell(shape: str, preset: str) -> list[Figure]:
             requests_per_s,
             lambda lab: _saturated(lab, shape, preset),
             f"offered {_OVERLOAD} x the paper's throughput{_FITTED if preset == 'unified' else ''}",
+            _standing(shape, preset),
         ),
         Figure(
             f"{where}-p50-tbt",
@@ -99,6 +101,7 @@ def _cell(shape: str, preset: str) -> list[Figure]:
             p50_ms,
             lambda lab: _between_tokens(lab, shape, preset, "p50"),
             f"offered the paper's throughput{_FITTED if preset == 'unified' else ''}",
+            _standing(shape, preset),
         ),
         Figure(
             f"{where}-p99-tbt",
@@ -108,8 +111,15 @@ def _cell(shape: str, preset: str) -> list[Figure]:
             p99_ms,
             lambda lab: _between_tokens(lab, shape, preset, "p99"),
             _P99_NOTES.get((shape, preset), ""),
+            _standing(shape, preset, p99=True),
         ),
     ]
+
+
+def _standing(shape: str, preset: str, *, p99: bool = False) -> Standing:
+    """The colocated cells chose `MIXED_SHARE`, but for the P99 of reasoning."""
+    chose = preset == "unified" and not (p99 and shape == "dynaserve-reasoning")
+    return Standing.ANCHOR if chose else Standing.CLAIM
 
 
 _FITTED = "; the price of mixing is fitted to this system's cells"

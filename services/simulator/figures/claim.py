@@ -35,6 +35,9 @@ class Standing(enum.Enum):
     READING = enum.auto()
     """The same in another setting: another reading of what the paper leaves open, a stronger baseline, another model,
     a part of ours."""
+    ANCHOR = enum.auto()
+    """A number that the paper prints, by which a parameter that it does not print was chosen: whether ours is near says
+    how well that could be done, and nothing of what was claimed."""
     BESIDE = enum.auto()
     """The paper prints nothing to compare it with."""
 

@@ -14,7 +14,7 @@ def _each(prefix: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{prefix}{name}" for name in names)
 
 
-_TABLE_1 = tuple(f"{load}-{way}" for load in ("code", "balanced", "reasoning") for way in ("disaggregated", "unified"))
+_TABLE_1 = ("code", "balanced", "reasoning")
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
@@ -101,10 +101,12 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "BROS",
-        "what the baselines keep alone (Fig. 11)",
+        "what round robin keeps alone, LMSYS-Chat-1M (Fig. 11)",
         Kind.VALUE,
-        _each("bros-11-kept-", "ttft-vllm-sharegpt", "ttft-rr-sharegpt", "tpot-rr-sharegpt", "tpot-rr-lmsys"),
-        beside=("bros-11-none-vllm",),
+        ("bros-11-kept-tpot-rr-lmsys",),
+        beside=_each(
+            "bros-11-", "none-vllm", *(f"kept-{name}-sharegpt" for name in ("ttft-vllm", "ttft-rr", "tpot-rr"))
+        ),
         shown_by="cohort reproduce --figure bros-11-kept",
     ),
     Claim(
@@ -209,7 +211,10 @@ CLAIMS: tuple[Claim, ...] = (
         Kind.OVER,
         _each("alignedserve-9-synthetic-", "least", "most"),
         "memory is filled, so iterations are longer",
-        ("alignedserve-9-synthetic-distserve-tpot-unit-opt-13b-held",),
+        (
+            "alignedserve-9-synthetic-distserve-tpot-unit-opt-13b-held",
+            *_each("alignedserve-15-", "sharegpt-second", "longbench-second"),
+        ),
         shown_by="cohort reproduce --figure alignedserve-9-synthetic-distserve",
     ),
     Claim(
@@ -255,32 +260,30 @@ CLAIMS: tuple[Claim, ...] = (
         shown_by="cohort reproduce --figure alignedserve-mixed",
     ),
     Claim(
-        "AlignedServe",
-        "mean TTFT, here to the second token (Fig. 15)",
+        "DynaServe",
+        "throughput of disaggregation (Table 1)",
         Kind.VALUE,
-        ("alignedserve-15-sharegpt-second", "alignedserve-15-longbench-second"),
-        "no one load makes both of its waits",
-        shown_by="cohort reproduce --figure alignedserve-15",
+        tuple(f"dynaserve-table1-{name}-disaggregated-throughput" for name in _TABLE_1),
+        beside=tuple(f"dynaserve-table1-{name}-unified-throughput" for name in _TABLE_1),
     ),
     Claim(
         "DynaServe",
-        "throughput of both baselines (Table 1)",
+        "median TBT of disaggregation (Table 1)",
         Kind.VALUE,
-        tuple(f"dynaserve-table1-{name}-throughput" for name in _TABLE_1),
-    ),
-    Claim(
-        "DynaServe",
-        "median TBT of both baselines (Table 1)",
-        Kind.VALUE,
-        tuple(f"dynaserve-table1-{name}-p50-tbt" for name in _TABLE_1),
+        tuple(f"dynaserve-table1-{name}-disaggregated-p50-tbt" for name in _TABLE_1),
+        beside=tuple(f"dynaserve-table1-{name}-unified-p50-tbt" for name in _TABLE_1),
         shown_by="cohort reproduce --figure dynaserve-table1-reasoning-disaggregated",
     ),
     Claim(
         "DynaServe",
         "P99 TBT of both baselines (Table 1)",
         Kind.VALUE,
-        tuple(f"dynaserve-table1-{name}-p99-tbt" for name in _TABLE_1),
+        (
+            *(f"dynaserve-table1-{name}-disaggregated-p99-tbt" for name in _TABLE_1),
+            "dynaserve-table1-reasoning-unified-p99-tbt",
+        ),
         "a simulated process has no jitter",
+        tuple(f"dynaserve-table1-{name}-unified-p99-tbt" for name in _TABLE_1 if name != "reasoning"),
         shown_by="cohort reproduce --figure dynaserve-table1 --scatter 0.1",
     ),
     *(
@@ -469,7 +472,7 @@ CLAIMS: tuple[Claim, ...] = (
         "requests without allocation failure (Fig. 1d)",
         Kind.VALUE,
         _each("ecoserve-1d-failures-", "sd", "oracle"),
-        beside=("ecoserve-1d-failures",),
+        beside=("ecoserve-1d-failures", *_each("ecoserve-1d-failures-", "vllm", "fastgen")),
     ),
     Claim(
         "EcoServe",

@@ -294,6 +294,9 @@ def test_engines_that_read_one_memory_wait_for_each_other():
     assert threads.slowdowns([(0.1, 0.0, 1.0), (0.9, 0.0, 0.0)]) == pytest.approx([1.3, 1.3])
     assert threads.slowdowns([(0.1, 0.0, 1.0), (0.1, 0.0, 1.0)]) == pytest.approx([1.8, 1.8])
     assert threads.slowdowns([(0.1, 0.0, 1.0)]) == [1.0]
+    one_cache = load_cluster("cpu-core:2", {"cores": 2, "cache_contention": 0.4})
+    assert one_cache.slowdowns([(0.1, 0.0, 0.5), (0.9, 0.0, 0.0)]) == pytest.approx([1.2, 1.0])
+    assert one_cache.slowdowns([(0.1, 0.0, 0.5)]) == [1.0]
 
 
 @given(st.lists(st.tuples(st.floats(1e-3, 1.0), st.floats(0.0, 3.0)), min_size=1, max_size=6), st.integers(1, 4))

@@ -12,7 +12,7 @@ from cohort.services.simulator.figures.claims import CLAIMS
 from cohort.services.simulator.figures.figure import Figure
 from cohort.services.simulator.figures.reasons import REASONS
 from cohort.services.simulator.reproduce import Reproduced, all_figures
-from cohort.services.simulator.reproduction_page import markdown, reason_of
+from cohort.services.simulator.reproduction_page import markdown, reason_of, rows_of
 from cohort.services.simulator.verdicts import Spread, kind_of, row_verdict, verdict
 
 
@@ -114,6 +114,8 @@ def test_rows_are_compared_as_their_claim_or_unit_says() -> None:
 def test_claims_name_figures_that_exist_and_give_short_reasons() -> None:
     known = {figure.id for figure in all_figures()}
     assert [name for claim in CLAIMS for name in (*claim.ids, *claim.beside) if name not in known] == []
+    standing = {figure.id: figure.standing for figure in all_figures()}
+    assert [name for claim in CLAIMS for name in claim.ids if standing[name] is Standing.ANCHOR] == []
     assert [claim.why for claim in CLAIMS if len(claim.why.split()) > 8] == []
     run = "cohort reproduce --figure "
     shown = [claim.shown_by.removeprefix(run).split()[0] for claim in CLAIMS if claim.shown_by.startswith(run)]
@@ -186,7 +188,7 @@ def test_rows_are_counted_with_those_that_cannot_be_told_and_without() -> None:
 
 
 def test_readings_and_what_compares_nothing_are_counted_apart() -> None:
-    standings = (Standing.CLAIM, Standing.READING, Standing.BESIDE)
+    standings = (Standing.CLAIM, Standing.READING, Standing.ANCHOR, Standing.BESIDE)
     figures = [replace(_figure(standing.name, 2.0), standing=standing) for standing in standings]
     page = markdown(
         [Reproduced.of(figure, [2.0], [0]) for figure in figures],
@@ -195,5 +197,8 @@ def test_readings_and_what_compares_nothing_are_counted_apart() -> None:
     )
     assert "Of 1 rows, each a number, bound or direction that a paper prints: 1 reproduced" in page
     assert "Of 1 other readings of the same numbers: 1 reproduced" in page and "1 more rows compare nothing." in page
+    assert "Of 1 rows that chose a parameter: 1 reproduced" in page
     cells = [line.split(" | ")[7] for line in page.splitlines() if line.startswith("| w | b |")]
-    assert cells == ["reproduced", "reading: reproduced", "–"]
+    assert cells == ["reproduced", "reading: reproduced", "anchor: reproduced", "–"]
+    assert [row.standing for row in rows_of(page, figures, CLAIMS)] == [*standings]
+    assert [row.standing for row in rows_of(page, (), CLAIMS)][:3] == [*standings[:3]], "of rows nobody knows any more"

@@ -65,28 +65,31 @@ def live(variation: float = 0.0) -> list[Phase]:
     ]
 
 
-def turns(core: float, memory: float, slow: Sequence[float] = (1.0,), apart: Sequence[float] = (1.0,)) -> list[Turn]:
+def turns(
+    core: float, memory: float, slow: Sequence[float] = (1.0,), apart: Sequence[float] = (1.0,), cache: float = 0.0
+) -> list[Turn]:
     """Two workers on two cores: in each turn a prompt and decodes of one, then decodes of a row beside decodes of two,
-    and prompts beside prompts. `slow`: how many times as long everything takes, turn by turn; `apart`: which part of
-    the contention there is."""
-    return [_turn(share * core, share * memory, level) for level, share in zip(slow, apart, strict=True)]
+    and prompts beside prompts and beside decodes. `slow`: how many times as long everything takes, turn by turn;
+    `apart`: which part of the contention there is."""
+    return [_turn(share * core, share * memory, share * cache, level) for level, share in zip(slow, apart, strict=True)]
 
 
-def _turn(core: float, memory: float, level: float) -> Turn:
+def _turn(core: float, memory: float, cache: float, level: float) -> Turn:
     cost = CostModel(MODEL, DEVICE, replace(ENGINE, step_s=AROUND_S, row_s=ROW_S))
     alone, now_s = [], 0.0
     for rows in [((0, 96),), *[((119, 120),)] * 40]:
         alone.append(Iteration(now_s, now_s + level * cost.step_s(Iteration(0.0, 0.0, rows).work()), rows))
         now_s = alone[-1].ended_s
     runs: list[list[Iteration]] = [[], []]
-    for begin_s, kinds in ((0.0, [((119, 120),), ((119, 120), (119, 120))]), (100.0, [((0, 96),), ((0, 256),)])):
+    decode, prompt = ((119, 120),), ((0, 256),)
+    for begin_s, kinds in ((0.0, [decode, decode * 2]), (100.0, [((0, 96),), prompt]), (200.0, [decode, prompt])):
         works = [Iteration(0.0, 0.0, rows).work() for rows in kinds]
         alone_s = [cost.step_s(work) for work in works]
         loads = [(SERVICE_STEP_S + SERVICE_ROW_S * work.rows) / each for work, each in zip(works, alone_s, strict=True)]
         slowdowns = core_slowdowns(2, list(zip(alone_s, loads, strict=True)))
-        factor = 1.0 + core + memory * cost.memory_share(works[0]) * cost.memory_share(works[1])
-        for run, rows, each, slow in zip(runs, kinds, alone_s, slowdowns, strict=True):
-            step_s = level * each * slow * factor
+        shares = [cost.memory_share(work) for work in works]
+        for run, rows, each, slow, share in zip(runs, kinds, alone_s, slowdowns, shares, strict=True):
+            step_s = level * each * slow * (1.0 + core + cache * share + memory * shares[0] * shares[1])
             run += [Iteration(begin_s + n * step_s, begin_s + (n + 1) * step_s, rows) for n in range(100)]
     return Turn([alone, []], runs)
 
@@ -144,10 +147,12 @@ def test_prompts_scatter_by_their_own_measure() -> None:
     assert (varying, of_prompts) == (pytest.approx(0.3, abs=0.05), pytest.approx(0.02, rel=0.1))
 
 
-@pytest.mark.parametrize(("core", "memory"), [(0.0, 0.0), (0.2, 0.0), (0.0, 0.6), (0.2, 0.6)])
-def test_what_engines_take_from_each_other_is_found(core: float, memory: float) -> None:
-    found = fit_machine(points(), MODEL, DEVICE, live(), turns(core, memory), 2).contention
-    assert (found.core, found.memory) == pytest.approx((core, memory), abs=0.12)
+@pytest.mark.parametrize(
+    ("core", "memory", "cache"), [(0.0, 0.0, 0.0), (0.2, 0.0, 0.0), (0.0, 0.6, 0.0), (0.2, 0.6, 0.0), (0.05, 0.6, 0.3)]
+)
+def test_what_engines_take_from_each_other_is_found(core: float, memory: float, cache: float) -> None:
+    found = fit_machine(points(), MODEL, DEVICE, live(), turns(core, memory, cache=cache), 2).contention
+    assert (found.core, found.memory, found.cache) == pytest.approx((core, memory, cache), abs=0.12)
 
 
 def test_a_machine_whose_speed_moves_has_the_same_contention() -> None:

@@ -14,7 +14,9 @@ def _each(prefix: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{prefix}{name}" for name in names)
 
 
-_TABLE_1 = ("code", "balanced", "reasoning")
+def _table_1(cell: str) -> tuple[str, ...]:
+    return tuple(f"dynaserve-table1-{shape}-{cell}" for shape in ("code", "balanced", "reasoning"))
+
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
@@ -263,27 +265,24 @@ CLAIMS: tuple[Claim, ...] = (
         "DynaServe",
         "throughput of disaggregation (Table 1)",
         Kind.VALUE,
-        tuple(f"dynaserve-table1-{name}-disaggregated-throughput" for name in _TABLE_1),
-        beside=tuple(f"dynaserve-table1-{name}-unified-throughput" for name in _TABLE_1),
+        _table_1("disaggregated-throughput"),
+        beside=_table_1("unified-throughput"),
     ),
     Claim(
         "DynaServe",
         "median TBT of disaggregation (Table 1)",
         Kind.VALUE,
-        tuple(f"dynaserve-table1-{name}-disaggregated-p50-tbt" for name in _TABLE_1),
-        beside=tuple(f"dynaserve-table1-{name}-unified-p50-tbt" for name in _TABLE_1),
+        _table_1("disaggregated-p50-tbt"),
+        beside=_table_1("unified-p50-tbt"),
         shown_by="cohort reproduce --figure dynaserve-table1-reasoning-disaggregated",
     ),
     Claim(
         "DynaServe",
         "P99 TBT of both baselines (Table 1)",
         Kind.VALUE,
-        (
-            *(f"dynaserve-table1-{name}-disaggregated-p99-tbt" for name in _TABLE_1),
-            "dynaserve-table1-reasoning-unified-p99-tbt",
-        ),
+        (*_table_1("disaggregated-p99-tbt"), "dynaserve-table1-reasoning-unified-p99-tbt"),
         "a simulated process has no jitter",
-        tuple(f"dynaserve-table1-{name}-unified-p99-tbt" for name in _TABLE_1 if name != "reasoning"),
+        _table_1("unified-p99-tbt")[:-1],
         shown_by="cohort reproduce --figure dynaserve-table1 --scatter 0.1",
     ),
     *(

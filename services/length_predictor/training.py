@@ -2,8 +2,8 @@
 
 Called by `trainer_process.py`, in its own process; never by the process that serves predictions.
 
-    1. Linear stage: ridge regression of log length on hashed n-grams, strength chosen once by cross-validation on
-       `_CHOOSING` of the requests, evenly taken. The trees learn from its *out-of-fold* scores, else they would trust
+    1. Linear stage: ridge regression of log length on hashed n-grams, strength chosen once by cross-validation, where
+       requests are many by one fold alone. The trees learn from its *out-of-fold* scores, else they would trust
        scores that had seen the answer.
     2. Answers cut off at max_tokens are replaced by a draw from what such requests go on to (Buckley and James,
        "Linear regression with censored data"): residuals of other requests beyond the cut.
@@ -29,8 +29,8 @@ from cohort.services.length_predictor.model import QUANTILES, LengthModel
 
 _FOLDS = 5
 _RIDGE_STRENGTHS = (0.3, 1.0, 3.0, 10.0)
-_CHOOSING = 2000
-"""Requests that choose a strength: all of 20,000 would take most of a training and choose the same."""
+_MANY = 2000
+"""Requests of which one fold tells the strengths apart: all folds would be most of a training."""
 _HELD_OUT_EVERY = 5
 _TREES = 60
 _LEARNING_RATE = 0.08
@@ -80,23 +80,34 @@ def _ngram_matrix(data: Dataset) -> Any:
 
 def _strength(ngrams: Any, log_length: Floats) -> float:
     """The one whose fits say best what they have not seen."""
-    chosen = np.linspace(0, len(log_length) - 1, min(len(log_length), _CHOOSING)).astype(np.int64)
-    some, centred = ngrams[chosen], log_length[chosen] - log_length[chosen].mean()
-    return min(_RIDGE_STRENGTHS, key=lambda each: float(np.mean((centred - _unseen_scores(some, centred, each)) ** 2)))
+    centred = log_length - log_length.mean()
+    folds = _folds(len(centred))
+    judged = range(1 if len(centred) > _MANY else folds.max() + 1)
+
+    def error(strength: float) -> float:
+        wrong = [centred[folds == fold] - _unseen(ngrams, centred, folds == fold, strength) for fold in judged]
+        return float(np.mean(np.concatenate(wrong) ** 2))
+
+    return min(_RIDGE_STRENGTHS, key=error)
 
 
 def _linear_stage(ngrams: Any, log_length: Floats, strength: float) -> tuple[Floats, Floats]:
     """Weights fitted to all rows, and each row's score from a fit that has not seen it."""
     centred = log_length - log_length.mean()
-    return _ridge(ngrams, centred, strength), _unseen_scores(ngrams, centred, strength)
+    folds, scores = _folds(len(centred)), np.zeros(len(centred))
+    for fold in range(folds.max() + 1):
+        scores[folds == fold] = _unseen(ngrams, centred, folds == fold, strength)
+    return _ridge(ngrams, centred, strength), scores
 
 
-def _unseen_scores(ngrams: Any, target: Floats, strength: float) -> Floats:
-    count = min(_FOLDS, len(target))
-    folds, scores = np.arange(len(target)) % count, np.zeros(len(target))
-    for fold in range(count):
-        unseen = folds == fold
-        scores[unseen] = ngrams[unseen] @ _ridge(ngrams[~unseen], target[~unseen], strength)
+def _folds(rows: int) -> NDArray[np.int64]:
+    """The fold of each."""
+    return np.arange(rows) % min(_FOLDS, rows)
+
+
+def _unseen(ngrams: Any, target: Floats, unseen: NDArray[np.bool_], strength: float) -> Floats:
+    """Scores of these rows from a fit to the others."""
+    scores: Floats = ngrams[unseen] @ _ridge(ngrams[~unseen], target[~unseen], strength)
     return scores
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from cohort.services.length_predictor import training
 from cohort.services.length_predictor.buffer import Dataset, Observation
 from cohort.services.length_predictor.model import LengthModel, default_prediction, to_prediction
 from cohort.services.length_predictor.training import train
@@ -142,3 +144,15 @@ def test_a_prediction_beyond_the_clients_limit_is_the_limit(limit: int) -> None:
     found = to_prediction(np.array([np.log(limit) + 1.0] * 4), limit)
     assert (found.mean, found.p50, found.p90, found.p99) == (limit,) * 4
     assert to_prediction(np.array([0.0, 0.0, 1e9, -5.0]), limit).p99 == limit
+
+
+def test_one_fold_of_many_chooses_the_strength_that_all_folds_would(make_world: Callable[[int], World]) -> None:
+    data = make_world(5).dataset(3000)
+    ngrams, target = training._ngram_matrix(data), np.log(data.output_tokens.astype(np.float64))
+    centred = target - target.mean()
+
+    def error(strength: float) -> float:
+        _, scores = training._linear_stage(ngrams, target, strength)
+        return float(np.mean((centred - scores) ** 2))
+
+    assert training._strength(ngrams, target) == min(training._RIDGE_STRENGTHS, key=error)

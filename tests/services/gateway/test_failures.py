@@ -217,13 +217,14 @@ async def test_choices_come_in_together_or_not_at_all(open_site: OpenSite) -> No
 
 
 async def test_draining_finishes_running_requests_and_refuses_new_ones(open_site: OpenSite) -> None:
-    async with open_site(step_s=0.02) as site:
+    async with open_site(step_s=0.05, drain_s=30.0) as site:
         stream = asyncio.create_task(site.stream("/v1/completions", LONG))
         await running(site)
         site.context.stopping.set()
+        ready = asyncio.create_task(site.get("/ready"))  # at once: when the stream has ended nothing listens any more
         async with site.session.post(site.url + "/v1/completions", json=LONG) as response:
             assert (response.status, int(response.headers["Retry-After"]) >= 1) == (503, True)
-        assert (await site.get("/ready"))[0] == 503
+        assert (await ready)[0] == 503
         assert texts(await stream) == ANSWER
 
 

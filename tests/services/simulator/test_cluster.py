@@ -166,6 +166,20 @@ def test_what_arrives_behind_the_planned_step_waits_for_it_too(before_s: float, 
     assert len(decoding_s) == 200 and len(sim.token_times["r1"]) == 2
 
 
+@pytest.mark.parametrize(
+    "preset", ["unified", "cohort", "disaggregated", "ecoserve", "bros", "dynaserve", "alignedserve"]
+)
+def test_nothing_planned_ahead_is_lost_or_doubled(preset: str):
+    """On shared cores, in a cache too small for all."""
+    lengths = [(0.02 * number, 40 + 30 * (number % 5), 20 + 9 * (number % 4)) for number in range(16)]
+    slow = cluster(2, cores=2, service_step_s=0.005)
+    sim = run(config(preset, kv=cache_of(40)), slow, workload(*lengths))
+    assert sum(worker.machine.state.counters.planned_ahead for worker in sim.workers) > 20
+    assert {name: len(times) for name, times in sim.token_times.items()} == {
+        f"r{number}": output for number, (_, _, output) in enumerate(lengths)
+    }
+
+
 def test_workers_of_one_device_take_turns_and_divide_its_memory():
     both = workload((0.0, 100, 50), (0.0, 100, 50))
     apart, shared = (run(config(), cluster(2, workers_per_device=count), both) for count in (1, 2))

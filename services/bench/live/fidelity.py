@@ -7,8 +7,9 @@ trace's length. The same file of arrivals and lengths then goes through `cohort 
 in both: drafts, cached prefixes, and the length predictor's learning.
 
 Prints, live and simulated: mean and p90 TPOT, mean, p50 and p99 TTFT, output tokens a second; and the error of each. Of
-several `--runs` live, and of several `--seeds` by which simulated iterations scatter, it takes the median of every
-number, and shows the lowest and the highest.
+several `--runs` live, of several `--seeds` by which simulated iterations scatter, and of several clusters, it takes the
+median of every number, and shows the lowest and the highest. Where a machine's speed moves, profile it before and after
+the live runs and name both: `--reuse runs.json --cluster before after`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scale", type=float, default=0.125, help="factor on the trace's lengths")
     parser.add_argument("--longest", type=int, default=1024, help="tokens of a prompt or an output at most")
     parser.add_argument("--predictor", default="none", help="of the simulation (default: none)")
-    parser.add_argument("--cluster", default="cpu-2x1", help="device and count of the simulation")
+    parser.add_argument(
+        "--cluster", nargs="+", default=["cpu-2x1"], help="device and count of the simulation; several: on each"
+    )
     parser.add_argument("--runs", type=int, default=1, help="live ones, the arrangements in turn")
     parser.add_argument("--seeds", type=int, default=5, help="simulations, each with other slow and fast iterations")
     parser.add_argument("--record", type=Path, help="folder for recordings of the live workers")
@@ -84,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
                         sys.stderr.write(f"{arrangement}, {rate:g}, live run {turn + 1} of {args.runs}: {told}\n")
             for arrangement in args.arrangements:
                 runs = live[arrangement, rate]
-                virtual = [_simulated(args, arrangement, trace, folder, seed) for seed in range(args.seeds)]
+                places = [(cluster, seed) for cluster in args.cluster for seed in range(args.seeds)]
+                virtual = [_simulated(args, arrangement, trace, folder, *place) for place in places]
                 middle = [median(values) for values in zip(*virtual, strict=True)]
                 one = {"arrangement": arrangement, "rate": rate, "live": runs, "simulated": middle}
                 found.append({**one, "simulations": virtual})
@@ -137,11 +141,13 @@ def _live(args: argparse.Namespace, arrangement: str, trace: Path) -> tuple[floa
         return _columns(served.load([ClientCommand("client", options, 0.0)])["client"].overall)
 
 
-def _simulated(args: argparse.Namespace, arrangement: str, trace: Path, folder: Path, seed: int) -> tuple[float, ...]:
+def _simulated(
+    args: argparse.Namespace, arrangement: str, trace: Path, folder: Path, on: str, seed: int
+) -> tuple[float, ...]:
     preset, workers, roles = ARRANGEMENTS[arrangement]
     config, report = folder / "simulated.yaml", folder / "simulated.json"
     config.write_text(yaml.safe_dump({"workers": workers, "kv": _WITHOUT_PREFIXES}))
-    cluster = ("--cluster", args.cluster, "--model", "smollm2-135m", "--roles", roles, "--predictor", args.predictor)
+    cluster = ("--cluster", on, "--model", "smollm2-135m", "--roles", roles, "--predictor", args.predictor)
     given = ("--trace", str(trace), "--preset", preset, "--config", str(config))
     cohort("simulate", *given, *cluster, "--seed", str(seed), "--json", str(report))
     return _columns(json.loads(report.read_text())[0]["overall"])

@@ -32,8 +32,8 @@ _ENGINE_S = 30.0
 """No round of the engine's points begins later: on two cores the whole command then ends within two minutes."""
 _LIVE_S = 1.2
 """For each number of users, each time."""
-_TURNS = 12
-"""Of a lone worker and of workers beside each other: for some seconds they get in each other's way, for others not."""
+_TOGETHER_S = 32.0
+"""Of workers beside each other: for some seconds they get in each other's way, for others not."""
 
 EPILOG = """\
 examples:
@@ -205,11 +205,11 @@ def live(threads: int, args: argparse.Namespace, config: Config) -> list[Phase]:
 
 
 def live_together(measured: Measured, config: Config) -> list[Turn]:
-    """What the workers of this machine do alone and beside each other, in turn. Raises `MeasurementFailed`."""
+    """What the workers of this machine do alone and beside each other. Raises `MeasurementFailed`."""
     from cohort.services.bench.fit.live_cycles import measure_together
 
-    sys.stderr.write(f"a pipeline of {measured.instances} workers, asked by 1 and {2 * measured.instances} in turn\n")
-    return measure_together(_overlay(measured.threads, config), measured.instances, _TURNS)
+    sys.stderr.write(f"a pipeline of {measured.instances} workers, {2 * measured.instances} users come and go\n")
+    return measure_together(_overlay(measured.threads, config), measured.instances, _TOGETHER_S)
 
 
 def _overlay(threads: int, config: Config) -> dict[str, Any]:

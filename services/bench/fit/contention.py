@@ -4,9 +4,9 @@ Live workers' recordings say it: `together` finds each iteration that others ran
 by which the model's times of them, added up, are the measured ones: decodes take more beside prompts (1.14 to 1.21
 times their time alone) than prompts beside decodes (1.03 to 1.10), and most beside each other. Two engines of one
 machine share a memory at some seconds and hardly at others, as its host places their processors: a decode step beside
-another takes 1.1 times as long as alone for some seconds and 1.6 times for others. So many short turns are looked at,
-lone iterations of the same turns say how fast the machine was, and the means count: a median would choose one of the
-two states. Pure.
+another takes 1.1 times as long as alone for some seconds and 1.6 times for others. So many short slices of a
+load are looked at, lone iterations of the same slices say how fast the machine was, and the means count: a median would
+choose one of the two states. Pure.
 """
 
 from __future__ import annotations

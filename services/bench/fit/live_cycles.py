@@ -1,5 +1,5 @@
 """What the services take around a step, measured: a pipeline of one worker, asked by one, four and eight users; then
-what workers take from each other: a pipeline of several, asked so that one of them computes, and so that all do.
+what workers take from each other: a pipeline of several, asked by users who come and go.
 
 Every iteration of a worker is recorded, so the time from one plan to the next holds all that the engine's own
 profile does not: scheduling, tokens on their way, the next plan. Beside it the processor time that gateway, manager,
@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import aiohttp
 
 from cohort.common.ports import free_port
 from cohort.services.bench.child import MeasurementFailed
-from cohort.services.bench.fit.shared_cores import AT_ONCE_S, Iteration, iterations
+from cohort.services.bench.fit.shared_cores import AT_ONCE_S, Iteration, iterations, overlap
 from cohort.services.bench.live.pipelines import Served, pipeline
 
 USERS = (1, 4, 8)
@@ -35,10 +36,12 @@ TURNS = 3
 Span = tuple[int, float, float, float | None]
 """Users, begin, end, processor seconds of the services and the client."""
 _PROMPT, _OUTPUT = 96, 48
-_LONG, _LATER_S, _MEANWHILE = 384, 0.35, 64
-"""A prompt that comes while others decode so many tokens: it begins after their prompts, and ends before they do."""
-_REPORTED_S = 0.4
-"""Two reports: after it placement knows that a worker has nothing left."""
+_PROMPTS, _OUTPUTS = (32, 64, 96, 128, 256, 384), (16, 32, 48, 64, 96)
+"""Of users who come and go: by chance, each as likely."""
+_LONGEST = max(_PROMPTS)
+_SLICE_S = 2.5
+_LONE = 0.05
+"""Of an iteration's time, that another engine computed for at most."""
 _TIMEOUT_S = 60.0
 
 
@@ -62,7 +65,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Iterations of the same workers, of each by time: while one had work, and right afterwards while all had."""
+    """A few seconds of several workers, of each by time: the iterations that none ran beside, and all."""
 
     alone: list[list[Iteration]]
     beside: list[list[Iteration]]
@@ -79,23 +82,36 @@ def measure_live(overlay: dict[str, Any], seconds_each: float, users: Sequence[i
         return phases(list(iterations(recording)), spans)
 
 
-def measure_together(overlay: dict[str, Any], workers: int, turns: int) -> list[Turn]:
-    """Of so many workers: a request and a long prompt alone, then two for each worker at once and a long prompt while
-    they decode, and again. `overlay` as `measure_live` takes it. Raises `MeasurementFailed`."""
+def measure_together(overlay: dict[str, Any], workers: int, seconds: float) -> list[Turn]:
+    """So many workers under load: two users for each, who think for as long as they waited. `overlay` as `measure_live`
+    takes it. Raises `MeasurementFailed`.
+
+    A load, and not turns of one worker and of all: on virtual processors engines beside each other are slow or fast for
+    seconds (18 and 12.6 ms a decode step where a lone one takes 10.7), and which it is depends on what ran before.
+    After a pause they begin slow; under load they took a third more than alone where turns said two thirds.
+    """
     with tempfile.TemporaryDirectory() as folder:
         free = {"monitor": {"port": 0}, "metrics": {"base_port": 0}, "recording": {"folder": folder}}
         shape = {"workers": [{"role": "unified", "count": workers}]}
         with pipeline("unified", {**overlay, **free, **shape}, free_port()) as served:
             numbers = count(1)
             asyncio.run(_ask(served.url, workers, 1.0, numbers))  # as `observe` does
-            moments_s = [time.monotonic()]
-            for _ in range(turns):
-                for users in (1, 2 * workers):
-                    asyncio.run(_once(served.url, users, numbers))
-                    moments_s.append(time.monotonic())
+            began_s = time.monotonic()
+            asyncio.run(_come_and_go(served.url, 2 * workers, seconds, numbers))
         runs = [list(iterations(path)) for path in sorted(Path(folder).glob("unified-*.jsonl"))]
-    starts = range(0, 2 * turns, 2)
-    return [Turn(_within(runs, *moments_s[at : at + 2]), _within(runs, *moments_s[at + 1 : at + 3])) for at in starts]
+    starts = [began_s + at * _SLICE_S for at in range(int(seconds / _SLICE_S))]
+    return turns(_within(runs, start_s, start_s + _SLICE_S) for start_s in starts)
+
+
+def turns(slices: Iterable[list[list[Iteration]]]) -> list[Turn]:
+    """`slices`: iterations of each worker, by time. A lone one is what none of the others ran beside."""
+    return [Turn([_lone(run, runs[:at] + runs[at + 1 :]) for at, run in enumerate(runs)], runs) for runs in slices]
+
+
+def _lone(run: Sequence[Iteration], others: Sequence[Sequence[Iteration]]) -> list[Iteration]:
+    starts = [[each.planned_s for each in other] for other in others]
+    beside = list(zip(others, starts, strict=True))
+    return [each for each in run if all(overlap(each, other, began) < _LONE for other, began in beside)]
 
 
 def _within(runs: Iterable[Sequence[Iteration]], began_s: float, ended_s: float) -> list[list[Iteration]]:
@@ -145,29 +161,26 @@ async def _ask(url: str, users: int, seconds: float, numbers: Iterable[int]) -> 
         await asyncio.gather(*(user() for _ in range(users)))
 
 
-async def _once(url: str, users: int, numbers: Iterable[int]) -> None:
-    """Each of so many users once, and a long prompt: while they decode, or after the one that was alone."""
-    following = iter(numbers)
+async def _come_and_go(url: str, users: int, seconds: float, numbers: Iterable[int]) -> None:
+    """Users who ask, and then think for about as long as they waited: some engines compute, at times none, at times
+    all. What runs when the time is over is read to its end."""
+    ends_s, following, random = time.monotonic() + seconds, iter(numbers), Random(0)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session:
-        if users == 1:
-            await _read(session, url, next(following))
-            await _read(session, url, next(following), _LONG, 1)
-            await asyncio.sleep(_REPORTED_S)
-            return
 
-        async def later() -> None:
-            await asyncio.sleep(_LATER_S)
-            await _read(session, url, next(following), _LONG, 1)
+        async def user() -> None:
+            while (asked_s := time.monotonic()) < ends_s:
+                await _read(session, url, next(following), random.choice(_PROMPTS), random.choice(_OUTPUTS))
+                thinks_s = random.expovariate(1.0) * (time.monotonic() - asked_s)
+                await asyncio.sleep(min(thinks_s, max(0.0, ends_s - time.monotonic())))
 
-        asked = [_read(session, url, next(following), output=_MEANWHILE) for _ in range(users)]
-        await asyncio.gather(*asked, later())
+        await asyncio.gather(*(user() for _ in range(users)))
 
 
 async def _read(
     session: aiohttp.ClientSession, url: str, number: int, prompt: int = _PROMPT, output: int = _OUTPUT
 ) -> None:
     body = {
-        "prompt": [3 + (1000 + number * _LONG + 7 * at) % 40_000 for at in range(prompt)],  # none that is cached
+        "prompt": [3 + (1000 + number * _LONGEST + 7 * at) % 40_000 for at in range(prompt)],  # none that is cached
         "max_tokens": output,
         "temperature": 0,
         "ignore_eos": True,

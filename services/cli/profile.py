@@ -25,7 +25,7 @@ from cohort.common.errors import ConfigError
 from cohort.common.policies.ecoserve.forward_size import target_forward_tokens
 
 if TYPE_CHECKING:
-    from cohort.services.bench.fit.live_cycles import Phase, Turn
+    from cohort.services.bench.fit.live_cycles import Phase, Slice
     from cohort.services.cli.machine_files import Measured
 
 _ENGINE_S = 30.0
@@ -204,7 +204,7 @@ def live(threads: int, args: argparse.Namespace, config: Config) -> list[Phase]:
     return measure_live(_overlay(threads, config), _LIVE_S)
 
 
-def live_together(measured: Measured, config: Config) -> list[Turn]:
+def live_together(measured: Measured, config: Config) -> list[Slice]:
     """What the workers of this machine do alone and beside each other. Raises `MeasurementFailed`."""
     from cohort.services.bench.fit.live_cycles import measure_together
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from scipy.optimize import nnls
 
 from cohort.common.policies.cost_model import CostModel
-from cohort.services.bench.fit.live_cycles import Turn
+from cohort.services.bench.fit.live_cycles import Slice
 from cohort.services.bench.fit.shared_cores import Iteration, overlap
 from cohort.services.simulator.hardware import core_slowdowns
 
@@ -41,7 +41,7 @@ _NOTHING: _Sums = np.zeros((_BESIDE_PROMPTS + 1, _READING + 1))
 class Contention:
     """`core`, `memory`, `cache`: `Cluster.core_contention`, `.memory_contention` and `.cache_contention`, each at least
     0. `decodes`: how many times as long as alone decode steps took beside decode steps, by all that they share;
-    `lowest`, `highest`: two standard errors of it either way, as the turns differ. 0: not measured."""
+    `lowest`, `highest`: two standard errors of it either way, as the slices differ. 0: not measured."""
 
     core: float = 0.0
     memory: float = 0.0
@@ -69,10 +69,10 @@ def together(runs: Sequence[Sequence[Iteration]]) -> list[list[Iteration]]:
     return found
 
 
-def contention(turns: Sequence[Turn], cost: CostModel, cores: int, load: Callable[[int, float], float]) -> Contention:
+def contention(slices: Sequence[Slice], cost: CostModel, cores: int, load: Callable[[int, float], float]) -> Contention:
     """By decodes beside decodes, and by iterations with prompts and beside such, which read little. `cost`: of
     a lone engine, with all that its worker adds; `load`: `Cluster.service_load`."""
-    each = [_sums(turn, cost, cores, load) for turn in turns]
+    each = [_sums(one, cost, cores, load) for one in slices]
     whole = np.sum(each, axis=0) if each else _NOTHING
     if not whole[_DECODES, _BESIDE_S]:
         return Contention()
@@ -83,14 +83,14 @@ def contention(turns: Sequence[Turn], cost: CostModel, cores: int, load: Callabl
     return Contention(core, memory, cache, ratio, ratio - 2.0 * error, ratio + 2.0 * error)
 
 
-def _sums(turn: Turn, cost: CostModel, cores: int, load: Callable[[int, float], float]) -> _Sums:
+def _sums(under_load: Slice, cost: CostModel, cores: int, load: Callable[[int, float], float]) -> _Sums:
     sums = _NOTHING.copy()
-    for iteration in (each for run in turn.alone for each in run if each.rows):
+    for iteration in (each for run in under_load.alone for each in run if each.rows):
         work, took_s = iteration.work(), iteration.ended_s - iteration.planned_s
         alone_s = cost.step_s(work)
         if took_s < _STALLED * alone_s:
             sums[_PROMPTS if work.pairs else _DECODES, _ALONE : _ALONE_MODEL + 1] += took_s, alone_s
-    for engines in together(turn.beside):
+    for engines in together(under_load.beside):
         works = [each.work() for each in engines]
         prompts = any(work.pairs for work in works)
         kind = _PROMPTS if works[0].pairs else _BESIDE_PROMPTS if prompts else _DECODES

@@ -64,7 +64,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Slice:
     """A few seconds of several workers, of each by time: the iterations that none ran beside, and all."""
 
     alone: list[list[Iteration]]
@@ -82,7 +82,7 @@ def measure_live(overlay: dict[str, Any], seconds_each: float, users: Sequence[i
         return phases(list(iterations(recording)), spans)
 
 
-def measure_together(overlay: dict[str, Any], workers: int, seconds: float) -> list[Turn]:
+def measure_together(overlay: dict[str, Any], workers: int, seconds: float) -> list[Slice]:
     """So many workers under load: two users for each, who think for as long as they waited. `overlay` as `measure_live`
     takes it. Raises `MeasurementFailed`.
 
@@ -100,12 +100,12 @@ def measure_together(overlay: dict[str, Any], workers: int, seconds: float) -> l
             asyncio.run(_come_and_go(served.url, 2 * workers, seconds, numbers))
         runs = [list(iterations(path)) for path in sorted(Path(folder).glob("unified-*.jsonl"))]
     starts = [began_s + at * _SLICE_S for at in range(int(seconds / _SLICE_S))]
-    return turns(_within(runs, start_s, start_s + _SLICE_S) for start_s in starts)
+    return slices(_within(runs, start_s, start_s + _SLICE_S) for start_s in starts)
 
 
-def turns(slices: Iterable[list[list[Iteration]]]) -> list[Turn]:
-    """`slices`: iterations of each worker, by time. A lone one is what none of the others ran beside."""
-    return [Turn([_lone(run, runs[:at] + runs[at + 1 :]) for at, run in enumerate(runs)], runs) for runs in slices]
+def slices(each: Iterable[list[list[Iteration]]]) -> list[Slice]:
+    """`each`: iterations of each worker, by time. A lone one is what none of the others ran beside."""
+    return [Slice([_lone(run, runs[:at] + runs[at + 1 :]) for at, run in enumerate(runs)], runs) for runs in each]
 
 
 def _lone(run: Sequence[Iteration], others: Sequence[Sequence[Iteration]]) -> list[Iteration]:

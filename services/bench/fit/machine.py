@@ -3,7 +3,7 @@
     points of the engine ─▶ fit_cpu (efficiencies, mixing) ─┐
     cycles of a live worker ─▶ step_s, row_s, scatter       ├▶ Machine, with the error on what was held out
     processor time of the others ─▶ service_step_s, _row_s ─┤
-    turns of workers alone and beside each other ─▶ contention
+    slices of workers under load ─▶ contention
 
 One fit and one form: `cost_model.fit_cpu` for the points, the cost model for both. Every fourth point and every second
 cycle is held out: no constant comes of them, all errors do. Pure.
@@ -24,7 +24,7 @@ from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import CostModel, DeviceShape, ModelShape, StackShape
 from cohort.services.bench.fit.contention import Contention, contention
 from cohort.services.bench.fit.cost_model import Point, errors, fit_cpu, predicted
-from cohort.services.bench.fit.live_cycles import Cycle, Phase, Turn
+from cohort.services.bench.fit.live_cycles import Cycle, Phase, Slice
 from cohort.services.simulator.hardware import SCATTER_LASTS_STEPS
 
 Errors = dict[str, tuple[float, float, float, str]]
@@ -65,10 +65,10 @@ def fit_machine(
     model: ModelShape,
     template: DeviceShape,
     phases: Sequence[Phase],
-    turns: Sequence[Turn] = (),
+    slices: Sequence[Slice] = (),
     cores: int = 0,
 ) -> Machine:
-    """`template`: the device's facts, whatever its rates. `turns`: of workers that share so many
+    """`template`: the device's facts, whatever its rates. `slices`: of workers that share so many
     `cores`. Without phases what the services add is unknown: the stack holds the engine's own part, and nothing
     scatters. Raises `ConfigError` for too few points."""
     fitted, held = split(points)
@@ -84,7 +84,7 @@ def fit_machine(
     cost = CostModel(model, device, stack)
     service_step_s, service_row_s = services(phases)
     live = errors([_point(cycle) for cycle in cycles[1::2]], lambda point: cost.step_s(point.work))
-    contended = contention(turns, cost, cores, lambda rows, s: (service_step_s + service_row_s * rows) / s)
+    contended = contention(slices, cost, cores, lambda rows, s: (service_step_s + service_row_s * rows) / s)
     varying, lasting, prompts = scatter(phases, cost)
     return Machine(device, stack, varying, service_step_s, service_row_s, engine, live, contended, lasting, prompts)
 

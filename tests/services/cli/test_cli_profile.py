@@ -73,7 +73,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(measuring, "run_engine", run_engine)
     monkeypatch.setattr(profile, "live", live)
-    monkeypatch.setattr(profile, "live_together", lambda *_: made.turns(0.2, 0.5))
+    monkeypatch.setattr(profile, "live_together", lambda *_: made.slices(0.2, 0.5))
     return asked
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.services.bench.fit.live_cycles import turns
+from cohort.services.bench.fit.live_cycles import slices
 from cohort.services.bench.fit.shared_cores import Iteration
 
 ROWS = ((119, 120),)
@@ -28,11 +28,11 @@ def recorded(run: Run) -> list[Iteration]:
 
 @given(st.lists(runs(), min_size=1, max_size=4))
 def test_a_lone_iteration_is_one_that_no_other_engine_shares_a_twentieth_of(engines: list[Run]) -> None:
-    (turn,) = turns([[recorded(run) for run in engines]])
-    assert turn.beside == [recorded(run) for run in engines]
+    (one,) = slices([[recorded(run) for run in engines]])
+    assert one.beside == [recorded(run) for run in engines]
     for at, run in enumerate(engines):
         others = [
             {ms for begin, end in other for ms in range(begin, end)} for other in engines[:at] + engines[at + 1 :]
         ]
         lone = [one for one in run if all(20 * len(other & set(range(*one))) < one[1] - one[0] for other in others)]
-        assert turn.alone[at] == recorded(lone)
+        assert one.alone[at] == recorded(lone)

@@ -17,7 +17,7 @@ from cohort.services.bench.child import MeasurementFailed
 from cohort.services.bench.fit import live_cycles
 from cohort.services.bench.fit.contention import Contention, contention, together
 from cohort.services.bench.fit.cost_model import Point
-from cohort.services.bench.fit.live_cycles import Cycle, Phase, Turn, phases
+from cohort.services.bench.fit.live_cycles import Cycle, Phase, Slice, phases
 from cohort.services.bench.fit.machine import Machine, fit_machine, nominal, scatter, services, split
 from cohort.services.bench.fit.shared_cores import Iteration
 from cohort.services.simulator.hardware import core_slowdowns, load_device, load_model
@@ -65,16 +65,18 @@ def live(variation: float = 0.0) -> list[Phase]:
     ]
 
 
-def turns(
+def slices(
     core: float, memory: float, slow: Sequence[float] = (1.0,), apart: Sequence[float] = (1.0,), cache: float = 0.0
-) -> list[Turn]:
-    """Two workers on two cores: in each turn a prompt and decodes of one, then decodes of a row beside decodes of two,
-    and prompts beside prompts and beside decodes. `slow`: how many times as long everything takes, turn by turn;
+) -> list[Slice]:
+    """Two workers on two cores: in each slice a prompt and decodes of one, then decodes of a row beside decodes of two,
+    and prompts beside prompts and beside decodes. `slow`: how many times as long everything takes, slice by slice;
     `apart`: which part of the contention there is."""
-    return [_turn(share * core, share * memory, share * cache, level) for level, share in zip(slow, apart, strict=True)]
+    return [
+        _slice(share * core, share * memory, share * cache, level) for level, share in zip(slow, apart, strict=True)
+    ]
 
 
-def _turn(core: float, memory: float, cache: float, level: float) -> Turn:
+def _slice(core: float, memory: float, cache: float, level: float) -> Slice:
     cost = CostModel(MODEL, DEVICE, replace(ENGINE, step_s=AROUND_S, row_s=ROW_S))
     alone, now_s = [], 0.0
     for rows in [((0, 96),), *[((119, 120),)] * 40]:
@@ -91,7 +93,7 @@ def _turn(core: float, memory: float, cache: float, level: float) -> Turn:
         for run, rows, each, slow, share in zip(runs, kinds, alone_s, slowdowns, shares, strict=True):
             step_s = level * each * slow * (1.0 + core + cache * share + memory * shares[0] * shares[1])
             run += [Iteration(begin_s + n * step_s, begin_s + (n + 1) * step_s, rows) for n in range(100)]
-    return Turn([alone, []], runs)
+    return Slice([alone, []], runs)
 
 
 @pytest.fixture(scope="module")
@@ -151,20 +153,20 @@ def test_prompts_scatter_by_their_own_measure() -> None:
     ("core", "memory", "cache"), [(0.0, 0.0, 0.0), (0.2, 0.0, 0.0), (0.0, 0.6, 0.0), (0.2, 0.6, 0.0), (0.05, 0.6, 0.3)]
 )
 def test_what_engines_take_from_each_other_is_found(core: float, memory: float, cache: float) -> None:
-    found = fit_machine(points(), MODEL, DEVICE, live(), turns(core, memory, cache=cache), 2).contention
+    found = fit_machine(points(), MODEL, DEVICE, live(), slices(core, memory, cache=cache), 2).contention
     assert (found.core, found.memory, found.cache) == pytest.approx((core, memory, cache), abs=0.12)
 
 
 def test_a_machine_whose_speed_moves_has_the_same_contention() -> None:
-    steady, moving = turns(0.2, 0.6, [1.0] * 4, [1.0] * 4), turns(0.2, 0.6, [1.0, 1.5, 0.8, 1.2], [1.0] * 4)
+    steady, moving = slices(0.2, 0.6, [1.0] * 4, [1.0] * 4), slices(0.2, 0.6, [1.0, 1.5, 0.8, 1.2], [1.0] * 4)
     one, other = (fit_machine(points(), MODEL, DEVICE, live(), each, 2).contention for each in (steady, moving))
     assert (other.core, other.memory) == pytest.approx((one.core, one.memory), rel=1e-6)
     assert other.decodes == pytest.approx(one.decodes) and one.highest - one.lowest < 1e-9
 
 
 def test_the_mean_of_two_states_counts_and_its_spread_is_known() -> None:
-    found = fit_machine(points(), MODEL, DEVICE, live(), turns(0.0, 1.6, [1.0] * 8, [0.0, 1.0] * 4), 2).contention
-    always = fit_machine(points(), MODEL, DEVICE, live(), turns(0.0, 0.8), 2).contention
+    found = fit_machine(points(), MODEL, DEVICE, live(), slices(0.0, 1.6, [1.0] * 8, [0.0, 1.0] * 4), 2).contention
+    always = fit_machine(points(), MODEL, DEVICE, live(), slices(0.0, 0.8), 2).contention
     assert found.memory == pytest.approx(always.memory, rel=0.05)
     assert found.lowest < found.decodes < found.highest
     quarter = (found.decodes - 1.0) / 2.0
@@ -176,8 +178,8 @@ def test_decodes_beside_prompts_alone_tell_nothing() -> None:
     decodes = [Iteration(at / 10, at / 10 + 0.1, ((119, 120),)) for at in range(50)]
     cost = CostModel(MODEL, DEVICE, ENGINE)
     assert len(together([prompt, decodes])) == 51
-    turn = Turn([[decodes[0]], []], [[], decodes, prompt])
-    assert contention([turn], cost, 2, lambda rows, seconds: 0.0) == contention([], cost, 2, lambda *_: 0.0)
+    one = Slice([[decodes[0]], []], [[], decodes, prompt])
+    assert contention([one], cost, 2, lambda rows, seconds: 0.0) == contention([], cost, 2, lambda *_: 0.0)
     assert contention([], cost, 2, lambda *_: 0.0) == Contention()
     assert together([decodes, decodes[:1]])[1:] == [[decodes[0], decodes[0]]], "none is in flight later"
 

@@ -32,7 +32,7 @@ _ENGINE_S = 30.0
 """No round of the engine's points begins later: on two cores the whole command then ends within two minutes."""
 _LIVE_S = 1.2
 """For each number of users, each time."""
-_TOGETHER_S = 32.0
+_TOGETHER_S = 30.0
 """Of workers beside each other: for some seconds they get in each other's way, for others not."""
 
 EPILOG = """\

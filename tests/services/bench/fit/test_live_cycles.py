@@ -28,11 +28,11 @@ def recorded(run: Run) -> list[Iteration]:
 
 @given(st.lists(runs(), min_size=1, max_size=4))
 def test_a_lone_iteration_is_one_that_no_other_engine_shares_a_twentieth_of(engines: list[Run]) -> None:
-    (one,) = slices([[recorded(run) for run in engines]])
-    assert one.beside == [recorded(run) for run in engines]
+    (found,) = slices([[recorded(run) for run in engines]])
+    assert found.beside == [recorded(run) for run in engines]
     for at, run in enumerate(engines):
         others = [
             {ms for begin, end in other for ms in range(begin, end)} for other in engines[:at] + engines[at + 1 :]
         ]
         lone = [one for one in run if all(20 * len(other & set(range(*one))) < one[1] - one[0] for other in others)]
-        assert one.alone[at] == recorded(lone)
+        assert found.alone[at] == recorded(lone)

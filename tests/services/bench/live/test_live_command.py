@@ -141,6 +141,7 @@ def test_live_and_simulated_side_by_side(
     """The live pipeline and the simulator get the same trace; lengths are scaled and bounded. Of several seeds the
     median is compared."""
     seen: list[str] = []
+    clusters: list[str] = []
 
     def overall(factor: float) -> dict[str, Any]:
         times = {"mean": 10.0 * factor, "p50": 9.0 * factor, "p90": 12.0 * factor, "p99": 20.0 * factor}
@@ -158,6 +159,7 @@ def test_live_and_simulated_side_by_side(
 
     def cohort(*arguments: str) -> None:
         seen.append(Path(arguments[arguments.index("--trace") + 1]).read_text())
+        clusters.append(arguments[arguments.index("--cluster") + 1])
         config = Path(arguments[arguments.index("--config") + 1])
         assert yaml.safe_load(config.read_text())["kv"] == {"prefix_caching": False}
         seed = int(arguments[arguments.index("--seed") + 1])
@@ -182,3 +184,5 @@ def test_live_and_simulated_side_by_side(
     assert main(["fidelity", *given, "--reuse", str(report), "--runs", "2"]) == 0
     assert len(seen) == 11, "one more live run, and the simulations"
     assert "| 45.0 (40.0 to 50.0), 55.0 (50.0 to 60.0), +22.2% |" in capsys.readouterr().out
+    assert main(["fidelity", *given, "--reuse", str(report), "--runs", "2", "--cluster", "before", "after"]) == 0
+    assert len(seen) == 17 and clusters[-6:] == ["before"] * 3 + ["after"] * 3

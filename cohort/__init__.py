@@ -10,6 +10,6 @@ import os
 __version__ = "0.1.0"
 
 if os.path.isdir(os.path.join(os.path.dirname(os.path.realpath(__file__)), "..", "build", "compiled")):
-    from cohort.common import compiled
+    from cohort.common.process import compiled
 
     compiled.use()

@@ -1,0 +1,1 @@
+"""What all processes share: nouns, messages, configuration, policies, machines, transport and the engine."""

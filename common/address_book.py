@@ -19,7 +19,7 @@ import msgspec
 from cohort.common.addresses import MANAGER, MONITOR, PREDICTOR, STANDBY_MANAGERS
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
-from cohort.common.private_files import open_private
+from cohort.common.keys.private_files import open_private
 
 BOOK = "addresses.json"
 LOOK_S = 0.1

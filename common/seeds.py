@@ -29,8 +29,8 @@ from cohort.common.address_book import AddressBook, located, write_book
 from cohort.common.addresses import MANAGER, MONITOR, PREDICTOR, STANDBY_MANAGERS, manager_names
 from cohort.common.config import Config, EndpointsConfig
 from cohort.common.errors import ConfigError, PeerUnreachable
+from cohort.common.http.ports import port_problem
 from cohort.common.messages import Address, Addresses
-from cohort.common.ports import port_problem
 from cohort.common.transport.security import CurveKeys, load_keys
 from cohort.common.transport.zmq_bus import ZmqBus
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+import msgspec
+
 from cohort.common.sampling_inputs import SamplingInputs
 from cohort.common.types import Attempt, Request, RequestId
 
@@ -125,3 +127,17 @@ class Sequence:
         """Positions that can ever be computed here."""
         limit = self.request.max_positions
         return limit if self.end is None else min(limit, self.end)
+
+
+class Row(msgspec.Struct, frozen=True, gc=False):
+    """Compute positions [start, start + count) of a sequence.
+
+    `drafts`: of a decode row, positions behind it that the engine may compute with it, for tokens that it expects there
+    (`common/policies/speculation.py`). Schedulers leave it 0: the machine sets it once the plan is made, and has blocks
+    for these positions too.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    drafts: int = 0

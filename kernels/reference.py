@@ -21,8 +21,7 @@ from cohort.kernels.fp8_cache import decoded, decoded_apart, encoded, encoded_ap
 
 if TYPE_CHECKING:
     from cohort.kernels.attention_meta import AttentionMeta
-    from cohort.kernels.coded import ExpertCodes
-    from cohort.kernels.experts import ClampedSwiglu
+    from cohort.kernels.types import ClampedSwiglu, ExpertCodes
 
 _E2M1_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _E8M0_BIAS = 127

@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cohort.common.compiled import FOLDER, MANIFEST, SUFFIX, manifest  # noqa: E402
+from cohort.common.process.compiled import FOLDER, MANIFEST, SUFFIX, manifest  # noqa: E402
 
 MODULES = (
     *(f"common/{name}.py" for name in ("sampling_inputs", "sequence")),
@@ -37,16 +37,19 @@ MODULES = (
     *(f"common/policies/{name}.py" for name in ("cost_model", "kv_interface", "sequences", "serving_views")),
     *(f"common/policies/baselines/{name}.py" for name in ("arrival_queues", "batch_builder", "continuous_batching")),
     *(f"common/policies/baselines/{name}.py" for name in ("fcfs", "paged_allocation", "placements")),
-    *(f"common/machines/{name}.py" for name in ("gateway", "entry", "ledger", "admission_desk", "prediction_desk")),
-    *(f"common/machines/{name}.py" for name in ("manager", "manager_link", "roster", "dispatcher", "senders")),
-    *(f"common/machines/{name}.py" for name in ("cluster_load", "settling", "onward", "scored_prompts")),
-    *(f"common/machines/{name}.py" for name in ("worker", "worker_state", "worker_report", "worker_counters")),
-    *(f"common/machines/{name}.py" for name in ("token_updates", "computed_rows", "fast_forward", "adapter_desk")),
-    *(f"common/machines/{name}.py" for name in ("kv_sender", "kv_receiver", "kv_stall", "parked_pool")),
-    *(f"common/machines/{name}.py" for name in ("plan_ahead", "speculation_desk")),
+    "common/machines/entry.py",
+    "common/machines/senders.py",
+    *(f"common/machines/gateway/{name}.py" for name in ("gateway", "ledger", "admission_desk", "prediction_desk")),
+    "common/machines/gateway/manager_link.py",
+    *(f"common/machines/manager/{name}.py" for name in ("manager", "roster", "dispatcher", "cluster_load", "settling")),
+    *(f"common/machines/worker/{name}.py" for name in ("worker", "worker_state", "worker_report", "worker_counters")),
+    *(f"common/machines/worker/{name}.py" for name in ("token_updates", "computed_rows", "fast_forward", "onward")),
+    *(f"common/machines/worker/{name}.py" for name in ("kv_sender", "kv_receiver", "kv_stall", "parked_pool")),
+    *(f"common/machines/worker/{name}.py" for name in ("adapter_desk", "plan_ahead", "scored_prompts")),
+    "common/machines/worker/speculation_desk.py",
     *(f"common/virtual_cluster/{name}.py" for name in ("cluster", "events", "kv_flights", "plugins")),
-    *(f"services/simulator/{name}.py" for name in ("cluster", "engine", "clients", "work", "statistics", "tally")),
-    *(f"services/simulator/{name}.py" for name in ("links", "network")),
+    *(f"services/simulator/core/{name}.py" for name in ("cluster", "engine", "clients", "work", "statistics", "tally")),
+    *(f"services/simulator/hardware/{name}.py" for name in ("simulated_network", "network")),
 )
 """Where samples of both presets fell. With few of them, calls between compiled and interpreted code cost the gain."""
 

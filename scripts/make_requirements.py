@@ -13,7 +13,8 @@ operator chooses: it is pinned by version alone, and its CUDA libraries are what
 
 `python scripts/make_requirements.py` needs `uv` (`pip install uv`) and a package index; it keeps the versions that are
 there and fit, `--upgrade` takes the newest. No index is named in the files. Called by people after a change of
-pyproject.toml's dependencies; that the files satisfy pyproject.toml is a test (tests/security/test_supply_chain.py).
+pyproject.toml's dependencies; that the files satisfy pyproject.toml is a test
+(tests/security/deployment/test_supply_chain.py).
 """
 
 from __future__ import annotations

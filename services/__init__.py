@@ -1,0 +1,1 @@
+"""One folder a process, and the tools: `cli`, `launcher`, `bench`, `simulator`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +12,18 @@ import pytest
 
 from cohort.common import paths
 from tests.examples import register_profiles
+from tests.support import user_cache
+from tests.support.steady_loop import SteadyPolicy
 
 if TYPE_CHECKING:
     from tests.e2e.pipeline import Pipeline
 
 register_profiles()
+
+CACHES = user_cache.begin()
+
+# Deadlines pass only while this process is scheduled.
+asyncio.set_event_loop_policy(SteadyPolicy())
 
 # Triton decides when it is imported whether kernels are compiled or interpreted. Without a GPU nothing compiled runs.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
@@ -29,6 +37,29 @@ LONG_FIRST = (
 """With files of half a minute: where several workers share the files, a long one at the end leaves the others idle."""
 LAST = ("services/length_predictor",)
 """Wait for a process of the lowest priority, for minutes where all cores are taken."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Answers of `transformers` outlive the run in pytest's own cache, where it has one."""
+    if (kept := getattr(config, "cache", None)) is not None:
+        os.environ["COHORT_TEST_GOLDENS"] = str(kept.mkdir("goldens"))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if CACHES is not None and user_cache.strayed(CACHES):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if CACHES is not None and (strayed := user_cache.strayed(CACHES)):
+        terminalreporter.section("FAILED: tests wrote to the user's cache folder instead of the run's", red=True)
+        for path in strayed:
+            terminalreporter.line(path)
+
+
+def pytest_unconfigure() -> None:
+    if CACHES is not None:
+        user_cache.end(CACHES)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

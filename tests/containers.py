@@ -21,8 +21,8 @@ from typing import Any
 
 import yaml
 
+from cohort.common.http.ports import free_port
 from cohort.common.paths import DEFAULT_MODEL_NAME, cache_dir
-from cohort.common.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))

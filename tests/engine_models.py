@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 
-from cohort.common.engine import compiled_kernels
-from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.device import compiled_kernels
+from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.paths import default_model_dir
 
 compiled_kernels.keep_in_cache()  # some tests ask for the implementation while they are collected

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from cohort.common.config import CONFIGS_DIR, Config, load_config
-from cohort.common.service import ROLES
+from cohort.common.process.service import ROLES
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("common", "kernels", "services")
@@ -96,9 +96,9 @@ def test_no_pickle():
 
 
 PRINTERS = {
-    "common/service.py",
+    "common/process/service.py",
     "services/rank_host/service.py",  # one line on stderr before logging exists
-    "kernels/build.py",
+    "kernels/cpu/build.py",
     "kernels/gpu/compile_offline.py",
 }
 TERMINAL_PROGRAMS = ("services/cli/", "services/bench/", "services/launcher/")
@@ -168,7 +168,7 @@ def test_every_module_has_a_docstring():
     assert found == []
 
 
-LINES = 500
+LINES = 800
 LONGER = {
     "common/messages.py",  # the protocol, read as one
     "common/policies/interface.py",  # the contract of all policies, likewise
@@ -182,6 +182,47 @@ def test_files_can_be_read_at_one_sitting():
     }
     assert set(lengths) >= LONGER
     assert [f"{name}: {lines} lines" for name, lines in lengths.items() if lines > LINES and name not in LONGER] == []
+
+
+FILES = 20
+
+
+def test_a_folder_can_be_seen_at_a_glance():
+    """Of Python files, in code and tests alike."""
+    count: dict[str, int] = {}
+    for file in sources(*CODE, "scripts", "tests"):
+        folder = str(file.parent.relative_to(ROOT))
+        count[folder] = count.get(folder, 0) + 1
+    assert {folder: files for folder, files in count.items() if files > FILES} == {}
+
+
+def test_every_room_says_what_it_knows():
+    """The docstring of a folder's `__init__.py`: what lives there and what it may know, in three lines at least."""
+    rooms = [
+        file
+        for file in sources(*CODE)
+        if file.name == "__init__.py" and "The room" in (ast.get_docstring(tree_of(file)) or "")
+    ]
+    assert len(rooms) >= 25
+    assert [
+        str(file.relative_to(ROOT)) for file in rooms if len(file.read_text(encoding="utf-8").splitlines()) < 3
+    ] == []
+
+
+def test_the_tree_on_the_page_is_the_tree():
+    """docs/architecture.md names every folder of code, two levels deep and the rooms below, and no other."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listed, above = [], []
+    for line in page.split("## The tree")[1].split("```")[1].strip("\n").splitlines():
+        if found := re.match(r"( *)(\w+)/ ", line):
+            above = [*above[: len(found[1]) // 2], found[2]]
+            listed.append("/".join(above))
+    there = [
+        str(file.parent.relative_to(ROOT))
+        for file in sources(*CODE)
+        if file.name == "__init__.py" and len(file.relative_to(ROOT).parts) <= 4
+    ]
+    assert [folder for folder in listed if folder.split("/")[0] in CODE] == sorted(there)
 
 
 def test_nothing_is_left_for_later():

@@ -198,7 +198,7 @@ def test_the_serve_command_asks_for_it() -> None:
 def test_it_serves(tmp_path: Path) -> None:
     import torch
 
-    from tests.e2e.golden import compute, near_ties
+    from tests.e2e.equality.golden import compute, near_ties
     from tests.e2e.pipeline import Pipeline
     from tests.e2e.tiny_models import qwen2, save
     from tests.services.gateway.tiny_model import byte_level

@@ -18,9 +18,9 @@ import msgspec
 from cohort.common.config import Config, WorkerGroup
 from cohort.common.devices.division import used_gpus
 from cohort.common.devices.fit import gpu_dtype, need, share_bytes
-from cohort.common.engine.model_config import ModelGeometry
-from cohort.common.engine.quantization_config import rounding_of
-from cohort.common.engine.rank_shares import RankShare, check_degree, degrees
+from cohort.common.engine.config.model_config import ModelGeometry
+from cohort.common.engine.config.quantization_config import rounding_of
+from cohort.common.engine.config.rank_shares import RankShare, check_degree, degrees
 from cohort.common.errors import ConfigError
 from cohort.common.paths import GGUF_FILE
 

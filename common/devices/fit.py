@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cohort.common.config import Config
-from cohort.common.engine.device_memory import host_step_bytes, step_bytes
-from cohort.common.engine.kv_dtype import FP8, SCALE_BYTES, kv_dtype
-from cohort.common.engine.model_config import DTYPE_BYTES, Dtype, ModelGeometry, read_geometry
-from cohort.common.engine.model_shape import model_shape
-from cohort.common.engine.quantization_config import CodeLayout, keeps_codes, mxfp4_codes, rounding_of
-from cohort.common.engine.rank_shares import RankShare, exchange_bytes, hindrance
+from cohort.common.engine.config.device_memory import host_step_bytes, step_bytes
+from cohort.common.engine.config.kv_dtype import FP8, SCALE_BYTES, kv_dtype
+from cohort.common.engine.config.model_config import DTYPE_BYTES, Dtype, ModelGeometry, read_geometry
+from cohort.common.engine.config.model_shape import model_shape
+from cohort.common.engine.config.quantization_config import CodeLayout, keeps_codes, mxfp4_codes, rounding_of
+from cohort.common.engine.config.rank_shares import RankShare, exchange_bytes, hindrance
 from cohort.common.errors import ConfigError
 from cohort.common.paths import GGUF_FILE
 from cohort.common.policies.cost_model import ModelShape

@@ -64,6 +64,7 @@ class BlockPool:
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._owned = 0
         self.evictions = 0
 
     @property
@@ -98,8 +99,13 @@ class BlockPool:
                 blocks.append(block)
             self.evictions += evicted
             blocks.sort()
+        references = self._references
         for block in blocks:
-            self._references[block] = 1
+            assert references[block] == 0, f"block {block} is given out and has {references[block]} owners"
+            references[block] = 1
+        self._owned += count
+        assert len(blocks) == count, f"{len(blocks)} blocks are given out, {count} were wanted"
+        assert self._adds_up, self._sums
         return blocks
 
     def lookup(self, hashes: Sequence[BlockHash], group: int = 0) -> list[int]:
@@ -140,8 +146,11 @@ class BlockPool:
         """Become (another) owner of blocks found by `lookup`."""
         for block in blocks:
             if self._references[block] == 0:
+                assert block in self._cached, f"block {block} is reused and neither owned nor cached"
                 del self._cached[block]
+                self._owned += 1
             self._references[block] += 1
+        assert self._adds_up, self._sums
 
     def owned_among(self, blocks: Sequence[int]) -> int:
         """The number of these blocks that are owned already; reusing one costs no available block."""
@@ -151,6 +160,7 @@ class BlockPool:
         """An owned block is full and has this content; equal content that is already known keeps its first block."""
         if not self._caching or self._hash_of[block] is not None or digest in self._block_of:
             return
+        assert self._references[block] > 0, f"block {block} is remembered and has no owner"
         self._hash_of[block] = digest
         self._block_of[digest] = block
 
@@ -163,11 +173,13 @@ class BlockPool:
                 raise InvariantViolated(f"block {block} released more often than owned")
             self._references[block] = references
             if references == 0:
+                self._owned -= 1
                 if self._hash_of[block] is not None:
                     self._cached[block] = None
                 else:
                     freed.append(block)
         self._free.add(freed)
+        assert self._adds_up, self._sums
 
     def check(self, owned: Sequence[Sequence[int]]) -> None:
         """Compare with what the owners say they have. Raises `InvariantViolated`."""
@@ -178,6 +190,8 @@ class BlockPool:
         if expected != self._references:
             wrong = [b for b in range(self.num_blocks) if expected[b] != self._references[b]]
             raise InvariantViolated(f"reference counts differ from owners for blocks {wrong[:8]}")
+        if not self._adds_up:
+            raise InvariantViolated(self._sums)
         unowned = sorted(block for block in range(self.num_blocks) if expected[block] == 0)
         if sorted([*self._free, *self._cached]) != unowned:
             raise InvariantViolated("free and cached blocks are not exactly the unowned ones")
@@ -187,8 +201,17 @@ class BlockPool:
         if any(self._hash_of[block] is None for block in self._cached):
             raise InvariantViolated("a cached block has no hash")
 
+    @property
+    def _adds_up(self) -> bool:
+        return self._free.count + len(self._cached) + self._owned == self.num_blocks
+
+    @property
+    def _sums(self) -> str:
+        return f"{self._free.count} free + {len(self._cached)} cached + {self._owned} owned != {self.num_blocks} blocks"
+
     def _forget_hash(self, block: int) -> None:
         digest = self._hash_of[block]
         if digest is not None:
+            assert self._block_of[digest] == block, f"block {block} is known by a hash of {self._block_of[digest]}"
             del self._block_of[digest]
             self._hash_of[block] = None

@@ -42,6 +42,7 @@ class FreeBlocks:
     def take(self, count: int) -> list[int]:
         """`count` blocks, ascending; there must be as many. From one extent if one is long enough, else from the
         longest ones."""
+        assert 0 <= count <= self.count, f"{count} blocks are taken of {self.count} free ones"
         if count == 1:
             return [self._take_one()]
         blocks: list[int] = []
@@ -83,12 +84,17 @@ class FreeBlocks:
         ordered = sorted(blocks)
         first = 0
         for index in range(1, len(ordered) + 1):
+            assert index == len(ordered) or ordered[index] > ordered[index - 1], (
+                f"block {ordered[index]} is freed twice"
+            )
             if index == len(ordered) or ordered[index] != ordered[index - 1] + 1:
                 self._join(ordered[first], ordered[index - 1] + 1)
                 first = index
 
     def _join(self, start: int, end: int) -> None:
         """A new extent, one with the neighbours it touches."""
+        # One that is free is free with all of its extent: that its ends lie in none is seen where they are its ends.
+        assert start not in self._end_of and end not in self._start_of, f"[{start}, {end}) is freed and was free"
         before, after = self._start_of.get(start), self._end_of.get(end)
         if before is not None:
             self._remove(before, start)
@@ -99,6 +105,7 @@ class FreeBlocks:
         self._insert(start, end)
 
     def _insert(self, start: int, end: int) -> None:
+        assert start < end and start not in self._end_of, f"extent [{start}, {end}) is empty or there already"
         self._end_of[start] = end
         self._start_of[end] = start
         self.count += end - start
@@ -110,8 +117,10 @@ class FreeBlocks:
             starts[start] = None
 
     def _remove(self, start: int, end: int) -> None:
+        assert self._end_of[start] == end and self._start_of[end] == start, f"[{start}, {end}) is no free extent"
         del self._end_of[start], self._start_of[end]
         self.count -= end - start
+        assert self.count >= 0
         starts = self._starts[end - start]
         del starts[start]
         if not starts:

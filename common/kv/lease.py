@@ -33,6 +33,7 @@ class LeaseTable:
         self.duration_s = duration_s
         self._leases: dict[int, Lease] = {}
         self.granted = 0
+        self.ended = 0
         self.expired = 0
 
     def __len__(self) -> int:
@@ -42,8 +43,10 @@ class LeaseTable:
         if lease_id in self._leases:
             raise InvariantViolated(f"lease {lease_id} granted twice")
         lease = Lease(lease_id, holder, sender, now_s + self.duration_s)
+        assert lease.deadline_s > now_s, f"lease {lease_id} is over at once"
         self._leases[lease_id] = lease
         self.granted += 1
+        self._assert_counts()
         return lease
 
     def get(self, lease_id: int) -> Lease:
@@ -63,7 +66,9 @@ class LeaseTable:
 
     def end(self, lease_id: int) -> None:
         """The transfer is over, well or not. Unknown ids are ignored."""
-        self._leases.pop(lease_id, None)
+        if self._leases.pop(lease_id, None) is not None:
+            self.ended += 1
+        self._assert_counts()
 
     def expire(self, now_s: float) -> list[Lease]:
         """Remove and return the leases whose deadline passed."""
@@ -71,4 +76,11 @@ class LeaseTable:
         for lease in late:
             del self._leases[lease.lease_id]
         self.expired += len(late)
+        self._assert_counts()
         return late
+
+    def _assert_counts(self) -> None:
+        """Every lease that was granted ends once, or expires."""
+        assert self.granted - self.ended - self.expired == len(self._leases), (
+            f"{self.granted} leases granted, {self.ended} ended, {self.expired} expired, {len(self._leases)} are there"
+        )

@@ -58,6 +58,7 @@ class SharedBlocks:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._left: list[Side | None] = [None] * num_blocks
         self._right: list[Side | None] = [None] * num_blocks
+        self.left_blocks = 0
         self.right_blocks = 0
         self.shared_blocks = 0
         self.shared_total = 0
@@ -136,6 +137,10 @@ class SharedBlocks:
         if sides[block] is not None:
             raise InvariantViolated(f"block {block}: {tenant.name}'s side is taken by {sides[block][0].name}")  # type: ignore[index]
         other = others[block]
+        assert index <= len(tenant.blocks), f"{tenant.name} has {len(tenant.blocks)} blocks and gets its {index}th"
+        assert other is None or not (tenant.exclusive or other[0].exclusive), (
+            f"block {block} is to be shared by {tenant.name} and {other[0].name}, one of which shares none"
+        )
         if other is None:
             if self._free and self._free[-1] == block:
                 self._free.pop()
@@ -148,6 +153,8 @@ class SharedBlocks:
             other[0].shared += 1
         sides[block] = (tenant, index)
         self.right_blocks += tenant.reversed
+        self.left_blocks += not tenant.reversed
+        assert self._adds_up, self._sums
         if index == len(tenant.blocks):
             tenant.blocks.append(block)
             tenant.resident.append(0)
@@ -159,18 +166,34 @@ class SharedBlocks:
         """Give the tenant's side of its block back; the tenant's own lists stay for the caller to change."""
         block = tenant.blocks[index]
         sides, others = (self._right, self._left) if tenant.reversed else (self._left, self._right)
+        side, other = sides[block], others[block]
+        assert side is not None and side[0] is tenant and side[1] == index, f"block {block} is not {tenant.name}'s"
         sides[block] = None
         self.right_blocks -= tenant.reversed
-        other = others[block]
+        self.left_blocks -= not tenant.reversed
         if other is None:
             self._free.append(block)
         else:
             self.shared_blocks -= 1
             tenant.shared -= 1
             other[0].shared -= 1
+            assert min(tenant.shared, other[0].shared) >= 0, f"{tenant.name} or {other[0].name} shared none"
+        assert self._adds_up, self._sums
+
+    @property
+    def _adds_up(self) -> bool:
+        return len(self._free) + self.left_blocks + self.right_blocks - self.shared_blocks == self.num_blocks
+
+    @property
+    def _sums(self) -> str:
+        return (
+            f"{len(self._free)} free + {self.left_blocks} with a left + {self.right_blocks} with a right tenant - "
+            f"{self.shared_blocks} shared != {self.num_blocks} blocks"
+        )
 
     def slots(self, tenant: Tenant, block: int, first: int, end: int) -> list[int]:
         """Slot ids (block · size + slot) of the tenant's offsets [first, end) in a block."""
+        assert 0 <= first <= end <= self.size, f"{tenant.name}: offsets [{first}, {end}) of a block of {self.size}"
         base = block * self.size
         if tenant.reversed:
             return [base + self.size - 1 - offset for offset in range(first, end)]
@@ -212,5 +235,7 @@ class SharedBlocks:
                 raise InvariantViolated(f"{tenant.name} shares {shares[tenant.name]} blocks, counted {tenant.shared}")
         if shared != self.shared_blocks:
             raise InvariantViolated(f"{shared} blocks are shared, {self.shared_blocks} are counted")
+        if not self._adds_up:
+            raise InvariantViolated(self._sums)
         if self.right_blocks != sum(side is not None for side in right):
             raise InvariantViolated(f"{self.right_blocks} blocks with a right tenant are counted, there are others")

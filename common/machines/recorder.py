@@ -16,10 +16,10 @@ import msgspec
 
 from cohort.common.config import Config, dump_config
 from cohort.common.machines.effects import Admitted, Deliver, Ended, Fail, ManagerFound, Rejected, StartStep
-from cohort.common.machines.gateway import GatewaySettings
+from cohort.common.machines.gateway.gateway import GatewaySettings
 from cohort.common.machines.machine import Effect, Event, Machine
-from cohort.common.machines.manager_settings import ManagerSettings
-from cohort.common.machines.worker_state import WorkerSetup
+from cohort.common.machines.manager.manager_settings import ManagerSettings
+from cohort.common.machines.worker.worker_state import WorkerSetup
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.types import InstanceId
 

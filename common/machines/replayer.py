@@ -14,9 +14,9 @@ import msgspec
 from cohort.common.config import Config, load_config
 from cohort.common.errors import ConfigError
 from cohort.common.machines.events import GatewayEvent, ManagerEvent, WorkerEvent
-from cohort.common.machines.gateway import GatewayMachine
+from cohort.common.machines.gateway.gateway import GatewayMachine
 from cohort.common.machines.machine import Machine
-from cohort.common.machines.manager import ManagerMachine
+from cohort.common.machines.manager.manager import ManagerMachine
 from cohort.common.machines.recorder import (
     Call,
     GatewayHeader,
@@ -26,7 +26,7 @@ from cohort.common.machines.recorder import (
     describe,
     describe_error,
 )
-from cohort.common.machines.worker import WorkerMachine
+from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.policies import compose
 
 _ROW = re.compile(r"\[\d+, \d+\)$")

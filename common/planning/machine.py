@@ -27,8 +27,8 @@ import msgspec
 from cohort.common.machines.events import Tick
 from cohort.common.planning.beaten import Beaten
 from cohort.common.planning.budget import Budget
-from cohort.common.planning.foresight import Answer, Foreseen, Job, WorkerCost
 from cohort.common.planning.shape import Bounds, Shape, neighbours
+from cohort.common.planning.simulation_jobs import Answer, Foreseen, Job, WorkerCost
 from cohort.common.planning.traffic import (
     LEAD_IN,
     Seen,

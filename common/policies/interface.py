@@ -43,7 +43,7 @@ from typing import ClassVar, Literal
 import msgspec
 
 from cohort.common.policies.kv_interface import KvAllocator, KvCopy
-from cohort.common.sequence import Sequence
+from cohort.common.sequence import Row, Sequence
 from cohort.common.types import (
     InstanceId,
     Prediction,
@@ -370,20 +370,6 @@ class LateBinding(ABC):
 
 
 # -- IterationScheduler (worker) ---------------------------------------------------------------------------------
-
-
-class Row(msgspec.Struct, frozen=True, gc=False):
-    """Compute positions [start, start + count) of a sequence.
-
-    `drafts`: of a decode row, positions behind it that the engine may compute with it, for tokens that it expects there
-    (`common/policies/speculation.py`). Schedulers leave it 0: the machine sets it once the plan is made, and has blocks
-    for these positions too.
-    """
-
-    sequence: Sequence
-    start: int
-    count: int
-    drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from cohort.common.sequence import Sequence
+from cohort.common.sequence import Row, Sequence
 from cohort.common.types import Attempt, KvGeometry
-
-if TYPE_CHECKING:
-    from cohort.common.policies.interface import Row
 
 NO_BLOCK = -1
 """In a table, a block that was given back because it lies behind the sequence's window (`KvGeometry.window`)."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from cohort.common.policies.interface import Row
 from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Row
 
 
 def row_padding(rows: Seq[Row], padded_to: int, kv: KvAllocator) -> list[int]:

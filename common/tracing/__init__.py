@@ -7,6 +7,6 @@
     worker.py        spans of a worker: wait, prefill iterations, KV transfers, decode
     transfers.py     the KV transfers among them
 
-`services/gateway/request_trace.py` has the gateway's. Nothing here decides anything: a request without a traceparent is
-not traced, and the gateway alone gives one.
+`services/gateway/generation/request_trace.py` has the gateway's. Nothing here decides anything: a request without a
+traceparent is not traced, and the gateway alone gives one.
 """

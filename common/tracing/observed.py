@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import structlog
 
 from cohort.common.machines.machine import Effect, Event, Machine
-from cohort.common.service import ServiceContext
+from cohort.common.process.service import ServiceContext
 from cohort.common.tracing.spans import Tracing
 
 Seen = TypeVar("Seen", contravariant=True)

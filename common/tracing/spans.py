@@ -24,8 +24,8 @@ from cohort import __version__
 from cohort.common.clock import Clock
 from cohort.common.config import TracingConfig
 from cohort.common.errors import ConfigError
-from cohort.common.metrics import MetricFactory
-from cohort.common.service import ServiceContext
+from cohort.common.process.metrics import MetricFactory
+from cohort.common.process.service import ServiceContext
 from cohort.common.tracing.traceparent import TraceParent, parse
 
 if TYPE_CHECKING:

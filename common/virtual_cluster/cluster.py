@@ -169,13 +169,20 @@ class VirtualCluster:
             self.events.at(node.frozen_until_s, self.tell, node, *events)
             return
         now_s = self.events.now_s
+        try:
+            if isinstance(node, WorkerNode):
+                self.engine.about_to_tell(node, events)
+                effects = node.handle(now_s, *events)
+                self.engine.told(node, events, effects)
+            else:
+                effects = node.handle(now_s, *events)
+        except Exception as error:
+            error.add_note(f"{node.name} at {now_s} s, told {[type(event).__name__ for event in events]}")
+            raise
         if isinstance(node, WorkerNode):
-            self.engine.about_to_tell(node, events)
-            effects = node.handle(now_s, *events)
-            self.engine.told(node, events, effects)
             self._perform_of_worker(node, effects)
         else:
-            self._perform(node, node.handle(now_s, *events))
+            self._perform(node, effects)
 
     def _perform_of_worker(self, node: WorkerNode, effects: Iterable[WorkerEffect]) -> None:
         for effect in effects:

@@ -11,41 +11,35 @@ target written then, so that blocks which were freed or reused too early show.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from cohort.common.machines.effects import ReceiveRuns, Run, SendRuns
 from cohort.common.machines.events import RunsReceived, RunsSent
-from cohort.common.messages import KvChunk, KvRun
-from cohort.common.virtual_cluster.plugins import WorkerNode
+from cohort.common.messages import KvChunk, KvRun, Message
+from cohort.common.types import InstanceId
+from cohort.common.virtual_cluster.events import Events
+from cohort.common.virtual_cluster.plugins import Engine, Flight, Network, Node, WorkerNode
 
-if TYPE_CHECKING:
-    from cohort.common.virtual_cluster.cluster import VirtualCluster
 
+class Carrier(Protocol):
+    """What flights need of the virtual cluster that they are part of."""
 
-@dataclass(slots=True, eq=False)
-class Flight:
-    """Runs that land together. `sent` and `posted` are the same runs as either end names them; () until it has."""
-
-    tag: int
-    sender: WorkerNode | None = None
-    sender_lease: int = 0
-    sent: tuple[Run, ...] = ()
-    from_host: bool = False
-    receiver: WorkerNode | None = None
-    receiver_lease: int = 0
-    round: int = 0
-    posted: tuple[Run, ...] = ()
-    landed: bool = False
-    broken: bool = False
+    events: Events
+    engine: Engine
+    network: Network
 
     @property
-    def num_blocks(self) -> int:
-        return sum(run.num_blocks for run in self.sent)
+    def now_s(self) -> float: ...
+
+    def worker(self, name: InstanceId) -> WorkerNode | None: ...
+
+    def post(self, source: Node, peer: InstanceId, message: Message) -> None: ...
+
+    def tell(self, node: Node, *events: Any) -> None: ...
 
 
 class KvFlights:
-    def __init__(self, cluster: VirtualCluster) -> None:
+    def __init__(self, cluster: Carrier) -> None:
         self._cluster = cluster
         self._network = cluster.network
         self._flights: dict[int, Flight] = {}

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from cohort.common.machines.effects import StartStep
+from cohort.common.machines.effects import Run, StartStep
 from cohort.common.machines.events import WorkerEvent
-from cohort.common.machines.gateway import GatewayMachine
-from cohort.common.machines.manager import ManagerMachine
-from cohort.common.machines.worker import WorkerMachine
+from cohort.common.machines.gateway.gateway import GatewayMachine
+from cohort.common.machines.manager.manager import ManagerMachine
+from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.messages import Message
 from cohort.common.types import InstanceId
-
-if TYPE_CHECKING:
-    from cohort.common.virtual_cluster.kv_flights import Flight
 
 
 @dataclass(slots=True, eq=False)
@@ -126,3 +123,24 @@ class Cadence:
     gateway_tick_s: float
     adapter_load_s: float = 0.0
     """What a worker takes to load a LoRA adapter."""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """Runs that land together. `sent` and `posted` are the same runs as either end names them; () until it has."""
+
+    tag: int
+    sender: WorkerNode | None = None
+    sender_lease: int = 0
+    sent: tuple[Run, ...] = ()
+    from_host: bool = False
+    receiver: WorkerNode | None = None
+    receiver_lease: int = 0
+    round: int = 0
+    posted: tuple[Run, ...] = ()
+    landed: bool = False
+    broken: bool = False
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(run.num_blocks for run in self.sent)

@@ -25,10 +25,10 @@ from triton.runtime.driver import driver
 
 from cohort.kernels.batch_invariance import FixedProduct
 from cohort.kernels.code_dtypes import E2M1, MX_GROUP
-from cohort.kernels.coded import ServedProduct
-from cohort.kernels.gpu.latents import ServedLatents
+from cohort.kernels.gpu.attention.latents import ServedLatents
 from cohort.kernels.gpu.plan import decode_plan, latent_decode_plan, latent_group
 from cohort.kernels.gpu.variants import Served, ServedExperts, compile_only, launches
+from cohort.kernels.types import ServedProduct
 
 _MULTIPROCESSORS = 132
 _SPILLED_LIMIT = 32

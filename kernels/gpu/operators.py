@@ -1,7 +1,7 @@
 """Every kernel in Triton under the name its dispatching module calls it by. Importing this loads Triton."""
 
-from cohort.kernels.gpu.attention import paged_attention
-from cohort.kernels.gpu.coded import coded_product
+from cohort.kernels.gpu.attention.attention import paged_attention
+from cohort.kernels.gpu.attention.latents import latent_attention
 from cohort.kernels.gpu.elementwise import (
     clamped_swiglu,
     gelu_mul,
@@ -12,10 +12,10 @@ from cohort.kernels.gpu.elementwise import (
     soft_cap,
     write_kv,
 )
-from cohort.kernels.gpu.experts import add_weighted, expert_outputs
-from cohort.kernels.gpu.fixed_products import fixed_product
-from cohort.kernels.gpu.latents import latent_attention
-from cohort.kernels.gpu.sampling import sample_rows
+from cohort.kernels.gpu.products.coded import coded_product
+from cohort.kernels.gpu.products.experts import add_weighted, expert_outputs
+from cohort.kernels.gpu.products.fixed_products import fixed_product
+from cohort.kernels.gpu.sampling.sampling import sample_rows
 from cohort.kernels.gpu.slots import gather_slots, scatter_slots
 
 __all__ = [

@@ -26,11 +26,13 @@ from triton.runtime.jit import JITFunction
 from cohort.kernels.attention_meta import AttentionMeta
 from cohort.kernels.batch_invariance import FixedProduct
 from cohort.kernels.code_dtypes import E2M1, E8M0, bits_of
-from cohort.kernels.coded import ExpertCodes, ServedProduct
 from cohort.kernels.fp8_cache import PLANE_SCALE_BYTES
-from cohort.kernels.gpu import attention, coded, elementwise, experts, fixed_products, latents, prefill, sampling, slots
+from cohort.kernels.gpu import elementwise, slots
+from cohort.kernels.gpu.attention import attention, latents, prefill
 from cohort.kernels.gpu.plan import DecodePlan, padded_rows
-from cohort.kernels.sampling import EDIT_KINDS, SampledRows, SamplingTables
+from cohort.kernels.gpu.products import coded, experts, fixed_products
+from cohort.kernels.gpu.sampling import sampling
+from cohort.kernels.types import EDIT_KINDS, ExpertCodes, SampledRows, SamplingTables, ServedProduct
 
 _log = structlog.get_logger(__name__)
 

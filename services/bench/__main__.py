@@ -1,7 +1,7 @@
 """`python -m cohort.services.bench`, and what `cohort bench` runs: finds what is to be measured and hands over to it.
 
 The first word says what; where there is none, a server is measured over HTTP. To add a measurement: a module with
-`add_arguments(parser)` and `run(args) -> int`, and a line in `COMMANDS`. Called by `services/cli/bench.py`.
+`add_arguments(parser)` and `run(args) -> int`, and a line in `COMMANDS`. Called by `services/cli/offline/bench.py`.
 
 Exit status: 0 measured, 1 nothing could be, 2 wrong options or no usable server, 130 interrupted.
 """
@@ -37,10 +37,10 @@ COMMANDS = {
         f"{_HERE}.engine.mixed_iterations_command",
         "a prompt chunk beside decode rows, and both apart",
     ),
-    "kernels": (f"{_HERE}.kernels.command", "the C++ kernels against memory and plain torch"),
-    "links": (f"{_HERE}.links.command", "the KV links of this machine against ucx_perftest"),
+    "kernels": (f"{_HERE}.engine.kernels_command", "the C++ kernels against memory and plain torch"),
+    "links": (f"{_HERE}.links_command", "the KV links of this machine against ucx_perftest"),
     "decisions": (f"{_HERE}.decisions.command", "what one decision of a policy costs"),
-    "gpu-check": (f"{_HERE}.gpu_check.runner", "prove and measure everything that needs a GPU"),
+    "gpu-check": (f"{_HERE}.gpu_check.frame.runner", "prove and measure everything that needs a GPU"),
     "study": (f"{_HERE}.study.command", "how well lengths can be predicted for the model that is served"),
     "train-head": (f"{_HERE}.heads.command", "train an EAGLE head for a model, and say how often it is right"),
     "fit": (f"{_HERE}.fit.command", "the simulator's constants from measurements"),

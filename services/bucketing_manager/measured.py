@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from cohort.common.metrics import SchedulerMetrics
 from cohort.common.policies.interface import ClusterView, Dispatch, PrefillOrder, WaitingRequest
+from cohort.common.process.metrics import SchedulerMetrics
 from cohort.common.types import Prediction, QueueBucket, RequestId
 
 

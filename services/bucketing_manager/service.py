@@ -11,16 +11,14 @@ import asyncio
 import contextlib
 from typing import assert_never
 
-from cohort.common import garbage
 from cohort.common.addresses import manager_names
-from cohort.common.decision_log import DecisionLog
 from cohort.common.errors import ConfigError, PeerUnreachable
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import ManagerEvent, PeerLost, Received, Tick, Undelivered
 from cohort.common.machines.machine import Machine
-from cohort.common.machines.manager import ManagerMachine
-from cohort.common.machines.manager_settings import ManagerSettings
-from cohort.common.machines.manager_view import classes_of
+from cohort.common.machines.manager.manager import ManagerMachine
+from cohort.common.machines.manager.manager_settings import ManagerSettings
+from cohort.common.machines.manager.manager_view import classes_of
 from cohort.common.machines.recorder import ManagerHeader, config_text
 from cohort.common.messages import (
     AttemptsLost,
@@ -33,10 +31,13 @@ from cohort.common.messages import (
     StartSegment,
     ToManager,
 )
-from cohort.common.metrics import SchedulerMetrics
 from cohort.common.policies import compose
-from cohort.common.recording import recorded
-from cohort.common.service import MONITOR, ServiceContext
+from cohort.common.process import garbage
+from cohort.common.process.decision_log import DecisionLog
+from cohort.common.process.guard import guarded
+from cohort.common.process.metrics import SchedulerMetrics
+from cohort.common.process.recording import recorded
+from cohort.common.process.service import MONITOR, ServiceContext
 from cohort.common.tracing.manager import ManagerSpans
 from cohort.common.tracing.observed import traced
 from cohort.common.types import InstanceId, Segment
@@ -72,7 +73,7 @@ def make_machine(
         machine,
         lambda: ManagerHeader(context.instance, context.incarnation, settings, now_s, config_text(config)),
     )
-    return machine, traced(context, told, ManagerSpans)
+    return machine, traced(context, guarded(context, told), ManagerSpans)
 
 
 class ManagerService:

@@ -37,6 +37,9 @@ COMMANDS = {
     "profile": "measure this machine: a device and a cluster for the simulator",
 }
 
+OFFLINE = ("advise", "bench", "chaos", "compare", "replay", "reproduce", "simulate")
+"""Commands whose module is in `offline/`."""
+
 DESCRIPTION = """\
 Cohort serves large language models as a pipeline of small processes: a gateway with the OpenAI API, workers that run
 the model, and around them a length predictor, a bucketing manager and a monitor."""
@@ -100,7 +103,8 @@ def _parser(named: str | None) -> argparse.ArgumentParser:
 def _module(name: str) -> Any:
     """The subcommand's module. Raises `CohortError` where this installation lacks a part of it."""
     try:
-        return importlib.import_module(f"cohort.services.cli.{name.replace('-', '_')}")
+        room = "cohort.services.cli.offline" if name in OFFLINE else "cohort.services.cli"
+        return importlib.import_module(f"{room}.{name.replace('-', '_')}")
     except ImportError as error:
         raise CohortError(
             f"`cohort {name}` is not usable in this installation: {error} "

@@ -1,6 +1,6 @@
 """`cohort keys add | list | show | set | revoke | usage`: the API keys of clients, and what they used.
 
-Edits the file that `keys.file` of a gateway's configuration names (`common/key_file.py`); gateways see a change within
+Edits the file that `keys.file` of a gateway's configuration names (`keys/key_file.py`); gateways see a change within
 `keys.reload_s`. A key is printed once, by `add`: no file holds it. Called by `keys.py`.
 """
 
@@ -109,7 +109,7 @@ def _limits(given: Sequence[str]) -> dict[str, dict[str, int | None]]:
 
 
 def _add(options: argparse.Namespace) -> int:
-    from cohort.common.key_file import OwnLimits, editing, new_key
+    from cohort.common.keys.key_file import OwnLimits, editing, new_key
 
     limits = _limits(options.limit)
     with editing(options.file) as held:
@@ -140,7 +140,7 @@ def _weight(options: argparse.Namespace, otherwise: float) -> float:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from cohort.common.key_file import read_keys
+    from cohort.common.keys.key_file import read_keys
 
     for key in read_keys(options.file, option="--file").keys:
         state = "active" if key.revoked_s is None else f"revoked {_day(key.revoked_s)}"
@@ -151,7 +151,7 @@ def _list(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     from cohort.common.errors import ConfigError
-    from cohort.common.key_file import read_keys
+    from cohort.common.keys.key_file import read_keys
 
     key = read_keys(options.file, option="--file").named(options.name)
     if key is None:
@@ -173,7 +173,7 @@ def _set(options: argparse.Namespace) -> int:
     import msgspec
 
     from cohort.common.errors import ConfigError
-    from cohort.common.key_file import editing
+    from cohort.common.keys.key_file import editing
 
     limits = _limits(options.limit)
     with editing(options.file) as held:
@@ -193,7 +193,7 @@ def _set(options: argparse.Namespace) -> int:
 
 
 def _revoke(options: argparse.Namespace) -> int:
-    from cohort.common.key_file import editing, revoked
+    from cohort.common.keys.key_file import editing, revoked
 
     with editing(options.file) as held:
         held[0], key = revoked(held[0], options.name, int(time.time()))
@@ -204,7 +204,7 @@ def _revoke(options: argparse.Namespace) -> int:
 def _usage(options: argparse.Namespace) -> int:
     import msgspec
 
-    from cohort.common.key_usage import UsageStore, day_of, default_path
+    from cohort.common.keys.key_usage import UsageStore, day_of, default_path
 
     store = UsageStore(options.usage_file or default_path(), read_only=True)
     try:

@@ -15,12 +15,13 @@ from typing import Any
 
 import msgspec
 
-from cohort.common import exposure, paths
+from cohort.common import paths
 from cohort.common.config import Config, load_config
 from cohort.common.devices import host_memory, inventory
 from cohort.common.devices.fit import host_need, need
-from cohort.common.engine.model_config import read_geometry
+from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.errors import CohortError, ConfigError
+from cohort.common.http import exposure
 from cohort.services.cli.checks import files, machine, pipeline
 from cohort.services.cli.checks.finding import Finding, fine, problem, skipped
 from cohort.services.cli.checks.reading import Reading
@@ -87,13 +88,13 @@ def monitor_url(config: Config) -> str:
 
 
 def of_machine(config: Config, *, running: bool) -> Iterator[Finding]:
+    from cohort.common.http.ports import free_port
     from cohort.common.policies import compose
-    from cohort.common.ports import free_port
     from cohort.services.launcher.box import on_box
     from cohort.services.launcher.plan import plan, resolve
     from cohort.services.launcher.preflight import usable_cores
-    from cohort.services.simulator.data_files import names, user_folder
-    from cohort.services.simulator.hardware import load_device
+    from cohort.services.simulator.hardware.data_files import names, user_folder
+    from cohort.services.simulator.hardware.hardware import load_device
 
     cores = usable_cores()
     folder = Path(config.model.path).expanduser() if config.model.path else paths.default_model_dir()

@@ -1,7 +1,7 @@
 """`cohort log-level`: another log level for processes that run, until they end.
 
 Finds the pipeline by its run folder, as `cohort serve --status` does; leaves each process a file and signals it
-(`common/log_levels.py`). Signals only processes whose start time matches the one on record and that catch the signal:
+(`process/log_levels.py`). Signals only processes whose start time matches the one on record and that catch the signal:
 one that is just starting would be ended by it.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.common import paths
-from cohort.common.log_levels import LEVELS, Level, ask_for_level
+from cohort.common.process.log_levels import LEVELS, Level, ask_for_level
 from cohort.services.launcher.run_files import ProcessMark, RunFiles
 
 DEFAULT_PORT = 8000

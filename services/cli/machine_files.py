@@ -22,9 +22,9 @@ from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import DeviceShape, ModelShape
 from cohort.services.bench.fit.cost_model import Point
 from cohort.services.bench.fit.machine import Errors, Machine
-from cohort.services.simulator.data_files import locate
-from cohort.services.simulator.hardware import load_model
-from cohort.services.simulator.profile_note import CheckPoint, ProfileNote
+from cohort.services.simulator.hardware.data_files import locate
+from cohort.services.simulator.hardware.hardware import load_model
+from cohort.services.simulator.hardware.profile_note import CheckPoint, ProfileNote
 
 _SHARED_LATENCY_S = 0.0025
 _DISTURBED = 0.25

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if min(args.repeats, args.max_context) < 1 or min(args.threads, args.instances) < 0:
         raise ConfigError("--repeats and --max-context must be above 0, --threads and --instances not below")
     if args.save:
-        from cohort.services.simulator.data_files import check_name
+        from cohort.services.simulator.hardware.data_files import check_name
 
         check_name(args.save)
         _check_fits()
@@ -119,7 +119,7 @@ def _check_fits() -> None:
 
 
 def _engine(args: argparse.Namespace, config: Config, output: Path) -> int:
-    from cohort.services.simulator.measuring import run_engine
+    from cohort.services.simulator.hardware.measuring import run_engine
 
     return run_engine(
         config,
@@ -151,7 +151,7 @@ def save(args: argparse.Namespace, config: Config, output: Path) -> int:
     from cohort.services.bench.fit.cost_model import profile_points
     from cohort.services.bench.fit.machine import fit_machine
     from cohort.services.cli import machine_files
-    from cohort.services.simulator.data_files import user_folder
+    from cohort.services.simulator.hardware.data_files import user_folder
 
     profile = msgspec.json.decode(output.read_bytes(), type=_Profile)
     gpu = profile.device.startswith("cuda")

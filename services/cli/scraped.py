@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cohort.common.tls import unverified
+from cohort.common.http.tls import unverified
 
 ANSWER_DEADLINE_S = 3.0
 Labels = frozenset[tuple[str, str]]

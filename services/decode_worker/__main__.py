@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cohort.common.service import service_main
+from cohort.common.process.service import service_main
 from cohort.services.decode_worker.service import serve
 
 if __name__ == "__main__":

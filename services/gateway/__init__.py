@@ -1,0 +1,1 @@
+"""The gateway: HTTP in front, the ledger of requests behind it, text out of tokens."""

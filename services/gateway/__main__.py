@@ -1,7 +1,7 @@
 """`python -m cohort.services.gateway`: one gateway process."""
 
 from cohort.common.config import Config
-from cohort.common.service import service_main
+from cohort.common.process.service import service_main
 from cohort.services.gateway.service import build
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from cohort.common.static_pages import page_routes
+from cohort.common.http.static_pages import page_routes
 
 CHAT_PATH = "/chat"
 _FOLDER = Path(__file__).parent / "static"

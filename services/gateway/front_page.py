@@ -11,11 +11,11 @@ import msgspec
 from aiohttp import web
 
 import cohort
-from cohort.common.browsers import host_name
 from cohort.common.config import Config
-from cohort.common.exposure import is_loopback
+from cohort.common.http.browsers import host_name
+from cohort.common.http.exposure import is_loopback
 from cohort.services.gateway.chat_page import CHAT_PATH
-from cohort.services.gateway.model_card import ModelCard
+from cohort.services.gateway.requests.model_card import ModelCard
 
 DOCS_PATH = "/docs"
 OPENAPI_PATH = "/openapi.json"

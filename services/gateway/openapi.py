@@ -15,10 +15,10 @@ import msgspec
 from aiohttp import web
 
 import cohort
-from cohort.services.gateway.error_shapes import MESSAGES_PATH, AnthropicError, OpenAiError
+from cohort.services.gateway.apis.token_api import DETOKENIZE_PATH, TOKENIZE_PATH
 from cohort.services.gateway.front_page import DOCS_PATH, OPENAPI_PATH
+from cohort.services.gateway.http.error_shapes import MESSAGES_PATH, AnthropicError, OpenAiError
 from cohort.services.gateway.openapi_operations import EVENTS, EVERYWHERE, FORM, JSON, OPERATIONS, Operation
-from cohort.services.gateway.token_api import DETOKENIZE_PATH, TOKENIZE_PATH
 
 _REF = "#/components/schemas/"
 _KEYS = {

@@ -2,7 +2,7 @@
 
 Bodies and answers are the structs that parse and write them; only what no struct holds (forms, query and header
 parameters, statuses) is said here, in OpenAPI's own words. Read by `openapi.py`; that a running pipeline keeps to it is
-a test (tests/e2e/test_schema.py). Decides nothing about requests.
+a test (tests/e2e/clients/test_schema.py). Decides nothing about requests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,25 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-from cohort.services.gateway.batch_objects import (
+from cohort.services.gateway.apis.messages_api import COUNT_TOKENS_PATH, CountedTokens
+from cohort.services.gateway.apis.messages_api_bodies import CountTokensBody, MessagesBody
+from cohort.services.gateway.apis.messages_api_events import Event as MessagesEvent
+from cohort.services.gateway.apis.messages_api_events import MessageAnswer
+from cohort.services.gateway.apis.probes import Health, ModelList, ModelObject, Readiness, Version
+from cohort.services.gateway.apis.responses_api import RESPONSES_PATH, DeletedResponse, InputItems
+from cohort.services.gateway.apis.responses_api_bodies import ResponsesBody
+from cohort.services.gateway.apis.responses_api_events import Event as ResponsesEvent
+from cohort.services.gateway.apis.responses_api_events import ResponseObject
+from cohort.services.gateway.apis.tenants import USAGE_PATH, UsageList
+from cohort.services.gateway.apis.token_api import (
+    DETOKENIZE_PATH,
+    TOKENIZE_PATH,
+    DetokenizeBody,
+    Detokenized,
+    TokenizeBody,
+    Tokenized,
+)
+from cohort.services.gateway.batches.batch_objects import (
     LEAST_EXPIRY_S,
     LONGEST_EXPIRY_S,
     BatchBody,
@@ -22,15 +40,9 @@ from cohort.services.gateway.batch_objects import (
     FileObject,
     Page,
 )
-from cohort.services.gateway.bodies import LEAST_MS, MOST_MS, ChatBody, CompletionBody
 from cohort.services.gateway.chat_page import CHAT_PATH
-from cohort.services.gateway.error_shapes import MESSAGES_PATH
 from cohort.services.gateway.front_page import DOCS_PATH, OPENAPI_PATH, Front
-from cohort.services.gateway.messages_api import COUNT_TOKENS_PATH, CountedTokens
-from cohort.services.gateway.messages_api_bodies import CountTokensBody, MessagesBody
-from cohort.services.gateway.messages_api_events import Event as MessagesEvent
-from cohort.services.gateway.messages_api_events import MessageAnswer
-from cohort.services.gateway.openai_shapes import (
+from cohort.services.gateway.generation.openai_shapes import (
     Answer,
     ChatChoice,
     ChatChunkChoice,
@@ -39,24 +51,12 @@ from cohort.services.gateway.openai_shapes import (
     CompletionLogprobs,
     PromptPlace,
 )
-from cohort.services.gateway.probes import Health, ModelList, ModelObject, Readiness, Version
-from cohort.services.gateway.responses_api import RESPONSES_PATH, DeletedResponse, InputItems
-from cohort.services.gateway.responses_api_bodies import ResponsesBody
-from cohort.services.gateway.responses_api_events import Event as ResponsesEvent
-from cohort.services.gateway.responses_api_events import ResponseObject
-from cohort.services.gateway.resume_marks import LAST_EVENT_HEADER
-from cohort.services.gateway.resume_session import RESUME_HEADER
-from cohort.services.gateway.resumption import STREAMS_PATH
-from cohort.services.gateway.service_headers import CLASS_HEADER, IF_LATE_HEADER, TPOT_HEADER, TTFT_HEADER
-from cohort.services.gateway.tenants import USAGE_PATH, UsageList
-from cohort.services.gateway.token_api import (
-    DETOKENIZE_PATH,
-    TOKENIZE_PATH,
-    DetokenizeBody,
-    Detokenized,
-    TokenizeBody,
-    Tokenized,
-)
+from cohort.services.gateway.http.bodies import LEAST_MS, MOST_MS, ChatBody, CompletionBody
+from cohort.services.gateway.http.error_shapes import MESSAGES_PATH
+from cohort.services.gateway.http.service_headers import CLASS_HEADER, IF_LATE_HEADER, TPOT_HEADER, TTFT_HEADER
+from cohort.services.gateway.resume.resume_marks import LAST_EVENT_HEADER
+from cohort.services.gateway.resume.resume_session import RESUME_HEADER
+from cohort.services.gateway.resume.resumption import STREAMS_PATH
 
 JSON, TEXT, EVENTS, LINES, HTML = (
     "application/json",

@@ -20,56 +20,63 @@ from typing import NoReturn, assert_never
 
 from aiohttp import web
 
-from cohort.common import exposure, garbage
 from cohort.common.addresses import manager_names
-from cohort.common.browsers import BrowserGuard
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError, PeerUnreachable
-from cohort.common.http_server import AcceptingSite, name_server, raise_descriptor_limit
-from cohort.common.listeners import inherited
+from cohort.common.http import exposure
+from cohort.common.http.browsers import BrowserGuard
+from cohort.common.http.http_server import AcceptingSite, name_server, raise_descriptor_limit
+from cohort.common.http.listeners import inherited
+from cohort.common.http.tls import ServerTls, TlsFiles
 from cohort.common.machines.events import DrainEnded, DrainStarted, Received, Tick
-from cohort.common.machines.gateway import GatewayMachine, GatewaySettings
+from cohort.common.machines.gateway.gateway import GatewayMachine, GatewaySettings
 from cohort.common.machines.recorder import GatewayHeader, config_text
 from cohort.common.messages import Look, Message, RequestTraffic, ToGateway, TokenBatch
-from cohort.common.metrics import RequestMetrics
 from cohort.common.policies import compose
-from cohort.common.recording import recorded
-from cohort.common.service import MANAGER, MONITOR, PREDICTOR, ServiceContext, named_host
-from cohort.common.tls import ServerTls, TlsFiles
+from cohort.common.process import garbage
+from cohort.common.process.guard import guarded
+from cohort.common.process.metrics import RequestMetrics
+from cohort.common.process.recording import recorded
+from cohort.common.process.service import MANAGER, MONITOR, PREDICTOR, ServiceContext, named_host
 from cohort.common.tracing.spans import Tracing
 from cohort.common.types import InstanceId
-from cohort.services.gateway import request_trace
-from cohort.services.gateway.batch_files import BatchFolder
-from cohort.services.gateway.batch_runner import AnswerLine
-from cohort.services.gateway.batches import Batches
+from cohort.services.gateway.apis.messages_api import MessagesApi
+from cohort.services.gateway.apis.openai_api import OpenAiApi
+from cohort.services.gateway.apis.probes import Probes
+from cohort.services.gateway.apis.responses_api import ResponsesApi
+from cohort.services.gateway.apis.responses_api_kept import KeptResponses
+from cohort.services.gateway.apis.tenants import Tenants
+from cohort.services.gateway.apis.token_api import TokenApi
+from cohort.services.gateway.batches.batch_files import BatchFolder
+from cohort.services.gateway.batches.batch_lines import AnswerLine
+from cohort.services.gateway.batches.batches import Batches
 from cohort.services.gateway.chat_page import ChatPage
 from cohort.services.gateway.front_page import FrontPage
-from cohort.services.gateway.generator import Generator
-from cohort.services.gateway.grammar_process import GrammarCompiler
+from cohort.services.gateway.generation import request_trace
+from cohort.services.gateway.generation.generator import Generator
+from cohort.services.gateway.generation.streams import Streams
+from cohort.services.gateway.generation.traffic_report import REPORT_EVERY_S, TrafficReport
 from cohort.services.gateway.handover import Handover
-from cohort.services.gateway.keyring import Keyring
-from cohort.services.gateway.messages_api import MessagesApi
-from cohort.services.gateway.middleware import answer_everything, refuse_foreign_pages, require_key, resolve_keys
-from cohort.services.gateway.model_card import ModelCard, read_model_card
-from cohort.services.gateway.openai_api import OpenAiApi
+from cohort.services.gateway.http.request_bodies import (
+    RequestBodies,
+    expecting_later,
+    invite_bodies,
+    refuse_other_bodies,
+)
+from cohort.services.gateway.http.slow_readers import SlowReaders
+from cohort.services.gateway.keys.keyring import Keyring
+from cohort.services.gateway.keys.middleware import answer_everything, refuse_foreign_pages, require_key, resolve_keys
+from cohort.services.gateway.keys.owners import Owners
 from cohort.services.gateway.openapi import ApiPages
-from cohort.services.gateway.owners import Owners
-from cohort.services.gateway.probes import Probes
-from cohort.services.gateway.request_bodies import RequestBodies, expecting_later, invite_bodies, refuse_other_bodies
-from cohort.services.gateway.responses_api import ResponsesApi
-from cohort.services.gateway.responses_api_kept import KeptResponses
-from cohort.services.gateway.resume_forms import Resumable
-from cohort.services.gateway.resume_store import Kind
-from cohort.services.gateway.resumption import Resumption
+from cohort.services.gateway.requests.model_card import ModelCard, read_model_card
+from cohort.services.gateway.requests.tool_formats import tool_format
+from cohort.services.gateway.resume.resume_forms import Resumable
+from cohort.services.gateway.resume.resume_store import Kind
+from cohort.services.gateway.resume.resumption import Resumption
 from cohort.services.gateway.show import GatewayShow
-from cohort.services.gateway.slow_readers import SlowReaders
-from cohort.services.gateway.streams import Streams
-from cohort.services.gateway.template_process import TemplateLimits
-from cohort.services.gateway.tenants import Tenants
-from cohort.services.gateway.token_api import TokenApi
-from cohort.services.gateway.tokenizer import Tokenizer
-from cohort.services.gateway.tool_formats import tool_format
-from cohort.services.gateway.traffic_report import REPORT_EVERY_S, TrafficReport
+from cohort.services.gateway.text.grammar_process import GrammarCompiler
+from cohort.services.gateway.text.template_process import TemplateLimits
+from cohort.services.gateway.text.tokenizer import Tokenizer
 
 KEEP_ALIVE_S = 75.0
 BACKLOG = 1024
@@ -106,7 +113,7 @@ class Gateway:
         self._metrics = RequestMetrics(context.metrics)
         self.streams = Streams(
             self._machine,
-            recorded(context, self._machine, lambda: _header(context, now_s)),
+            guarded(context, recorded(context, self._machine, lambda: _header(context, now_s))),
             send=context.bus.send,
             clock=context.clock,
             metrics=self._metrics,

@@ -13,12 +13,12 @@ import msgspec
 
 from cohort.common.errors import PeerUnreachable
 from cohort.common.messages import GatewayView, Look
-from cohort.common.metrics import RequestMetrics
-from cohort.common.service import MONITOR, ServiceContext
+from cohort.common.process.metrics import RequestMetrics
+from cohort.common.process.service import MONITOR, ServiceContext
 from cohort.common.types import InstanceId, RequestId
 from cohort.common.views import MOST_CHOSEN, MOST_REQUESTS, RequestBrief, RequestLife, SloTally
-from cohort.services.gateway.past_requests import PastRequests, brief_of, life_of
-from cohort.services.gateway.streams import Streams
+from cohort.services.gateway.generation.past_requests import PastRequests, brief_of, life_of
+from cohort.services.gateway.generation.streams import Streams
 
 _OPEN_SHOWN = 2 * MOST_REQUESTS // 3
 """Open requests in the list at most; the rest are the ones that ended last."""

@@ -10,22 +10,22 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from cohort.common.browsers import BrowserGuard
 from cohort.common.errors import ConfigError
-from cohort.common.http_server import name_server
+from cohort.common.http.browsers import BrowserGuard
+from cohort.common.http.http_server import name_server
 from cohort.common.planning.orders import socket_of
 from cohort.common.planning.settings import planner_settings
-from cohort.common.service import ServiceContext, service_main
+from cohort.common.process.service import ServiceContext, service_main
 from cohort.common.transport.zmq_bus import ZmqBus
 from cohort.services.global_monitor.exporter import ClusterCollector, Exporter
 from cohort.services.global_monitor.feed import LiveFeed
-from cohort.services.global_monitor.foresight_process import CONFIG_FILE, ForesightProcess, keep_config
 from cohort.services.global_monitor.kubernetes_api import KubernetesApi, in_pod
 from cohort.services.global_monitor.kubernetes_orders import KubernetesOrders, orderable
 from cohort.services.global_monitor.launcher_orders import LauncherOrders
 from cohort.services.global_monitor.planner import Planner, PlannerCollector
 from cohort.services.global_monitor.server import application
 from cohort.services.global_monitor.service import GlobalMonitor
+from cohort.services.global_monitor.simulation_process import CONFIG_FILE, ForesightProcess, keep_config
 
 
 async def build(context: ServiceContext) -> None:

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from structlog.stdlib import BoundLogger
 
-from cohort.common.metrics import exposition
+from cohort.common.process.metrics import exposition
 from cohort.services.global_monitor.aggregate import Cluster, Status
 from cohort.services.global_monitor.federation import escape, merge
 

@@ -25,7 +25,6 @@ from cohort.common.config import Config
 from cohort.common.errors import CohortError
 from cohort.common.machines.events import Tick
 from cohort.common.messages import RequestTraffic
-from cohort.common.planning.foresight import Answer, Job, WorkerCost, from_stats
 from cohort.common.planning.machine import (
     Applied,
     Apply,
@@ -41,6 +40,7 @@ from cohort.common.planning.machine import (
 )
 from cohort.common.planning.orders import WorkerOrders
 from cohort.common.planning.shape import Kind, Shape, steps
+from cohort.common.planning.simulation_jobs import Answer, Job, WorkerCost, from_stats
 from cohort.common.types import InstanceId, Role, StepTimes
 from cohort.services.global_monitor.aggregate import Cluster, Process
 

@@ -5,7 +5,7 @@
     GET /api/live    the page's feed (feed.py)        GET /static/...     the page's files
 
 Called by `__main__.py`. Read-only: nothing here changes any state. No key is asked for, so the pages of other sites are
-kept out (`common/browsers.py`).
+kept out (`common/http/browsers.py`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import msgspec
 from aiohttp import web
 
 from cohort import __version__
-from cohort.common.browsers import BrowserGuard
-from cohort.common.http_server import refuse_foreign_pages
-from cohort.common.metrics import CONTENT_TYPE
-from cohort.common.static_pages import SECURITY_HEADERS, page_routes
+from cohort.common.http.browsers import BrowserGuard
+from cohort.common.http.http_server import refuse_foreign_pages
+from cohort.common.http.static_pages import SECURITY_HEADERS, page_routes
+from cohort.common.process.metrics import CONTENT_TYPE
 from cohort.services.global_monitor.exporter import Exporter
 from cohort.services.global_monitor.feed import LiveFeed
 from cohort.services.global_monitor.page import ClusterState

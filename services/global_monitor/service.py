@@ -17,7 +17,7 @@ from cohort.common.clock import Clock
 from cohort.common.config import Config
 from cohort.common.errors import PeerUnreachable
 from cohort.common.messages import Farewell, GatewayView, Heartbeat, ManagerView, Message, RequestTraffic, WorkerView
-from cohort.common.service import process_stats
+from cohort.common.process.service import process_stats
 from cohort.common.transport.bus import Bus
 from cohort.common.types import InstanceId, RequestId
 from cohort.services.global_monitor.aggregate import Cluster, Event

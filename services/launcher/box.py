@@ -18,7 +18,7 @@ from cohort.common.devices.degrees import settle_degrees
 from cohort.common.devices.division import left_open, settle
 from cohort.common.devices.fit import check_fit, check_host_fit, host_need, need
 from cohort.common.devices.inventory import Gpu
-from cohort.common.engine.model_config import read_geometry
+from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.errors import ConfigError
 from cohort.common.types import InstanceId
 

@@ -14,9 +14,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from cohort.common.private_files import open_private
+from cohort.common.keys.private_files import open_private
 from cohort.services.launcher.console import Console, Line, State
-from cohort.services.launcher.probe import answers_ok
+from cohort.services.launcher.processes.probe import answers_ok
 from cohort.services.launcher.run_files import LauncherState, RunFiles
 
 LAUNCHER_LOG = "launcher"

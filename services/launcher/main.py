@@ -18,18 +18,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cohort.common import paths, ports
+from cohort.common import paths
 from cohort.common.addresses import GATEWAY, MONITOR
 from cohort.common.config import Config, dump_config, load_config
 from cohort.common.devices.inventory import this_machine, visible_gpus
 from cohort.common.errors import CohortError, ConfigError, ModelError
-from cohort.common.private_files import keep_private
+from cohort.common.http import ports
+from cohort.common.keys.private_files import keep_private
 from cohort.services.launcher import control, preflight
 from cohort.services.launcher.box import check_host, on_box, summary
 from cohort.services.launcher.console import Console, Line
-from cohort.services.launcher.default_model import is_complete
-from cohort.services.launcher.gguf_folder import served_folder
 from cohort.services.launcher.keepers import Keeper, MakeKeeper
+from cohort.services.launcher.models.default_model import is_complete
+from cohort.services.launcher.models.gguf_folder import served_folder
 from cohort.services.launcher.options import keys_of, overrides_of, ray_address
 from cohort.services.launcher.plan import ProcessPlan, StopStage, api_scheme, http_base, plan, resolve
 from cohort.services.launcher.run_files import LauncherState, ProcessMark, RunFiles, RunFilesError
@@ -163,7 +164,7 @@ def _model_folder(config: Config) -> Path:
     folder = served_folder(_named_folder(config))
     if not config.model.path and not is_complete(folder):
         # In a process of its own: the launcher stays small, and torch's memory goes when it is done.
-        command = [sys.executable, "-P", "-m", "cohort.services.launcher.default_model"]
+        command = [sys.executable, "-P", "-m", "cohort.services.launcher.models.default_model"]
         if subprocess.run(command, stdin=subprocess.DEVNULL, timeout=MODEL_TIMEOUT_S, check=False).returncode != 0:
             raise ModelError("the default model could not be made (see above); serve another with --model FOLDER")
     preflight.check_model(folder, with_weights=config.model.weights == "files")

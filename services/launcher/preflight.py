@@ -12,13 +12,13 @@ import resource
 from collections.abc import Iterable
 from pathlib import Path
 
-from cohort.common import exposure, tls
 from cohort.common.config import Config
-from cohort.common.engine.lora_checkpoint import check_lora
-from cohort.common.engine.model_config import read_geometry
+from cohort.common.engine.config.lora_checkpoint import check_lora
+from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.errors import ConfigError, ModelError
+from cohort.common.http import exposure, tls
+from cohort.common.http.ports import port_problem
 from cohort.common.paths import GGUF_FILE
-from cohort.common.ports import port_problem
 from cohort.services.launcher.plan import ProcessPlan
 
 _GATEWAY_REMEDY = "choose another with --port"
@@ -31,7 +31,7 @@ def check_model(folder: Path, *, with_weights: bool = True) -> None:
     if folder.suffix == ".gguf" and folder.is_file():
         raise ModelError(
             f"{folder} is a GGUF file, and here a folder is needed; make one around it: "
-            f"python -m cohort.services.launcher.gguf_folder {folder} {folder.with_suffix('')}"
+            f"python -m cohort.services.launcher.models.gguf_folder {folder} {folder.with_suffix('')}"
         )
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; --model wants a local folder in Hugging Face format")

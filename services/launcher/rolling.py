@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from cohort.services.launcher.console import State, View
 from cohort.services.launcher.plan import StopStage
+from cohort.services.launcher.processes.supervised import Supervised
 from cohort.services.launcher.run_files import RestartState
-
-if TYPE_CHECKING:
-    from cohort.services.launcher.supervisor import Supervised
 
 _ORDER = (StopStage.OTHERS, StopStage.MANAGER, StopStage.WORKERS, StopStage.GATEWAY)
 READY_TIMEOUT_S = 300.0

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from cohort.common.errors import CohortError
-from cohort.common.private_files import private_folder
+from cohort.common.keys.private_files import private_folder
 
 LOG_LIMIT_BYTES = 64 << 20
 """A log that grew beyond this moves to .1 while its process keeps writing."""

@@ -18,14 +18,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from cohort.common import listeners
-from cohort.services.launcher.child import Child
+from cohort.common.http import listeners
 from cohort.services.launcher.console import Line, State, View, readable_warning
-from cohort.services.launcher.forks import FROM, Fork, Forks
-from cohort.services.launcher.log_follower import LogFollower
 from cohort.services.launcher.plan import ProcessPlan, StopStage
-from cohort.services.launcher.probe import answers_ok
-from cohort.services.launcher.restart_policy import GiveUp, RestartPolicy, exit_reason
+from cohort.services.launcher.processes.child import Child
+from cohort.services.launcher.processes.forks import FROM, Fork, Forks
+from cohort.services.launcher.processes.log_follower import LogFollower
+from cohort.services.launcher.processes.probe import answers_ok
+from cohort.services.launcher.processes.restart_policy import GiveUp, exit_reason
+from cohort.services.launcher.processes.supervised import Supervised
 from cohort.services.launcher.rolling import RollingRestart
 from cohort.services.launcher.run_files import ProcessMark, RestartState, RunFiles, RunFilesError
 
@@ -41,31 +42,6 @@ TAIL_LINES = 12
 
 _ALWAYS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 _UNLESS_SET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-class Supervised:
-    """One process and its history."""
-
-    def __init__(self, plan: ProcessPlan, *, added: bool = False) -> None:
-        """`added` while the pipeline runs: it goes on without it, where this one cannot start."""
-        self.plan = plan
-        self.added = added
-        self.leaving = asyncio.Event()
-        """Asked to end, and not to come back."""
-        self.failure = ""
-        self.policy = RestartPolicy()
-        self.child: Child | Fork | None = None
-        self.ready = asyncio.Event()
-        self.done = asyncio.Event()
-        self.renewed = False
-        """It was asked to end, to be started again at once."""
-        self.killed = False
-        """By us: it did not end in time."""
-        self.listeners: list[socket.socket] = []
-
-    @property
-    def running(self) -> bool:
-        return self.child is not None and self.child.running
 
 
 class Supervisor:

@@ -17,10 +17,10 @@ from typing import assert_never
 
 import msgspec
 
-from cohort.common import ports
 from cohort.common.config import Config, dump_config
 from cohort.common.config.serving import WorkerGroup
 from cohort.common.errors import CohortError
+from cohort.common.http import ports
 from cohort.common.planning.orders import AddWorker, Done, DrainWorker, Order, socket_of
 from cohort.common.types import InstanceId, Role
 from cohort.services.launcher.box import check_newcomer

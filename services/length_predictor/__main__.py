@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from cohort.common.service import ServiceContext, service_main
+from cohort.common.process.service import ServiceContext, service_main
 from cohort.common.tracing.spans import Tracing
 from cohort.services.length_predictor.service import LengthPredictor
 

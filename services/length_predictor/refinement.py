@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cohort.common.private_files import open_private, private_folder
+from cohort.common.keys.private_files import open_private, private_folder
 from cohort.services.length_predictor.calibration import OnlineCalibration
 from cohort.services.length_predictor.model import QUANTILES
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cohort.common.errors import CohortError
-from cohort.common.private_files import open_private, private_folder
+from cohort.common.keys.private_files import open_private, private_folder
 from cohort.services.length_predictor.buffer import Dataset
 from cohort.services.length_predictor.features import layout
 from cohort.services.length_predictor.model import Arrays, LengthModel

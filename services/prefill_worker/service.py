@@ -7,9 +7,9 @@ role; then it decodes as well: the engine is the same.
 
 from __future__ import annotations
 
-from cohort.common.engine.worker_process import run_worker
+from cohort.common.engine.worker.worker_process import run_worker
 from cohort.common.policies import compose
-from cohort.common.service import ServiceContext
+from cohort.common.process.service import ServiceContext
 from cohort.common.types import Role
 
 

@@ -18,19 +18,19 @@ from typing import NoReturn
 
 import msgspec
 
-from cohort.common import exposure
 from cohort.common.config import Config, WorkerGroup, load_config
 from cohort.common.devices.inventory import this_machine
-from cohort.common.engine.device_name import own_cores
-from cohort.common.engine.devices import WorkerDevice, claim_device
-from cohort.common.engine.follower_process import follow_elsewhere
-from cohort.common.engine.followers import start_rank
-from cohort.common.engine.rank_hosts import Place, group_on_hosts, join_of, own_interface
-from cohort.common.engine.worker_process import model_folder
+from cohort.common.engine.device.device_name import own_cores
+from cohort.common.engine.ranks.followers import start_rank
+from cohort.common.engine.ranks.rank_hosts import Place, group_on_hosts, join_of, own_interface
+from cohort.common.engine.worker.devices import WorkerDevice, claim_device
+from cohort.common.engine.worker.follower_process import follow_elsewhere
+from cohort.common.engine.worker.worker_process import model_folder
 from cohort.common.errors import ConfigError, ModelError, NoDeviceLeft
-from cohort.common.logs import configure_logging
-from cohort.common.private_files import keep_private
-from cohort.common.service import EXIT_NO_DEVICE
+from cohort.common.http import exposure
+from cohort.common.keys.private_files import keep_private
+from cohort.common.process.logs import configure_logging
+from cohort.common.process.service import EXIT_NO_DEVICE
 
 
 def main() -> NoReturn:

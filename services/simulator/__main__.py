@@ -17,24 +17,15 @@ from cohort.common.errors import CohortError, ConfigError
 from cohort.common.machines.replayer import replay
 from cohort.common.plotting import check_available
 from cohort.common.types import Slo
-from cohort.services.simulator import advise as advise_
-from cohort.services.simulator import (
-    comparison,
-    comparison_tables,
-    planned_command,
-    plots,
-    render,
-    replays,
-    reproduce,
-    reproduction_page,
-)
 from cohort.services.simulator import options as options_
-from cohort.services.simulator.comparison_spec import load_spec
-from cohort.services.simulator.figures.figure import Figure
-from cohort.services.simulator.hardware import load_cluster, load_model
-from cohort.services.simulator.reproduction_results import measured_already
-from cohort.services.simulator.run import by_rate, find_capacity, simulate
-from cohort.services.simulator.setup import (
+from cohort.services.simulator import plots, render
+from cohort.services.simulator.advise import advise as advise_
+from cohort.services.simulator.advise import planned_command
+from cohort.services.simulator.compare import comparison, comparison_tables
+from cohort.services.simulator.compare.comparison_spec import load_spec
+from cohort.services.simulator.core import replays
+from cohort.services.simulator.core.run import by_rate, find_capacity, simulate
+from cohort.services.simulator.core.setup import (
     cluster_of,
     configuration,
     parse_roles,
@@ -43,7 +34,11 @@ from cohort.services.simulator.setup import (
     told_of_profiles,
     traffic_of,
 )
-from cohort.services.simulator.traffic import parse_slo
+from cohort.services.simulator.core.traffic import parse_slo
+from cohort.services.simulator.figures.figure import Figure
+from cohort.services.simulator.hardware.hardware import load_cluster, load_model
+from cohort.services.simulator.reproduce import reproduce, reproduction_page
+from cohort.services.simulator.reproduce.reproduction_results import measured_already
 
 _PIPED_WIDTH = 140
 _ADVICE_ROWS = 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cohort.services.simulator.report import SimReport
+from cohort.services.simulator.core.report import SimReport
 
 
 def write_plot(path: Path, label: str, names: Sequence[str], reports: Sequence[SimReport]) -> None:

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cohort.services.simulator.advise import Advice, Trial
-from cohort.services.simulator.report import SimReport, Slice
-from cohort.services.simulator.reproduce import Reproduced, shown_spread
-from cohort.services.simulator.run import Capacity
-from cohort.services.simulator.statistics import Distribution
+from cohort.services.simulator.advise.advise import Advice, Trial
+from cohort.services.simulator.core.report import SimReport, Slice
+from cohort.services.simulator.core.run import Capacity
+from cohort.services.simulator.core.statistics import Distribution
+from cohort.services.simulator.reproduce.reproduce import Reproduced, shown_spread
 
 
 def table(first: str, *columns: str) -> Table:

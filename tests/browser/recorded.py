@@ -13,9 +13,9 @@ import msgspec
 import structlog
 from aiohttp.test_utils import TestServer
 
-from cohort.common.browsers import BrowserGuard
 from cohort.common.clock import SystemClock
 from cohort.common.config import Config
+from cohort.common.http.browsers import BrowserGuard
 from cohort.common.messages import GatewayView, Heartbeat, Look, ManagerView, Message, View, WorkerView
 from cohort.common.planning.machine import PlanDecision
 from cohort.common.planning.shape import Shape

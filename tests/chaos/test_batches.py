@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from cohort.services.gateway.batch_store import BatchStore
+from cohort.services.gateway.batches.batch_store import BatchStore
 from tests.e2e.pipeline import Pipeline
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cohort.common.ports import free_port
+from cohort.common.http.ports import free_port
 from cohort.services.bench.chaos.report import RESTART, UNDISTURBED, Document
 from tests.examples import nightly
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.golden import Golden, golden_outputs, near_ties
+from tests.e2e.equality.golden import Golden, golden_outputs, near_ties
 from tests.e2e.pipeline import Answer, Pipeline
 from tests.examples import another_of_its_kind
 
@@ -22,6 +23,7 @@ STREAMS = 100
 NEW_TOKENS = 20
 LONGEST_PAUSE_S = 60.0
 NEWCOMERS = 4
+DECODE = "decode-0"
 ALL_LINES = 1_000_000
 
 
@@ -42,19 +44,35 @@ def bodies() -> list[dict[str, Any]]:
     ]
 
 
+@pytest.fixture(scope="module")
+def holding(standard: Pipeline) -> Iterator[Pipeline]:
+    """Its decode worker stands still where a test wants it."""
+    for held in (True, False):
+        if held:
+            standard.held.add(DECODE)
+        else:
+            standard.held.discard(DECODE)
+        if DECODE in standard.processes:
+            standard.terminate(DECODE)
+        standard.start(DECODE)
+        standard.wait_ready()
+        if held:
+            yield standard
+
+
 @pytest.fixture
-def pipeline(standard: Pipeline) -> Pipeline:
+def pipeline(holding: Pipeline) -> Pipeline:
     """All of it: also what an earlier test here killed and, failing, did not start again."""
-    for name in standard.names:
-        if name not in standard.processes:
-            standard.start(name)
-    standard.wait_ready()
-    return standard
+    for name in holding.names:
+        if name not in holding.processes:
+            holding.start(name)
+    holding.wait_ready()
+    return holding
 
 
 @pytest.fixture(scope="module")
-def undisturbed(standard: Pipeline) -> list[Answer]:
-    answers = standard.complete_all(bodies(), concurrency=STREAMS)
+def undisturbed(holding: Pipeline) -> list[Answer]:
+    answers = holding.complete_all(bodies(), concurrency=STREAMS)
     assert [answer.error for answer in answers] == [""] * STREAMS
     return answers
 
@@ -70,17 +88,12 @@ async def disturb(pipeline: Pipeline, victim: str, back_after_s: float | None) -
     every stream has ended, and `NEWCOMERS` more that begin meanwhile."""
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        tasks = [asyncio.create_task(pipeline.complete(session, **body)) for body in bodies()]
-        before = await asyncio.to_thread(pipeline.stats, "gateway")
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            stats = await asyncio.to_thread(pipeline.stats, "gateway")
-            produced = stats["generation_tokens_total"] - before["generation_tokens_total"]
-            if produced > STREAMS * NEW_TOKENS // 5:
-                break
-            await asyncio.sleep(0.05)
-        unfinished = sum(not task.done() for task in tasks)
-        pipeline.kill(victim)
+        with pipeline.hold(DECODE) as go_on:
+            tasks = [asyncio.create_task(pipeline.complete(session, **body)) for body in bodies()]
+            await asyncio.to_thread(pipeline.wait_for_requests, STREAMS)
+            await asyncio.to_thread(go_on, STREAMS * NEW_TOKENS // 5)
+            unfinished = sum(not task.done() for task in tasks)
+            await asyncio.to_thread(pipeline.kill, victim)
         if back_after_s is not None:
             await asyncio.sleep(back_after_s)
             pipeline.start(victim)
@@ -139,12 +152,12 @@ def test_the_monitor_may_die(pipeline: Pipeline, undisturbed: list[Answer], gree
 def test_a_killed_gateway_breaks_its_streams_visibly_and_leaves_nothing(pipeline: Pipeline) -> None:
     async def run() -> list[Answer | BaseException]:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-            produced = pipeline.stats("gateway")["generation_tokens_total"]
-            # So long that no machine is done when the first heartbeat tells of their tokens.
-            long = [{**body, "max_tokens": 500} for body in bodies()[:30]]
-            tasks = [asyncio.create_task(pipeline.complete(session, **body)) for body in long]
-            await asyncio.to_thread(pipeline.wait_for, "gateway", "generation_tokens_total", produced + 1, 60.0)
-            pipeline.kill("gateway")
+            with pipeline.hold(DECODE) as go_on:
+                long = [{**body, "max_tokens": 500} for body in bodies()[:30]]
+                tasks = [asyncio.create_task(pipeline.complete(session, **body)) for body in long]
+                await asyncio.to_thread(pipeline.wait_for_requests, len(long))
+                await asyncio.to_thread(go_on, 1)
+                await asyncio.to_thread(pipeline.kill, "gateway")
             return await asyncio.gather(*tasks, return_exceptions=True)
 
     results = asyncio.run(run())
@@ -162,7 +175,7 @@ def test_a_killed_gateway_breaks_its_streams_visibly_and_leaves_nothing(pipeline
 def test_no_file_or_socket_is_left_open(pipeline: Pipeline) -> None:
     """Connections of killed peers, finished clients and broken transfers are closed again."""
     pipeline.complete_all(bodies()[:8])
-    before = {name: pipeline.stats(name)["open_fds"] for name in pipeline.names if name != "monitor"}
+    before = {name: pipeline.heard(name)["open_fds"] for name in pipeline.names if name != "monitor"}
     for _ in range(2):
         pipeline.kill("decode-0")
         pipeline.start("decode-0")
@@ -170,8 +183,13 @@ def test_no_file_or_socket_is_left_open(pipeline: Pipeline) -> None:
         pipeline.complete_all(bodies()[:8])
     pipeline.assert_nothing_left()
     time.sleep(1.0)
-    after = {name: pipeline.stats(name)["open_fds"] for name in before}
-    grown = {name: (before[name], after[name]) for name in before if after[name] > before[name] + 8}
+    deadline = time.monotonic() + 20
+    while True:  # what is closed after the last answer, and a heartbeat that says so
+        after = {name: pipeline.heard(name)["open_fds"] for name in before}
+        grown = {name: (before[name], after[name]) for name in before if after[name] > before[name] + 8}
+        if not grown or time.monotonic() > deadline:
+            break
+        time.sleep(0.25)
     assert not grown, f"open files grew: {grown}"
 
 
@@ -181,10 +199,11 @@ def test_clients_that_leave_free_everything(pipeline: Pipeline) -> None:
             tasks = [
                 asyncio.create_task(pipeline.complete(session, **{**body, "max_tokens": 500})) for body in bodies()[:40]
             ]
-            await asyncio.sleep(2.0)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            with pipeline.hold(DECODE) as go_on:
+                await asyncio.to_thread(go_on, 80)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(run())
     pipeline.assert_nothing_left()

@@ -13,9 +13,9 @@ import aiohttp
 import pytest
 import torch
 
-from tests.e2e.golden import Golden, golden_outputs
+from tests.e2e.equality.golden import Golden, golden_outputs
+from tests.e2e.equality.test_golden import ask, compare
 from tests.e2e.pipeline import Answer, Pipeline
-from tests.e2e.test_golden import ask, compare
 from tests.e2e.tiny_models import llama, save
 from tests.services.gateway.tiny_model import byte_level
 
@@ -49,7 +49,9 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[
         "engine": {"threads": 1},
         "kv": {"memory_bytes": 64 << 20},
     }
-    with Pipeline(tmp_path_factory.mktemp("ranks"), model, overrides, preset="disaggregated") as running:
+    made = Pipeline(tmp_path_factory.mktemp("ranks"), model, overrides, preset="disaggregated")
+    made.held.add("decode-0")
+    with made as running:
         yield running
 
 
@@ -63,7 +65,7 @@ def ranks_of(pid: int) -> list[int]:
                 words = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if parent == pid and b"cohort.common.engine.follower_process" in words:
+            if parent == pid and b"cohort.common.engine.worker.follower_process" in words:
                 found.append(int(entry.name))
     return found
 
@@ -90,14 +92,13 @@ def test_a_killed_rank_costs_a_pause_and_nothing_else(pipeline: Pipeline, golden
     (follower,) = ranks_of(worker.pid)
 
     async def disturb() -> list[Answer]:
-        produced = (await asyncio.to_thread(pipeline.stats, "gateway")).get("generation_tokens_total", 0.0)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
-            tasks = [asyncio.create_task(pipeline.complete(session, **ask(golden))) for golden in goldens]
-            await asyncio.to_thread(
-                pipeline.wait_for, "gateway", "generation_tokens_total", produced + 2 * STREAMS, 60.0
-            )
-            assert not any(task.done() for task in tasks)
-            os.kill(follower if victim == "rank 1" else worker.pid, signal.SIGKILL)
+            with pipeline.hold("decode-0") as go_on:
+                tasks = [asyncio.create_task(pipeline.complete(session, **ask(golden))) for golden in goldens]
+                await asyncio.to_thread(pipeline.wait_for_requests, STREAMS)
+                await asyncio.to_thread(go_on, 2 * STREAMS, STREAMS)
+                assert not any(task.done() for task in tasks)
+                os.kill(follower if victim == "rank 1" else worker.pid, signal.SIGKILL)
             await asyncio.to_thread(worker.wait, GONE_S)
             await asyncio.to_thread(wait_gone, [follower])
             pipeline.start("decode-0")

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from cohort.common.config import load_config
-from cohort.common.ports import free_port
+from cohort.common.http.ports import free_port
 from cohort.common.types import Role
 from cohort.services.global_monitor.launcher_orders import LauncherOrders, OrderFailed
 from tests.chaos.ray_nodes import RayNodes, why_not

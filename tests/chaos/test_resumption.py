@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import aiohttp
 import pytest
 
 from cohort.common.config import dump_config, load_config
-from cohort.common.ports import free_port
+from cohort.common.http.ports import free_port
 from tests.e2e.pipeline import Pipeline
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 STREAMS = 18
 NEW_TOKENS = 48
 DEADLINE_S = 120.0
+WORKER = "unified-0"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,9 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> I
         "model": {"max_model_len": 2048},
         "kv": {"memory_bytes": 200 << 20},
     }
-    with Pipeline(tmp_path_factory.mktemp("resumed"), default_model, overrides, preset="unified") as running:
+    made = Pipeline(tmp_path_factory.mktemp("resumed"), default_model, overrides, preset="unified")
+    made.held.add(WORKER)
+    with made as running:
         yield running
 
 
@@ -140,9 +143,8 @@ async def read(response: aiohttp.ClientResponse, got: Got) -> None:
             lines = {}
 
 
-async def client(url: str, path: str, body: dict[str, Any], resume_at: str) -> Got:
+async def client(url: str, path: str, body: dict[str, Any], resume_at: str, got: Got) -> Got:
     """Streams, and resumes at that server until all is there."""
-    got = Got()
     asked = {**body, "stream": True}
     if "completions" in path:
         asked["stream_options"] = {"include_usage": True}
@@ -167,20 +169,29 @@ async def client(url: str, path: str, body: dict[str, Any], resume_at: str) -> G
     return got
 
 
-async def all_clients(pipeline: Pipeline, resume_at: str) -> list[asyncio.Task[Got]]:
-    made = bodies(Path(pipeline._given["model"]["path"]).name)
-    return [asyncio.create_task(client(pipeline.url, path, body, resume_at)) for path, body in made]
+def all_clients(pipeline: Pipeline, resume_at: str) -> list[tuple[Got, asyncio.Task[Got]]]:
+    """What each has got, to be looked at under way."""
+    started = []
+    for path, body in bodies(Path(pipeline._given["model"]["path"]).name):
+        got = Got()
+        started.append((got, asyncio.create_task(client(pipeline.url, path, body, resume_at, got))))
+    return started
 
 
-async def until_half_is_said(pipeline: Pipeline) -> None:
-    before = (await asyncio.to_thread(pipeline.stats, "gateway")).get("generation_tokens_total", 0.0)
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        stats = await asyncio.to_thread(pipeline.stats, "gateway")
-        if stats.get("generation_tokens_total", 0.0) - before > STREAMS * NEW_TOKENS // 4:
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError("no tokens")
+async def disturbed(pipeline: Pipeline, resume_at: str, disturb: Callable[[], None]) -> list[Got]:
+    """The disturbance comes when a quarter of the text is said, and every client has the beginning of its own: the
+    worker says no more before."""
+    choices = sum(body.get("n", 1) for _, body in bodies(""))
+    with pipeline.hold(WORKER) as go_on:
+        clients = all_clients(pipeline, resume_at)
+        await asyncio.to_thread(pipeline.wait_for_requests, choices)
+        await asyncio.to_thread(go_on, STREAMS * NEW_TOKENS // 4, choices)
+        deadline = time.monotonic() + DEADLINE_S
+        while not all(got.token for got, _ in clients):
+            assert time.monotonic() < deadline, clients
+            await asyncio.sleep(0.02)
+        await asyncio.to_thread(disturb)
+    return await asyncio.gather(*(task for _, task in clients))
 
 
 def check(answers: list[Got], undisturbed: list[Got]) -> None:
@@ -193,7 +204,7 @@ def check(answers: list[Got], undisturbed: list[Got]) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(pipeline: Pipeline) -> list[Got]:
     async def run() -> list[Got]:
-        return await asyncio.gather(*await all_clients(pipeline, pipeline.url))
+        return await asyncio.gather(*(task for _, task in all_clients(pipeline, pipeline.url)))
 
     answers = asyncio.run(run())
     assert all(got.done and not got.breaks for got in answers)
@@ -201,14 +212,11 @@ def undisturbed(pipeline: Pipeline) -> list[Got]:
 
 
 def test_a_killed_gateway_goes_on_after_its_next_start(pipeline: Pipeline, undisturbed: list[Got]) -> None:
-    async def run() -> list[Got]:
-        clients = await all_clients(pipeline, pipeline.url)
-        await until_half_is_said(pipeline)
+    def kill_and_start() -> None:
         pipeline.kill("gateway")
-        await asyncio.to_thread(pipeline.start, "gateway")
-        return await asyncio.gather(*clients)
+        pipeline.start("gateway")
 
-    check(asyncio.run(run()), undisturbed)
+    check(asyncio.run(disturbed(pipeline, pipeline.url, kill_and_start)), undisturbed)
     pipeline.wait_ready()
     pipeline.assert_nothing_left(timeout_s=40.0)
 
@@ -249,14 +257,7 @@ def second_gateway(pipeline: Pipeline) -> Iterator[str]:
 
 def test_another_gateway_goes_on_with_the_streams_of_a_killed_one(pipeline: Pipeline, undisturbed: list[Got]) -> None:
     with second_gateway(pipeline) as other:
-
-        async def run() -> list[Got]:
-            clients = await all_clients(pipeline, other)
-            await until_half_is_said(pipeline)
-            pipeline.kill("gateway")
-            return await asyncio.gather(*clients)
-
-        check(asyncio.run(run()), undisturbed)
+        check(asyncio.run(disturbed(pipeline, other, lambda: pipeline.kill("gateway"))), undisturbed)
     pipeline.start("gateway")
     pipeline.wait_ready()
     pipeline.assert_nothing_left(timeout_s=40.0)

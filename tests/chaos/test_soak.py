@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cohort.common.ports import free_port
+from cohort.common.http.ports import free_port
 from cohort.services.bench.soak.report import read_document
 from tests.examples import nightly
 

@@ -7,8 +7,21 @@ import asyncio
 from aiohttp import web
 
 from cohort.common.errors import ConfigError, NoDeviceLeft
+from cohort.common.machines.effects import Send
+from cohort.common.machines.events import Tick
 from cohort.common.messages import KvRenew, Registered
-from cohort.common.service import ServiceContext, metrics_routes, service_main
+from cohort.common.process.guard import guarded
+from cohort.common.process.service import ServiceContext, metrics_routes, service_main
+
+
+class Contradictory:
+    def handle(self, now_s: float, *events: Tick) -> list[Send]:
+        held = {"r": 2}
+        assert held["r"] == 1, f"{held} are held"
+        return []
+
+    def check(self) -> None:
+        pass
 
 
 async def build(context: ServiceContext) -> None:
@@ -27,6 +40,10 @@ async def build(context: ServiceContext) -> None:
             return
         case "stuck" | "stuck-2":
             context.ready = True
+            await asyncio.Event().wait()
+        case "contradicts-itself":
+            machine = guarded(context, Contradictory())
+            asyncio.get_running_loop().call_later(0.1, machine.handle, 1.0, Tick())  # where no task would end by it
             await asyncio.Event().wait()
         case "deaf":
             context.ready = True

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from cohort.common.address_book import follow_book, read_book
 from cohort.common.config import Config, EndpointsConfig, ManagerConfig, SecurityConfig
 from cohort.common.errors import ConfigError
+from cohort.common.http.ports import free_port
 from cohort.common.messages import Address
-from cohort.common.ports import free_port
 from cohort.common.seeds import KnownAddresses, seeds_of, seek, wanted_by, with_own_inbox
 from cohort.common.transport.security import generate_keys, load_keys
 from cohort.common.transport.zmq_bus import ZmqBus

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from tokenizers import Tokenizer
 
-from tests.e2e.golden import Golden, golden_outputs
+from tests.e2e.equality.golden import Golden, golden_outputs
 from tests.e2e.pipeline import CONTEXT_LIMIT
 
 NEW_TOKENS = 16

@@ -3,6 +3,7 @@ start costs a tenth of the imports' two seconds. That real starts work is `tests
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -15,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from cohort.services.launcher.template import LARGEST_ORDER_BYTES
+from cohort.services.launcher.processes.template import LARGEST_ORDER_BYTES
 
 READY_TIMEOUT_S = 120.0
 _MANAGING = ("gateway", "length_predictor", "bucketing_manager", "global_monitor")
@@ -45,8 +46,10 @@ class ForkedProcess:
         return self.returncode
 
     def send_signal(self, number: signal.Signals) -> None:
+        """None to a process that has ended: the template may have reaped it before its end was heard here."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -61,7 +64,7 @@ class _Template:
         command = [
             sys.executable,
             "-m",
-            "cohort.services.launcher.template",
+            "cohort.services.launcher.processes.template",
             "--orders",
             str(theirs.fileno()),
             *modules,

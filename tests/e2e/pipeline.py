@@ -12,18 +12,20 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from cohort.common.addresses import gateway_names, manager_names
 from cohort.common.config import Config, dump_config, load_config
-from cohort.common.ports import free_port
+from cohort.common.http.ports import free_port
 from cohort.common.types import Role
 from tests.e2e.forked import ForkedProcess, fork
+from tests.e2e.held_file import Hold, held_file, hold_file
 
 CONTEXT_LIMIT = int(os.environ.get("COHORT_TEST_CONTEXT", "2048"))
 """The pipeline under test serves so many positions; 8192 is the model's own limit and takes minutes on two cores."""
@@ -72,6 +74,8 @@ class Pipeline:
         """`before`: by process, a command that runs it, as `ip netns exec …`."""
         self.folder = folder
         self._before = before or {}
+        self.held: set[str] = set()
+        """Workers that are `held_worker`s when they start next."""
         self.port = free_port()
         given: dict[str, Any] = {
             "model": {"path": str(model), "dtype": "float32"},
@@ -123,7 +127,7 @@ class Pipeline:
         folder = _FOLDERS.get(name.partition("-")[0]) or ("decode_worker" if role is Role.DECODE else "prefill_worker")
         threads = str(self.config.worker_threads(name, os.cpu_count() or 1)) if role else "1"
         arguments = ["--config", str(self._file), "--instance", name, "--run-dir", str(self.run_dir(name))]
-        module = f"cohort.services.{folder}"
+        module = "tests.e2e.held_worker" if name in self.held else f"cohort.services.{folder}"
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
         with (self.folder / f"{name}.log").open("ab") as log:
             if name in self._before:
@@ -137,6 +141,41 @@ class Pipeline:
                 )
             else:
                 self.processes[name] = fork(module, arguments, environment, log)
+
+    @contextlib.contextmanager
+    def hold(self, name: str) -> Iterator[Callable[..., None]]:
+        """That worker, one of `held`, begins no step until the end of the block. Gives what lets it go on until it has
+        sent so many `tokens`, and one to each of so many `requests`, and waits until it stands still again."""
+        hold, held = hold_file(self.run_dir(name), name), held_file(self.run_dir(name), name)
+        fresh = hold.with_suffix(".new")
+
+        def order(tokens: int, requests: int = 0) -> None:
+            fresh.write_bytes(msgspec.json.encode(Hold(tokens, requests)))
+            fresh.replace(hold)
+
+        def go_on(tokens: int, requests: int = 0) -> None:
+            order(tokens, requests)
+            said = hold.read_bytes()
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not held.exists() or held.read_bytes() != said:
+                assert time.monotonic() < deadline, f"{name} did not send so many tokens: {tokens}\n{self.log(name)}"
+                time.sleep(0.02)
+
+        order(0)
+        try:
+            yield go_on
+        finally:
+            hold.unlink(missing_ok=True)
+
+    def wait_for_requests(self, number: int) -> None:
+        """Until the gateway has so many that are not answered."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            stats = self.heard("gateway")
+            if stats.get("requests_running", 0) + stats.get("requests_waiting", 0) >= number:
+                return
+            assert time.monotonic() < deadline, f"{number} requests are expected: {stats}"
+            time.sleep(0.05)
 
     def run_dir(self, name: str) -> Path:
         """One machine's processes share one."""
@@ -201,18 +240,56 @@ class Pipeline:
         process = self.state().get(name)  # a monitor that just started has not heard of every process
         return dict(process["stats"]) if process is not None and process["status"] == "up" else {}
 
+    def heard(self, name: str) -> dict[str, float]:
+        """`stats` of a process that lives, also where it or the monitor was not scheduled for seconds and counts as
+        down until its next heartbeat."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            with contextlib.suppress(OSError):
+                if stats := self.stats(name):
+                    return stats
+            assert time.monotonic() < deadline, f"nothing is heard of {name}:\n{self.log(name)}"
+            time.sleep(0.1)
+
+    def wait_told(self, *names: str) -> None:
+        """Until each of these (all that run, but the monitor) has sent two heartbeats more: the second was made after
+        this was called."""
+        beats = dict.fromkeys(names or (name for name in self.processes if name != "monitor"), 0)
+        ages_s: dict[str, float] = {}
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while min(beats.values()) < 2:
+            assert time.monotonic() < deadline, f"no heartbeats: {beats}"
+            with contextlib.suppress(OSError):
+                for name, process in self.state().items():
+                    if name in beats:
+                        beats[name] += process["age_s"] < ages_s.get(name, 0.0)
+                        ages_s[name] = process["age_s"]
+            time.sleep(0.1)
+
     def wait_for(self, name: str, stat: str, at_least: float, timeout_s: float = 5.0) -> None:
-        """Until a heartbeat says so."""
-        deadline = time.monotonic() + timeout_s
-        while (value := self.stats(name).get(stat, 0.0)) < at_least:
-            assert time.monotonic() < deadline, f"{name}: {stat} is {value}, expected {at_least} or more"
+        """Until a heartbeat says so. Time is counted in heartbeats, so none passes while the process or the monitor is
+        not scheduled."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        beats, last_age_s, value = 0, 0.0, 0.0
+        while True:
+            with contextlib.suppress(OSError):
+                process = self.state().get(name)
+                if process is not None and process["status"] == "up":
+                    if (value := process["stats"].get(stat, 0.0)) >= at_least:
+                        return
+                    beats += process["age_s"] < last_age_s
+                    last_age_s = process["age_s"]
+            late = beats * self.config.monitor.heartbeat_s > timeout_s or time.monotonic() > deadline
+            assert not late, f"{name}: {stat} is {value} after {beats} heartbeats, expected {at_least} or more"
             time.sleep(0.1)
 
     def assert_nothing_left(self, timeout_s: float = 20.0) -> None:
         """No request, block or lease is held anywhere (heartbeats need a moment to say so)."""
         deadline = time.monotonic() + timeout_s
+        left = {"the monitor does not answer": 1.0}
         while True:
-            left = self._left()
+            with contextlib.suppress(OSError):  # it is not scheduled
+                left = self._left()
             if not left:
                 return
             if time.monotonic() > deadline:

@@ -74,8 +74,8 @@ async def opened(pipeline: Pipeline, count: int) -> tuple[list[Client], list[int
 
 def streams_of(pipeline: Pipeline) -> dict[str, float]:
     """Open at each gateway, once two heartbeats have told."""
-    time.sleep(1.2)
-    return {name: pipeline.stats(name).get("open_streams", 0.0) for name in GATEWAYS}
+    pipeline.wait_told(*GATEWAYS)
+    return {name: pipeline.heard(name).get("open_streams", 0.0) for name in GATEWAYS}
 
 
 async def apart(pipeline: Pipeline) -> list[Client]:
@@ -112,7 +112,7 @@ async def test_a_conversation_goes_on_at_either_gateway(pipeline: Pipeline) -> N
             answer: dict[str, Any] = await response.json()
             return answer
 
-    before = {name: pipeline.stats(name).get("requests_total", 0.0) for name in GATEWAYS}
+    before = {name: pipeline.heard(name).get("requests_total", 0.0) for name in GATEWAYS}
     first = await respond(input="Name a city.")
     tokens = []
     deadline = time.monotonic() + DEADLINE_S
@@ -121,8 +121,8 @@ async def test_a_conversation_goes_on_at_either_gateway(pipeline: Pipeline) -> N
             answer = await respond(input="And one more.", previous_response_id=first["id"])
             tokens.append(answer["usage"]["input_tokens"])
         assert len(set(tokens)) == 1 and tokens[0] > first["usage"]["input_tokens"]
-        await asyncio.sleep(1.2)  # two heartbeats
-        if all(pipeline.stats(name).get("requests_total", 0.0) > before[name] for name in GATEWAYS):
+        await asyncio.to_thread(pipeline.wait_told, *GATEWAYS)
+        if all(pipeline.heard(name).get("requests_total", 0.0) > before[name] for name in GATEWAYS):
             break
         assert time.monotonic() < deadline, "the kernel gave every connection to one gateway"
 

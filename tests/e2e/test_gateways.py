@@ -16,7 +16,7 @@ import aiohttp
 import openai
 import pytest
 
-from cohort.services.gateway.batch_store import BatchStore
+from cohort.services.gateway.batches.batch_store import BatchStore
 from tests.e2e.pipeline import Pipeline
 
 pytestmark = pytest.mark.pipeline
@@ -53,7 +53,7 @@ def requests_of(pipeline: Pipeline) -> dict[str, float]:
     before: dict[str, float] = {}
     while (now := {name: pipeline.stats(name).get("requests_total", 0.0) for name in GATEWAYS}) != before:
         before = now
-        time.sleep(1.2)  # two heartbeats
+        pipeline.wait_told()
     return now
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from cohort.common.paths import cache_dir
-from cohort.kernels import native
 from cohort.kernels.attention_meta import AttentionMeta
-from cohort.kernels.build import find_compiler
+from cohort.kernels.cpu import native
+from cohort.kernels.cpu.build import find_compiler
 
 native.keep_in(cache_dir())
 

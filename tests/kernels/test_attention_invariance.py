@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cohort.kernels import native
-from cohort.kernels.paged_attention import AttentionMeta, paged_attention
+from cohort.kernels.cpu import native
+from cohort.kernels.ops.paged_attention import AttentionMeta, paged_attention
 from tests.examples import examples
 
 from .conftest import MakeStep, Step

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cohort.kernels import native
+from cohort.kernels.cpu import native
 from cohort.kernels.fp8_cache import decoded, encoded
-from cohort.kernels.paged_attention import AttentionMeta, paged_attention, write_kv
-from cohort.kernels.slots import gather_slots, scatter_slots
+from cohort.kernels.ops.paged_attention import AttentionMeta, paged_attention, write_kv
+from cohort.kernels.ops.slots import gather_slots, scatter_slots
 from tests.examples import examples
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

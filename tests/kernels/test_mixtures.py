@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cohort.kernels import native, reference
-from cohort.kernels.experts import add_weighted, choose_experts
+from cohort.kernels import reference
+from cohort.kernels.cpu import native
+from cohort.kernels.ops.experts import add_weighted, choose_experts
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 

@@ -82,7 +82,7 @@ def simulated(root: Path, preset: str, compiled: str) -> dict[str, Any]:
     """The report, but for measured times; checked that it was made as asked."""
     program = (
         "import sys; from cohort.services.cli.__main__ import main; code = main(sys.argv[1:]);"
-        "from cohort.common.machines import worker; sys.stderr.write(worker.__file__); sys.exit(code)"
+        "from cohort.common.machines.worker import worker; sys.stderr.write(worker.__file__); sys.exit(code)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, *SIMULATION, "--model", "llama-2-13b", "--preset", preset, "--json", "-"],

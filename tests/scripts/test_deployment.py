@@ -17,8 +17,8 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from cohort.common import metrics
 from cohort.common.config import load_config
+from cohort.common.process import metrics
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))

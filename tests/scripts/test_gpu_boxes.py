@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from cohort.common.config import Config, load_config
-from cohort.common.devices.claims import DeviceClaims, Held
-from cohort.common.engine.devices import wish_for
+from cohort.common.devices.gpu_locks import DeviceClaims, Held
+from cohort.common.engine.worker.devices import wish_for
 from cohort.common.types import Role
 from tests.common.devices.fakes import gpus
 from tests.containers import ENTRYPOINT, SERVICES

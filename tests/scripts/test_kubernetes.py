@@ -21,9 +21,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from cohort.common import exposure
 from cohort.common.config import Config, load_config
-from cohort.common.service import drain_time_s
+from cohort.common.http import exposure
+from cohort.common.process.service import drain_time_s
 from cohort.services.launcher.plan import STOP_MARGIN_S
 from tests.containers import ENTRYPOINT, ROOT
 from tests.containers import SERVICES as COMPOSED

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 import yaml
 
-from cohort.common import exposure
 from cohort.common.config import Config, load_config
-from cohort.common.service import drain_time_s
+from cohort.common.http import exposure
+from cohort.common.process.service import drain_time_s
 from cohort.services.launcher.plan import STOP_MARGIN_S
 from tests.kustomize import Resource, documents, pod_specs, render
 from tests.scripts.test_kubernetes import FOLDER, RELEASES, selects, started, workloads

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from cohort.common import metrics
+from cohort.common.process import metrics
 from tests.exported_metrics import exported
 from tests.promql import read
 

@@ -14,16 +14,16 @@ from random import Random
 from cohort.common.config import Config
 from cohort.common.machines.effects import Send
 from cohort.common.machines.events import PromptScores, Received, Sampled, StepEnded
-from cohort.common.machines.worker import WorkerMachine
-from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
+from cohort.common.machines.worker.worker import WorkerMachine
+from cohort.common.machines.worker.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.messages import StartSegment, TokenBatch, TokenLogprob
 from cohort.common.policies import compose
 from cohort.common.policies.cost_model import CostModel
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.types import Attempt, Request, Role, SamplingParams, Segment, Slo, WorkerCapacity
-from cohort.services.simulator.hardware import load_cluster, load_model
-from cohort.services.simulator.profile import profile_points
-from cohort.services.simulator.work import plan_cost
+from cohort.services.simulator.core.profile import profile_points
+from cohort.services.simulator.core.work import plan_cost
+from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 
 MODEL = "smollm2-135m"
 DEVICE = "cpu-2core"

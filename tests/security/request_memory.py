@@ -22,22 +22,22 @@ from cohort.common import codec
 from cohort.common.clock import SystemClock
 from cohort.common.config import Config, LoggingConfig, ModelConfig
 from cohort.common.errors import RequestError
-from cohort.common.logs import configure_logging
 from cohort.common.machines.events import Received
-from cohort.common.machines.gateway import GatewayMachine, GatewaySettings
+from cohort.common.machines.gateway.gateway import GatewayMachine, GatewaySettings
 from cohort.common.messages import Placed, StageTimes, TokenBatch, TokenLogprob, TokenUpdate
-from cohort.common.metrics import MetricFactory, RequestMetrics
 from cohort.common.policies import compose
-from cohort.services.gateway.answering import Answering
-from cohort.services.gateway.generator import Generator
-from cohort.services.gateway.grammar_process import GrammarCompiler
-from cohort.services.gateway.openai_api import OpenAiApi
-from cohort.services.gateway.owners import Owners
-from cohort.services.gateway.request_bodies import RequestBodies
+from cohort.common.process.logs import configure_logging
+from cohort.common.process.metrics import MetricFactory, RequestMetrics
+from cohort.services.gateway.apis.openai_api import OpenAiApi
+from cohort.services.gateway.generation.answering import Answering
+from cohort.services.gateway.generation.generator import Generator
+from cohort.services.gateway.generation.streams import Streams
+from cohort.services.gateway.generation.timing import GatewayTimes
+from cohort.services.gateway.http.request_bodies import RequestBodies
+from cohort.services.gateway.keys.owners import Owners
+from cohort.services.gateway.requests.tool_formats import tool_format
 from cohort.services.gateway.service import load_model
-from cohort.services.gateway.streams import Streams
-from cohort.services.gateway.timing import GatewayTimes
-from cohort.services.gateway.tool_formats import tool_format
+from cohort.services.gateway.text.grammar_process import GrammarCompiler
 
 REQUESTS = 1000
 CONTEXT = 8192

@@ -18,8 +18,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
-from cohort.common.browsers import BrowserGuard
-from cohort.common.static_pages import SHARED
+from cohort.common.http.browsers import BrowserGuard
+from cohort.common.http.static_pages import SHARED
 from cohort.services.gateway import chat_page
 from cohort.services.gateway.chat_page import CHAT_PATH
 from cohort.services.global_monitor import server as live_page

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from cohort.common.errors import ModelError, RequestError
-from cohort.services.gateway.chat_template import ChatTemplate
-from cohort.services.gateway.template_process import ChatRenderer, TemplateLimits
-from cohort.services.gateway.tokenizer import Tokenizer
+from cohort.services.gateway.text.chat_template import ChatTemplate
+from cohort.services.gateway.text.template_process import ChatRenderer, TemplateLimits
+from cohort.services.gateway.text.tokenizer import Tokenizer
 from tests.services.gateway import tiny_model
 from tests.services.gateway.conftest import OpenSite
 

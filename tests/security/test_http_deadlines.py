@@ -19,7 +19,7 @@ import pytest
 from aiohttp import web
 from structlog import get_logger
 
-from cohort.common.http_server import AcceptingSite, raise_descriptor_limit
+from cohort.common.http.http_server import AcceptingSite, raise_descriptor_limit
 from cohort.services.gateway import service
 from tests.services.gateway.conftest import OpenSite, Site, eventually, model_dir, open_site  # noqa: F401
 

@@ -19,7 +19,7 @@ from cohort.common.machines.effects import Admitted, Rejected
 from cohort.common.machines.events import Estimated, Offered
 from cohort.common.messages import Placed
 from cohort.common.types import Attempt
-from cohort.services.gateway.owners import Owners
+from cohort.services.gateway.keys.owners import Owners
 from tests.common.machines.small_gateway import PROMPT, Gateway, only, request
 from tests.services.gateway.batch_client import ask, begin, client_of, ended, job
 from tests.services.gateway.conftest import OpenSite, Site, eventually, model_dir, open_site  # noqa: F401

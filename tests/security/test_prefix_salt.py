@@ -20,7 +20,7 @@ from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.baselines.placements import Disaggregated
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, Request, SamplingParams
-from cohort.services.gateway.owners import Owners
+from cohort.services.gateway.keys.owners import Owners
 from tests.common.machines.clusters import PD
 from tests.common.machines.world import GATEWAY, STOP_TOKEN, Owned, World
 from tests.common.policies.baselines.drive import BLOCK, GEOMETRY

@@ -16,20 +16,22 @@ import numpy as np
 import pytest
 
 from cohort.common.config import GatewayConfig
-from cohort.common.engine.batch_builder import build_batch
-from cohort.common.engine.sampler import sample
+from cohort.common.engine.step.batch_builder import build_batch
+from cohort.common.engine.step.sampler import sample
 from cohort.common.errors import RequestError
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
-from cohort.common.policies.interface import IterationPlan, Row
+from cohort.common.policies.interface import IterationPlan
 from cohort.common.sampling_inputs import LogitBias, SamplingInputs
-from cohort.common.sequence import Sequence
+from cohort.common.sequence import Row, Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
-from cohort.services.gateway import generator, parsing, stop_strings
-from cohort.services.gateway.body_shape import refuse_shape
-from cohort.services.gateway.model_card import ModelCard
-from cohort.services.gateway.parsing import parse_completion
-from cohort.services.gateway.request_budget import RequestBudget
-from cohort.services.gateway.stop_strings import StopAutomaton
+from cohort.services.gateway.generation import generator
+from cohort.services.gateway.generation.request_budget import RequestBudget
+from cohort.services.gateway.requests import parsing
+from cohort.services.gateway.requests.body_shape import refuse_shape
+from cohort.services.gateway.requests.model_card import ModelCard
+from cohort.services.gateway.requests.parsing import parse_completion
+from cohort.services.gateway.text import stop_strings
+from cohort.services.gateway.text.stop_strings import StopAutomaton
 from tests.counting import lines_run
 from tests.services.gateway.conftest import OpenSite, Site, eventually
 
@@ -308,7 +310,7 @@ def test_arrays_are_built_once_per_request_not_per_step(monkeypatch: pytest.Monk
 def test_a_step_does_not_read_the_biases_in_python() -> None:
     import torch
 
-    from cohort.common.engine.batch import SamplingRow
+    from cohort.common.engine.step.batch import SamplingRow
 
     logits = torch.zeros(1, 2000)
 

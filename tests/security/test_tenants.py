@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from cohort.common.config import CONFIGS_DIR, load_config
-from cohort.common.key_file import OwnLimits, editing, new_key
+from cohort.common.keys.key_file import OwnLimits, editing, new_key
 from cohort.common.machines.recorder import config_text
-from cohort.services.gateway.generator import Generator
-from cohort.services.gateway.keyring import Keyring
+from cohort.services.gateway.generation.generator import Generator
+from cohort.services.gateway.keys.keyring import Keyring
 from tests.services.gateway.conftest import OpenSite, Site, eventually, model_dir, open_site  # noqa: F401
 
 ASK: dict[str, Any] = {"prompt": "x", "max_tokens": 4}

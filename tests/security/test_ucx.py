@@ -18,19 +18,19 @@ from typing import Any
 import pytest
 import structlog
 
-from cohort.common import exposure
 from cohort.common.config import CONFIGS_DIR, Config, EndpointsConfig, PolicyConfig, load_config
-from cohort.common.engine import worker_process
+from cohort.common.engine.worker import worker_process
 from cohort.common.errors import ConfigError
+from cohort.common.http import exposure
 from cohort.common.policies import compose
 from cohort.common.policies.interface import Placement
-from cohort.common.transport.links import open_links
+from cohort.common.transport.open_links import open_links
 from cohort.common.transport.security import generate_keys
 from tests.containers import ROOT
 
 _OPEN_AND_LISTEN = """
 import asyncio, json, os, sys
-from cohort.common.transport.links import open_links
+from cohort.common.transport.open_links import open_links
 from tests.containers import listening
 
 async def main():

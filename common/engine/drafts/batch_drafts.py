@@ -16,8 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
-from cohort.common.engine.batch import Int64Array, SamplingRow, StepBatch
 from cohort.common.engine.drafts.token_chain import TokenChain
+from cohort.common.engine.step.batch import Int64Array, SamplingRow, StepBatch
 from cohort.common.types import DraftSource
 
 FILLED_AT_ONCE = 512

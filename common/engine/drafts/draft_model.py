@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from cohort.common.engine.batch import StepBatch
-from cohort.common.engine.device_steps import DeviceSteps
+from cohort.common.engine.cache.kv_tensors import KvTensors
+from cohort.common.engine.config.model_config import ModelGeometry
 from cohort.common.engine.drafts.batch_drafts import DraftRow, UnderWay, slots_of
 from cohort.common.engine.drafts.slot_drafter import SlotDrafter
 from cohort.common.engine.drafts.token_chain import SlotMarks, TokenChain
-from cohort.common.engine.kv_tensors import KvTensors
-from cohort.common.engine.model_config import ModelGeometry
-from cohort.common.engine.step_inputs import Model
+from cohort.common.engine.forward.device_steps import DeviceSteps
+from cohort.common.engine.models.step_inputs import Model
+from cohort.common.engine.step.batch import StepBatch
 from cohort.common.types import DraftSource
 
 

@@ -13,17 +13,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cohort.common.engine.lean_llama import read_layer
-from cohort.common.engine.linear import Linear
-from cohort.common.engine.matrices import RoundedWeights, Rounding, matrix
-from cohort.common.engine.model_config import ModelGeometry
-from cohort.common.engine.rope import rope_tables
-from cohort.common.engine.step_inputs import StepInputs
-from cohort.common.engine.weights import WeightKind, open_weights
+from cohort.common.engine.config.model_config import ModelGeometry
+from cohort.common.engine.models.lean_llama import read_layer
+from cohort.common.engine.models.rope import rope_tables
+from cohort.common.engine.models.step_inputs import StepInputs
+from cohort.common.engine.weights.linear import Linear
+from cohort.common.engine.weights.matrices import RoundedWeights, Rounding, matrix
+from cohort.common.engine.weights.weights import WeightKind, open_weights
 from cohort.common.errors import ModelError
-from cohort.kernels.fused import rms_norm, rope_and_write_kv
-from cohort.kernels.paged_attention import paged_attention
-from cohort.kernels.panels import Arena
+from cohort.kernels.cpu.panels import Arena
+from cohort.kernels.ops.fused import rms_norm, rope_and_write_kv
+from cohort.kernels.ops.paged_attention import paged_attention
 
 
 class EagleHead:

@@ -15,15 +15,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cohort.common.engine.lean_deepseek import LayerArithmetic, LayerReader
-from cohort.common.engine.linear import Linear
-from cohort.common.engine.matrices import matrix
-from cohort.common.engine.model_config import ModelGeometry
-from cohort.common.engine.step_inputs import StepInputs
-from cohort.common.engine.weights import open_weights
+from cohort.common.engine.config.model_config import ModelGeometry
+from cohort.common.engine.models.lean_deepseek import LayerArithmetic, LayerReader
+from cohort.common.engine.models.step_inputs import StepInputs
+from cohort.common.engine.weights.linear import Linear
+from cohort.common.engine.weights.matrices import matrix
+from cohort.common.engine.weights.weights import open_weights
 from cohort.common.errors import ModelError
-from cohort.kernels.fused import rms_norm
-from cohort.kernels.panels import Arena
+from cohort.kernels.cpu.panels import Arena
+from cohort.kernels.ops.fused import rms_norm
 
 
 def module_geometry(geometry: ModelGeometry) -> ModelGeometry:

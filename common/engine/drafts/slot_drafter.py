@@ -16,14 +16,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from cohort.common.engine.batch import Int64Array, SamplingRow, StepBatch
-from cohort.common.engine.device_steps import DeviceSteps
+from cohort.common.engine.cache.kv_tensors import KvTensors
 from cohort.common.engine.drafts.batch_drafts import DraftRow, Drafts, Part, UnderWay, batch_of, drafted
 from cohort.common.engine.drafts.token_chain import TokenChain
-from cohort.common.engine.kv_tensors import KvTensors
-from cohort.common.engine.lean_llama import LeanLlama
-from cohort.common.engine.sampler import sample
-from cohort.common.engine.step_inputs import Model, step_inputs
+from cohort.common.engine.forward.device_steps import DeviceSteps
+from cohort.common.engine.models.lean_llama import LeanLlama
+from cohort.common.engine.models.step_inputs import Model, step_inputs
+from cohort.common.engine.step.batch import Int64Array, SamplingRow, StepBatch
+from cohort.common.engine.step.sampler import sample
 from cohort.common.types import DraftSource
 
 _RECORDED_ROWS = (1, 2, 4, 8)

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cohort.common.engine.batch import Int64Array, StepBatch
-from cohort.common.engine.device_steps import DeviceSteps
+from cohort.common.engine.cache.kv_tensors import KvTensors
 from cohort.common.engine.drafts.batch_drafts import DraftRow, UnderWay, slots_of
 from cohort.common.engine.drafts.slot_drafter import SlotDrafter
 from cohort.common.engine.drafts.token_chain import TokenChain
-from cohort.common.engine.kv_tensors import KvTensors
-from cohort.common.engine.linear import Embedding, Linear
-from cohort.common.engine.step_inputs import StepInputs
+from cohort.common.engine.forward.device_steps import DeviceSteps
+from cohort.common.engine.models.step_inputs import StepInputs
+from cohort.common.engine.step.batch import Int64Array, StepBatch
+from cohort.common.engine.weights.linear import Embedding, Linear
 from cohort.common.types import DraftSource
 
 _POSITION_BITS = 32

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from cohort.common.engine.batch import Int64Array
-from cohort.common.engine.counter_random import GOLDEN, MIX_1, MIX_2
+from cohort.common.engine.step.batch import Int64Array
+from cohort.common.engine.step.counter_random import GOLDEN, MIX_1, MIX_2
 
 Marks = npt.NDArray[np.uint64]
 

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cohort.common.engine.model_config import ModelGeometry
+from cohort.common.engine.config.model_config import ModelGeometry
 from cohort.common.errors import ConfigError
 
 _FILE = "tokenizer.json"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cohort.common.policies.interface import Row
-from cohort.common.sequence import Sequence
+from cohort.common.sequence import Row, Sequence
 
 FIRST_BATCH = 1 << 32
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
 
-from cohort.common.policies.interface import IterationPlan, Row
+from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.sequences import preempt, resume, start
-from cohort.common.sequence import Phase, Sequence
+from cohort.common.sequence import Phase, Row, Sequence
 from cohort.common.types import Attempt
 
 RankKey = tuple[int | float | Attempt, ...]

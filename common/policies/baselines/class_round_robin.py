@@ -13,9 +13,9 @@ from heapq import merge
 
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival, whole_chunks
 from cohort.common.policies.baselines.phase_queues import PhaseQueues
-from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Row
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, News
 from cohort.common.policies.kv_interface import KvAllocator
-from cohort.common.sequence import Phase, Sequence
+from cohort.common.sequence import Phase, Row, Sequence
 from cohort.common.types import TrafficClass
 
 _OTHER: dict[TrafficClass, TrafficClass] = {"rt": "be", "be": "rt"}

@@ -16,10 +16,10 @@ from typing import Literal
 
 from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, PromptSort, leaves_next_blocks
 from cohort.common.policies.baselines.batch_builder import by_arrival
-from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News, Row
+from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.sequences import preempt, resume, start
-from cohort.common.sequence import Phase, Sequence
+from cohort.common.sequence import Phase, Row, Sequence
 
 
 class ContinuousBatching(ArrivalQueues):

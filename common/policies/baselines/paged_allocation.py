@@ -28,9 +28,8 @@ from itertools import islice
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.kv.block_pool import BlockHash, BlockPool, block_hashes, of_group, prefix_root
-from cohort.common.policies.interface import Row
 from cohort.common.policies.kv_interface import NO_BLOCK, KvAllocator, KvCopy, NoSlotAhead
-from cohort.common.sequence import Sequence
+from cohort.common.sequence import Row, Sequence
 from cohort.common.types import Attempt, KvGeometry
 
 
@@ -156,6 +155,10 @@ class PagedAllocator(KvAllocator):
             [NO_BLOCK] * first + blocks + list(islice(fresh, count))
             for first, blocks, count in zip(behind, shared, wanted, strict=True)
         ]
+        assert all(len(table) == entries for table in tables), (
+            f"{key} has tables of {[*map(len, tables)]}, not {entries}"
+        )
+        assert found <= max_cached, f"{key} is to reuse {found} positions, {max_cached} at most"
         more = [Table(table, behind=first) for table, first in zip(tables[1:], behind[1:], strict=True)]
         self._held[key] = Holding(tables[0], behind=behind[0], hashes=hashes[:cached], more=more)
         return found
@@ -178,6 +181,7 @@ class PagedAllocator(KvAllocator):
 
     def _lengthen(self, holding: Holding, entries: int) -> None:
         """All tables; there are blocks for it."""
+        assert entries > 0 and not holding.host, "a sequence that is in host memory, or wants nothing, is given blocks"
         blocks = self._pool.allocate(entries * self._groups)
         if not holding.more:
             holding.blocks.extend(blocks)
@@ -205,6 +209,8 @@ class PagedAllocator(KvAllocator):
         holding = self._held.get(sequence.key)
         if holding is None:
             return
+        there = len(holding.blocks) * self.geometry.block_size
+        assert sequence.computed <= there, f"{sequence.key} has {sequence.computed} positions in blocks for {there}"
         if self._caching:
             self._remember(sequence, holding)
         if self._gives_back:
@@ -217,6 +223,7 @@ class PagedAllocator(KvAllocator):
         """Its first `behind` blocks, which no token to come sees. A transfer from here never reads them either: it
         sends what the last position's window needs, and that position is not behind this one."""
         first = table.behind
+        assert first < behind <= len(table.blocks), f"{sequence.key} gives back [{first}, {behind}) of its blocks"
         self._pool.release(table.blocks[first:behind])
         table.blocks[first:behind] = [NO_BLOCK] * (behind - first)
         table.behind = behind
@@ -252,6 +259,7 @@ class PagedAllocator(KvAllocator):
 
     def swap_out(self, sequence: Sequence, *, beside: bool = False) -> bool:
         holding = self._held[sequence.key]
+        assert not holding.host, f"{sequence.key} is in host memory already"
         end = self.geometry.entries(sequence.computed)
         used = [block for table in holding.tables for block in table.blocks[table.behind : end]]
         if len(used) > self._host.available:
@@ -268,6 +276,7 @@ class PagedAllocator(KvAllocator):
 
     def swap_in(self, sequence: Sequence, *, beside: bool = False) -> bool:
         holding = self._held[sequence.key]
+        assert not holding.blocks, f"{sequence.key} has blocks of the device"
         entries = self.geometry.entries(self.positions_wanted(sequence))
         wanted = [entries - table.behind for table in holding.tables]
         if sum(wanted) > self._pool.available:
@@ -279,6 +288,7 @@ class PagedAllocator(KvAllocator):
             device += blocks[: len(table.in_host)]
             table.blocks = [NO_BLOCK] * table.behind + blocks
         host = holding.all_in_host
+        assert len(device) == len(host), f"{sequence.key}: {len(host)} blocks come back into {len(device)}"
         self._copies.append(KvCopy("in", "block", tuple(device), tuple(host), beside))
         self._host.release(host)
         for table in holding.tables:

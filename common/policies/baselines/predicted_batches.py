@@ -12,9 +12,9 @@ from collections.abc import Sequence as Seq
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival, chunks_by_arrival
 from cohort.common.policies.baselines.reserved_allocation import Reservation
 from cohort.common.policies.bucketserve.safe_batch import batch_kv_blocks
-from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Row
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, News
 from cohort.common.policies.kv_interface import KvAllocator
-from cohort.common.sequence import Phase, Sequence
+from cohort.common.sequence import Phase, Row, Sequence
 from cohort.common.types import Attempt
 
 SPREAD = 1.5

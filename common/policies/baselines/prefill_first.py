@@ -12,9 +12,9 @@ from collections.abc import Sequence as Seq
 
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival, chunks_by_arrival
 from cohort.common.policies.baselines.phase_queues import PhaseQueues
-from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Row
+from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News
 from cohort.common.policies.kv_interface import KvAllocator
-from cohort.common.sequence import Phase, Sequence
+from cohort.common.sequence import Phase, Row, Sequence
 
 WATERMARK = 0.01
 """Share of the cache that a newcomer must leave free, or it would preempt another at once."""

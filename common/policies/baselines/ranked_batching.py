@@ -19,9 +19,9 @@ from cohort.common.policies.baselines.batch_builder import (
     whole_chunks,
 )
 from cohort.common.policies.baselines.reserved_allocation import Reservation
-from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran, Row
+from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
-from cohort.common.sequence import Phase, Sequence
+from cohort.common.sequence import Phase, Row, Sequence
 from cohort.common.types import Attempt
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cohort.common.policies.bros.iteration_cost import BatchLoad
-from cohort.common.policies.interface import IterationPlan, Row
-from cohort.common.sequence import Phase, Sequence
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.sequence import Phase, Row, Sequence
 from cohort.common.types import Attempt
 
 NO_DEADLINE_S = float("inf")

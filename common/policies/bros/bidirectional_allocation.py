@@ -23,9 +23,8 @@ from itertools import chain
 from cohort.common.errors import InvariantViolated
 from cohort.common.kv.shared_blocks import SharedBlocks, Tenant
 from cohort.common.policies.bros.copy_list import CopyList
-from cohort.common.policies.interface import Row
 from cohort.common.policies.kv_interface import BlockSharing, KvAllocator, KvCopy, NoSlotAhead
-from cohort.common.sequence import Sequence
+from cohort.common.sequence import Row, Sequence
 from cohort.common.types import Attempt, KvGeometry
 
 
@@ -158,7 +157,8 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         tenant = self._tenants.get(sequence.key)
         if tenant is None or not tenant.blocks:
             return
-        first = tenant.stored // self._size
+        first, there = tenant.stored // self._size, len(tenant.blocks) * self._size
+        assert sequence.computed <= there, f"{tenant.name} has {sequence.computed} positions in blocks for {there}"
         tenant.stored = sequence.computed
         for index in range(first, self.geometry.blocks_for(tenant.stored)):
             tenant.resident[index] = self._table.within(tenant.stored, index)
@@ -194,6 +194,8 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         for index in sorted(tenant.host):
             self._bring_back(tenant, index, beside)
         tenant.claimed = max(positions, tenant.stored)
+        assert tenant.claimed <= len(tenant.blocks) * self._size, f"{tenant.name} claims {tenant.claimed} positions"
+        assert not tenant.host and not tenant.away, f"{tenant.name}: {tenant.away} positions are still in host memory"
         self._served.add(tenant)
         if change.found and tenant in self._spared:
             self._count_spared()
@@ -294,6 +296,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         if resident <= kept:
             return
         if index not in tenant.host:
+            assert self._host_free, f"no host block for {tenant.name}"
             tenant.host[index] = self._host_free.pop()
         slots = self._table.slots(tenant, tenant.blocks[index], kept, resident)
         self._copies.out(slots if not tenant.reversed else slots[::-1], tenant.host[index])
@@ -305,6 +308,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         """R9, R10 · The slots of one block that are in host memory, into the block the tenant has now."""
         host, resident = tenant.host.pop(index), tenant.resident[index]
         used = self._table.within(tenant.stored, index)
+        assert resident <= used, f"{tenant.name}: {resident} of {used} positions are there, and some come back"
         slots = self._table.slots(tenant, tenant.blocks[index], resident, used)
         self._copies.back(slots if not tenant.reversed else slots[::-1], host, beside=beside)
         self._host_returned.append(host)
@@ -323,6 +327,9 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         self._running.discard(tenant)
         self._leave(tenant)
         self._host_returned += tenant.host.values()
+        assert self.host_free_blocks <= self._host_total, (
+            f"{self.host_free_blocks} free host blocks of {self._host_total}"
+        )
 
     def swap_out(self, sequence: Sequence, *, beside: bool = False) -> bool:
         """R11 · Drop a sequence to host memory. `beside` is for parked KV, which never comes here."""
@@ -344,6 +351,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         for index in reversed(range(len(tenant.blocks))):
             self._table.detach(tenant, index)
         tenant.blocks = []
+        assert not tenant.shared, f"{tenant.name} has left and shares {tenant.shared} blocks"
         tenant.resident = []
         tenant.claimed = 0
         if self._spared:

@@ -20,7 +20,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cohort.common.policies.interface import Learned, Row
+from cohort.common.policies.interface import Learned
+from cohort.common.sequence import Row
 
 _Vector = npt.NDArray[np.float64]
 

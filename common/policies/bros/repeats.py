@@ -12,7 +12,7 @@ from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.bros.batch import NO_DEADLINE_S
 from cohort.common.policies.bros.iteration_cost import IterationCost
 from cohort.common.policies.bros.token_groups import TokenGroups
-from cohort.common.policies.interface import Row
+from cohort.common.sequence import Row
 
 _MARGIN = 0.95
 """Between what an iteration takes and a target: the iteration in flight is still to be learned from (R3)."""

@@ -11,10 +11,10 @@ from collections.abc import Sequence as Seq
 from typing import Literal
 
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
-from cohort.common.policies.interface import IterationPlan, News, Row
+from cohort.common.policies.interface import IterationPlan, News
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.padding import row_padding
-from cohort.common.sequence import Sequence
+from cohort.common.sequence import Row, Sequence
 
 
 class PaddedPrefill(ContinuousBatching):

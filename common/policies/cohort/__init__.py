@@ -19,7 +19,7 @@ import msgspec
 
 from cohort.common.config import Config
 from cohort.common.policies.baselines.batch_builder import IterationLimits
-from cohort.common.policies.cohort.admission_test import AdmissionTest
+from cohort.common.policies.cohort.admission_check import AdmissionTest
 from cohort.common.policies.cohort.cohort_batching import CohortBatching
 from cohort.common.policies.cohort.least_ttft import LeastTtft
 from cohort.common.policies.cohort.ordered_prompts import OrderedPrompts

@@ -20,7 +20,7 @@ from typing import assert_never
 from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import RankKey
 from cohort.common.policies.baselines.placements import fits, impossible
-from cohort.common.policies.cohort.admission_test import AdmissionTest
+from cohort.common.policies.cohort.admission_check import AdmissionTest
 from cohort.common.policies.cohort.arriving_prompts import ArrivingPrompts, stretch
 from cohort.common.policies.cohort.known_request import Known
 from cohort.common.policies.cohort.placed_work import PlacedWork

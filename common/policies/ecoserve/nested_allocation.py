@@ -18,9 +18,8 @@ from dataclasses import dataclass
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator, Table
-from cohort.common.policies.interface import Row
 from cohort.common.policies.kv_interface import BlockSharing, NoSlotAhead
-from cohort.common.sequence import Sequence
+from cohort.common.sequence import Row, Sequence
 from cohort.common.types import Attempt, KvGeometry
 
 
@@ -75,6 +74,7 @@ class NestedAllocator(PagedAllocator, BlockSharing):
         False and no change when it lacks nothing, the lender's table ends before, or one of these blocks is in use: the
         lender has KV there or has lent it already.
         """
+        assert lender is not borrower, f"{lender.key} would borrow from itself"
         table, own = self._held[lender.key].blocks, self._held[borrower.key].blocks
         wanted = self.geometry.blocks_for(positions) - len(own)
         last = first_block + wanted
@@ -86,8 +86,10 @@ class NestedAllocator(PagedAllocator, BlockSharing):
         self._pool.reuse(blocks)
         for offset, block in enumerate(blocks):
             stack = self._claims.setdefault(block, [_Claim(lender, first_block + offset)])
+            assert stack[-1].sequence is lender, f"{lender.key} lends block {block} of {stack[-1].sequence.key}"
             stack.append(_Claim(borrower, len(own) + offset))
         own.extend(blocks)
+        assert len(own) == self.geometry.blocks_for(positions), f"{borrower.key} has {len(own)} blocks of {positions}"
         self._lent += wanted
         return True
 

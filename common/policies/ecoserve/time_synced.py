@@ -26,11 +26,11 @@ from cohort.common.policies.ecoserve.loans import Loans
 from cohort.common.policies.ecoserve.nesting import Candidate
 from cohort.common.policies.ecoserve.padding_ratio import PaddingRatio
 from cohort.common.policies.ecoserve.task_order import PromptQueue, Ranges, Rank, rank
-from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Row
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, News
 from cohort.common.policies.kv_interface import BlockSharing, KvAllocator
 from cohort.common.policies.sequences import preempt, resume, start
 from cohort.common.policies.step_times.learned_times import LearnedTimes
-from cohort.common.sequence import Phase, Sequence
+from cohort.common.sequence import Phase, Row, Sequence
 from cohort.common.types import Attempt
 
 

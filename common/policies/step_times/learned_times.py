@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import msgspec
 
-from cohort.common.policies.interface import IterationPlan, Learned, Ran, Row
+from cohort.common.policies.interface import IterationPlan, Learned, Ran
 from cohort.common.policies.step_times.lateness import Lateness
 from cohort.common.policies.step_times.profile_table import ProfileTable
 from cohort.common.policies.step_times.step_cost import BatchShape
+from cohort.common.sequence import Row
 from cohort.common.types import Attempt, KvGeometry, StepTimes
 
 _PERCENTILE = 0.99

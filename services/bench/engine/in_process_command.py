@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Loads the model in this process. Raises `CohortError`."""
     from cohort.common.config import load_config
-    from cohort.common.engine.worker_process import load_runner
+    from cohort.common.engine.worker.worker_process import load_runner
     from cohort.services.bench.engine.inside.in_process import closed_loop
 
     config = load_config(args.config, preset=args.preset)

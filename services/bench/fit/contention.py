@@ -22,7 +22,7 @@ from scipy.optimize import nnls
 from cohort.common.policies.cost_model import CostModel
 from cohort.services.bench.fit.live_cycles import Slice
 from cohort.services.bench.fit.shared_cores import Iteration, overlap
-from cohort.services.simulator.hardware import core_slowdowns
+from cohort.services.simulator.hardware.hardware import core_slowdowns
 
 _BESIDE = 0.9
 """Of an iteration's time, that another engine computed for at least."""

@@ -40,7 +40,7 @@ from cohort.common.policies.cost_model import CostModel, DeviceShape, ModelShape
 from cohort.common.policies.step_times.profile_table import IterationKind, ProfileTable, kind_of
 from cohort.common.policies.step_times.step_cost import BatchShape
 from cohort.services.bench.fit.shared_cores import iterations
-from cohort.services.simulator.hardware import load_device, load_model
+from cohort.services.simulator.hardware.hardware import load_device, load_model
 
 MODELS = {"llama2-70b": "llama-2-70b", "bloom-176b": "bloom-176b"}
 DEVICES = {"a100-80gb": "a100-80", "h100-80gb": "h100-80"}

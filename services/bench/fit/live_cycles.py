@@ -24,7 +24,7 @@ from typing import Any
 
 import aiohttp
 
-from cohort.common.ports import free_port
+from cohort.common.http.ports import free_port
 from cohort.services.bench.child import MeasurementFailed
 from cohort.services.bench.fit.shared_cores import AT_ONCE_S, Iteration, iterations, overlap
 from cohort.services.bench.live.pipelines import Served, pipeline

@@ -25,7 +25,7 @@ from cohort.common.policies.cost_model import CostModel, DeviceShape, ModelShape
 from cohort.services.bench.fit.contention import Contention, contention
 from cohort.services.bench.fit.cost_model import Point, errors, fit_cpu, predicted
 from cohort.services.bench.fit.live_cycles import Cycle, Phase, Slice
-from cohort.services.simulator.hardware import SCATTER_LASTS_STEPS
+from cohort.services.simulator.hardware.hardware import SCATTER_LASTS_STEPS
 
 Errors = dict[str, tuple[float, float, float, str]]
 """Kind → median, 90th percentile and worst relative error, and where the worst is."""

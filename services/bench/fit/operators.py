@@ -30,7 +30,7 @@ from scipy.optimize import least_squares
 
 from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import DeviceShape
-from cohort.services.simulator.hardware import load_device
+from cohort.services.simulator.hardware.hardware import load_device
 
 _Array = npt.NDArray[np.float64]
 _MATRICES = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")

@@ -25,7 +25,7 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 
 from cohort.common.policies.cost_model import CostModel, StepWork, prefill_pairs
-from cohort.services.simulator.hardware import Cluster, load_cluster, load_model
+from cohort.services.simulator.hardware.hardware import Cluster, load_cluster, load_model
 
 _CHUNK = 2048
 OPERATORS = 0.31

@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 
 from cohort.common.policies.cost_model import CostModel, StepWork, prefill_pairs
-from cohort.services.simulator.hardware import Cluster, core_slowdowns, load_cluster, load_model
+from cohort.services.simulator.hardware.hardware import Cluster, core_slowdowns, load_cluster, load_model
 
 _ROW = re.compile(r"\[(\d+), (\d+)\)(?:;| \+|$)")
 AT_ONCE_S = 0.005

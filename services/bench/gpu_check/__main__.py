@@ -12,26 +12,22 @@ from pathlib import Path
 
 import torch
 
-from cohort.common.engine import compiled_kernels
-from cohort.services.bench.gpu_check import (
+from cohort.common.engine.device import compiled_kernels
+from cohort.services.bench.gpu_check.engine import golden, invariant, kv_transfer, model, pipeline
+from cohort.services.bench.gpu_check.frame.context import Check
+from cohort.services.bench.gpu_check.frame.guard import Guard
+from cohort.services.bench.gpu_check.frame.plan import SECTIONS, Section
+from cohort.services.bench.gpu_check.frame.report import Findings, table
+from cohort.services.bench.gpu_check.kernels import (
     attention,
     coded,
     device,
     experts,
-    golden,
-    invariant,
     kernels,
-    kv_transfer,
     memcheck,
-    model,
-    pipeline,
     products,
     smoke,
 )
-from cohort.services.bench.gpu_check.context import Check
-from cohort.services.bench.gpu_check.guard import Guard
-from cohort.services.bench.gpu_check.plan import SECTIONS, Section
-from cohort.services.bench.gpu_check.report import Findings, table
 
 RUN: dict[Section, Callable[[Check], None]] = {
     "device": device.run,

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cohort.common.config import Config
-from cohort.common.engine.batch import StepBatch
-from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.step.batch import StepBatch
 from cohort.common.errors import ConfigError
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.types import SamplingParams

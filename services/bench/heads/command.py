@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from cohort.common.config import load_config
-    from cohort.common.engine.linear import native_bfloat16
-    from cohort.common.engine.worker_process import load_runner, model_folder
+    from cohort.common.engine.weights.linear import native_bfloat16
+    from cohort.common.engine.worker.worker_process import load_runner, model_folder
     from cohort.services.bench.heads.collecting import Collector, read_texts, write_texts
     from cohort.services.bench.heads.texts import Texts
     from cohort.services.bench.heads.training import Head, Options, begin, frequent, judge, train

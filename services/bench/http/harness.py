@@ -19,19 +19,19 @@ from rich.console import Console
 
 from cohort.common.errors import ConfigError
 from cohort.common.workloads.arrivals import ClosedLoop
-from cohort.services.bench.http import prompts as prompts_
-from cohort.services.bench.http import report as report_
-from cohort.services.bench.http import target as target_
-from cohort.services.bench.http import workload as workload_
-from cohort.services.bench.http.client import HttpStreamClient, PreparedRequest
-from cohort.services.bench.http.driver import Driver, Progress, RunLog
+from cohort.services.bench.http.load import prompts as prompts_
+from cohort.services.bench.http.load import target as target_
+from cohort.services.bench.http.load import workload as workload_
+from cohort.services.bench.http.load.client import HttpStreamClient, PreparedRequest
+from cohort.services.bench.http.load.driver import Driver, Progress, RunLog
+from cohort.services.bench.http.load.prompts import PromptFactory, Vocabulary
+from cohort.services.bench.http.load.records import RequestRecord
+from cohort.services.bench.http.load.target import Dialect, Preferences, RequestBuilder, Target
+from cohort.services.bench.http.load.workload import FromDataset, RequestPlan, Workload, WorkloadSpec
 from cohort.services.bench.http.options import BenchOptions
 from cohort.services.bench.http.progress import show_progress
-from cohort.services.bench.http.prompts import PromptFactory, Vocabulary
-from cohort.services.bench.http.records import RequestRecord
-from cohort.services.bench.http.report import RunReport
-from cohort.services.bench.http.target import Dialect, Preferences, RequestBuilder, Target
-from cohort.services.bench.http.workload import FromDataset, RequestPlan, Workload, WorkloadSpec
+from cohort.services.bench.http.results import report as report_
+from cohort.services.bench.http.results.report import RunReport
 
 DISCOVER_TIMEOUT_S = 10.0
 WARMUP_CONCURRENCY = 4

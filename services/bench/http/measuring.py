@@ -17,12 +17,12 @@ from rich.console import Console
 
 from cohort.common.plotting import check_available
 from cohort.services.bench.http import options as options_
-from cohort.services.bench.http import plots
-from cohort.services.bench.http.export import BenchResult, to_json, write_csv
 from cohort.services.bench.http.harness import Harness, Interrupted, Measurement
 from cohort.services.bench.http.modes import run_mode
 from cohort.services.bench.http.options import BenchOptions
-from cohort.services.bench.http.render import print_result
+from cohort.services.bench.http.results import plots
+from cohort.services.bench.http.results.export import BenchResult, to_json, write_csv
+from cohort.services.bench.http.results.render import print_result
 from cohort.services.bench.output import output_console, publish_json
 
 EXIT_NOTHING_COMPLETED = 1

@@ -19,8 +19,8 @@ from cohort.services.bench.output import check_writable
 
 if TYPE_CHECKING:
     from cohort.common.workloads.traces import Trace
-    from cohort.services.bench.http.report import SloLimits
-    from cohort.services.bench.http.workload import Source, WorkloadSpec
+    from cohort.services.bench.http.load.workload import Source, WorkloadSpec
+    from cohort.services.bench.http.results.report import SloLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +221,7 @@ def _workload(args: argparse.Namespace, mode: Mode) -> WorkloadSpec:
     # Here and not above: numpy takes a tenth of a second that `cohort --help` should not.
     from cohort.common.workloads.arrivals import AllAtOnce, Arrivals, ClosedLoop, RandomArrivals, TraceTimes
     from cohort.common.workloads.generate import FromTrace
-    from cohort.services.bench.http.workload import WorkloadSpec
+    from cohort.services.bench.http.load.workload import WorkloadSpec
 
     source = _source(args)
     arrivals: Arrivals
@@ -260,9 +260,9 @@ def _source(args: argparse.Namespace) -> Source:
     from cohort.common.workloads.generate import Drawn, FromTrace, Mixed
     from cohort.common.workloads.lengths import parse_distribution, parse_mix
     from cohort.common.workloads.traces import read_trace
-    from cohort.services.bench.http.datasets import read_dataset
-    from cohort.services.bench.http.texts import rows_of
-    from cohort.services.bench.http.workload import FromDataset
+    from cohort.services.bench.http.load.datasets import read_dataset
+    from cohort.services.bench.http.load.texts import rows_of
+    from cohort.services.bench.http.load.workload import FromDataset
 
     sources = (("--mix", args.mix), ("--trace", args.trace), ("--dataset", args.dataset), ("--workload", args.workload))
     chosen = [flag for flag, value in sources if value]
@@ -287,7 +287,7 @@ def _source(args: argparse.Namespace) -> Source:
 
 
 def _slo(args: argparse.Namespace, mode: Mode, classes: set[str]) -> SloLimits:
-    from cohort.services.bench.http.report import SloLimits
+    from cohort.services.bench.http.results.report import SloLimits
 
     limits = SloLimits(
         **{

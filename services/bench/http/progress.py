@@ -10,8 +10,8 @@ import asyncio
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cohort.services.bench.http import driver
-from cohort.services.bench.http.client import now_s
+from cohort.services.bench.http.load import driver
+from cohort.services.bench.http.load.client import now_s
 
 REFRESH_PERIOD_S = 0.5
 

@@ -27,7 +27,7 @@ import msgspec
 
 from cohort.common.errors import ConfigError
 from cohort.services.bench.child import MeasurementFailed
-from cohort.services.bench.http.sse import DONE, EventParser
+from cohort.services.bench.http.load.sse import DONE, EventParser
 from cohort.services.bench.live.pipelines import Served, pipeline
 from cohort.services.bench.output import check_writable, publish_json
 from cohort.services.bench.spread import Spread, spread

@@ -27,8 +27,8 @@ from cohort.common.config import CONFIGS_DIR, load_config
 from cohort.common.errors import CohortError, ConfigError
 from cohort.services.bench.http import arguments as http_arguments
 from cohort.services.bench.http import options as http_options
-from cohort.services.bench.http.export import CSV_COLUMNS
-from cohort.services.bench.http.report import Distribution, Slice, SloReport
+from cohort.services.bench.http.results.export import CSV_COLUMNS
+from cohort.services.bench.http.results.report import Distribution, Slice, SloReport
 from cohort.services.bench.live.expressions import Expression, Known, Reading, Value, parse
 
 FOLDER = CONFIGS_DIR / "benchmarks"

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from transformers import AutoTokenizer
 
 from cohort.common.config import load_config
-from cohort.common.engine.model_runner import ModelRunner
-from cohort.common.engine.prompt_states import prompt_states
-from cohort.common.engine.worker_process import load_runner
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.worker.prompt_states import prompt_states
+from cohort.common.engine.worker.worker_process import load_runner
 from cohort.common.errors import ConfigError
 from cohort.common.paths import default_model_dir
 from cohort.services.bench.engine.inside.in_process import InProcessEngine

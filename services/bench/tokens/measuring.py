@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cohort.common.config import Config, load_config, nested
+from cohort.common.http.ports import free_port
 from cohort.common.paths import default_model_dir
-from cohort.common.ports import free_port
 from cohort.services.bench.tokens.clients import Clients
 from cohort.services.bench.tokens.processes import Processes, started
 from cohort.services.launcher.options import assigned_by

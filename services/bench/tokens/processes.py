@@ -96,7 +96,7 @@ def started(config: Config, folder: Path, step_s: float) -> Iterator[Processes]:
 def _start(planned: ProcessPlan, file: Path, folder: Path, step_s: float) -> subprocess.Popen[bytes]:
     command = planned.command(sys.executable, file, folder / "run")
     if planned.stage is StopStage.WORKERS:
-        command[command.index(f"cohort.services.{planned.folder}")] = "cohort.services.bench.tokens.inside.worker"
+        command[command.index(f"cohort.services.{planned.folder}")] = "cohort.services.bench.tokens.worker"
     environment = {**os.environ, **planned.environment, STEP_VARIABLE: str(step_s), "TOKENIZERS_PARALLELISM": "false"}
     with (folder / f"{planned.instance}.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)

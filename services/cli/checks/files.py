@@ -17,14 +17,14 @@ from cohort.common.config import Config
 from cohort.common.devices import inventory
 from cohort.common.devices.refusal import TorchFacts, missing_toolchain, unusable_gpu
 from cohort.common.errors import ConfigError, ModelError, TransferError
-from cohort.common.tls import TlsFiles, load
+from cohort.common.http.tls import TlsFiles, load
 from cohort.common.transport import ucx_devices
 from cohort.common.transport.ucx_devices import UcxChoice
 from cohort.services.cli.checks.finding import Finding, fine, problem, size, skipped, warning
-from cohort.services.launcher.default_model import is_complete
-from cohort.services.launcher.gguf_folder import gguf_file
+from cohort.services.launcher.models.default_model import is_complete
+from cohort.services.launcher.models.gguf_folder import gguf_file
 from cohort.services.launcher.preflight import WEIGHT_PATTERNS, check_model
-from cohort.services.simulator.profile_note import ProfileNote, warnings
+from cohort.services.simulator.hardware.profile_note import ProfileNote, warnings
 
 CERTIFICATE_DAYS = 14
 _TORCH = """\

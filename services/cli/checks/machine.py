@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cohort.common.config import Config
-from cohort.common.ports import port_problem
+from cohort.common.http.ports import port_problem
 from cohort.services.cli.checks.finding import Finding, fine, problem, size, skipped, warning
 from cohort.services.launcher.plan import ProcessPlan
 

@@ -26,12 +26,13 @@ from pathlib import Path
 import yaml
 
 from cohort import __version__
-from cohort.common import paths, ports
+from cohort.common import paths
 from cohort.common.address_book import write_book
 from cohort.common.config import Config, dump_config, load_config
 from cohort.common.errors import CohortError, ConfigError
+from cohort.common.http import ports
+from cohort.common.keys.private_files import keep_private, open_private
 from cohort.common.planning.orders import socket_of
-from cohort.common.private_files import keep_private, open_private
 from cohort.services.launcher import preflight
 from cohort.services.launcher.box import check_newcomer
 from cohort.services.launcher.console import Line, State

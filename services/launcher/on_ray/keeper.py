@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from cohort.common.address_book import AddressBook
 from cohort.common.config import Config, dump_config
-from cohort.common.private_files import open_private
+from cohort.common.keys.private_files import open_private
 from cohort.common.types import InstanceId
 from cohort.services.launcher.console import Console, Line, State
 from cohort.services.launcher.on_ray.agent import Agent

@@ -15,7 +15,7 @@ from cohort.common import paths
 from cohort.common.address_book import AddressBook, with_standbys
 from cohort.common.addresses import GATEWAY, STANDBY_MANAGERS
 from cohort.common.config import Config
-from cohort.common.exposure import is_loopback
+from cohort.common.http.exposure import is_loopback
 from cohort.services.launcher.plan import ProcessPlan
 
 _DIALLED_BY_NAME = frozenset({"bucketing_manager", "length_predictor", "global_monitor"})

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from cohort.common import ports
 from cohort.common.addresses import MONITOR
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
-from cohort.common.exposure import is_loopback
+from cohort.common.http import ports
+from cohort.common.http.exposure import is_loopback
 from cohort.common.planning.orders import socket_of
 from cohort.common.transport.security import generate_keys
 from cohort.services.launcher import preflight

@@ -43,12 +43,12 @@ from cohort.common.workloads.arrivals import AllAtOnce, RandomArrivals
 from cohort.common.workloads.changes import mixture
 from cohort.common.workloads.items import Workload
 from cohort.common.workloads.papers import longbench_workload, paper_workload
+from cohort.services.simulator.core.report import SimReport
+from cohort.services.simulator.core.run import simulate
 from cohort.services.simulator.figures.alignment_ceiling import CEILINGS
 from cohort.services.simulator.figures.claim import Kind, Standing
 from cohort.services.simulator.figures.figure import Figure, Lab
-from cohort.services.simulator.hardware import load_cluster, load_model
-from cohort.services.simulator.report import SimReport
-from cohort.services.simulator.run import simulate
+from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 
 _WARMUP_S, _END_S = 30.0, 90.0
 _CONTEXT = 10_240

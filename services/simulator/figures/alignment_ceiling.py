@@ -15,7 +15,7 @@ from cohort.common.workloads.arrivals import AllAtOnce
 from cohort.common.workloads.papers import paper_workload
 from cohort.services.simulator.figures.claim import Standing
 from cohort.services.simulator.figures.figure import Figure, Lab
-from cohort.services.simulator.hardware import load_cluster, load_model
+from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 
 _ROWS, _FILLED, _BATCHES, _SHORT = 1024, 0.97, 20, 0.95
 

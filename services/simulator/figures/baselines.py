@@ -22,11 +22,11 @@ from __future__ import annotations
 from cohort.common.config import load_config
 from cohort.common.workloads.arrivals import RandomArrivals
 from cohort.common.workloads.papers import paper_workload
+from cohort.services.simulator.core.report import SimReport
+from cohort.services.simulator.core.run import simulate
 from cohort.services.simulator.figures.claim import Standing
 from cohort.services.simulator.figures.figure import Figure, Lab
-from cohort.services.simulator.hardware import load_cluster, load_model
-from cohort.services.simulator.report import SimReport
-from cohort.services.simulator.run import simulate
+from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 
 MIXED_SHARE = 0.1
 """By which iterations with prompts and decodes take longer."""

@@ -31,11 +31,11 @@ from cohort.common.workloads.arrivals import AllAtOnce, RandomArrivals
 from cohort.common.workloads.changes import with_class, with_slos
 from cohort.common.workloads.items import ClosedLoopPart, Workload
 from cohort.common.workloads.papers import paper_workload
+from cohort.services.simulator.core.report import SimReport
+from cohort.services.simulator.core.run import simulate
 from cohort.services.simulator.figures.claim import Kind, Standing
 from cohort.services.simulator.figures.figure import Figure, Lab
-from cohort.services.simulator.hardware import load_cluster, load_model
-from cohort.services.simulator.report import SimReport
-from cohort.services.simulator.run import simulate
+from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 
 _RATES = (3.0, 6.0, 9.0, 12.0, 15.0)
 _BATCH = 192

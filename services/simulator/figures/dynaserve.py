@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from statistics import fmean
 
+from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.figures.claim import Kind, Standing
 from cohort.services.simulator.figures.dynaserve_parts import (
     against_oracle,
@@ -40,7 +41,6 @@ from cohort.services.simulator.figures.dynaserve_setup import (
     traced,
 )
 from cohort.services.simulator.figures.figure import Figure, Lab
-from cohort.services.simulator.report import SimReport
 
 _PRESSURE = 1.2
 _NAMES: Mapping[str, str] = {

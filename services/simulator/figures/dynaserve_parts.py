@@ -15,9 +15,9 @@ from cohort.common.workloads.generate import Stream, stream
 from cohort.common.workloads.items import WorkItem, Workload
 from cohort.common.workloads.papers import paper_workload
 from cohort.common.workloads.slos import dynaserve as slo_of
+from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.figures.dynaserve_setup import DYNASERVE, SPLIT, System, simulated, within_per_s
 from cohort.services.simulator.figures.figure import Lab
-from cohort.services.simulator.report import SimReport
 
 
 def _varied(sigma: float, seed: int) -> Workload:

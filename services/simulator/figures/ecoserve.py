@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.figures.claim import Kind, Standing
 from cohort.services.simulator.figures.ecoserve_rates import RATES
 from cohort.services.simulator.figures.ecoserve_setup import (
@@ -33,7 +34,6 @@ from cohort.services.simulator.figures.ecoserve_setup import (
     run_at,
 )
 from cohort.services.simulator.figures.figure import Figure, Lab
-from cohort.services.simulator.report import SimReport
 
 
 def _metric(report: SimReport, metric: str) -> float:

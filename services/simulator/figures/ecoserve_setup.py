@@ -44,11 +44,11 @@ from cohort.common.workloads.arrivals import RandomArrivals
 from cohort.common.workloads.changes import with_slos
 from cohort.common.workloads.papers import paper_workload
 from cohort.common.workloads.slos import ecoserve as ecoserve_slo
+from cohort.services.simulator.core.report import SimReport
+from cohort.services.simulator.core.run import simulate
+from cohort.services.simulator.core.statistics import Distribution
 from cohort.services.simulator.figures.figure import Lab
-from cohort.services.simulator.hardware import Cluster, load_cluster, load_model
-from cohort.services.simulator.report import SimReport
-from cohort.services.simulator.run import simulate
-from cohort.services.simulator.statistics import Distribution
+from cohort.services.simulator.hardware.hardware import Cluster, load_cluster, load_model
 
 _OVERLOAD = 1.3
 CALM = 0.85

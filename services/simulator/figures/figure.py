@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cohort.services.simulator.cluster import SimOptions
+from cohort.services.simulator.core.cluster import SimOptions
+from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.figures.claim import Kind, Standing
 from cohort.services.simulator.figures.kept_runs import KeptRuns
-from cohort.services.simulator.report import SimReport
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from cohort import __version__
-from cohort.services.simulator.report import SimReport
+from cohort.services.simulator.core.report import SimReport
 
 
 class _Kept(msgspec.Struct, frozen=True):

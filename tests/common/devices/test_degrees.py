@@ -11,10 +11,10 @@ import pytest
 from cohort.common.config import Config, load_config
 from cohort.common.devices.degrees import settle_degrees
 from cohort.common.devices.division import divide
-from cohort.common.engine.model_config import ExpertsGeometry
+from cohort.common.engine.config.model_config import ExpertsGeometry
 from cohort.common.errors import ConfigError
 from tests.common.devices.fakes import GIB
-from tests.common.engine.test_device_memory import LLAMA_8B
+from tests.common.engine.config.test_device_memory import LLAMA_8B
 
 LLAMA_70B = dataclasses.replace(
     LLAMA_8B, num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, intermediate_size=28672

@@ -20,13 +20,13 @@ from cohort.common.devices.fit import (
     share_bytes,
     weight_bytes,
 )
-from cohort.common.engine.device_memory import kv_bytes
-from cohort.common.engine.model_config import ExpertsGeometry, ModelGeometry, read_geometry
-from cohort.common.engine.quantization_config import Quantization, WeightScheme
-from cohort.common.engine.rank_shares import RankShare
+from cohort.common.engine.config.device_memory import kv_bytes
+from cohort.common.engine.config.model_config import ExpertsGeometry, ModelGeometry, read_geometry
+from cohort.common.engine.config.quantization_config import Quantization, WeightScheme
+from cohort.common.engine.config.rank_shares import RankShare
 from cohort.common.errors import ConfigError
 from tests.common.devices.fakes import GIB
-from tests.common.engine.test_device_memory import LLAMA_8B
+from tests.common.engine.config.test_device_memory import LLAMA_8B
 
 V2_LITE: dict[str, Any] = {
     "hidden_size": 2048,

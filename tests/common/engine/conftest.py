@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cohort.common.engine.kv_tensors import KvTensors
+from cohort.common.engine.cache.kv_tensors import KvTensors
 from cohort.common.types import KvGeometry
 from tests.engine_models import few_threads, model_folder, real_model
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import transformers
 
-from cohort.common.engine.batch import GREEDY, SamplingRow, StepBatch, StepOutput
-from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.step.batch import GREEDY, SamplingRow, StepBatch, StepOutput
 from tests.engine_models import BLOCK_SIZE, VOCAB, make_runner, save_random_model
 
 __all__ = ["BLOCK_SIZE", "VOCAB", "make_runner", "save_random_model"]

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from cohort.common.config import LoggingConfig
-from cohort.common.engine.device_memory import DeviceShare
-from cohort.common.engine.followers import Followers
-from cohort.common.engine.model_runner import ModelRunner
-from cohort.common.engine.rank_messages import Setup
-from cohort.common.engine.ranks import RankGroup
+from cohort.common.engine.config.device_memory import DeviceShare
+from cohort.common.engine.ranks.followers import Followers
+from cohort.common.engine.ranks.rank_messages import Setup
+from cohort.common.engine.ranks.ranks import RankGroup
+from cohort.common.engine.runner.model_runner import ModelRunner
 from tests.engine_models import BLOCK_SIZE, make_runner
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cohort.common.engine.model_config import ModelGeometry
-from cohort.common.engine.model_forms import load_model
-from cohort.common.engine.model_runner import ModelRunner
-from cohort.common.engine.ranks import RankGroup, Ranks
-from cohort.common.engine.step_inputs import Model, StepInputs
+from cohort.common.engine.config.model_config import ModelGeometry
+from cohort.common.engine.models.model_forms import load_model
+from cohort.common.engine.models.step_inputs import Model, StepInputs
+from cohort.common.engine.ranks.ranks import RankGroup, Ranks
+from cohort.common.engine.runner.model_runner import ModelRunner
 from tests.engine_models import make_runner
 
 _CPU = torch.device("cpu")

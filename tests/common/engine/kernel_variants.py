@@ -21,18 +21,20 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 from cohort.common.config import load_config
-from cohort.common.engine import lean_deepseek, lean_gpt_oss, lean_llama, linear
-from cohort.common.engine.batch import GREEDY, SamplingRow, StepBatch
-from cohort.common.engine.device_memory import DeviceShare
-from cohort.common.engine.draft_loading import load_draft, plan_draft
+from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.drafts.batch_drafts import DraftRow
 from cohort.common.engine.drafts.token_chain import TokenChain
-from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.models import lean_deepseek, lean_gpt_oss, lean_llama
+from cohort.common.engine.runner.draft_loading import load_draft, plan_draft
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.step.batch import GREEDY, SamplingRow, StepBatch
+from cohort.common.engine.weights import linear
 from cohort.common.sampling_inputs import TokenHistory
-from cohort.kernels import native
-from cohort.kernels.gpu import available, operators, prefill
+from cohort.kernels.cpu import native
+from cohort.kernels.gpu import available, operators
+from cohort.kernels.gpu.attention import prefill
 from cohort.kernels.gpu.compile_offline import AbsentGpu
-from cohort.kernels.slots import gather_slots, scatter_slots
+from cohort.kernels.ops.slots import gather_slots, scatter_slots
 from tests.common.engine.driver import Driver, make_runner, random_prompts
 
 MAX_ROWS = 37  # no power of two, and odd: standing buffers do not begin at multiples of 16 bytes

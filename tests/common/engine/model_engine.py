@@ -13,18 +13,17 @@ from random import Random
 
 import numpy as np
 
-from cohort.common.engine.batch import GREEDY, StepBatch
-from cohort.common.engine.batch_builder import BatchBuilder
-from cohort.common.engine.kv_copies import KvCopier
-from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.cache.kv_copies import KvCopier
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.step.batch import GREEDY, StepBatch
+from cohort.common.engine.step.batch_builder import BatchBuilder
 from cohort.common.machines.effects import StartStep
 from cohort.common.machines.events import Sampled
-from cohort.common.policies.interface import Row
 from cohort.common.policies.kv_interface import KvCopy
+from cohort.common.sequence import Row
 from cohort.common.sequence import Sequence as Running
 from cohort.common.types import Attempt
-from cohort.common.virtual_cluster.kv_flights import Flight
-from cohort.common.virtual_cluster.plugins import WorkerNode
+from cohort.common.virtual_cluster.plugins import Flight, WorkerNode
 from tests.common.engine.driver import NEAR_TIE, Expected
 from tests.common.machines.digest_engine import BLOCK, STOP_TOKEN, Begun, DigestEngine
 from tests.common.machines.world import World

@@ -17,19 +17,19 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from cohort.common.engine.group_links import GroupLink
-from cohort.common.engine.group_memory import GroupMemory
-from cohort.common.engine.kv_tensors import KvTensors
-from cohort.common.engine.rank_memory import RankMemory
-from cohort.common.engine.rank_messages import RankLost
-from cohort.common.engine.rank_orders import OpenLinks
-from cohort.common.engine.rank_shares import kv_heads_of
-from cohort.common.engine.rank_transfers import RankTransfers, serve
-from cohort.common.engine.remote_rank import RemoteRank
-from cohort.common.engine.transfer_agent import TransferAgent
+from cohort.common.engine.cache.kv_tensors import KvTensors
+from cohort.common.engine.config.rank_shares import kv_heads_of
+from cohort.common.engine.ranks.group_links import GroupLink
+from cohort.common.engine.ranks.group_memory import GroupMemory
+from cohort.common.engine.ranks.rank_memory import RankMemory
+from cohort.common.engine.ranks.rank_messages import RankLost
+from cohort.common.engine.ranks.rank_orders import OpenLinks
+from cohort.common.engine.ranks.rank_transfers import RankTransfers, serve
+from cohort.common.engine.ranks.remote_rank import RemoteRank
+from cohort.common.engine.transfer.transfer_agent import TransferAgent
 from cohort.common.machines.effects import ReceiveRuns, Run, SendRuns
 from cohort.common.messages import KvChunk
-from cohort.common.metrics import MetricFactory, TransferMetrics
+from cohort.common.process.metrics import MetricFactory, TransferMetrics
 from cohort.common.transport.zmq_link import ZmqLink
 from cohort.common.types import Attempt, KvGeometry
 from tests.common.engine.transfer_ends import BLOCKS, LEASE, Clock

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cohort.common.engine.batch import SamplingRow, TokenLogprobs
-from cohort.common.engine.model_runner import ModelRunner
-from cohort.kernels import native
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.step.batch import SamplingRow, TokenLogprobs
+from cohort.kernels.cpu import native
 from tests.common.engine.driver import Driver, make_runner, random_prompts
 
 MODELS = [

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cohort.common.engine.model_config import read_geometry
-from cohort.common.engine.model_runner import ModelRunner
-from cohort.kernels import native
+from cohort.common.engine.config.model_config import read_geometry
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.kernels.cpu import native
 from tests.common.engine.driver import (
     Expected,
     Schedule,

@@ -15,18 +15,18 @@ from torch import Tensor
 
 from cohort.common.config import load_config
 from cohort.common.devices.fit import host_need, need
-from cohort.common.engine.kv_dtype import FP8, FP8_PLANES, kv_dtype
-from cohort.common.engine.kv_tensors import KvTensors
-from cohort.common.engine.model_config import read_geometry
-from cohort.common.engine.model_runner import ModelRunner
-from cohort.common.engine.transfer_memory import CacheMemory, Message, Span
+from cohort.common.engine.cache.kv_tensors import KvTensors
+from cohort.common.engine.config.kv_dtype import FP8, FP8_PLANES, kv_dtype
+from cohort.common.engine.config.model_config import read_geometry
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.transfer.transfer_memory import CacheMemory, Message, Span
 from cohort.common.errors import ConfigError
 from cohort.common.types import KvGeometry
-from cohort.kernels import panels
+from cohort.kernels.cpu import panels
 from cohort.kernels.fp8_cache import decoded, encoded, planes
 from tests.common.engine.driver import Driver, make_runner, random_prompts
 from tests.common.engine.groups import group_runner
-from tests.common.engine.test_families import forward
+from tests.common.engine.models.test_families import forward
 from tests.engine_models import BLOCK_SIZE
 
 FAMILIES = ("llama", "qwen3", "phi3", "gemma2", "gemma3", "gpt-oss", "mixtral-window", "opt", "stablelm", "gpt-neox")

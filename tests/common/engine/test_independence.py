@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cohort.common.engine.batch import SamplingRow, TokenLogprobs
-from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.step.batch import SamplingRow, TokenLogprobs
 from tests.common.engine.driver import Driver, make_runner, random_prompts
 
 OUTPUTS = 12

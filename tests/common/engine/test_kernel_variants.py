@@ -19,15 +19,15 @@ from tests.examples import another_of_its_kind
 
 pytest.importorskip("triton")
 
-from cohort.common.engine import compiled_kernels
-from cohort.common.engine.model_config import ExpertsGeometry
-from cohort.common.engine.rank_shares import RankShare
+from cohort.common.engine.config.model_config import ExpertsGeometry
+from cohort.common.engine.config.rank_shares import RankShare
+from cohort.common.engine.device import compiled_kernels
 from cohort.common.paths import cache_dir
 from cohort.kernels.gpu import variants
 from cohort.kernels.gpu.compile_offline import RANKS
+from tests.common.engine.config.test_device_memory import LLAMA_8B
 from tests.common.engine.drafts.test_eagle_head import head_folder
 from tests.common.engine.kernel_variants import MAX_ROWS
-from tests.common.engine.test_device_memory import LLAMA_8B
 
 CPU = torch.device("cpu")
 

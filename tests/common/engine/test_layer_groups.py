@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.engine.batch import GREEDY, StepOutput
-from cohort.common.engine.model_config import read_geometry
-from cohort.common.engine.rank_messages import batch_of, step_of
+from cohort.common.engine.config.model_config import read_geometry
+from cohort.common.engine.ranks.rank_messages import batch_of, step_of
+from cohort.common.engine.step.batch import GREEDY, StepOutput
 from cohort.common.kv.layer_groups import in_groups, layer_groups
 from cohort.common.types import KvGeometry
 from tests.common.engine.driver import Driver, make_runner, random_prompts

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from cohort.common.engine import lean_deepseek, lean_gemma, lean_gpt_oss, lean_llama
-from cohort.common.engine.model_config import ModelGeometry, read_geometry
-from cohort.common.engine.quantization_config import keeps_codes
-from cohort.common.engine.quantized_files import QuantizedFiles
-from cohort.common.engine.quantized_formats import ReorderedWeight
-from cohort.common.engine.rank_shares import degrees, hindrance
-from cohort.common.engine.weights import open_weights
+from cohort.common.engine.config.model_config import ModelGeometry, read_geometry
+from cohort.common.engine.config.quantization_config import keeps_codes
+from cohort.common.engine.config.rank_shares import degrees, hindrance
+from cohort.common.engine.models import lean_deepseek, lean_gemma, lean_gpt_oss, lean_llama
+from cohort.common.engine.weights.quantized_files import QuantizedFiles
+from cohort.common.engine.weights.quantized_formats import ReorderedWeight
+from cohort.common.engine.weights.weights import open_weights
 from cohort.common.errors import ModelError
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]

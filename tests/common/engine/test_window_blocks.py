@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from cohort.common.engine.batch_builder import BatchBuilder
-from cohort.common.engine.model_config import read_geometry
-from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.config.model_config import read_geometry
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.step.batch_builder import BatchBuilder
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.kv_interface import NO_BLOCK
 from cohort.common.sequence import Sequence
 from cohort.common.types import KvGeometry
 from tests.common.engine.driver import count_near_ties, make_runner, random_prompts, reference_generate
-from tests.common.engine.test_padded_path import sequence
+from tests.common.engine.forward.test_padded_path import sequence
 from tests.common.policies.baselines.drive import decide
 
 OUTPUTS = 40

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from prometheus_client import CollectorRegistry
 
-from cohort.common.engine import transfer_memory
-from cohort.common.engine.kv_tensors import KvTensors
-from cohort.common.engine.transfer_agent import TransferAgent
-from cohort.common.engine.transfer_memory import CacheMemory
+from cohort.common.engine.cache.kv_tensors import KvTensors
+from cohort.common.engine.transfer import transfer_memory
+from cohort.common.engine.transfer.transfer_agent import TransferAgent
+from cohort.common.engine.transfer.transfer_memory import CacheMemory
 from cohort.common.errors import TransferTimeout
 from cohort.common.machines.effects import ReceiveRuns, Run, SendRuns
 from cohort.common.messages import KvChunk
-from cohort.common.metrics import MetricFactory, TransferMetrics
+from cohort.common.process.metrics import MetricFactory, TransferMetrics
 from cohort.common.types import Attempt, KvGeometry
 
 GEOMETRY = KvGeometry(num_layers=3, num_kv_heads=2, head_dim=4, dtype_bytes=4, block_size=8)
@@ -49,6 +49,7 @@ class HeldLink:
         self.gate = asyncio.Event()
         self.gate.set()
         self.flip = False
+        self.forgotten: list[bytes] = []
 
     def address(self) -> bytes:
         return self._address
@@ -92,7 +93,7 @@ class HeldLink:
         return "held"
 
     def forget(self, peer: bytes) -> None:
-        return None
+        self.forgotten.append(peer)
 
     async def close(self) -> None:
         return None

@@ -106,6 +106,7 @@ def of_config(
         late_binding=lambda: compose.late_binding(config),
         scheduler=lambda: compose.iteration(config),
         allocator=lambda geometry, device, host: compose.allocation(config, geometry, device, host),
+        step=(config.engine.max_rows, config.engine.max_step_tokens),
         **options,
     )
 

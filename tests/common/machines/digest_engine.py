@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 
 from cohort.common.machines.effects import StartStep
 from cohort.common.machines.events import Drafted, PlanAhead, Sampled, StepEnded
-from cohort.common.policies.interface import IterationPlan, Row
+from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.kv_interface import NO_BLOCK, KvCopy
 from cohort.common.policies.padding import row_padding
+from cohort.common.sequence import Row
 from cohort.common.types import Attempt
-from cohort.common.virtual_cluster.kv_flights import Flight
-from cohort.common.virtual_cluster.plugins import WorkerNode
+from cohort.common.virtual_cluster.plugins import Flight, WorkerNode
 
 if TYPE_CHECKING:
     from cohort.common.virtual_cluster.cluster import VirtualCluster

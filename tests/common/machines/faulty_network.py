@@ -10,7 +10,7 @@ from typing import Literal
 from cohort.common.codec import decode, encode
 from cohort.common.messages import Message
 from cohort.common.types import InstanceId
-from cohort.common.virtual_cluster.kv_flights import Flight
+from cohort.common.virtual_cluster.plugins import Flight
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from cohort.common.config import Config
-from cohort.common.machines.gateway import GatewayMachine
+from cohort.common.machines.gateway.gateway import GatewayMachine
 from cohort.common.machines.recorder import GatewayHeader, Header, ManagerHeader, Recorded, WorkerHeader, config_text
 from cohort.common.policies import compose
 from cohort.common.virtual_cluster.cluster import MANAGER

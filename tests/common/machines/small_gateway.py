@@ -12,7 +12,7 @@ from cohort.common.config import Config, GatewayConfig
 from cohort.common.machines.effects import Admitted, GatewayEffect, Send, Wake
 from cohort.common.machines.entry import Entry
 from cohort.common.machines.events import GatewayEvent, Offered, Received, Tick
-from cohort.common.machines.gateway import GatewayMachine, GatewaySettings
+from cohort.common.machines.gateway.gateway import GatewayMachine, GatewaySettings
 from cohort.common.messages import ClusterLoad, ManagerHello, Message, Placed, Predicted, TokenBatch, TokenUpdate
 from cohort.common.policies import compose
 from cohort.common.types import Attempt, Prediction, Request, SamplingParams
@@ -26,11 +26,15 @@ E = TypeVar("E")
 class Gateway:
     """A machine and a clock; what it does is kept in `effects`."""
 
-    def __init__(self, *, predictor: str = "predictor", greeted: bool = True, **options: Any) -> None:
+    def __init__(
+        self, *, predictor: str = "predictor", greeted: bool = True, standbys: tuple[str, ...] = (), **options: Any
+    ) -> None:
         config = Config(gateway=GatewayConfig(**{"predictor_wait_s": 0.02, **options}))
         admission = compose.admission(config)
         made = replace(GatewaySettings.of(config), stall_timeout_s=10.0)
-        self.machine = GatewayMachine("gateway", 1, "inbox", made, admission, 0.0, predictor=predictor)
+        self.machine = GatewayMachine(
+            "gateway", 1, "inbox", made, admission, 0.0, predictor=predictor, standbys=standbys
+        )
         self.now_s = 0.0
         self.effects: list[GatewayEffect] = []
         self.wake_s = float("inf")

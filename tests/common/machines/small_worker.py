@@ -6,8 +6,8 @@ from random import Random
 from typing import Any
 
 from cohort.common.machines.events import LinkAddresses
-from cohort.common.machines.worker import WorkerMachine
-from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
+from cohort.common.machines.worker.worker import WorkerMachine
+from cohort.common.machines.worker.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.messages import StartSegment
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator

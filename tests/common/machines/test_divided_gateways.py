@@ -9,10 +9,10 @@ import msgspec
 
 from cohort.common.machines.effects import ManagerEffect, Send, WorkerEffect
 from cohort.common.machines.events import Received, ReportDue, Tick
-from cohort.common.machines.manager import ManagerMachine
-from cohort.common.machines.manager_link import ManagerLink
-from cohort.common.machines.manager_settings import ManagerSettings
-from cohort.common.machines.worker import WorkerMachine
+from cohort.common.machines.gateway.manager_link import ManagerLink
+from cohort.common.machines.manager.manager import ManagerMachine
+from cohort.common.machines.manager.manager_settings import ManagerSettings
+from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.messages import (
     AttemptsLost,
     Cancel,

@@ -38,6 +38,7 @@ def killed_once(seed: int, preset: str) -> tuple[list[Owned], list[Owned]]:
         Colocated,
         blocks=128,
         host_blocks=128,
+        step=(config.engine.max_rows, config.engine.max_step_tokens),
         order=lambda: compose.prefill_order(config),
         scheduler=lambda: compose.iteration(config),
         allocator=lambda geometry, device, host: compose.allocation(config, geometry, device, host),

@@ -23,7 +23,7 @@ from cohort.common.machines.events import (
 )
 from cohort.common.machines.recorder import Recorded, WorkerHeader
 from cohort.common.machines.replayer import Replayed, replay
-from cohort.common.machines.worker import WorkerMachine
+from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.messages import KvAccepted, KvGrant, Registered, TokenLogprob
 from cohort.common.policies import compose
 from cohort.common.types import Attempt, Role

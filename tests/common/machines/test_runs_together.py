@@ -8,8 +8,8 @@ import pytest
 
 from cohort.common.machines.effects import ReceiveRuns, Send, SendRuns, WorkerEffect
 from cohort.common.machines.events import Received, RunsReceived, RunsSent, Sampled, StepEnded
-from cohort.common.machines.fast_forward import FastForward
-from cohort.common.machines.worker import WorkerMachine
+from cohort.common.machines.worker.fast_forward import FastForward
+from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.messages import KvAccepted, KvChunk, KvGrant, KvHandoff, KvOffer, KvRenew, KvRun
 from cohort.common.types import Attempt, Role
 from tests.common.machines.small_worker import BLOCKS, PROMPT, machine, segment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cohort.common.machines.effects import ReceiveRuns, Run, Send, SendRuns, WorkerEffect
 from cohort.common.machines.events import Received, RunsReceived, RunsSent, Sampled, StepEnded
-from cohort.common.machines.worker import WorkerMachine
+from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.messages import (
     KvAbort,
     KvAccepted,
@@ -18,8 +18,8 @@ from cohort.common.messages import (
     Submit,
 )
 from cohort.common.types import Attempt, Outcome, Role
+from tests.common.machines.manager.test_manager_machine import from_gateway, placed, request, sends
 from tests.common.machines.small_worker import BLOCKS, PROMPT, machine, segment
-from tests.common.machines.test_manager_machine import from_gateway, placed, request, sends
 
 R = Attempt("r", 1)
 LEASE = 77

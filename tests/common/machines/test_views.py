@@ -5,16 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from cohort.common.decision_log import DecisionLog
 from cohort.common.machines.events import Received, Sampled, StepEnded
-from cohort.common.machines.manager_view import classes_of
-from cohort.common.machines.worker import WorkerMachine
-from cohort.common.machines.worker_view import blocks_of, iteration_of, rows_of
+from cohort.common.machines.manager.manager_view import classes_of
+from cohort.common.machines.worker.worker import WorkerMachine
+from cohort.common.machines.worker.worker_view import blocks_of, iteration_of, rows_of
 from cohort.common.messages import StartSegment
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
 from cohort.common.policies.ecoserve.nested_allocation import NestedAllocator
 from cohort.common.policies.interface import KvAllocator, WaitingRequest
+from cohort.common.process.decision_log import DecisionLog
 from cohort.common.types import Role, TrafficClass
 from cohort.common.views import BLOCK_STATES, MOST_DECISIONS, MOST_ROWS
 from tests.common.machines.small_worker import BLOCKS, GEOMETRY, PROMPT, machine, whole

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
 from cohort.common.policies.interface import Placement
 from cohort.common.types import Role
-from cohort.common.virtual_cluster.kv_flights import Flight
+from cohort.common.virtual_cluster.plugins import Flight
 from tests.common.machines import clusters
 from tests.common.machines.clusters import PD, PD_TWICE, UNIFIED, Asked, finish, strike, tokens, total
 from tests.common.machines.faults import Fault, any_faults

@@ -14,11 +14,11 @@ from cohort.common.addresses import STANDBY_MANAGERS
 from cohort.common.config import SpeculationConfig
 from cohort.common.machines.effects import Admitted, Deliver, Ended, Fail, GatewayEffect, ManagerFound, Rejected
 from cohort.common.machines.events import Closed, DrainEnded, DrainStarted, LinkAddresses, Offered, PeerLost
-from cohort.common.machines.gateway import GatewayMachine, GatewaySettings
-from cohort.common.machines.manager import ManagerMachine
-from cohort.common.machines.manager_settings import ManagerSettings
-from cohort.common.machines.worker import WorkerMachine
-from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
+from cohort.common.machines.gateway.gateway import GatewayMachine, GatewaySettings
+from cohort.common.machines.manager.manager import ManagerMachine
+from cohort.common.machines.manager.manager_settings import ManagerSettings
+from cohort.common.machines.worker.worker import WorkerMachine
+from cohort.common.machines.worker.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.messages import Message
 from cohort.common.policies.baselines.bounded_admission import BoundedAdmission
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
@@ -172,13 +172,15 @@ class World:
         managers: int = 1,
         load_interval_s: float = GATEWAY_SETTINGS.load_interval_s,
         acceptance: float | None = None,
+        step: tuple[int, int] = (8, 32),
     ) -> None:
-        """`managers`: one that leads, the others stand by. `acceptance`: workers may draft, and a drafted token is
-        right with this chance; None = they may not. `groups` of layers, by their windows: caches have `blocks` for each
-        of them."""
+        """`step`: the most rows and tokens of one, as workers say it and the scheduler keeps to. `managers`: one that
+        leads, the others stand by. `acceptance`: workers may draft, and a drafted token is right with this chance; None
+        = they may not. `groups` of layers, by their windows: caches have `blocks` for each of them."""
         self.manager_names = (MANAGER, *STANDBY_MANAGERS[: managers - 1])
-        self._max_loras = max_loras
+        self._max_loras, self._step = max_loras, step
         self._speculation = SpeculationConfig("off" if acceptance is None else "lookup", max_drafts=6)
+        self.seed = seed
         self.random = Random(seed)
         self.roles = roles
         self._placement = placement
@@ -219,7 +221,11 @@ class World:
         self.cluster.events.at(self.now_s + delay_s, action)
 
     def run(self, until_s: float, done: Callable[[], bool] = lambda: False) -> None:
-        self.cluster.events.run(until_s, done)
+        try:
+            self.cluster.events.run(until_s, done)
+        except Exception as error:
+            error.add_note(f"in the world of seed {self.seed}")
+            raise
 
     def run_until_quiet(self, limit_s: float = 400.0) -> None:
         """Until every request ended and every worker is empty; then check that nothing is left anywhere."""
@@ -316,7 +322,19 @@ class World:
         blocks, host_blocks = self._blocks
         kv = self._allocator(self._geometry, blocks, host_blocks)
         capacity = WorkerCapacity(
-            *(self.roles[name], "m", 10_000, self._geometry.num_layers, 1, 1, 1, BLOCK, blocks, host_blocks, 8, 32),
+            *(
+                self.roles[name],
+                "m",
+                10_000,
+                self._geometry.num_layers,
+                1,
+                1,
+                1,
+                BLOCK,
+                blocks,
+                host_blocks,
+                *self._step,
+            ),
             window=kv.geometry.window,
             groups=kv.geometry.groups,
         )

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from cohort.common.machines.events import Tick
 from cohort.common.planning.budget import SAVED_S
-from cohort.common.planning.foresight import Answer, Foreseen, Job, WorkerCost
 from cohort.common.planning.machine import (
     Applied,
     Apply,
@@ -26,6 +25,7 @@ from cohort.common.planning.machine import (
     Workers,
 )
 from cohort.common.planning.shape import Bounds, Shape
+from cohort.common.planning.simulation_jobs import Answer, Foreseen, Job, WorkerCost
 from cohort.common.planning.traffic import Timing, TrafficRecord
 from cohort.common.types import Role, Slo, StepTimes
 

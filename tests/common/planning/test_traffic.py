@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cohort.common.planning.foresight import from_stats, to_stats
+from cohort.common.planning.simulation_jobs import from_stats, to_stats
 from cohort.common.planning.traffic import (
     MOST_REQUESTS,
     Timing,

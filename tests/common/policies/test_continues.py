@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.common.policies import compose
-from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran, Row
-from cohort.common.sequence import Sequence
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran
+from cohort.common.sequence import Row, Sequence
 from tests.cluster.cases import PRESETS
 from tests.common.machines.clusters import small
 from tests.common.policies.baselines.drive import GEOMETRY, rows, run, sequence

@@ -125,6 +125,19 @@ def test_an_owner_that_was_alone_owes_nothing_and_one_that_was_away_has_saved_no
     assert abs(went.count("a") - went.count("b")) <= 1
 
 
+def test_an_owner_that_comes_back_has_saved_nothing_while_it_was_away() -> None:
+    queue = FairQueue()
+    queue.add("b", "b-first", rank=0, cost=10)
+    assert queue.next() == "b-first"
+    for number in range(60):
+        queue.add("a", f"a{number:02}", rank=number, cost=10)
+    served_of(queue, 30)
+    for number in range(30):
+        queue.add("b", f"b{number:02}", rank=number, cost=10)
+    went = served_of(queue, 20)
+    assert abs(went.count("a") - went.count("b")) <= 1
+
+
 def test_what_is_given_back_is_served_to_its_owner() -> None:
     queue = FairQueue()
     for number in range(8):

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from cohort.common.clock import Clock, SystemClock
 from cohort.common.config import TracingConfig
-from cohort.common.metrics import MetricFactory
+from cohort.common.process.metrics import MetricFactory
 from cohort.common.tracing.spans import Tracing
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import structlog
 
 from cohort.common.transport.kv_link import KvLink
+from tests.support.steady_loop import SteadyLoop
 
 
 def pattern(seed: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -90,7 +91,8 @@ class Peer:
         raise ValueError(command["op"])
 
     async def run(self, command: dict[str, Any]) -> None:
-        start_s = time.monotonic()
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
         try:
             result = await self.perform(command)
         except asyncio.CancelledError:
@@ -99,7 +101,7 @@ class Peer:
             self.stranded = getattr(error, "settled", self.stranded)
             kinds = [kind.__name__ for kind in type(error).__mro__]
             result = {"error": type(error).__name__, "kinds": kinds, "text": str(error)}
-        answer({"id": command["id"], "took_s": time.monotonic() - start_s, **result})
+        answer({"id": command["id"], "took_s": loop.time() - start_s, **result})
 
 
 def answer(message: dict[str, Any]) -> None:
@@ -126,4 +128,5 @@ if __name__ == "__main__":
 
         uvloop.run(main(sys.argv[1]))
     else:
-        asyncio.run(main(sys.argv[1]))
+        with asyncio.Runner(loop_factory=SteadyLoop) as runner:  # what it takes and waits for, not what a stall does
+            runner.run(main(sys.argv[1]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import signal
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -207,10 +206,9 @@ async def test_stopped_receiver_strands_a_send_until_it_answers(start: Start) ->
     a, b = await start(), await start()
     await transfer(a, b, 1, MB)
     b.signal(signal.SIGSTOP)
-    begun_s = time.monotonic()
     answer = await a.ask("send", peer=b.address, tag=2, seed=2, nbytes=16 * MB, timeout_s=0.5)
     assert "TransferTimeout" in answer["kinds"], answer
-    assert time.monotonic() - begun_s < 4.0
+    assert answer["took_s"] < 4.0
     b.signal(signal.SIGCONT)
     assert "error" not in await a.ask("settled", timeout_s=5.0)
     assert (await a.ask("stats"))["stranded"] == 0

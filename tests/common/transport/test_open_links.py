@@ -7,7 +7,7 @@ import pytest
 import structlog
 
 from cohort.common.errors import ConfigError, TransferError
-from cohort.common.transport.links import open_links
+from cohort.common.transport.open_links import open_links
 
 BIND = "tcp://127.0.0.1:0"
 

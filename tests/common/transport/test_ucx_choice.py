@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from cohort.common.errors import ConfigError
-from cohort.common.transport.links import open_links
+from cohort.common.transport.open_links import open_links
 from cohort.common.transport.ucx_devices import UcxChoice, check_choice, chosen_here, resources_here
 from tests.hosts import DEVICE, needs_namespaces, two_hosts
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cohort.common.engine.linear import Linear
-from cohort.kernels import experts, fused, native, sampling, slots
-from cohort.kernels.coded import CodedMatrix
+from cohort.common.engine.weights.linear import Linear
+from cohort.kernels.cpu import native
+from cohort.kernels.cpu.quantized_panels import Codes
 from cohort.kernels.gpu import available, operators
-from cohort.kernels.latent_attention import latent_attention
-from cohort.kernels.paged_attention import paged_attention, write_kv
-from cohort.kernels.quantized_panels import Codes
+from cohort.kernels.ops import experts, fused, sampling, slots
+from cohort.kernels.ops.coded import CodedMatrix
+from cohort.kernels.ops.latent_attention import latent_attention
+from cohort.kernels.ops.paged_attention import paged_attention, write_kv
 
 
 class Called(Exception):

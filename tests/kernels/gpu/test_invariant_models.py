@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from cohort.common.engine import lean_gpt_oss, lean_llama, linear
-from cohort.common.engine.batch import SamplingRow, TokenLogprobs
-from cohort.common.engine.device_memory import DeviceShare
-from cohort.common.engine.device_steps import DeviceSteps
-from cohort.common.engine.model_runner import ModelRunner
-from cohort.kernels import batch_invariance, native
+from cohort.common.engine.config.device_memory import DeviceShare
+from cohort.common.engine.forward.device_steps import DeviceSteps
+from cohort.common.engine.models import lean_gpt_oss, lean_llama
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.step.batch import SamplingRow, TokenLogprobs
+from cohort.common.engine.weights import linear
+from cohort.kernels import batch_invariance
+from cohort.kernels.cpu import native
 from cohort.kernels.gpu import available, operators
 from tests.common.engine.driver import Driver, make_runner, random_prompts
 from tests.engine_models import model_folder as model_folder

@@ -7,16 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from cohort.common.engine import draft_loading, lean_deepseek, lean_gpt_oss, lean_llama, linear
-from cohort.common.engine.device_memory import DeviceShare
-from cohort.common.engine.device_steps import DeviceSteps
-from cohort.kernels import native
+from cohort.common.engine.config.device_memory import DeviceShare
+from cohort.common.engine.forward.device_steps import DeviceSteps
+from cohort.common.engine.models import lean_deepseek, lean_gpt_oss, lean_llama
+from cohort.common.engine.runner import draft_loading
+from cohort.common.engine.weights import linear
+from cohort.kernels.cpu import native
 from cohort.kernels.gpu import available, operators
 from tests.common.engine.drafts.test_eagle_head import Reference, Served, head_folder
 from tests.common.engine.driver import check_schedule, make_runner, random_prompts, reference_generate, run_chunked
 from tests.common.engine.groups import group_runner
 from tests.common.engine.joint_ranks import joint_runner
-from tests.common.engine.test_gpt_oss import mxfp4_folder as mxfp4_folder
+from tests.common.engine.models.test_gpt_oss import mxfp4_folder as mxfp4_folder
 from tests.engine_models import model_folder as model_folder
 from tests.examples import another_of_its_kind
 from tests.kernels.gpu.conftest import DEVICE

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from cohort.common.metrics import MetricFactory, SchedulerMetrics
 from cohort.common.policies.baselines.fcfs import Fcfs
 from cohort.common.policies.interface import ClusterView, InstanceView, PrefillOrder, WaitingRequest
+from cohort.common.process.metrics import MetricFactory, SchedulerMetrics
 from cohort.common.types import Attempt, Prediction, Request, Role, SamplingParams, WorkerCapacity
 from cohort.services.bucketing_manager.measured import MeasuredOrder
 

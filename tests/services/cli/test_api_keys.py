@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cohort.common.key_file import OwnLimits, hash_key, read_keys
-from cohort.common.key_usage import Amounts, UsageStore, Where, day_of
+from cohort.common.keys.key_file import OwnLimits, hash_key, read_keys
+from cohort.common.keys.key_usage import Amounts, UsageStore, Where, day_of
 from cohort.services.cli import __main__ as cli
 
 

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 import yaml
 
-from cohort.common.engine.profile_process import Profile
-from cohort.common.engine.profiler import StepPoint, StepShape
+from cohort.common.engine.worker.profile_process import Profile
+from cohort.common.engine.worker.profiler import StepPoint, StepShape
 from cohort.services.cli import profile
 from cohort.services.cli.__main__ import main
 from cohort.services.cli.profile import forward_size
-from cohort.services.simulator import measuring
-from cohort.services.simulator.hardware import load_cluster, load_device, load_model
+from cohort.services.simulator.hardware import measuring
+from cohort.services.simulator.hardware.hardware import load_cluster, load_device, load_model
 from tests.services.bench.fit import test_machine as made
 
 

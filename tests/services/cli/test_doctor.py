@@ -14,7 +14,7 @@ import pytest
 
 from cohort import __version__
 from cohort.common.config import load_config
-from cohort.common.ports import free_port
+from cohort.common.http.ports import free_port
 from cohort.services.cli import doctor
 from cohort.services.cli.__main__ import main
 from cohort.services.cli.checks.finding import fine, warning

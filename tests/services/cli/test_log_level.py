@@ -22,8 +22,8 @@ LISTENER = """
 import asyncio, sys
 from pathlib import Path
 from cohort.common.config import LoggingConfig
-from cohort.common.log_levels import listen_for_levels
-from cohort.common.logs import configure_logging
+from cohort.common.process.log_levels import listen_for_levels
+from cohort.common.process.logs import configure_logging
 
 async def run():
     log = configure_logging(LoggingConfig(format="json"), service="gateway", instance="gateway")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from cohort.common.metrics import MetricFactory, RequestMetrics, exposition
+from cohort.common.process.metrics import MetricFactory, RequestMetrics, exposition
 from cohort.services.cli.scraped import Scraped
 
 

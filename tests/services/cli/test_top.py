@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from cohort.common.metrics import EngineMetrics, MetricFactory, RequestMetrics, SchedulerMetrics, exposition
-from cohort.common.ports import free_port
+from cohort.common.http.ports import free_port
+from cohort.common.process.metrics import EngineMetrics, MetricFactory, RequestMetrics, SchedulerMetrics, exposition
 from cohort.services.cli import top
 from cohort.services.cli.__main__ import main
 from cohort.services.cli.scraped import Scraped

@@ -27,12 +27,12 @@ from cohort.common.config import (
     ModelConfig,
     ResponsesConfig,
 )
-from cohort.common.logs import configure_logging
-from cohort.common.service import ServiceContext
+from cohort.common.process.logs import configure_logging
+from cohort.common.process.service import ServiceContext
 from cohort.common.transport.memory_bus import MemoryNetwork
 from cohort.common.types import Request
 from cohort.services.gateway.service import Gateway, load_model
-from cohort.services.gateway.tokenizer import Tokenizer
+from cohort.services.gateway.text.tokenizer import Tokenizer
 from tests.services.gateway.cluster import Manager, Predictor, Script
 from tests.services.gateway.tiny_model import write_model
 

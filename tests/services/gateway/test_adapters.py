@@ -10,7 +10,7 @@ import pytest
 
 from cohort.common.config import ModelConfig
 from cohort.common.errors import ModelError
-from cohort.services.gateway.model_card import read_model_card
+from cohort.services.gateway.requests.model_card import read_model_card
 from tests.services.gateway.batch_client import begin, client_of, ended, job
 from tests.services.gateway.conftest import OpenSite, Site
 

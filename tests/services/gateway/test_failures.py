@@ -11,9 +11,9 @@ import pytest
 
 from cohort.common.messages import Refused, TokenUpdate
 from cohort.common.types import Attempt, FinishReason
+from tests.services.gateway.apis.test_openai_api import texts
 from tests.services.gateway.cluster import Manager
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site, eventually, parse_events
-from tests.services.gateway.test_openai_api import texts
 
 LONG = {"prompt": "x", "max_tokens": 100}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from cohort.services.gateway.bodies import ChatBody, CompletionBody
+from cohort.services.gateway.apis.messages_api_bodies import CountTokensBody, MessagesBody
+from cohort.services.gateway.apis.responses_api_bodies import ResponsesBody
 from cohort.services.gateway.front_page import DOCS_PATH
-from cohort.services.gateway.messages_api_bodies import CountTokensBody, MessagesBody
-from cohort.services.gateway.responses_api_bodies import ResponsesBody
+from cohort.services.gateway.http.bodies import ChatBody, CompletionBody
 from tests.services.gateway.conftest import OpenSite
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import cohort
 from cohort.common.errors import ConfigError
-from cohort.services.gateway.middleware import resolve_keys
+from cohort.services.gateway.keys.middleware import resolve_keys
 from tests.examples import examples
 from tests.services.gateway.conftest import OpenSite, Site
 
@@ -43,8 +43,9 @@ async def test_models(site: Site) -> None:
 async def test_workers_with_less_room_bound_the_context(open_site: OpenSite) -> None:
     async with open_site() as site:
         site.manager.load = msgspec.structs.replace(site.manager.load, max_model_len=64)
-        await asyncio.sleep(0.2)
-        assert (await site.get("/v1/models"))[1]["data"][0]["max_model_len"] == 64
+        async with asyncio.timeout(5):
+            while (await site.get("/v1/models"))[1]["data"][0]["max_model_len"] != 64:  # noqa: ASYNC110 -- over HTTP there is no event
+                await asyncio.sleep(0.01)
         status, body = await site.post("/v1/completions", {"prompt": [5] * 60, "max_tokens": 8})
         assert (status, "64 tokens" in body["error"]["message"]) == (400, True)
 

@@ -13,10 +13,10 @@ from structlog.testing import CapturingLogger
 
 from cohort.common.machines.entry import Entry
 from cohort.common.messages import Placed, Refused, TokenUpdate
-from cohort.common.metrics import MetricFactory, RequestMetrics
+from cohort.common.process.metrics import MetricFactory, RequestMetrics
 from cohort.common.types import Attempt, FinishReason, Request, SamplingParams, Slo
-from cohort.services.gateway.request_stats import RequestStats
-from cohort.services.gateway.timing import GatewayTimes
+from cohort.services.gateway.generation.request_stats import RequestStats
+from cohort.services.gateway.generation.timing import GatewayTimes
 from tests.services.gateway.conftest import OpenSite, Site, eventually
 
 SOON = {"prompt": "x", "max_tokens": 100, "cohort": {"ttft_slo_ms": 500}}

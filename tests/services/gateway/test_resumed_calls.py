@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.services.gateway.conftest import ANSWER, OpenSite
-from tests.services.gateway.test_resumption import CHAT, STEP_S, Read, other, reading, rest, same, some, whole
+from tests.services.gateway.resume.test_resumption import CHAT, STEP_S, Read, other, reading, rest, same, some, whole
 from tests.services.gateway.test_structured_output import CALLS, TOOLS, roomy  # noqa: F401
 
 TOOLS_OF = {"tools": TOOLS, "max_tokens": 400}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from cohort.common.messages import GatewayView, Look
-from cohort.common.metrics import TTFT_STAGES
+from cohort.common.process.metrics import TTFT_STAGES
 from cohort.common.transport.memory_bus import MemoryBus
-from cohort.services.gateway.past_requests import KEPT
+from cohort.services.gateway.generation.past_requests import KEPT
 from cohort.services.gateway.show import slo_tallies
 from tests.services.gateway.conftest import OpenSite, Site
 

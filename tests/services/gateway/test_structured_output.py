@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cohort.common.grammar import GrammarTokens
-from cohort.services.gateway.tokenizer import Tokenizer
+from cohort.services.gateway.text.tokenizer import Tokenizer
 from tests.services.gateway.conftest import OpenSite, Site
 from tests.services.gateway.tiny_model import write_model
 

@@ -14,7 +14,7 @@ from cohort.common.errors import ConfigError
 from cohort.services.launcher import preflight
 from cohort.services.launcher.options import add_arguments, overrides_of
 from cohort.services.launcher.plan import plan
-from cohort.services.launcher.probe import http_status
+from cohort.services.launcher.processes.probe import http_status
 from tests.certificates import make_certificate
 from tests.services.gateway.conftest import OpenSite
 

@@ -12,19 +12,19 @@ from prometheus_client import CollectorRegistry
 from cohort.common.config import Config, load_config
 from cohort.common.errors import CohortError, ConfigError
 from cohort.common.messages import Heartbeat, RequestTraffic
-from cohort.common.metrics import exposition
-from cohort.common.planning.foresight import Answer, Foreseen, Job, to_stats
 from cohort.common.planning.machine import PlannerSettings
 from cohort.common.planning.settings import planner_settings
 from cohort.common.planning.shape import Kind, Shape
+from cohort.common.planning.simulation_jobs import Answer, Foreseen, Job, to_stats
 from cohort.common.planning.traffic import Timing, TrafficRecord
+from cohort.common.process.metrics import exposition
 from cohort.common.types import Role, Slo, StepTimes
 from cohort.services.global_monitor import launcher_orders
 from cohort.services.global_monitor.aggregate import Cluster
-from cohort.services.global_monitor.foresight_process import keep_config
 from cohort.services.global_monitor.launcher_orders import LauncherOrders, OrderFailed
 from cohort.services.global_monitor.live import planned
 from cohort.services.global_monitor.planner import Planner, PlannerCollector, planner_state, present
+from cohort.services.global_monitor.simulation_process import keep_config
 from tests.services.global_monitor.test_service import ManualClock
 
 TIMES = StepTimes(0.004, 0.001, 1e-4, 0.006, 1e-8, 1e-7)

@@ -16,8 +16,8 @@ from aiohttp.test_utils import TestClient, TestServer
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from cohort.common.browsers import BrowserGuard
 from cohort.common.config import Config
+from cohort.common.http.browsers import BrowserGuard
 from cohort.common.messages import ClusterStats, Farewell, Heartbeat
 from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
 from cohort.services.global_monitor.aggregate import Status

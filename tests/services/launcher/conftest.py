@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cohort.common.ports import free_port
+from cohort.common.http.ports import free_port
 from cohort.services.launcher.console import Console, Line
 from cohort.services.launcher.plan import ProcessPlan, StopStage
 from cohort.services.launcher.run_files import RunFiles

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from cohort.services.launcher.console import Console, Line, State, readable_warning
-from cohort.services.launcher.log_follower import LogFollower
+from cohort.services.launcher.processes.log_follower import LogFollower
 
 
 def event(level: str, **more: str) -> str:

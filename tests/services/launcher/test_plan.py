@@ -15,7 +15,7 @@ from cohort.common.config import (
     WorkerGroup,
     load_config,
 )
-from cohort.common.service import metrics_port
+from cohort.common.process.service import metrics_port
 from cohort.common.types import Role
 from cohort.services.launcher.plan import StopStage, http_base, plan, resolve
 

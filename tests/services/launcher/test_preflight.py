@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cohort.common import ports
 from cohort.common.config import Config, GatewayConfig, MetricsConfig, ModelConfig, MonitorConfig
 from cohort.common.errors import ConfigError, ModelError
+from cohort.common.http import ports
 from cohort.services.launcher import preflight
 from cohort.services.launcher.plan import plan
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import transformers
 
+from cohort.common.http.ports import free_port
 from cohort.common.paths import cache_dir, default_model_dir
-from cohort.common.ports import free_port
 from cohort.services.launcher.run_files import LauncherState, RunFiles
 from tests.common.engine.driver import count_near_ties, random_prompts, reference_generate
 from tests.engine_models import VOCAB, save_random_model

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.common.engine.driver import count_near_ties, random_prompts, reference_generate
-from tests.common.engine.test_gpt_oss import mxfp4_folder as mxfp4_folder
+from tests.common.engine.models.test_gpt_oss import mxfp4_folder as mxfp4_folder
 from tests.engine_models import CONFIGS, VOCAB, save_random_model
 from tests.examples import another_of_its_kind
 from tests.gguf_models import add_tokenizer, random_model, write_gguf

@@ -55,7 +55,7 @@ async def test_a_configuration_error_ends_the_pipeline_and_shows_the_log(run, to
 
 
 async def test_a_process_that_never_starts_is_given_up_after_five_attempts(run, toys, monkeypatch):
-    monkeypatch.setattr("cohort.services.launcher.restart_policy.SECOND_DELAY_S", 0.01)
+    monkeypatch.setattr("cohort.services.launcher.processes.restart_policy.SECOND_DELAY_S", 0.01)
     pipeline = run(toys(manager="crash"))
     assert await pipeline.exit_code() == 1
     assert "never became ready in 5 attempts" in pipeline.supervisor.failure
@@ -88,7 +88,7 @@ def test_nothing_outlives_a_killed_launcher(tmp_path: Path):
         import asyncio, sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from pathlib import Path
-        from cohort.services.launcher.child import Child
+        from cohort.services.launcher.processes.child import Child
 
         async def main():
             code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"

@@ -6,7 +6,7 @@ import pytest
 
 from cohort.common.policies.cost_model import CostModel, StepWork
 from cohort.services.simulator.figures.alignment_ceiling import _tokens_per_s, ceiling
-from cohort.services.simulator.hardware import load_cluster, load_model
+from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 
 
 def test_full_batches_by_hand() -> None:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from cohort.common.policies.interface import ClusterView, Placed, Placement, WaitingRequest
 from cohort.common.types import Segment, Slo
 from cohort.common.workloads.items import WorkItem, Workload
-from cohort.services.simulator.cluster import SimCluster, SimOptions
-from cohort.services.simulator.hardware import load_model
+from cohort.services.simulator.core.cluster import SimCluster, SimOptions
+from cohort.services.simulator.hardware.hardware import load_model
 from tests.examples import examples
+from tests.services.simulator.core.test_cluster import lengths, outcome
 from tests.services.simulator.lab import MODEL, cache_of, cluster, config, run, workload
-from tests.services.simulator.test_cluster import lengths, outcome
 
 
 @settings(max_examples=examples(0.2))

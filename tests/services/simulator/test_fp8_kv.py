@@ -6,8 +6,8 @@ import pytest
 
 from cohort.common.config import load_config
 from cohort.common.policies.cost_model import CostModel
-from cohort.services.simulator.deployment import kv_blocks
-from cohort.services.simulator.hardware import as_kept, load_cluster, load_model
+from cohort.services.simulator.core.deployment import kv_blocks
+from cohort.services.simulator.hardware.hardware import as_kept, load_cluster, load_model
 
 
 @pytest.mark.parametrize(("cluster_name", "row"), [("h100-80", 132), ("cpu-2core", 129)])

@@ -15,11 +15,11 @@ from cohort.common.policies.alignedserve.thresholds import Thresholds
 from cohort.common.types import Role, WorkerCapacity
 from cohort.common.workloads.arrivals import RandomArrivals
 from cohort.common.workloads.papers import LONGBENCH, longbench_workload
+from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.figures import alignedserve, dynaserve, dynaserve_setup, ecoserve_setup
 from cohort.services.simulator.figures.dynaserve_setup import SPLIT, System, keeps_up, run
 from cohort.services.simulator.figures.figure import Lab
-from cohort.services.simulator.report import SimReport
-from cohort.services.simulator.reproduce import all_figures
+from cohort.services.simulator.reproduce.reproduce import all_figures
 from tests.examples import another_of_its_kind
 
 

@@ -7,11 +7,11 @@ import math
 import pytest
 
 from cohort.common.config import load_config
-from cohort.common.engine.model_config import ModelGeometry
-from cohort.common.engine.rank_shares import RankShare, reduced_bytes
+from cohort.common.engine.config.model_config import ModelGeometry
+from cohort.common.engine.config.rank_shares import RankShare, reduced_bytes
 from cohort.common.policies.cost_model import CostModel, ModelShape
-from cohort.services.simulator.deployment import kv_blocks
-from cohort.services.simulator.hardware import load_cluster, load_model
+from cohort.services.simulator.core.deployment import kv_blocks
+from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 
 MODELS = ["llama-3-8b", "llama-2-70b", "qwen2.5-72b"]
 
@@ -92,7 +92,7 @@ def test_both_have_as_many_blocks(name: str) -> None:
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_both_sum_as_many_bytes_over_the_ranks(degree: int) -> None:
-    """What a live group sums is compared with `reduced_bytes` in tests/common/engine/test_tensor_parallel.py."""
+    """What a live group sums is compared with `reduced_bytes` in tests/common/engine/ranks/test_tensor_parallel.py."""
     shape, cluster = load_model("llama-3-8b"), load_cluster("a100-80:1", {"tensor_parallel": degree})
     cost = CostModel(shape, cluster.device, cluster.stack, tensor_parallel=degree)
     assert 100 * cost.reduced_token_bytes == reduced_bytes(geometry_of(shape), shape.weight_bytes, 100)

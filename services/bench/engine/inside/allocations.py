@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from cohort.common.engine.model_runner import ModelRunner
-from cohort.common.engine.trial_batch import trial_batch
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.step.trial_batch import trial_batch
 from cohort.services.bench.engine.report import Allocation, Allocations
 
 _NO_OPERATOR = "outside operators"

@@ -9,11 +9,11 @@ from statistics import median
 
 import torch
 
-from cohort.common.engine.model_runner import ModelRunner
+from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.kernels.fp8_cache import is_fp8
 from cohort.services.bench.engine.inside.comparisons import timing
+from cohort.services.bench.engine.inside.kernels import Shape, decode_attention
 from cohort.services.bench.engine.report import AttentionPoint
-from cohort.services.bench.kernels.measuring import Shape, decode_attention
 
 
 def measure_attention(runner: ModelRunner, rows: int, context: int, rounds: int, cache_bytes: int) -> AttentionPoint:

@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from cohort.common.engine import model_runner
-from cohort.kernels import native
+from cohort.common.engine.runner import model_runner
+from cohort.kernels.cpu import native
 from cohort.services.bench.engine.report import StepPart
 
 _KERNELS: dict[StepPart, tuple[str, ...]] = {

@@ -13,11 +13,11 @@ from typing import Literal
 
 import torch
 
-from cohort.common.engine.model_runner import ModelRunner
-from cohort.common.engine.trial_batch import trial_batch
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.step.trial_batch import trial_batch
+from cohort.services.bench.engine.inside.kernels import READ_BYTES, each_s, memory_reads
 from cohort.services.bench.engine.inside.lower_bounds import Call, LowerBounds
 from cohort.services.bench.engine.report import Comparison, Form, StepPoint, Timing
-from cohort.services.bench.kernels.measuring import READ_BYTES, each_s, memory_reads
 
 
 def timing(seconds: Sequence[float]) -> Timing:

@@ -1,6 +1,6 @@
 """The host's part of a decode step, without a model: what lies between two steps where none is planned ahead.
 
-With `drafts` also what looking at texts for drafts takes (`common/engine/drafting.py`, `prompt_lookup`), over texts in
+With `drafts` also what looking at texts for drafts takes (`engine/runner/drafting.py`, `prompt_lookup`), over texts in
 which nothing stood before (`new`), or in which what stood before misleads (`misleading`), so that none is computed.
 
 A real `WorkerMachine` with a preset's policies, the batch builder, and the standing buffers of a GPU's decode step on
@@ -22,18 +22,18 @@ import torch
 from torch import Tensor
 
 from cohort.common.config import SpeculationConfig, load_config
-from cohort.common.engine.batch import StepOutput
-from cohort.common.engine.batch_builder import BatchBuilder
-from cohort.common.engine.decode_classes import CaptureBudget
-from cohort.common.engine.drafting import Drafting
 from cohort.common.engine.drafts.prompt_lookup import PromptLookup
-from cohort.common.engine.recorded_steps import Recorded, StepResult
-from cohort.common.engine.static_decode import StaticDecode
-from cohort.common.engine.step_inputs import StepInputs
+from cohort.common.engine.forward.static_decode import StaticDecode
+from cohort.common.engine.models.step_inputs import StepInputs
+from cohort.common.engine.runner.drafting import Drafting
+from cohort.common.engine.step.batch import StepOutput
+from cohort.common.engine.step.batch_builder import BatchBuilder
+from cohort.common.engine.step.decode_classes import CaptureBudget
+from cohort.common.engine.step.recorded_steps import Recorded, StepResult
 from cohort.common.machines.effects import StartStep
 from cohort.common.machines.events import Drafted, PlanAhead, Received, Sampled, StepEnded, WorkerEvent
-from cohort.common.machines.worker import WorkerMachine
-from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
+from cohort.common.machines.worker.worker import WorkerMachine
+from cohort.common.machines.worker.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.messages import StartSegment
 from cohort.common.policies import compose
 from cohort.common.policies.interface import IterationPlan

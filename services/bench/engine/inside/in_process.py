@@ -14,14 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cohort.common.config import Config
-from cohort.common.engine.batch import StepBatch, StepOutput
-from cohort.common.engine.batch_builder import BatchBuilder
-from cohort.common.engine.model_runner import ModelRunner
-from cohort.common.engine.worker_process import capacity_of
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.step.batch import StepBatch, StepOutput
+from cohort.common.engine.step.batch_builder import BatchBuilder
+from cohort.common.engine.worker.worker_process import capacity_of
 from cohort.common.machines.effects import StartStep
 from cohort.common.machines.events import Received, Sampled, StepEnded, WorkerEvent
-from cohort.common.machines.worker import WorkerMachine
-from cohort.common.machines.worker_state import WorkerSettings, WorkerSetup
+from cohort.common.machines.worker.worker import WorkerMachine
+from cohort.common.machines.worker.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.messages import StartSegment
 from cohort.common.policies import compose
 from cohort.common.policies.interface import IterationPlan

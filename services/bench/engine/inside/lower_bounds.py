@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cohort.common.engine.linear import GatedLinear, Linear
-from cohort.common.engine.model_config import ModelGeometry
-from cohort.kernels.panels import Arena
+from cohort.common.engine.config.model_config import ModelGeometry
+from cohort.common.engine.weights.linear import GatedLinear, Linear
+from cohort.kernels.cpu.panels import Arena
 from cohort.services.bench.engine.report import Form
 
 Call = Callable[[], object]

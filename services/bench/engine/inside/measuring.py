@@ -26,9 +26,9 @@ import msgspec
 
 from cohort.common import paths
 from cohort.common.config import Config, load_config
-from cohort.common.engine.batch_builder import BatchBuilder
-from cohort.common.engine.model_runner import ModelRunner
-from cohort.common.engine.worker_process import load_runner
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.step.batch_builder import BatchBuilder
+from cohort.common.engine.worker.worker_process import load_runner
 from cohort.common.errors import CohortError
 from cohort.services.bench.engine.inside import in_process
 from cohort.services.bench.engine.inside.allocations import decode_allocations, profiler_available
@@ -36,6 +36,7 @@ from cohort.services.bench.engine.inside.attention import measure_attention
 from cohort.services.bench.engine.inside.clocks import StepClock, Target, clocked, engine_targets
 from cohort.services.bench.engine.inside.comparisons import decode_comparison, prefill_comparison
 from cohort.services.bench.engine.inside.in_process import InProcessEngine
+from cohort.services.bench.engine.inside.kernels import READ_BYTES
 from cohort.services.bench.engine.inside.lower_bounds import LowerBounds, model_products
 from cohort.services.bench.engine.inside.resident import available_bytes, machine, rss_bytes, weights_and_buffers
 from cohort.services.bench.engine.report import (
@@ -50,7 +51,6 @@ from cohort.services.bench.engine.report import (
     StepPart,
     StepShares,
 )
-from cohort.services.bench.kernels.measuring import READ_BYTES
 
 _OUTSIDE_EXECUTE: frozenset[StepPart] = frozenset({"plan", "build", "completed", "glue"})
 _FEWER_ROUNDS_FROM_TOKENS = 512  # a prefill of so many takes its time

@@ -13,10 +13,10 @@ from statistics import fmean, median
 import numpy as np
 import torch
 
-from cohort.common.engine.batch import StepBatch
-from cohort.common.engine.model_runner import ModelRunner
-from cohort.common.engine.trial_batch import trial_batch
-from cohort.services.bench.kernels.measuring import each_s
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.step.batch import StepBatch
+from cohort.common.engine.step.trial_batch import trial_batch
+from cohort.services.bench.engine.inside.kernels import each_s
 
 
 @dataclass(frozen=True, slots=True)

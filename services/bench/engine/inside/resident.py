@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cohort import __version__
-from cohort.common.engine.model_runner import ModelRunner
-from cohort.kernels import native
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.kernels.cpu import native
 from cohort.services.bench.engine.report import Machine
 
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve", "bf16")

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from cohort.services.bench.http.export import BenchResult
 from cohort.services.bench.http.harness import Harness, Measurement
 from cohort.services.bench.http.modes import capacity, compare, single, sweep
 from cohort.services.bench.http.options import Capacity, Compare, Single, Sweep
+from cohort.services.bench.http.results.export import BenchResult
 
 
 async def run_mode(harness: Harness) -> tuple[BenchResult, list[Measurement]]:

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from cohort.services.bench.http.capacity import CapacitySearch
-from cohort.services.bench.http.export import BenchResult, CapacityPoint, CapacityResult
 from cohort.services.bench.http.harness import Harness, Interrupted, Measurement, derive_salt
+from cohort.services.bench.http.load.workload import at_rate
 from cohort.services.bench.http.options import Capacity
-from cohort.services.bench.http.workload import at_rate
+from cohort.services.bench.http.results.export import BenchResult, CapacityPoint, CapacityResult
 
 
 async def run(harness: Harness, asked: Capacity) -> tuple[BenchResult, list[Measurement]]:

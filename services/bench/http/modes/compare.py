@@ -6,10 +6,10 @@ Rounds repeat lengths and arrivals but not words, so that spread is the servers'
 
 from __future__ import annotations
 
-from cohort.services.bench.http.export import BenchResult
-from cohort.services.bench.http.figures import compare
 from cohort.services.bench.http.harness import Harness, Interrupted, Measurement, derive_salt
-from cohort.services.bench.http.report import RunReport
+from cohort.services.bench.http.results.export import BenchResult
+from cohort.services.bench.http.results.figures import compare
+from cohort.services.bench.http.results.report import RunReport
 
 
 async def run(harness: Harness, rounds: int) -> tuple[BenchResult, list[Measurement]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cohort.services.bench.http.export import BenchResult
 from cohort.services.bench.http.harness import Harness, Measurement
+from cohort.services.bench.http.results.export import BenchResult
 
 
 async def run(harness: Harness) -> tuple[BenchResult, list[Measurement]]:

@@ -9,9 +9,9 @@ from cohort.common.errors import ConfigError
 from cohort.common.workloads.arrivals import ClosedLoop, TraceTimes
 from cohort.common.workloads.generate import FromTrace
 from cohort.services.bench.http.arguments import SweepKey
-from cohort.services.bench.http.export import BenchResult
 from cohort.services.bench.http.harness import Harness, Interrupted, Measurement, derive_salt
-from cohort.services.bench.http.workload import WorkloadSpec, at_rate
+from cohort.services.bench.http.load.workload import WorkloadSpec, at_rate
+from cohort.services.bench.http.results.export import BenchResult
 
 
 async def run(harness: Harness, key: SweepKey, values: tuple[float, ...]) -> tuple[BenchResult, list[Measurement]]:

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from cohort.common.config import load_config
-from cohort.common.engine.batch import GREEDY, SamplingRow
-from cohort.common.engine.draft_loading import DraftPlan, load_draft, plan_draft
+from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.engine.drafts.batch_drafts import FILLED_AT_ONCE, DraftRow
 from cohort.common.engine.drafts.draft_model import DraftModel
 from cohort.common.engine.drafts.token_chain import TokenChain
 from cohort.common.engine.drafts.vocabulary import check_vocabulary
-from cohort.common.engine.model_config import read_geometry
+from cohort.common.engine.runner.draft_loading import DraftPlan, load_draft, plan_draft
+from cohort.common.engine.step.batch import GREEDY, SamplingRow
 from cohort.common.errors import ConfigError
 from tests.common.engine.drafts.test_eagle_head import head_folder
 from tests.common.engine.driver import (

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cohort.common.config import load_config
-from cohort.common.engine.batch import GREEDY, SamplingRow
-from cohort.common.engine.device_memory import DeviceShare
-from cohort.common.engine.draft_loading import load_draft, plan_draft
+from cohort.common.engine.config.device_memory import DeviceShare
+from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.engine.drafts.batch_drafts import DraftRow
 from cohort.common.engine.drafts.states_drafter import StatesDrafter
 from cohort.common.engine.drafts.token_chain import TokenChain
-from cohort.common.engine.model_config import read_geometry
+from cohort.common.engine.runner.draft_loading import load_draft, plan_draft
+from cohort.common.engine.step.batch import GREEDY, SamplingRow
 from cohort.common.errors import ConfigError, ModelError
 from tests.common.engine.driver import VOCAB, Driver, make_runner, random_prompts
 from tests.engine_models import BLOCK_SIZE

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
 
 from cohort.common.config import load_config
-from cohort.common.engine.draft_loading import plan_draft
-from cohort.common.engine.model_config import read_geometry
+from cohort.common.engine.config.model_config import read_geometry
+from cohort.common.engine.runner.draft_loading import plan_draft
 from cohort.common.errors import ConfigError, ModelError
 from tests.common.engine.drafts.test_eagle_head import Served
 from tests.common.engine.driver import random_prompts

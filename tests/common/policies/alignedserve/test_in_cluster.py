@@ -9,7 +9,7 @@ import pytest
 
 from cohort.common.machines.effects import WorkerEffect
 from cohort.common.machines.events import Received, WorkerEvent
-from cohort.common.machines.worker import WorkerMachine
+from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.messages import KvChunk, PrefetchKv
 from tests.common.machines.clusters import PD, PD_TWICE, UNIFIED_TWICE, finish, offer, total
 from tests.common.machines.world import World, expected_output

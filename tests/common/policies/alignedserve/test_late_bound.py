@@ -57,6 +57,9 @@ def test_patience_is_a_share_of_the_responses_tpot_allowance() -> None:
     assert patience_s(with_slo, **rules) == pytest.approx(0.5 * 0.1 * 50)
     predicted = replace(with_slo, prediction=Prediction(20.0, 20.0, 20.0, 20.0))
     assert patience_s(predicted, **rules) == pytest.approx(0.5 * 0.1 * 20)
+    begun = replace(predicted, tokens=[*predicted.tokens, *[1] * 15])  # an attempt before this one got so far
+    assert begun.output_known == 15
+    assert patience_s(begun, **rules) == pytest.approx(0.5 * 0.1 * 5)
     assert patience_s(request("b"), **rules) == 10.0
     assert patience_s(request("c", tpot_s=9.0), **rules) == 10.0
 

@@ -6,7 +6,8 @@ from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.feedback_queues import SkipJoinQueues
 from cohort.common.policies.baselines.ranked_batching import RankedBatching
 from cohort.common.policies.baselines.reserved_allocation import known_positions
-from cohort.common.policies.interface import IterationPlan, Ran, Row
+from cohort.common.policies.interface import IterationPlan, Ran
+from cohort.common.sequence import Row
 from tests.common.policies.baselines.drive import cache, names, sequence, step
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from cohort.common.policies.baselines.batch_builder import by_arrival
 from cohort.common.policies.baselines.phase_queues import PhaseQueues
-from cohort.common.policies.interface import IterationPlan, Preempt, Row
-from cohort.common.sequence import Phase, Sequence
+from cohort.common.policies.interface import IterationPlan, Preempt
+from cohort.common.sequence import Phase, Row, Sequence
 from tests.common.policies.baselines.drive import sequence
 from tests.examples import examples
 

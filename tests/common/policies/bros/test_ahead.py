@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.policies.interface import Row
-from cohort.common.sequence import Sequence
+from cohort.common.sequence import Row, Sequence
 from tests.common.policies.bros.kv_world import BLOCK, Memory, request
 
 

@@ -14,7 +14,7 @@ import pytest
 from cohort.common.config import BucketServeConfig
 from cohort.common.machines.effects import WorkerEffect
 from cohort.common.machines.events import Received, WorkerEvent
-from cohort.common.machines.worker import WorkerMachine
+from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.messages import StartSegment
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
 from cohort.common.policies.bucketserve.prefill_order import BucketedPrefill

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from cohort.common.config import CohortAblation, CohortConfig
-from cohort.common.policies.cohort.admission_test import AdmissionTest, RefuseLate
+from cohort.common.policies.cohort.admission_check import AdmissionTest, RefuseLate
 from cohort.common.policies.cohort.least_ttft import LeastTtft
 from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Refuse, Wait, WaitingRequest
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
@@ -356,6 +356,15 @@ def test_what_others_have_taken_since_is_no_longer_cached() -> None:
         policy.finished(1.5 + index, f"x{index}")
     policy.place(9.0, asked("t2", session(1, 3000)), cluster(view), None)
     assert policy.metrics()["prefix_tokens_expected_total"] == 0
+
+
+def test_what_was_placed_lately_is_cached_however_much_was_placed_before() -> None:
+    policy, view = placement(), worker("a", blocks=1000)  # 16,000 positions
+    for index in range(8):
+        policy.place(float(index), asked(f"x{index}", session(10 + index, 3000)), cluster(view), None)
+        policy.finished(0.5 + index, f"x{index}")
+    policy.place(9.0, asked("again", session(17, 3000)), cluster(view), None)
+    assert policy.metrics()["prefix_tokens_expected_total"] > 2500
 
 
 # -- devices that are shared ----------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.cohort.ordered_prompts import OrderedPrompts
 from cohort.common.policies.cohort.prompt_order import PromptOrder
 from cohort.common.policies.dynaserve.slo_batching import SloBatching
-from cohort.common.policies.interface import IterationPlan, IterationScheduler, Ran, Row
-from cohort.common.sequence import Sequence
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, Ran
+from cohort.common.sequence import Row, Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams, Slo
 from tests.common.policies.baselines.drive import decide, ran, rows, run
 

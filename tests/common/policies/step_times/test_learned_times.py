@@ -6,10 +6,11 @@ from typing import Literal
 
 import pytest
 
-from cohort.common.policies.interface import IterationPlan, Row
+from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.kv_interface import KvCopy
 from cohort.common.policies.step_times.learned_times import LearnedTimes, plan_shape
 from cohort.common.policies.step_times.step_cost import BatchShape
+from cohort.common.sequence import Row
 from tests.common.policies.baselines.drive import BLOCK, GEOMETRY, sequence
 
 A, B = sequence("a", 100), sequence("b", 60)

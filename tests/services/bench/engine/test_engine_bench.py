@@ -12,11 +12,11 @@ import torch
 from safetensors import safe_open
 
 from cohort.common.config import load_config
-from cohort.common.engine import model_runner
-from cohort.common.engine.batch_builder import BatchBuilder
-from cohort.common.engine.model_config import read_geometry
-from cohort.common.machines.worker import WorkerMachine
-from cohort.kernels import native
+from cohort.common.engine.config.model_config import read_geometry
+from cohort.common.engine.runner import model_runner
+from cohort.common.engine.step.batch_builder import BatchBuilder
+from cohort.common.machines.worker.worker import WorkerMachine
+from cohort.kernels.cpu import native
 from cohort.services.bench.engine.inside.allocations import allocations_in, decode_allocations, profiler_available
 from cohort.services.bench.engine.inside.attention import measure_attention
 from cohort.services.bench.engine.inside.clocks import StepClock, Target, clocked, engine_targets

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cohort.common.engine.profiler import StepPoint, StepShape, step_batch
+from cohort.common.engine.worker.profiler import StepPoint, StepShape, step_batch
 from cohort.services.bench.engine.inside.mixed_iterations import shapes, table
 
 

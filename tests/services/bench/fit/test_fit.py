@@ -17,7 +17,7 @@ from cohort.common.policies.cost_model import StackShape
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import StepTimes
 from cohort.services.bench.fit.cost_model import errors, fit_cpu, learned, predicted, profile_points
-from cohort.services.simulator.hardware import load_device
+from cohort.services.simulator.hardware.hardware import load_device
 
 MODEL = "smollm2-135m"
 

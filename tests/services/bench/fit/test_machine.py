@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("scipy")
 
-from cohort.common.engine.profiler import default_shapes
+from cohort.common.engine.worker.profiler import default_shapes
 from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import CostModel, StackShape, StepWork, prefill_pairs
 from cohort.services.bench.child import MeasurementFailed
@@ -20,8 +20,8 @@ from cohort.services.bench.fit.cost_model import Point
 from cohort.services.bench.fit.live_cycles import Cycle, Phase, Slice, phases
 from cohort.services.bench.fit.machine import Machine, fit_machine, nominal, scatter, services, split
 from cohort.services.bench.fit.shared_cores import Iteration
-from cohort.services.simulator.hardware import core_slowdowns, load_device, load_model
-from cohort.services.simulator.scatter import StepScatter
+from cohort.services.simulator.hardware.hardware import core_slowdowns, load_device, load_model
+from cohort.services.simulator.hardware.scatter import StepScatter
 
 MODEL = load_model("smollm2-135m")
 DEVICE, FILE = load_device("cpu-core")

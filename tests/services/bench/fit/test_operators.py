@@ -13,7 +13,7 @@ pytest.importorskip("scipy")
 
 from cohort.services.bench.fit.operators import LinearFit, fit_linear, fit_reads, linear_table, mixed_table
 from cohort.services.bench.fit.published_mixing import fit, readings
-from cohort.services.simulator.hardware import load_cluster, load_device
+from cohort.services.simulator.hardware.hardware import load_cluster, load_device
 
 TRUE = LinearFit(0.6, 0.8, ((64, 1.0), (256, 1.3), (1024, 1.0)))
 TOKENS = [*range(1, 17), *range(32, 4097, 32)]

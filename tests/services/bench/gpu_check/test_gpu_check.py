@@ -8,25 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from cohort.common.engine import compiled_kernels
-from cohort.common.engine.model_config import read_geometry
+from cohort.common.engine.config.model_config import read_geometry
+from cohort.common.engine.device import compiled_kernels
 from cohort.common.paths import cache_dir
-from cohort.kernels import native
-from cohort.services.bench.gpu_check import (
-    attention,
-    coded,
-    experts,
-    golden,
-    invariant,
-    kernels,
-    kv_transfer,
-    model,
-    products,
-    smoke,
-)
-from cohort.services.bench.gpu_check.context import Check
-from cohort.services.bench.gpu_check.guard import Guard
-from cohort.services.bench.gpu_check.report import (
+from cohort.kernels.cpu import native
+from cohort.services.bench.gpu_check.engine import golden, invariant, kv_transfer, model
+from cohort.services.bench.gpu_check.frame.context import Check
+from cohort.services.bench.gpu_check.frame.guard import Guard
+from cohort.services.bench.gpu_check.frame.report import (
     Findings,
     Prediction,
     Row,
@@ -37,7 +26,7 @@ from cohort.services.bench.gpu_check.report import (
     read_rows,
     table,
 )
-from cohort.services.bench.gpu_check.shapes import (
+from cohort.services.bench.gpu_check.frame.shapes import (
     LLAMA_3_8B,
     QWEN25_14B,
     TINY,
@@ -46,7 +35,8 @@ from cohort.services.bench.gpu_check.shapes import (
     prefill_operations,
     shape_folder,
 )
-from cohort.services.bench.gpu_check.spans import Place, Spans, spanned
+from cohort.services.bench.gpu_check.frame.spans import Place, Spans, spanned
+from cohort.services.bench.gpu_check.kernels import attention, coded, experts, kernels, products, smoke
 
 CPU = torch.device("cpu")
 native.keep_in(cache_dir())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.typedefs import Handler
+
+from cohort.services.bench.http import progress
+from cohort.services.bench.http.load import client, driver
 
 
 @dataclass
@@ -56,6 +60,7 @@ class FakeServer:
     url: str = ""
     busy_until_s: float = 0.0
     disconnects: int = 0
+    answered: int = 0
 
     def measured(self) -> list[dict[str, Any]]:
         """Bodies without the negotiation's and the warm-up's."""
@@ -129,6 +134,7 @@ class FakeServer:
         except (ConnectionError, asyncio.CancelledError):
             self.disconnects += 1
             raise
+        self.answered += 1
         return response
 
     async def _events(
@@ -191,6 +197,20 @@ class FakeServer:
     def _chunk(chat: bool, text: str, finish_reason: str | None) -> dict[str, Any]:
         content = {"delta": {"content": text} if text else {}} if chat else {"text": text}
         return {"choices": [{"index": 0, "finish_reason": finish_reason, **content}]}
+
+
+@pytest.fixture(autouse=True)
+def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a run measures on an event loop's clock, which stands still while this process is not scheduled."""
+
+    def now_s() -> float:
+        try:
+            return asyncio.get_running_loop().time()
+        except RuntimeError:
+            return time.monotonic()
+
+    for module in (client, driver, progress):
+        monkeypatch.setattr(module, "now_s", now_s)
 
 
 @pytest.fixture

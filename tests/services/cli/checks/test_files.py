@@ -28,7 +28,7 @@ from cohort.common.devices.refusal import TorchFacts
 from cohort.common.errors import ConfigError
 from cohort.common.transport.ucx_devices import UcxChoice
 from cohort.services.cli.checks import files
-from cohort.services.simulator.profile_note import ProfileNote
+from cohort.services.simulator.hardware.profile_note import ProfileNote
 from tests.certificates import make_certificate
 
 

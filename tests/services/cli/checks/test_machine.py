@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from cohort.common.config import Config, EngineConfig, KvConfig, MetricsConfig, MonitorConfig, PolicyConfig, WorkerGroup
-from cohort.common.ports import free_port
+from cohort.common.http.ports import free_port
 from cohort.common.types import Role
 from cohort.services.cli.checks import machine
 from cohort.services.cli.checks.machine import Usage

@@ -1,0 +1,318 @@
+"""What a LoRA adapter's folder says: its settings, and which tensors of which shape it brings for which projection.
+
+Called by the launcher and by every worker before a model is loaded, so that an adapter that cannot be served ends the
+start with one sentence; hence no torch here. Format: PEFT's (adapter_config.json, adapter_model.safetensors). What an
+adapter may change are the seven projections of a Llama-shaped layer; whatever else PEFT can train is refused by name.
+Reads no tensor: that is `lora`'s business.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cohort.common.engine.config.model_config import ModelGeometry
+from cohort.common.errors import ModelError
+
+CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
+_LENGTH_BYTES = 8
+_LONGEST_HEADER = 100_000_000
+_DTYPES = ("F32", "F16", "BF16")
+_SERVED = "served are plain LoRA adapters of q, k, v, o, gate, up and down projections"
+_TENSOR = re.compile(r"base_model\.model\.(?:model\.)?layers\.(\d+)\.(self_attn|mlp)\.(\w+)\.lora_([AB])\.weight")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+"""Ways to begin a training that move a part of the base weights into the adapter."""
+
+Slot = Literal["qkv", "attention_out", "gate_up", "down"]
+"""The products of a layer, in which some projections are fused."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraOptions:
+    """Of a runner: folders by name, how many are held at once, the largest rank."""
+
+    adapters: Mapping[str, str]
+    held: int
+    max_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """Where a projection stands: outputs [first, first + outputs) of a product with `inputs` inputs."""
+
+    slot: Slot
+    first: int
+    outputs: int
+    inputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An adapter's change of one projection of a layer: scale · B · A, A [rank, inputs], B [outputs, rank]."""
+
+    layer: int
+    projection: Projection
+    a: str
+    b: str
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An adapter that fits its base model. `stamp`: of the file as it was read; another one is another adapter."""
+
+    name: str
+    folder: Path
+    parts: tuple[Part, ...]
+    stamp: tuple[int, int]
+
+    @property
+    def file(self) -> Path:
+        return self.folder / TENSOR_FILE
+
+    @property
+    def elements(self) -> int:
+        """Numbers that it adds to the model's."""
+        return sum(part.rank * (part.projection.inputs + part.projection.outputs) for part in self.parts)
+
+
+def stamp_of(file: Path) -> tuple[int, int]:
+    """Size and time of its last change. Raises `ModelError`."""
+    try:
+        found = file.stat()
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}") from error
+    return found.st_size, found.st_mtime_ns
+
+
+def projections(geometry: ModelGeometry, layer: int) -> dict[str, Projection]:
+    """Projections of a layer that an adapter may change, as files name them."""
+    hidden, inner = geometry.hidden_size, geometry.intermediate_size
+    query, kv = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
+    found = {"self_attn.o_proj": Projection("attention_out", 0, hidden, query)}
+    if geometry.fused_weights:
+        found["self_attn.qkv_proj"] = Projection("qkv", 0, query + 2 * kv, hidden)
+    else:
+        found["self_attn.q_proj"] = Projection("qkv", 0, query, hidden)
+        found["self_attn.k_proj"] = Projection("qkv", query, kv, hidden)
+        found["self_attn.v_proj"] = Projection("qkv", query + kv, kv, hidden)
+    if geometry.experts is not None and geometry.experts.layers[layer]:
+        return found
+    found["mlp.down_proj"] = Projection("down", 0, hidden, inner)
+    if geometry.fused_weights:
+        found["mlp.gate_up_proj"] = Projection("gate_up", 0, 2 * inner, hidden)
+    else:
+        found["mlp.gate_proj"] = Projection("gate_up", 0, inner, hidden)
+        found["mlp.up_proj"] = Projection("gate_up", inner, inner, hidden)
+    return found
+
+
+def check_lora(adapters: Mapping[str, str], geometry: ModelGeometry, max_rank: int, base: str = "") -> list[Checkpoint]:
+    """Every adapter of `model.lora`, checked against the base model. Raises `ModelError` naming option, file and
+    tensor. `base`: the base model's name, which no adapter may have."""
+    if adapters and geometry.family not in ("llama", "moe"):
+        raise ModelError(
+            f"model.lora: no adapters for {geometry.model_type} models (form {geometry.family}); {_SERVED} of "
+            "Llama-shaped models (docs/models.md)"
+        )
+    for name in adapters:
+        if not name or name != name.strip() or not name.isprintable() or len(name) > 128:
+            raise ModelError(f"model.lora: {name!r} is no name for an adapter: 1 to 128 printable characters")
+        if name == base:
+            raise ModelError(f"model.lora: {name!r} is the base model's name; give the adapter another")
+    return [read_checkpoint(name, Path(folder), geometry, max_rank) for name, folder in adapters.items()]
+
+
+def read_checkpoint(name: str, folder: Path, geometry: ModelGeometry, max_rank: int) -> Checkpoint:
+    """Raises `ModelError` naming the file and the part that is not served or does not fit."""
+    folder = folder.expanduser().absolute()
+    if not folder.is_dir():
+        raise ModelError(f"model.lora {name}: no folder {folder}; an adapter is a folder in PEFT format")
+    settings = _Settings(folder / CONFIG_FILE)
+    file = folder / TENSOR_FILE
+    if not file.is_file():
+        more = "; save it with safe_serialization=True" if (folder / "adapter_model.bin").is_file() else ""
+        raise ModelError(f"model.lora {name}: {folder} holds no {TENSOR_FILE}{more}")
+    stamp, shapes = stamp_of(file), _shapes(file)
+    pairs: dict[tuple[int, str], dict[str, str]] = {}
+    for tensor in shapes:
+        match = _TENSOR.fullmatch(tensor)
+        if match is None:
+            raise ModelError(f"{file}: tensor {tensor} is not served; {_SERVED}")
+        layer, block, module, half = match.groups()
+        pairs.setdefault((int(layer), f"{block}.{module}"), {})[half] = tensor
+    if not pairs:
+        raise ModelError(f"{file} holds no LoRA tensors")
+    parts = [
+        _part(file, layer, module, halves, shapes, settings, geometry)
+        for (layer, module), halves in sorted(pairs.items())
+    ]
+    for part in parts:
+        if part.rank > max_rank:
+            raise ModelError(
+                f"{file}: tensor {part.a} has rank {part.rank}; at most {max_rank} is served (engine.max_lora_rank)"
+            )
+    settings.check_complete(file, set(pairs), geometry)
+    return Checkpoint(name, folder, tuple(parts), stamp)
+
+
+def _part(
+    file: Path,
+    layer: int,
+    module: str,
+    halves: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    settings: _Settings,
+    geometry: ModelGeometry,
+) -> Part:
+    if layer >= geometry.num_layers:
+        raise ModelError(f"{file}: tensor {next(iter(halves.values()))} is of layer {layer}; the base model has layers "
+                         f"0 to {geometry.num_layers - 1}")  # fmt: skip
+    served = projections(geometry, layer)
+    if module not in served:
+        raise ModelError(
+            f"{file}: tensor {next(iter(halves.values()))} changes {module}; in layer {layer} of this base model "
+            f"{', '.join(sorted(served))} can be changed"
+        )
+    if len(halves) < 2:
+        (only,) = halves.values()
+        other = only.replace(".lora_A.", ".lora_B.") if "A" in halves else only.replace(".lora_B.", ".lora_A.")
+        raise ModelError(f"{file} lacks tensor {other}, which {only} needs")
+    place, a, b = served[module], halves["A"], halves["B"]
+    rank, scale = settings.rank_and_scale(f"model.layers.{layer}.{module}")
+    for tensor, wanted in ((a, (rank, place.inputs)), (b, (place.outputs, rank))):
+        if shapes[tensor] != wanted:
+            raise ModelError(
+                f"{file}: tensor {tensor} has shape {shapes[tensor]}; with rank {rank} as {CONFIG_FILE} says, this "
+                f"base model needs {wanted}"
+            )
+    return Part(layer, place, a, b, rank, scale)
+
+
+class _Settings:
+    """adapter_config.json."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ModelError(f"{file.parent} holds no {CONFIG_FILE}: an adapter is a folder in PEFT format") from None
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{file} cannot be read: {error}") from None
+        if not isinstance(data, dict):
+            raise ModelError(f"{file}: expected a JSON object, found {type(data).__name__}")
+        self._data: dict[str, Any] = data
+        self._refuse_what_is_not_served()
+        self._rank = self._number("r", 8)
+        self._alpha = self._number("lora_alpha", 8)
+        self._rslora = bool(data.get("use_rslora"))
+        self._ranks, self._alphas = self._pattern("rank_pattern"), self._pattern("alpha_pattern")
+
+    def rank_and_scale(self, module: str) -> tuple[int, float]:
+        """As PEFT: patterns name modules by the ends of their names; alpha / r, or alpha / √r (rsLoRA)."""
+        rank, alpha = int(_matched(self._ranks, module, self._rank)), _matched(self._alphas, module, self._alpha)
+        return rank, alpha / math.sqrt(rank) if self._rslora else alpha / rank
+
+    def check_complete(self, file: Path, present: set[tuple[int, str]], geometry: ModelGeometry) -> None:
+        """Where the configuration lists the modules and leaves no layer out, every layer has them."""
+        targets = self._data.get("target_modules")
+        if not isinstance(targets, list) or any(self._data.get(key) for key in _PARTIAL):
+            return
+        for layer in range(geometry.num_layers):
+            for module in projections(geometry, layer):
+                if module.partition(".")[2] in targets and (layer, module) not in present:
+                    raise ModelError(
+                        f"{file} lacks tensors of layers.{layer}.{module}, which {CONFIG_FILE} lists as target_modules"
+                    )
+
+    def _refuse_what_is_not_served(self) -> None:
+        data, file = self._data, self._file
+        if data.get("peft_type") != "LORA":
+            raise ModelError(f"{file}: peft_type is {data.get('peft_type')!r}; {_SERVED}")
+        for key, what in _REFUSED.items():
+            if data.get(key):
+                raise ModelError(f"{file}: {key} ({what}) is not served; {_SERVED}")
+        if data.get("bias", "none") != "none":
+            raise ModelError(f"{file}: bias {data['bias']!r} (trained biases) is not served; {_SERVED}")
+        begun = data.get("init_lora_weights")
+        if isinstance(begun, str) and begun.startswith(_CHANGES_BASE):
+            raise ModelError(
+                f"{file}: init_lora_weights {begun!r} changes the base weights; convert it to a plain adapter "
+                "(PEFT's path_initial_model_for_weight_conversion)"
+            )
+        targets = data.get("target_modules")
+        for target in targets if isinstance(targets, list) else ():
+            if target in ("embed_tokens", "lm_head", "wte"):
+                raise ModelError(f"{file}: target_modules has {target!r} (embeddings); {_SERVED}")
+
+    def _number(self, key: str, default: int) -> float:
+        value = self._data.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ModelError(f"{self._file}: {key} is {value!r}, not a number above 0")
+        return value
+
+    def _pattern(self, key: str) -> dict[str, float]:
+        pattern = self._data.get(key) or {}
+        if not isinstance(pattern, dict) or any(
+            isinstance(value, bool) or not isinstance(value, int | float) or value <= 0 for value in pattern.values()
+        ):
+            raise ModelError(f"{self._file}: {key} is {pattern!r}, not numbers above 0 by module")
+        for expression in pattern:
+            try:
+                re.compile(expression)
+            except re.error as error:
+                raise ModelError(f"{self._file}: {key} names {expression!r}, no module: {error}") from None
+        return dict(pattern)
+
+
+_REFUSED = {
+    "use_dora": "DoRA",
+    "lora_bias": "a bias of B",
+    "modules_to_save": "whole modules",
+    "trainable_token_indices": "embeddings",
+    "fan_in_fan_out": "transposed weights",
+    "layer_replication": "repeated layers",
+    "target_parameters": "parameters that are no module's weight",
+    "alora_invocation_tokens": "an adapter from some token on",
+    "use_qalora": "QALoRA",
+}
+_PARTIAL = ("layers_to_transform", "layers_pattern", "exclude_modules")
+
+
+def _matched(pattern: Mapping[str, float], module: str, default: float) -> float:
+    for expression, value in pattern.items():
+        if re.match(rf"(.*\.)?({expression})$", module):
+            return value
+    return default
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Of every tensor, as the header says; see `tensor_files` for the format. Raises `ModelError`."""
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+            if length > _LONGEST_HEADER:
+                raise ValueError(f"a header of {length} bytes is no safetensors file's")
+            header = json.loads(stream.read(length))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = _LENGTH_BYTES + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        if end > file.stat().st_size:
+            raise ValueError(f"it is truncated, its header names {end} bytes and it has {file.stat().st_size}")
+        shapes = {name: _shape(entry["shape"]) for name, entry in entries.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from None
+    for name, entry in entries.items():
+        if entry.get("dtype") not in _DTYPES:
+            raise ModelError(f"{file}: tensor {name} has dtype {entry.get('dtype')}; served are {', '.join(_DTYPES)}")
+    return shapes
+
+
+def _shape(extents: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(extent) for extent in extents)

@@ -1,0 +1,500 @@
+"""Reads a model folder's config.json into the frozen facts the engine and the gateway need.
+
+Called by the model runner, by planners of KV memory and by code of the gateway: hence no torch and no transformers
+here. Never reads weights. Which of the engine's forms of a model runs (lean Llama shape, the same with experts, lean
+Gemma shape, gpt-oss, DeepSeek, OPT, generic through transformers) is decided here, because it follows from the
+configuration alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from cohort.common.engine.config.config_fields import RopeConfig as RopeConfig
+from cohort.common.engine.config.config_fields import (
+    checkpoint_dtype,
+    eos_ids,
+    first_of,
+    has_rope,
+    max_positions,
+    rope_of,
+    ropes_by_layer_type,
+    sliding_windows,
+    text_decoder,
+    yarn_mscale,
+)
+from cohort.common.engine.config.kv_dtype import FP8, FP8_PLANES, SCALE_BYTES
+from cohort.common.engine.config.model_defaults import DEFAULTS
+from cohort.common.engine.config.quantization_config import Quantization, check_wanted, read_quantization
+from cohort.common.errors import ModelError
+from cohort.common.types import KvGeometry
+
+Family = Literal["llama", "moe", "gemma", "gpt_oss", "deepseek", "opt", "generic"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1, FP8_PLANES: 1}
+LLAMA_SHAPED = frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"})
+MIXTURES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})  # Llama-shaped but for the MLP
+_WINDOWED_OR_NOT = frozenset({"sliding_attention", "full_attention"})
+GEMMA_SHAPED = frozenset({"gemma2", "gemma3_text"})
+LEAN_ROPE_TYPES = frozenset({"default", "linear", "dynamic", "llama3", "yarn", "longrope"})
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsGeometry:
+    """A mixture of experts in place of a layer's MLP."""
+
+    count: int
+    per_token: int
+    inner_size: int  # of each expert
+    normalised: bool  # the weights of a token's experts sum to one
+    layers: tuple[bool, ...]  # which layers have it; the others have an MLP of `intermediate_size`
+    shared_inner_size: int = 0  # Qwen2-MoE: of the expert that every token takes; 0 = there is none
+    swiglu_alpha: float = 0.0  # gpt-oss: of its activation; 0 = SiLU
+    swiglu_limit: float = 0.0  # gpt-oss: gates and ups are clamped to it
+    routing: RoutingGroups | None = None  # DeepSeek
+    mxfp4: bool = False  # gpt-oss: the files hold its experts in these codes
+
+
+@dataclass(frozen=True, slots=True)
+class LatentGeometry:
+    """Multi-head latent attention (DeepSeek-V2): of a token the cache has one vector for all heads and for keys and
+    values, of which the first part makes both and the rest is a rotated key that all heads share."""
+
+    rank: int  # of the first part
+    rotated: int  # width of the rest
+    plain: int  # of each head's query, what meets keys that are not rotated
+    value: int  # width of each head's values
+    query_rank: int  # queries come by way of so many numbers; 0 = directly
+    interleaved: bool  # a rotated pair stands side by side, not half a head apart
+
+    @property
+    def width(self) -> int:
+        """Numbers that the cache has of a token and layer."""
+        return self.rank + self.rotated
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingGroups:
+    """DeepSeek: experts are chosen from the best groups of them."""
+
+    scoring: Literal["softmax", "sigmoid"]  # the latter with a correction that chooses and does not weigh
+    groups: int  # 1 = experts are chosen from all
+    chosen: int
+    scale: float  # of the weights
+
+
+@dataclass(frozen=True, slots=True)
+class ModelGeometry:
+    """A model's geometry and layers."""
+
+    model_type: str
+    family: Family
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int  # the longest context served, prompt and output together
+    norm_eps: float
+    tie_embeddings: bool
+    activation: str
+    eos_token_ids: tuple[int, ...]
+    checkpoint_dtype: str  # what the weights were saved in, "" when the configuration does not say
+    rope: RopeConfig | None = None
+    local_rope: RopeConfig | None = None  # of layers with a sliding window, where it is another one
+    sliding_windows: tuple[int, ...] = ()  # per layer, positions seen back with the own one; 0 = all
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # Qwen3: RMSNorm over each head of q and k
+    attention_scale: float = 0.0  # of the scores; 0 = head_dim ** -0.5
+    attention_softcap: float = 0.0  # bound of the scores, cap * tanh(score / cap); 0 = none
+    logit_softcap: float = 0.0  # the same of the logits
+    attention_sinks: bool = False  # gpt-oss: of every head a score that takes weight and gives no value
+    fused_weights: bool = False  # Phi-3: q, k and v are one tensor in the files, gate and up another
+    experts: ExpertsGeometry | None = None
+    latent: LatentGeometry | None = None  # `head_dim` is then the width of a latent, of which there is one a token
+    word_embedding_size: int = 0  # OPT: width of the embedding before project_in
+    norm_before: bool = True  # OPT: normalise before attention and MLP, not after
+    final_norm: bool = True  # OPT
+    norm_affine: bool = True  # OPT
+    quantization: Quantization | None = None  # None: plain weights
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated; 0 without a rotary embedding."""
+        if self.latent is not None:
+            return self.latent.rotated
+        return 0 if self.rope is None else int(self.head_dim * self.rope.partial)
+
+    @property
+    def kv_window(self) -> int:
+        """Positions after which no layer sees a token; 0: some layer sees all of them."""
+        windows = self.sliding_windows
+        return max(windows) if windows and all(windows) else 0
+
+    def kv_geometry(self, dtype: str, block_size: int) -> KvGeometry:
+        """The weight of this model's KV cache, in what `kv_dtype` says: in FP8 a row has its scale besides."""
+        # A latent is key and value in one, so it weighs what a key and a value of half its width do.
+        width = self.head_dim // (1 if self.latent is None else 2) + SCALE_BYTES.get(dtype, 0)
+        return KvGeometry(self.num_layers, self.num_kv_heads, width, DTYPE_BYTES[dtype], block_size, self.kv_window)
+
+    def kv_token_bytes(self, dtype: str) -> int:
+        """B1 · Bytes of one token's KV over all layers."""
+        return self.kv_geometry(dtype, 1).token_bytes
+
+
+def read_geometry(model_dir: Path, quantization: str = "auto") -> ModelGeometry:
+    """The geometry of the model in `model_dir`; `ModelError` when the folder holds none that can be served, or one
+    whose weights are not what `quantization` (as `model.quantization`) says."""
+    config_file = model_dir / "config.json"
+    try:
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{model_dir} holds no config.json: a model folder in Hugging Face format is needed") from None
+    except json.JSONDecodeError as error:
+        raise ModelError(f"{config_file} is not valid JSON: {error}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ModelError(f"{config_file} names no model_type")
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    of_its_own = (config["model_type"], method) == ("gpt_oss", "mxfp4")  # its form reads them itself
+    quantised = None if of_its_own else read_quantization(config, str(config_file))
+    check_wanted(quantization, quantised, model_dir.name)
+    if config.get("is_encoder_decoder"):
+        raise ModelError(f"{config_file}: {config['model_type']} is an encoder-decoder; only decoders can be served")
+    generation_file = model_dir / "generation_config.json"
+    generation = json.loads(generation_file.read_text(encoding="utf-8")) if generation_file.is_file() else {}
+    eos = eos_ids(config, generation)
+    try:
+        geometry = _geometry(config, eos)
+    except KeyError as error:
+        raise ModelError(f"{config_file} lacks {error}, which {config['model_type']} needs") from None
+    if quantised is None:
+        return geometry
+    if geometry.family == "generic":
+        raise ModelError(
+            f"{config_file}: quantised weights ({quantised.method}) of {geometry.model_type} are not served: it "
+            "runs through transformers, and only the project's own forms read them; convert them to bfloat16"
+        )
+    return replace(geometry, quantization=quantised)
+
+
+def _geometry(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
+    if config["model_type"] in LLAMA_SHAPED | MIXTURES:
+        return _llama_shaped(config, eos)
+    if config["model_type"] in GEMMA_SHAPED:
+        return _gemma_shaped(config, eos)
+    if (text := text_decoder(config)) and (found := _gemma_shaped(text, eos)).family == "gemma":
+        return found
+    if config["model_type"] == "gpt_oss":
+        return _gpt_oss(config, eos)
+    if config["model_type"] in ("deepseek_v2", "deepseek_v3"):
+        return _deepseek(config, eos)
+    if config["model_type"] == "opt":
+        return _opt(config, eos)
+    return _generic(config, eos)
+
+
+def _llama_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
+    model_type = config["model_type"]
+    config = {**DEFAULTS[model_type], **config}
+    heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
+    rope = rope_of(config)
+    lean = (
+        config.get("hidden_act", "silu") in ("silu", "swish")
+        and rope.rope_type in LEAN_ROPE_TYPES
+        and (rope.partial == 1.0 or model_type == "phi3")  # the other types' models take no notice of a part, or break
+    )
+    experts = _experts(config) if model_type in MIXTURES else None
+    qwen2 = model_type in ("qwen2", "qwen2_moe")
+    return ModelGeometry(
+        model_type=model_type,
+        family="generic" if not lean else "llama" if experts is None else "moe",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        intermediate_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        max_positions=max_positions(config, rope),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        activation="silu",
+        eos_token_ids=eos,
+        checkpoint_dtype=checkpoint_dtype(config),
+        rope=rope,
+        sliding_windows=sliding_windows(config),
+        qkv_bias=bool(config.get("qkv_bias", True)) if qwen2 else bool(config.get("attention_bias", False)),
+        output_bias=not qwen2 and bool(config.get("attention_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        qk_norm=model_type in ("qwen3", "qwen3_moe"),
+        fused_weights=model_type == "phi3",
+        experts=experts,
+    )
+
+
+def _gemma_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
+    """`generic` where a value asks for what the lean form does not compute."""
+    model_type = config["model_type"]
+    config = {**DEFAULTS[model_type], **config}
+    pattern, layers = config["sliding_window_pattern"], config["num_hidden_layers"]
+    config["layer_types"] = config.get("layer_types") or [
+        "sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(layers)
+    ]
+    by_layer = model_type == "gemma3_text"
+    rope, local_rope = ropes_by_layer_type(config) if by_layer else (rope_of(config), None)
+    lean = (
+        config["hidden_activation"] == "gelu_pytorch_tanh"
+        and not config.get("use_bidirectional_attention")
+        and set(config["layer_types"]) <= _WINDOWED_OR_NOT
+        and (not by_layer or set(config.get("rope_parameters") or {}) <= _WINDOWED_OR_NOT)
+        and all(each.rope_type in LEAN_ROPE_TYPES and each.partial == 1.0 for each in (rope, local_rope or rope))
+    )
+    if not lean:
+        return _generic(config, eos)
+    bias = bool(config.get("attention_bias", False))
+    return ModelGeometry(
+        model_type=model_type,
+        family="gemma",
+        num_layers=layers,
+        hidden_size=config["hidden_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        intermediate_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        max_positions=min(max_positions(config, each) for each in (rope, local_rope or rope)),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(config["tie_word_embeddings"]),
+        activation="gelu_pytorch_tanh",
+        eos_token_ids=eos,
+        checkpoint_dtype=checkpoint_dtype(config),
+        rope=rope,
+        local_rope=local_rope,
+        sliding_windows=sliding_windows(config),
+        qkv_bias=bias,
+        output_bias=bias,
+        attention_scale=float(config["query_pre_attn_scalar"]) ** -0.5,
+        # transformers' Gemma 3 reads the cap of its scores and never applies it
+        attention_softcap=0.0 if by_layer else float(config.get("attn_logit_softcapping") or 0.0),
+        logit_softcap=float(config.get("final_logit_softcapping") or 0.0),
+        qk_norm=by_layer,
+    )
+
+
+def _experts(config: Mapping[str, Any]) -> ExpertsGeometry | None:
+    """None where every layer is dense. Qwen's first layers, or all but every n-th, may be."""
+    layers: int = config["num_hidden_layers"]
+    # Both names are in use for one number, and a file may hold either.
+    count = int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"])
+    mixtral = config["model_type"] == "mixtral"
+    step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or ()
+    with_experts = tuple(mixtral or (i not in dense and count > 0 and (i + 1) % step == 0) for i in range(layers))
+    if not any(with_experts):
+        return None
+    return ExpertsGeometry(
+        count=count,
+        per_token=config["num_experts_per_tok"],
+        inner_size=config["intermediate_size" if mixtral else "moe_intermediate_size"],
+        normalised=mixtral or bool(config.get("norm_topk_prob", False)),
+        layers=with_experts,
+        shared_inner_size=int(config.get("shared_expert_intermediate_size", 0)) if not mixtral else 0,
+    )
+
+
+def _gpt_oss(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
+    """`generic` where a value asks for what the lean form does not compute."""
+    rope_given = config.get("rope_parameters") or config.get("rope_scaling")
+    config = {**DEFAULTS["gpt_oss"], **config}
+    config["rope_parameters"] = rope_given or DEFAULTS["gpt_oss"]["rope_parameters"]
+    layers = config["num_hidden_layers"]
+    in_turn = [("sliding_attention", "full_attention")[index % 2] for index in range(layers)]
+    config["layer_types"] = config.get("layer_types") or in_turn
+    rope = rope_of(config)
+    lean = (
+        config["hidden_act"] in ("silu", "swish")  # the name alone: the experts' activation is another one
+        and set(config["layer_types"]) <= _WINDOWED_OR_NOT
+        and rope.rope_type in LEAN_ROPE_TYPES
+        and rope.partial == 1.0
+    )
+    if not lean:
+        return _generic(config, eos)
+    return ModelGeometry(
+        model_type="gpt_oss",
+        family="gpt_oss",
+        num_layers=layers,
+        hidden_size=config["hidden_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        head_dim=config["head_dim"] or config["hidden_size"] // config["num_attention_heads"],
+        intermediate_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        max_positions=max_positions(config, rope),
+        norm_eps=float(config["rms_norm_eps"]),
+        tie_embeddings=bool(config["tie_word_embeddings"]),
+        activation="clamped_swiglu",
+        eos_token_ids=eos,
+        checkpoint_dtype=checkpoint_dtype(config),
+        rope=rope,
+        sliding_windows=sliding_windows(config),
+        qkv_bias=bool(config["attention_bias"]),
+        output_bias=bool(config["attention_bias"]),
+        mlp_bias=True,
+        attention_sinks=True,
+        experts=ExpertsGeometry(
+            count=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
+            per_token=config["num_experts_per_tok"],
+            inner_size=config["intermediate_size"],
+            normalised=True,
+            layers=(True,) * layers,
+            swiglu_alpha=float(config["swiglu_alpha"]),
+            swiglu_limit=float(config["swiglu_limit"]),
+            mxfp4=(config.get("quantization_config") or {}).get("quant_method") == "mxfp4",
+        ),
+    )
+
+
+def _deepseek(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
+    """`generic`, which then refuses it, where a value asks for what the lean form does not compute."""
+    third = config["model_type"] == "deepseek_v3"
+    config = {**DEFAULTS[config["model_type"]], **config}
+    rope, layers, heads = rope_of(config), config["num_hidden_layers"], config["num_attention_heads"]
+    latent = LatentGeometry(
+        rank=config["kv_lora_rank"],
+        rotated=config["qk_rope_head_dim"],
+        plain=config["qk_nope_head_dim"],
+        value=config["v_head_dim"],
+        query_rank=config["q_lora_rank"] or 0,
+        interleaved=not third or bool(config["rope_interleave"]),
+    )
+    method = "noaux_tc" if third else config["topk_method"]
+    grouped = method != "greedy"
+    count = int(config["num_local_experts"] if "num_local_experts" in config else config["n_routed_experts"])
+    groups = int(config["n_group"] or 1) if grouped else 1
+    lean = (
+        config["hidden_act"] in ("silu", "swish")
+        and rope.rope_type in LEAN_ROPE_TYPES
+        and rope.partial == 1.0
+        and method in ("greedy", "group_limited_greedy", "noaux_tc")
+        and latent.width % 2 == 0
+        and count % groups == 0
+        and config.get("moe_layer_freq", 1) == 1
+        and not config.get("mlp_bias", False)
+    )
+    if not lean:
+        return _generic(config, eos)
+    scale: float = (latent.plain + latent.rotated) ** -0.5
+    if rope.rope_type != "default" and (weight := rope.scaling.get("mscale_all_dim")):
+        scale *= yarn_mscale(rope.scaling["factor"], weight) ** 2
+    dense = int(config["first_k_dense_replace"] or 0)
+    with_experts = tuple(index >= dense for index in range(layers))
+    routing = RoutingGroups(
+        scoring="sigmoid" if third else "softmax",
+        groups=groups,
+        chosen=int(config["topk_group"] or 1),
+        scale=float(config["routed_scaling_factor"]),
+    )
+    return ModelGeometry(
+        model_type=config["model_type"],
+        family="deepseek",
+        num_layers=layers,
+        hidden_size=config["hidden_size"],
+        num_heads=heads,
+        num_kv_heads=1,
+        head_dim=latent.width,
+        intermediate_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        max_positions=max_positions(config, rope),
+        norm_eps=float(config["rms_norm_eps"]),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        activation="silu",
+        eos_token_ids=eos,
+        checkpoint_dtype=checkpoint_dtype(config),
+        rope=rope,
+        sliding_windows=(0,) * layers,
+        qkv_bias=bool(config.get("attention_bias", False)),
+        output_bias=bool(config.get("attention_bias", False)),
+        attention_scale=scale,
+        latent=latent,
+        experts=ExpertsGeometry(
+            count=count,
+            per_token=config["num_experts_per_tok"],
+            inner_size=config["moe_intermediate_size"],
+            normalised=third and bool(config["norm_topk_prob"]),
+            layers=with_experts,
+            shared_inner_size=config["moe_intermediate_size"] * int(config["n_shared_experts"] or 0),
+            routing=routing,
+        )
+        if any(with_experts)
+        else None,
+    )
+
+
+def _opt(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
+    config = {**DEFAULTS["opt"], **config}
+    heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
+    bias = bool(config.get("enable_bias", True))
+    before = bool(config.get("do_layer_norm_before", True))
+    return ModelGeometry(
+        model_type="opt",
+        family="opt",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        intermediate_size=config["ffn_dim"],
+        vocab_size=config["vocab_size"],
+        max_positions=config["max_position_embeddings"],
+        norm_eps=1e-5,
+        tie_embeddings=bool(config.get("tie_word_embeddings", True)),
+        activation=config.get("activation_function", "relu"),
+        eos_token_ids=eos,
+        checkpoint_dtype=checkpoint_dtype(config),
+        sliding_windows=(0,) * layers,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+        word_embedding_size=config.get("word_embed_proj_dim") or hidden,
+        norm_before=before,
+        final_norm=before and not config.get("_remove_final_layer_norm", False),
+        norm_affine=bool(config.get("layer_norm_elementwise_affine", True)),
+    )
+
+
+def _generic(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
+    """Any other decoder, under the names most configurations share; the loader proves the KV shape by a probe."""
+    config = {**config, **config.get("text_config", {})}
+    hidden = first_of(config, "hidden_size", "n_embd", "d_model")
+    heads = first_of(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
+    layers = first_of(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    kv_heads = config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
+    if config.get("multi_query"):
+        kv_heads = 1
+    rope = rope_of(config) if has_rope(config) else None
+    return ModelGeometry(
+        model_type=config["model_type"],
+        family="generic",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        intermediate_size=config.get("intermediate_size") or config.get("n_inner") or 4 * hidden,
+        vocab_size=config["vocab_size"],
+        max_positions=max_positions(config, rope),
+        norm_eps=float(config.get("rms_norm_eps") or config.get("layer_norm_eps") or 1e-5),
+        tie_embeddings=bool(config.get("tie_word_embeddings", True)),
+        activation=str(config.get("hidden_act") or config.get("activation_function") or ""),
+        eos_token_ids=eos,
+        checkpoint_dtype=checkpoint_dtype(config),
+        rope=rope,
+    )

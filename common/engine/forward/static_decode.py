@@ -1,0 +1,186 @@
+"""Decode steps over standing buffers, padded to a few batch sizes, each recorded once and replayed from then on.
+
+Owned by `device_steps`. A step of R rows of one token each is written into the buffers of the smallest class that holds
+it; the rows between R and the class are padding. What is recorded ends with the logits: sampling is one launch behind
+it, which can then have a grammar's masks, found while the device computes. Decides nothing about requests.
+
+Padding rows are ordinary rows of one token that lie in the spare block, which no request ever owns: every kernel
+computes them like any other row, finite and never read. (Rows with an empty context would ask each kernel for a
+special case instead.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cohort.common.engine.models.step_inputs import (
+    Model,
+    Places,
+    StepInputs,
+    slot_names,
+    slots_of_groups,
+    tables_of_groups,
+)
+from cohort.common.engine.step.batch import StepBatch
+from cohort.common.engine.step.decode_classes import CaptureBudget, batch_classes, capture_order, class_for
+from cohort.common.engine.step.device_sampler import SampledOnDevice, StandingSampler
+from cohort.common.engine.step.recorded_steps import Recorder, StepResult, record_all
+from cohort.common.engine.step.sampled_before import fill_sources, put_tokens
+from cohort.common.engine.step.standing_inputs import Numbers, StandingInputs
+from cohort.kernels.gpu.workspace import Workspace
+from cohort.kernels.ops.paged_attention import AttentionMeta
+
+
+class StaticDecode:
+    """The buffers of all classes (each uses the first rows of the same ones) and the recorded steps."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv: Tensor,
+        *,
+        spare_block: int,
+        max_rows: int,
+        max_context: int,
+        vocabulary: int,
+        device: torch.device,
+        workspace: Workspace | None = None,
+        places: Places | None = None,
+    ) -> None:
+        """`kv` [blocks, layers, 2, kv heads, block size, head dim], of which `spare_block` belongs to no request.
+        `places`: of layers in several groups."""
+        self._model, self._kv = model, kv
+        self._spare = spare_block
+        self._block_size = kv.shape[4]
+        self._workspace, self._places = workspace, places
+        self._slots = slot_names(places)
+        self._width = -(-max_context // self._block_size)
+        self._max_rows = max_rows
+        self._steps: dict[int, Callable[[], StepResult]] = {}
+        self.sampler = StandingSampler(max_rows, vocabulary, device)
+        names64, names32 = ("token_ids", "positions", *self._slots, "sources", "places"), ("context_lens",)
+        layout = [(name, np.int64, max_rows) for name in names64] + [(name, np.int32, max_rows) for name in names32]
+        self._buffers = StandingInputs(
+            layout, rows=max_rows, width=self._width, spare_block=spare_block, device=device, groups=len(self._slots)
+        )
+        self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._every_row = torch.arange(max_rows, dtype=torch.int64, device=device)
+        self._write_padding(self._buffers.next_numbers(), 0, max_rows)
+        self._buffers.send_numbers()
+
+    @property
+    def classes(self) -> tuple[int, ...]:
+        """Recorded classes, ascending."""
+        return tuple(sorted(self._steps))
+
+    def forget(self) -> None:
+        """Let go of the recorded steps."""
+        self._steps.clear()
+
+    def record(
+        self,
+        recorder: Recorder,
+        budget: CaptureBudget,
+        first_estimate_bytes: int = 0,
+        classes: Sequence[int] | None = None,
+    ) -> None:
+        """Record the classes (None: all), largest first, as far as the budget goes."""
+        wanted = capture_order(batch_classes(self._max_rows) if classes is None else classes)
+        self._steps |= record_all("decode steps", wanted, self._step, recorder, budget, first_estimate_bytes)
+
+    def takes(self, batch: StepBatch) -> int | None:
+        """The class that computes this batch; None where it has other than one token per row, or no class holds it."""
+        if batch.num_tokens != batch.num_rows or batch.scoring:
+            return None
+        if batch.block_tables.shape[1] > self._width:
+            return None
+        return class_for(batch.num_rows, self._steps)
+
+    def run(self, batch: StepBatch, rows_class: int, before: Tensor | None = None) -> StepResult:
+        """Launch the step. Its first `batch.num_rows` rows are the batch's, in order. The step before it may still run,
+        the one before that must be over. `before`: sampled tokens on the device that `token_source` takes from."""
+        awaited = self._fill(batch, rows_class)
+        if before is not None:
+            there = self._buffers.there
+            put_tokens(there["token_ids"][: batch.num_rows], before, there["sources"], there["places"], awaited)
+        return self._steps[rows_class]()
+
+    def sample(self, batch: StepBatch, rows_class: int, done: StepResult) -> SampledOnDevice | None:
+        """Sample behind `run`; the tokens are then on their way to the host. None where the tables have no memory for
+        what these rows want."""
+        if not self.sampler.takes(batch.sampling):
+            return None
+        self.sampler.fill(batch.sampling, batch.sample_rows, rows_class)
+        self.sampler.sample(done.logits)
+        return self.sampler.results(batch.sampling, batch.sample_rows, batch.num_rows)
+
+    def repeat(self, rows_class: int) -> StepResult:
+        """Launch the last step of this class again, over the same inputs and sampled alike: for measuring it alone."""
+        done = self._steps[rows_class]()
+        self.sampler.sample(done.logits)
+        return done
+
+    def _write_padding(self, numbers: Numbers, first: int, end: int) -> None:
+        """Token 0 at position 0 of the spare block; the rows share its slots, whose content is never read."""
+        numbers["token_ids"][first:end] = 0
+        numbers["positions"][first:end] = 0
+        for name in self._slots:
+            numbers[name][first:end] = self._spare * self._block_size
+        numbers["context_lens"][first:end] = 1
+
+    def _fill(self, batch: StepBatch, rows_class: int) -> int:
+        """How many of the tokens the step before samples."""
+        rows, width, numbers = batch.num_rows, batch.block_tables.shape[1], self._buffers.next_numbers()
+        for name, array in (
+            ("token_ids", batch.token_ids),
+            ("positions", batch.positions),
+            ("context_lens", batch.context_lens),
+            *zip(self._slots, slots_of_groups(batch, self._places), strict=True),
+        ):
+            numbers[name][:rows] = array
+        awaited = fill_sources(batch, numbers)
+        self._write_padding(numbers, rows, rows_class)
+        self._buffers.send_numbers()
+        tables = self._buffers.host_tables(rows_class, width)
+        for own, given in zip(tables, tables_of_groups(batch, self._places), strict=True):
+            own[:rows] = given
+            own[rows:] = self._spare
+        self._buffers.send_tables(rows_class, width)
+        return awaited
+
+    def _step(self, rows: int) -> Callable[[], StepResult]:
+        there = self._buffers.there
+        metas = [
+            AttentionMeta(
+                query_start=self._starts[: rows + 1],
+                context_lens=there["context_lens"][:rows],
+                block_tables=tables[:rows],
+                directions=None,
+                block_size=self._block_size,
+                max_query_len=1,
+                num_prefill_rows=0,
+                max_context_len=self._width * self._block_size,
+                workspace=self._workspace,
+                signed=True,
+            )
+            for tables in self._buffers.tables
+        ]
+        inputs = StepInputs(
+            token_ids=there["token_ids"][:rows],
+            positions=there["positions"][:rows],
+            slot_mapping=there["slots"][:rows],
+            sample_index=self._every_row[:rows],
+            meta=metas[0],
+            more=tuple((there[name][:rows], meta) for name, meta in zip(self._slots[1:], metas[1:], strict=True)),
+            places=self._places,
+        )
+
+        def forward() -> StepResult:
+            logits = self._model.forward(inputs, self._kv)
+            return StepResult(logits, self._model.sampled_states)
+
+        return forward

@@ -1,0 +1,227 @@
+"""Steps of prompt rows beside decode rows over standing buffers, recorded in a few classes and replayed from then on.
+
+Owned by `device_steps`. A class has a number of prompt tokens and one of rows; a step runs in the smallest that holds
+it. Its rows lie so, whatever the step has:
+
+    prompt rows, PROMPT_ROWS of them │ one row of padding tokens │ decode rows, as many as the class has rows
+    tokens of the prompts, then padding up to the class's prompt tokens │ one token each
+
+Prompt rows that the step lacks have no tokens. The padding row fills the prompt tokens up; it lies in the spare block,
+as do decode rows beyond the step's: finite, and read by no row of a request. Padding that a padded preset puts behind
+its prompts is part of their rows. Sampling is not recorded (`device_steps` launches it behind). Decides nothing about
+requests.
+
+Prompts are attended to over the paged cache: gathering keys for flash attention needs their number on the host, and a
+recorded step has none. That is slower for long contexts: a step with a longer one than `LONGEST_CONTEXT` is not taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cohort.common.engine.models.step_inputs import (
+    Model,
+    Places,
+    StepInputs,
+    sampled_tokens,
+    slot_names,
+    slots_of_groups,
+    tables_of_groups,
+)
+from cohort.common.engine.step.batch import StepBatch
+from cohort.common.engine.step.decode_classes import CaptureBudget, MixedClass, mixed_class_for
+from cohort.common.engine.step.recorded_steps import Recorder, StepResult, record_all
+from cohort.common.engine.step.sampled_before import fill_sources, put_tokens
+from cohort.common.engine.step.standing_inputs import StandingInputs
+from cohort.kernels.gpu.workspace import Workspace
+from cohort.kernels.ops.paged_attention import AttentionMeta
+
+PROMPT_ROWS = 8
+"""Prompts that a recorded step holds; each one that a step lacks costs a few programs that end at once."""
+
+LONGEST_CONTEXT = 2048
+"""Of a prompt row, in tokens. Estimated: here the kernel over the paged cache takes 0.5 ms longer for 32 layers than
+gathering and flash attention do, which is what recording saves a step that hides little."""
+
+
+class StaticMixed:
+    """The buffers of all classes and the recorded steps. While one is filled in, the step before it may still run."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv: Tensor,
+        *,
+        spare_block: int,
+        classes: Sequence[MixedClass],
+        max_context: int,
+        device: torch.device,
+        workspace: Workspace | None = None,
+        places: Places | None = None,
+    ) -> None:
+        """`classes`: those that may be recorded. `kv` and `places` as in `static_decode`."""
+        self._model, self._kv = model, kv
+        self._spare, self._block_size = spare_block, kv.shape[4]
+        self._workspace, self._places = workspace, places
+        self._slots = slot_names(places)
+        self._width = -(-max_context // self._block_size)
+        # The padding row is a context of its own.
+        self.wanted: Sequence[MixedClass] = sorted(
+            each for each in classes if each.prompt_tokens <= self._width * self._block_size
+        )
+        self._steps: dict[MixedClass, Callable[[], StepResult]] = {}
+        tokens = max((each.tokens for each in self.wanted), default=0)
+        rows = max((each.rows for each in self.wanted), default=0)
+        all_rows = PROMPT_ROWS + 1 + rows
+        self._buffers = StandingInputs(
+            [
+                *((name, np.int64, tokens) for name in ("token_ids", "positions", *self._slots)),
+                *((name, np.int64, rows) for name in ("sample_index", "sources", "places")),
+                ("query_start", np.int32, all_rows + 1),
+                ("context_lens", np.int32, all_rows),
+            ],
+            rows=all_rows,
+            width=self._width,
+            spare_block=spare_block,
+            device=device,
+            groups=len(self._slots),
+        )
+
+    @property
+    def classes(self) -> tuple[MixedClass, ...]:
+        """Recorded classes, ascending."""
+        return tuple(sorted(self._steps))
+
+    def forget(self) -> None:
+        """Let go of the recorded steps."""
+        self._steps.clear()
+
+    def record(self, recorder: Recorder, budget: CaptureBudget, first_estimate_bytes: int = 0) -> None:
+        """Record the classes, largest first, as far as the budget goes."""
+        wanted = sorted(self.wanted, key=lambda each: (each.tokens, each), reverse=True)
+        self._steps |= record_all("mixed steps", wanted, self._step, recorder, budget, first_estimate_bytes)
+
+    def takes(self, batch: StepBatch) -> MixedClass | None:
+        """The class that computes this batch; None where none does."""
+        if batch.scoring or batch.block_tables.shape[1] > self._width:
+            return None
+        prompts = _prompt_rows(batch)
+        if not 0 < prompts <= PROMPT_ROWS or int(batch.context_lens[:prompts].max()) > LONGEST_CONTEXT:
+            return None
+        return mixed_class_for(int(batch.query_start[prompts]), max(batch.num_rows, batch.num_sampled), self._steps)
+
+    def run(self, batch: StepBatch, mixed: MixedClass, before: Tensor | None = None) -> StepResult:
+        """Launch the step. The first rows of its result are the batch's sampled ones, in order. The step before it may
+        still run, the one before that must be over. `before`: sampled tokens on the device that `token_source` takes
+        from."""
+        awaited = self._fill(batch, mixed)
+        if before is not None:
+            there = self._buffers.there
+            put_tokens(there["token_ids"], before, there["sources"], there["places"], awaited)
+        return self._steps[mixed]()
+
+    def _fill(self, batch: StepBatch, mixed: MixedClass) -> int:
+        """How many of the tokens the step before samples."""
+        prompts, numbers = _prompt_rows(batch), self._buffers.next_numbers()
+        used = int(batch.query_start[prompts])  # tokens of prompts
+        gap, decodes = mixed.prompt_tokens - used, batch.num_rows - prompts
+        first, end = mixed.prompt_tokens, mixed.prompt_tokens + decodes  # of the decode rows' tokens
+        spare_slot = self._spare * self._block_size
+        padding = np.arange(gap)
+        for name, array, fill in (
+            ("token_ids", batch.token_ids, 0),
+            ("positions", batch.positions, padding),
+            *(
+                (name, slots, spare_slot + padding % self._block_size)
+                for name, slots in zip(self._slots, slots_of_groups(batch, self._places), strict=True)
+            ),
+        ):
+            row = numbers[name]
+            row[:used], row[used:first], row[first:end] = array[:used], fill, array[used:]
+            row[end : mixed.tokens] = spare_slot if name in self._slots else 0
+        starts, lens = numbers["query_start"], numbers["context_lens"]
+        starts[: prompts + 1] = batch.query_start[: prompts + 1]
+        starts[prompts : PROMPT_ROWS + 1] = used
+        starts[PROMPT_ROWS + 1 : PROMPT_ROWS + 2 + mixed.rows] = first + np.arange(mixed.rows + 1)
+        lens[:prompts], lens[prompts:PROMPT_ROWS], lens[PROMPT_ROWS] = batch.context_lens[:prompts], 0, gap
+        begin = PROMPT_ROWS + 1
+        lens[begin : begin + decodes] = batch.context_lens[prompts:]
+        lens[begin + decodes : begin + mixed.rows] = 1
+        sampled = sampled_tokens(batch)
+        index = numbers["sample_index"]
+        index[: len(sampled)] = sampled + gap * (sampled >= used)
+        index[len(sampled) : mixed.rows] = 0
+        awaited = fill_sources(batch, numbers, gap, used)
+        self._buffers.send_numbers()
+        self._fill_tables(batch, prompts, decodes, begin + mixed.rows, -(-gap // self._block_size))
+        return awaited
+
+    def _fill_tables(self, batch: StepBatch, prompts: int, decodes: int, rows: int, gap_blocks: int) -> None:
+        own = batch.block_tables.shape[1]
+        width = max(own, gap_blocks)
+        for tables, given in zip(
+            self._buffers.host_tables(rows, width), tables_of_groups(batch, self._places), strict=True
+        ):
+            tables[:] = self._spare
+            tables[:prompts, :own] = given[:prompts]
+            tables[PROMPT_ROWS + 1 : PROMPT_ROWS + 1 + decodes, :own] = given[prompts:]
+        self._buffers.send_tables(rows, width)
+
+    def _step(self, mixed: MixedClass) -> Callable[[], StepResult]:
+        there, rows = self._buffers.there, PROMPT_ROWS + 1 + mixed.rows
+        metas = [
+            AttentionMeta(
+                query_start=there["query_start"][: rows + 1],
+                context_lens=there["context_lens"][:rows],
+                block_tables=tables[:rows],
+                directions=None,
+                block_size=self._block_size,
+                max_query_len=mixed.prompt_tokens,
+                num_prefill_rows=PROMPT_ROWS + 1,
+                max_context_len=self._width * self._block_size,
+                workspace=self._workspace,
+                signed=True,
+            )
+            for tables in self._buffers.tables
+        ]
+        inputs = StepInputs(
+            token_ids=there["token_ids"][: mixed.tokens],
+            positions=there["positions"][: mixed.tokens],
+            slot_mapping=there["slots"][: mixed.tokens],
+            sample_index=there["sample_index"][: mixed.rows],
+            meta=metas[0],
+            more=tuple(
+                (there[name][: mixed.tokens], meta) for name, meta in zip(self._slots[1:], metas[1:], strict=True)
+            ),
+            places=self._places,
+        )
+        self._fill_nothing(mixed)
+
+        def forward() -> StepResult:
+            logits = self._model.forward(inputs, self._kv)
+            return StepResult(logits, self._model.sampled_states)
+
+        return forward
+
+    def _fill_nothing(self, mixed: MixedClass) -> None:
+        """Padding only: what a class computes while it is recorded."""
+        none, others = np.zeros(0, dtype=np.int64), len(self._slots) - 1
+        empty = np.zeros(0, dtype=np.int32)
+        self._fill(
+            StepBatch(
+                *(none, none, np.zeros(1, dtype=np.int32), empty, np.zeros((0, 1), np.int32), None, none, empty, ()),
+                more_tables=np.zeros((others, 0, 1), np.int32),
+                more_slots=np.zeros((others, 0), np.int64),
+            ),
+            mixed,
+        )
+
+
+def _prompt_rows(batch: StepBatch) -> int:
+    """Rows up to the last one of several tokens."""
+    longer = np.flatnonzero(np.diff(batch.query_start) > 1)
+    return int(longer[-1]) + 1 if len(longer) else 0

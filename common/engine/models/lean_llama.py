@@ -1,0 +1,344 @@
+"""Llama-shaped decoders as one function per step: Llama, Mistral, Phi-3, Phi-4, Qwen2, Qwen2.5, Qwen3, SmolLM2; Mixtral
+and Qwen's mixtures.
+
+Called by the model runner. The mathematics and the order of roundings are transformers'; only the cost differs: one
+product for q, k and v, one for gate and up that also activates, no module dispatch, no allocation, normalisation and
+rotation in place, and the vocabulary only for sampled rows. Knows nothing of requests: it sees tokens, positions and
+slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cohort.common.engine.config.model_config import ModelGeometry
+from cohort.common.engine.models.device_experts import DeviceExperts, read_device_experts
+from cohort.common.engine.models.experts import (
+    DenseMlp,
+    ExpertBuffers,
+    Experts,
+    expert_tensors,
+    groups_on_host,
+    read_experts,
+)
+from cohort.common.engine.models.rope import rope_tables
+from cohort.common.engine.models.step_inputs import StepInputs
+from cohort.common.engine.ranks.ranks import Ranks
+from cohort.common.engine.ranks.sharded_weights import open_sharded
+from cohort.common.engine.weights.linear import Embedding, GatedLinear, Linear, Matrix
+from cohort.common.engine.weights.matrices import RoundedWeights, Rounding, matrix, read_outer
+from cohort.common.engine.weights.weights import WeightKind, Weights, open_weights
+from cohort.common.errors import InvariantViolated
+from cohort.kernels.cpu.llama import LayerStack, LayerWeights, StepBuffers
+from cohort.kernels.cpu.panels import Arena
+from cohort.kernels.ops.fused import rms_norm, rope_and_write_kv
+from cohort.kernels.ops.paged_attention import paged_attention
+
+
+@dataclass(slots=True)
+class Layer:
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    attention_out: Linear
+    mlp_norm: Tensor
+    mlp: DenseMlp | Experts | DeviceExperts
+    sliding_window: int
+
+
+class LeanLlama:
+    """The weights of one model and its forward."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        geometry: ModelGeometry,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_rows: int,
+        max_step_tokens: int,
+        weights: WeightKind = "files",
+        ranks: Ranks | None = None,
+        rounding: Rounding | None = None,
+    ) -> None:
+        """`ranks`: this is one rank of several, and holds its share alone; `geometry` is the whole model's. `rounding`:
+        of plain matrices, at load; None = they stay as they are."""
+        self._ranks = ranks
+        geometry = geometry if ranks is None else ranks.share.own
+        self._geometry = geometry
+        self._eps = geometry.norm_eps
+        self._query_size = geometry.num_heads * geometry.head_dim
+        self._kv_size = geometry.num_kv_heads * geometry.head_dim
+        self._scale = geometry.head_dim**-0.5
+        self._cos, self._sin = rope_tables(geometry, device)
+        if ranks is None:
+            opened = open_weights(model_dir, weights, geometry.quantization)
+        else:
+            opened = open_sharded(model_dir, weights, ranks.share)
+        with opened if rounding is None else RoundedWeights(opened, rounding, dtype) as files:
+            prefix = files.prefix(("model.", ""), "embed_tokens.weight")
+            files.require(_tensor_names(files, geometry, prefix))
+            hidden, vocab = geometry.hidden_size, geometry.vocab_size
+
+            def vector(name: str, size: int) -> Tensor:
+                return files.read(prefix + name, (size,), dtype, device)
+
+            arena = Arena()
+            self._embedding, self._lm_head = read_outer(files, prefix, geometry, dtype, device, arena)
+            scratch = None
+            if (mixture := geometry.experts) is not None and groups_on_host(device):
+                scratch = ExpertBuffers(max_step_tokens * mixture.per_token, hidden, mixture.inner_size, dtype)
+            self._layers = [
+                read_layer(files, geometry, f"{prefix}layers.{index}.", index, dtype, device, arena, scratch)
+                for index in range(geometry.num_layers)
+            ]
+            self._final_norm = vector("norm.weight", hidden)
+        self._stack = self._layer_stack()
+
+        def buffer(rows: int, width: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty((rows, width), dtype=dtype, device=device)
+
+        # One step at a time runs, so every layer of every step writes into the same buffers: no step allocates.
+        self._residual = buffer(max_step_tokens, hidden)
+        self._normed = buffer(max_step_tokens, hidden)
+        self._qkv = buffer(max_step_tokens, self._query_size + 2 * self._kv_size)
+        self._attended = buffer(max_step_tokens, self._query_size)
+        self._activated = buffer(max_step_tokens, geometry.intermediate_size)
+        self._logits = buffer(max_rows, vocab, torch.float32)
+        self._buffers_kept = False
+        self._states: Tensor | None = None
+
+    sampled_states: Tensor | None = None
+
+    def forward(self, step: StepInputs, kv: Tensor) -> Tensor:
+        """See `step_inputs.Model`. The logits are this model's own buffer: they hold until the next step."""
+        tokens, sampled = len(step.token_ids), len(step.sample_index)
+        self._fit(tokens, sampled)
+        residual, normed, qkv = self._residual[:tokens], self._normed[:tokens], self._qkv[:tokens]
+        attended, activated = self._attended[:tokens], self._activated[:tokens]
+        if self._ranks is None:
+            self._embedding.into(step.token_ids, residual)
+        else:
+            self._ranks.embed(self._embedding, step.token_ids, residual)
+        buffers = StepBuffers(residual, normed, qkv, attended, activated)
+        if self._stack is not None and step.lora is None and step.places is None:
+            self._stack.run(buffers, step.positions, step.slot_mapping, step.meta, kv)
+        else:
+            self._layer_by_layer(buffers, step, kv)
+        if self._states is not None:
+            rms_norm(residual, self._final_norm, self._eps, normed)
+            self._states.index_copy_(0, step.slot_mapping, normed)
+        # Only the sampled tokens go on.
+        last, logits = normed[:sampled], self._logits[:sampled]
+        torch.index_select(residual, 0, step.sample_index, out=last)
+        rms_norm(last, self._final_norm, self._eps, last)
+        self.sampled_states = last
+        self._lm_head.into(last, logits)
+        return logits if self._ranks is None else self._ranks.whole_logits(logits)
+
+    @property
+    def outer(self) -> tuple[Embedding, Linear]:
+        """The embedding, and the product that makes logits of final states."""
+        return self._embedding, self._lm_head
+
+    def keep_states(self, slots: int) -> Tensor:
+        """From now on every step leaves its tokens' final states here [slots, hidden], by slot. Before any is
+        recorded."""
+        norm = self._final_norm
+        self._states = torch.zeros((slots, self._geometry.hidden_size), dtype=norm.dtype, device=norm.device)
+        return self._states
+
+    @contextmanager
+    def one_by_one(self) -> Iterator[None]:
+        """Within, the layers run as single calls, which clocks can be put around."""
+        stack, self._stack = self._stack, None
+        try:
+            yield
+        finally:
+            self._stack = stack
+
+    def keep_buffers(self) -> None:
+        """Recorded steps hold the buffers' addresses: from now on a step that needs larger ones is an error."""
+        self._buffers_kept = True
+
+    def _layer_by_layer(self, buffers: StepBuffers, step: StepInputs, kv: Tensor) -> None:
+        """What `LayerStack` does, one call after the other: on a GPU, as one of several ranks, where a weight cannot be
+        packed, where rows have adapters, and where layers are in groups."""
+        lora = step.lora
+        residual, normed, qkv = buffers.residual, buffers.normed, buffers.qkv
+        head_dim, eps, tokens = self._geometry.head_dim, self._eps, len(residual)
+        key_end = self._query_size + self._kv_size
+        query = qkv[:, : self._query_size].view(tokens, -1, head_dim)
+        key = qkv[:, self._query_size : key_end].view(tokens, -1, head_dim)
+        value = qkv[:, key_end:].view(tokens, -1, head_dim)
+        per_head = buffers.attended.view(tokens, -1, head_dim)
+        for index, layer in enumerate(self._layers):
+            rms_norm(residual, layer.input_norm, eps, normed)
+            layer.qkv.into(normed, qkv)
+            if lora is not None:
+                lora.add(index, "qkv", normed, qkv)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                rms_norm(query, layer.q_norm, eps, query)
+                rms_norm(key, layer.k_norm, eps, key)
+            place, slots, meta = step.of_layer(index)
+            rope_and_write_kv(query, key, value, self._cos, self._sin, step.positions, kv, place, slots)
+            paged_attention(query, kv, place, meta, self._scale, per_head, sliding_window=layer.sliding_window)
+            if self._ranks is None:
+                layer.attention_out.add_into(buffers.attended, residual)
+            else:
+                self._ranks.add_into(layer.attention_out, buffers.attended, residual)
+            if lora is not None:
+                lora.add(index, "attention_out", buffers.attended, residual)
+            rms_norm(residual, layer.mlp_norm, eps, normed)
+            if lora is not None:
+                lora.mlp(index, layer.mlp, normed, buffers.activated, residual)
+            elif self._ranks is None:
+                layer.mlp.add_into(normed, buffers.activated, residual)
+            elif isinstance(layer.mlp, DenseMlp):
+                layer.mlp.gate_up.into(normed, buffers.activated)
+                self._ranks.add_into(layer.mlp.down, buffers.activated, residual)
+            else:
+                self._ranks.add_term(partial(layer.mlp.add_into, normed, buffers.activated), residual)
+
+    def _layer_stack(self) -> LayerStack | None:
+        """The layers as one call, if the kernels serve every one of them and nothing is exchanged between them."""
+        if self._ranks is not None:
+            return None
+        weights = [_packed(layer) for layer in self._layers]
+        packed = [layer for layer in weights if layer is not None]
+        if len(packed) < len(weights):
+            return None
+        return LayerStack(packed, self._cos, self._sin, eps=self._eps, scale=self._scale)
+
+    def _fit(self, tokens: int, sampled: int) -> None:
+        """A step larger than announced (only the profiler makes one): larger buffers from now on.
+
+        Raises `InvariantViolated` where recorded steps would go on writing into the ones that are freed.
+        """
+        too_large = tokens > len(self._residual) or sampled > len(self._logits)
+        if too_large and self._buffers_kept:
+            raise InvariantViolated(
+                f"a step of {tokens} tokens, {sampled} of them sampled, needs larger buffers than recorded steps hold: "
+                f"{len(self._residual)} tokens, {len(self._logits)} sampled"
+            )
+        if tokens > len(self._residual):
+            for name in ("_residual", "_normed", "_qkv", "_attended", "_activated"):
+                old: Tensor = getattr(self, name)
+                setattr(self, name, old.new_empty((tokens, old.shape[1])))
+        if sampled > len(self._logits):
+            self._logits = self._logits.new_empty((sampled, self._logits.shape[1]))
+
+
+def _packed(layer: Layer) -> LayerWeights | None:
+    """A layer as the compiled stack takes it; None if it cannot."""
+    if not isinstance(layer.mlp, DenseMlp):
+        return None
+    qkv, out = layer.qkv.panel_data, layer.attention_out.panel_data
+    gate_up, down = layer.mlp.gate_up.panel_data, layer.mlp.down.panel_data
+    if qkv is None or out is None or gate_up is None or down is None:
+        return None
+    if layer.attention_out.bias is not None or layer.mlp.down.bias is not None:
+        return None
+    return LayerWeights(
+        layer.input_norm,
+        qkv,
+        layer.qkv.bias,
+        layer.q_norm,
+        layer.k_norm,
+        out,
+        layer.mlp_norm,
+        gate_up,
+        down,
+        layer.sliding_window,
+    )
+
+
+def _tensor_names(files: Weights, geometry: ModelGeometry, prefix: str) -> list[str]:
+    """Every tensor the configuration implies (lm_head apart: absent means tied)."""
+    names = [f"{prefix}embed_tokens.weight", f"{prefix}norm.weight"]
+    per_layer = ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    qkv, gate_up = _input_modules(geometry)
+    mlp = [*gate_up, "mlp.down_proj"]
+    per_layer += [f"{module}.weight" for module in (*qkv, "self_attn.o_proj")]
+    per_layer += [f"{module}.bias" for module in qkv] if geometry.qkv_bias else []
+    per_layer += ["self_attn.o_proj.bias"] if geometry.output_bias else []
+    dense = [f"{module}.weight" for module in mlp]
+    dense += [f"{module}.bias" for module in mlp] if geometry.mlp_bias else []
+    per_layer += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if geometry.qk_norm else []
+    mixture = geometry.experts
+    for index in range(geometry.num_layers):
+        layer = f"{prefix}layers.{index}."
+        of_mlp = dense
+        if mixture is not None and mixture.layers[index]:
+            of_mlp = expert_tensors(files, layer, geometry, mixture)
+        names += [layer + name for name in (*per_layer, *of_mlp)]
+    return names
+
+
+def _input_modules(geometry: ModelGeometry) -> tuple[list[str], list[str]]:
+    """The projections into attention and into the MLP, as the files name them: each fused there, or by its parts."""
+    if geometry.fused_weights:
+        return ["self_attn.qkv_proj"], ["mlp.gate_up_proj"]
+    return [f"self_attn.{part}_proj" for part in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
+
+
+def read_layer(
+    files: Weights,
+    geometry: ModelGeometry,
+    prefix: str,
+    index: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    arena: Arena,
+    scratch: ExpertBuffers | None = None,
+    *,
+    input_norm: bool = True,
+) -> Layer:
+    """`scratch`: of a mixture on a processor. `input_norm`: false = there is none, and the layer's is empty."""
+    hidden, inner = geometry.hidden_size, geometry.intermediate_size
+    query_size = geometry.num_heads * geometry.head_dim
+    kv_size = geometry.num_kv_heads * geometry.head_dim
+
+    def fused(modules: list[str], rows: list[int], width: int, bias: bool) -> tuple[Matrix, Tensor | None]:
+        weight = matrix(files, [f"{prefix}{module}.weight" for module in modules], rows, width, dtype, device)
+        biases = [f"{prefix}{module}.bias" for module in modules]
+        return weight, files.read_rows(biases, rows, (), dtype, device) if bias else None
+
+    def linear(modules: list[str], rows: list[int], width: int, bias: bool) -> Linear:
+        return Linear(*fused(modules, rows, width, bias), arena=arena, dtype=dtype)
+
+    def vector(name: str, size: int) -> Tensor:
+        return files.read(prefix + name, (size,), dtype, device)
+
+    def mlp() -> DenseMlp | Experts | DeviceExperts:
+        if (mixture := geometry.experts) is not None and mixture.layers[index]:
+            if scratch is None:
+                return read_device_experts(files, prefix, geometry, mixture, dtype, device)
+            return read_experts(files, prefix, geometry, mixture, dtype, arena, scratch)
+        into = GatedLinear(*fused(gate_up, gate_up_rows, hidden, geometry.mlp_bias), arena=arena, dtype=dtype)
+        return DenseMlp(into, linear(["mlp.down_proj"], [hidden], inner, geometry.mlp_bias))
+
+    head_norms = geometry.qk_norm
+    qkv, gate_up = _input_modules(geometry)
+    qkv_rows, gate_up_rows = [query_size, kv_size, kv_size], [inner, inner]
+    if geometry.fused_weights:
+        qkv_rows, gate_up_rows = [sum(qkv_rows)], [sum(gate_up_rows)]
+    return Layer(
+        input_norm=vector("input_layernorm.weight", hidden) if input_norm else torch.empty(0),
+        qkv=linear(qkv, qkv_rows, hidden, geometry.qkv_bias),
+        q_norm=vector("self_attn.q_norm.weight", geometry.head_dim) if head_norms else None,
+        k_norm=vector("self_attn.k_norm.weight", geometry.head_dim) if head_norms else None,
+        attention_out=linear(["self_attn.o_proj"], [hidden], query_size, geometry.output_bias),
+        mlp_norm=vector("post_attention_layernorm.weight", hidden),
+        mlp=mlp(),
+        sliding_window=geometry.sliding_windows[index],
+    )

@@ -1,0 +1,165 @@
+"""OPT decoders as one function per step: learned positions, LayerNorm before or after, ReLU.
+
+Called by the model runner; the counterpart of `lean_llama` for the other shape that matters. Covers the variants of the
+family: 350m normalises after attention and MLP and embeds in a narrower space (project_in, project_out).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cohort.common.engine.config.model_config import ModelGeometry
+from cohort.common.engine.models.step_inputs import StepInputs
+from cohort.common.engine.weights.linear import Linear
+from cohort.common.engine.weights.matrices import matrix
+from cohort.common.engine.weights.weights import WeightKind, Weights, open_weights
+from cohort.common.errors import ModelError
+from cohort.kernels.ops.paged_attention import paged_attention, write_kv
+
+_POSITION_OFFSET = 2  # OPT's position table starts with two unused rows
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu_, "gelu": F.gelu, "silu": F.silu}
+
+
+@dataclass(slots=True)
+class _Norm:
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, 1e-5)
+
+
+@dataclass(slots=True)
+class _Layer:
+    attention_norm: _Norm
+    qkv: Linear
+    attention_out: Linear
+    mlp_norm: _Norm
+    fc1: Linear
+    fc2: Linear
+
+
+class LeanOpt:
+    """The weights of one model and its forward."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        geometry: ModelGeometry,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        weights: WeightKind = "files",
+    ) -> None:
+        if geometry.activation not in _ACTIVATIONS:
+            raise ModelError(f"{model_dir}: OPT with activation {geometry.activation!r}; known: {sorted(_ACTIVATIONS)}")
+        self._geometry = geometry
+        self._activation = _ACTIVATIONS[geometry.activation]
+        self._scale = geometry.head_dim**-0.5
+        with open_weights(model_dir, weights, geometry.quantization) as files:
+            prefix = files.prefix(("model.decoder.", "decoder.", ""), "embed_tokens.weight")
+            hidden, vocab, narrow = geometry.hidden_size, geometry.vocab_size, geometry.word_embedding_size
+            projected = narrow != hidden
+            files.require(_tensor_names(geometry, prefix))
+
+            def read(name: str, *shape: int) -> Tensor:
+                return files.read(prefix + name, shape, dtype, device)
+
+            self._tokens = read("embed_tokens.weight", vocab, narrow)
+            self._positions = read("embed_positions.weight", geometry.max_positions + _POSITION_OFFSET, hidden)
+            self._project_in = Linear(read("project_in.weight", hidden, narrow)) if projected else None
+            self._project_out = Linear(read("project_out.weight", narrow, hidden)) if projected else None
+            self._layers = [
+                _read_layer(files, geometry, f"{prefix}layers.{index}.", dtype, device)
+                for index in range(geometry.num_layers)
+            ]
+            self._final_norm = (
+                _read_norm(files, geometry, f"{prefix}final_layer_norm", dtype, device) if geometry.final_norm else None
+            )
+            tied = geometry.tie_embeddings or "lm_head.weight" not in files
+            head = self._tokens if tied else files.read("lm_head.weight", (vocab, narrow), dtype, device)
+            self._lm_head = Linear(head)
+
+    sampled_states: Tensor | None = None
+
+    def forward(self, step: StepInputs, kv: Tensor) -> Tensor:
+        """See `step_inputs.Model`."""
+        tokens, hidden, head_dim = len(step.token_ids), self._geometry.hidden_size, self._geometry.head_dim
+        before = self._geometry.norm_before
+        x = F.embedding(step.token_ids, self._tokens)
+        if self._project_in is not None:
+            x = self._project_in(x)
+        x = x + F.embedding(step.positions + _POSITION_OFFSET, self._positions)
+        attended = x.new_empty((tokens, hidden))
+        for index, layer in enumerate(self._layers):
+            qkv = layer.qkv(layer.attention_norm(x) if before else x)
+            query, key, value = (part.view(tokens, -1, head_dim) for part in torch.split(qkv, hidden, dim=1))
+            # OPT scales the query itself, not the scores: the roundings differ
+            query.mul_(self._scale)
+            write_kv(key, value, kv, index, step.slot_mapping)
+            paged_attention(query, kv, index, step.meta, 1.0, attended.view(tokens, -1, head_dim))
+            x = x + layer.attention_out(attended)
+            if not before:
+                x = layer.attention_norm(x)
+            inner = self._activation(layer.fc1(layer.mlp_norm(x) if before else x))
+            x = x + layer.fc2(inner)
+            if not before:
+                x = layer.mlp_norm(x)
+        x = x[step.sample_index]
+        if self._final_norm is not None:
+            x = self._final_norm(x)
+        if self._project_out is not None:
+            x = self._project_out(x)
+        self.sampled_states = x
+        return self._lm_head(x).float()
+
+
+def _tensor_names(geometry: ModelGeometry, prefix: str) -> list[str]:
+    """Every tensor the configuration implies (lm_head apart: absent means tied)."""
+    names = ["embed_tokens.weight", "embed_positions.weight"]
+    if geometry.word_embedding_size != geometry.hidden_size:
+        names += ["project_in.weight", "project_out.weight"]
+    norms = ["self_attn_layer_norm", "final_layer_norm"]
+    modules = [*(f"self_attn.{part}_proj" for part in ("q", "k", "v", "out")), "fc1", "fc2"]
+    per_layer = [f"{module}.weight" for module in modules]
+    per_layer += [f"{module}.bias" for module in modules] if geometry.qkv_bias else []
+    if geometry.norm_affine:
+        per_layer += [f"{norm}.{part}" for norm in norms for part in ("weight", "bias")]
+        names += ["final_layer_norm.weight", "final_layer_norm.bias"] if geometry.final_norm else []
+    names += [f"layers.{index}.{name}" for index in range(geometry.num_layers) for name in per_layer]
+    return [prefix + name for name in names]
+
+
+def _read_norm(files: Weights, geometry: ModelGeometry, name: str, dtype: torch.dtype, device: torch.device) -> _Norm:
+    if not geometry.norm_affine:
+        return _Norm(None, None)
+    size = (geometry.hidden_size,)
+    return _Norm(files.read(f"{name}.weight", size, dtype, device), files.read(f"{name}.bias", size, dtype, device))
+
+
+def _read_layer(
+    files: Weights, geometry: ModelGeometry, prefix: str, dtype: torch.dtype, device: torch.device
+) -> _Layer:
+    hidden, inner = geometry.hidden_size, geometry.intermediate_size
+
+    def linear(modules: list[str], rows: list[int], width: int) -> Linear:
+        weight = matrix(files, [f"{prefix}{module}.weight" for module in modules], rows, width, dtype, device)
+        biases = [f"{prefix}{module}.bias" for module in modules]
+        added = files.read_rows(biases, rows, (), dtype, device) if geometry.qkv_bias else None
+        return Linear(weight, added, dtype=dtype)
+
+    return _Layer(
+        attention_norm=_read_norm(files, geometry, f"{prefix}self_attn_layer_norm", dtype, device),
+        qkv=linear([f"self_attn.{part}_proj" for part in "qkv"], [hidden] * 3, hidden),
+        attention_out=linear(["self_attn.out_proj"], [hidden], hidden),
+        mlp_norm=_read_norm(files, geometry, f"{prefix}final_layer_norm", dtype, device),
+        fc1=linear(["fc1"], [inner], hidden),
+        fc2=linear(["fc2"], [hidden], inner),
+    )

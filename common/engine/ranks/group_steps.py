@@ -1,0 +1,181 @@
+"""What the ranks of one worker do alike around their steps on a device: record the same ones, replay the same one.
+
+    start   rank 0 ── Compile, Record ──▶ followers      each: agree on memory and classes, then for every class
+                                                         warm up (exchanging) · capture · agree on what that took
+            rank 0 ◀──── Recorded ─────── followers      other classes than rank 0's: the worker does not start
+    step    rank 0 chooses the class and says it with the step; followers replay what is said, and wait for the one
+            before: while a step runs, the next one is launched behind it, with the tokens that rank 0 samples
+
+An exchange belongs to a recorded step as its kernels do: it is recorded on all ranks or on none, in the same order, and
+a replay waits for the others' replays. Hence nothing here follows from one rank's own memory or mood: what they decide
+by is the least, or the most, of all ranks. Owned by the model runner, used by `device_steps`; decides nothing about
+requests.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Protocol
+
+import structlog
+import torch
+from torch import Tensor
+
+from cohort.common.engine.config.model_config import ModelGeometry
+from cohort.common.engine.config.rank_shares import RankShare
+from cohort.common.engine.device.streams import Mark
+from cohort.common.engine.ranks.followers import EXIT_RANK_LOST, Followers
+from cohort.common.engine.ranks.rank_messages import RankLost
+from cohort.common.engine.ranks.ranks import EXCHANGE_TIMEOUT_S, Ranks
+from cohort.common.engine.ranks.step_deadlines import StepDeadlines
+from cohort.common.engine.step.batch import StepBatch
+from cohort.common.engine.step.decode_classes import StepClass
+from cohort.common.engine.step.recorded_steps import Recorded, Recorder, StepResult
+from cohort.common.errors import InvariantViolated
+from cohort.common.policies.kv_interface import KvCopy
+
+log = structlog.get_logger(__name__)
+
+_NO_MEMORY, _NOT_AT_ALL = 1 << 61, 1 << 62  # instead of a cost, which is less
+
+
+class TwoPhases(Protocol):
+    """A recorder whose exchanging part is apart from that which only this rank does."""
+
+    def warm_up(self, step: Callable[[], StepResult]) -> None:
+        """Run the step, on all ranks at once."""
+
+    def capture(self, step: Callable[[], StepResult]) -> Recorded:
+        """Make it repeatable; waits for no other rank."""
+
+
+class AgreedRecorder:
+    """A step is recorded by all ranks or by none, and has cost what it cost the rank that it cost most."""
+
+    def __init__(self, own: TwoPhases, most: Callable[[int], int]) -> None:
+        """`most`: of all ranks' values, asked by all of them at once."""
+        self._own, self._most = own, most
+
+    def record(self, step: Callable[[], StepResult]) -> Recorded:
+        """See `recorded_steps.Recorder`; it raises the same on all ranks. Raises `RankLost` where this rank cannot run
+        the step at all: the others wait within it, so there is no way on."""
+        try:
+            self._own.warm_up(step)
+        except RuntimeError as error:
+            raise RankLost(f"a step that all ranks record does not run on this one: {error}") from error
+        reason = "on another rank"
+        recorded: Recorded | None = None
+        try:
+            recorded = self._own.capture(step)
+            said = recorded.cost_bytes
+        except torch.OutOfMemoryError as error:
+            said, reason = _NO_MEMORY, str(error)
+        except RuntimeError as error:
+            said, reason = _NOT_AT_ALL, str(error)
+        cost = self._most(said)
+        if cost >= _NOT_AT_ALL:
+            raise RuntimeError(reason)
+        if cost >= _NO_MEMORY or recorded is None:
+            raise torch.OutOfMemoryError(reason)
+        return Recorded(recorded.replay, cost)
+
+
+def _wait(mark: Mark, over: Callable[[], None]) -> None:
+    mark.wait()
+    over()
+
+
+class GroupSteps:
+    """One rank's side."""
+
+    def __init__(self, ranks: Ranks, followers: Followers | None, limit_s: float = EXCHANGE_TIMEOUT_S) -> None:
+        """`followers`: rank 0's. `limit_s`: the longest that a step may take on the device."""
+        self._ranks, self._followers, self._limit_s = ranks, followers, limit_s
+        self._deadlines = StepDeadlines(limit_s, self._late)
+        self._waiter: ThreadPoolExecutor | None = None
+        self._under_way: deque[Future[None]] = deque()
+
+    @property
+    def widest(self) -> ModelGeometry:
+        """Of rank 0, which computes the most where columns do not divide evenly: by it all ranks estimate alike."""
+        share = self._ranks.share
+        return RankShare(share.geometry, 0, share.degree).working
+
+    def begin(self) -> Callable[[], None]:
+        """A step is about to be launched; to be called when it is over on the device."""
+        return self._deadlines.begin()
+
+    def tell(self, batch: StepBatch, taken: StepClass, before: Tensor | None = None) -> None:
+        """Rank 0: have the others launch the step with this one. `before`: what the step before samples, where this one
+        awaits it. Raises `RankLost`."""
+        if self._followers is not None:
+            with self._in_step():
+                self._followers.step(batch, taken, 0 if before is None else len(before))
+        if before is not None:
+            self._ranks.hand_out(before)
+
+    def taken_over(self, awaited: int, device: torch.device) -> Tensor | None:
+        """The same on another rank: `awaited` tokens; None where it awaits none."""
+        if not awaited:
+            return None
+        tokens = torch.empty(awaited, dtype=torch.int64, device=device)
+        self._ranks.hand_out(tokens)
+        return tokens
+
+    def room(self) -> None:
+        """A follower: until one step at most is under way."""
+        while len(self._under_way) > 1:
+            self._under_way.popleft().result()
+
+    def under_way(self, mark: Mark, over: Callable[[], None]) -> None:
+        """A follower has launched a step, which ends with `mark`."""
+        if self._waiter is None:
+            self._waiter = ThreadPoolExecutor(1, thread_name_prefix="steps")
+        self._under_way.append(self._waiter.submit(_wait, mark, over))
+
+    @contextmanager
+    def copies(self, copies: Sequence[KvCopy]) -> Iterator[None]:
+        """Within, rank 0 makes these copies, and the others do. Raises `RankLost`."""
+        assert self._followers is not None, "only rank 0 is told of copies"
+        with self._in_step(), self._followers.copies(copies):
+            yield
+
+    def out_of_step(self, error: Exception) -> None:
+        """This rank has not done what the others do: there is no way on."""
+        share = self._ranks.share
+        self._ranks.failed(f"rank {share.rank} of {share.degree}: {error}")
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        try:
+            yield
+        except RankLost as error:
+            self.out_of_step(error)
+            raise
+
+    def budget(self, own_bytes: int, wanted: object) -> int:
+        """Device memory for recorded steps, on every rank: the least that one has. `wanted`: the classes in their
+        order; raises `InvariantViolated` on all ranks where those differ."""
+        digest = zlib.crc32(repr(wanted).encode())
+        if self._ranks.least(digest) != self._most(digest):
+            raise InvariantViolated("the ranks of this worker would record different steps")
+        return self._ranks.least(own_bytes)
+
+    def recorder(self, own: TwoPhases) -> Recorder:
+        """Of steps that exchange."""
+        return AgreedRecorder(own, self._most)
+
+    def _most(self, value: int) -> int:
+        return -self._ranks.least(-value)
+
+    def _late(self) -> None:
+        reason = f"a step is not over after {self._limit_s:.0f} s: another rank does not compute it"
+        self._ranks.failed(reason)
+        if self._followers is None:  # the main thread waits for the device
+            log.critical("this rank ends", reason=reason)
+            os._exit(EXIT_RANK_LOST)

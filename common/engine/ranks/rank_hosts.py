@@ -1,0 +1,207 @@
+"""Ranks of a worker on other hosts: how they come to rank 0, and what it asks of them before one becomes a rank.
+
+    another host                                        rank 0's host
+    `services/rank_host` ── Join ──▶ RanksElsewhere: same code, model, degree, hosts? a rank that is awaited?
+                         ◀── "" ───   │ then streams for control, orders and the store, as of a child (`followers`)
+
+A process says who it is over a connection that asked for the cluster's key (`rank_wire`). Rank 0 awaits all of them
+for `engine.rank_join_s` and says which did not come and why the last one was turned away. From then on they are
+followers as any others. Decides who may join; nothing about steps.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+import cohort
+from cohort.common.addresses import bind_address
+from cohort.common.code_fingerprint import engine_digest, model_digest
+from cohort.common.config import Config, LoggingConfig, WorkerGroup
+from cohort.common.engine.ranks.rank_orders import OpenLinks
+from cohort.common.errors import ConfigError, TransferError
+from cohort.common.transport.rank_wire import WireDialer, WireListener
+from cohort.common.transport.security import load_keys
+
+_TCP = "tcp://"
+_SIOCGIFADDR = 0x8915
+
+
+class Join(msgspec.Struct, frozen=True):
+    """What a rank is and has. `code`, `model`: digests. `bind`, `advertise`: of its own KV link, "" without TCP."""
+
+    version: str
+    code: str
+    model: str
+    degree: int
+    hosts: int
+    rank: int
+    bind: str
+    advertise: str
+    keys_file: str
+
+
+class Place(msgspec.Struct, frozen=True):
+    """All that a process on another host needs to become a rank. `device` and `threads` are its own."""
+
+    leader: str
+    keys_file: str
+    model_dir: str
+    device: str
+    threads: int
+    interface: str
+    join_s: float
+    logging: LoggingConfig
+    join: Join
+
+
+_joins = msgspec.msgpack.Decoder(Join)
+
+
+def group_on_hosts(config: Config) -> WorkerGroup:
+    """The one group of workers whose ranks are on several hosts. Raises `ConfigError`."""
+    found = [group for group in config.workers if group.hosts > 1]
+    if len(found) != 1:
+        raise ConfigError(f"workers: {len(found)} groups have hosts above 1; a host of ranks needs exactly one")
+    return found[0]
+
+
+def join_of(config: Config, group: WorkerGroup, model: Path, rank: int) -> Join:
+    """As this configuration, this code and this model folder have it. Reads every file of the engine's source."""
+    own, host = config.endpoints.worker, config.endpoints.bind_host
+    advertise = f"{own.rpartition(':')[0]}:0" if own.startswith(_TCP) else ""
+    return Join(
+        cohort.__version__,
+        engine_digest(),
+        model_digest(model),
+        group.degree,
+        group.hosts,
+        rank,
+        bind_address(advertise, host) if advertise else "",
+        advertise,
+        config.security.curve_secret_key_file,
+    )
+
+
+class RanksElsewhere:
+    """Rank 0's hold on them; see `Followers`, which closes it."""
+
+    def __init__(self, config: Config, group: WorkerGroup, model: Path) -> None:
+        """Listens from now on. Raises `ConfigError`."""
+        self._own = join_of(config, group, model, 0)
+        self._first = group.local_degree
+        self._joined: dict[int, Join] = {}
+        endpoint = config.endpoints.ranks
+        self.interface = own_interface(config)
+        self._wire = WireListener(
+            bind_address(endpoint, config.endpoints.bind_host),
+            load_keys(config.security.curve_secret_key_file),
+            range(self._first, group.degree),
+            self._admit,
+            join_s=config.engine.rank_join_s,
+        )
+        self.streams = self._wire.streams
+        """Of control, orders and store, by rank."""
+        self.endpoint = self._wire.endpoint
+
+    def why_lost(self, rank: int) -> str:
+        return self._wire.why_lost(rank)
+
+    def watch(self, lost: Callable[[int, str], None]) -> None:
+        """`lost` (rank, reason) is called on another thread; at once for one that is lost already."""
+        self._wire.lost = lost
+        for rank in self.streams:
+            if why := self._wire.why_lost(rank):
+                lost(rank, why)
+
+    def own_order(self, rank: int, order: OpenLinks, number: int) -> OpenLinks:
+        """Rank 0's links as this rank opens them: on its own host's address. Raises `TransferError`."""
+        joined = self._joined[rank]
+        if not (joined.advertise and order.zmq_advertise.startswith(_TCP)):
+            raise TransferError(
+                "endpoints.worker: the ranks of a worker on several hosts move KV under their own addresses: write "
+                "tcp://HOST:0 on every host"
+            )
+        return msgspec.structs.replace(
+            order, order=number, zmq_bind=joined.bind, zmq_advertise=joined.advertise, keys_file=joined.keys_file
+        )
+
+    def wait_left(self, timeout_s: float) -> None:
+        self._wire.wait_left(timeout_s)
+
+    def close(self) -> None:
+        self._wire.close()
+
+    def _admit(self, said: bytes) -> int:
+        try:
+            join = _joins.decode(said)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"it says something else than a rank of Cohort {self._own.version}: {error}") from error
+        own = self._own
+        if (join.version, join.code) != (own.version, own.code):
+            raise ConfigError(
+                f"another version: {join.version} ({join.code}), and rank 0 has {own.version} ({own.code}); run the "
+                "same image on every host"
+            )
+        if (join.degree, join.hosts) != (own.degree, own.hosts):
+            raise ConfigError(
+                f"workers: tensor_parallel {join.degree} on {join.hosts} hosts, and rank 0 has {own.degree} on "
+                f"{own.hosts}; give every host the same configuration"
+            )
+        if join.model != own.model:
+            raise ConfigError(
+                f"model.path: another model ({join.model or 'no folder'}), and rank 0 has {own.model}: its config.json "
+                "or its weights' names and sizes differ"
+            )
+        if not self._first <= join.rank < own.degree:
+            raise ConfigError(
+                f"rank {join.rank} of {own.degree} is not one of another host: those begin at {self._first}"
+            )
+        self._joined[join.rank] = join
+        return join.rank
+
+
+def joined(place: Place, lost: Callable[[str], None]) -> WireDialer:
+    """Raises `ConfigError`, `WireLost`."""
+    said = msgspec.msgpack.encode(place.join)
+    return WireDialer(place.leader, load_keys(place.keys_file), said, join_s=place.join_s, lost=lost)
+
+
+def own_interface(config: Config) -> str:
+    """Name of the network interface over which this host's ranks exchange: `engine.rank_interface`, else the one with
+    the address of `endpoints.worker`, else with that from which `endpoints.ranks` is reached. Raises `ConfigError`."""
+    if config.engine.rank_interface:
+        return config.engine.rank_interface
+    endpoints = config.endpoints
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            if endpoints.worker.startswith(_TCP):
+                own = socket.gethostbyname(_host(endpoints.worker))
+            else:
+                probe.connect((_host(endpoints.ranks), 9))  # sends nothing
+                own = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                if _address(probe, name) == own:
+                    return name
+    except OSError as error:
+        raise ConfigError(f"engine.rank_interface: this host's own address is not known ({error}); name it") from error
+    if own.startswith("127."):
+        return "lo"
+    raise ConfigError(f"engine.rank_interface: no interface of this host has the address {own}; name one")
+
+
+def _host(endpoint: str) -> str:
+    return endpoint.removeprefix(_TCP).rpartition(":")[0]
+
+
+def _address(probe: socket.socket, interface: str) -> str:
+    try:
+        found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+    except OSError:
+        return ""
+    return socket.inet_ntoa(found[20:24])

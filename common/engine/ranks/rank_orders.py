@@ -1,0 +1,165 @@
+"""What rank 0 has the other ranks do for KV transfers, and what they answer, over a socket pair for each follower.
+
+    rank 0 ──▶ follower   OpenLinks; Gather, Sum, Place (the cache's memory); SendPart, ReceivePart (its links);
+                          Cancel, Drop, Forget (without an answer)
+    follower ──▶ rank 0   Opened, Summed, Ended, Settled; Moved, whenever a link's address has changed
+
+Rank 0 follows the same orders by itself (`rank_transfers`). No bytes of KV go this way. Frames as in `rank_messages`.
+Decides nothing.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from cohort.common.engine.ranks.kv_parts import Heads
+from cohort.common.engine.transfer.transfer_memory import Message
+
+
+class OpenLinks(msgspec.Struct, frozen=True, tag=True):
+    """The configured links; fields as `open_links` takes them, the keys by their file."""
+
+    order: int
+    names: tuple[str, ...]
+    zmq_bind: str
+    zmq_advertise: str
+    keys_file: str
+    plain_allowed: bool
+    one_machine: bool
+    ucx_tls: str = ""
+    ucx_net_devices: str = ""
+
+
+class Keyed(msgspec.Struct, frozen=True):
+    """A message under the number that it has in all orders."""
+
+    key: int
+    message: Message
+
+
+class Gather(msgspec.Struct, frozen=True, tag=True):
+    """Make buffers of these heads of every message, and sum each."""
+
+    order: int
+    messages: tuple[Keyed, ...]
+    heads: tuple[Heads, ...]
+    summed: bool
+
+
+class Sum(msgspec.Struct, frozen=True, tag=True):
+    """The sums of a message's buffers that are filled; `weighted`: in that form."""
+
+    order: int
+    keyed: Keyed
+    heads: tuple[Heads, ...]
+    weighted: bool
+
+
+class Place(msgspec.Struct, frozen=True, tag=True):
+    """From these buffers to the message's blocks."""
+
+    order: int
+    keyed: Keyed
+    heads: tuple[Heads, ...]
+
+
+class SendPart(msgspec.Struct, frozen=True, tag=True):
+    order: int
+    keyed: Keyed
+    heads: Heads
+    link: str
+    address: bytes
+    tag: int
+    timeout_s: float
+
+
+class ReceivePart(msgspec.Struct, frozen=True, tag=True):
+    order: int
+    keyed: Keyed
+    heads: Heads
+    link: str
+    tag: int
+    timeout_s: float
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """End this order, which is answered all the same."""
+
+    order: int
+
+
+class Drop(msgspec.Struct, frozen=True, tag=True):
+    """Nothing reads or writes the buffers of this message any more."""
+
+    key: int
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """The process with this address is gone."""
+
+    link: str
+    address: bytes
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True):
+    """Addresses by the name of the link; those that could not be opened are missing."""
+
+    order: int
+    addresses: dict[str, bytes]
+
+
+class Summed(msgspec.Struct, frozen=True, tag=True):
+    """By message, by heads; empty where no sums were asked for."""
+
+    order: int
+    sums: tuple[tuple[int, ...], ...]
+
+
+class Outcome(StrEnum):
+    DONE = "done"
+    FAILED = "failed"
+    LATE = "late"
+    CANCELLED = "cancelled"
+    STRANDED = "stranded"
+    """`Settled` follows once the buffer is let go of."""
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    order: int
+    outcome: Outcome
+    reason: str = ""
+
+
+class Settled(msgspec.Struct, frozen=True, tag=True):
+    order: int
+
+
+class Moved(msgspec.Struct, frozen=True, tag=True):
+    addresses: dict[str, bytes]
+
+
+Work = Gather | Sum | Place
+Move = SendPart | ReceivePart
+Order = OpenLinks | Work | Move | Cancel | Drop | Forget
+Answer = Opened | Summed | Ended | Settled | Moved
+
+HEAD_BYTES = 8
+_encoder = msgspec.msgpack.Encoder()
+_orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def framed(message: Order | Answer) -> bytes:
+    """With its length before it, in `HEAD_BYTES`, little-endian."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(HEAD_BYTES, "little") + body
+
+
+def order_of(body: bytes) -> Order:
+    return _orders.decode(body)
+
+
+def answer_of(body: bytes | bytearray) -> Answer:
+    return _answers.decode(body)

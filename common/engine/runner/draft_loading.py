@@ -1,0 +1,225 @@
+"""The draft model or head of a worker: what is refused before a byte is loaded, its share of the cache, its making.
+
+Called by `worker_process`. How it drafts is the business of `drafts/draft_model.py` and `drafts/states_drafter.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+
+from cohort.common.config import Config
+from cohort.common.devices.fit import weight_bytes
+from cohort.common.engine.cache.kv_tensors import KvTensors
+from cohort.common.engine.config.device_memory import step_bytes
+from cohort.common.engine.config.kv_dtype import FP8_PLANES, SCALE_BYTES, kv_dtype
+from cohort.common.engine.config.model_config import DTYPE_BYTES, ModelGeometry, read_geometry
+from cohort.common.engine.config.quantization_config import rounding_of
+from cohort.common.engine.drafts.batch_drafts import FILLED_AT_ONCE, BatchDrafter
+from cohort.common.engine.drafts.draft_model import DraftModel
+from cohort.common.engine.drafts.eagle_head import EagleHead
+from cohort.common.engine.drafts.next_token_module import NextTokenModule, module_geometry
+from cohort.common.engine.drafts.states_drafter import HeadModel, StatesDrafter, StatesHead
+from cohort.common.engine.drafts.vocabulary import check_vocabulary
+from cohort.common.engine.forward.device_steps import DeviceSteps
+from cohort.common.engine.models.lora import LoraStore
+from cohort.common.engine.models.model_forms import load_model
+from cohort.common.engine.models.step_inputs import Model
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.weights.weights import WeightKind
+from cohort.common.errors import ConfigError
+from cohort.common.types import KvGeometry
+
+log = structlog.get_logger(__name__)
+
+_MARK_BYTES = 8
+"""Beside the KV of a token, of what stands in its slot; of a head, and of what the model's state there is."""
+_HEAD = "LlamaForCausalLMEagle"
+_OTHER_HEADS = ("Eagle3", "Medusa", "Eagle")
+_MOST_ROWS = 64
+_GRAPHS_SHARE = 4
+"""Of what is kept for recorded steps, a draft model has this part beside the model's: four classes of rows."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """What will be loaded."""
+
+    folder: Path
+    geometry: ModelGeometry
+    dtype: str
+    kv_dtype: str
+    block_size: int
+    vocabulary: int
+    head: bool = False
+    """It goes on from the model's own states."""
+    module: bool = False
+    """A head that the model's own checkpoint brings."""
+    graph_bytes: int = 0
+    """On a GPU, for its recorded steps."""
+    device_bytes: int = 0
+    """And what it takes there in all, its KV apart."""
+
+    @property
+    def kv_geometry(self) -> KvGeometry:
+        return self.geometry.kv_geometry(self.kv_dtype, self.block_size)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block of the worker's cache, what the draft model's KV adds."""
+        beside = _MARK_BYTES
+        if self.head:
+            beside += _MARK_BYTES + self.geometry.hidden_size * DTYPE_BYTES[self.dtype]
+        return self.kv_geometry.block_bytes + beside * self.block_size
+
+
+def plan_draft(
+    config: Config, model_dir: Path, geometry: ModelGeometry, *, dtype: str, device: torch.device, degree: int
+) -> DraftPlan | None:
+    """None where no model drafts. Raises `ConfigError`, `ModelError` for what cannot be."""
+    speculation = config.speculation
+    if speculation.mode != "model":
+        return None
+    module = not speculation.draft_model
+    if module and not _modules(model_dir):
+        raise ConfigError("speculation.draft_model: speculation.mode model needs the folder of a smaller model")
+    folder = model_dir if module else Path(speculation.draft_model).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"speculation.draft_model: no folder {folder}")
+    refused = f"speculation.mode: model is not served {{}}; lookup and recent are ({folder.name})"
+    if device.type != "cpu" and rounding_of(speculation.draft_quantization) is not None:
+        raise ConfigError(
+            f"speculation.draft_quantization: {speculation.draft_quantization} is rounded on a processor alone, not on "
+            f"{device}"
+        )
+    if degree > 1:
+        raise ConfigError(refused.format(f"by a worker of {degree} ranks (tensor_parallel)"))
+    if geometry.kv_window:
+        raise ConfigError(
+            refused.format(f"with {model_dir.name}, whose cache keeps the last {geometry.kv_window} tokens alone")
+        )
+    if module:
+        if device.type != "cpu":
+            raise ConfigError(refused.format(f"by a module on {device}: it runs on a processor"))
+        if geometry.family != "deepseek" or rounding_of(speculation.draft_quantization) is not None:
+            raise ConfigError(
+                f"speculation.draft_model: the module that {model_dir.name} brings is served as it is, in the form "
+                f"of DeepSeek-V3 alone; this is {geometry.model_type}, rounded to {speculation.draft_quantization}"
+            )
+        draft, kept = module_geometry(geometry), kv_dtype(config.kv.cache_dtype, dtype, geometry, device.type)
+        return DraftPlan(folder, draft, dtype, kept, config.kv.block_size, geometry.vocab_size, True, True)
+    draft = read_geometry(folder, speculation.draft_quantization)
+    if draft.family == "generic":
+        raise ConfigError(
+            f"speculation.draft_model: {draft.model_type} models run through transformers here, and drafts are made "
+            "by the project's own forms alone (docs/models.md)"
+        )
+    head = _is_head(folder)
+    if head:
+        _check_head(model_dir, geometry, folder, draft)
+    else:
+        check_vocabulary(model_dir, geometry, folder, draft)
+    kept = kv_dtype(config.kv.cache_dtype, dtype, draft, device.type)
+    plan = DraftPlan(folder, draft, dtype, kept, config.kv.block_size, geometry.vocab_size, head)
+    if device.type == "cpu":
+        return plan
+    element, graphs = DTYPE_BYTES[dtype], config.engine.cuda_graph_memory_bytes // _GRAPHS_SHARE
+    beside = weight_bytes(folder, draft, element) + step_bytes(draft, element, _MOST_ROWS, FILLED_AT_ONCE)
+    return dataclasses.replace(plan, graph_bytes=graphs, device_bytes=beside + graphs)
+
+
+def _modules(model_dir: Path) -> int:
+    """How many modules for tokens further ahead a checkpoint brings."""
+    read = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    return int(read.get("num_nextn_predict_layers") or 0)
+
+
+def _is_head(folder: Path) -> bool:
+    """By its config.json, which is there. Raises `ConfigError` for a head that is not served."""
+    names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+    other = [name for name in names if name != _HEAD and any(kind in name for kind in _OTHER_HEADS)]
+    if other:
+        raise ConfigError(f"speculation.draft_model: {folder.name} is a {other[0]}; of heads {_HEAD} is served")
+    return _HEAD in names
+
+
+def _check_head(model_dir: Path, geometry: ModelGeometry, folder: Path, head: ModelGeometry) -> None:
+    """Raises `ConfigError` for a head that cannot go on from this model's states."""
+    refused = f"speculation.draft_model: {folder.name} ({_HEAD}) cannot draft for {model_dir.name}: "
+    if geometry.family not in ("llama", "moe"):
+        raise ConfigError(f"{refused}states of {geometry.model_type} models are not kept; of Llama's form they are")
+    if head.family != "llama" or head.num_layers != 1 or any(head.sliding_windows):
+        raise ConfigError(f"{refused}a head is one layer of Llama's form that sees every position")
+    for name in ("hidden_size", "vocab_size"):
+        own, other = getattr(head, name), getattr(geometry, name)
+        if own != other:
+            raise ConfigError(f"{refused}its {name} is {own}, the model's is {other}")
+
+
+def load_draft(
+    plan: DraftPlan, config: Config, runner: ModelRunner, head_weights: WeightKind = "files"
+) -> BatchDrafter:
+    """On the engine's thread, for this model, before its steps are recorded."""
+    dtype, device, on_device = _DTYPES[plan.dtype], runner.device, runner.samples_on_device
+    kv = KvTensors(
+        plan.kv_geometry,
+        num_blocks=len(runner.kv.blocks),
+        host_blocks=0,
+        dtype=torch.uint8 if plan.kv_dtype in SCALE_BYTES else dtype,
+        device=device,
+        spare=on_device,
+        apart=plan.kv_dtype == FP8_PLANES,
+        latent=plan.geometry.latent is not None,
+    )
+    rounding = rounding_of(config.speculation.draft_quantization)
+    log.info(
+        "loading a head that drafts" if plan.head else "loading a draft model",
+        model=plan.folder.name,
+        family=plan.geometry.family,
+        quantization=config.speculation.draft_quantization,
+        kv_mebibytes=len(runner.kv.blocks) * kv.block_bytes >> 20,
+    )
+    model: HeadModel | Model
+    with torch.inference_mode():
+        if plan.head:
+            head: StatesHead
+            if plan.module:
+                head = NextTokenModule(plan.folder, runner.geometry, dtype, 2 * FILLED_AT_ONCE)
+            else:
+                head = EagleHead(plan.folder, plan.geometry, dtype, rounding, device, head_weights)
+            target = runner.keeps_states
+            assert target is not None, "checked by its family"
+            model = HeadModel(head, target, len(kv.with_spare) * plan.block_size)
+        else:
+            model = load_model(
+                plan.folder,
+                plan.geometry,
+                device=device,
+                dtype=dtype,
+                max_rows=_MOST_ROWS,
+                max_step_tokens=FILLED_AT_ONCE,
+                rounding=rounding,
+            )
+    steps = None
+    if on_device:
+        steps = DeviceSteps(
+            model,
+            plan.geometry,
+            kv,
+            device=device,
+            dtype=dtype,
+            max_rows=_MOST_ROWS,
+            max_step_tokens=FILLED_AT_ONCE,
+            max_context=min(plan.geometry.max_positions, kv.geometry.positions(len(kv.blocks))),
+            lora=LoraStore((), plan.geometry, dtype, device),
+        )
+    graphs = plan.graph_bytes
+    if isinstance(model, HeadModel):
+        return StatesDrafter(model, kv, longest=plan.geometry.max_positions, steps=steps, graph_bytes=graphs)
+    return DraftModel(model, plan.geometry, kv, vocabulary=plan.vocabulary, steps=steps, graph_bytes=graphs)

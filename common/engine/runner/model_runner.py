@@ -1,0 +1,499 @@
+"""One model on one device with its KV cache: executes a step, and nothing else.
+
+On a GPU the steps are `device_steps`' business: recorded decode steps, tokens sampled there, one wait a step.
+
+Owned by a worker's engine thread, which calls `execute` once per iteration; also used by the profiler. Decides nothing
+about requests, blocks or order. torch releases the GIL inside its operators, so the worker's event loop runs on while a
+step computes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+import torch
+from torch import Tensor
+
+from cohort.common.engine.cache.kv_tensors import KvTensors
+from cohort.common.engine.config.device_memory import DeviceShare, kv_bytes, step_bytes
+from cohort.common.engine.config.invariance import check_invariant
+from cohort.common.engine.config.kv_dtype import FP8_PLANES, SCALE_BYTES, kv_dtype
+from cohort.common.engine.config.lora_checkpoint import LoraOptions, check_lora
+from cohort.common.engine.config.model_config import DTYPE_BYTES, ModelGeometry, read_geometry
+from cohort.common.engine.config.rank_shares import check_degree, exchange_bytes
+from cohort.common.engine.device import compiled_kernels
+from cohort.common.engine.device.streams import HostStream, Stream
+from cohort.common.engine.drafts.batch_drafts import BatchDrafter
+from cohort.common.engine.forward.device_steps import DeviceSteps, Launched
+from cohort.common.engine.models.generic import GenericModel
+from cohort.common.engine.models.lean_deepseek import LeanDeepseek
+from cohort.common.engine.models.lean_llama import LeanLlama
+from cohort.common.engine.models.lora import LoraStore, host_put
+from cohort.common.engine.models.model_forms import load_model
+from cohort.common.engine.models.step_inputs import StepInputs, step_inputs
+from cohort.common.engine.ranks.followers import Followers
+from cohort.common.engine.ranks.group_steps import GroupSteps
+from cohort.common.engine.ranks.ranks import RankGroup, Ranks
+from cohort.common.engine.step.batch import Int64Array, SamplingRow, StepBatch, StepOutput, TokenLogprobs
+from cohort.common.engine.step.decode_classes import RecordedClasses, StepClass
+from cohort.common.engine.step.grammar_masks import GrammarMasks, TokenMasks
+from cohort.common.engine.step.prompt_scores import by_row, score, scored_tokens
+from cohort.common.engine.step.sampler import sample
+from cohort.common.engine.step.trial_batch import trial_batch
+from cohort.common.engine.step.verification import joined, sample_drafted
+from cohort.common.engine.transfer.transfer_memory import STAGING_BYTES
+from cohort.common.engine.weights.matrices import Rounding
+from cohort.common.engine.weights.resolved import TORCH_DTYPES, resolve_device, resolve_dtype
+from cohort.common.engine.weights.weights import WeightKind
+from cohort.common.errors import ConfigError, InvariantViolated, ModelError
+from cohort.common.kv.layer_groups import in_groups, layer_groups
+from cohort.common.policies.kv_interface import KvCopy
+from cohort.common.types import KvGeometry
+from cohort.kernels.batch_invariance import batch_invariant as invariance
+
+log = structlog.get_logger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Done:
+    """A step that has run."""
+
+    output: StepOutput
+
+    def finish(self) -> StepOutput:
+        return self.output
+
+
+class ModelRunner:
+    """Weights, KV cache and the forward over both."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        dtype: str,
+        device: str,
+        threads: int,
+        block_size: int,
+        num_blocks: int,
+        host_blocks: int,
+        max_rows: int,
+        max_step_tokens: int,
+        max_context: int = 0,
+        share: DeviceShare | None = None,
+        weights: WeightKind = "files",
+        device_steps: bool | None = None,
+        group: RankGroup | None = None,
+        followers: Followers | None = None,
+        lora: LoraOptions | None = None,
+        rounding: Rounding | None = None,
+        cache_dtype: str = "auto",
+        grouped: bool = False,
+        batch_invariant: bool = False,
+    ) -> None:
+        """Loads the model; `threads` 0 leaves torch's own choice. Raises `ModelError` or `ConfigError`.
+
+        `num_blocks` 0: as many KV blocks as `share` has memory for once the weights are there; only on a GPU.
+        `rounding`: of plain matrices, at load, on a processor; None = they stay as they are. `cache_dtype`: as the
+        option. `max_context`: no request is longer; 0 = the model's. `device_steps`: run as on a GPU; None = on one.
+        `group`: this is one rank of a worker, whose `followers` rank 0 has; blocks are counted as the worker's.
+        `lora`: adapters that requests may name; they are checked before the model is loaded. `grouped`: blocks of
+        groups of layers, where their windows differ (`layer_groups`); steps then have tables for each.
+        `batch_invariant`: as the option; refused where it cannot be kept.
+        """
+        compiled_kernels.keep_in_cache()
+        self.device = resolve_device(device)
+        self.geometry: ModelGeometry = read_geometry(model_dir)
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.dtype = resolve_dtype(dtype, self.device)
+        self.kv_dtype = kv_dtype(cache_dtype, self.dtype, self.geometry, self.device.type)
+        self.batch_invariant, degree = batch_invariant, 1 if group is None else group.degree
+        if batch_invariant:
+            workers = threads or torch.get_num_threads()
+            check_invariant(self.geometry, self.device, self.dtype, ranks=degree, threads=workers, model=model_dir.name)
+        self.ranks: Ranks | None = None
+        self.followers = followers
+        if group is not None:
+            check_degree(self.geometry, degree, model_dir.name)
+            self.ranks = Ranks(group, self.geometry, self.device)
+        self._group = None if self.ranks is None else GroupSteps(self.ranks, followers)
+        self.block_size = block_size
+        groups = layer_groups(self.geometry.sliding_windows) if grouped else None
+        self._places = None if groups is None else groups.places
+        self.max_rows = max_rows
+        self.max_step_tokens = max_step_tokens
+        self._model_dir = model_dir
+        self.drafter: BatchDrafter | None = None  # its maker's to load, beside this one
+        self._grammars: GrammarMasks | None = None
+        self._sampled: Int64Array | None = None
+        """Tokens of the last step, where the host has them when it is launched."""
+        self.memory_retries = 0  # steps the device refused memory for and that ran in halves
+        self._threads = threads
+        self._prepared_thread = 0
+        self._prepare_thread()
+        torch_dtype = TORCH_DTYPES[self.dtype]
+        self.lora, self._lora_bytes = self._lora_store(lora or LoraOptions({}, 1, 1), torch_dtype)
+        share = share or DeviceShare()
+        with torch.inference_mode(), invariance(batch_invariant):
+            self._model = load_model(
+                model_dir,
+                self.geometry,
+                device=self.device,
+                dtype=torch_dtype,
+                max_rows=max_rows,
+                max_step_tokens=max_step_tokens,
+                weights=weights,
+                ranks=self.ranks,
+                rounding=rounding,
+            )
+        if self.ranks is not None:
+            self.ranks.connect()
+        num_blocks = num_blocks or self._blocks_that_fit(share)
+        on_device = self.device.type == "cuda" if device_steps is None else device_steps
+        if self.ranks is not None:
+            num_blocks = self.ranks.least(num_blocks)
+        self.kv = KvTensors(
+            self._block_geometry(self._held),
+            num_blocks=num_blocks,
+            host_blocks=host_blocks,
+            dtype=torch.uint8 if self.kv_dtype in SCALE_BYTES else torch_dtype,
+            device=self.device,
+            spare=on_device,
+            latent=self.geometry.latent is not None,
+            apart=self.kv_dtype == FP8_PLANES,
+        )
+        self._device_steps: DeviceSteps | None = None
+        self._graph_bytes = share.graphs
+        if on_device and isinstance(self._model, GenericModel) and self._model.hindrances:
+            self._graph_bytes = 0
+            log.warning("steps cannot be recorded", model=model_dir.name, operations=list(self._model.hindrances))
+        if on_device:
+            longest = min(max_context or self.geometry.max_positions, self.geometry.max_positions)
+            self._device_steps = DeviceSteps(
+                self._model,
+                self._working,
+                self.kv,
+                device=self.device,
+                dtype=torch_dtype,
+                max_rows=max_rows,
+                max_step_tokens=max_step_tokens,
+                max_context=min(longest, self.kv.geometry.positions(num_blocks)),
+                lora=self.lora,
+                places=self._places,
+                batch_invariant=batch_invariant,
+                group=self._group,
+            )
+        log.info(
+            "model loaded",
+            model=model_dir.name,
+            family=self.geometry.family,
+            dtype=self.dtype,
+            quantization="none" if self.geometry.quantization is None else self.geometry.quantization.method,
+            device=str(self.device),
+            kv_dtype=self.kv_dtype,
+            kv_blocks=num_blocks,
+            kv_mebibytes=num_blocks * self.kv.block_bytes >> 20,
+            host_blocks=host_blocks,
+            kv_groups=self.kv.geometry.groups,
+        )
+
+    @property
+    def numbers(self) -> torch.dtype:
+        """That the model computes in; its KV may be kept in fewer bits."""
+        return TORCH_DTYPES[self.dtype]
+
+    @property
+    def _held(self) -> ModelGeometry:
+        """Of what this process holds of the model."""
+        return self.geometry if self.ranks is None else self.ranks.share.own
+
+    @property
+    def _working(self) -> ModelGeometry:
+        """Of what a step has intermediates of here."""
+        return self.geometry if self.ranks is None else self.ranks.share.working
+
+    @property
+    def block_geometry(self) -> KvGeometry:
+        """Of a block over all ranks."""
+        return self._block_geometry(self.geometry)
+
+    def _block_geometry(self, model: ModelGeometry) -> KvGeometry:
+        whole = model.kv_geometry(self.kv_dtype, self.block_size)
+        return whole if self._places is None else in_groups(whole, model.sliding_windows)
+
+    @property
+    def stream(self) -> Stream:
+        """The stream of the steps; other work on the device is ordered against it."""
+        return HostStream() if self._device_steps is None else self._device_steps.stream
+
+    @property
+    def samples_on_device(self) -> bool:
+        """All tokens of a step at once, as on a GPU."""
+        return self._device_steps is not None
+
+    @property
+    def recorded_classes(self) -> tuple[int, ...]:
+        """Row counts whose decode steps are recorded; none on a processor, or where recording failed."""
+        return () if self._device_steps is None else self._device_steps.decode.classes
+
+    @staticmethod
+    def plan_kv_blocks(geometry: ModelGeometry, dtype: str, block_size: int, memory_bytes: int) -> int:
+        """How many KV blocks of all layers fit into `memory_bytes`; dtype as `kv_dtype` answers it."""
+        return memory_bytes // geometry.kv_geometry(dtype, block_size).block_bytes
+
+    def execute(self, batch: StepBatch) -> StepOutput:
+        """Compute one step: write its tokens' KV, sample the next tokens of their rows."""
+        return self.launch(batch).finish()
+
+    def launch(self, batch: StepBatch) -> Launched | Done:
+        """Start a step; its `finish`, on any thread, waits for it. On a processor it is done when this returns. With a
+        `token_source` it runs behind the one that was launched last and may not have finished; the one before that
+        must have."""
+        before, self._sampled = self._sampled, None
+        try:
+            if before is not None:
+                batch = batch.after(before)
+            launched = self._begin(batch)
+        except torch.OutOfMemoryError:
+            if batch.num_rows < 2 or self.ranks is not None:
+                raise
+            batch = batch if self._device_steps is None else self._device_steps.with_tokens(batch)
+            launched = Done(self._in_halves(batch))
+        if isinstance(launched, Done):
+            self._sampled = launched.output.tokens
+        return launched
+
+    def copies_elsewhere(self, copies: Sequence[KvCopy]) -> AbstractContextManager[None]:
+        """Within, a plan's copies are made by the other ranks too, and its rows come after them."""
+        return nullcontext() if self._group is None or not copies else self._group.copies(copies)
+
+    def follow(self, batch: StepBatch, taken: StepClass = None, awaited: int = 0) -> None:
+        """The forward of a step of rank 0, on another rank: the same calls, in the same order; the rest as of
+        `rank_messages.Step`. On a GPU it may still run when this returns."""
+        self._prepare_thread()
+        steps = self._device_steps
+        with torch.inference_mode(), self.stream.use():
+            if steps is not None and not batch.scoring:
+                steps.follow(batch, taken, awaited)
+                return
+            if steps is None:
+                inputs = step_inputs(batch, self.block_size, self.device, places=self._places)
+            else:
+                inputs = steps.scoring_inputs(batch)
+            for _ in self._forwards(batch, inputs) if batch.scoring else (self._forward(inputs),):
+                pass
+            self.stream.mark().wait()
+
+    def _begin(self, batch: StepBatch) -> Launched | Done:
+        self._prepare_thread()
+        if batch.grammars and self._grammars is not None:
+            self._grammars.prepare(batch.grammars)
+        with torch.inference_mode():
+            steps = None if batch.scoring else self._device_steps
+            begun = Done(self._execute(batch)) if steps is None else steps.launch(batch, lambda: self._masks(batch))
+            if self.drafter is not None:
+                self.drafter.ran(batch)
+            return begun
+
+    def _in_halves(self, batch: StepBatch) -> StepOutput:
+        """Admission keeps this from happening; if the device still refuses, the rows run in two halves."""
+        self.memory_retries += 1
+        torch.cuda.empty_cache()
+        first, second = batch.split()
+        log.warning("device refused memory; step runs in halves", rows=batch.num_rows, tokens=batch.num_tokens)
+        outputs = self.execute(first), self.execute(second)
+        return joined(*outputs)
+
+    def use_grammars(self) -> None:
+        """Read the tokenizer, for requests that have a grammar: a few tenths of a second, which none shall wait for."""
+        self._grammars = GrammarMasks.of_model(self._model_dir, self.geometry.eos_token_ids, self.geometry.vocab_size)
+
+    def sampled_states(self, sampled: int) -> npt.NDArray[np.float16] | None:
+        """Final hidden states [sampled, hidden] of the last step's sampled tokens; to be read before the next step.
+        None where the model keeps none, or the step ran in parts and these are not all of them."""
+        steps = self._device_steps
+        states = self._model.sampled_states if steps is None else steps.sampled_states()
+        if states is None or len(states) != sampled:
+            return None
+        return states.to(device="cpu", dtype=torch.float16).numpy()
+
+    def one_by_one(self) -> AbstractContextManager[None]:
+        """Within, a step's kernels are called one by one even where one call would do: for measuring them."""
+        return self._model.one_by_one() if isinstance(self._model, LeanLlama) else nullcontext()
+
+    def warm_up(self, classes: Sequence[int] | None = None) -> None:
+        """Run the step shapes that occur, so that the first request does not pay for code and caches being made.
+
+        Writes KV into the first blocks: call it before any request owns one. On a GPU this is also when kernels are
+        compiled and the decode steps recorded; `classes`: of these batch sizes only, for measuring.
+        """
+        if self._device_steps is not None:
+            if self.followers is None:
+                self.compile_steps()
+                self.record_steps(classes)
+            else:
+                self.followers.ready_steps(self.compile_steps, lambda: self.record_steps(classes), classes)
+        if self.drafter is not None:
+            self.drafter.warm_up()
+        for rows, tokens_per_row in ((1, 1), (1, min(64, self.max_step_tokens)), (min(8, self.max_rows), 1)):
+            batch = trial_batch(
+                rows,
+                tokens_per_row,
+                tokens_per_row,
+                block_size=self.block_size,
+                num_blocks=len(self.kv.blocks),
+                groups=self.kv.geometry.num_groups,
+            )
+            if batch is not None:
+                self.execute(batch)
+
+    def compile_steps(self) -> None:
+        """Every kernel that a step can launch."""
+        if self._device_steps is not None:
+            with torch.inference_mode():
+                self._device_steps.compile(threads=min(16, os.cpu_count() or 1))
+
+    def record_steps(self, classes: Sequence[int] | None = None) -> RecordedClasses:
+        """As far as there is memory for it. Of several ranks all do it at once."""
+        if (steps := self._device_steps) is None:
+            return RecordedClasses()
+        with torch.inference_mode():
+            if self.ranks is not None:
+                self.ranks.reserve(self.max_step_tokens, self.max_rows, self.numbers)
+            recorded = steps.record(self._graph_bytes, classes)
+        for each in (self._model, self.ranks):
+            if recorded.decode and isinstance(each, LeanLlama | Ranks):
+                each.keep_buffers()
+        return recorded
+
+    def _execute(self, batch: StepBatch) -> StepOutput:
+        if batch.token_source is not None:
+            raise InvariantViolated("a step behind another one, of which no tokens are known")
+        if (steps := self._device_steps) is not None:
+            with steps.stream.use():
+                output = self._execute_and_score(batch, steps.scoring_inputs(batch))
+            steps.stream.mark().wait()
+            return output
+        if self._group is not None:
+            self._group.tell(batch, None)
+        inputs = step_inputs(batch, self.block_size, self.device, places=self._places)
+        inputs.lora = self.lora.step(batch, host_put(self.device))
+        if batch.scoring:
+            return self._execute_and_score(batch, inputs)
+        return self._sample(self._forward(inputs), batch)
+
+    @property
+    def keeps_states(self) -> LeanLlama | LeanDeepseek | None:
+        """The model, where its final states can be kept for a head to go on from."""
+        return self._model if isinstance(self._model, LeanLlama | LeanDeepseek) else None
+
+    def _sample(self, logits: Tensor, batch: StepBatch) -> StepOutput:
+        if batch.drafts is None:
+            return sample(logits, batch.sampling, self._masks(batch))
+        return sample_drafted(logits, batch, self._masks_of)
+
+    def _masks(self, batch: StepBatch) -> TokenMasks | None:
+        return self._masks_of(batch.sampling) if batch.grammars else None
+
+    def _masks_of(self, rows: Sequence[SamplingRow]) -> TokenMasks | None:
+        if self._grammars is None:  # made at start where requests may have some; a test or a tool may have the first
+            self.use_grammars()
+        assert self._grammars is not None
+        return self._grammars.of(rows)
+
+    def _execute_and_score(self, batch: StepBatch, inputs: StepInputs) -> StepOutput:
+        """A whole prompt's logits may be more than the device has, so those of `max_rows` tokens exist at a time. For
+        more of them the forward runs again, over the same tokens: it writes the same KV, and scoring is rare."""
+        sampled = len(inputs.sample_index)
+        pairs = ((target, row.top) for row in batch.scoring for target in row.targets)
+        scores: list[TokenLogprobs] = []
+        output: StepOutput | None = None
+        for logits in self._forwards(batch, inputs):
+            if output is None:
+                output = self._sample(logits[:sampled], batch)
+                logits = logits[sampled:]
+            scores += score(logits, pairs)
+        assert output is not None
+        return dataclasses.replace(output, scores=by_row(batch.scoring, scores))
+
+    def _forwards(self, batch: StepBatch, inputs: StepInputs) -> Iterator[Tensor]:
+        """The logits of its sampled and its scored tokens, so many at a time."""
+        wanted = torch.cat([inputs.sample_index, scored_tokens(batch.scoring, self.device)])
+        at_once = max(self.max_rows, len(inputs.sample_index), 1)
+        for start in range(0, max(1, len(wanted)), at_once):
+            inputs.sample_index = wanted[start : start + at_once]
+            yield self._forward(inputs)
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        try:
+            return self._model.forward(inputs, self.kv.blocks)
+        except Exception as error:
+            if self._group is not None:
+                self._group.out_of_step(error)
+            raise
+
+    def _blocks_that_fit(self, share: DeviceShare) -> int:
+        """KV blocks that the device has memory for, of what is this worker's share."""
+        if self.device.type != "cuda":
+            raise ConfigError("kv.memory_bytes: only a GPU's memory is divided by itself; give it a number")
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        element = DTYPE_BYTES[self.dtype]
+        reserved = step_bytes(self._working, element, self.max_rows, self.max_step_tokens) + share.graphs + share.beside
+        if self.ranks is not None:
+            reserved += exchange_bytes(self.geometry, element, self.max_rows, self.max_step_tokens)
+        reserved += STAGING_BYTES + self._lora_bytes
+        budget = kv_bytes(
+            total=total,
+            free=free,
+            own=torch.cuda.memory_reserved(self.device),
+            sharers=share.sharers,
+            fraction=share.fraction,
+            reserved=reserved,
+        )
+        wanted = min(budget, share.most_kv) if share.most_kv else budget
+        log.info(
+            "GPU memory",
+            total_mebibytes=total >> 20,
+            free_mebibytes=free >> 20,
+            sharers=share.sharers,
+            reserved_mebibytes=reserved >> 20,
+            kv_mebibytes=wanted >> 20,
+            configured_mebibytes=share.most_kv >> 20,
+        )
+        block_bytes = self._block_geometry(self._held).block_bytes + share.beside_block
+        blocks = wanted // block_bytes - 1  # one is the spare block
+        if blocks < 2:
+            raise ConfigError(
+                f"kv.memory_bytes: {wanted} bytes are left for the KV cache on {self.device} (free {free}, reserved "
+                f"{reserved} for steps and graphs, shared by {share.sharers}); lower engine.max_step_tokens or "
+                "engine.cuda_graph_memory_bytes, or run fewer workers on this GPU"
+            )
+        return blocks
+
+    def _lora_store(self, options: LoraOptions, dtype: torch.dtype) -> tuple[LoraStore, int]:
+        """The adapters, checked, of which none is loaded yet; and what those held at once take at most."""
+        if options.adapters and self.geometry.family == "moe" and self.device.type != "cpu":
+            raise ModelError(f"model.lora: no adapters for {self.geometry.model_type} models on {self.device.type}")
+        checked = check_lora(options.adapters, self.geometry, options.max_rank)
+        store = LoraStore(checked, self.geometry, dtype, self.device, fixed=self.batch_invariant)
+        return store, store.most_bytes(options.held)
+
+    def _prepare_thread(self) -> None:
+        """torch keeps the number of OpenMP threads and the current GPU per thread: set where a step will run."""
+        if self._prepared_thread != threading.get_ident():
+            if self._threads:
+                torch.set_num_threads(self._threads)
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            self._prepared_thread = threading.get_ident()

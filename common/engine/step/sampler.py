@@ -1,0 +1,155 @@
+"""Draws the next token of every sampled row from its logits.
+
+Called by the model runner after the forward. Rows never influence each other, and a row's sample depends only on its
+own logits, its parameters and (seed, position): the same whatever the batch, the worker or the attempt.
+
+Order: grammar, penalties, bias, bans, temperature, top_k, top_p, min_p, then a race: every token left runs for an
+exponential time divided by its weight, and the first one wins (the Gumbel-max trick in another form; it draws with
+exactly the probabilities). A race rather than an inverse of the cumulative distribution, because a rounding difference
+between two workers shifts all of that distribution's tens of thousands of borders and any of them may cross the number
+drawn, while here it matters only when the two first runners are equal to the last few bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cohort.common.engine.step.batch import Int32Array, SamplingRow, StepOutput, TokenLogprobs
+from cohort.common.engine.step.counter_random import exponentials
+from cohort.common.engine.step.grammar_masks import TokenMasks
+from cohort.common.sampling_inputs import TokenHistory
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy: dividing by them leaves nothing but the maximum in float32."""
+
+NEGLIGIBLE = 2.0**-53 / 37.0
+"""Lighter tokens lose any race in which the likeliest weighs 1: that token needs 36.8 at most, any token 2**-53 at
+least."""
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> StepOutput:
+    """One token per row of float32 logits [S, vocabulary]; the logits are left as they are. `masks`: where a row has a
+    grammar."""
+    tokens = _likeliest(logits) if rows else np.empty(0, dtype=np.int64)
+    for index, row in enumerate(rows):
+        if not row.plain_greedy:
+            allowed = logits[index] if masks is None else _allowed(logits[index], row, masks.bits[index])
+            tokens[index] = _sample(_adjusted(allowed, row), row)
+    return StepOutput(
+        tokens=tokens,
+        logprobs=tuple(
+            _logprobs(logits[index], int(tokens[index]), row.logprobs) if row.logprobs >= 0 else None
+            for index, row in enumerate(rows)
+        ),
+        failures={} if masks is None else masks.failures,
+    )
+
+
+def _likeliest(logits: Tensor) -> npt.NDArray[np.int64]:
+    """Each row's largest logit, the first of equals. On the CPU NumPy finds it as fast and allocates no tensor."""
+    if logits.is_cpu:
+        found: npt.NDArray[np.int64] = logits.numpy().argmax(axis=1)
+        return found
+    return logits.argmax(dim=-1).to(torch.int64).cpu().numpy()
+
+
+def _allowed(logits: Tensor, row: SamplingRow, bits: Int32Array) -> Tensor:
+    """Logits [vocabulary] with those that the row's grammar does not allow at -inf; a copy where it has one."""
+    if row.grammar is None:
+        return logits
+    allowed = np.unpackbits(bits.view(np.uint8), count=len(logits), bitorder="little").view(np.bool_)
+    if logits.is_cpu:  # a third of what torch takes for it
+        return torch.from_numpy(np.where(allowed, logits.numpy(), np.float32("-inf")))
+    return torch.where(torch.from_numpy(allowed).to(logits.device), logits, float("-inf"))
+
+
+def _adjusted(logits: Tensor, row: SamplingRow) -> Tensor:
+    """Logits [vocabulary] after penalties, bias and bans; a copy where anything changes."""
+    if row.penalised or row.logit_bias is not None or row.banned:
+        logits = logits.clone()
+    if row.penalised and row.history is not None:
+        _penalise(logits, row, row.history)
+    # Ids beyond the vocabulary can never be drawn: biasing or banning them changes nothing and must not stop the batch.
+    if row.logit_bias is not None:
+        ids, values = row.logit_bias.within(len(logits))
+        logits[torch.from_numpy(ids).to(logits.device)] += torch.from_numpy(values).to(logits)
+    # A grammar's mask has the bans in it: it alone knows whether anything else could come.
+    if row.grammar is None and (banned := [token for token in row.banned if 0 <= token < len(logits)]):
+        logits[banned] = float("-inf")
+    return logits
+
+
+def _penalise(logits: Tensor, row: SamplingRow, history: TokenHistory) -> None:
+    """Repetition looks at prompt and output (as transformers does), the others at the output (as OpenAI does)."""
+    if row.repetition_penalty != 1.0:
+        ids = torch.from_numpy(history.seen_with(row.ahead)).to(logits.device)
+        values = logits[ids]
+        logits[ids] = torch.where(values > 0, values / row.repetition_penalty, values * row.repetition_penalty)
+    if row.presence_penalty != 0.0 or row.frequency_penalty != 0.0:
+        said, counts = history.said_with(row.ahead)
+        penalty = row.presence_penalty + row.frequency_penalty * counts
+        logits[torch.from_numpy(said).to(logits.device)] -= torch.from_numpy(penalty).to(logits)
+
+
+def _sample(logits: Tensor, row: SamplingRow) -> int:
+    """The token of one row."""
+    if row.temperature < GREEDY_BELOW:
+        return int(_likeliest(logits[None])[0])
+    # How far below the largest logit: never negative, so that no temperature overflows, and 0 for the likeliest.
+    distance = logits.max() - logits
+    reach = math.inf  # tokens further away are out
+    if 0 < row.top_k < len(distance):
+        reach = _reach(distance, torch.ones_like(distance), row.top_k)
+    weights = (distance / -row.temperature).exp()  # proportional to the probabilities; the largest is 1
+    if reach < math.inf:
+        weights = torch.where(distance <= reach, weights, 0.0)
+    if row.top_p < 1.0:
+        reach = _reach(distance, weights, row.top_p * float(weights.sum(dtype=torch.float64)))
+        weights = torch.where(distance <= reach, weights, 0.0)
+    if row.min_p > 0.0:
+        weights = torch.where(weights >= row.min_p, weights, 0.0)
+    return _race(weights, row)
+
+
+def _reach(distance: Tensor, mass: Tensor, wanted: float) -> float:
+    """The distance of the last token in the smallest set of nearest tokens whose mass is `wanted`.
+
+    Everything at exactly that distance belongs to the set: no sort guarantees which of equals comes first.
+    Sorting a whole vocabulary for every row would cost more than the forward's share of a row. The bits of floats that
+    are not negative order like the floats, so their upper half sorts tokens into buckets in one pass, and only the
+    bucket in which the mass is reached is sorted. (On a GPU sorting is cheap, and summing into buckets would add in no
+    fixed order.)
+    """
+    before = 0.0
+    if distance.is_cpu:
+        buckets = (distance.view(torch.int32) >> 16).clamp_(min=0)
+        totals = torch.bincount(buckets, weights=mass.double()).cumsum(0)
+        crossing = min(int(torch.searchsorted(totals, wanted)), len(totals) - 1)
+        before = float(totals[crossing - 1]) if crossing else 0.0
+        inside = buckets == crossing
+        distance, mass = distance[inside], mass[inside]
+    nearest, order = distance.sort()
+    within = mass[order].cumsum(0, dtype=torch.float64) + before
+    # Rounding may leave the last sum a trifle under what is wanted; then the whole bucket is in.
+    return float(nearest[min(int(torch.searchsorted(within, wanted)), len(nearest) - 1)])
+
+
+def _race(weights: Tensor, row: SamplingRow) -> int:
+    """The index whose exponential time, divided by its weight, is smallest."""
+    every = weights.double().cpu().numpy()
+    runners = np.flatnonzero(every > NEGLIGIBLE)
+    return int(runners[np.argmin(exponentials(row.seed, row.position, runners) / every[runners])])
+
+
+def _logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
+    logprobs = logits.log_softmax(dim=-1)
+    values, ids = logprobs.topk(min(top, len(logprobs)))
+    return TokenLogprobs(
+        logprob=float(logprobs[token]), top_ids=tuple(ids.tolist()), top_logprobs=tuple(values.tolist())
+    )

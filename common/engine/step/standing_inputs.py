@@ -1,0 +1,84 @@
+"""Inputs of recorded steps: numbers and block tables at fixed addresses on the device, filled from the host.
+
+Owned by `static_decode` and `static_mixed`, one each. Host memory exists twice: while a step is filled in, the device
+may still copy from that of the step before; the one before that must be over. Knows names and sizes, no meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cohort.common.engine.device.uploads import host_bytes
+
+Int32s = npt.NDArray[np.int32]
+Numbers = Mapping[str, np.ndarray]
+
+_TORCH = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
+
+
+class _HostSide:
+    def __init__(self, layout: Sequence[tuple[str, type, int]], size: int, cells: int, device: torch.device) -> None:
+        self.packed = host_bytes(size, device)
+        self.numbers: dict[str, np.ndarray] = {}
+        begin = 0
+        for name, dtype, count in layout:
+            end = begin + count * np.dtype(dtype).itemsize
+            self.numbers[name] = self.packed[begin:end].numpy().view(dtype)
+            begin = end
+        self.tables = host_bytes(4 * cells, device).view(torch.int32)
+
+
+class StandingInputs:
+    """`layout`: name, dtype and how many of every number, int64 before int32; `there` has them on the device."""
+
+    def __init__(
+        self,
+        layout: Sequence[tuple[str, type, int]],
+        *,
+        rows: int,
+        width: int,
+        spare_block: int,
+        device: torch.device,
+        groups: int = 1,
+    ) -> None:
+        """Tables are [groups, rows, width], at first all of the spare block."""
+        # One stretch of memory for all numbers, so that a step sends them in one copy.
+        size = sum(count * np.dtype(dtype).itemsize for _, dtype, count in layout)
+        self._numbers = torch.zeros(size, dtype=torch.uint8, device=device)
+        there: dict[str, Tensor] = {}
+        begin = 0
+        for name, dtype, count in layout:
+            end = begin + count * np.dtype(dtype).itemsize
+            there[name] = self._numbers[begin:end].view(_TORCH[np.dtype(dtype)])
+            begin = end
+        self.there: Mapping[str, Tensor] = there
+        self._host, self._other_host = (_HostSide(layout, size, groups * rows * width, device) for _ in range(2))
+        # Tables travel as wide as the step needs, and are spread over the full width on the device.
+        self._packed = torch.zeros(groups * rows * width, dtype=torch.int32, device=device)
+        self.tables = torch.full((groups, rows, width), spare_block, dtype=torch.int32, device=device)
+
+    def next_numbers(self) -> Numbers:
+        """The host's numbers of the step that begins here; what they hold is of the step before the last one."""
+        self._host, self._other_host = self._other_host, self._host
+        return self._host.numbers
+
+    def send_numbers(self) -> None:
+        self._numbers.copy_(self._host.packed, non_blocking=True)
+
+    def host_tables(self, rows: int, width: int) -> Int32s:
+        """Of this step, [groups, rows, width], to be written."""
+        groups = len(self.tables)
+        tables: Int32s = self._host.tables[: groups * rows * width].numpy().reshape(groups, rows, width)
+        return tables
+
+    def send_tables(self, rows: int, width: int) -> None:
+        """`host_tables` into the first columns of the device's."""
+        groups = len(self.tables)
+        used = groups * rows * width
+        self._packed[:used].copy_(self._host.tables[:used], non_blocking=True)
+        self.tables[:, :rows, :width].copy_(self._packed[:used].view(groups, rows, width))

@@ -1,0 +1,209 @@
+"""A rank of a tensor-parallel worker beside its first: loads its share, runs every step that rank 0 tells it.
+
+    python -m cohort.common.engine.worker.follower_process PARENT_PID CONTROL_FD ORDERS_FD STORE_FD
+    python -m cohort.common.engine.worker.follower_process PARENT_PID PLACE     (on another host; `rank_hosts.Place`)
+
+Started by `followers`, and on another host by `services/rank_host`, which is such a rank itself (`follow_elsewhere`).
+It has no inbox, no metrics and no clients: rank 0 is the worker, this is part of its engine. It ends when rank 0 does,
+however that ends, and takes no signal that is meant for the worker. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn, assert_never
+
+import msgspec
+import structlog
+import torch
+
+from cohort.common.engine.cache.kv_copies import KvCopier
+from cohort.common.engine.config.device_memory import DeviceShare
+from cohort.common.engine.ranks import rank_transfers
+from cohort.common.engine.ranks.group_store import StoreOfRankZero
+from cohort.common.engine.ranks.rank_hosts import Place, joined
+from cohort.common.engine.ranks.rank_messages import (
+    Compile,
+    Compiled,
+    Connect,
+    Copied,
+    Copies,
+    Failed,
+    Loaded,
+    RankLost,
+    Record,
+    Recorded,
+    Setup,
+    Step,
+    Stop,
+    batch_of,
+    encoded,
+    receive_command,
+    send,
+)
+from cohort.common.engine.ranks.ranks import RankGroup
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.errors import ConfigError, ModelError
+from cohort.common.process import garbage
+from cohort.common.process.logs import configure_logging
+from cohort.common.transport.rank_wire import WireLost
+
+_PR_SET_PDEATHSIG = 1
+_SAID_S = 0.2
+_SWITCH_INTERVAL_S = 2e-4  # as of a worker: the thread that moves blocks gives the interpreter up so soon
+
+
+def main(arguments: list[str]) -> NoReturn:
+    die_with(int(arguments[0]))
+    if len(arguments) == 2:
+        follow_elsewhere(msgspec.json.decode(arguments[1], type=Place))
+    _take_no_signals()
+    control, orders, store = (socket.socket(fileno=int(each)) for each in arguments[1:])
+    try:
+        follow(control, orders, store)
+    except RankLost:
+        os._exit(0)  # rank 0 has ended
+    except Exception:
+        structlog.get_logger(__name__).critical("this rank cannot go on", exc_info=True)
+    os._exit(1)
+
+
+def follow_elsewhere(place: Place) -> NoReturn:
+    """A rank whose rank 0 is on another host, from its first word on. Exit codes: 0 the worker has ended in order, 1
+    its rank 0 is lost, or never came, 2 it refuses this rank."""
+    configure_logging(place.logging, service="rank", instance=f"rank-{place.join.rank}")
+    try:
+        wire = joined(place, _rank_0_lost)
+    except ConfigError as error:
+        _exit_with(2, str(error))
+    except WireLost as error:
+        _exit_with(1, str(error))
+    _take_no_signals()  # until here they end this process as any other
+    try:
+        follow(*wire.streams, place)
+    except RankLost as error:
+        _exit_with(1, str(error))
+    except Exception:
+        structlog.get_logger(__name__).critical("this rank cannot go on", exc_info=True)
+        time.sleep(_SAID_S)  # what it said to rank 0 goes out by a thread
+    os._exit(1)
+
+
+def _rank_0_lost(reason: str) -> None:
+    """At once, on any thread: the main one may wait for what rank 0 never says."""
+    _exit_with(1, reason)
+
+
+def _exit_with(code: int, reason: str) -> NoReturn:
+    structlog.get_logger(__name__).critical("this rank ends", reason=reason)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _take_no_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def die_with(parent: int) -> None:
+    """The kernel kills this process when the thread that started it ends; at once, if it has."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def follow(control: socket.socket, orders: socket.socket, store: socket.socket, place: Place | None = None) -> None:
+    """A rank's whole life. `place`: of one on another host, which has a device, a network and a model folder of its
+    own."""
+    setup = receive_command(control)
+    if not isinstance(setup, Setup):
+        raise RankLost("rank 0 says something else first")
+    if place is not None:
+        setup = msgspec.structs.replace(
+            setup, model_dir=place.model_dir, device=place.device, threads=place.threads, interface=place.interface
+        )
+    configure_logging(setup.logging, service="rank", instance=f"{setup.instance}.{setup.rank}")
+    try:
+        runner = _runner(setup, control, store)
+    except (ConfigError, ModelError) as error:
+        send(control, encoded(Failed(str(error), isinstance(error, ConfigError))))
+        raise
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    threading.Thread(target=_move_kv, args=(runner, orders), name="kv-transfers", daemon=True).start()
+    copier = KvCopier(runner.kv)
+    garbage.settle()
+    while True:
+        match command := receive_command(control):
+            case Step(taken=taken, awaited=awaited):
+                runner.follow(batch_of(command), taken, awaited)
+            case Compile():
+                runner.compile_steps()
+                send(control, encoded(Compiled()))
+            case Record(classes=classes):
+                send(control, encoded(Recorded(runner.record_steps(classes))))
+            case Copies(copies=copies):
+                runner.stream.mark().wait()
+                with torch.inference_mode(), copier.around(copies):
+                    pass
+                if runner.device.type == "cuda":
+                    torch.cuda.synchronize(runner.device)
+                send(control, encoded(Copied()))
+            case Stop():
+                os._exit(0)
+            case Setup() | Connect():
+                raise RankLost("rank 0 starts over")
+            case _:
+                assert_never(command)
+
+
+def _runner(setup: Setup, control: socket.socket, store: socket.socket) -> ModelRunner:
+    def meet() -> None:
+        send(control, encoded(Loaded()))
+        if not isinstance(receive_command(control), Connect):
+            raise RankLost("rank 0 does not connect")
+
+    return ModelRunner(
+        Path(setup.model_dir),
+        dtype=setup.dtype,
+        device=setup.device,
+        threads=setup.threads,
+        block_size=setup.block_size,
+        num_blocks=setup.num_blocks,
+        host_blocks=setup.host_blocks,
+        max_rows=setup.max_rows,
+        max_step_tokens=setup.max_step_tokens,
+        max_context=setup.max_context,
+        share=DeviceShare(setup.memory_fraction, setup.sharers, setup.most_kv, setup.graphs),
+        weights=setup.weights,
+        cache_dtype=setup.cache_dtype,
+        grouped=setup.grouped,
+        device_steps=setup.device_steps,
+        group=RankGroup(
+            setup.rank, setup.degree, setup.store or StoreOfRankZero(store), meet, interface=setup.interface
+        ),
+    )
+
+
+def _move_kv(runner: ModelRunner, orders: socket.socket) -> None:
+    """KV transfers, beside the steps."""
+    try:
+        if runner.ranks is None:
+            raise RankLost("this process is no rank of a group")
+        asyncio.run(rank_transfers.serve(runner.kv, runner.ranks.share.kv_heads, orders))
+    except RankLost:
+        os._exit(0)
+    except BaseException:
+        structlog.get_logger(__name__).critical("this rank cannot move its KV", exc_info=True)
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

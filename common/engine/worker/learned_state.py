@@ -1,0 +1,89 @@
+"""The times that a worker's scheduler has learned, kept on disk over a restart.
+
+Made by `worker_process`, kept by `worker_loop`: loaded once before serving, saved now and then and at the end. The
+scheduler itself stays pure (`Learned`). One file per instance, model, device, precision, thread count and kind of
+scheduler: its values hold for nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from pathlib import Path
+
+import structlog
+
+from cohort.common.errors import ConfigError
+from cohort.common.keys.private_files import open_private, private_folder
+from cohort.common.policies.interface import Learned
+
+SAVE_EVERY_S = 30.0
+
+log = structlog.get_logger(__name__)
+
+
+class LearnedState:
+    """Of one scheduler. `profile`: file of `cohort profile` to start from while there is no state; "" = none."""
+
+    def __init__(self, learned: Learned, folder: Path, name: str, profile: str) -> None:
+        self._learned = learned
+        self._path = folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}.json"
+        self._profile = profile
+        self._saved_s = 0.0
+        self._failures: set[str] = set()
+        """Kinds of failures that were logged: saving goes on, saying so every time would fill the log."""
+        self.imported = b""
+        """The state that the scheduler started from; empty if it had none."""
+
+    def load(self) -> str:
+        """The source that it started from: "kept", "profile" or "nothing". A kept file that cannot be read is passed
+        over: it is rewritten anyway. Raises `ConfigError` for a profile that was asked for and is none."""
+        try:
+            self._import(self._path)
+            return "kept"
+        except (OSError, ValueError):
+            pass
+        if not self._profile:
+            return "nothing"
+        try:
+            self._import(Path(self._profile))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"profile: {self._profile}: {error}") from error
+        return "profile"
+
+    def _import(self, path: Path) -> None:
+        data = path.read_bytes()
+        self._learned.import_state(data)
+        self.imported = data
+
+    def forget(self) -> None:
+        """The next start begins without what was learned."""
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+    def save_if_due(self, now_s: float) -> None:
+        if now_s - self._saved_s >= SAVE_EVERY_S:
+            self._saved_s = now_s
+            self.save()
+
+    def save(self) -> None:
+        """Whole or not at all. A full disk must not end a worker: the state is a convenience, and a failure is logged
+        once of each kind."""
+        state = self._learned.export_state()
+        if not state:
+            return
+        fresh = self._path.with_suffix(f".{os.getpid()}")
+        try:
+            private_folder(self._path.parent)
+            with open_private(fresh, "wb") as file:
+                file.write(state)
+            fresh.replace(self._path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                fresh.unlink()
+            kind = errno.errorcode.get(error.errno or 0, type(error).__name__)
+            if kind not in self._failures:
+                self._failures.add(kind)
+                log.warning("learned state not saved", path=str(self._path), kind=kind, error=str(error))

@@ -1,0 +1,474 @@
+"""The live host of a `WorkerMachine`: bus, engine thread, KV links, reports.
+
+    receive, links ──events──▶ machine ◀──events── tick, report, drain
+                                  │ effects ──▶ bus, transfer agent
+                                  │ StartStep ─▶ batch ─▶ engine thread ─▶ StepEnded ─▶ machine …
+                                  └ the same, ahead ─▶ behind the step that runs (`PlanAhead`)
+
+The step task waits for the engine and for work, never for the network. Shortly before a step ends it has the next one
+planned and begun behind it, if the machine can; messages are performed once the engine is at work. Everything that
+touches the machine runs on the event loop, so the machine needs no locks. Made by `worker_process.py`; decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import assert_never
+
+from cohort.common.engine.cache.kv_copies import KvCopier
+from cohort.common.engine.cache.stream_copies import StreamCopier
+from cohort.common.engine.device.free_memory import FreeMemory
+from cohort.common.engine.device.streams import stream_for
+from cohort.common.engine.drafts.prompt_lookup import PromptLookup
+from cohort.common.engine.drafts.recent_answers import AnswerMemory
+from cohort.common.engine.ranks.group_links import GroupLink
+from cohort.common.engine.ranks.group_memory import GroupMemory
+from cohort.common.engine.ranks.rank_memory import RankMemory
+from cohort.common.engine.ranks.rank_transfers import RankTransfers
+from cohort.common.engine.runner.drafting import Drafting
+from cohort.common.engine.runner.lora_loader import LoraLoader
+from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.step.batch import StepOutput
+from cohort.common.engine.step.batch_builder import BatchBuilder
+from cohort.common.engine.step.step_results import sampled_of, scores_of
+from cohort.common.engine.transfer.transfer_agent import TransferAgent
+from cohort.common.engine.worker.engine_threads import EngineThreads, StepUnderWay
+from cohort.common.engine.worker.iteration_gaps import IterationGaps
+from cohort.common.engine.worker.learned_state import LearnedState
+from cohort.common.engine.worker.prompt_states import prompt_states
+from cohort.common.engine.worker.worker_metrics import WorkerMetrics
+from cohort.common.engine.worker.worker_show import WorkerShow
+from cohort.common.errors import PeerUnreachable
+from cohort.common.machines.effects import (
+    CancelRuns,
+    Dial,
+    LoadAdapter,
+    ReceiveRuns,
+    Send,
+    SendRuns,
+    StartStep,
+    WorkerEffect,
+)
+from cohort.common.machines.events import (
+    Drafted,
+    DrainEnded,
+    DrainStarted,
+    LinkAddresses,
+    LinkMeasured,
+    PlanAhead,
+    Received,
+    ReportDue,
+    RunsReceived,
+    RunsSent,
+    StepEnded,
+    StepFailed,
+    Tick,
+    Undelivered,
+    WorkerEvent,
+)
+from cohort.common.machines.machine import Machine
+from cohort.common.machines.worker.step_ends import StepEnds
+from cohort.common.machines.worker.worker import WorkerMachine
+from cohort.common.machines.worker.worker_state import REPORT_INTERVAL_S
+from cohort.common.messages import KvChunk, Look, Message, SegmentEnded, ToWorker, WorkerReport
+from cohort.common.planning.simulation_jobs import to_stats
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.process.service import PREDICTOR, ServiceContext
+from cohort.common.sequence import Sequence
+from cohort.common.transport.kv_link import KvLink
+from cohort.common.types import InstanceId
+
+_TICK_S = 0.1
+_REGISTER_EVERY_S = 0.5
+_STEP_FAILURE_PAUSE_S = 0.05
+_TOGETHER = 256
+"""Messages handed to the machine together, at most: a flood must not keep the engine waiting."""
+
+
+class WorkerLoop:
+    def __init__(
+        self,
+        context: ServiceContext,
+        runner: ModelRunner,
+        links: dict[str, KvLink],
+        machine: WorkerMachine,
+        told: Machine[WorkerEvent, WorkerEffect],
+        learned: LearnedState | None,
+        engine: ThreadPoolExecutor,
+    ) -> None:
+        """`told`: the machine itself, or its recorder. `engine`: one thread, the caller's to end."""
+        config = context.config
+        self._context = context
+        self._config = config
+        self._runner = runner
+        self._machine = machine
+        self._told = told
+        self._learned = learned
+        self._bus = context.bus
+        self._clock = context.clock
+        self._log = context.log
+        self._metrics = WorkerMetrics(context.metrics, machine, lambda: runner.memory_retries)
+        if runner.device.type == "cuda":
+            self._metrics.engine.decode_classes_recorded().set(len(runner.recorded_classes))
+        self._show = WorkerShow(context, machine, self._metrics.transfer)
+        memory = _transfer_memory(runner, links)
+        self._agent = TransferAgent(
+            {name: GroupLink(link, memory) for name, link in links.items()},
+            memory,
+            checksums=config.transfer.checksum != "off",
+            run_timeout_s=config.transfer.run_timeout_s,
+            runs_at_once=config.transfer.runs_at_once,
+            clock=context.clock,
+            metrics=self._metrics.transfer,
+            announce=self._announce,
+            on_sent=self._run_sent,
+            on_received=self._run_received,
+            on_measured=self._link_measured,
+        )
+        # A GPU's step leaves the processor free: the results of the step before are told while it computes. On a
+        # processor that would only take the step's own time.
+        self._overlaps = runner.device.type == "cuda"
+        self._copier: KvCopier | StreamCopier
+        self._builder = BatchBuilder(machine.kv, numbered=runner.drafter is not None)
+        self._drafting = _drafting(context, runner)
+        if runner.device.type == "cuda":
+            self._copier = StreamCopier(runner.kv, runner.stream, stream_for(runner.device))
+        else:
+            self._copier = KvCopier(runner.kv)
+        self._loras = LoraLoader(runner.lora, self._tell)
+        self._free_memory = FreeMemory(runner.device)
+        self._gaps = IterationGaps(self._clock.now_s, self._metrics.engine.gap_seconds().observe)
+        self._engine = EngineThreads(runner, self._copier, self._gaps, engine)
+        self._step_ends = StepEnds()
+        self._forgotten = 0
+        """Requests that had ended when drafts of those that are here no more were forgotten."""
+        self._next: IterationPlan | None = None
+        """Decided, and not yet begun."""
+        self._behind: IterationPlan | None = None
+        """The same, to be begun behind the step that runs."""
+        self._decided_s = 0.0
+        self._put_off: list[WorkerEffect] = []
+        """Effects of a step's end that are performed once the next step runs."""
+        self._work = asyncio.Event()
+        self._something = asyncio.Event()
+        self._addresses: dict[str, bytes] = {}
+
+    async def run(self) -> None:
+        """Until asked to stop, then drain. All tasks end with this coroutine."""
+        for manager, endpoint in self._context.manager_endpoints.items():
+            self._bus.connect(manager, endpoint)
+        if self._config.predictor.refine_after_prefill:
+            self._bus.connect(PREDICTOR, self._context.endpoint_of("predictor"))
+        self._context.stats = self._heartbeat
+        self._context.ready = True
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._receive(), name="receive"),
+                    tasks.create_task(self._step(), name="step"),
+                    tasks.create_task(self._report(), name="report"),
+                    tasks.create_task(self._tick(), name="tick"),
+                ]
+                await self._context.stopping.wait()
+                await self._drain()
+                for task in running:
+                    task.cancel()
+        finally:
+            self._loras.close()
+            await self._agent.close()
+            self._engine.close()
+            self._copier.close()
+            if self._learned is not None:
+                self._learned.save()
+
+    # -- the machine -------------------------------------------------------------------------------------------
+
+    def _tell(self, *events: WorkerEvent) -> list[WorkerEffect]:
+        """Hand over what happened, and do what the machine asks for. Returns that."""
+        effects = self._ask(*events)
+        self._perform(effects)
+        return effects
+
+    def _ask(self, *events: WorkerEvent) -> list[WorkerEffect]:
+        """Hand over what happened. The next step, if there is one, is taken note of; the rest is the caller's to
+        perform."""
+        addresses = self._agent.addresses
+        if addresses != self._addresses:  # a link may have had to move
+            self._addresses = addresses
+            events = (LinkAddresses(addresses), *events)
+        now_s = self._clock.now_s()
+        try:
+            effects = self._told.handle(now_s, *events)
+        except Exception:
+            # It may be what was learned that a decision stumbles over, and a restart must not stumble again.
+            if self._learned is not None:
+                self._learned.forget()
+                self._learned = None
+            raise
+        if effects and isinstance(last := effects[-1], StartStep):
+            self._decided_s = now_s
+            if last.ahead:
+                self._behind = last.plan
+            else:
+                self._next = last.plan
+                self._work.set()
+        self._something.set()
+        return effects
+
+    def _perform(self, effects: list[WorkerEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(peer=peer, message=message):
+                    if isinstance(message, SegmentEnded):
+                        self._log.info(
+                            "segment ended",
+                            request_id=message.attempt.request_id,
+                            attempt=message.attempt.number,
+                            outcome=message.outcome,
+                            positions=message.positions,
+                            reason=message.reason,
+                        )
+                    self._send(peer, message)
+                case Dial(peer=peer, endpoint=endpoint):
+                    self._bus.connect(peer, endpoint)
+                case SendRuns():
+                    self._agent.send(effect)
+                case ReceiveRuns():
+                    self._agent.receive(effect)
+                case CancelRuns(lease_id=lease_id):
+                    self._agent.cancel(lease_id)
+                case LoadAdapter():
+                    self._loras.load(effect)
+                case StartStep():
+                    pass  # the step task's, see `_ask`
+                case _:
+                    assert_never(effect)
+
+    def _send(self, peer: InstanceId, message: Message) -> None:
+        try:
+            self._bus.send(peer, message)
+        except PeerUnreachable as error:
+            # A message lost here is repaired: workers by deadlines, gateway and manager by their reconciliation.
+            self._log.warning("peer unreachable", peer=peer, type=type(message).__name__, error=str(error))
+            asyncio.get_running_loop().call_soon(self._tell, Undelivered(peer, message))
+
+    def _announce(self, peer: InstanceId, chunk: KvChunk) -> None:
+        self._send(peer, chunk)
+
+    def _run_sent(self, lease_id: int, error: str | None) -> None:
+        self._tell(RunsSent(lease_id, error))
+
+    def _link_measured(self, peer: str, bytes_per_s: float) -> None:
+        self._tell(LinkMeasured(peer, bytes_per_s))
+
+    def _run_received(self, lease_id: int, round_: int, error: str | None) -> None:
+        self._tell(RunsReceived(lease_id, round_, error))
+
+    async def _receive(self) -> None:
+        """Messages that arrived together are handed over together, so that the machine plans once."""
+        while True:
+            arrived = [await self._bus.receive()]
+            while len(arrived) < _TOGETHER and (more := self._bus.take()) is not None:
+                arrived.append(more)
+            events = []
+            for sender, message in arrived:
+                if isinstance(message, ToWorker):
+                    events.append(Received(sender, message))
+                elif isinstance(message, Look):
+                    self._show.look(sender, message)
+                else:
+                    self._log.warning("message not for a worker", sender=sender, type=type(message).__name__)
+            self._tell(*events)
+
+    # -- iterations --------------------------------------------------------------------------------------------
+
+    async def _step(self) -> None:
+        """One iteration after the other; at most one runs, and one waits behind it."""
+        while True:
+            plan, self._next = self._next, None
+            if plan is None:
+                self._gaps.out_of_work()
+                self._work.clear()
+                await self._work.wait()
+            else:
+                await self._iterate(plan)
+
+    async def _iterate(self, plan: IterationPlan) -> None:
+        """A decided plan, and those that are planned behind it as long as there is one behind the other."""
+        drafting_s = await self._draft(plan)
+        step = self._begin(plan)
+        step.drafting_s = drafting_s
+        await step.launched
+        put_off, self._put_off = self._put_off, []
+        self._perform(put_off)
+        while True:
+            following = await self._plan_ahead(step)
+            try:
+                output = await step.computed
+            except Exception as error:
+                self._log.exception("iteration failed", rows=len(step.plan.rows), tokens=step.plan.tokens)
+                if following is not None:
+                    await asyncio.wait([following.computed])  # it fails as well, and its blocks are about to be freed
+                    following.computed.exception()
+                self._tell(StepFailed(f"iteration failed: {error}"))
+                await asyncio.sleep(_STEP_FAILURE_PAUSE_S)  # a broken device must not spin the loop
+                return
+            ended_s = self._clock.now_s()
+            if following is not None:
+                await following.launched
+            self._ended(step, output, ended_s - step.begun_s, alone=following is None)
+            if following is None:
+                return
+            following.begun_s = ended_s
+            step = following
+
+    async def _draft(self, plan: IterationPlan) -> float:
+        """Have the draft model propose for rows that may carry drafts; the seconds that their drafts took."""
+        drafting = self._drafting
+        asked = [] if drafting is None else drafting.wanted(plan.rows, self._machine.kv, self._builder.number)
+        if drafting is None or drafting.model is None or not asked:
+            return 0.0
+        try:
+            drafts = await self._engine.between(partial(drafting.model.propose_all, asked))
+        except Exception:  # responses do not depend on it
+            self._log.exception("the draft model failed and drafts no more", rows=len(asked))
+            drafting.model = None
+            return 0.0
+        drafting.drafted(plan.rows, asked, drafts.tokens)
+        self._metrics.drafting(drafts.seconds, drafts.filled)
+        self._decided_s = self._clock.now_s()
+        return drafts.seconds
+
+    def _begin(self, plan: IterationPlan, behind: list[Sequence] | None = None) -> StepUnderWay:
+        drafting = self._drafting
+        proposals = drafting.proposals(plan.rows) if drafting is not None and behind is None else None
+        batch, sampling = self._builder.build(plan, behind, proposals)
+        now_s = self._clock.now_s()
+        self._metrics.engine.schedule_seconds().observe(now_s - self._decided_s)
+        return self._engine.begin(plan, batch, sampling, now_s)
+
+    async def _plan_ahead(self, step: StepUnderWay) -> StepUnderWay | None:
+        """Begin the next step behind this one, as late as can be and yet before this one ends; None: it has to be
+        decided when this one has ended."""
+        after_s = self._plan_after_s(step.plan) if self._config.engine.plan_ahead else None
+        if after_s is None or step.batch.drafts is not None:  # how many tokens it yields is not known before its end
+            return None
+        pause_s = step.begun_s + after_s - self._clock.now_s()
+        if pause_s > 0 and not step.computed.done():
+            await asyncio.wait([step.computed], timeout=pause_s)
+        if step.computed.done():
+            return None
+        drafting = self._drafting
+        expected = [] if drafting is None or not step.plan.watched else drafting.expected(step.sampling)
+        self._perform(self._ask(PlanAhead(expected)))
+        plan, self._behind = self._behind, None
+        return None if plan is None else self._begin(plan, behind=step.sampling)
+
+    def _plan_after_s(self, plan: IterationPlan) -> float | None:
+        """From this step's beginning until its successor is to be planned; None: when it will end is not foreseen."""
+        if self._config.predictor.refine_after_prefill and any(
+            [row.start + row.count == row.sequence.request.prompt_tokens for row in plan.rows]
+        ):
+            return None  # their states are read when the step has ended, and no other runs
+        return self._step_ends.plan_after_s(plan, self._machine.times)
+
+    def _ended(self, step: StepUnderWay, output: StepOutput | None, latency_s: float, *, alone: bool) -> None:
+        """`alone`: no other step was begun behind it."""
+        if step.batch.drafts is None:
+            self._step_ends.note(step.plan, latency_s)
+        scores, drafts = scores_of(step.plan, step.batch, output), list[Drafted]()
+        if self._drafting is not None and step.plan.watched and output is not None:
+            proposed = None if step.batch.drafts is None else step.batch.drafts[step.batch.sample_rows].tolist()
+            drafts = self._drafting.judged(step.sampling, proposed, output)
+        finished = 0 if self._drafting is None else self._finished
+        effects = self._ask(StepEnded(sampled_of(step.sampling, output), latency_s, scores, drafts, step.drafting_s))
+        if self._drafting is not None and (now_finished := self._finished) != self._forgotten:
+            holds, self._forgotten = self._machine.state.holds, now_finished
+            if self._drafting.learns and now_finished != finished:
+                self._drafting.ended([each for each in step.sampling if not holds(each)])
+            self._drafting.forget(holds)  # between two steps: one that runs is judged by what was expected
+        if self._config.predictor.refine_after_prefill and not step.batch.scoring:
+            self._tell_predictor(step.sampling)
+        if alone and self._overlaps and self._next is not None:
+            self._put_off = effects
+        else:
+            self._perform(effects)
+        self._metrics.step(step.plan, latency_s)
+        self._show.ran(step.plan)
+        if self._drafting is not None:
+            self._drafting.learn()
+
+    @property
+    def _finished(self) -> int:
+        """Requests that ended here, one way or another."""
+        return sum(self._machine.counters.finished.values())
+
+    def _tell_predictor(self, sampling: list[Sequence]) -> None:
+        """The states in which prompts ended; nothing waits for what the predictor makes of them."""
+        for state in prompt_states(self._runner, sampling):
+            with contextlib.suppress(PeerUnreachable):
+                self._bus.send(PREDICTOR, state)
+
+    # -- reports, deadlines, the end ---------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._tell(Tick())
+            if self._drafting is not None:
+                self._drafting.learn()
+
+    async def _report(self) -> None:
+        """Often while the manager does not know this worker, else at the configured interval."""
+        while True:
+            pause_s = _REGISTER_EVERY_S
+            await self._free_memory.refresh()
+            for effect in self._tell(ReportDue(self._free_memory.bytes)):
+                match effect:
+                    case Send(message=WorkerReport(stats=stats)):
+                        pause_s = REPORT_INTERVAL_S
+                        self._metrics.export(stats, self._agent.quarantined_blocks)
+                        if self._learned is not None:
+                            self._learned.save_if_due(self._clock.now_s())
+                    case _:
+                        pass
+            await asyncio.sleep(pause_s)
+
+    async def _drain(self) -> None:
+        """Finish the sequences here, but for those that the manager, told at once, moves to other workers. Those left
+        at the deadline are rescheduled by the leave."""
+        self._tell(DrainStarted())
+        self._tell(ReportDue(self._free_memory.bytes))
+        deadline_s = self._clock.now_s() + self._config.engine.drain_s
+        while not self._machine.idle and self._clock.now_s() < deadline_s:
+            self._something.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    await self._something.wait()
+        self._tell(DrainEnded())
+
+    def _heartbeat(self) -> dict[str, float]:
+        stats = self._machine.stats(self._free_memory.bytes)
+        links = {f"link_bytes_per_s.{peer}": rate for peer, rate in stats.link_rates.items()}
+        return self._metrics.heartbeat(stats, self._agent.quarantined_blocks) | to_stats(stats.step_times) | links
+
+
+def _transfer_memory(runner: ModelRunner, links: dict[str, KvLink]) -> GroupMemory:
+    whole = runner.block_geometry
+    heads = (0, whole.num_kv_heads) if runner.ranks is None else runner.ranks.share.kv_heads
+    own = RankTransfers(RankMemory(runner.kv, heads, staged=bool(links)), links)
+    return GroupMemory(own, [] if runner.followers is None else runner.followers.ends, whole)
+
+
+def _drafting(context: ServiceContext, runner: ModelRunner) -> Drafting | None:
+    """None: nothing is ever drafted."""
+    speculation = context.config.speculation
+    if not speculation.drafts:
+        return None
+    answers = None
+    if speculation.mode == "recent":
+        answers = AnswerMemory(speculation.answer_tokens, speculation.answer_keys)
+    return Drafting(PromptLookup, speculation.max_drafts, answers=answers, model=runner.drafter)

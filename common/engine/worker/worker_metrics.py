@@ -1,0 +1,237 @@
+"""A worker's metrics: one table of its stats for Prometheus and for the heartbeat, and every step's facts.
+
+Called by the worker loop with each report, heartbeat and step. Reads the machine, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, get_args
+
+import msgspec
+from prometheus_client import Counter, Gauge
+
+from cohort.common.engine.device import compiled_kernels
+from cohort.common.machines.worker.worker import WorkerMachine
+from cohort.common.machines.worker.worker_counters import NotAhead, WorkerCounters
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.policies.step_times.profile_table import IterationKind
+from cohort.common.process.metrics import EngineMetrics, MetricFactory, TransferMetrics
+from cohort.common.sequence import Phase
+from cohort.common.types import DraftSource, TrafficClass, WorkerStats
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The sources of a worker's stats. `used_blocks` are neither free nor reusable."""
+
+    stats: WorkerStats
+    counters: WorkerCounters
+    running: dict[str, int]
+    waiting: dict[str, int]
+    """Requests that run, and all others, by traffic class."""
+    held_blocks: int
+    quarantined_blocks: int
+    memory_retries: int
+    kernel_compilations: int
+    """Since the worker was ready."""
+    step_time_errors: dict[IterationKind, float]
+    """Relative, of the learned iteration times (`ProfileTable.error_of`)."""
+
+    @property
+    def used_blocks(self) -> int:
+        return self.stats.total_blocks - self.stats.free_blocks - self.stats.cached_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """One number. `name`: in the heartbeat, "" = not there. `metric`: in Prometheus, None = not there.
+
+    A gauge is set, a total is counted on by what is new.
+    """
+
+    name: str
+    kind: Literal["gauge", "total"]
+    get: Callable[[Snapshot], float]
+    metric: Gauge | Counter | None = None
+
+
+def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
+    return (
+        Stat("", "gauge", lambda s: s.running["rt"], engine.requests_running("rt")),
+        Stat("", "gauge", lambda s: s.running["be"], engine.requests_running("be")),
+        Stat("", "gauge", lambda s: s.waiting["rt"], engine.requests_waiting("rt")),
+        Stat("", "gauge", lambda s: s.waiting["be"], engine.requests_waiting("be")),
+        Stat("running", "gauge", lambda s: s.stats.running),
+        Stat("waiting", "gauge", lambda s: s.stats.waiting),
+        Stat("awaiting_kv", "gauge", lambda s: s.stats.awaiting_kv, engine.requests_awaiting_kv()),
+        Stat("parked", "gauge", lambda s: s.stats.parked, engine.requests_parked()),
+        Stat("", "gauge", lambda s: s.used_blocks / max(1, s.stats.total_blocks), engine.kv_cache_usage()),
+        Stat("kv_total_blocks", "gauge", lambda s: s.stats.total_blocks),
+        Stat("", "gauge", lambda s: s.used_blocks, engine.kv_blocks("used")),
+        Stat("kv_cached_blocks", "gauge", lambda s: s.stats.cached_blocks, engine.kv_blocks("cached")),
+        Stat("kv_free_blocks", "gauge", lambda s: s.stats.free_blocks, engine.kv_blocks("free")),
+        Stat("", "gauge", lambda s: s.stats.host_blocks - s.stats.host_free_blocks, engine.host_kv_blocks("used")),
+        Stat("host_free_blocks", "gauge", lambda s: s.stats.host_free_blocks, engine.host_kv_blocks("free")),
+        Stat("leases", "gauge", lambda s: s.stats.leases, transfer.leases()),
+        Stat("expired_leases_total", "total", lambda s: s.stats.expired_leases, transfer.expired_leases()),
+        Stat("held_blocks", "gauge", lambda s: s.held_blocks),
+        Stat("quarantined_blocks", "gauge", lambda s: s.quarantined_blocks),
+        Stat("step_ms", "gauge", lambda s: s.stats.step_s * 1000),
+        *(
+            Stat(f"step_time_error_{kind}", "gauge", partial(_step_time_error, kind), engine.step_time_error(kind))
+            for kind in get_args(IterationKind)
+        ),
+        Stat("steps_total", "total", lambda s: s.counters.steps),
+        Stat("", "total", lambda s: s.stats.prefix_queries, engine.prefix_cache_queries()),
+        Stat("", "total", lambda s: s.stats.prefix_hits, engine.prefix_cache_hits()),
+        Stat("prefill_tokens_total", "total", lambda s: s.counters.prefill_tokens, engine.prefill_tokens()),
+        Stat("decode_tokens_total", "total", lambda s: s.counters.decode_tokens, engine.decode_tokens()),
+        Stat("", "total", lambda s: s.memory_retries, engine.out_of_memory()),
+        Stat("", "total", lambda s: s.kernel_compilations, engine.kernel_compilations()),
+        Stat("planned_ahead_total", "total", lambda s: s.counters.planned_ahead, engine.steps_ahead()),
+        *(
+            Stat("", "total", partial(_not_ahead, reason), engine.steps_not_ahead(reason))
+            for reason in get_args(NotAhead)
+        ),
+        *(
+            Stat(f"{name}_{of_class}_total", "total", partial(_of_class, totals, of_class), metric(of_class))
+            for name, totals, metric in (
+                ("drafted_rows", lambda counters: counters.drafted_rows, engine.drafted_rows),
+                ("drafted_tokens", lambda counters: counters.drafted_tokens, engine.drafted_tokens),
+                ("accepted_tokens", lambda counters: counters.accepted_tokens, engine.accepted_tokens),
+            )
+            for of_class in get_args(TrafficClass)
+        ),
+        *(
+            Stat("", "total", partial(_of_source, totals, source), metric(source))
+            for totals, metric in (
+                (lambda counters: counters.drafts_of, engine.drafts_of),
+                (lambda counters: counters.right_of, engine.right_drafts_of),
+            )
+            for source in get_args(DraftSource)
+        ),
+        Stat("wasted_rows_total", "total", lambda s: s.counters.wasted_rows, engine.wasted_rows()),
+        Stat("loras_held", "gauge", lambda s: len(s.stats.adapters), engine.loras_held()),
+        Stat("lora_loads_total", "total", lambda s: s.counters.adapter_loads, engine.lora_loads("loaded")),
+        Stat("", "total", lambda s: s.counters.adapter_failures, engine.lora_loads("failed")),
+        Stat("preemptions_total", "total", lambda s: s.counters.preemptions),
+        Stat("transfers_total", "total", lambda s: s.counters.transfers_in + s.counters.transfers_out),
+        Stat("kv_transfers_in_total", "total", lambda s: s.counters.transfers_in, transfer.kv_transfers()),
+        Stat(
+            "exposed_transfer_seconds_total",
+            "total",
+            lambda s: s.counters.exposed_transfer_s,
+            transfer.exposed_seconds(),
+        ),
+        Stat("transfer_failures_total", "total", lambda s: s.counters.transfer_failures),
+        Stat("transfer_retries_total", "total", lambda s: s.counters.transfer_retries, transfer.retries("any")),
+        Stat("transfer_stalls_total", "total", lambda s: s.counters.stalls),
+        Stat("misnamed_total", "total", lambda s: s.counters.misnamed),
+        Stat("pool_offloads_total", "total", lambda s: s.counters.pooled),
+        Stat("pool_prefetches_total", "total", lambda s: s.counters.prefetched),
+        Stat("pool_direct_transfers_total", "total", lambda s: s.counters.from_host),
+        Stat("device_memory_free_bytes", "gauge", lambda s: s.stats.memory_free_bytes),
+    )
+
+
+def _not_ahead(reason: NotAhead, snapshot: Snapshot) -> float:
+    return snapshot.counters.not_ahead.get(reason, 0)
+
+
+def _of_class(
+    totals: Callable[[WorkerCounters], Mapping[TrafficClass, int]], of_class: TrafficClass, snapshot: Snapshot
+) -> float:
+    return totals(snapshot.counters)[of_class]
+
+
+def _of_source(
+    totals: Callable[[WorkerCounters], Mapping[DraftSource, int]], source: DraftSource, snapshot: Snapshot
+) -> float:
+    return totals(snapshot.counters).get(source, 0)
+
+
+def _step_time_error(kind: IterationKind, snapshot: Snapshot) -> float:
+    return snapshot.step_time_errors[kind]
+
+
+class WorkerMetrics:
+    def __init__(self, make: MetricFactory, machine: WorkerMachine, memory_retries: Callable[[], int]) -> None:
+        self.engine = EngineMetrics(make)
+        self.engine.device(machine.setup.capacity.device).set(1)
+        if (facts := machine.setup.capacity.engine) is not None:
+            self.engine.engine_info(*msgspec.structs.astuple(facts)).set(1)
+        self.transfer = TransferMetrics(make)
+        self._machine = machine
+        self._memory_retries = memory_retries
+        self._compiled_at_start = compiled_kernels.compilations()
+        self._stats = stats(self.engine, self.transfer)
+        self._exported: dict[int, float] = {}
+        """Totals as last exported, by their place in the table: a counter only ever grows by what is new."""
+
+    def export(self, stats: WorkerStats, quarantined_blocks: int) -> None:
+        """Into this process's metrics."""
+        now = self._snapshot(stats, quarantined_blocks)
+        for place, stat in enumerate(self._stats):
+            match stat.metric:
+                case Gauge() as gauge:
+                    gauge.set(stat.get(now))
+                case Counter() as counter:
+                    total = stat.get(now)
+                    counter.inc(max(0, total - self._exported.get(place, 0)))
+                    self._exported[place] = total
+                case None:
+                    pass
+        for interface, name, value in self._policy_stats():
+            self.engine.policy_stats(interface, name).set(value)
+
+    def heartbeat(self, stats: WorkerStats, quarantined_blocks: int) -> dict[str, float]:
+        now = self._snapshot(stats, quarantined_blocks)
+        shown = {stat.name: stat.get(now) for stat in self._stats if stat.name}
+        return shown | {name: value for _, name, value in self._policy_stats()}
+
+    def step(self, plan: IterationPlan, latency_s: float) -> None:
+        """One iteration has run."""
+        engine = self.engine
+        longest = max((row.count for row in plan.rows), default=0)
+        shortest = min((row.count for row in plan.rows), default=0)
+        kind = "decode" if longest <= 1 else "prefill" if shortest > 1 else "mixed"
+        engine.step_seconds(kind).observe(latency_s)
+        engine.step_rows().observe(len(plan.rows))
+        engine.step_tokens().observe(plan.tokens)
+        for preempted in plan.preempted:
+            engine.preemptions(preempted.how).inc()
+        for copy in plan.copies:
+            moved = engine.swapped_blocks if copy.unit == "block" else engine.swapped_slots
+            moved(copy.direction).inc(len(copy.device))
+
+    def drafting(self, seconds: float, filled: int) -> None:
+        """A draft model made the drafts of a step."""
+        self.engine.drafting_seconds().observe(seconds)
+        self.engine.draft_filled_tokens().inc(filled)
+
+    def _snapshot(self, stats: WorkerStats, quarantined_blocks: int) -> Snapshot:
+        machine = self._machine
+        waiting, running = {"rt": 0, "be": 0}, {"rt": 0, "be": 0}
+        for sequence in machine.sequences():
+            group = running if sequence.phase is Phase.RUNNING else waiting
+            group[sequence.request.traffic_class] += 1
+        held = sum(machine.kv.owners().values())
+        times = machine.times
+        errors: dict[IterationKind, float] = {
+            kind: times.table.error_of(kind) if times is not None else 0.0 for kind in get_args(IterationKind)
+        }
+        retries = self._memory_retries()
+        compiled = compiled_kernels.compilations() - self._compiled_at_start
+        return Snapshot(stats, machine.counters, running, waiting, held, quarantined_blocks, retries, compiled, errors)
+
+    def _policy_stats(self) -> Iterator[tuple[str, str, float]]:
+        for interface, policy in (
+            ("iteration", self._machine.scheduler),
+            ("allocation", self._machine.kv),
+            ("speculation", self._machine.drafts),
+        ):
+            for name, value in policy.metrics().items():
+                yield interface, name, value

@@ -1,0 +1,189 @@
+"""What each API key used, by day and class, in an SQLite database that outlives the gateway.
+
+Rows are only ever added to, in one transaction each time, so several gateways may share a database (write-ahead log).
+A killed gateway loses what it had not written yet, a second's worth. Written and read by gateways through a thread
+(`services/gateway/keys/usage.py`), read by `cohort keys usage`. Holds no key, no hash, no prompt. Days are UTC's.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sqlite3
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from cohort.common import paths
+from cohort.common.errors import ConfigError
+from cohort.common.sqlite_file import make_private, prepare, transaction, version_of
+
+VERSION = 2
+"""1 had nothing of SLOs."""
+_SCHEMA = """
+CREATE TABLE usage (
+    date TEXT NOT NULL,
+    key_id TEXT NOT NULL,
+    class TEXT NOT NULL,
+    key_name TEXT NOT NULL,
+    requests INTEGER NOT NULL DEFAULT 0,
+    prompt_tokens INTEGER NOT NULL DEFAULT 0,
+    completion_tokens INTEGER NOT NULL DEFAULT 0,
+    refused INTEGER NOT NULL DEFAULT 0,
+    slo_requests INTEGER NOT NULL DEFAULT 0,
+    slo_met INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY (date, key_id, class)
+) STRICT, WITHOUT ROWID
+"""
+_TO_VERSION_2 = """
+ALTER TABLE usage ADD COLUMN slo_requests INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE usage ADD COLUMN slo_met INTEGER NOT NULL DEFAULT 0
+"""
+_ADD = """
+INSERT INTO usage
+    (date, key_id, class, key_name, requests, prompt_tokens, completion_tokens, refused, slo_requests, slo_met)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (date, key_id, class) DO UPDATE SET
+    key_name = excluded.key_name,
+    requests = requests + excluded.requests,
+    prompt_tokens = prompt_tokens + excluded.prompt_tokens,
+    completion_tokens = completion_tokens + excluded.completion_tokens,
+    refused = refused + excluded.refused,
+    slo_requests = slo_requests + excluded.slo_requests,
+    slo_met = slo_met + excluded.slo_met
+"""
+
+
+class Where(msgspec.Struct, frozen=True):
+    """Of a row: whose, when, as what."""
+
+    date: str
+    key_id: str
+    traffic_class: str = msgspec.field(name="class")
+
+
+class Amounts(msgspec.Struct):
+    """`requests` came in; `refused` did not, for a limit of their key. `slo_requests` ended and had SLOs, `slo_met`
+    kept all of them; each choice is one."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    refused: int = 0
+    slo_requests: int = 0
+    slo_met: int = 0
+
+    def add(self, other: Amounts) -> None:
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.refused += other.refused
+        self.slo_requests += other.slo_requests
+        self.slo_met += other.slo_met
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What one key used on one day as one class."""
+
+    date: str
+    key_id: str
+    key_name: str
+    traffic_class: str = msgspec.field(name="class")
+    requests: int
+    prompt_tokens: int
+    completion_tokens: int
+    refused: int
+    slo_requests: int = 0
+    slo_met: int = 0
+
+    @property
+    def slo_attainment(self) -> float | None:
+        """None where nothing had an SLO."""
+        return self.slo_met / self.slo_requests if self.slo_requests else None
+
+
+def default_path() -> Path:
+    return paths.cache_dir() / "key-usage.sqlite3"
+
+
+def day_of(wall_s: float) -> str:
+    """2026-11-30, of UTC."""
+    return datetime.datetime.fromtimestamp(wall_s, datetime.UTC).date().isoformat()
+
+
+class UsageStore:
+    """One open database, for one thread at a time."""
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        """Opens or creates it, mode 0600. Raises `ConfigError` for one that is missing (`read_only`) or of another
+        version, `sqlite3.Error` or `OSError` for one that cannot be used."""
+        if read_only:
+            if not path.is_file():
+                raise ConfigError(f"keys.usage_file: {path}: there is none yet; a gateway with keys writes it")
+            self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, timeout=10.0)
+        else:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(path)
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+        self._counts_slo = True
+        """False: a gateway of before writes it."""
+        try:
+            self._prepare(path, read_only=read_only)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _prepare(self, path: Path, *, read_only: bool) -> None:
+        name = f"keys.usage_file: {path}"
+        if not read_only:
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            prepare(self._db, name, VERSION, _SCHEMA, {1: _TO_VERSION_2})
+            return
+        found = version_of(self._db)
+        if found not in (1, VERSION):
+            raise ConfigError(f"{name} has schema version {found}, this version of Cohort reads {VERSION}")
+        self._counts_slo = found == VERSION
+
+    def close(self) -> None:
+        self._db.close()
+
+    def add(self, used: Mapping[Where, tuple[str, Amounts]]) -> None:
+        """All of it or, where that raises, nothing. By place: the key's name, and what is added."""
+        rows = [
+            (
+                where.date,
+                where.key_id,
+                where.traffic_class,
+                name,
+                more.requests,
+                more.prompt_tokens,
+                more.completion_tokens,
+                more.refused,
+                more.slo_requests,
+                more.slo_met,
+            )
+            for where, (name, more) in used.items()
+        ]
+        with transaction(self._db):
+            self._db.executemany(_ADD, rows)
+
+    def rows(self, *, since: str, until: str = "9999", key_id: str | None = None) -> list[UsageRow]:
+        """Days `since` to `until`, both included, the latest first."""
+        columns = "date, key_id, key_name, class, requests, prompt_tokens, completion_tokens, refused"
+        columns += ", slo_requests, slo_met" if self._counts_slo else ""
+        found: Iterable[tuple[object, ...]] = self._db.execute(
+            f"SELECT {columns} FROM usage WHERE date >= ? AND date <= ? AND (? IS NULL OR key_id = ?) "
+            "ORDER BY date DESC, key_name, key_id, class",
+            (since, until, key_id, key_id),
+        )
+        names = columns.split(", ")
+        return [msgspec.convert(dict(zip(names, row, strict=True)), UsageRow) for row in found]
+
+    def forget(self, before: str) -> None:
+        """Days before this one."""
+        self._db.execute("DELETE FROM usage WHERE date < ?", (before,))

@@ -1,0 +1,512 @@
+"""The bucketing manager as a pure state machine: requests and reports in, placements out.
+
+Its state is soft. Gateways own the requests, workers own what they compute; every second both say what they have, which
+repairs the loss of any message:
+
+    gateway says outstanding, no worker holds it   → AttemptsLost: the gateway submits it again (attempt + 1)
+    worker holds it, no gateway says so            → Cancel: the worker frees it
+    worker silent, restarted or leaving            → AttemptsLost for everything it held
+
+so a lost message, a dead worker and a restarted manager are one case. A restarted manager first listens:
+
+    start ── listens ──▶ places ──settled──▶ displaces what no worker holds      (`settling.py`)
+
+Of several managers one leads (`leadership.py`). The others stand by: they know who is there and decide nothing. To take
+over is to start again without the start. `roster.py` keeps the books; here is what follows from them. The policies
+decide what goes where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import assert_never
+
+import msgspec
+
+from cohort.common.errors import InvariantViolated
+from cohort.common.machines.effects import ManagerEffect, Send, Wake
+from cohort.common.machines.events import ManagerEvent, PeerLost, Received, Tick, Undelivered
+from cohort.common.machines.manager.cluster_load import DrainRate, Forecast, cluster_load
+from cohort.common.machines.manager.dispatcher import Dispatcher
+from cohort.common.machines.manager.leadership import Leadership
+from cohort.common.machines.manager.lost_attempts import LostAttempts
+from cohort.common.machines.manager.manager_counters import ManagerCounters
+from cohort.common.machines.manager.manager_settings import ManagerSettings
+from cohort.common.machines.manager.parked_requests import ParkedRequests
+from cohort.common.machines.manager.roster import Managed, Roster
+from cohort.common.machines.manager.settling import Settling
+from cohort.common.machines.manager.vacating import Vacating
+from cohort.common.machines.senders import may_say
+from cohort.common.messages import (
+    AttemptsLost,
+    BindSegment,
+    Cancel,
+    ClusterStats,
+    GatewayHello,
+    Leaving,
+    ManagerHello,
+    Message,
+    Outstanding,
+    PrefetchKv,
+    Refused,
+    Registered,
+    RegisterWorker,
+    RevisePrediction,
+    SegmentEnded,
+    StartSegment,
+    Submit,
+    ToManager,
+    WorkerReport,
+)
+from cohort.common.policies import interface as policies
+from cohort.common.policies.interface import WaitingRequest
+from cohort.common.types import Attempt, InstanceId, Outcome, Request
+
+_LOOK_AGAIN_S = 0.05
+"""While requests wait: between two looks at the queue that no message calls for. Policies go by the age of reports."""
+_LEAST_WAIT_S = 0.001  # between two ticks, however far in the past a policy wanted to be asked
+_REGISTERS_S = 3.0  # workers register with a manager that stands by several times in this time
+_Command = StartSegment | BindSegment | PrefetchKv | Cancel
+"""To workers, with the epoch of the manager that leads."""
+_TellEpoch = WorkerReport | GatewayHello | RegisterWorker
+_HeardStandingBy = GatewayHello | RegisterWorker | Leaving | ClusterStats
+_FromFollowers = Submit | Outstanding | WorkerReport
+"""Their sender takes this manager for the one that leads."""
+
+
+class ManagerMachine:
+    def __init__(
+        self,
+        instance: InstanceId,
+        incarnation: int,
+        settings: ManagerSettings,
+        order: policies.PrefillOrder,
+        placement: policies.Placement,
+        late_binding: policies.LateBinding | None,
+        now_s: float,
+    ) -> None:
+        self.instance = instance
+        self.counters = ManagerCounters()
+        self._incarnation = incarnation
+        self._lead = Leadership(incarnation, settings.rank, settings.managers)
+        self._settings = settings
+        self._order = order
+        self._placement = placement
+        self._roster = Roster(settings.report_timeout_s)
+        self._settling = Settling(self._roster, settings.settle_s, now_s)
+        self._dispatcher = Dispatcher(self._roster, order, placement, self.counters, self._send)
+        start = self._dispatcher.start
+        self._parked = ParkedRequests(self._roster, late_binding, self._send, start, self._reschedule)
+        self._vacating = Vacating(self._roster, self._send, start, moves_kv=placement.moves_kv)
+        self._lost = LostAttempts()
+        self._forecast = Forecast()
+        self._next_load_s = 0.0
+        self._drain_rate = DrainRate(now_s)
+        self._told_wake_s: float | None = None
+        self._look_again_s = float("inf")
+        self._now_s = now_s
+        self._effects: list[ManagerEffect] = []
+
+    # -- the host's side ---------------------------------------------------------------------------------------
+
+    def handle(self, now_s: float, *events: ManagerEvent) -> list[ManagerEffect]:
+        """See `Machine.handle`. Raises `InvariantViolated` for a message that is not to a manager."""
+        schedule = load_due = False
+        assert now_s >= self._now_s, f"it is {now_s} s, and was {self._now_s} s"
+        self._now_s = now_s
+        for event in events:
+            match event:
+                case Received(sender=sender, message=message):
+                    schedule |= self._received(now_s, sender, message)
+                case Undelivered(peer=peer) | PeerLost(peer=peer):
+                    # Such a worker is dead to the manager, and registers anew if it lives; a gateway will greet again.
+                    if peer in self._roster.workers:
+                        self._worker_lost(now_s, peer, "cannot be reached")
+                    elif peer not in self._roster.gateways:
+                        self._settling.died(now_s, peer)
+                case Tick():
+                    self._told_wake_s = None
+                    self._tick(now_s)
+                    schedule = load_due = True
+                case _:
+                    assert_never(event)
+        for gateway, attempts in self._settling.take_named(now_s).items():
+            self._outstanding(now_s, gateway, attempts)
+        if schedule and self._lead.leads:
+            self._schedule(now_s)
+        if load_due and now_s >= self._next_load_s:
+            self._next_load_s = now_s + self._settings.load_interval_s
+            if self._lead.leads:
+                self._send_load(now_s)
+        wake_s = self._wake_s(now_s)
+        if wake_s <= now_s:  # a wake that is due stands: each message would put it off by as much again
+            wake_s = min(now_s + _LEAST_WAIT_S, self._told_wake_s or float("inf"))
+        if wake_s != self._told_wake_s:
+            self._told_wake_s = wake_s
+            self._effects.append(Wake(wake_s))
+        assert self._lead.leads or not (self._roster.requests or len(self._order)), (
+            f"stands by and has {self.live} requests, {self.waiting} of them waiting"
+        )
+        effects, self._effects = self._effects, []
+        return effects
+
+    @property
+    def leads(self) -> bool:
+        return self._lead.leads
+
+    @property
+    def waiting(self) -> int:
+        return len(self._order)
+
+    @property
+    def live(self) -> int:
+        return len(self._roster.requests)
+
+    @property
+    def workers(self) -> int:
+        return len(self._roster.workers)
+
+    def queued(self) -> list[WaitingRequest]:
+        return [each.item for each in self._roster.requests.values() if each.waiting and each.item is not None]
+
+    def check(self) -> None:
+        """Raise `InvariantViolated` if the books disagree with each other or with the queue."""
+        self._roster.check()
+        waiting = sum(managed.waiting for managed in self._roster.requests.values())
+        if waiting != len(self._order):
+            raise InvariantViolated(f"{waiting} requests wait, the queue has {len(self._order)}")
+        if self._roster.requests and not self._lead.leads:
+            raise InvariantViolated(f"stands by and has {self.live} requests")
+
+    def stats(self) -> dict[str, float]:
+        return {
+            "waiting": float(self.waiting),
+            "live": float(self.live),
+            "workers": float(self.workers),
+            "leads": float(self._lead.leads),
+            **self.counters.metrics(),
+            **self._order.metrics(),
+            **self._placement.metrics(),
+            **self._parked.metrics(),
+        }
+
+    # -- events ------------------------------------------------------------------------------------------------
+
+    def _received(self, now_s: float, sender: InstanceId, message: Message) -> bool:
+        """True when something may be placed or bound now that could not before."""
+        if not isinstance(message, ToManager):
+            raise InvariantViolated(f"a {type(message).__name__} of {sender} is not for a manager")
+        if not may_say(sender, message):
+            self.counters.misnamed += 1
+            return False
+        if isinstance(message, _TellEpoch):
+            asked = isinstance(message, GatewayHello) and message.lead
+            if self._lead.outranked(now_s, message.epoch, asked=asked):
+                self._step_down(now_s)
+        if not self._lead.leads and not isinstance(message, _HeardStandingBy):
+            if isinstance(message, _FromFollowers):
+                self._send(sender, self._hello())
+            return False
+        match message:
+            case GatewayHello():
+                if self._roster.greeted(now_s, message):
+                    self._abandon(now_s, message.instance, "gateway restarted")
+                if message.lead and self._lead.take(now_s):
+                    self._take_over(now_s, message)
+                self._send(message.instance, self._hello())
+            case Submit(request=request):
+                return self._submit(now_s, sender, request)
+            case Cancel(attempts=attempts, reason=reason):
+                for attempt in attempts:
+                    self._lost.came(attempt.request_id)
+                    managed = self._roster.requests.get(attempt.request_id)
+                    if managed is not None and managed.attempt == attempt and managed.gateway == sender:
+                        self._forget(now_s, managed, reason)
+            case RevisePrediction():
+                self._revise(now_s, message)
+            case Outstanding(attempts=attempts):
+                self._outstanding(now_s, sender, attempts)
+            case RegisterWorker():
+                self._register(now_s, message)
+            case WorkerReport():
+                return self._report(now_s, message)
+            case SegmentEnded():
+                return self._segment_ended(now_s, message)
+            case Leaving(instance=instance, incarnation=incarnation):
+                worker = self._roster.workers.get(instance)
+                if worker is not None and worker.incarnation == incarnation:
+                    self._worker_lost(now_s, instance, "left")
+            case ClusterStats():
+                self._forecast.heard(now_s, message)
+            case _:
+                assert_never(message)
+        return False
+
+    def _tick(self, now_s: float) -> None:
+        least_s = 0.0 if self._lead.leads else _REGISTERS_S
+        for instance, silent_s in self._roster.silent_workers(now_s, least_s):
+            self._worker_lost(now_s, instance, f"silent for {silent_s:.1f} s")
+        for instance in self._roster.silent_gateways(now_s):
+            self._abandon(now_s, instance, "gateway is silent")
+        if not self._lead.leads:
+            self._roster.forget_unclaimed()
+        elif self._settling.has_settled(now_s):
+            for attempt, holders in self._roster.ownerless(now_s):
+                for holder in holders:
+                    self._send(holder, Cancel([attempt], "no gateway owns it"))
+        self._roster.forget_finished(now_s)
+        self._look_again_s = now_s + _LOOK_AGAIN_S if len(self._order) else float("inf")
+
+    def _wake_s(self, now_s: float) -> float:
+        """The next time something is due that no message brings about."""
+        wake_s = min(self._next_load_s, self._look_again_s)
+        order_s = self._order.next_wake_s(now_s)
+        if order_s is not None:
+            wake_s = min(wake_s, order_s)
+        if len(self._order):
+            if now_s < self._settling.listened_at_s:
+                wake_s = min(wake_s, self._settling.listened_at_s)
+            wake_s = min(wake_s, self._lost.until_s or wake_s)
+        return wake_s
+
+    def _may_place(self, now_s: float) -> bool:
+        """Lost requests are in the queue again, before all that came later."""
+        return not self._lost.awaited(now_s) and self._settling.has_listened(now_s)
+
+    # -- leading -----------------------------------------------------------------------------------------------
+
+    def _hello(self) -> ManagerHello:
+        return ManagerHello(self._incarnation, self._lead.epoch, self._lead.leads)
+
+    def _take_over(self, now_s: float, asked: GatewayHello) -> None:
+        """From here on as after a start: all workers register anew, gateways submit and name what is theirs."""
+        assert not self._roster.requests, f"takes over and has {self.live} requests"
+        self.counters.takeovers += 1
+        workers = self._roster.forget_workers()
+        self._roster.expected = {*workers, *asked.workers}
+        self._settling.begin(now_s)
+        for peer in (*workers, *(name for name in self._roster.gateways if name != asked.instance)):
+            self._send(peer, self._hello())
+
+    def _step_down(self, now_s: float) -> None:
+        """Another manager leads. What is queued here is submitted to it, what runs is named to it: nothing is said of
+        either."""
+        for managed in list(self._roster.requests.values()):
+            self._drop(now_s, managed)
+        self._lost.clear()
+        self._settling.forget()
+        for gateway in self._roster.gateways:
+            self._send(gateway, self._hello())
+
+    # -- gateways ----------------------------------------------------------------------------------------------
+
+    def _abandon(self, now_s: float, instance: InstanceId, reason: str) -> None:
+        """No client waits for this gateway's requests any more. It stays known: an idle gateway may be silent."""
+        for managed in self._roster.requests_of(instance):
+            self._forget(now_s, managed, reason)
+
+    def _heard(self, now_s: float, gateway: InstanceId) -> bool:
+        """False for a gateway that has not greeted this incarnation: it is asked to, and will submit again."""
+        if self._roster.heard(now_s, gateway):
+            return True
+        self._send(gateway, self._hello())
+        return False
+
+    def _submit(self, now_s: float, sender: InstanceId, request: Request) -> bool:
+        if not self._heard(now_s, sender):
+            return False
+        if self._roster.has_finished(request.attempt):
+            return False  # said twice
+        self._lost.came(request.request_id)
+        known = self._roster.requests.get(request.request_id)
+        if known is not None:
+            if known.attempt >= request.attempt:
+                return False
+            self._forget(now_s, known, "superseded")
+        if holders := self._roster.computing(request.attempt):  # a former manager placed it
+            self._roster.adopt(now_s, request.attempt, sender, holders)
+            return False
+        self.counters.submitted += 1
+        if len(self._order) >= self._settings.max_waiting_requests:
+            self._dispatcher.refuse(sender, Refused(request.attempt, 429, "the manager's queue is full", "queue_full"))
+            return False
+        item = WaitingRequest(request, now_s, request.prediction)
+        self._roster.add(Managed(request.attempt, sender, item, waiting=True))
+        waiting = len(self._order)
+        self._order.add(now_s, item)
+        assert len(self._order) == waiting + 1, f"{request.attempt} came, {len(self._order)} wait after {waiting}"
+        return True
+
+    def _revise(self, now_s: float, message: RevisePrediction) -> None:
+        managed = self._roster.requests.get(message.request_id)
+        if managed is None:
+            return
+        if managed.waiting:
+            self._order.revise(now_s, message.request_id, message.prediction)
+        if managed.item is not None:  # the worker it is sent to later starts from the newest prediction
+            managed.item.request = msgspec.structs.replace(managed.item.request, prediction=message.prediction)
+            managed.item.prediction = message.prediction
+        for instance in managed.live:
+            self._send(instance, message)
+
+    def _outstanding(self, now_s: float, sender: InstanceId, attempts: Collection[Attempt]) -> None:
+        if not self._heard(now_s, sender):
+            return
+        if not (settled := self._settling.has_settled(now_s)):
+            self._settling.named(sender, attempts)
+        lost: list[Attempt] = []
+        overdue: list[Attempt] = []
+        for attempt in attempts:
+            managed = self._roster.requests.get(attempt.request_id)
+            if managed is not None and managed.attempt >= attempt:
+                continue
+            if self._roster.has_finished(attempt):
+                if self._roster.is_overdue(now_s, attempt):
+                    overdue.append(attempt)
+                continue  # its gateway will hear
+            holders = self._roster.computing(attempt)
+            if holders:
+                if managed is not None:
+                    self._forget(now_s, managed, "superseded")
+                self._roster.adopt(now_s, attempt, sender, holders)
+            elif settled:
+                lost.append(attempt)
+        news, again = self._lost.say(now_s, lost)
+        self._lost.expect(now_s, news)
+        self.counters.attempts_lost += len(news)
+        told = (news, "unknown to the manager and to all workers", False), (again, "lost before, and named since", True)
+        ended = [attempt for each in self._lost.say(now_s, overdue) for attempt in each]
+        for those, reason, counted in (*told, (ended, "finished, and waited for since", True)):
+            if those:
+                self._send(sender, AttemptsLost(those, reason, unheld=True, counted=counted))
+
+    # -- workers -----------------------------------------------------------------------------------------------
+
+    def _register(self, now_s: float, message: RegisterWorker) -> None:
+        if self._roster.is_new_incarnation(message):
+            self._worker_lost(now_s, message.instance, "restarted")
+        self._roster.registered(now_s, message)
+        self._settling.came(message.instance)
+        self._send(message.instance, Registered(self._incarnation, self._lead.epoch, self._lead.leads))
+
+    def _report(self, now_s: float, report: WorkerReport) -> bool:
+        missing = self._roster.reported(now_s, report)
+        if missing is None:
+            self._send(report.instance, self._hello())  # asks it to register
+            return False
+        self._placement.reported(now_s, self._roster.workers[report.instance].view)
+        for managed in missing:
+            why = "does not hold it any more" if managed.idle_since_s is None else "waits in vain"
+            self._reschedule(now_s, managed, f"{report.instance} {why}")
+        self._vacating.reported(now_s, report.instance)
+        return True
+
+    def _worker_lost(self, now_s: float, instance: InstanceId, reason: str) -> None:
+        self.counters.workers_lost += 1
+        self._settling.died(now_s, instance)
+        self._give_back(now_s, self._roster.remove_worker(instance), f"{instance}: {reason}")
+
+    # -- placement ---------------------------------------------------------------------------------------------
+
+    def _schedule(self, now_s: float) -> None:
+        """Ask the policies what goes where now, and send it."""
+        if not len(self._order) and not self._parked.binds:
+            return
+        cluster = self._forecast.cluster(now_s, self._roster.serving())
+        if len(self._order) and cluster.instances and self._may_place(now_s):
+            self._dispatcher.dispatch(now_s, cluster)
+        self._parked.decide(now_s, cluster)
+
+    # -- endings -----------------------------------------------------------------------------------------------
+
+    def _segment_ended(self, now_s: float, message: SegmentEnded) -> bool:
+        managed = self._roster.requests.get(message.attempt.request_id)
+        if managed is None or managed.attempt != message.attempt:
+            return False
+        match message.outcome:
+            case Outcome.FINISHED:
+                self.counters.finished += 1
+                self._roster.disengage(managed, message.instance)
+                self._roster.finished(now_s, managed.attempt)
+                self._placement.completed(now_s, managed.request_id)
+                self._forget(now_s, managed, "finished")
+            case Outcome.HANDED_OVER:
+                self._handed_over(now_s, managed, message.instance)
+            case Outcome.PARKED:
+                return self._parked.came(now_s, managed, message.instance, message.positions)
+            case Outcome.CANCELLED:
+                self._roster.disengage(managed, message.instance)
+                if not managed.live:
+                    self._reschedule(now_s, managed, message.reason)
+            case Outcome.FAILED:
+                self._roster.disengage(managed, message.instance)
+                self._reschedule(now_s, managed, f"{message.instance}: {message.reason}")
+            case _:
+                assert_never(message.outcome)
+        return True
+
+    def _handed_over(self, now_s: float, managed: Managed, instance: InstanceId) -> None:
+        if instance not in managed.live:
+            return  # said twice
+        self._roster.disengage(managed, instance)
+        if not managed.live:  # adopted before the receiver was there
+            for holder in self._roster.computing(managed.attempt):
+                if holder != instance:
+                    self._roster.engage(now_s, managed, holder)
+            if not managed.live:
+                self._reschedule(now_s, managed, f"{instance}: handed over to an unknown worker")
+                return
+        self._parked.moved(now_s, managed)
+
+    def _reschedule(self, now_s: float, managed: Managed, reason: str) -> None:
+        """This attempt is lost; its gateway decides how it goes on."""
+        self._give_back(now_s, [managed], reason)
+
+    def _give_back(self, now_s: float, lost: Sequence[Managed], reason: str) -> None:
+        """Each gateway is told once of all of its own."""
+        attempts: dict[InstanceId, list[Attempt]] = {}
+        for managed in lost:
+            self._forget(now_s, managed, "lost")
+            if managed.gateway in self._roster.gateways:
+                attempts.setdefault(managed.gateway, []).append(managed.attempt)
+        for gateway, own in attempts.items():
+            news, _ = self._lost.say(now_s, own)
+            self._lost.expect(now_s, own)
+            self.counters.attempts_lost += len(news)
+            self._send(gateway, AttemptsLost(own, reason))
+
+    def _forget(self, now_s: float, managed: Managed, reason: str) -> None:
+        for instance in self._drop(now_s, managed):
+            self._send(instance, Cancel([managed.attempt], reason))
+
+    def _drop(self, now_s: float, managed: Managed) -> list[InstanceId]:
+        """The attempt is over; returns the workers that may still hold it."""
+        assert not (managed.waiting and managed.live), f"{managed.attempt} waits and is on {[*managed.live]}"
+        holders = self._roster.remove(managed)
+        if managed.waiting:
+            waiting = len(self._order)
+            self._order.remove(now_s, managed.request_id)
+            assert len(self._order) == waiting - 1, f"{managed.attempt} left, {len(self._order)} wait after {waiting}"
+        self._placement.finished(now_s, managed.request_id)
+        self._parked.removed(now_s, managed.request_id)
+        return holders
+
+    # -- what policies and gateways are told -------------------------------------------------------------------
+
+    def _send(self, peer: InstanceId, message: Message) -> None:
+        if self._lead.epoch and isinstance(message, _Command):
+            message = msgspec.structs.replace(message, epoch=self._lead.epoch)
+        self._effects.append(Send(peer, message))
+
+    def _send_load(self, now_s: float) -> None:
+        self._drain_rate.finished(now_s, self.counters.finished)
+        load = cluster_load(
+            self._roster.serving().values(),
+            ready=self._settling.has_listened(now_s),
+            waiting=self.waiting,
+            waiting_tokens=self._order.waiting_tokens,
+            running=self.live - self.waiting,
+            drain_rate=self._drain_rate.per_s,
+        )
+        for gateway in self._roster.gateways:
+            self._send(gateway, load)

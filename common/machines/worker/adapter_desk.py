@@ -1,0 +1,166 @@
+"""Which LoRA adapters a worker holds, and which sequences wait for theirs.
+
+    sequence ── its adapter is held, or it has none ──────────────▶ enters the scheduler
+        └─ waits, FCFS ─ LoadAdapter ▶ host ▶ AdapterLoaded ───────▶ enters the scheduler
+                             │                AdapterFailed ───────▶ its request ends with that error
+                             └ where all slots are taken, instead of the adapter unused for longest that no sequence
+                               in the scheduler, and no row under way, computes with
+
+Called by `WorkerMachine`; pure. The scheduler sees only sequences whose adapter is held, so no scheduler knows of
+adapters. KV that waits, parked or under way to or from here, keeps no adapter: workers cannot wait for each other's.
+Sequences that keep coming for held adapters let an older one pass that finds no slot: after `_PATIENCE_S` they wait
+behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cohort.common.errors import InvariantViolated
+from cohort.common.machines.effects import LoadAdapter
+from cohort.common.machines.events import AdapterFailed, AdapterLoaded
+from cohort.common.machines.worker.worker_counters import mix
+from cohort.common.machines.worker.worker_state import WorkerState
+from cohort.common.sequence import Phase, Sequence
+
+_PATIENCE_S = 2.0
+_COMPUTES = (Phase.WAITING, Phase.RUNNING, Phase.SWAPPED)
+
+
+class AdapterDesk:
+    def __init__(
+        self,
+        state: WorkerState,
+        enter: Callable[[float, Sequence], None],
+        refuse: Callable[[float, Sequence, str], None],
+    ) -> None:
+        """`enter`: the scheduler may have it. `refuse`: its request ends with this error."""
+        self._state = state
+        self._enter = enter
+        self._refuse = refuse
+        self._held: dict[str, None] = {}
+        """Least recently wanted first."""
+        self._loading: dict[str, float] = {}
+        """Since when."""
+        self._waiting: dict[Sequence, float] = {}
+        """Oldest first, since when."""
+        self.load_s = 0.0
+        """What loading one took, moving average."""
+
+    @property
+    def adapters(self) -> list[str]:
+        """Held, or on their way."""
+        return [*self._held, *self._loading]
+
+    @property
+    def free_slots(self) -> int:
+        return self._state.settings.max_loras - len(self._held) - len(self._loading)
+
+    def stuck(self) -> list[Sequence]:
+        """Those that hold KV and wait for a slot, oldest first."""
+        return [
+            sequence
+            for sequence in self._waiting
+            if sequence.phase is not Phase.WAITING and not self._is_known(sequence.request.adapter)
+        ]
+
+    def admit(self, now_s: float, sequence: Sequence) -> None:
+        """It may be computed from now on; it enters at once or when its adapter is there."""
+        adapter = sequence.request.adapter
+        if adapter and (adapter not in self._held or self._starving(now_s)):
+            self._waiting[sequence] = now_s
+            self.move(now_s)
+        else:
+            self._want(adapter)
+            self._enter(now_s, sequence)
+
+    def expect(self, now_s: float, sequence: Sequence) -> None:
+        """Its KV is on its way: the adapter may be loaded meanwhile, if nothing waits for one."""
+        adapter = sequence.request.adapter
+        if adapter and not self._waiting:
+            self._load(now_s, adapter)
+
+    def settled(self, now_s: float, event: AdapterLoaded | AdapterFailed) -> None:
+        """The host's answer to a `LoadAdapter`."""
+        assert event.adapter in self._loading, f"adapter {event.adapter} was never to be loaded"
+        since_s = self._loading.pop(event.adapter)
+        counters = self._state.counters
+        match event:
+            case AdapterLoaded(adapter=adapter):
+                counters.adapter_loads += 1
+                self.load_s = mix(self.load_s, now_s - since_s)
+                self._held[adapter] = None
+                self._state.moved_s = now_s
+            case AdapterFailed(adapter=adapter, reason=reason):
+                counters.adapter_failures += 1
+                for sequence in [each for each in self._waiting if each.request.adapter == adapter]:
+                    del self._waiting[sequence]
+                    if self._state.holds(sequence):
+                        self._refuse(now_s, sequence, f"LoRA adapter {adapter}: {reason}")
+        self.move(now_s)
+
+    def move(self, now_s: float) -> None:
+        """Sequences may have left, adapters may have come: load what is waited for, let enter what can."""
+        if not self._waiting:
+            return
+        passes, slots = True, True
+        for sequence, since_s in list(self._waiting.items()):
+            adapter = sequence.request.adapter
+            if not self._state.holds(sequence):
+                del self._waiting[sequence]
+            elif adapter not in self._held:
+                if slots:  # where one finds none, none behind it does
+                    self._load(now_s, adapter)
+                    slots = self._is_known(adapter)
+                passes &= self._is_known(adapter) or now_s - since_s <= _PATIENCE_S
+            elif passes:  # else it waits behind one that has found no slot for long
+                del self._waiting[sequence]
+                self._want(adapter)
+                self._enter(now_s, sequence)
+
+    def check(self) -> None:
+        """Raise `InvariantViolated` if more are held than there are slots, or one is not that a sequence computes
+        with."""
+        most, held = self._state.settings.max_loras, self.adapters
+        if len(held) > most or not self._used() <= self._held.keys():
+            raise InvariantViolated(f"adapters {held} in {most} slots, {sorted(self._used())} are computed with")
+
+    # -- slots -------------------------------------------------------------------------------------------------
+
+    def _load(self, now_s: float, adapter: str) -> None:
+        if self._is_known(adapter):
+            return
+        instead_of = ""
+        if self.free_slots <= 0:
+            used = self._used()
+            instead_of = next((held for held in self._held if held not in used), "")
+            if not instead_of:
+                return
+            del self._held[instead_of]
+        assert self.free_slots > 0, f"no slot for adapter {adapter}: {self.adapters}"
+        self._loading[adapter] = now_s
+        self._state.effects.append(LoadAdapter(adapter, instead_of))
+
+    def _used(self) -> set[str]:
+        """Adapters of sequences that compute here, or of which a step under way computes a row."""
+        return {
+            held.sequence.request.adapter
+            for held in self._state.held.values()
+            if held.sequence.request.adapter
+            and held.sequence not in self._waiting
+            and (held.aborting or held.sequence.phase in _COMPUTES)
+        }
+
+    def _starving(self, now_s: float) -> bool:
+        return any(
+            now_s - since_s > _PATIENCE_S and not self._is_known(sequence.request.adapter)
+            for sequence, since_s in self._waiting.items()
+        )
+
+    def _want(self, adapter: str) -> None:
+        if adapter:
+            del self._held[adapter]
+            self._held[adapter] = None
+
+    def _is_known(self, adapter: str) -> bool:
+        return adapter in self._held or adapter in self._loading

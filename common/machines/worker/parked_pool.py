@@ -1,0 +1,136 @@
+"""A2, A9 · Parked KV between device and host memory: which of it moves beside the next step.
+
+Asked by `WorkerMachine` once per plan. Nothing it moves is in a row of the plan, and freed blocks go to no other
+sequence until the step has ended. Knows where parked KV lies; frees nothing but by moving it. With an allocator whose
+KV cannot be sent from host memory there is no pool: parked KV then stays on the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from cohort.common.errors import InvariantViolated
+from cohort.common.machines.worker.worker_state import Held, WorkerState
+from cohort.common.sequence import Phase
+from cohort.common.types import Attempt
+
+_GRACE_S = 0.25
+"""Parked KV stays on the device so long, unless space is short: where load is low it is sent on sooner."""
+
+
+class ParkedPool:
+    def __init__(self, state: WorkerState) -> None:
+        self._state = state
+        self._on_device: dict[Attempt, Held] = {}
+        """Parked with their KV on the device; oldest first."""
+        self._buffered: dict[Attempt, Held] = {}
+        """To be sent on soon, and therefore on the device (A5): brought back, or still there; oldest first."""
+        self._prefetches: deque[Attempt] = deque()
+        self._moving: list[Held] = []
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is here that a later plan might move."""
+        return not (self._on_device or self._buffered or self._prefetches)
+
+    def park(self, now_s: float, held: Held) -> None:
+        """It waits, with its KV on the device."""
+        key = held.sequence.key
+        assert key not in self._on_device and key not in self._buffered, f"{key} is parked a second time"
+        assert not held.pooled, f"{key} is parked on the device and lies in host memory"
+        held.parked_s = now_s
+        self._on_device[held.sequence.key] = held
+
+    def bound(self, key: Attempt) -> None:
+        """It goes on, here or elsewhere; from where its KV lies."""
+        self._on_device.pop(key, None)
+        self._buffered.pop(key, None)
+
+    def prefetch(self, attempts: list[Attempt]) -> None:
+        """Bring these back to the device, in this order, as far as blocks are free. KV that has not left it stays: it
+        is asked for once, and would be offloaded only to be sent from host memory."""
+        held = self._state.held
+        for key in attempts:
+            on_device = self._on_device.pop(key, None)
+            if on_device is not None:
+                self._buffered[key] = on_device
+            elif key in held and held[key].pooled:
+                self._prefetches.append(key)
+
+    def move(self, now_s: float) -> None:
+        """Moves beside the plan that was just decided. Their copies come behind the decision's own."""
+        if self._state.kv.sends_from_host and not self.quiet:
+            self._bring_back()
+            self._offload(now_s)
+
+    def settle(self) -> list[Held]:
+        """The step has ended, well or not. Returns what it moved; some of it may have been dropped meanwhile."""
+        moved, self._moving = self._moving, []
+        for held in moved:
+            assert held.moving, f"{held.sequence.key} was moved twice by one step"
+            held.moving = False
+        return moved
+
+    def _bring_back(self) -> None:
+        state = self._state
+        spare = self._spare_blocks() if self._prefetches else 0
+        while self._prefetches:
+            key = self._prefetches[0]
+            held = state.held.get(key)
+            if held is not None and held.sequence.phase is Phase.PARKED and held.pooled:
+                spare -= state.kv.geometry.blocks_held(held.sequence.computed)
+                if spare < 0 or not state.kv.swap_in(held.sequence, beside=True):
+                    return
+                held.pooled = False
+                self._buffered[key] = held
+                self._moves(held)
+                state.counters.prefetched += 1
+            self._prefetches.popleft()
+
+    def _offload(self, now_s: float) -> None:
+        """KV parked a while ago; where prompts cannot get blocks, the buffer as well, its last first."""
+        kv = self._state.kv
+        free = kv.free_blocks + kv.cached_blocks
+        # A decode worker sends on what it set aside: that frees its blocks sooner than two copies.
+        short = self._state.setup.capacity.role.prefills and free < kv.total_blocks // 4
+        for held in list(self._on_device.values()):
+            if now_s - held.parked_s < _GRACE_S and not short:
+                break
+            if not self._to_host(held):
+                return
+        while short and self._buffered and self._spare_blocks() < 0:
+            held = self._buffered[next(reversed(self._buffered))]
+            if held.moving or not self._to_host(held):
+                return
+
+    def _to_host(self, held: Held) -> bool:
+        """False: the pool is full. It stays where it is, and prompts wait for its blocks."""
+        if not self._state.kv.swap_out(held.sequence, beside=True):
+            return False
+        self.bound(held.sequence.key)
+        held.pooled = True
+        self._moves(held)
+        self._state.counters.pooled += 1
+        return True
+
+    def _moves(self, held: Held) -> None:
+        assert not held.moving, f"{held.sequence.key} is moved twice by one step"
+        assert held.sequence.phase is Phase.PARKED, f"{held.sequence.key} is moved and is {held.sequence.phase}"
+        held.moving = True
+        self._moving.append(held)
+
+    def check(self) -> None:
+        """Raise `InvariantViolated` unless what is here is held, waits, and is here once."""
+        if both := self._on_device.keys() & self._buffered.keys():
+            raise InvariantViolated(f"parked twice: {sorted(both)}")
+        for key, held in (*self._on_device.items(), *self._buffered.items()):
+            if self._state.held.get(key) is not held or held.sequence.phase is not Phase.PARKED or held.pooled:
+                raise InvariantViolated(f"{key} is parked on the device, and is {held.sequence.phase}")
+
+    def _spare_blocks(self) -> int:
+        """Blocks that KV of the pool may be brought back into: a twentieth stays free, and what the largest prompt
+        needs that waits."""
+        kv = self._state.kv
+        sequences = (held.sequence for held in self._state.held.values())
+        wanted = kv.geometry.blocks_for(max((s.target for s in sequences if s.phase is Phase.WAITING), default=0))
+        return kv.free_blocks + kv.cached_blocks - wanted - kv.total_blocks // 20

@@ -1,0 +1,130 @@
+"""The step after the one in flight, planned from counts: which rows go on is known before their tokens are.
+
+    step n in flight ── PlanAhead ──▶ a decode row for every sequence that samples a token in n and goes on,
+                                      the next chunk of every prompt that goes on
+                                      └▶ step n+1 begins right behind n; its tokens are taken where n samples them
+
+Called by `WorkerMachine`. The scheduler promises that it could decide nothing else, the allocator that every slot is
+the row's own. Nothing of a sequence moves before step n has ended; only slots are reserved, which a decision would
+reserve for the same rows. So a refusal, and a row that turns out to have ended, leave nothing to undo:
+such a row is computed in vain, its token is dropped, and its blocks are freed once its step is over.
+
+Whatever may need a decision, or the host between two tokens, is refused, and the machine decides as ever when the step
+ends. The reasons are counted (`NotAhead`).
+"""
+
+from __future__ import annotations
+
+import sys
+
+from cohort.common.machines.worker.kv_receiver import KvReceiver
+from cohort.common.machines.worker.parked_pool import ParkedPool
+from cohort.common.machines.worker.worker_counters import NotAhead
+from cohort.common.machines.worker.worker_state import WorkerState
+from cohort.common.policies.interface import IterationPlan, IterationScheduler
+from cohort.common.sequence import Phase, Row
+
+
+def same_rows(plan: IterationPlan, behind: IterationPlan) -> bool:
+    """Whether the second, begun behind the first, has all rows of it one position on, and these decode."""
+    first, then = plan.rows, behind.rows
+    return len(first) == len(then) and (not first or first[0].count == then[0].count == 1)  # prompts stand first
+
+
+class AheadPlanner:
+    def __init__(
+        self, state: WorkerState, scheduler: IterationScheduler, receiver: KvReceiver, pool: ParkedPool
+    ) -> None:
+        self._state = state
+        self._scheduler = scheduler
+        self._receiver = receiver
+        self._pool = pool
+        self._undecided = 0
+        self._last: IterationPlan | None = None
+        """The plan that was made last: of its rows all that does not change is known to be well."""
+        self._left = 0
+        """Tokens that the one of its sequences with the fewest may still sample after it."""
+
+    def decided(self) -> None:
+        """The step that begins now was chosen by the scheduler."""
+        self._undecided = 0
+
+    def plan(self, *, news: bool, prompt_step: int, drafts: bool = False) -> IterationPlan | None:
+        """What follows the step in flight, with its blocks reserved; None: that must be decided when it has ended, or
+        is planned already. `news`: something waits for a decision. `prompt_step`: as of `KvReceiver.arriving`.
+        `drafts`: the next step is to have some."""
+        state = self._state
+        if state.in_flight is None or state.ahead is not None:
+            return None
+        plan = IterationPlan(reason="repeats")
+        why: NotAhead | None = "drafts" if drafts else self._refusal(state.in_flight, plan, news, prompt_step)
+        counters = state.counters
+        if why is not None:
+            counters.not_ahead[why] = counters.not_ahead.get(why, 0) + 1
+            return None
+        assert plan.rows, "a step without rows was planned ahead"
+        counters.planned_ahead += 1
+        self._undecided += 1
+        self._last = plan
+        return plan
+
+    def _refusal(self, before: IterationPlan, plan: IterationPlan, news: bool, prompt_step: int) -> NotAhead | None:
+        """Why not; None: `plan` has its rows, and their slots."""
+        if news:
+            return "news"
+        if before.copies or self._receiver.offers or not self._pool.quiet:
+            return "kv_transfer"
+        if self._scheduler.wants_arriving and self._receiver.arriving(prompt_step):
+            return "kv_transfer"
+        state, leaving = self._state, 0
+        if before is self._last and self._left > 0 and not state.aborting:
+            self._left -= 1
+            plan.rows = [Row(row.sequence, row.start + 1, 1) for row in before.rows]
+        else:
+            why, leaving = self._go_on(before.rows, plan)
+            if why is not None:
+                return why
+        plan.estimated_s = before.estimated_s if same_rows(before, plan) else 0.0
+        if not self._scheduler.continues(plan, state.kv, leaving, self._undecided):
+            return "policy"
+        return state.kv.extend_ahead(plan.rows)
+
+    def _go_on(self, before: list[Row], plan: IterationPlan) -> tuple[NotAhead | None, int]:
+        """The rows of `plan`: of all sequences in the step in flight that sample a token in it and are not over then,
+        those of prompts behind the others, as a decision has them, and chunks of prompts that go on before all. Else
+        why it cannot have these; and how many sequences leave with that step."""
+        aborting = {held.sequence for held in self._state.aborting} if self._state.aborting else ()
+        rows, begun, prompts = plan.rows, list[Row](), list[Row]()
+        leaving, fewest = 0, sys.maxsize
+        for row in before:
+            sequence, following = row.sequence, row.start + row.count
+            if sequence in aborting:
+                continue
+            if sequence.phase is not Phase.RUNNING:
+                return "request", 0
+            # A request's last token is not computed, and behind a segment's end another worker computes.
+            if row.count > 1 and not self._scheduler.reads_runs:
+                return "policy", 0
+            left = sequence.max_positions - following
+            if left <= 0:
+                leaving += 1
+                continue
+            if (known := sequence.target - following) > 0:  # the step in flight samples no token of it
+                # Sampled tokens are taken by their rows' places, which a row of one token without one would shift; and
+                # what a scored prompt computes next is no matter of counts.
+                if row.count == 1 or sequence.scores_prompt:
+                    return "prompts", 0
+                (begun if known == 1 else prompts).append(Row(sequence, following, known))
+            else:
+                (rows if row.count == 1 else begun).append(Row(sequence, following, 1))
+            fewest = min(fewest, left)
+        rows += begun
+        assert fewest > 0, f"a row behind a request's last position: {fewest} left"
+        self._left = 0 if prompts else fewest - 1
+        if prompts:
+            counts = self._scheduler.chunks_ahead(prompts, len(rows))
+            if counts is None:
+                return "prompts", 0
+            chunks = [Row(row.sequence, row.start, count) for row, count in zip(prompts, counts, strict=True)]
+            plan.rows = [row for row in chunks if row.count > 1] + rows + [row for row in chunks if row.count == 1]
+        return (None if plan.rows else "ended"), leaving

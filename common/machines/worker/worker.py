@@ -1,0 +1,515 @@
+"""The worker as a pure state machine: segments in; tokens, KV transfers and reports out.
+
+Hosted by the live worker loop (`engine/worker/worker_loop.py`) and by virtual-time hosts. After the last event of a
+`handle` call the next iteration is decided, if none is in flight: its effects follow those of the events, `StartStep`
+comes last. While a step is in flight nothing it reads or writes is freed: cancellations mark their sequences as
+aborting and take effect when the step ends. On `PlanAhead` the step after it is begun behind it, if its rows are
+certain (`plan_ahead.py`); a sequence that ends with the first of the two is then dropped with the second.
+
+The parts: `KvSender` and `KvReceiver` move KV between workers, `ParkedPool` between device and host memory. Only this
+file talks to the scheduler. Messages that are no worker's business are refused by the host; here they are an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from random import Random
+from typing import assert_never, cast
+
+from cohort.common.errors import InvariantViolated
+from cohort.common.machines.effects import Dial, Send, StartStep, WorkerEffect
+from cohort.common.machines.events import (
+    AdapterFailed,
+    AdapterLoaded,
+    DrainEnded,
+    DrainStarted,
+    LinkAddresses,
+    LinkMeasured,
+    PlanAhead,
+    PromptScores,
+    Received,
+    ReportDue,
+    RunsReceived,
+    RunsSent,
+    StepEnded,
+    StepFailed,
+    Tick,
+    Undelivered,
+    WorkerEvent,
+)
+from cohort.common.machines.senders import may_say
+from cohort.common.machines.worker.adapter_desk import AdapterDesk
+from cohort.common.machines.worker.computed_rows import assert_plan, note_computed
+from cohort.common.machines.worker.kv_receiver import KvReceiver
+from cohort.common.machines.worker.kv_sender import KvSender, brings_back
+from cohort.common.machines.worker.kv_stall import given_back
+from cohort.common.machines.worker.onward import Onward
+from cohort.common.machines.worker.parked_pool import ParkedPool
+from cohort.common.machines.worker.plan_ahead import AheadPlanner, same_rows
+from cohort.common.machines.worker.scored_prompts import ScoringTurns
+from cohort.common.machines.worker.speculation_desk import SpeculationDesk
+from cohort.common.machines.worker.token_updates import TokenUpdates
+from cohort.common.machines.worker.worker_report import WorkerReports
+from cohort.common.machines.worker.worker_state import Held, WorkerSetup, WorkerState
+from cohort.common.messages import (
+    BindSegment,
+    Cancel,
+    KvAbort,
+    KvAccepted,
+    KvChunk,
+    KvGrant,
+    KvHandoff,
+    KvOffer,
+    KvRenew,
+    ManagerHello,
+    PrefetchKv,
+    Registered,
+    RevisePrediction,
+    SegmentEnded,
+    StartSegment,
+    ToWorker,
+)
+from cohort.common.policies.interface import IterationPlan, IterationScheduler, Learned, News, Ran
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.policies.step_times.learned_times import LearnedTimes
+from cohort.common.sequence import Phase, Sequence
+from cohort.common.types import Attempt, FinishReason, InstanceId, Outcome, WorkerStats
+
+
+class WorkerMachine:
+    def __init__(
+        self, setup: WorkerSetup, scheduler: IterationScheduler, kv: KvAllocator, random: Random, *, learns: bool = True
+    ) -> None:
+        """`learns`: what iterations take is learned and reported even if the scheduler does not decide by it."""
+        self.setup = setup
+        self.scheduler = scheduler
+        self.kv = kv
+        self.state = state = WorkerState(setup, kv, random)
+        self.counters = state.counters
+        self.sender = KvSender(state, self._left, self._fail)
+        self.receiver = KvReceiver(state, lambda: self.sender.settling, self._arrived, self._fail)
+        self.leases = self.receiver.leases
+        self.pool = ParkedPool(state)
+        self._ahead = AheadPlanner(state, scheduler, self.receiver, self.pool)
+        learned = scheduler.learned
+        self.observed = LearnedTimes() if setup.settings.learns and not isinstance(learned, LearnedTimes) else None
+        """What iterations take, learned here because the scheduler learns no such thing."""
+        self.times = learned if isinstance(learned, LearnedTimes) else self.observed
+        """What iterations take, whoever learns it; None: nobody does."""
+        self.adapters = AdapterDesk(state, self._enter, self._refuse)
+        self._onward = Onward(state, scheduler, self.pool, self.sender, self.adapters, self._fail)
+        self._reports = WorkerReports(state, self.leases, self.times, self.adapters)
+        self._held = state.held
+        self._effects = state.effects
+        self._tokens = TokenUpdates(state)
+        self._scoring = ScoringTurns(state.holds)
+        self.drafts = SpeculationDesk(state, self.times)
+        self._now_s = float("-inf")
+        self._next_renewal_s = 0.0
+        self._repeats = False
+        """The step in flight was planned ahead and has the rows of the one before it."""
+        self._ran: Ran | None = None
+        self._earlier: list[Ran] = []
+        self._revised: list[Sequence] = []
+        """News for the next decision: the last iteration and those before it, sequences with another prediction."""
+        self._prompt_step = setup.capacity.max_step_tokens
+        """Prompt tokens of the last iteration that held any."""
+
+    # -- the host's side ---------------------------------------------------------------------------------------
+
+    def handle(self, now_s: float, *events: WorkerEvent) -> list[WorkerEffect]:
+        """See `Machine`. Raises `InvariantViolated` for an answer to what was never asked (a step, a run)."""
+        assert now_s >= self._now_s, f"it is {now_s} s, and was {self._now_s} s"
+        self._now_s = now_s
+        for event in events:
+            match event:
+                case Received(sender=sender, message=message):
+                    self._received(now_s, sender, cast(ToWorker, message))
+                case StepEnded():
+                    self._completed(now_s, event)
+                case RunsSent():
+                    self.sender.runs_sent(now_s, event)
+                case LinkMeasured(peer=peer, bytes_per_s=bytes_per_s):
+                    self.state.link_rates[peer] = bytes_per_s
+                case RunsReceived():
+                    self.receiver.runs_received(now_s, event)
+                case Tick():
+                    self._tick(now_s)
+                case ReportDue(memory_free_bytes=memory_free_bytes):
+                    self._reports.due(memory_free_bytes)
+                case StepFailed(reason=reason):
+                    self._step_failed(now_s, reason)
+                case PlanAhead(expected=expected):
+                    self._plan_ahead(now_s, expected)
+                case Undelivered(peer=peer):
+                    self.sender.peer_lost(now_s, peer)
+                    self.receiver.peer_lost(now_s, peer)
+                case LinkAddresses(addresses=addresses):
+                    self.receiver.links = addresses
+                case AdapterLoaded() | AdapterFailed():
+                    self.adapters.settled(now_s, event)
+                case DrainStarted():
+                    self._reports.draining = True
+                case DrainEnded():
+                    self._reports.leave()
+                case _:
+                    assert_never(event)
+        if self.state.in_flight is None:
+            assert self.state.ahead is None, "a step is begun behind none"
+            self._plan(now_s)
+        effects = self._effects.copy()
+        self._effects.clear()
+        return effects
+
+    @property
+    def idle(self) -> bool:
+        """No request is here in any phase and no transfer is settling."""
+        return not self._held and not self.sender.settling and not self.receiver.settling
+
+    @property
+    def learned(self) -> Learned | None:
+        """The state that a host keeps over a restart: the scheduler's own, or else the times that are learned here."""
+        return self.scheduler.learned or self.observed
+
+    @property
+    def plan_in_flight(self) -> IterationPlan:
+        """Between `StartStep` and its answer. Raises `InvariantViolated` otherwise."""
+        if self.state.in_flight is None:
+            raise InvariantViolated("no plan is in flight")
+        return self.state.in_flight
+
+    def sequences(self) -> Iterable[Sequence]:
+        return (held.sequence for held in self._held.values())
+
+    def stats(self, memory_free_bytes: int) -> WorkerStats:
+        return self._reports.stats(memory_free_bytes)
+
+    def check(self) -> None:
+        """Raise `InvariantViolated` if anything is held by no request, or by two."""
+        self.kv.check()
+        stray = set(self.kv.owners()) - {*self._held, *self.sender.settling, *self.receiver.settling}
+        if stray:
+            raise InvariantViolated(f"blocks of forgotten sequences: {sorted(stray)[:4]}")
+        self.sender.check()
+        self.receiver.check()
+        self.pool.check()
+        self.adapters.check()
+
+    # -- messages ----------------------------------------------------------------------------------------------
+
+    def _received(self, now_s: float, sender: InstanceId, message: ToWorker) -> None:
+        if not may_say(sender, message, managers=self._reports.managers):
+            self.counters.misnamed += 1
+            return
+        if self._reports.refuses(sender, message):
+            return
+        match message:
+            case StartSegment():
+                self._start_segment(now_s, message)
+            case KvOffer():
+                self.receiver.offered(now_s, sender, message)
+            case KvGrant():
+                self.sender.granted(now_s, message)
+            case KvChunk():
+                self.receiver.announced(now_s, message)
+            case KvHandoff():
+                self.receiver.handed_over(now_s, message)
+            case KvAccepted(lease_id=lease_id):
+                self.sender.accepted(now_s, lease_id)
+            case KvRenew(lease_ids=lease_ids, transfer_ids=transfer_ids):
+                for lease_id in lease_ids:
+                    self.leases.renew(now_s, lease_id)
+                self.sender.offers_wait(now_s, transfer_ids)
+            case KvAbort():
+                self._aborted(now_s, sender, message)
+            case Cancel(attempts=attempts, reason=reason):
+                for attempt in attempts:
+                    self._cancel(now_s, attempt, reason)
+            case BindSegment():
+                self._onward.bound(now_s, message)
+            case PrefetchKv(attempts=attempts):
+                self.pool.prefetch(attempts)
+            case RevisePrediction():
+                self._revise(now_s, message)
+            case Registered() | ManagerHello():
+                self._reports.heard(sender, message)
+            case _:
+                assert_never(message)
+
+    def _revise(self, now_s: float, message: RevisePrediction) -> None:
+        for held in self._held.values():
+            sequence = held.sequence
+            if sequence.request_id == message.request_id:
+                sequence.predicted = message.prediction.mean
+                self._revised.append(sequence)
+
+    def _aborted(self, now_s: float, sender: InstanceId, message: KvAbort) -> None:
+        if self.sender.aborted(now_s, sender, message):
+            return
+        awaiting = self.receiver.aborted(message)
+        assert awaiting is None or awaiting.phase is Phase.AWAITING_KV
+        if awaiting is not None:  # the sender decided about the request and told the manager; here it only goes
+            self._drop(now_s, awaiting, message.reason)
+
+    # -- deadlines ---------------------------------------------------------------------------------------------
+
+    def _tick(self, now_s: float) -> None:
+        """Deadlines: leases no sender renewed, transfers without an answer; renewals of our own."""
+        settings = self.setup.settings
+        self.receiver.tick(now_s)
+        self.sender.tick(now_s)
+        if now_s >= self._next_renewal_s:
+            self._next_renewal_s = now_s + settings.lease_s / 4
+            leases, transfers = self.sender.leases(), self.receiver.waiting_transfers()
+            for peer in dict.fromkeys((*leases, *transfers)):
+                self._effects.append(Send(peer, KvRenew(leases.get(peer, []), transfers.get(peer, []))))
+        self.receiver.headroom_changed(now_s)
+        self.adapters.move(now_s)
+        if stalled := given_back(now_s, self.state, self.sender, self.receiver, self.adapters):
+            self._fail(now_s, stalled, "caches waited for each other's blocks")
+
+    # -- segments ----------------------------------------------------------------------------------------------
+
+    def _start_segment(self, now_s: float, message: StartSegment) -> None:
+        key = message.request.attempt
+        settling = key in self.sender.settling or key in self.receiver.settling
+        if key in self._held or (message.index == 0 and settling):
+            return  # said twice
+        self._effects.append(Dial(message.request.gateway, message.gateway_endpoint))
+        if message.next_endpoint:
+            following = message.segments[message.index + 1].instance
+            if following is not None:
+                self._effects.append(Dial(following, message.next_endpoint))
+        held = Held.of(message, now_s, self.setup.settings.default_prediction)
+        sequence = held.sequence
+        sequence.scored_slice = self.setup.settings.scored_step_tokens if sequence.scores_prompt else 0
+        limit = self.setup.capacity.max_model_len
+        if self.kv.geometry.blocks_for(min(sequence.max_positions, limit)) > self.kv.total_blocks:
+            self._ended(sequence, Outcome.FAILED, f"{sequence.max_positions} positions exceed the whole cache")
+            return
+        assert settling or not self.kv.held(key), f"{key} starts here and has {self.kv.held(key)} blocks"
+        self._held[key] = held
+        if message.index > 0:
+            sequence.phase = Phase.AWAITING_KV
+            self.receiver.headroom_changed(now_s)
+            self.adapters.expect(now_s, sequence)
+        else:
+            self.adapters.admit(now_s, sequence)
+
+    def _enter(self, now_s: float, sequence: Sequence) -> None:
+        """Its adapter is here, if it has one."""
+        if sequence.phase is not Phase.WAITING or not self._scoring.must_wait(sequence):
+            self.scheduler.add(now_s, sequence)
+
+    def _park(self, now_s: float, sequence: Sequence) -> None:
+        """It waits, holding its KV, until a `BindSegment` says where it goes on."""
+        assert self.state.holds(sequence), f"{sequence.key} is parked and not held"
+        sequence.phase = Phase.PARKED
+        self.pool.park(now_s, self._held[sequence.key])
+        self._ended(sequence, Outcome.PARKED)
+
+    def _arrived(self, now_s: float, sequence: Sequence) -> None:
+        """Its KV is here, in full."""
+        assert sequence.phase is Phase.AWAITING_KV, f"KV of {sequence.key} arrived, which is {sequence.phase}"
+        assert sequence.computed <= sequence.known, f"{sequence.key}: {sequence.computed} of {sequence.known} computed"
+        if sequence.end is not None and sequence.computed >= sequence.end:  # a buffer for another worker (A5, A6)
+            self._park(now_s, sequence)
+            return
+        sequence.phase = Phase.RUNNING
+        self.adapters.admit(now_s, sequence)
+
+    def _left(self, now_s: float, sequence: Sequence) -> None:
+        """Another worker runs it now."""
+        assert sequence.phase is Phase.LEAVING, f"{sequence.key} has left and is {sequence.phase}"
+        self._ended(sequence, Outcome.HANDED_OVER)
+        del self._held[sequence.key]
+
+    # -- iterations --------------------------------------------------------------------------------------------
+
+    def _plan(self, now_s: float) -> None:
+        """Start the next iteration, if anything can run. Its rows' blocks are reserved until it has ended."""
+        if self._onward.pending:
+            self._onward.between_iterations(now_s)
+        plan = self._decide(now_s)
+        for sequence in plan.evicted:
+            sequence.end = sequence.computed
+            self._park(now_s, sequence)
+        self.pool.move(now_s)
+        plan.copies = self.kv.take_copies()
+        self.counters.preemptions += len(plan.preempted)
+        for preempt in plan.preempted:
+            assert not preempt.sequence.pinned, f"{preempt.sequence.key} is preempted and a link still reads its KV"
+        if not plan.rows and not plan.copies:
+            return
+        assert_plan(plan, self.state, following=None)
+        self.state.moved_s = now_s
+        for row in plan.rows:
+            sequence = row.sequence
+            if sequence.first_scheduled_s is None:
+                sequence.first_scheduled_s = now_s
+            if sequence.end is not None and sequence.key not in self.sender:
+                following = self._held[sequence.key].next_instance
+                if following is not None:
+                    self.sender.offer(now_s, sequence, following, sequence.end)
+        self.drafts.allot(plan)
+        self.state.in_flight = plan
+        self._effects.append(StartStep(plan))
+
+    def _plan_ahead(self, now_s: float, expected: list[Attempt]) -> None:
+        """Begin the next iteration behind the one in flight, if which rows it has is certain."""
+        news = bool(self._revised) or self._scoring.pending or self._onward.pending
+        plan = self._ahead.plan(news=news, prompt_step=self._prompt_step, drafts=self.drafts.wants(expected))
+        if plan is not None:
+            assert_plan(plan, self.state, following=self.state.in_flight)
+            self.state.moved_s, self.state.ahead = now_s, plan
+            self.drafts.watch(plan)
+            self._effects.append(StartStep(plan, ahead=True))
+
+    def _decide(self, now_s: float) -> IterationPlan:
+        counts_arriving = self.scheduler.wants_arriving
+        arriving = self.receiver.arriving(self._prompt_step) if counts_arriving else 0
+        if (scored := self._scoring.next()) is not None:
+            self.scheduler.add(now_s, scored)
+        news = News(self._ran, self._revised, arriving, self._earlier)
+        self._ran, self._earlier, self._revised = None, [], []
+        self._ahead.decided()
+        plan = self.scheduler.decide(now_s, self.kv, news)
+        if counts_arriving:
+            self._prompt_step = sum(row.count for row in plan.rows if row.count > 1) or self._prompt_step
+        return plan
+
+    def _completed(self, now_s: float, event: StepEnded) -> None:
+        """The step in flight ran; `sampled` has one entry per row that reached the last known token."""
+        for scores in event.scores:
+            self._scored(scores)
+        plan, self.state.in_flight, self.state.ahead = self.plan_in_flight, self.state.ahead, None
+        held_of = self._held
+        assert plan.rows or not event.sampled, f"a step without rows sampled {event.sampled}"
+        self.drafts.ended(plan, event)
+        self.counters.steps += 1
+        if plan.rows:
+            self.state.averages.note(plan, event.latency_s)
+        if self.observed is not None and not self._repeats:  # which teaches nothing new
+            self.observed.note(plan, event.latency_s, self.kv.geometry)
+        behind = self.state.in_flight
+        self._repeats = repeats = behind is not None and same_rows(plan, behind)
+        self.state.skipped_s.append(event.latency_s)
+        if behind is None or (not repeats and plan.tokens > len(plan.rows)):
+            ran = Ran(plan, now_s, tuple(self.state.skipped_s))
+            self.state.skipped_s = []
+            if behind is None:
+                self._ran = ran
+            else:  # no decision follows, and the next plan does not tell of its prompts
+                self._earlier.append(ran)
+        ending, due = note_computed(now_s, plan, self.state)
+        assert len(event.sampled) == due or plan.drafted or plan.ended_rows, (
+            f"{len(event.sampled)} tokens of a step whose rows yield {due}"
+        )
+        add = self._tokens.add
+        for sampled in self.drafts.one_by_one(event.sampled) if plan.drafted else event.sampled:
+            held = held_of[sampled.attempt]
+            if not held.aborting and (finish := add(now_s, held, sampled)) is not None:
+                self._finished(now_s, held.sequence, finish)
+        for sequence in ending:
+            known = held_of.get(sequence.key)
+            if known is not None and known.sequence is sequence and not known.aborting:
+                self._after_row(now_s, sequence)
+        if self.pool.settle() or brings_back(plan):  # pushes that were put off
+            self.sender.push_all(now_s)
+        if self.state.aborting:
+            self._drop_aborting(now_s)
+        self.receiver.headroom_changed(now_s)
+        self.adapters.move(now_s)
+        self._tokens.flush()
+
+    def _scored(self, scores: PromptScores) -> None:
+        """Positions that are computed again (after a preemption) replace what was known."""
+        held = self._held.get(scores.attempt)
+        if held is not None:
+            held.prompt_logprobs[scores.position :] = scores.scores
+
+    def _step_failed(self, now_s: float, reason: str) -> None:
+        """The forward itself failed: its requests are given back to be placed again, the worker lives on."""
+        plan, self.state.in_flight, self.state.ahead = self.plan_in_flight, None, None
+        self.state.skipped_s, self._earlier, self._repeats = [], [], False
+        for held in self.pool.settle():  # whether their copies were made is unknown
+            self._fail(now_s, held.sequence, reason)
+        for row in plan.rows:
+            self._fail(now_s, row.sequence, reason)
+        self._drop_aborting(now_s)
+
+    def _drop_aborting(self, now_s: float) -> None:
+        aborting, self.state.aborting = self.state.aborting, []
+        for held in aborting:
+            if self.state.computes(held.sequence):  # a row of the step that was planned ahead
+                self.state.aborting.append(held)
+            else:
+                self._drop(now_s, held.sequence, "cancelled")
+
+    def _after_row(self, now_s: float, sequence: Sequence) -> None:
+        key = sequence.key
+        if sequence.end is not None and sequence.computed >= sequence.end:
+            self.scheduler.remove(now_s, sequence)
+            if key not in self.sender:
+                self._park(now_s, sequence)
+                return
+            sequence.phase = Phase.LEAVING
+            self.sender.computed(now_s, key)
+        self.sender.push(now_s, key)
+
+    # -- endings -----------------------------------------------------------------------------------------------
+
+    def _finished(self, now_s: float, sequence: Sequence, finish: FinishReason) -> None:
+        self.counters.finished[finish.value] = self.counters.finished.get(finish.value, 0) + 1
+        self._ended(sequence, Outcome.FINISHED, finish.value)
+        self._end(now_s, self._held[sequence.key], "finished before the handoff")
+
+    def _refuse(self, now_s: float, sequence: Sequence, why: str) -> None:
+        self._finished(now_s, sequence, self._tokens.fail(sequence, why))
+        self._tokens.flush()
+
+    def _cancel(self, now_s: float, key: Attempt, reason: str) -> None:
+        self.receiver.forget_offers(key)
+        held = self._held.get(key)
+        if held is None or held.aborting:
+            return
+        self._ended(held.sequence, Outcome.CANCELLED, reason)
+        self._end(now_s, held, reason)
+
+    def _fail(self, now_s: float, sequence: Sequence, reason: str) -> None:
+        """Give the request back: the manager reschedules it, its gateway resubmits it."""
+        held = self._held.get(sequence.key)
+        if held is None or held.sequence is not sequence or held.aborting:
+            return
+        if sequence.key in self.sender or sequence.key in self.receiver:
+            self.counters.transfer_failures += 1
+        self._ended(sequence, Outcome.FAILED, reason)
+        self._end(now_s, held, reason)
+
+    def _end(self, now_s: float, held: Held, reason: str) -> None:
+        """Drop it, now or when the step that computes its rows has ended."""
+        sequence = held.sequence
+        assert self.state.holds(sequence), f"{sequence.key} ends a second time: {reason}"
+        if self.state.computes(sequence):
+            self.scheduler.remove(now_s, sequence)
+            held.aborting = True
+            self.state.aborting.append(held)
+        else:
+            self._drop(now_s, sequence, reason)
+
+    def _drop(self, now_s: float, sequence: Sequence, why: str) -> None:
+        """Forget a sequence; its blocks are freed now, or as soon as its runs in flight have settled."""
+        key = sequence.key
+        self.scheduler.remove(now_s, sequence)
+        del self._held[key]
+        self.pool.bound(key)
+        being_read = self.sender.drop(key, why)
+        being_written = self.receiver.drop(key, why)
+        if not being_read and not being_written:
+            assert not sequence.pinned, f"KV of {key} is freed and a link still reads it"
+            self.kv.release(key)
+        assert key not in self.sender and key not in self.receiver, f"{key} is dropped and still transferred"
+
+    def _ended(self, sequence: Sequence, outcome: Outcome, reason: str = "") -> None:
+        ended = SegmentEnded(self.setup.instance, sequence.key, outcome, sequence.computed, reason)
+        self._effects.append(Send(self._reports.manager, ended))

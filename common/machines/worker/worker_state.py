@@ -1,0 +1,186 @@
+"""State that the parts of a worker's machine share: the record of each sequence, the settings, the effects so far.
+
+Made by `WorkerMachine`, handed to `KvSender`, `KvReceiver` and `ParkedPool`. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+import msgspec
+
+from cohort.common.config import Config, SpeculationConfig
+from cohort.common.machines.effects import WorkerEffect
+from cohort.common.machines.worker.worker_counters import Averages, WorkerCounters
+from cohort.common.messages import StartSegment, TokenLogprob
+from cohort.common.policies.interface import IterationPlan
+from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.sequence import Sequence
+from cohort.common.types import Attempt, InstanceId, WorkerCapacity
+
+REPORT_INTERVAL_S = 0.2
+"""Between two reports to the manager. Its deadlines and those of its policies (about a second) are several of these."""
+_OFFER_TIMEOUT_S = 30.0
+"""The longest a sender waits for blocks at the receiver: a cache that frees nothing for so long will not soon."""
+_LEASE_S = 5.0
+"""A receiver frees granted blocks whose lease was not renewed for so long: several renewals were lost, or the sender
+is."""
+_STALL_TIMEOUT_S = 5.0
+"""Caches that wait for each other's blocks this long give a KV transfer back; a run takes far less."""
+
+
+_PIECE_SHARE = 0.1
+"""Of a run's deadline."""
+
+
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """The parts of the configuration the machine needs."""
+
+    links: tuple[str, ...]
+    """Transports this process can use, best first."""
+    offer_timeout_s: float
+    accept_timeout_s: float
+    lease_s: float
+    default_prediction: float
+    stall_timeout_s: float = _STALL_TIMEOUT_S
+    """With KV transfers pending, the longest nothing may move: then two caches wait for each other."""
+    chunked_transfer: bool = True
+    """Push the blocks of a chunk while the next one computes (D6); else all of them once the segment is done."""
+    scored_step_tokens: int = 64
+    """Tokens of scored prompts in one iteration."""
+    learns: bool = True
+    """What iterations take is learned and reported, even if the scheduler does not decide by it."""
+    lists_queue: bool = True
+    """Reports tell the progress of every sequence (`WorkerStats.queue`)."""
+    max_loras: int = 8
+    """LoRA adapters held at once."""
+    speculation: SpeculationConfig = SpeculationConfig()
+    piece_s: float = 0.5
+    """What one run may take on its link, by what was measured there."""
+
+    @staticmethod
+    def of(config: Config, links: tuple[str, ...]) -> WorkerSettings:
+        transfer = config.transfer
+        return WorkerSettings(
+            links=links,
+            offer_timeout_s=_OFFER_TIMEOUT_S,
+            accept_timeout_s=2 * transfer.run_timeout_s + _LEASE_S,
+            lease_s=_LEASE_S,
+            piece_s=_PIECE_SHARE * transfer.run_timeout_s,
+            default_prediction=float(config.gateway.default_prediction_tokens),
+            chunked_transfer=transfer.ablation.chunked,
+            scored_step_tokens=config.engine.scored_step_tokens,
+            max_loras=config.engine.max_loras,
+            speculation=config.speculation,
+        )
+
+
+class WorkerSetup(msgspec.Struct, frozen=True):
+    """All data a worker's machine is made of, beside its policies and its seed.
+
+    `incarnation` and `endpoint` (the inbox for other workers) are this process's own; registrations carry them.
+    """
+
+    instance: InstanceId
+    incarnation: int
+    endpoint: str
+    manager: InstanceId
+    capacity: WorkerCapacity
+    settings: WorkerSettings
+    standbys: tuple[InstanceId, ...] = ()
+    """Managers that may lead in place of `manager`."""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """One sequence and everything this worker knows of it beside what policies see."""
+
+    sequence: Sequence
+    segment: StartSegment
+    """As it came: which segment this is, and which worker takes over."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of this attempt's output tokens, where asked for: they move with the request."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    aborting: bool = False
+    """Over while its rows are computed: dropped when the step ends."""
+    parked_s: float = 0.0
+    pooled: bool = False
+    """Parked, or leaving from there, with its KV in host memory."""
+    moving: bool = False
+    """The step in flight copies its KV between device and host memory."""
+    gateway: InstanceId = field(init=False)
+    stop_ids: tuple[int, ...] = field(init=False)
+    most_known: int = field(init=False)
+    """Of the request, what every one of its tokens is told by: its owner, its end tokens, its last length."""
+    prompt_known: int = field(init=False)
+    """Tokens that are prefilled alike: of the prompt, and of the output of former attempts."""
+
+    def __post_init__(self) -> None:
+        request = self.sequence.request
+        self.gateway, self.stop_ids = request.gateway, request.sampling.stop_token_ids
+        self.most_known = request.prompt_tokens + request.sampling.max_tokens
+        self.prompt_known = len(request.tokens)
+
+    @staticmethod
+    def of(message: StartSegment, now_s: float, default_prediction: float) -> Held:
+        request = message.request
+        sequence = Sequence(
+            request=request,
+            tokens=list(request.tokens),
+            end=message.segments[message.index].end,
+            batch_id=message.batch_id,
+            arrived_s=now_s - request.waited_s,
+            predicted=request.prediction.mean if request.prediction else default_prediction,
+            delivered=request.output_known,
+        )
+        return Held(sequence, message)
+
+    @property
+    def next_instance(self) -> InstanceId | None:
+        """Which worker takes over after this segment; None: none does, or it is not known yet."""
+        following = self.segment.segments[self.segment.index + 1 : self.segment.index + 2]
+        return following[0].instance if following else None
+
+
+@dataclass(slots=True, eq=False)
+class WorkerState:
+    """Shared by the parts of one machine. Only the machine changes `held`, `aborting`, `in_flight` and `ahead`."""
+
+    setup: WorkerSetup
+    kv: KvAllocator
+    random: Random
+    held: dict[Attempt, Held] = field(default_factory=dict)
+    aborting: list[Held] = field(default_factory=list)
+    """Of `held`, those that are dropped once no step in flight computes a row of theirs."""
+    in_flight: IterationPlan | None = None
+    ahead: IterationPlan | None = None
+    """Begun behind the one in flight: decode rows of sequences that sample a token in that one."""
+    effects: list[WorkerEffect] = field(default_factory=list)
+    counters: WorkerCounters = field(default_factory=WorkerCounters)
+    averages: Averages = field(default_factory=Averages)
+    skipped_s: list[float] = field(default_factory=list)
+    """Times of the iterations since the last decision that ended without another one: that were run as one with the
+    plan in flight (virtual time), or ahead of which the next was planned."""
+    link_rates: dict[InstanceId, float] = field(default_factory=dict)
+    """Bytes a second to other workers, as measured."""
+    moved_s: float = 0.0
+    """When a plan was made or a KV transfer got on last."""
+    settings: WorkerSettings = field(init=False)
+    block_size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.settings = self.setup.settings
+        self.block_size = self.setup.capacity.block_size
+
+    def holds(self, sequence: Sequence) -> bool:
+        """It is here and not over."""
+        held = self.held.get(sequence.key)
+        return held is not None and held.sequence is sequence and not held.aborting
+
+    def computes(self, sequence: Sequence) -> bool:
+        """It has a row in the step in flight or in the one behind it: its blocks are read and written."""
+        for plan in (self.in_flight, self.ahead):
+            if plan is not None and any(row.sequence is sequence for row in plan.rows):
+                return True
+        return False

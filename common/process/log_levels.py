@@ -1,0 +1,72 @@
+"""The log level of a running process, changed by SIGUSR2: to the level that a file names, else to debug and back.
+
+    cohort log-level gateway debug  ─▶ <run folder>/gateway.log-level ─▶ SIGUSR2 ─▶ the process takes the file
+    kill -USR2 PID                  ─▶ no file: debug, or the configured level where it was debug already
+
+`service.py` listens for every process; `cohort log-level` asks. A level lasts until the process ends: one that is
+started again has the configured level. Decides nothing about what is logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import Literal, get_args
+
+import structlog
+
+from cohort.common.keys.private_files import open_private
+from cohort.common.process.logs import log_level, set_log_level
+
+Level = Literal["debug", "info", "warning", "error"]
+LEVELS: tuple[Level, ...] = get_args(Level)
+
+
+def level_file(run_dir: Path, instance: str) -> Path:
+    return run_dir / f"{instance}.log-level"
+
+
+def ask_for_level(run_dir: Path, instance: str, level: Level) -> Path:
+    """Leaves the file that this process reads at its next SIGUSR2. Whole or not at all; raises `OSError`."""
+    path = level_file(run_dir, instance)
+    fresh = path.with_suffix(f".{os.getpid()}")
+    with open_private(fresh, "wb") as file:
+        file.write(level.encode())
+    fresh.replace(path)
+    return path
+
+
+def listen_for_levels(
+    run_dir: Path, instance: str, configured: Level, log: structlog.stdlib.BoundLogger, loop: asyncio.AbstractEventLoop
+) -> None:
+    """From now on SIGUSR2 changes the level instead of ending the process. A file of an earlier process is void."""
+    path = level_file(run_dir, instance)
+    with contextlib.suppress(OSError):  # a run folder that is not usable is refused elsewhere, by name
+        path.unlink()
+
+    def change() -> None:
+        before = log_level()
+        asked = _taken(path)
+        if asked and asked not in LEVELS:
+            log.warning("log level not changed: no such level", asked=asked[:40], known=LEVELS)
+            return
+        other: Level = "debug" if before != "debug" else configured
+        level = next((known for known in LEVELS if known == asked), other)
+        set_log_level(level)
+        # As a warning, so that it is written whatever the level was and is; but for "error" on both sides.
+        log.warning("log level changed", before=before, now=level)
+
+    loop.add_signal_handler(signal.SIGUSR2, change)
+
+
+def _taken(path: Path) -> str:
+    """The file's word, and the file gone: its absence tells the asker that it was read. "" without one."""
+    try:
+        word = path.read_text(encoding="ascii", errors="replace").strip()
+        path.unlink(missing_ok=True)
+    except OSError:
+        return ""
+    return word

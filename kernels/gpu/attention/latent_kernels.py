@@ -1,0 +1,239 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, no-any-return"
+"""Attention over latents in Triton (multi-head latent attention, DeepSeek-V2 §2.1): one vector of a token, all heads'.
+
+Launched by `latents`. A latent's first RANK numbers are key and value, the ROTATED behind them key alone. Queries come
+absorbed, so a tile of them meets latents as they lie: each is read once for all the heads of a tile, and what is read
+as a key is the value too. Where a token lies, parts of contexts, and scores in units of log2 are as in
+`attention_kernels`, whose `merge_parts` joins the parts.
+
+Triton reads annotations, so this file must not postpone them.
+"""
+
+import triton
+import triton.language as tl
+
+from cohort.kernels.gpu.attention.attention_kernels import _VARYING, _parts
+from cohort.kernels.gpu.attention.attention_tiles import product
+
+
+@triton.jit
+def _over_latents(
+    query,
+    turned_query,
+    latents,
+    block_table,
+    begin,
+    end,
+    position,
+    scale,
+    block_stride,
+    BLOCK_SIZE: tl.constexpr,
+    RANK: tl.constexpr,
+    PAD_RANK: tl.constexpr,
+    ROTATED: tl.constexpr,
+    PAD_ROTATED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Softmax-weighted latents [begin, end): the sum [TILE_ROWS, PAD_RANK], its peak score and its weight."""
+    dim = tl.arange(0, PAD_RANK)
+    turned = tl.arange(0, PAD_ROTATED)
+    peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([TILE_ROWS], tl.float32)
+    total = tl.zeros([TILE_ROWS, PAD_RANK], tl.float32)
+    for first in range(begin, end, TILE_KEYS):
+        key_position = first + tl.arange(0, TILE_KEYS)
+        there = key_position < end
+        index = key_position // BLOCK_SIZE
+        slot = key_position % BLOCK_SIZE
+        block = tl.load(block_table + index, mask=there, other=0)
+        slot = tl.where(block < 0, BLOCK_SIZE - 1 - slot, slot)
+        block = (block ^ (block >> 31)).to(tl.int64)
+        cell = latents + (block * block_stride + slot * (RANK + ROTATED))[:, None]
+        wanted = there[:, None]
+        wanted_turned = there[:, None]
+        if PAD_RANK != RANK:
+            wanted = wanted & (dim < RANK)[None, :]
+        if PAD_ROTATED != ROTATED:
+            wanted_turned = wanted_turned & (turned < ROTATED)[None, :]
+        latent = tl.load(cell + dim[None, :], mask=wanted, other=0.0)
+        turned_key = tl.load(cell + RANK + turned[None, :], mask=wanted_turned, other=0.0)
+        score = tl.zeros([TILE_ROWS, TILE_KEYS], tl.float32)
+        score = product(query, tl.trans(latent), score, WIDE)
+        score = product(turned_query, tl.trans(turned_key), score, WIDE) * scale
+        visible = there[None, :]
+        if CAUSAL:
+            visible = visible & (key_position[None, :] <= position[:, None])
+        score = tl.where(visible, score, float("-inf"))
+        higher = tl.maximum(peak, tl.max(score, 1))
+        # a tile row that has seen no key yet: -inf less -inf is no number
+        above = tl.where(higher == float("-inf"), 0.0, higher)
+        share = tl.exp2(score - above[:, None])
+        fade = tl.exp2(peak - above)
+        weight = weight * fade + tl.sum(share, 1)
+        total = product(share.to(latent.dtype), latent, total * fade[:, None], WIDE)
+        peak = higher
+    return total, peak, weight
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def decode_latents(
+    query,
+    kv,
+    query_start,
+    context_lens,
+    block_tables,
+    out,
+    partial,
+    lse,
+    first_row,
+    rows,
+    items,
+    scale,
+    query_stride,
+    query_head_stride,
+    out_stride,
+    out_head_stride,
+    table_stride,
+    block_stride,
+    GROUP: tl.constexpr,
+    HEAD_TILES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    RANK: tl.constexpr,
+    PAD_RANK: tl.constexpr,
+    ROTATED: tl.constexpr,
+    PAD_ROTATED: tl.constexpr,
+    PAD_ROWS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    MIN_PART_KEYS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Items in turn: one part of one row's latents, for the GROUP heads of one tile. Grid (any number of programs).
+
+    A row of one part goes to `out`. Of others each part's average and its log2-sum-exp2 go to `partial` and `lse`,
+    [parts of all rows, query heads(, RANK)]. A row without latents (a captured graph's padding) gives zeros.
+    """
+    parts = _parts(
+        query_start, context_lens, first_row, rows, 0, items, HEAD_TILES, PAD_ROWS, MIN_PART_KEYS, TILE_KEYS, False
+    )
+    end_part = tl.cumsum(parts, 0)
+    member = tl.arange(0, TILE_ROWS)
+    dim = tl.arange(0, PAD_RANK)
+    turned = tl.arange(0, PAD_ROTATED)
+    held = (member < GROUP)[:, None] & (dim < RANK)[None, :]
+    held_turned = (member < GROUP)[:, None] & (turned < ROTATED)[None, :]
+    for item in range(tl.program_id(0), tl.sum(parts, 0) * HEAD_TILES, tl.num_programs(0)):
+        place = item // HEAD_TILES
+        done = end_part <= place  # rows all of whose parts come before this one
+        row = tl.sum(done.to(tl.int32), 0)
+        own_parts = tl.sum(tl.where(tl.arange(0, PAD_ROWS) == row, parts, 0), 0)
+        part = place - tl.max(tl.where(done, end_part, 0), 0)
+        token = tl.load(query_start + first_row + row).to(tl.int64)
+        context = tl.load(context_lens + first_row + row)
+        part_keys = tl.cdiv(tl.cdiv(context, own_parts), TILE_KEYS) * TILE_KEYS
+        begin = part * part_keys
+        head = item % HEAD_TILES * GROUP + member
+        query_cell = query + token * query_stride + head[:, None] * query_head_stride
+        total, peak, weight = _over_latents(
+            tl.load(query_cell + dim[None, :], mask=held, other=0.0),
+            tl.load(query_cell + RANK + turned[None, :], mask=held_turned, other=0.0),
+            kv,
+            block_tables + (first_row + row).to(tl.int64) * table_stride,
+            begin,
+            tl.minimum(begin + part_keys, context),
+            member,
+            scale,
+            block_stride,
+            BLOCK_SIZE,
+            RANK,
+            PAD_RANK,
+            ROTATED,
+            PAD_ROTATED,
+            TILE_ROWS,
+            TILE_KEYS,
+            False,
+            WIDE,
+        )
+        some = tl.where(weight > 0, weight, 1.0)
+        average = total / some[:, None]
+        if own_parts == 1:
+            out_cell = out + token * out_stride + head[:, None] * out_head_stride + dim[None, :]
+            tl.store(out_cell, average.to(out.dtype.element_ty), mask=held)
+        else:
+            cell = place.to(tl.int64) * (HEAD_TILES * GROUP) + head
+            tl.store(partial + cell[:, None] * RANK + dim[None, :], average, mask=held)
+            tl.store(lse + cell, peak + tl.log2(some), mask=member < GROUP)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def prefill_latents(
+    query,
+    kv,
+    query_start,
+    context_lens,
+    block_tables,
+    out,
+    scale,
+    query_stride,
+    query_head_stride,
+    out_stride,
+    out_head_stride,
+    table_stride,
+    block_stride,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    RANK: tl.constexpr,
+    PAD_RANK: tl.constexpr,
+    ROTATED: tl.constexpr,
+    PAD_ROTATED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """TILE_TOKENS tokens of one row over the row's whole past in the cache, for the GROUP heads of one tile.
+
+    Grid (tiles of heads, rows, tiles of the longest row); a row's last tiles, which see most, start first.
+    """
+    row = tl.program_id(1)
+    tile = tl.num_programs(2) - 1 - tl.program_id(2)
+    first_token = tl.load(query_start + row)
+    count = tl.load(query_start + row + 1) - first_token
+    if tile * TILE_TOKENS >= count:
+        return
+    context = tl.load(context_lens + row)
+    tile_row = tl.arange(0, TILE_ROWS)
+    dim = tl.arange(0, PAD_RANK)
+    turned = tl.arange(0, PAD_ROTATED)
+    in_row = tile * TILE_TOKENS + tile_row // GROUP
+    head = tl.program_id(0) * GROUP + tile_row % GROUP
+    there = (in_row < count) & (tile_row < TILE_TOKENS * GROUP)
+    held = there[:, None] & (dim < RANK)[None, :]
+    token = (first_token + in_row).to(tl.int64)
+    query_cell = query + token[:, None] * query_stride + head[:, None] * query_head_stride
+    total, _, weight = _over_latents(
+        tl.load(query_cell + dim[None, :], mask=held, other=0.0),
+        tl.load(query_cell + RANK + turned[None, :], mask=there[:, None] & (turned < ROTATED)[None, :], other=0.0),
+        kv,
+        block_tables + row.to(tl.int64) * table_stride,
+        0,
+        tl.minimum(context - count + (tile + 1) * TILE_TOKENS, context),
+        context - count + in_row,
+        scale,
+        block_stride,
+        BLOCK_SIZE,
+        RANK,
+        PAD_RANK,
+        ROTATED,
+        PAD_ROTATED,
+        TILE_ROWS,
+        TILE_KEYS,
+        True,
+        WIDE,
+    )
+    average = total / tl.where(weight > 0, weight, 1.0)[:, None]
+    out_cell = out + token[:, None] * out_stride + head[:, None] * out_head_stride + dim[None, :]
+    tl.store(out_cell, average.to(out.dtype.element_ty), mask=held)

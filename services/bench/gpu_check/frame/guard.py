@@ -1,0 +1,191 @@
+"""One broken item hides nothing: every item of a section runs guarded, with a deadline of its own.
+
+    item raises              a row "fail" with the reason; the device is asked whether it still answers
+      it answers             the next item runs
+      it does not            its context is dead: all later items are "not run", with the cause; the process may end
+    memory does not suffice  "does not fit", no verdict: another card would hold it
+    deadline passed          an exception in the item; if that does not stop it (a kernel that never ends), the process
+                             is ended after a grace period, its rows written
+
+Made by `__main__` for each section's process, used by the sections. Decides verdicts of failures, never of metrics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import NoReturn, TypeVar
+
+import torch
+
+from cohort.services.bench.gpu_check.frame.report import Findings
+
+GRACE_S = 5.0
+_LEAST_S = 0.5
+_POLL_S = 0.5
+_KEPT_BYTES = 4 << 30
+EXIT_OVERRUN = 3
+
+Found = TypeVar("Found")
+
+
+class DoesNotFit(Exception):
+    """The item needs more memory than this device has."""
+
+
+class NotThere(Exception):
+    """The item needs a tool, a package or a function that is not installed."""
+
+
+class Overrun(Exception):
+    """The item's deadline has passed."""
+
+
+def probe_device(device: torch.device) -> None:
+    """Raise what the device raises if its context no longer works."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.zeros(1, device=device).item()
+
+
+class Guard:
+    """The items of one section. `seconds`: until the section is to end. `patience` stretches the items' own deadlines:
+    without a GPU nothing is measured, and a busy machine may take its time."""
+
+    def __init__(
+        self,
+        found: Findings,
+        device: torch.device,
+        seconds: float,
+        *,
+        patience: float = 1.0,
+        probe: Callable[[torch.device], None] = probe_device,
+        end: Callable[[int], NoReturn] = os._exit,
+    ) -> None:
+        self._found = found
+        self._device = device
+        self._until_s = time.monotonic() + seconds
+        self._patience = patience
+        self._probe = probe
+        self._end = end
+        self.dead = ""
+        """Why the device no longer answers; "" = it does."""
+        self._running: tuple[str, float] | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the section is to end."""
+        return self._until_s - time.monotonic()
+
+    def item(self, name: str, call: Callable[[], Found], seconds: float = 60.0) -> Found | None:
+        """What `call` returns; None where it could not be had, and then a row says why."""
+        if self.dead:
+            self._found.said(name, f"the device no longer answers: {self.dead}", "not run")
+            return None
+        seconds = min(seconds * self._patience, self.left_s)
+        if seconds < _LEAST_S:
+            self._found.said(name, "no time was left", "not run")
+            return None
+        print(f"-- {name}", flush=True)
+        started = time.monotonic()
+        try:
+            with self._deadline(name, seconds):
+                found = call()
+            self._settle()
+            return found
+        except (torch.OutOfMemoryError, DoesNotFit) as error:
+            self._found.said(name, f"does not fit: {_words(error)}")
+            self._after(name, error)
+        except NotThere as error:
+            self._found.said(name, f"not there: {_words(error)}")
+        except Overrun as error:
+            traceback.print_exc()
+            self._found.said(name, f"not done after {seconds:.0f} s", "fail")
+            self._after(name, error)
+        except Exception as error:  # of any kind: the row tells
+            traceback.print_exc()
+            self._found.said(name, f"{type(error).__name__}: {_words(error)}", "fail")
+            self._after(name, error)
+        finally:
+            print(f"   {time.monotonic() - started:.1f} s", flush=True)
+        return None
+
+    def _settle(self) -> None:
+        """What the item launched and the device could not do is this item's failure, not the next one's. What the
+        allocator keeps of a large item is returned, lest its pieces be in the next one's way."""
+        self._probe(self._device)
+        if self._device.type == "cuda":
+            kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+            if kept > _KEPT_BYTES:
+                torch.cuda.empty_cache()
+
+    def _after(self, name: str, error: BaseException) -> None:
+        """Let go of what the item held, then ask the device whether it still answers."""
+        for each in (error, error.__cause__, error.__context__):
+            if each is not None and each.__traceback__ is not None:
+                traceback.clear_frames(each.__traceback__)
+        gc.collect()
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            self._probe(self._device)
+        except Exception as broken:
+            self.dead = f"{_words(broken)} (since: {name})"
+            print(f"the device's context is dead: {self.dead}", flush=True)
+
+    @contextlib.contextmanager
+    def _deadline(self, name: str, seconds: float) -> Iterator[None]:
+        """SIGALRM stops what runs Python; `watch` ends a process that does not come back to Python."""
+        in_main = threading.current_thread() is threading.main_thread()
+
+        def passed(_signal: int, _frame: object) -> None:
+            raise Overrun(name)
+
+        before = None
+        if in_main:
+            before = signal.signal(signal.SIGALRM, passed)
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+        self._running = (name, time.monotonic() + seconds + GRACE_S)
+        try:
+            yield
+        finally:
+            self._running = None
+            if in_main:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
+
+    def watch(self) -> None:
+        """Start the thread that ends this process when an item hangs, or when the one that started it is gone."""
+        parent = os.getppid()
+
+        def keep_watch() -> None:
+            while True:
+                time.sleep(_POLL_S)
+                if os.getppid() != parent:
+                    with contextlib.suppress(OSError):
+                        os.killpg(0, signal.SIGTERM)
+                    self._end(EXIT_OVERRUN)
+                self.check()
+
+        threading.Thread(target=keep_watch, name="watch", daemon=True).start()
+
+    def check(self) -> None:
+        """End the process if an item is past its deadline and its grace."""
+        running = self._running
+        if running is not None and time.monotonic() > running[1]:
+            name = running[0]
+            self._found.said(name, "hangs past its deadline: the process was ended", "fail")
+            self._found.said("the section's other items", f"'{name}' hangs", "not run")
+            sys.stdout.flush()
+            self._end(EXIT_OVERRUN)
+
+
+def _words(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__

@@ -1,0 +1,198 @@
+"""Section: a mixture's experts in codes: right first, then their time against the bound and against 16 bits.
+
+Shapes are those of Qwen3-30B-A3B and of gpt-oss-20b, whose activation is clamped and whose products have biases. The
+bound is the bytes of the experts that the drawn routing takes, read once, and what goes in and out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cohort.kernels import reference
+from cohort.kernels.code_dtypes import E2M1, E4M3, E8M0
+from cohort.kernels.ops.experts import expert_outputs
+from cohort.kernels.types import ClampedSwiglu, ExpertCodes
+from cohort.services.bench.gpu_check.frame import rates
+from cohort.services.bench.gpu_check.frame.context import Check
+from cohort.services.bench.gpu_check.frame.predictions import Facts, expect
+
+_ALLOWED = 1e-2
+_ROTATED_BYTES = 256 << 20  # several times the second-level cache, as in `products`
+_MOST_COPIES = 4
+_ITEM_S = 10
+_GPT_OSS = ClampedSwiglu(alpha=1.702, limit=7.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """`clamped`: as gpt-oss has it."""
+
+    model: str
+    count: int
+    per_token: int
+    hidden: int
+    inner: int
+    clamped: bool = False
+
+
+_QWEN3 = Mixture("Qwen3-30B-A3B", 128, 8, 2048, 768)
+_OSS = Mixture("gpt-oss-20b", 32, 4, 2880, 2880, clamped=True)
+_TINY = Mixture("tiny", 4, 2, 64, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`group` inputs share a scale; 0 = a whole row."""
+
+    name: str
+    codes: torch.dtype
+    group: int
+    mixture: Mixture
+    offsets: bool = False
+
+
+_LAYOUTS = (
+    Layout("FP8, blocks of 128", E4M3, 128, _QWEN3),
+    Layout("INT8 by channel", torch.int8, 0, _QWEN3),
+    Layout("4 bits, groups of 128", torch.uint8, 128, _QWEN3, offsets=True),
+    Layout("MXFP4", E2M1, 32, _OSS),
+)
+
+
+def run(check: Check) -> None:
+    torch.manual_seed(17)
+    layouts = _LAYOUTS if check.real else tuple(_tiny(layout) for layout in _LAYOUTS)
+    for layout in layouts:
+        for tokens in (1, 33, 900) if check.real else (1, 20):
+            name = f"{layout.name}: {layout.mixture.model}, {tokens} tokens"
+            error = check.guard.item(f"right: {name}", partial(_error, check, layout, tokens), _ITEM_S)
+            if error is not None:
+                told = f"relative error {error:.2g}, allowed {_ALLOWED:g}"
+                check.found.checked(f"right: {name}", error <= _ALLOWED, told)
+    for layout in layouts:
+        for tokens in (1, 16, 64, 256) if check.real else (1,):
+            name = f"{layout.name}: {layout.mixture.model}, {tokens} tokens"
+            check.guard.item(name, partial(_measure, check, name, layout, tokens), _ITEM_S)
+
+
+def _tiny(layout: Layout) -> Layout:
+    clamped = layout.mixture.clamped
+    mixture = Mixture(_TINY.model, _TINY.count, _TINY.per_token, _TINY.hidden, _TINY.inner, clamped)
+    return Layout(layout.name, layout.codes, min(layout.group, 32), mixture, layout.offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    gate_up: Tensor | ExpertCodes
+    down: Tensor | ExpertCodes
+    biases: tuple[Tensor, Tensor] | None
+    clamped: ClampedSwiglu | None
+
+    def outputs(self, x: Tensor, chosen: Tensor) -> Tensor:
+        return expert_outputs(x, chosen, self.gate_up, self.down, self.biases, self.clamped)
+
+    @property
+    def num_bytes(self) -> int:
+        return _bytes(self.gate_up) + _bytes(self.down)
+
+
+def _bytes(weight: Tensor | ExpertCodes) -> int:
+    if isinstance(weight, Tensor):
+        return weight.nbytes
+    return weight.codes.nbytes + weight.scales.nbytes + (0 if weight.offsets is None else weight.offsets.nbytes)
+
+
+def _make(check: Check, layout: Layout, *, plain: bool = False) -> _Weights:
+    m, device = layout.mixture, check.device
+    shapes = ((m.count, 2 * m.inner, m.hidden), (m.count, m.hidden, m.inner))
+    gate_up, down = (
+        torch.empty(shape, device=device, dtype=check.dtype).normal_() if plain else make_codes(layout, *shape, device)
+        for shape in shapes
+    )
+    biases = None
+    if m.clamped:
+        first, second = (torch.randn(shape[:2], device=device).to(check.dtype) for shape in shapes)
+        biases = (first, second)
+    return _Weights(gate_up, down, biases, _GPT_OSS if m.clamped else None)
+
+
+def make_codes(layout: Layout, experts: int, outputs: int, inputs: int, device: torch.device) -> ExpertCodes:
+    """Random codes, and scales that leave sums of the order of 1."""
+    group = min(layout.group or inputs, inputs)
+    shape = (experts, outputs, -(-inputs // group))
+    if layout.codes == E2M1:  # a code is 2.6 in the mean of squares
+        codes = torch.randint(0, 256, (experts, outputs, inputs // 2), dtype=torch.uint8, device=device)
+        size = 127 - round(0.5 * torch.tensor(float(inputs)).log2().item() + 1.4)
+        scales = torch.randint(size - 1, size + 2, shape, dtype=torch.uint8, device=device)
+        return ExpertCodes(codes.view(E2M1), scales.view(E8M0), None, group)
+    if layout.codes == torch.uint8:
+        codes = torch.randint(0, 256, (experts, outputs, inputs // 2), dtype=torch.uint8, device=device)
+    elif layout.codes == torch.int8:
+        codes = torch.randint(-127, 128, (experts, outputs, inputs), dtype=torch.int8, device=device)
+    else:
+        codes = (64 * torch.randn((experts, outputs, inputs), device=device)).clamp(-448, 448).to(layout.codes)
+    size_of = {torch.uint8: 5.0, torch.int8: 73.0}.get(layout.codes, 64.0)
+    factors = (0.5 + torch.rand(shape, device=device)) * inputs**-0.5 / size_of
+    return ExpertCodes(codes, factors, -8 * factors if layout.offsets else None, group)
+
+
+def _routed(check: Check, mixture: Mixture, tokens: int) -> tuple[Tensor, Tensor]:
+    """Rows, and experts of each drawn evenly, ascending."""
+    scores = torch.rand(tokens, mixture.count, device=check.device)
+    chosen = scores.topk(mixture.per_token, dim=1).indices.sort(dim=1).values
+    return torch.randn(tokens, mixture.hidden, device=check.device).to(check.dtype), chosen
+
+
+def _error(check: Check, layout: Layout, tokens: int) -> float:
+    """‖ours − truth‖ / ‖truth‖; the truth in float32 over what the codes stand for, rounded to the model's type between
+    the products. NaN never passes."""
+    weights = _make(check, layout)
+    x, chosen = _routed(check, layout.mixture, tokens)
+    ours = weights.outputs(x, chosen).double()
+    numbers = [
+        reference.expert_numbers(each) for each in (weights.gate_up, weights.down) if isinstance(each, ExpertCodes)
+    ]
+    biases = None if weights.biases is None else (weights.biases[0].float(), weights.biases[1].float())
+    truth = reference.expert_outputs(x.float(), chosen, numbers[0], numbers[1], biases, weights.clamped).double()
+    return float((ours - truth).norm() / truth.norm())
+
+
+def _measure(check: Check, name: str, layout: Layout, tokens: int) -> None:
+    m, element = layout.mixture, check.dtype.itemsize
+    x, chosen = _routed(check, m, tokens)
+    first = _make(check, layout)
+    taken_s = _seconds(check, first, lambda: _make(check, layout), x, chosen)
+    coded_bytes = first.num_bytes
+    del first
+    plain_s = _seconds(check, _make(check, layout, plain=True), None, x, chosen)
+    experts, rows = len(set(chosen.flatten().tolist())), tokens * m.per_token
+    moved = coded_bytes * experts // m.count + (tokens * m.hidden + rows * (4 * m.inner + m.hidden)) * element
+    ceilings = check.ceilings()
+    least_s = ceilings.least_s(moved, 2.0 * rows * 3 * m.inner * m.hidden)
+    check.found.measured(
+        name,
+        taken_s / least_s,
+        "x the bound",
+        expect=expect("coded experts", Facts(ceilings)),
+        note=f"{taken_s * 1e6:.0f} us, {experts} experts; 16 bits take {plain_s * 1e6:.0f} us, "
+        f"{plain_s / taken_s:.2f} times as long",
+    )
+
+
+def _seconds(check: Check, first: _Weights, another: Callable[[], _Weights] | None, x: Tensor, chosen: Tensor) -> float:
+    """Of one layer's experts, each time over another copy of the weights where one fits the second-level cache."""
+    wanted = -(-_ROTATED_BYTES // first.num_bytes) if check.real else 2
+    layers = [first]
+    if another is not None:
+        layers += [another() for _ in range(min(_MOST_COPIES, wanted) - 1)]
+
+    def every() -> None:
+        for layer in layers:
+            layer.outputs(x, chosen)
+
+    return rates.seconds(rates.replayed(every, check.device), check.device) / len(layers)

@@ -1,0 +1,193 @@
+"""One streaming request over HTTP: sends a prepared body, stamps every chunk, names what went wrong.
+
+Called by `driver`, one `stream` at a time per record. Never raises for a failed request: the record says what
+happened; only cancellation passes through (after it is recorded). Never retries: a benchmark reports what the server
+did.
+
+Output is a chunk whose choice has text, content, reasoning or a tool call. A chunk that only names the
+role (sent by some servers before anything is computed) is no token; neither is an empty one that only says why the
+answer ended (unless nothing came before), but it does set the end of the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import aiohttp
+import msgspec
+
+from cohort.services.bench.http.load.records import RequestRecord
+from cohort.services.bench.http.load.sse import DONE, EventParser
+from cohort.services.bench.http.load.workload import RequestPlan
+
+MAX_DETAIL_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request whose bytes exist before the clock starts."""
+
+    plan: RequestPlan
+    body: bytes
+    headers: Mapping[str, str]
+
+
+class StreamClient(Protocol):
+    """A client for prepared requests; HTTP here. Another mode brings its own, the driver stays."""
+
+    async def stream(self, request: PreparedRequest, record: RequestRecord, start_s: float) -> None: ...
+
+
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    tool_calls: Any = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+    @property
+    def carries_output(self) -> bool:
+        if self.delta is not None:
+            delta = self.delta
+            if delta.content or delta.reasoning or delta.reasoning_content or delta.tool_calls:
+                return True
+            # Half a character: a token was made though nothing can be shown yet. A role alone is none.
+            return delta.content is not None and delta.role is None and self.finish_reason is None
+        if self.text:
+            return True
+        return self.text is not None and self.finish_reason is None
+
+
+class _TokenDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _TokenDetails | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+def now_s() -> float:
+    """The one clock of a run."""
+    return time.perf_counter()
+
+
+class HttpStreamClient:
+    """`session` must have no connection limit of its own, or its queue would be measured instead of the server's."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, timeout_s: float) -> None:
+        self._session = session
+        self._url = url
+        self._timeout_s = timeout_s
+        self._decode = msgspec.json.Decoder(_Chunk).decode
+
+    async def stream(self, request: PreparedRequest, record: RequestRecord, start_s: float) -> None:
+        record.sent_s = record.end_s = now_s() - start_s
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._exchange(request, record, start_s)
+        except TimeoutError:
+            _fail(record, "timeout", f"no complete answer within {self._timeout_s:g} s")
+        except asyncio.CancelledError:
+            record.status = "cancelled"
+            raise
+        except aiohttp.ClientConnectorError as error:
+            _fail(record, "connect", str(error))
+        except (aiohttp.ClientError, ConnectionError) as error:
+            _fail(record, "disconnected", f"{type(error).__name__}: {error}")
+        finally:
+            if record.status != "completed":
+                record.end_s = now_s() - start_s
+
+    async def _exchange(self, request: PreparedRequest, record: RequestRecord, start_s: float) -> None:
+        async with self._session.post(self._url, data=request.body, headers=request.headers) as response:
+            if response.status != 200:
+                _fail(record, f"http_{response.status}", error_message(await response.read()))
+                return
+            if response.content_type != "text/event-stream":
+                _fail(record, "not_a_stream", f"content type {response.content_type}")
+                return
+            await self._read(response.content, record, start_s)
+
+    async def _read(self, content: aiohttp.StreamReader, record: RequestRecord, start_s: float) -> None:
+        parser = EventParser()
+        finished = done = False
+        async for data in content.iter_any():
+            at_s = now_s() - start_s
+            for payload in parser.feed(data):
+                if payload == DONE:
+                    done = True
+                elif payload:
+                    finished |= self._take(payload, record, at_s)
+                    if record.status == "failed":
+                        return
+        for payload in parser.finish():
+            done |= payload == DONE
+        if not (done or finished):
+            _fail(record, "truncated", "the stream ended without [DONE] and without a finish reason")
+        elif not record.token_s:
+            _fail(record, "empty", "the stream ended without any output")
+        else:
+            record.status = "completed"
+
+    def _take(self, payload: bytes, record: RequestRecord, at_s: float) -> bool:
+        """Notes one event; True if it says why the answer ended."""
+        try:
+            chunk = self._decode(payload)
+        except msgspec.MsgspecError as error:
+            _fail(record, "bad_event", f"{error}: {payload[:100]!r}")
+            return False
+        if chunk.error is not None:
+            _fail(record, "stream_error", error_message(payload))
+            return False
+        if chunk.usage is not None:
+            record.reported_prompt_tokens = chunk.usage.prompt_tokens
+            record.reported_output_tokens = chunk.usage.completion_tokens
+            if chunk.usage.prompt_tokens_details is not None:
+                record.cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens
+        if not chunk.choices:
+            return False
+        record.end_s = at_s
+        finished = any(choice.finish_reason for choice in chunk.choices)
+        # An answer whose only chunk is its empty end still took until now to make its one token.
+        if any(choice.carries_output for choice in chunk.choices) or (finished and not record.token_s):
+            record.token_s.append(at_s)
+        return finished
+
+
+def error_message(body: bytes) -> str:
+    """The message inside an OpenAI-style error body; the body itself where there is none."""
+    try:
+        parsed = msgspec.json.decode(body)
+    except msgspec.MsgspecError:
+        parsed = None
+    if isinstance(parsed, dict):
+        error = parsed.get("error", parsed)
+        message = error.get("message") if isinstance(error, dict) else error
+        detail = message or parsed.get("detail")
+        if detail:
+            return str(detail)[:MAX_DETAIL_CHARS]
+    return body[:MAX_DETAIL_CHARS].decode(errors="replace")
+
+
+def _fail(record: RequestRecord, kind: str, detail: str) -> None:
+    record.status = "failed"
+    record.error_kind = kind
+    record.error_detail = detail

@@ -1,1 +1,0 @@
-"""The KV links of this machine, measured between two processes."""

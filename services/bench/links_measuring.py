@@ -1,0 +1,365 @@
+"""The measuring process of `cohort bench links`: KV links between two processes of this host.
+
+For a person deciding on `transfer.links`, or looking for a link that fell back to TCP. Gigabytes per second by message
+size for each link, and beside them what UCX's own `ucx_perftest` reaches in the same rounds, if the libucx wheel
+brought it: all run in turn, so that other load on the machine hits all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import numpy as np
+
+from cohort.common.config.serving import TransferConfig
+from cohort.common.errors import ConfigError, TransferError
+from cohort.common.transport.kv_link import KvLink
+from cohort.common.transport.security import generate_keys, load_keys
+from cohort.common.transport.ucx_devices import UcxChoice
+
+MB = 1 << 20
+SIZES_MB = (1, 4, 16, 64)
+ROUNDS = 5
+TOTAL_MB = 512
+PERFTEST = "ucx_perftest"
+LINKS = ("ucx", "ucx-tcp", "nixl", "nixl-tcp", "zmq", "zmq-curve")
+"""As UCX chooses, or over TCP alone; ZeroMQ in clear, or with a key."""
+PIPELINED = TransferConfig().runs_at_once  # messages under way at once, as the transfer agent has runs
+TIMEOUT_S = 60.0
+_LISTENING_S = 0.5  # ucx_perftest does not say when it listens
+
+
+class LinkRates(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes a second of one contender at one message size, a figure per round."""
+
+    name: str
+    size_mb: int
+    rates: list[float]
+
+    @property
+    def median(self) -> float:
+        return median(self.rates)
+
+
+class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
+    """`missing`: contenders that could not run here, and why. `load_1m`: load average before and after."""
+
+    rounds: int
+    total_mb: int
+    cores: int
+    load_1m: list[float]
+    rates: list[LinkRates]
+    missing: dict[str, str]
+
+    def of(self, name: str, size_mb: int) -> LinkRates | None:
+        return next((found for found in self.rates if found.name == name and found.size_mb == size_mb), None)
+
+    def ratio(self, name: str, other: str, size_mb: int) -> float | None:
+        """`name` over `other`, median of the rounds' own ratios; None where one of them did not run."""
+        ours, theirs = self.of(name, size_mb), self.of(other, size_mb)
+        if ours is None or theirs is None:
+            return None
+        return median(a / b for a, b in zip(ours.rates, theirs.rates, strict=True))
+
+
+Contender = Callable[[int], Awaitable[float]]
+"""Moves a measurement's worth of messages of this many megabytes and returns bytes a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Where the two processes are. `host`: the address at which ZeroMQ listens here. `through`: a command that runs the
+    other process, as `ip netns exec …`. `keys_file`: of a cluster's key, made for this measurement.
+    `net_devices`: UCX's."""
+
+    host: str = "127.0.0.1"
+    through: tuple[str, ...] = ()
+    keys_file: str = ""
+    net_devices: str = ""
+
+
+async def measure(
+    links: Sequence[str],
+    sizes_mb: Sequence[int],
+    rounds: int,
+    total_mb: int,
+    progress: Callable[[int, int, str], None],
+    ends: Ends | None = None,
+) -> LinkReport:
+    """All contenders in turn, round after round; the first round of every size only warms up."""
+    ends = ends or Ends()
+    load_before = os.getloadavg()[0]
+    contenders: dict[str, Contender] = {}
+    missing: dict[str, str] = {}
+    pairs: list[LinkPair] = []
+    rates: list[LinkRates] = []
+    try:
+        for name in links:
+            try:
+                pairs.append(await LinkPair.open(name, ends))
+                contenders[name] = _link_contender(pairs[-1], total_mb)
+            except (TransferError, ConfigError) as error:
+                missing[name] = str(error)
+        tool = None if ends.through else find_perftest()
+        if ends.through:
+            missing[PERFTEST] = "it is measured between processes of this host alone"
+        elif tool is None:
+            missing[PERFTEST] = "this installation has no libucx wheel with bin/ucx_perftest"
+        else:
+            contenders[PERFTEST] = _perftest_contender(tool, total_mb)
+        for done, size_mb in enumerate(sizes_mb):
+            progress(done, len(sizes_mb), f"{size_mb} MB")
+            found: dict[str, list[float]] = {name: [] for name in contenders}
+            for round_index in range(rounds + 1):
+                for name in list(contenders):
+                    try:
+                        rate = await contenders[name](size_mb)
+                    except TransferError as error:
+                        missing[name] = str(error)
+                        del contenders[name], found[name]
+                        continue
+                    if round_index > 0:
+                        found[name].append(rate)
+            rates += [LinkRates(name=name, size_mb=size_mb, rates=each) for name, each in found.items()]
+    finally:
+        for pair in pairs:
+            await pair.close()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return LinkReport(
+        rounds=rounds,
+        total_mb=total_mb,
+        cores=cores,
+        load_1m=[load_before, os.getloadavg()[0]],
+        rates=rates,
+        missing=missing,
+    )
+
+
+class LinkPair:
+    """The receiving side here, with the clock; the sending side is a child process, told what to send on its stdin."""
+
+    def __init__(self, name: str, link: KvLink, child: asyncio.subprocess.Process) -> None:
+        self.name = name
+        self._link = link
+        self._child = child
+        self._tag = 0
+        self._buffers: dict[int, list[np.ndarray]] = {}
+
+    @classmethod
+    async def open(cls, name: str, ends: Ends) -> LinkPair:
+        """Raises `TransferError` where the link cannot be had."""
+        link = _open(name, ends)
+        child = await asyncio.create_subprocess_exec(
+            *ends.through,
+            sys.executable,
+            "-P",
+            "-m",
+            "cohort.services.bench.links_measuring",
+            "--sender",
+            name,
+            link.address().hex(),
+            ends.keys_file,
+            ends.net_devices,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert child.stdout is not None
+        try:
+            address = await asyncio.wait_for(child.stdout.readline(), TIMEOUT_S)
+        except TimeoutError:
+            address = b""
+        if not address:
+            child.kill()
+            await link.close()
+            raise TransferError(f"{name}: the sending process did not start")
+        return cls(name, link, child)
+
+    async def rate(self, size_mb: int, count: int) -> float:
+        """Bytes a second of `count` messages, a few under way at once."""
+        assert self._child.stdin is not None
+        buffers = self._buffers.get(size_mb)
+        if buffers is None:  # registered like a KV cache
+            buffers = self._buffers[size_mb] = [np.zeros(size_mb * MB, np.uint8) for _ in range(PIPELINED)]
+            for buffer in buffers:
+                self._link.register(buffer)
+        for buffer in buffers:
+            buffer.fill(2)  # its pages exist before the clock starts
+        first, self._tag = self._tag, self._tag + count + 1
+        self._child.stdin.write(f"{first} {size_mb} {count}\n".encode())
+        begun_s = time.perf_counter()
+        await _pipelined(
+            [self._link.receive(first + 1 + i, buffers[i % PIPELINED], timeout_s=TIMEOUT_S) for i in range(count)]
+        )
+        taken_s = time.perf_counter() - begun_s
+        if any(buffer.min() != 1 or buffer.max() != 1 for buffer in buffers):
+            raise TransferError(f"{self.name}: wrong bytes arrived")
+        return count * size_mb * MB / taken_s
+
+    async def close(self) -> None:
+        if self._child.stdin is not None:
+            self._child.stdin.close()
+        try:
+            await asyncio.wait_for(self._child.wait(), TIMEOUT_S)
+        except TimeoutError:
+            self._child.kill()
+            await self._child.wait()
+        await self._link.close()
+
+
+async def _send_there(name: str, receiver: bytes, ends: Ends) -> None:
+    """The child: a line names the first tag, megabytes and count; the end of stdin is the end."""
+    link = _open(name, ends)
+    print(link.address().hex(), flush=True)
+    lines = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    buffers: dict[int, np.ndarray] = {}
+    while line := await lines.readline():
+        first, size_mb, count = map(int, line.split())
+        buffer = buffers.get(size_mb)
+        if buffer is None:
+            buffer = buffers[size_mb] = np.ones(size_mb * MB, np.uint8)
+            link.register(buffer)
+        await _pipelined([link.send(receiver, first + 1 + i, buffer, timeout_s=TIMEOUT_S) for i in range(count)])
+    await link.close()
+
+
+async def _pipelined(transfers: Sequence[Awaitable[object]]) -> None:
+    """Run them in order, a few at a time."""
+    waiting = iter(transfers)
+
+    async def lane() -> None:
+        for transfer in waiting:
+            await transfer
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(PIPELINED):
+            tasks.create_task(lane())
+
+
+def _link_contender(pair: LinkPair, total_mb: int) -> Contender:
+    async def run(size_mb: int) -> float:
+        try:
+            return await pair.rate(size_mb, _count(size_mb, total_mb))
+        except ExceptionGroup as group:
+            raise TransferError(f"{pair.name}: {group.exceptions[0]}") from group
+
+    return run
+
+
+def _perftest_contender(tool: Path, total_mb: int) -> Contender:
+    async def run(size_mb: int) -> float:
+        return await asyncio.to_thread(perftest_rate, tool, size_mb, _count(size_mb, total_mb))
+
+    return run
+
+
+def find_perftest() -> Path | None:
+    """UCX's own tool as the libucx wheel brings it; None where there is none."""
+    package = importlib.util.find_spec("libucx")
+    tool = Path(package.origin).parent / "bin" / PERFTEST if package is not None and package.origin else None
+    return tool if tool is not None and os.access(tool, os.X_OK) else None
+
+
+def perftest_rate(tool: Path, size_mb: int, count: int) -> float:
+    """Bytes a second by UCX's own measure, tag matching as we use it. Raises `TransferError`."""
+    library = tool.parent.parent / "lib"
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "UCX_WARN_UNUSED_ENV_VARS": "n"}
+    port = 20_000 + os.getpid() % 20_000
+    command = [str(tool), "-p", str(port), "-t", "tag_bw", "-s", str(size_mb * MB), "-n", str(count), "-w", "2"]
+    server = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        time.sleep(_LISTENING_S)
+        shown = subprocess.run(
+            [*command, "127.0.0.1"], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise TransferError(f"{PERFTEST} did not end within {TIMEOUT_S:.0f} s") from None
+    finally:
+        server.kill()
+        server.wait()
+    rate = perftest_result(shown.stdout) if shown.returncode == 0 else None
+    if rate is None:
+        said = (shown.stderr or shown.stdout).strip().splitlines()[-1:]
+        raise TransferError(f"{PERFTEST} failed: {' '.join(said)}")
+    return rate
+
+
+def perftest_result(shown: str) -> float | None:
+    """Overall bytes a second from the tool's last line; None where it says none."""
+    final = re.search(r"^Final:\s+(.*)$", shown, re.MULTILINE)
+    # columns: iterations, three latencies, bandwidth average and overall (MB/s), two message rates
+    columns = final.group(1).split() if final is not None else []
+    return float(columns[5]) * MB if len(columns) > 5 else None
+
+
+def _count(size_mb: int, total_mb: int) -> int:
+    return max(PIPELINED, total_mb // size_mb)
+
+
+def _open(name: str, ends: Ends) -> KvLink:
+    kind, _, how = name.partition("-")
+    choice = UcxChoice("tcp" if how == "tcp" else "", ends.net_devices)
+    match kind:
+        case "ucx":
+            from cohort.common.transport.ucx_link import UcxLink
+
+            return UcxLink(choice)
+        case "nixl":
+            from cohort.common.transport.nixl_link import NixlLink
+
+            return NixlLink(choice)
+        case _:
+            from cohort.common.transport.zmq_link import ZmqLink
+
+            keys = load_keys(ends.keys_file) if how == "curve" else None
+            return ZmqLink(f"tcp://{ends.host}:0", keys)
+
+
+def _say_progress(done: int, total: int, what: str) -> None:
+    sys.stderr.write(f"progress {done} {total} {what}\n")
+    sys.stderr.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m cohort.services.bench.links_measuring", description="Measure the KV links on this host."
+    )
+    parser.add_argument("--links", nargs="+", choices=LINKS, default=LINKS)
+    parser.add_argument("--sizes-mb", nargs="+", type=int, default=SIZES_MB, help="message sizes in MB (2^20 bytes)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="all run in turn (default: %(default)s)")
+    parser.add_argument("--total-mb", type=int, default=TOTAL_MB, help="megabytes per measurement (default: 512)")
+    parser.add_argument("--output", type=Path, help="where the report goes, as JSON")
+    parser.add_argument("--host", default="127.0.0.1", help="address at which ZeroMQ listens (default: %(default)s)")
+    parser.add_argument("--through", default="", help="command that runs the other process: 'ip netns exec NAME'")
+    parser.add_argument("--net-devices", default="", help="of UCX, as UCX_NET_DEVICES")
+    parser.add_argument("--sender", nargs=4, metavar=("LINK", "ADDRESS", "KEYS", "DEVICES"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.sender:
+        link, address, keys_file, net_devices = options.sender
+        ends = Ends(keys_file=keys_file, net_devices=net_devices)
+        asyncio.run(_send_there(link, bytes.fromhex(address), ends))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        generate_keys(Path(folder) / "keys")
+        ends = Ends(options.host, tuple(shlex.split(options.through)), str(Path(folder) / "keys"), options.net_devices)
+        amounts = options.links, options.sizes_mb, options.rounds, options.total_mb
+        report = asyncio.run(measure(*amounts, _say_progress, ends))
+    options.output.write_bytes(msgspec.json.encode(report))
+
+
+if __name__ == "__main__":
+    main()

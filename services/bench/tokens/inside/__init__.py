@@ -1,1 +1,0 @@
-"""The part that loads torch: a worker process with an engine that costs nothing."""

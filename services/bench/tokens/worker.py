@@ -1,0 +1,77 @@
+"""A worker process as any other but for its engine: `python -m cohort.services.bench.tokens.worker`.
+
+Real worker loop, machine, policies and bus over a `FreeEngine`. Started by `processes.py`, which names the engine's
+step time in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from cohort.common.engine.worker.learned_state import LearnedState
+from cohort.common.engine.worker.worker_loop import WorkerLoop
+from cohort.common.engine.worker.worker_process import capacity_of
+from cohort.common.machines.worker.worker import WorkerMachine
+from cohort.common.machines.worker.worker_state import WorkerSettings, WorkerSetup
+from cohort.common.policies import compose
+from cohort.common.process import garbage
+from cohort.common.process.service import MANAGER, ServiceContext, service_main
+from cohort.services.bench.tokens.free_engine import FreeEngine
+from cohort.services.bench.tokens.processes import STEP_VARIABLE
+
+CONTEXT_TOKENS = 1 << 21
+"""That the cache holds; its memory is a few bytes each."""
+_SWITCH_INTERVAL_S = 2e-4
+"""As of every worker: `worker_process.py`."""
+_WORDS = 512
+
+
+async def serve(context: ServiceContext) -> None:
+    """The whole life of the process."""
+    config = context.config
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    model = Path(config.model.path)
+    block_size = config.kv.block_size
+    runner = FreeEngine(
+        model,
+        step_s=float(os.environ[STEP_VARIABLE]),
+        tokens=words_of(Tokenizer.from_file(str(model / "tokenizer.json"))),
+        block_size=block_size,
+        num_blocks=CONTEXT_TOKENS // block_size,
+        max_rows=config.engine.max_rows,
+        max_step_tokens=config.engine.max_step_tokens,
+    )
+    role = config.instance_roles[context.instance]
+    capacity = capacity_of(config, role, runner, context.model_name, threads=1, instance=context.instance)
+    kv = compose.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks)
+    settings = WorkerSettings.of(config, ())
+    setup = WorkerSetup(context.instance, context.incarnation, context.bus.endpoint, MANAGER, capacity, settings)
+    machine = WorkerMachine(setup, compose.iteration(config), kv, random.Random(0))
+    learned: LearnedState | None = None  # what such an engine teaches is of use to no other
+    with ThreadPoolExecutor(1, thread_name_prefix="engine") as engine:
+        loop = WorkerLoop(context, runner, {}, machine, machine, learned, engine)
+        garbage.settle()
+        await loop.run()
+
+
+def words_of(tokenizer: Tokenizer) -> list[int]:
+    """Ids of tokens that are words of ASCII, behind a space or not: each becomes text of its own at once."""
+    special = set(tokenizer.get_added_tokens_decoder())
+    found = []
+    for token_id in range(tokenizer.get_vocab_size()):
+        text = tokenizer.decode([token_id]).strip() if token_id not in special else ""
+        if text.isascii() and text.isalpha():
+            found.append(token_id)
+        if len(found) == _WORDS:
+            break
+    return found
+
+
+if __name__ == "__main__":
+    service_main("decode_worker", serve)

@@ -1,0 +1,337 @@
+"""The body of `/v1/responses`, its items, and the chat that they say.
+
+Types and ranges stand in the structs, the same three groups of fields as in `bodies.py`; `chat_of` writes a body and
+the items of the conversation as the `ChatBody` that means the same, so that all further rules are those of chat
+completions (`parsing.py`). Their errors name the chat's fields: `NAMES` says what those are called here. Pure; called
+by `responses_api.py`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from cohort.common.errors import RequestError
+from cohort.services.gateway.batches.batch_objects import Key, Value
+from cohort.services.gateway.http.bodies import (
+    MAX_LOGPROBS,
+    AtLeastOne,
+    ChatBody,
+    CohortOptions,
+    FunctionTool,
+    JsonSchemaFormat,
+    NamedFunction,
+    NamedToolChoice,
+    ResponseFormat,
+    Signed64,
+    Tool,
+)
+from cohort.services.gateway.http.service_headers import printable
+
+NAMES = (
+    (r"tools\[(\d+)\]\.function", r"tools[\1]"),
+    (r"response_format\.json_schema", "text.format"),
+    (r"response_format", "text.format"),
+    (r"messages", "input"),
+    (r"max_(completion_)?tokens", "max_output_tokens"),
+)
+"""As `error_shapes.renamed` takes them."""
+LOGPROBS = "message.output_text.logprobs"
+_NOTHING_THERE = ("reasoning.encrypted_content",)
+"""Parts that may be asked for, of items that no answer here has."""
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+class ContentPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`input_text`, or `output_text` of an earlier answer, whose annotations and log-probabilities are tolerated."""
+
+    type: str
+    text: str | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+    # Of images and files, which are refused.
+    image_url: Any = None
+    file_id: Any = None
+    file_url: Any = None
+    file_data: Any = None
+    filename: Any = None
+    detail: Any = None
+
+
+class InputItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A `message` (`role`, `content`), a `function_call` (`call_id`, `name`, `arguments`) or a `function_call_output`
+    (`call_id`, `output`). Without a type it is a message. `status` and `phase` are tolerated."""
+
+    type: str | None = None
+    id: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[ContentPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[ContentPart] | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class ResponsesTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A function. `strict` is tolerated: where calls are bound, they always keep to their schema."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`strict` is tolerated: an answer always keeps to its schema."""
+
+    type: str
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None  # refused
+
+
+class ResponsesStreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    include_obfuscation: bool | None = None  # tolerated: we add no padding to obfuscate the sizes of events
+
+
+class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/responses. `top_k`, `seed`, `priority` and `cohort` as in a chat completion."""
+
+    # Honoured.
+    input: str | list[InputItem]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: list[str] | None = None
+    max_output_tokens: AtLeastOne | None = None
+    metadata: Annotated[dict[Key, Value], msgspec.Meta(max_length=16)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)] | None = None
+    seed: Signed64 | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    cohort: CohortOptions | None = None
+    # Tolerated: they label or route a request, or bound tools that run on the server, of which there are none.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    max_tool_calls: int | None = None
+    # Refused unless they ask for nothing.
+    reasoning: dict[str, Any] | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.top_logprobs is not None or LOGPROBS in (self.include or ())
+
+
+def items_of(body: ResponsesBody) -> list[InputItem]:
+    """The body's own items in their long form, each with an id. Raises `RequestError` for one that is not read here."""
+    if isinstance(body.input, str):
+        return [_item(InputItem(role="user", content=body.input), "input")]
+    return [_item(item, f"input[{index}]") for index, item in enumerate(body.input)]
+
+
+def chat_of(body: ResponsesBody, items: Sequence[InputItem]) -> ChatBody:
+    """The chat completion that this body says; `items`: of the conversation, its own last. Raises `RequestError`."""
+    _refuse_unsupported(body)
+    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    messages = [*instructions, *_chat_messages(items)]
+    if not messages:
+        raise RequestError("input is empty.", param="input")
+    choice = body.tool_choice
+    return ChatBody(
+        model=body.model,
+        messages=messages,
+        tools=[_tool(index, tool) for index, tool in enumerate(body.tools or [])] or None,
+        tool_choice=NamedToolChoice("function", NamedFunction(choice.name))
+        if isinstance(choice, NamedTool)
+        else choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_format(body.text),
+        max_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        logprobs=body.wants_logprobs,
+        top_logprobs=body.top_logprobs,
+        seed=body.seed,
+        stream=body.stream,
+        priority=body.priority,
+        cohort=body.cohort,
+    )
+
+
+def _refuse_unsupported(body: ResponsesBody) -> None:
+    if body.background:
+        raise _refused("background", "answers are given while their client waits, whole or as a stream")
+    if any(value not in (None, "none") for value in (body.reasoning or {}).values()):
+        raise _refused("reasoning", "the model's answers have no reasoning apart")
+    if body.text is not None and body.text.verbosity is not None:
+        raise _refused("text.verbosity", "not supported")
+    for name in ("conversation", "prompt", "context_management", "moderation"):
+        if getattr(body, name):
+            raise _refused(name, "not supported")
+    for index, part in enumerate(body.include or ()):
+        if part != LOGPROBS and part not in _NOTHING_THERE:
+            raise _refused(f"include[{index}]", f"{printable(part)!r} is in no answer here")
+
+
+def _item(item: InputItem, where: str) -> InputItem:
+    match item.type or "message":
+        case "message":
+            return _message(item, where)
+        case "function_call":
+            for name in ("call_id", "name", "arguments"):
+                if getattr(item, name) is None:
+                    raise RequestError(f"{where}.{name} is missing.", param=f"{where}.{name}")
+            return InputItem(
+                type="function_call",
+                id=item.id or _new_id("fc"),
+                call_id=item.call_id,
+                name=item.name,
+                arguments=item.arguments,
+                status="completed",
+            )
+        case "function_call_output":
+            for name in ("call_id", "output"):
+                if getattr(item, name) is None:
+                    raise RequestError(f"{where}.{name} is missing.", param=f"{where}.{name}")
+            return InputItem(
+                type="function_call_output",
+                id=item.id or _new_id("fco"),
+                call_id=item.call_id,
+                output=_text(item.output or "", f"{where}.output"),
+                status="completed",
+            )
+        case other:
+            raise RequestError(
+                f"{where}.type: an item of type {printable(other)!r} is not read here; message, function_call and "
+                "function_call_output are.",
+                param=f"{where}.type",
+            )
+
+
+def _message(item: InputItem, where: str) -> InputItem:
+    for name in ("role", "content"):
+        if getattr(item, name) is None:
+            raise RequestError(f"{where}.{name} is missing.", param=f"{where}.{name}")
+    content = item.content if item.content is not None else ""
+    parts = [ContentPart(type="input_text", text=content)] if isinstance(content, str) else content
+    said = item.role == "assistant"
+    return InputItem(
+        type="message",
+        id=item.id or _new_id("msg"),
+        role=item.role,
+        status="completed",
+        content=[
+            ContentPart(
+                type="output_text" if said else "input_text",
+                text=_part(part, f"{where}.content[{number}]"),
+                annotations=[] if said else None,
+            )
+            for number, part in enumerate(parts)
+        ],
+    )
+
+
+def _text(content: str | list[ContentPart], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(_part(part, f"{where}[{number}]") for number, part in enumerate(content))
+
+
+def _part(part: ContentPart, where: str) -> str:
+    if part.type not in _TEXT_PARTS:
+        raise RequestError(
+            f"{where}: only parts of text can be answered, this one's type is {printable(part.type)!r}.", param=where
+        )
+    if part.text is None:
+        raise RequestError(f"{where}.text is missing.", param=f"{where}.text")
+    return part.text
+
+
+def _chat_messages(items: Sequence[InputItem]) -> Iterator[dict[str, Any]]:
+    """What the assistant said and called between two other items is one message."""
+    for ours, group in groupby(items, key=lambda item: item.type == "function_call" or item.role == "assistant"):
+        if ours:
+            yield _turn(group)
+            continue
+        for item in group:
+            if item.type == "function_call_output":
+                yield {"role": "tool", "tool_call_id": item.call_id, "content": item.output}
+            else:
+                # Templates know `system`; a developer's words are to be followed in the same way.
+                role = "system" if item.role == "developer" else item.role
+                yield {"role": role, "content": _text(item.content or "", "input")}
+
+
+def _turn(items: Iterable[InputItem]) -> dict[str, Any]:
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for item in items:
+        if item.type == "function_call":
+            function = {"name": item.name, "arguments": item.arguments}
+            calls.append({"id": item.call_id, "type": "function", "function": function})
+        elif text := _text(item.content or "", "input"):
+            texts.append(text)
+    said: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    return {**said, "tool_calls": calls} if calls else said
+
+
+def _tool(index: int, tool: ResponsesTool) -> Tool:
+    if tool.type != "function":
+        raise RequestError(
+            f"tools[{index}].type: {printable(tool.type)!r} is not served here; only functions are.",
+            param=f"tools[{index}].type",
+        )
+    if tool.name is None:
+        raise RequestError(f"tools[{index}].name is missing.", param=f"tools[{index}].name")
+    return Tool("function", FunctionTool(tool.name, tool.description, tool.parameters))
+
+
+def _format(text: TextOptions | None) -> ResponseFormat | None:
+    if text is None or text.format is None:
+        return None
+    return ResponseFormat(text.format.type, JsonSchemaFormat(schema=text.format.schema))
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def _refused(param: str, reason: str) -> RequestError:
+    return RequestError(f"{param}: {reason}.", param=param)

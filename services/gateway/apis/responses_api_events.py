@@ -1,0 +1,386 @@
+"""The answers of `/v1/responses`: a response whole, or as the events that build it.
+
+    created, in_progress ─▶ output_item.added ─▶ content_part.added, output_text.delta …, output_text.done,
+                            content_part.done  │  function_call_arguments.delta …, .done
+                         ─▶ output_item.done ─▶ … ─▶ completed | incomplete | failed
+
+`ResponseWriter` takes an answer's pieces as they come; its events and the response it ends with say the same. Pure;
+called by `responses_api.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from cohort.common.errors import RequestError
+from cohort.common.types import FinishReason
+from cohort.services.gateway.apis.responses_api_bodies import (
+    NamedTool,
+    ResponsesBody,
+    ResponsesTool,
+    TextFormat,
+    TextOptions,
+)
+from cohort.services.gateway.generation.choice import Piece
+from cohort.services.gateway.generation.openai_shapes import Extras, Usage
+from cohort.services.gateway.generation.tool_calls import CallDelta
+from cohort.services.gateway.http.service_headers import printable
+from cohort.services.gateway.text.stable_ids import stable_id
+
+
+class OutputText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
+    text: str
+    annotations: list[Any]
+    logprobs: msgspec.Raw  # [ChatTokenLogprob, …]
+
+
+class OutputMessage(msgspec.Struct, frozen=True, tag_field="type", tag="message"):
+    id: str
+    status: str
+    role: str
+    content: list[OutputText]
+
+
+class OutputCall(msgspec.Struct, frozen=True, tag_field="type", tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str
+
+
+Item = OutputMessage | OutputCall
+
+
+class InputTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(msgspec.Struct, frozen=True):
+    reason: str
+
+
+class ResponseProblem(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+
+
+class ResponseReasoning(msgspec.Struct, frozen=True):
+    effort: None = None
+    summary: None = None
+
+
+class ResponseObject(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer with what was asked of it."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: str = "in_progress"
+    background: bool = False
+    error: ResponseProblem | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[Item] = []
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: ResponseReasoning = ResponseReasoning()
+    store: bool
+    temperature: float
+    text: TextOptions
+    tool_choice: str | NamedTool
+    tools: list[ResponsesTool]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: ResponseUsage | None = None
+    user: str | None
+    cohort: Extras | UnsetType = UNSET
+
+
+class ResponseEvent(msgspec.Struct, frozen=True):
+    type: str
+    sequence_number: int
+    response: ResponseObject
+
+
+class ItemEvent(msgspec.Struct, frozen=True):
+    type: str
+    sequence_number: int
+    output_index: int
+    item: Item
+
+
+class PartEvent(msgspec.Struct, frozen=True):
+    type: str
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    part: OutputText
+
+
+class TextDelta(msgspec.Struct, frozen=True):
+    type: str
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    delta: str
+    logprobs: msgspec.Raw
+
+
+class TextDone(msgspec.Struct, frozen=True):
+    type: str
+    sequence_number: int
+    item_id: str
+    output_index: int
+    content_index: int
+    text: str
+    logprobs: msgspec.Raw
+
+
+class ArgumentsDelta(msgspec.Struct, frozen=True):
+    type: str
+    sequence_number: int
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDone(msgspec.Struct, frozen=True):
+    type: str
+    sequence_number: int
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
+Event = ResponseEvent | ItemEvent | PartEvent | TextDelta | TextDone | ArgumentsDelta | ArgumentsDone
+
+
+def asked_response(
+    body: ResponsesBody, *, response_id: str, created_at: int, model: str, store: bool, temperature: float, top_p: float
+) -> ResponseObject:
+    """The response before its first token. `temperature` and `top_p` as they are sampled with."""
+    return ResponseObject(
+        id=response_id,
+        created_at=created_at,
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        max_tool_calls=body.max_tool_calls,
+        metadata=body.metadata or {},
+        model=model,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        store=store,
+        temperature=temperature,
+        text=body.text if body.text is not None and body.text.format else TextOptions(format=TextFormat(type="text")),
+        tool_choice="auto" if body.tool_choice is None else body.tool_choice,
+        tools=body.tools or [],
+        top_logprobs=body.top_logprobs or 0,
+        top_p=top_p,
+        truncation=body.truncation or "disabled",
+        user=body.user,
+    )
+
+
+@dataclass(slots=True)
+class _Message:
+    id: str
+    text: list[str] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)
+    status: str = "in_progress"
+
+    def part(self) -> OutputText:
+        return OutputText("".join(self.text), [], _raw(b",".join(self.logprobs)))
+
+    def item(self) -> Item:
+        return OutputMessage(self.id, self.status, "assistant", [self.part()])
+
+    def begun(self) -> Item:
+        return OutputMessage(self.id, self.status, "assistant", [])
+
+
+@dataclass(slots=True)
+class _Call:
+    id: str
+    call_id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+    status: str = "in_progress"
+
+    def item(self) -> Item:
+        return OutputCall(self.id, self.call_id, self.name, "".join(self.arguments), self.status)
+
+    def begun(self) -> Item:
+        return OutputCall(self.id, self.call_id, self.name, "", self.status)
+
+
+class ResponseWriter:
+    """One answer's. `begin` once, `take` for every piece, `close` once, then `final` or `failed`; the events are to be
+    sent in their order."""
+
+    def __init__(self, asked: ResponseObject) -> None:
+        self.asked = asked
+        self._items: list[_Message | _Call] = []
+        self._sequence = 0
+        self.begun = False
+
+    def begin(self) -> Iterator[Event]:
+        """Nothing when repeated."""
+        if not self.begun:
+            self.begun = True
+            yield ResponseEvent("response.created", self._next(), self.asked)
+            yield ResponseEvent("response.in_progress", self._next(), self.asked)
+
+    def take(self, piece: Piece, logprobs: bytes = b"") -> Iterator[Event]:
+        """`logprobs`: of the piece's tokens, as JSON without the list's brackets."""
+        calls = list(piece.calls)
+        while calls and not calls[0].id:  # more of a call that has begun comes before any text behind it
+            yield from self._argue(calls.pop(0))
+        if piece.text or (logprobs and not piece.calls and self._in_message):
+            yield from self._say(piece.text, logprobs)  # an end token has log-probabilities and no text
+        for call in calls:
+            yield from self._argue(call)
+
+    def close(self, finish: FinishReason) -> Iterator[Event]:
+        """The end of the last item. An answer without a word is an empty message."""
+        if not self._items:
+            yield from self._open(_Message(self._new_id("msg")))
+        yield from self._end_item("incomplete" if finish is FinishReason.LENGTH else "completed")
+
+    def response(
+        self, finish: FinishReason, usage: Usage, completed_at: int, extras: Extras | UnsetType = UNSET
+    ) -> ResponseObject:
+        """The whole answer; once it is closed."""
+        cut = finish is FinishReason.LENGTH
+        return msgspec.structs.replace(
+            self.asked,
+            status="incomplete" if cut else "completed",
+            completed_at=None if cut else completed_at,
+            incomplete_details=IncompleteDetails("max_output_tokens") if cut else None,
+            output=[item.item() for item in self._items],
+            usage=usage_of(usage),
+            cohort=extras,
+        )
+
+    def final(self, response: ResponseObject) -> Event:
+        """Of a response as `response` makes it."""
+        return ResponseEvent(f"response.{response.status}", self._next(), response)
+
+    def failed(self, error: RequestError) -> Event:
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        for item in self._items[-1:]:
+            item.status = "incomplete"
+        return ResponseEvent(
+            "response.failed",
+            self._next(),
+            msgspec.structs.replace(
+                self.asked,
+                status="failed",
+                error=ResponseProblem(code, printable(error.message, 2000)),
+                output=[item.item() for item in self._items],
+            ),
+        )
+
+    def _next(self) -> int:
+        self._sequence += 1
+        return self._sequence - 1
+
+    def _say(self, text: str, logprobs: bytes) -> Iterator[Event]:
+        last = self._items[-1] if self._items else None
+        if not isinstance(last, _Message):
+            last = _Message(self._new_id("msg"))
+            yield from self._open(last)
+        last.text.append(text)
+        if logprobs:
+            last.logprobs.append(logprobs)
+        yield TextDelta("response.output_text.delta", self._next(), last.id, self._index, 0, text, _raw(logprobs))
+
+    def _argue(self, call: CallDelta) -> Iterator[Event]:
+        if call.id:
+            yield from self._open(_Call(self._new_id("fc"), call.id, call.name))
+        last = self._items[-1]
+        assert isinstance(last, _Call), "a call's arguments end before any text behind it"
+        if call.arguments:
+            last.arguments.append(call.arguments)
+            kind = "response.function_call_arguments.delta"
+            yield ArgumentsDelta(kind, self._next(), last.id, self._index, call.arguments)
+
+    def _new_id(self, prefix: str) -> str:
+        """Of the item that is opened next: the same whenever this response is written."""
+        return f"{prefix}_{stable_id(self.asked.id, len(self._items))}"
+
+    @property
+    def _in_message(self) -> bool:
+        return bool(self._items) and isinstance(self._items[-1], _Message)
+
+    @property
+    def _index(self) -> int:
+        return len(self._items) - 1
+
+    def _open(self, item: _Message | _Call) -> Iterator[Event]:
+        if self._items:
+            yield from self._end_item("completed")
+        self._items.append(item)
+        yield ItemEvent("response.output_item.added", self._next(), self._index, item.begun())
+        if isinstance(item, _Message):
+            kind = "response.content_part.added"
+            yield PartEvent(kind, self._next(), item.id, self._index, 0, OutputText("", [], _raw(b"")))
+
+    def _end_item(self, status: str) -> Iterator[Event]:
+        item = self._items[-1]
+        item.status = status
+        if isinstance(item, _Message):
+            part = item.part()
+            kind = "response.output_text.done"
+            yield TextDone(kind, self._next(), item.id, self._index, 0, part.text, part.logprobs)
+            yield PartEvent("response.content_part.done", self._next(), item.id, self._index, 0, part)
+        else:
+            kind = "response.function_call_arguments.done"
+            yield ArgumentsDone(kind, self._next(), item.id, self._index, item.name, "".join(item.arguments))
+        yield ItemEvent("response.output_item.done", self._next(), self._index, item.item())
+
+
+def named(events: Sequence[Event]) -> list[tuple[str, Event]]:
+    """With the names they have in a stream: their types."""
+    return [(event.type, event) for event in events]
+
+
+def usage_of(usage: Usage) -> ResponseUsage:
+    return ResponseUsage(
+        usage.prompt_tokens,
+        InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+        usage.completion_tokens,
+        OutputTokensDetails(),
+        usage.total_tokens,
+    )
+
+
+def _raw(items: bytes) -> msgspec.Raw:
+    return msgspec.Raw(b"[%b]" % items)

@@ -1,0 +1,162 @@
+"""The responses of a running gateway that are kept, behind a thread, swept once a minute.
+
+    add     after an answer is complete, before its client reads that it is; one that is not kept says `store: false`
+    items   of a conversation that a new request goes on with
+    get, delete, input items
+
+Called by `responses_api.py`. Decides one thing: a database that cannot be used costs the kept responses (503), never an
+answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import structlog
+
+from cohort.common.clock import Clock
+from cohort.common.config import ResponsesConfig
+from cohort.common.errors import RequestError
+from cohort.common.sqlite_file import OnThread
+from cohort.services.gateway.apis.responses_api_bodies import InputItem
+from cohort.services.gateway.apis.responses_api_store import ResponseStore, StoredResponse
+from cohort.services.gateway.batches.batch_store import disk_refuses
+from cohort.services.gateway.batches.batch_sweeps import SweepGuard, since_boot_s
+from cohort.services.gateway.http.service_headers import printable
+
+SWEEP_S = 60.0
+T = TypeVar("T")
+
+
+class _Answered(msgspec.Struct):
+    """The part of a kept response that a conversation goes on with."""
+
+    output: list[InputItem]
+
+
+_items = msgspec.json.Decoder(list[InputItem])
+_answered = msgspec.json.Decoder(_Answered)
+
+
+class KeptResponses:
+    """Usable while `opened` is; before and behind it, nothing is kept."""
+
+    def __init__(self, config: ResponsesConfig, *, several_owners: bool, clock: Clock) -> None:
+        self.keeps = config.max_responses > 0
+        self._config = config
+        self._several_owners = several_owners
+        self._clock = clock
+        self._store: OnThread[ResponseStore] | None = None
+
+    @asynccontextmanager
+    async def opened(self, database: Path, log: structlog.stdlib.BoundLogger) -> AsyncIterator[None]:
+        """Raises `ConfigError` for a database of another version."""
+        self._log = log
+        store = await self._open(database) if self.keeps else None
+        if store is None:
+            yield
+            return
+        self._store = store
+        sweeping = asyncio.create_task(self._sweep(store), name="responses")
+        try:
+            yield
+        finally:
+            self._store = None
+            sweeping.cancel()
+            with suppress(asyncio.CancelledError):
+                await sweeping
+            await asyncio.to_thread(store.close)
+
+    async def add(self, row: StoredResponse) -> bool:
+        """Whether it is kept."""
+        try:
+            return await self._run(lambda store: store.add(row))
+        except RequestError:
+            return False
+
+    async def get(self, response_id: str, owner: str) -> StoredResponse:
+        """Raises a 404 `RequestError`."""
+        row = await self._run(lambda store: store.get(response_id, owner, self._clock.wall_s()))
+        if row is None:
+            raise _unknown(response_id, "response_id")
+        return row
+
+    async def delete(self, response_id: str, owner: str) -> None:
+        """Raises a 404 `RequestError`."""
+        if not await self._run(lambda store: store.delete(response_id, owner, self._clock.wall_s())):
+            raise _unknown(response_id, "response_id")
+
+    async def items(self, response_id: str, owner: str) -> list[InputItem]:
+        """What the response was made from. Raises a 404 `RequestError`."""
+        items = await self._run(lambda store: _read_items(store, response_id, owner, self._clock.wall_s()))
+        if items is None:
+            raise _unknown(response_id, "response_id")
+        return items[0]
+
+    async def conversation(self, response_id: str, owner: str) -> list[InputItem]:
+        """What the response was made from, and what it said. Raises a 404 `RequestError`."""
+        items = await self._run(lambda store: _read_items(store, response_id, owner, self._clock.wall_s()))
+        if items is None:
+            raise _unknown(response_id, "previous_response_id")
+        return [*items[0], *items[1]]
+
+    async def _run(self, work: Callable[[ResponseStore], T]) -> T:
+        store = self._store
+        if store is None:
+            if not self.keeps:
+                raise RequestError("This server keeps no responses (responses.max_responses is 0).", status=404)
+            raise RequestError("Responses cannot be reached now.", status=503, type_="server_error")
+        try:
+            return await store.run(work)
+        except sqlite3.Error as error:
+            if not disk_refuses(error):
+                raise
+            self._log.error("the database of responses cannot be used", reason=str(error))
+            raise RequestError(
+                "Responses cannot be reached now.", status=503, type_="server_error", retry_after_s=60.0
+            ) from error
+
+    async def _open(self, database: Path) -> OnThread[ResponseStore] | None:
+        store = OnThread(
+            lambda: ResponseStore(database, self._config, several_owners=self._several_owners), "response-store"
+        )
+        try:
+            await store.open()
+            return store
+        except (sqlite3.Error, OSError) as error:
+            self._log.error(
+                "responses are NOT kept: their database cannot be used",
+                database=str(database),
+                reason=str(error),
+                way_out=f"stop the gateway; move {database.name} away together with its -wal and -shm files; start it",
+            )
+            return None
+
+    async def _sweep(self, store: OnThread[ResponseStore]) -> None:
+        """A clock that jumps deletes nothing early, as with batches."""
+        guard = SweepGuard(await store.run(ResponseStore.swept_at_s))
+        while True:
+            now_s = self._clock.wall_s()
+            if guard.trusted(now_s, since_boot_s()):
+                with suppress(RequestError):
+                    await self._run(functools.partial(ResponseStore.sweep, now_s=now_s))
+            await asyncio.sleep(SWEEP_S)
+
+
+def _read_items(
+    store: ResponseStore, response_id: str, owner: str, now_s: float
+) -> tuple[list[InputItem], list[InputItem]] | None:
+    """On the store's thread: a conversation may be long."""
+    row = store.get(response_id, owner, now_s)
+    return None if row is None else (_items.decode(row.items), _answered.decode(row.response).output)
+
+
+def _unknown(response_id: str, param: str) -> RequestError:
+    return RequestError(f"There is no response {printable(response_id)!r}.", status=404, param=param)

@@ -1,0 +1,183 @@
+"""OpenAI's objects of files and batches: the fields that a client may send, and those it is shown.
+
+Called by `batch_api.py`. Decides which fields there are, their limits and how a wrong one is named; knows neither HTTP
+nor where anything is stored.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+import msgspec
+
+from cohort.common.errors import RequestError
+from cohort.services.gateway.batches.batch_records import LineError, StoredBatch, StoredFile
+from cohort.services.gateway.http.service_headers import printable
+
+LEAST_EXPIRY_S, LONGEST_EXPIRY_S = 3600, 2_592_000
+LONGEST_WINDOW_S = 30 * 86_400
+
+_WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])")
+_WINDOW_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+Key = Annotated[str, msgspec.Meta(max_length=64)]
+Value = Annotated[str, msgspec.Meta(max_length=512)]
+ExpirySeconds = Annotated[int, msgspec.Meta(ge=LEAST_EXPIRY_S, le=LONGEST_EXPIRY_S)]
+
+
+class ExpiresAfter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    anchor: Literal["created_at"]
+    seconds: ExpirySeconds
+
+
+class BatchBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """POST /v1/batches."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: Annotated[dict[Key, Value], msgspec.Meta(max_length=16)] | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+_body_decoder = msgspec.json.Decoder(BatchBody)
+
+
+class FileObject(msgspec.Struct, frozen=True):
+    id: str
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    expires_at: int
+    object: str = "file"
+    status: str = "processed"
+    status_details: None = None
+
+
+class Counts(msgspec.Struct, frozen=True):
+    total: int
+    completed: int
+    failed: int
+
+
+class InputTokens(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class OutputTokens(msgspec.Struct, frozen=True):
+    reasoning_tokens: int = 0
+
+
+class BatchUsage(msgspec.Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputTokens
+    output_tokens: int
+    output_tokens_details: OutputTokens
+    total_tokens: int
+
+
+class Errors(msgspec.Struct, frozen=True):
+    data: list[LineError]
+    object: str = "list"
+
+
+class BatchObject(msgspec.Struct, frozen=True):
+    id: str
+    endpoint: str
+    model: str | None
+    errors: Errors | None
+    input_file_id: str
+    completion_window: str
+    status: str
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: Counts
+    usage: BatchUsage
+    metadata: dict[str, str] | None
+    object: str = "batch"
+
+
+class Page(msgspec.Struct, frozen=True):
+    data: list[FileObject] | list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: str = "list"
+
+
+class Deleted(msgspec.Struct, frozen=True):
+    id: str
+    object: str = "file"
+    deleted: bool = True
+
+
+def decode_batch(data: bytes) -> BatchBody:
+    """Raises RequestError, naming the field that is wrong."""
+    try:
+        return _body_decoder.decode(data)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `")  # "$.metadata[...]", or "key` in `$.metadata"
+        param = where.rstrip("`").rpartition("$")[2].lstrip(".")
+        raise RequestError(f"{param}: {what}" if param else what, param=param or None) from error
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise RequestError(f"The body is not valid JSON: {error}") from error
+
+
+def window_s(text: str) -> int:
+    """Seconds of a `completion_window`, "30m" for one; RequestError where it is none."""
+    found = _WINDOW.fullmatch(text)
+    seconds = int(found[1]) * _WINDOW_UNIT_S[found[2]] if found else 0
+    if not 0 < seconds <= LONGEST_WINDOW_S:
+        raise RequestError(
+            f"completion_window: {printable(text)!r} is no time such as '24h' (at most {LONGEST_WINDOW_S // 86_400} "
+            "days).",
+            param="completion_window",
+        )
+    return seconds
+
+
+def file_object(file: StoredFile) -> FileObject:
+    return FileObject(file.id, file.bytes, file.created_at, file.filename, file.purpose, file.expires_at)
+
+
+def batch_object(batch: StoredBatch) -> BatchObject:
+    return BatchObject(
+        id=batch.id,
+        endpoint=batch.endpoint,
+        model=batch.model,
+        errors=None if batch.errors is None else Errors(batch.errors),
+        input_file_id=batch.input_file_id,
+        completion_window=batch.completion_window,
+        status=batch.status,
+        output_file_id=batch.output_file_id,
+        error_file_id=batch.error_file_id,
+        created_at=batch.created_at,
+        in_progress_at=batch.in_progress_at,
+        expires_at=batch.expires_at,
+        finalizing_at=batch.finalizing_at,
+        completed_at=batch.completed_at,
+        failed_at=batch.failed_at,
+        expired_at=batch.expired_at,
+        cancelling_at=batch.cancelling_at,
+        cancelled_at=batch.cancelled_at,
+        request_counts=Counts(batch.total, batch.completed, batch.failed),
+        usage=BatchUsage(
+            batch.input_tokens,
+            InputTokens(batch.cached_tokens),
+            batch.output_tokens,
+            OutputTokens(),
+            batch.input_tokens + batch.output_tokens,
+        ),
+        metadata=batch.metadata,
+    )

@@ -1,0 +1,194 @@
+"""The gateway's batches as one thing: folder, database, runner and their HTTP routes.
+
+`service.py` opens it before it listens, runs it beside everything else and closes it at the end. Decides one thing: a
+database that cannot be used costs files and batches (503), never the gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import NoReturn
+
+import structlog
+from aiohttp import web
+
+from cohort.common.clock import Clock
+from cohort.common.config import Config
+from cohort.common.errors import ConfigError, RequestError
+from cohort.common.process.metrics import MetricFactory
+from cohort.services.gateway.batches.batch_api import BatchApi
+from cohort.services.gateway.batches.batch_files import BatchFolder
+from cohort.services.gateway.batches.batch_lines import AnswerLine
+from cohort.services.gateway.batches.batch_quota import Quota
+from cohort.services.gateway.batches.batch_runner import SWEEP_S, BatchMetrics, BatchRunner
+from cohort.services.gateway.batches.batch_store import BatchStore, StoreThread
+from cohort.services.gateway.batches.batch_sweeps import since_boot_s
+from cohort.services.gateway.batches.batch_turns import Turns
+
+BUSY_CONCURRENCY = 1
+"""Lines of all batches in work while an online request waits for a worker: no further one starts beyond this."""
+
+
+class Batches:
+    """Made by `opened`; usable until that ends. Without `work`, files and batches are answered with 503."""
+
+    def __init__(self, work: tuple[BatchApi, BatchRunner, Turns] | None) -> None:
+        self._work = work
+
+    def routes(self) -> list[web.RouteDef]:
+        if self._work is not None:
+            return self._work[0].routes()
+        return [
+            web.route("*", path + rest, _unavailable)
+            for path in ("/v1/files", "/v1/batches")
+            for rest in ("", "/{rest:.*}")
+        ]
+
+    async def run(self) -> NoReturn:
+        """Until cancelled."""
+        if self._work is not None:
+            await self._work[1].run()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable: nothing sets the event")
+
+    def online_placed(self) -> None:
+        """No online request waits for a worker any more."""
+        if self._work is not None:
+            self._work[2].look_again()
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(
+        cls,
+        config: Config,
+        *,
+        answer: AnswerLine,
+        several_owners: bool,
+        online_waiting: Callable[[], int],
+        clock: Clock,
+        metrics: MetricFactory,
+        log: structlog.stdlib.BoundLogger,
+    ) -> AsyncIterator[Batches]:
+        """Raises `ConfigError` when the folder cannot be used, or its database is of another version."""
+        folder = BatchFolder(config.batch, config.gateway.port, shared=config.gateway.processes > 1)
+        own_metrics = BatchMetrics(metrics)
+        own_metrics.usable().set(0)
+        await asyncio.to_thread(folder.open)
+        try:
+            store = await _open_store(folder, log)
+            await asyncio.to_thread(folder.admit_others)
+            if store is None:
+                yield cls(None)
+                return
+            try:
+                own_metrics.usable().set(1)
+                turns = Turns(config.batch.concurrency, BUSY_CONCURRENCY, online_waiting)
+                quota = Quota(config.batch, several_owners=several_owners, gateways=config.gateway.processes)
+                runner = BatchRunner(
+                    config=config.batch,
+                    folder=folder,
+                    store=store,
+                    answer=answer,
+                    turns=turns,
+                    quota=quota,
+                    max_line_bytes=config.gateway.max_body_bytes,
+                    clock=clock,
+                    elapsed_s=since_boot_s,
+                    metrics=own_metrics,
+                    log=log,
+                )
+                api = BatchApi(
+                    config=config.batch,
+                    folder=folder,
+                    store=store,
+                    runner=runner,
+                    quota=quota,
+                    write_timeout_s=config.gateway.write_timeout_s,
+                    clock=clock,
+                    log=log,
+                )
+                async with _left_parts_removed(folder, log):
+                    yield cls((api, runner, turns))
+            finally:
+                await asyncio.to_thread(store.close)
+        finally:
+            folder.close()
+
+
+async def _open_store(folder: BatchFolder, log: structlog.stdlib.BoundLogger) -> StoreThread | None:
+    """None where the database is damaged or cannot be used. Nothing of it is touched then, and no content either."""
+    store = StoreThread(folder.database)
+    try:
+        if folder.alone:
+            await _clean_up(folder, store, log)
+        return store
+    except sqlite3.Error as error:
+        await asyncio.to_thread(store.close)
+        log.error(
+            "files and batches are NOT served: their database cannot be used",
+            database=str(folder.database),
+            reason=str(error),
+            way_out=f"stop the gateway; repair or restore {folder.database.name}, or move it away together with its "
+            f"-wal and -shm files; start again. Beside a new database, contents are moved to {folder.lost.name}/, not "
+            "deleted",
+        )
+        return None
+    except OSError as error:
+        await asyncio.to_thread(store.close)
+        raise ConfigError(f"batch.folder: {folder.path} cannot be used: {error.strerror}") from error
+
+
+@asynccontextmanager
+async def _left_parts_removed(folder: BatchFolder, log: structlog.stdlib.BoundLogger) -> AsyncIterator[None]:
+    """Now and then within the block: a gateway that was killed left them, and others go on."""
+
+    async def look() -> NoReturn:
+        while True:
+            with suppress(OSError):  # uploads say what is wrong with the disk
+                if removed := await asyncio.to_thread(folder.remove_left_parts):
+                    log.info("unfinished uploads of a gateway that ended removed", files=removed)
+            await asyncio.sleep(SWEEP_S)
+
+    if not folder.shared:
+        yield
+        return
+    looking = asyncio.create_task(look(), name="left uploads")
+    try:
+        yield
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+
+
+async def _clean_up(folder: BatchFolder, store: StoreThread, log: structlog.stdlib.BoundLogger) -> None:
+    def look(store: BatchStore) -> tuple[set[str], bool, bool]:
+        return store.file_ids(), store.held_files(), store.checked
+
+    known, held_files, checked = await store.run(look)
+    found = await asyncio.to_thread(folder.clean_up, known, held_files=held_files, sound=checked)
+    if found.removed:
+        log.info("unfinished uploads of an earlier run removed", files=found.removed)
+    if found.lost:
+        log.warning(
+            "the batch database is new: contents of an earlier one were moved, and will not be read or deleted",
+            files=found.lost,
+            folder=str(folder.lost),
+        )
+    if found.kept or found.foreign:
+        log.warning(
+            "files in batch.folder that the database does not name: left alone",
+            contents=found.kept,
+            others=found.foreign,
+        )
+
+
+async def _unavailable(_: web.Request) -> NoReturn:
+    raise RequestError(
+        "Files and batches are not available: the server's database for them cannot be used. Its operator finds the "
+        "reason in the gateway's log.",
+        status=503,
+        type_="server_error",
+    )

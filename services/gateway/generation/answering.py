@@ -1,0 +1,252 @@
+"""One HTTP request on its way back: tokens become text, text becomes what the client is sent.
+
+Made by `generator.py` once a request is admitted, and fed by it with every delta. Knows nothing of HTTP. The state
+that all choices of a prompt share exists once: its first choice scores an echoed prompt, and the deltas of the others
+wait for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import msgspec
+
+from cohort.common.machines.entry import Entry
+from cohort.common.types import FinishReason
+from cohort.services.gateway.generation.choice import Choice, Piece, ScoredToken, prompt_scores
+from cohort.services.gateway.generation.mailbox import Delta, Generation
+from cohort.services.gateway.generation.openai_shapes import (
+    Extras,
+    Scores,
+    Shape,
+    Usage,
+    extras_of,
+    prompt_places,
+    usage_of,
+)
+from cohort.services.gateway.generation.request_budget import Reservation
+from cohort.services.gateway.generation.tool_calls import CallDelta, ToolReader, whole_deltas
+from cohort.services.gateway.requests.parsing import Call
+from cohort.services.gateway.text.detokenizer import TokenText
+from cohort.services.gateway.text.stable_ids import stable_id
+
+# Tokens whose log-probabilities are written at a time: a few milliseconds of the event loop, with twenty each.
+WRITTEN_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One delta as the client sees it. `first`: the choice's first visible piece."""
+
+    piece: Piece
+    finish: FinishReason | None
+    first: bool
+
+
+@dataclass(slots=True)
+class Mean:
+    """Of the log-probabilities of a choice's tokens, as far as they were asked for."""
+
+    total: float = 0.0
+    count: int = 0
+
+    def add(self, scores: Sequence[ScoredToken]) -> None:
+        told = [scored.score.logprob for scored in scores if scored.score is not None]
+        self.total += sum(told)
+        self.count += len(told)
+
+    @property
+    def value(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+
+@dataclass(slots=True)
+class Answering:
+    """The choices of one request as text so far."""
+
+    call: Call
+    generation: Generation
+    shape: Shape
+    text: TokenText
+    choices: list[Choice]
+    echoes: list[str]
+    base_id: str
+    id: str
+    created: int
+    model: str
+    reserved: Reservation
+    created_s: float
+    """`created` to the last digit."""
+    singly: bool = False
+    """One step for each token, however many come at once: the steps are then those of every rendering, and an answer
+    that ends with its first call has no token behind it."""
+    readers: list[ToolReader] = field(default_factory=list)
+    """One per choice where calls of tools are read."""
+    begun: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
+    """Choices of a stream that are complete."""
+    _unsent: dict[int, list[ScoredToken]] = field(default_factory=dict)
+    """Log-probabilities of text that is held back as it may be a call."""
+    _echo_scores: dict[int, Scores] = field(default_factory=dict)
+    """By the first choice of a prompt."""
+    _prompt_logprobs: dict[int, msgspec.Raw] = field(default_factory=dict)
+    """Likewise."""
+    _held: dict[int, dict[int, Delta]] = field(default_factory=dict)
+    """By the same: deltas of its other choices that came before its prompt was scored."""
+
+    def due(self, delta: Delta) -> list[Delta]:
+        """The deltas to answer now: none as long as the prompt is not scored, else this one and those that waited for
+        the scores."""
+        ready = self._ready(delta)
+        return [part for each in ready for part in each.singly()] if self.singly else ready
+
+    def _ready(self, delta: Delta) -> list[Delta]:
+        first = delta.index - delta.index % self.call.n
+        if not self.call.scores_prompt or delta.error is not None or self._is_scored(first):
+            return [delta, *self._held.pop(first, {}).values()]
+        held = self._held.setdefault(first, {})
+        if delta.index in held:
+            held[delta.index].merge(delta)
+        else:
+            held[delta.index] = delta
+        return []
+
+    def _is_scored(self, first: int) -> bool:
+        """The scores of a prompt come with the first token of its first choice."""
+        return self.generation.entries[first].first_token_s is not None
+
+    def next(self, delta: Delta) -> Step:
+        """The delta as text; a stop string ends the choice. An echoed prompt rides with the first text."""
+        index, tokens, finish = delta.index, delta.tokens, delta.finish
+        if self.call.max_tokens == 0 and finish is not None:
+            tokens, finish = [], FinishReason.LENGTH  # a scored prompt yields a token that was not asked for
+        piece = self.choices[index].feed(tokens, delta.logprobs, finish)
+        if self.readers:
+            piece = self._read_calls(index, piece, finish)
+        self.generation.entries[index].logprobs.clear()  # they are written below; nothing looks at them again
+        finish = FinishReason.STOP if piece.stopped else finish
+        first = index not in self.begun and bool(piece.text or piece.calls or finish)
+        text = piece.text
+        if first:
+            self.begun.add(index)
+            text = self.echoes[index] + text
+        piece = dataclasses.replace(piece, text=text, scores=self._behind_echo(index, piece.scores))
+        return Step(piece, finish, first)
+
+    def _read_calls(self, index: int, piece: Piece, finish: FinishReason | None) -> Piece:
+        """The piece without the text of its calls, and with these."""
+        reader = self.readers[index]
+        found = reader.feed(piece.text)
+        calls: Sequence[CallDelta] = found.calls
+        content = found.content
+        stopped = piece.stopped or (reader.ended and finish is None)
+        if finish is not None or stopped:
+            rest = reader.finish()
+            calls, content = whole_deltas(calls, rest.calls), content + rest.content
+        scores = [*self._unsent.pop(index, ()), *piece.scores]
+        if not (calls or content or finish or stopped):
+            self._unsent[index] = scores
+            scores = []
+        return Piece(content, scores, stopped, calls, called=reader.calls > 0)
+
+    def unique_id(self) -> str:
+        """32 hexadecimal digits that every rendering of this answer has, here and at another gateway, and no other
+        answer."""
+        return stable_id(self.base_id, repr(self.created_s))
+
+    def usage(self) -> Usage:
+        """Over all choices; each prompt counts once, however many choices it has."""
+        entries = self.generation.entries[:: self.call.n]
+        return usage_of(
+            sum(entry.request.prompt_tokens for entry in entries),
+            sum(choice.tokens for choice in self.choices),
+            sum(entry.cached_tokens for entry in entries),
+        )
+
+    def used(self) -> tuple[int, int]:
+        """Prompt and completion tokens that were worked for; a prompt from the time on that a worker had it."""
+        entries, n = self.generation.entries, self.call.n
+        placed = (entries[first] for first in range(0, len(entries), n) if _placed(entries[first : first + n]))
+        return sum(entry.request.prompt_tokens for entry in placed), sum(choice.tokens for choice in self.choices)
+
+    def choice_usage(self, index: int) -> Usage:
+        entry = self.generation.entries[index]
+        return usage_of(entry.request.prompt_tokens, self.choices[index].tokens, entry.cached_tokens)
+
+    def extras(self, indexes: Iterable[int], *, renumbered: bool = False) -> Extras:
+        """Of these choices; `renumbered`: they are counted anew, in this order."""
+        extras = []
+        for place, index in enumerate(indexes):
+            entry, choice = self.generation.entries[index], self.choices[index]
+            tokens = entry.output[: choice.tokens] if self.call.return_token_ids else None
+            extras.append(
+                extras_of(place if renumbered else index, entry, self.generation.times, choice.stop_string, tokens)
+            )
+        return Extras(extras)
+
+    async def scores(self, index: int, *, first: bool) -> Scores | None:
+        """For the log-probabilities of a choice, empty; where the answer begins, behind its prompt's. None: no client
+        wants any."""
+        if not self.call.shows_logprobs:
+            return None
+        return self.shape.scores(await self._of_echo(index) if first and self.call.scores_echo else None)
+
+    async def write(self, scores: Scores, tokens: Sequence[ScoredToken]) -> None:
+        """Add these; other requests get the event loop in between."""
+        for start in range(0, len(tokens), WRITTEN_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            scores.add(tokens[start : start + WRITTEN_AT_ONCE])
+
+    def likeliest(self, means: Sequence[float]) -> list[int]:
+        """The choices that the client gets: all, or of each prompt those with the largest mean log-probability."""
+        n, kept, chosen = self.call.n, self.call.kept, list[int]()
+        for first in range(0, len(means), n):
+            group = range(first, first + n)
+            chosen += group if kept == n else sorted(group, key=lambda index: -means[index])[:kept]
+        return chosen
+
+    async def prompt_logprobs(self, index: int) -> msgspec.Raw | None:
+        """Of the prompt of this choice, as vLLM writes them; other requests get the event loop in between. None: no
+        client wants any beside the answer."""
+        if self.call.prompt_logprobs < 0:
+            return None
+        first = index - index % self.call.n
+        written = self._prompt_logprobs.get(first)
+        if written is None:
+            entry = self.generation.entries[first]
+            tokens, parts = entry.request.tokens[1 : entry.request.prompt_tokens], [b"null"]
+            for start in range(0, len(tokens), WRITTEN_AT_ONCE):
+                end = start + WRITTEN_AT_ONCE
+                parts += prompt_places(self.text, tokens[start:end], entry.prompt_logprobs[start:end])
+                await asyncio.sleep(0)
+            written = self._prompt_logprobs[first] = msgspec.Raw(b"[" + b",".join(parts) + b"]")
+            entry.prompt_logprobs.clear()
+        return written
+
+    def _behind_echo(self, index: int, scores: Sequence[ScoredToken]) -> Sequence[ScoredToken]:
+        shift = len(self.echoes[index])
+        return [dataclasses.replace(item, offset=item.offset + shift) for item in scores] if shift else scores
+
+    async def _of_echo(self, index: int) -> Scores:
+        first = index - index % self.call.n
+        scores = self._echo_scores.get(first)
+        if scores is None:
+            entry = self.generation.entries[first]
+            detokenizer = self.text.stream(context=(), skip_special=self.call.skip_special_tokens)
+            scores = self._echo_scores[first] = self.shape.scores()
+            found = prompt_scores(detokenizer, entry.request.tokens, entry.prompt_logprobs)
+            while part := list(islice(found, WRITTEN_AT_ONCE)):
+                scores.add(part)
+                await asyncio.sleep(0)
+            entry.prompt_logprobs.clear()
+        return scores
+
+
+def _placed(choices: Iterable[Entry]) -> bool:
+    """A worker was given one of them."""
+    return any(entry.instances or entry.first_token_s is not None for entry in choices)

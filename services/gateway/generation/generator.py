@@ -1,0 +1,373 @@
+"""From a body to an answer in progress, whichever API it came by: the one way into the cluster.
+
+    read body ─▶ parse ─▶ tokenise ─▶ prepare ─▶ offer ─▶ deltas ─▶ steps
+
+`openai_api.py`, `responses_api.py` and `messages_api.py` parse their own bodies to a `Call` and write each `Step` in
+their own form; all between is here. Every exit, whatever its reason, abandons what is still open, so a client that
+disconnects frees its blocks on every worker. Writes nothing to a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import secrets
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from cohort.common.clock import Clock
+from cohort.common.config import GatewayConfig
+from cohort.common.errors import RequestError
+from cohort.common.machines.events import Offered
+from cohort.common.process.metrics import RequestMetrics
+from cohort.common.types import InstanceId, Request
+from cohort.services.gateway.generation import request_trace
+from cohort.services.gateway.generation.answering import Answering, Step
+from cohort.services.gateway.generation.choice import Choice, Piece
+from cohort.services.gateway.generation.mailbox import Delta, Generation, Mailbox
+from cohort.services.gateway.generation.openai_shapes import ChatShape, CompletionShape, Shape
+from cohort.services.gateway.generation.preparation import output_limits, prepare
+from cohort.services.gateway.generation.request_budget import Price, RequestBudget, Reservation
+from cohort.services.gateway.generation.streams import Streams
+from cohort.services.gateway.generation.timing import GatewayTimes
+from cohort.services.gateway.generation.tool_calls import ToolReader
+from cohort.services.gateway.http.request_bodies import RequestBodies
+from cohort.services.gateway.keys.key_lease import current_lease
+from cohort.services.gateway.keys.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
+from cohort.services.gateway.keys.owners import Owners
+from cohort.services.gateway.requests.model_card import ModelCard
+from cohort.services.gateway.requests.parsing import Call
+from cohort.services.gateway.requests.tool_formats import ToolFormat
+from cohort.services.gateway.text.detokenizer import TokenText
+from cohort.services.gateway.text.grammar_process import GrammarCompiler
+from cohort.services.gateway.text.stable_ids import stable_id
+from cohort.services.gateway.text.stop_strings import StopAutomaton
+from cohort.services.gateway.text.tokenizer import Tokenizer
+from cohort.services.gateway.text.truncation import latest_turns
+
+# A few milliseconds of parsing at most; a thread parses longer bodies.
+PARSE_AT_ONCE_BYTES = 65_536
+# Request ids of clients that may become part of ours (they travel through logs and file names).
+_PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+
+Parse = Callable[[bytes, Mapping[str, str]], Awaitable[Call]]
+"""A body and its headers to a `Call`. Raises `RequestError`."""
+QUIET = Step(Piece("", (), stopped=False), finish=None, first=False)
+"""An empty step: the answer is still awaited."""
+MailboxOf = Callable[[Mapping[str, str], Call, bytes], Mailbox | None]
+"""Of headers, call and body: where the tokens go, if not to a plain mailbox. Raises `RequestError`."""
+T = TypeVar("T")
+
+
+class Generator:
+    """Makes answers over one `Streams`; one per gateway."""
+
+    def __init__(
+        self,
+        *,
+        config: GatewayConfig,
+        card: ModelCard,
+        tokenizer: Tokenizer,
+        streams: Streams,
+        clock: Clock,
+        metrics: RequestMetrics,
+        log: structlog.stdlib.BoundLogger,
+        instance: InstanceId,
+        max_model_len: Callable[[], int],
+        bodies: RequestBodies,
+        owners: Owners,
+        grammars: GrammarCompiler,
+        tool_format: ToolFormat | None,
+    ) -> None:
+        self.config = config
+        self.card = card
+        self.clock = clock
+        self.log = log
+        self.streams = streams
+        self.bodies = bodies
+        self.owners = owners
+        self.tool_format = tool_format
+        self.budget = RequestBudget(config, tokenizer.longest_token)
+        self._tokenizer = tokenizer
+        self._text = TokenText(tokenizer)
+        self._metrics = metrics
+        self._instance = instance
+        self._max_model_len = max_model_len
+        self._grammars = grammars
+        self.completion = CompletionShape(self._text)
+        self.chat = ChatShape(self._text)
+
+    # -- For the APIs ----------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def answering(self, request: web.Request, parse: Parse, *, chat: bool) -> AsyncIterator[Answering]:
+        """The answer to this body; what is still open when the block ends is abandoned. Raises `RequestError` for a
+        body or a request that is refused, before anything was sent."""
+        answering = await self.admitted(request, parse, chat=chat)
+        try:
+            yield answering
+        finally:
+            self.release(answering)
+
+    async def admitted(
+        self, request: web.Request, parse: Parse, *, chat: bool, mailbox_of: MailboxOf | None = None
+    ) -> Answering:
+        """As `answering`, of which the caller must `release` what it gets."""
+        times = GatewayTimes(arrived_s=self.clock.now_s())
+        try:
+            return await self.accept(request, times, parse, chat=chat, mailbox_of=mailbox_of)
+        except RequestError as error:
+            self._count_rejection(error)
+            raise
+
+    async def steps(self, answering: Answering, quiet_s: float | None = None) -> AsyncIterator[tuple[int, Step]]:
+        """Every delta of every choice as text, by the choice's index, until all have ended (`answering.ended`); `QUIET`
+        whenever nothing came for `quiet_s` seconds. Raises the `RequestError` with which a choice fails."""
+        generation = answering.generation
+        finished = answering.ended
+        while len(finished) < len(generation.entries):
+            arrived = await _next(generation.mailbox, quiet_s)
+            if arrived is None:
+                yield 0, QUIET
+                continue
+            for delta in answering.due(arrived):
+                if delta.index in finished:
+                    continue
+                if delta.error is not None:
+                    raise delta.error
+                step = answering.next(delta)
+                if step.piece.stopped:
+                    self.streams.stop(generation, delta.index)
+                if step.finish is not None:
+                    finished.add(delta.index)
+                yield delta.index, step
+
+    async def parsed(self, data: bytes, parse: Callable[[bytes], T], *, chat: bool) -> T:
+        """What `parse` makes of a body, in a thread where the body is long. Raises `RequestError`."""
+        self.budget.check_body(len(data), chat=chat, max_model_len=self._max_model_len())
+        if len(data) <= PARSE_AT_ONCE_BYTES:
+            return parse(data)
+        return await asyncio.to_thread(parse, data)
+
+    async def count(self, call: Call) -> int:
+        """Tokens of a chat's prompt. Raises `RequestError` where they are more than any request may have."""
+        [tokens] = await self._tokenize(call, self.config.max_request_work)
+        return len(tokens)
+
+    def release(self, answering: Answering, reason: str = "the client went away") -> None:
+        """Nothing more is wanted. Harmless after a complete answer."""
+        self.streams.abandon(answering.generation, reason)
+        answering.reserved.release()
+
+    # -- On the way in ---------------------------------------------------------------------------------------------
+
+    async def accept(
+        self,
+        request: web.Request,
+        times: GatewayTimes,
+        parse: Parse,
+        *,
+        chat: bool,
+        mailbox_of: MailboxOf | None = None,
+    ) -> Answering:
+        """Everything before the request is owned; refusals are `RequestError`s."""
+        owner = request[OWNER]
+        self.streams.check(request.content_length or 0, self.config.default_class, self.owners.share_of(owner))
+        async with self.bodies.reading(request) as data:
+            call = await parse(data, request.headers)
+            call = dataclasses.replace(call, priority=self.owners.priority(call.priority))
+            mailbox = None if mailbox_of is None else mailbox_of(request.headers, call, data)
+            http_id = request[HTTP_ID]
+            own = request.headers.get(REQUEST_ID_HEADER) == http_id and _PLAIN_ID.fullmatch(http_id)
+            named = http_id if own else ""
+            answering = await self.begin(call, len(data), times, owner, named=named, mailbox=mailbox)
+        self.log.debug("accepted", http_id=http_id, request_ids=answering.generation.request_ids)
+        return answering
+
+    async def begin(
+        self,
+        call: Call,
+        body_bytes: int,
+        times: GatewayTimes,
+        owner: str,
+        *,
+        named: str,
+        mailbox: Mailbox | None = None,
+    ) -> Answering:
+        """Tokenise, offer the requests, own them. `named`: an id of the client's that ours should begin with.
+        `mailbox`: where the tokens go, if not to a plain one."""
+        self.budget.check(call)
+        limited = call.max_tokens is not None
+        if call.wanted is not None:
+            bound = msgspec.structs.replace(call.sampling, grammar=await self._grammars.compile(call.wanted))
+            call = dataclasses.replace(call, sampling=bound)
+        began_s = self.clock.now_s()
+        prompts = await self._tokenize(call, self._max_model_len())
+        times.tokenize_s = self.clock.now_s() - began_s
+        lengths = [len(prompt) for prompt in prompts]
+        max_tokens_of = output_limits(call, lengths, self.config, self._max_model_len(), self.card.sampling.max_tokens)
+        price = self._charged(call, lengths, max_tokens_of)
+        base_id = uuid.uuid4().hex[:20]
+        if named:
+            base_id = f"{named}-{base_id[:8]}"  # unique though a client may repeat its ids
+        created_s = self.clock.wall_s()
+        requests = prepare(
+            call,
+            prompts,
+            base_id=base_id,
+            gateway=self._instance,
+            arrival_s=created_s,
+            seed=secrets.randbits(63) if call.seed is None else call.seed,
+            card=self.card,
+            max_tokens_of=max_tokens_of,
+        )
+        requests = self.owners.marked(requests, owner, max_tokens_named=limited)
+        times.trace, requests = request_trace.begun(requests, times.arrived_s, began_s, times.tokenize_s)
+        lease = current_lease()
+        if lease is not None:
+            times.judged = lease.judged
+        reserved = self.budget.reserve(price)
+        try:
+            generation = self.streams.offer(
+                Offered(
+                    base_id,
+                    requests,
+                    choices_per_prompt=call.n,
+                    chat=call.chat,
+                    text_bytes=body_bytes,
+                    stop_strings=len(call.stop_strings),
+                    owner=self.owners.share_of(owner),
+                    max_tokens_named=limited,
+                ),
+                times,
+                mailbox,
+            )
+        except BaseException:
+            reserved.release()
+            raise
+        if times.trace is not None:
+            times.trace.admitted(generation.entries)
+        answering = self.unrendered(call, requests, generation, base_id, created_s, reserved)
+        if lease is not None:
+            lease.answered_by(answering.used)
+        return answering
+
+    def own_budget(self, call: Call, lengths: Sequence[int], max_tokens_of: Sequence[int]) -> Reservation:
+        """Of the gateway's memory, and of the key's tokens. Raises a 4xx `RequestError`, `KeyLimited` among these."""
+        return self.budget.reserve(self._charged(call, lengths, max_tokens_of))
+
+    def _charged(self, call: Call, lengths: Sequence[int], max_tokens_of: Sequence[int]) -> Price:
+        """Its price, with the key's tokens reserved. Raises as `own_budget`."""
+        price = self.budget.price(call, lengths, max_tokens_of)
+        lease = current_lease()
+        if lease is not None:
+            unnamed = call.max_tokens is None
+            longest = self.config.default_prediction_tokens if unnamed else max(max_tokens_of)
+            expected = call.n * sum(min(longest, most) for most in max_tokens_of)
+            lease.reserve(call.traffic_class, sum(lengths), expected)
+        return price
+
+    def unrendered(
+        self,
+        call: Call,
+        requests: Sequence[Request],
+        generation: Generation,
+        base_id: str,
+        created_s: float,
+        reserved: Reservation,
+    ) -> Answering:
+        """Of a generation of which nothing is rendered yet; `requests` as `prepare` made them."""
+        # Of every prompt one, to which its choices refer, like the automaton.
+        echoes = [self._echo(call, which, each.tokens) for which, each in enumerate(requests[:: call.n])]
+        stops = StopAutomaton(call.stop_strings)
+        shape: Shape = self.chat if call.chat else self.completion
+        return Answering(
+            call,
+            generation,
+            shape,
+            self._text,
+            choices=[self._choice(call, item, stops) for item in requests],
+            echoes=[echo for echo in echoes for _ in range(call.n)],
+            base_id=base_id,
+            id=shape.id_prefix + base_id,
+            created=int(created_s),
+            created_s=created_s,
+            model=call.adapter or self.card.name,
+            reserved=reserved,
+            singly=call.tools is not None and not call.tools.parallel,
+            readers=_tool_readers(call, len(requests), stable_id(base_id, repr(created_s))),
+        )
+
+    def _choice(self, call: Call, request: Request, stops: StopAutomaton) -> Choice:
+        detokenizer = self._text.stream(
+            context=() if call.chat else request.tokens[-16:],
+            skip_special=call.skip_special_tokens,
+            kept=call.tools.format.mark_ids if call.tools is not None else frozenset(),
+        )
+        return Choice(detokenizer, stops, min_tokens=call.min_tokens, scored=call.sampling.logprobs >= 0)
+
+    async def _tokenize(self, call: Call, limit: int) -> list[list[int]]:
+        try:
+            if call.chat:
+                return [await self._tokenize_chat(call, limit)]
+            texts = [prompt for prompt in call.prompts if isinstance(prompt, str)]
+            encoded = iter(
+                await self._tokenizer.encode_soon(texts, special_tokens=call.add_special_tokens, limit=limit)
+            )
+            return [next(encoded) if isinstance(prompt, str) else prompt for prompt in call.prompts]
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                "The prompt contains half of a surrogate pair, which is no character.",
+                param="messages" if call.chat else "prompt",
+            ) from error
+
+    async def _tokenize_chat(self, call: Call, limit: int) -> list[int]:
+        async def encode(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+            return await self._tokenizer.encode_chat(
+                messages,
+                add_generation_prompt=call.add_generation_prompt,
+                variables=call.template_variables,
+                limit=limit,
+            )
+
+        if not call.truncates:
+            return await encode(call.messages)
+        return await latest_turns(call.messages, limit - (call.max_tokens or 1), encode)
+
+    def _echo(self, call: Call, which: int, tokens: list[int]) -> str:
+        if not call.echo:
+            return ""
+        prompt = call.prompts[which]
+        return (
+            prompt if isinstance(prompt, str) else self._tokenizer.decode(tokens, skip_special=call.skip_special_tokens)
+        )
+
+    def _count_rejection(self, error: RequestError) -> None:
+        self.streams.stats.recent.rejected()
+        reason = {429: "busy", 503: "draining"}.get(error.status, "invalid")
+        self._metrics.rejections(self.config.default_class, str(error.status), reason).inc()
+
+
+def _tool_readers(call: Call, count: int, ids: str) -> list[ToolReader]:
+    tools = call.tools
+    if tools is None:
+        return []
+    return [ToolReader(tools.format, parallel=tools.parallel, ids=f"{ids}-{index}") for index in range(count)]
+
+
+async def _next(mailbox: Mailbox, quiet_s: float | None) -> Delta | None:
+    """None: nothing came for so long."""
+    if quiet_s is None:
+        return await mailbox.next()
+    try:
+        async with asyncio.timeout(quiet_s):
+            return await mailbox.next()
+    except TimeoutError:
+        return None

@@ -1,0 +1,142 @@
+"""The gateway's part of a trace: the span that everything else of a request lies below, and its first stages.
+
+    POST /v1/… ─┬─ parse       reading the body and understanding it
+                ├─ tokenise
+                ├─ admission   may it come in?
+                ├─ predict     until the length predictor has answered
+                └─ …           spans of the predictor, the manager and the workers
+
+`middleware` opens the span of an HTTP request, continues the client's `traceparent` and ends it with the response; a
+line of a batch begins a trace of its own. Where tracing is off there is no middleware; `begun` looks at one variable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from cohort.common.clock import Clock
+from cohort.common.machines.entry import Entry
+from cohort.common.process.metrics import TtftStage
+from cohort.common.tracing.spans import OpenSpan, Tracing
+from cohort.common.tracing.traceparent import HEADER
+from cohort.common.types import FinishReason, Request
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_GENERATES = "/v1/"
+_LEFT_OUT = ("/v1/models", "/v1/files", "/v1/batches")
+"""They start no work on workers, and are asked often."""
+
+_current: ContextVar[RequestTrace | None] = ContextVar("request_trace", default=None)
+
+
+class RequestTrace:
+    """One HTTP request, or one line of a batch."""
+
+    def __init__(self, tracing: Tracing, span: OpenSpan, clock: Clock) -> None:
+        self._tracing = tracing
+        self._clock = clock
+        self._offered_s = 0.0
+        self.span = span
+
+    def prepared(self, requests: list[Request], arrived_s: float, parsed_s: float, tokenize_s: float) -> list[Request]:
+        """The requests with their place in the trace."""
+        here = self.span.here
+        tokenised_s = parsed_s + tokenize_s
+        self._tracing.span("parse", arrived_s, parsed_s, here)
+        self._tracing.span(
+            "tokenise", parsed_s, tokenised_s, here, prompt_tokens=sum(item.prompt_tokens for item in requests)
+        )
+        self.span.note(
+            request_id=requests[0].request_id, choices=len(requests), traffic_class=requests[0].traffic_class
+        )
+        self._offered_s = self._clock.now_s()
+        return [msgspec.structs.replace(item, traceparent=str(here)) for item in requests]
+
+    def admitted(self, entries: Sequence[Entry]) -> None:
+        self._tracing.span("admission", self._offered_s, self._clock.now_s(), self.span.here, requests=len(entries))
+
+    def ended(
+        self, now_s: float, entry: Entry, stages: Mapping[TtftStage, float], finish: FinishReason, reason: str
+    ) -> str:
+        """One of its choices is over. Returns the trace's id, for the log."""
+        span = self.span
+        if entry.predict_s:
+            source = entry.prediction.source if entry.prediction is not None else "none"
+            self._tracing.span("predict", entry.opened_s, entry.opened_s + entry.predict_s, span.here, source=source)
+        if entry.first_token_s is not None:
+            span.event(entry.first_token_s, "first token", request_id=entry.request_id)
+        if entry.last_token_s is not None:
+            span.event(entry.last_token_s, "last token", request_id=entry.request_id)
+        outcome = entry.refused_because or finish.value
+        span.event(now_s, "choice ended", request_id=entry.request_id, outcome=outcome, reason=reason)
+        span.note(outcome=outcome, output_tokens=len(entry.output), attempts=entry.attempt.number + 1)
+        span.note(**{f"ttft_{stage}_s": round(seconds, 6) for stage, seconds in stages.items()})
+        return f"{span.here.trace_id:032x}"
+
+
+def middleware(tracing: Tracing, clock: Clock) -> Middleware:
+    """A span around every request that generates."""
+
+    @web.middleware
+    async def traced(request: web.Request, handler: Handler) -> web.StreamResponse:
+        path = request.path
+        wanted = path.startswith(_GENERATES) and not path.startswith(_LEFT_OUT) and request.method == "POST"
+        sampled, client = tracing.wanted(request.headers.get(HEADER, "")) if wanted else (False, None)
+        if not sampled:
+            return await handler(request)
+        span = tracing.start(f"POST {path}", clock.now_s(), client, serves=True)
+        span.attributes({"http.request.method": "POST", "url.path": path})
+        token = _current.set(RequestTrace(tracing, span, clock))
+        error = "the client's connection ended"
+        try:
+            response = await handler(request)
+            span.attributes({"http.response.status_code": response.status})
+            error = f"HTTP {response.status}" if response.status >= 500 else ""
+            return response
+        finally:
+            _current.reset(token)
+            span.end(clock.now_s(), error)
+
+    return traced
+
+
+def lines(
+    tracing: Tracing, clock: Clock, answer: Callable[_P, Coroutine[Any, Any, _R]]
+) -> Callable[_P, Coroutine[Any, Any, _R]]:
+    """The same, with a span around every line of a batch, named by the keyword `line_id`."""
+
+    async def traced(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not tracing.wanted("")[0]:
+            return await answer(*args, **kwargs)
+        span = tracing.start("batch line", clock.now_s(), None, serves=True)
+        span.note(line=str(kwargs["line_id"]))
+        token = _current.set(RequestTrace(tracing, span, clock))
+        error = "not answered"
+        try:
+            answered = await answer(*args, **kwargs)
+            error = ""
+            return answered
+        finally:
+            _current.reset(token)
+            span.end(clock.now_s(), error)
+
+    return traced
+
+
+def begun(
+    requests: list[Request], arrived_s: float, parsed_s: float, tokenize_s: float
+) -> tuple[RequestTrace | None, list[Request]]:
+    """The trace that the running task belongs to, and the requests with their place in it. Times are those of the
+    gateway: arrival, parsed; and the duration of tokenising."""
+    trace = _current.get()
+    if trace is None:
+        return None, requests
+    return trace, trace.prepared(requests, arrived_s, parsed_s, tokenize_s)

@@ -1,0 +1,251 @@
+"""Hosts the gateway machine: tells it events and performs its effects; a stream survives the failures of its workers.
+
+    HTTP handlers ─▶ Estimated, Offered, Closed ─▶ machine ─▶ effects ─┬─▶ mailbox of the waiting HTTP handler
+    bus ─▶ Received ──────────────────────────────▶   ▲                ├─▶ bus (Undelivered, where that fails)
+    timer ─▶ Tick ────────────────────────────────────┘                └─▶ metrics, log lines, the timer
+
+Called by `generator.py` (check, offer, stop, abandon) and `service.py` (messages, start, drain). Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+import structlog
+
+from cohort.common.clock import Clock
+from cohort.common.errors import PeerUnreachable, RequestError
+from cohort.common.machines.effects import (
+    Admitted,
+    Deliver,
+    Ended,
+    Fail,
+    GatewayEffect,
+    ManagerFound,
+    Rejected,
+    Send,
+    Wake,
+)
+from cohort.common.machines.entry import Entry
+from cohort.common.machines.events import Closed, Estimated, GatewayEvent, Offered, Tick, Undelivered
+from cohort.common.machines.gateway.gateway import GatewayMachine
+from cohort.common.machines.machine import Machine
+from cohort.common.messages import Message, Submit
+from cohort.common.process.metrics import RequestMetrics
+from cohort.common.types import FinishReason, InstanceId, RequestId, TrafficClass
+from cohort.services.gateway.generation.mailbox import Generation, Mailbox
+from cohort.services.gateway.generation.request_stats import RequestStats
+from cohort.services.gateway.generation.timing import GatewayTimes
+
+
+@dataclass(slots=True)
+class _Track:
+    """An open request and the handler that waits for it."""
+
+    generation: Generation
+    index: int
+    mailbox: Mailbox
+    last_token_s: float | None = None
+
+
+class Streams:
+    def __init__(
+        self,
+        machine: GatewayMachine,
+        hosted: Machine[GatewayEvent, GatewayEffect],
+        *,
+        send: Callable[[InstanceId, Message], None],
+        clock: Clock,
+        metrics: RequestMetrics,
+        log: structlog.stdlib.BoundLogger,
+    ) -> None:
+        """`hosted` is told events: `machine` itself, or a recorder around it. `send` may raise `PeerUnreachable`."""
+        self.ledger = machine.ledger
+        self._machine = machine
+        self._hosted = hosted
+        self._send = send
+        self._clock = clock
+        self._log = log
+        self.stats = RequestStats(metrics, log)
+        self._tracks: dict[RequestId, _Track] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._offered: tuple[RequestId, Generation | None] = ("", None)
+        """The request that the machine is deciding on and the generation that offered it; an estimate has none."""
+        self._refusal: RequestError | None = None
+        self._online_waited = False
+        self.on_online_placed: Callable[[], None] = lambda: None
+        """Called when the last online request that waited for a worker has one, or is gone."""
+        self.on_told: Callable[[], None] = lambda: None
+        """Called whenever something happened, time included."""
+
+    def __len__(self) -> int:
+        return len(self._tracks)
+
+    # -- For the HTTP handlers -------------------------------------------------------------------------------------
+
+    def check(self, body_bytes: int, traffic_class: TrafficClass, owner: str = "") -> None:
+        """Before any work; `owner` as in `Offered`. Raises a 429 or 503 `RequestError`."""
+        self._decide(Estimated("estimate", body_bytes, traffic_class, owner), None)
+
+    def offer(self, offer: Offered, times: GatewayTimes, mailbox: Mailbox | None = None) -> Generation:
+        """All of the offer's requests come in, or none: then raises a 429 or 503 `RequestError`. Must be abandoned in
+        the end. `mailbox`: where the tokens go, if not to a plain one."""
+        generation = Generation(times, mailbox or Mailbox())
+        self._decide(offer, generation)
+        return generation
+
+    def stop(self, generation: Generation, index: int) -> None:
+        """A stop string ended this choice: nothing more is wanted of it."""
+        self._close(generation.entries[index], FinishReason.STOP, "a stop string was found")
+
+    def abandon(self, generation: Generation, reason: str = "the client went away") -> None:
+        """The handler ends: free what is still open. Harmless after a complete answer."""
+        for entry in generation.entries:
+            self._close(entry, FinishReason.CANCELLED, reason)
+
+    async def drained(self) -> None:
+        """Returns once no request is open; the caller sets the deadline."""
+        await self._empty.wait()
+
+    def open_requests(self) -> Iterator[tuple[Entry, GatewayTimes]]:
+        """The latest first. For people who look on."""
+        for track in reversed(self._tracks.values()):
+            yield track.generation.entries[track.index], track.generation.times
+
+    # -- For the service -------------------------------------------------------------------------------------------
+
+    def tell(self, *events: GatewayEvent) -> None:
+        """These events happened, now. Without any: does what is left over from a call that failed."""
+        lost = self._perform(self._hosted.handle(self._clock.now_s(), *events))
+        while lost:
+            lost = self._perform(self._hosted.handle(self._clock.now_s(), *lost))
+        self.stats.observe()
+        self.stats.totals(self.ledger.dropped_tokens_total, self._machine.default_predictions_total)
+        if self._online_waited and not self.ledger.waiting_online:
+            self._online_waited = False
+            self.on_online_placed()
+        self.on_told()
+
+    def end(self) -> None:
+        """No more ticks."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # -- Effects ---------------------------------------------------------------------------------------------------
+
+    def _perform(self, effects: Sequence[GatewayEffect]) -> list[Undelivered]:
+        """Returns the messages not sent. A defect in one effect must not keep the others from being performed."""
+        lost: list[Undelivered] = []
+        for effect in effects:
+            try:
+                match effect:
+                    case Deliver():
+                        self._deliver(effect)
+                    case Send(peer, message):
+                        self._note(message)
+                        try:
+                            self._send(peer, message)
+                        except PeerUnreachable as error:
+                            self._log.debug("not sent", peer=peer, type=type(message).__name__, reason=str(error))
+                            lost.append(Undelivered(peer, message))
+                    case Wake(at_s):
+                        self._set_timer(at_s)
+                    case Admitted(offer_id, entries):
+                        self._admitted(offer_id, entries)
+                    case Rejected(offer_id, error):
+                        if offer_id == self._offered[0]:
+                            self._refusal = error
+                    case Fail(entry, error):
+                        track = self._tracks.get(entry.request_id)
+                        if track is not None:
+                            track.mailbox.put(track.index, error=error)
+                    case Ended(entry, finish, reason):
+                        self._finalize(entry, finish, reason)
+                    case ManagerFound(incarnation, outstanding, manager):
+                        self._log.info(
+                            "manager is there",
+                            manager=manager,
+                            manager_incarnation=incarnation,
+                            outstanding=outstanding,
+                        )
+                    case _:
+                        assert_never(effect)
+            except Exception:
+                self._log.exception("effect failed", type=type(effect).__name__)
+        return lost
+
+    def _decide(self, offer: Estimated | Offered, generation: Generation | None) -> None:
+        self._offered, self._refusal = (offer.offer_id, generation), None
+        try:
+            self.tell(offer)
+        finally:
+            self._offered = ("", None)
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _admitted(self, offer_id: RequestId, entries: list[Entry]) -> None:
+        name, generation = self._offered
+        if name != offer_id or generation is None or not entries:
+            return
+        generation.entries = entries
+        for index, entry in enumerate(entries):
+            self._tracks[entry.request_id] = _Track(generation, index, generation.mailbox)
+            self.stats.admitted(entry.request)
+            self._online_waited = self._online_waited or entry.request.online
+        self._empty.clear()
+
+    def _note(self, message: Message) -> None:
+        """A line in the log for what is submitted once more."""
+        if isinstance(message, Submit) and message.request.attempt.number:
+            entry = self.ledger.get(message.request.request_id)
+            if entry is not None:
+                self.stats.resubmitted(entry)
+
+    def _set_timer(self, at_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, at_s - self._clock.now_s()), self._tick)
+
+    def _tick(self) -> None:
+        try:
+            self.tell(Tick())
+        except Exception:
+            self._log.exception("tick failed")
+            self.tell()
+
+    def _deliver(self, action: Deliver) -> None:
+        entry = action.entry
+        track = self._tracks.get(entry.request_id)
+        if track is None:
+            return
+        tokens, mailbox = action.tokens, track.mailbox
+        if tokens:
+            now_s = entry.last_token_s or self._clock.now_s()
+            if track.last_token_s is None:
+                self.stats.first_tokens(now_s, entry, track.generation.times, len(tokens))
+            else:
+                self.stats.tokens(entry.request.traffic_class, now_s - track.last_token_s, len(tokens))
+            track.last_token_s = now_s
+        if action.finish is None and not action.logprobs:
+            mailbox.put_plain(track.index, tokens)
+        else:
+            mailbox.put(track.index, tokens=tokens, logprobs=action.logprobs, finish=action.finish)
+
+    # -- Endings ---------------------------------------------------------------------------------------------------
+
+    def _close(self, entry: Entry, finish: FinishReason, reason: str) -> None:
+        if self.ledger.get(entry.request_id) is entry:
+            self.tell(Closed(entry.request_id, finish, reason))
+
+    def _finalize(self, entry: Entry, finish: FinishReason, reason: str) -> None:
+        track = self._tracks.pop(entry.request_id, None)
+        if track is None:
+            return
+        if not self._tracks:
+            self._empty.set()
+        self.stats.ended(self._clock.now_s(), entry, track.generation.times, finish, reason)

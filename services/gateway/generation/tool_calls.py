@@ -1,0 +1,332 @@
+"""Calls of tools in a stream of text: one reader per family of models, fed with any pieces, never looking back.
+
+    Hermes, Qwen   <tool_call>{"name": …, "arguments": {…}}</tool_call> …
+    Llama 3        {"name": …, "parameters": {…}}; …            at the answer's beginning, <|python_tag|> may precede
+    Mistral        [TOOL_CALLS][{"name": …, "arguments": {…}}, …]   or   [TOOL_CALLS]name[ARGS]{…} …
+
+A reader takes one character at a time, so how a stream was cut can make no difference. A call is announced as soon as
+its name is known and its arguments begin, and they follow as they come; a text that only began like a call is content.
+White space around calls is dropped. Called by `answering.py`; knows no tokens and no HTTP.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from cohort.services.gateway.requests.tool_formats import ToolFormat
+from cohort.services.gateway.text.stable_ids import stable_id, stable_letters
+
+END = ""
+"""What a reader gets after the last character."""
+_HEAD_CHARACTERS = 512
+"""A call whose arguments do not begin within so many is read when it is whole."""
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{', re.DOTALL)
+_NAME = re.compile(r"\s*([A-Za-z0-9_.:-]{1,256})\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?\s*")
+
+Reading = Generator[None, str, None]
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """More of call number `index`: its id and name at its beginning, then pieces of its arguments."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What some text came to."""
+
+    content: str
+    calls: tuple[CallDelta, ...]
+
+
+class ToolReader:
+    """One answer's."""
+
+    def __init__(self, format_: ToolFormat, *, parallel: bool, ids: str = "") -> None:
+        """`parallel` False: nothing is read after the first call. `ids`: what the ids of its calls are made from; "" =
+        from chance."""
+        self._format = format_
+        self._ids = ids or secrets.token_hex(16)
+        self._parallel = parallel
+        self._content: list[str] = []
+        self._deltas: list[CallDelta] = []
+        self._white = ""
+        self.calls = 0
+        """Calls that have begun."""
+        self.ended = False
+        """Nothing more is read."""
+        self._reading = self._begin()
+        next(self._reading)
+
+    def feed(self, text: str) -> Found:
+        for character in text:
+            if self.ended:
+                break
+            self._send(character)
+        return self._found()
+
+    def finish(self) -> Found:
+        """The answer is over: what was held back is content after all."""
+        if not self.ended:
+            self._send(END)
+            self.ended = True
+        return self._found()
+
+    def _send(self, character: str) -> None:
+        try:
+            self._reading.send(character)
+        except StopIteration:
+            self.ended = True
+
+    def _found(self) -> Found:
+        found = Found("".join(self._content), tuple(self._deltas))
+        self._content, self._deltas = [], []
+        return found
+
+    def _begin(self) -> Reading:
+        match self._format.family:
+            case "hermes":
+                return self._marked(self._hermes_call)
+            case "mistral":
+                return self._marked(self._mistral_calls)
+            case "llama3":
+                return self._llama()
+
+    # -- The families ----------------------------------------------------------------------------------------------
+
+    def _marked(self, read_calls: Callable[[], Reading]) -> Reading:
+        """Content, and calls behind the marker."""
+        marker = self._format.marker
+        while (yield from self._content_until(marker)):
+            yield from read_calls()
+            if self.calls and not self._parallel:
+                return
+
+    def _hermes_call(self) -> Reading:
+        marker, close = self._format.marker, self._format.close
+        raw = ""
+        while (character := (yield)) != END:
+            raw += character
+            if character == "{" and len(raw) <= _HEAD_CHARACTERS and (head := _HEAD.fullmatch(raw)):
+                self._announce(_text(head[1]))
+                yield from self._arguments()
+                yield from self._skip_past(close)
+                return
+            if character == ">" and raw.endswith(close):
+                if not self._whole_call(raw.removesuffix(close)):
+                    self._reject(marker + raw)
+                return
+        self._reject(marker + raw)
+
+    def _mistral_calls(self) -> Reading:
+        marker, raw = self._format.marker, ""
+        while (character := (yield)) != END:
+            raw += character
+            if character == "[" and not raw[:-1].strip():
+                yield from self._mistral_list(marker + raw)
+                return
+            if character == "{":
+                name = _NAME.fullmatch(raw[:-1])
+                if name is None:
+                    if not (yield from self._object(raw)):
+                        self._reject(marker + raw)
+                    return
+                self._announce(name[1])
+                yield from self._arguments()
+                return
+            if len(raw) > _HEAD_CHARACTERS:
+                break
+        self._reject(marker + raw)
+
+    def _mistral_list(self, before: str) -> Reading:
+        while (character := (yield)) != END:
+            if character == "{":
+                text = yield from self._object(character)
+                if text:
+                    self._reject(before + text)
+                    return
+                before = ""
+                if not self._parallel:
+                    return
+            elif character == "]" or not (character == "," or character.isspace()):
+                if character != "]" or before:
+                    self._reject(before + character)
+                return
+        self._reject(before)
+
+    def _llama(self) -> Reading:
+        """Calls stand at the beginning, or the whole answer is text."""
+        tag, lead = self._format.marker, ""
+        while (character := (yield)) != END:
+            if character == "{":
+                text = yield from self._object(character)
+                if text:
+                    self._say(lead + text)
+                    yield from self._plain()
+                    return
+                lead = ""
+                if not self._parallel:
+                    return
+            elif character.isspace() or (character == ";" and self.calls and not lead.strip()):
+                lead = "" if self.calls else lead + character
+            else:
+                lead += character
+                if lead.strip() == tag:
+                    lead = ""
+                elif not tag.startswith(lead.strip()):
+                    self._say(lead)
+                    yield from self._plain()
+                    return
+        if lead.strip() or not self.calls:
+            self._say(lead)
+
+    # -- Parts -----------------------------------------------------------------------------------------------------
+
+    def _content_until(self, marker: str) -> Generator[None, str, bool]:
+        """Whether the marker came. White space is held until it is known that no call follows."""
+        held = ""
+        while (character := (yield)) != END:
+            held += character
+            if held.endswith(marker):
+                before = held.removesuffix(marker)
+                self._say(before.rstrip())
+                self._white = before[len(before.rstrip()) :]
+                return True
+            kept = next((n for n in range(min(len(held), len(marker) - 1), 0, -1) if held.endswith(marker[:n])), 0)
+            certain = held[: len(held) - kept].rstrip()
+            if certain:
+                self._say(certain)
+                held = held[len(certain) :]
+        if held.strip() or not self.calls:
+            self._say(held)
+        return False
+
+    def _plain(self) -> Reading:
+        while (character := (yield)) != END:
+            self._say(character)
+
+    def _object(self, begun: str) -> Generator[None, str, str]:
+        """A call as an object, of which `begun` was read; "" once it was one, else its text. An object whose arguments
+        have begun is a call."""
+        raw, depth = begun, begun.count("{")
+        in_string = escaped = False
+        while (character := (yield)) != END:
+            raw += character
+            if in_string:
+                in_string = escaped or character != '"'
+                escaped = character == "\\" and not escaped
+                continue
+            in_string = character == '"'
+            if character == "{":
+                depth += 1
+                if depth == 2 and len(raw) <= _HEAD_CHARACTERS and (head := _HEAD.fullmatch(raw)):
+                    self._announce(_text(head[1]))
+                    yield from self._arguments()
+                    yield from self._skip_past("}")
+                    return ""
+            elif character == "}":
+                depth -= 1
+                if not depth:
+                    return "" if self._whole_call(raw) else raw
+        return raw
+
+    def _arguments(self) -> Reading:
+        """To the brace that closes the one that was read."""
+        self._argue("{")
+        depth = 1
+        in_string = escaped = False
+        while depth and (character := (yield)) != END:
+            self._argue(character)
+            if in_string:
+                in_string = escaped or character != '"'
+                escaped = character == "\\" and not escaped
+            elif character == '"':
+                in_string = True
+            elif character in "{[":
+                depth += 1
+            elif character in "}]":
+                depth -= 1
+
+    def _skip_past(self, close: str) -> Reading:
+        last = ""
+        while not last.endswith(close) and (character := (yield)) != END:
+            last = (last + character)[-len(close) :]
+
+    def _whole_call(self, text: str) -> bool:
+        """A call in another order of its keys, or with its arguments as a text."""
+        try:
+            call = msgspec.json.decode(text.strip())
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            return False
+        if not isinstance(call, dict) or not isinstance(name := call.get("name"), str):
+            return False
+        arguments = call.get("arguments", call.get("parameters"))
+        if arguments is None:
+            arguments = {}
+        if not isinstance(arguments, dict | str):
+            return False
+        self._announce(name)
+        self._argue(arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode())
+        return True
+
+    def _reject(self, text: str) -> None:
+        """It only began like a call."""
+        self._say(self._white + text if text else "")
+        self._white = ""
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._content.append(text)
+
+    def _announce(self, name: str) -> None:
+        self._white = ""
+        self._deltas.append(CallDelta(self.calls, call_id(self._format, self._ids, self.calls), name))
+        self.calls += 1
+
+    def _argue(self, text: str) -> None:
+        last = self._deltas[-1] if self._deltas else None
+        if last is None:
+            self._deltas.append(CallDelta(self.calls - 1, arguments=text))
+        else:
+            last.arguments += text
+
+
+def _text(quoted: str) -> str:
+    """A text of JSON, or of what only looks like it."""
+    try:
+        return str(msgspec.json.decode(quoted))
+    except (msgspec.DecodeError, UnicodeError):
+        return quoted[1:-1]
+
+
+def whole_deltas(first: Sequence[CallDelta], second: Sequence[CallDelta]) -> Sequence[CallDelta]:
+    """Both, where either may be empty."""
+    return (*first, *second) if first and second else first or second
+
+
+def whole_calls(deltas: Iterable[CallDelta]) -> list[CallDelta]:
+    """The calls of a finished answer."""
+    calls: list[CallDelta] = []
+    for delta in deltas:
+        if delta.index == len(calls):
+            calls.append(CallDelta(delta.index, delta.id, delta.name, delta.arguments))
+        else:
+            calls[delta.index].arguments += delta.arguments
+    return calls
+
+
+def call_id(format_: ToolFormat, ids: str, number: int) -> str:
+    """Of call `number` of the answer whose ids are made from `ids`."""
+    if format_.family == "mistral":  # whose templates take ids of nine letters and digits only
+        return stable_letters(9, ids, number)
+    return f"call_{stable_id(ids, number)[:24]}"

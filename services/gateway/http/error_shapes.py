@@ -1,0 +1,109 @@
+"""The JSON of errors: in OpenAI's shape, and in Anthropic's for what is asked under `/v1/messages`.
+
+Called wherever an error leaves the gateway: by `middleware.py` for whole answers, by the streams of each API, by
+`batch_lines.py`. Pure; decides words and shapes, never a status.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from cohort.common.errors import RequestError
+from cohort.services.gateway.http.service_headers import printable
+
+MESSAGES_PATH = "/v1/messages"
+_MESSAGE_CHARACTERS = 2000
+
+
+class OpenAiProblem(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class OpenAiError(msgspec.Struct, frozen=True):
+    error: OpenAiProblem
+
+
+class AnthropicProblem(msgspec.Struct, frozen=True):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, frozen=True):
+    """`type` is "error"."""
+
+    type: str
+    error: AnthropicProblem
+
+
+def error_body(error: RequestError) -> OpenAiError:
+    return OpenAiError(
+        OpenAiProblem(
+            message=printable(error.message, _MESSAGE_CHARACTERS),
+            type=error.type_,
+            param=None if error.param is None else printable(error.param, 200),
+            code=error.status,
+        )
+    )
+
+
+def anthropic_error(error: RequestError) -> AnthropicError:
+    return AnthropicError(
+        "error", AnthropicProblem(_anthropic_type(error.status), printable(error.message, _MESSAGE_CHARACTERS))
+    )
+
+
+def shaped_error(error: RequestError, path: str) -> AnthropicError | OpenAiError:
+    """As clients of this path expect it."""
+    if path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/"):
+        return anthropic_error(error)
+    return error_body(error)
+
+
+def renamed(error: RequestError, names: Sequence[tuple[str, str]]) -> RequestError:
+    """The error of a chat's field by the name that another API has for it. `names`: regular expressions for the
+    beginning of a field's path, and what stands there instead; the first that matches counts."""
+    if error.param is None:
+        return error
+    for pattern, name in names:
+        param, found = re.subn(rf"^{pattern}(?![\w])", name, error.param)
+        if not found:
+            continue
+        message = error.message
+        if message.startswith(error.param):
+            message = param + message.removeprefix(error.param)
+        return RequestError(
+            message, status=error.status, type_=error.type_, param=param, retry_after_s=error.retry_after_s
+        )
+    return error
+
+
+def retry_after(error: RequestError) -> str | None:
+    """Whole seconds, at least one."""
+    return None if error.retry_after_s is None else str(max(1, math.ceil(error.retry_after_s)))
+
+
+def _anthropic_type(status: int) -> str:
+    match status:
+        case 401:
+            return "authentication_error"
+        case 403:
+            return "permission_error"
+        case 404:
+            return "not_found_error"
+        case 408 | 504:
+            return "timeout_error"
+        case 413:
+            return "request_too_large"
+        case 429:
+            return "rate_limit_error"
+        case 503:
+            return "overloaded_error"
+        case _:
+            return "api_error" if status >= 500 else "invalid_request_error"

@@ -1,0 +1,114 @@
+"""One request of an API key while it is open: its part of the key's limits, given back when it ends.
+
+Made by `tenants.py` when a request's headers are there, found by `generator.py` with `current_lease`: the handler of a
+request and all that it starts share one context, so nothing between the two has to pass it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from cohort.common.clock import Clock
+from cohort.common.errors import RequestError
+from cohort.common.keys.key_usage import Amounts
+from cohort.common.types import TrafficClass
+from cohort.services.gateway.keys.key_budget import KeyBudget, KeyLimited
+
+Used = Callable[[], tuple[int, int]]
+"""Prompt and completion tokens that a request used so far."""
+_current: ContextVar[Lease | None] = ContextVar("key_lease", default=None)
+
+
+class Lease:
+    """Open until `end`."""
+
+    def __init__(
+        self, budget_of: Callable[[TrafficClass], KeyBudget], traffic_class: TrafficClass, clock: Clock
+    ) -> None:
+        """Raises `KeyLimited`."""
+        self._budget_of = budget_of
+        self._clock = clock
+        self.traffic_class = traffic_class
+        self.budget = budget_of(traffic_class)
+        self.budget.admit(clock.now_s(), clock.wall_s())
+        self._reserved = 0
+        self._used: list[Used] = []
+        self._ended = False
+        self._held = False
+        self._then: Callable[[], None] = lambda: None
+        self.judged: Judged | None = None
+        """Told of the SLOs of what it asked for, also after it ended."""
+
+    def reserve(self, traffic_class: TrafficClass, prompt_tokens: int, completion_tokens: int) -> None:
+        """What it may use, as what is now known of it. Raises `KeyLimited`, or a 400 `RequestError`."""
+        now_s, wall_s = self._clock.now_s(), self._clock.wall_s()
+        if traffic_class != self.traffic_class:
+            budget = self._budget_of(traffic_class)
+            budget.admit(now_s, wall_s)
+            self.budget.leave(now_s, counts=False)
+            self.budget, self.traffic_class = budget, traffic_class
+        tokens = prompt_tokens + completion_tokens
+        self.budget.reserve(now_s, wall_s, tokens)
+        self._reserved += tokens
+
+    def answered_by(self, used: Used) -> None:
+        """It was admitted; what it uses is told by this, also after it ended."""
+        self._used.append(used)
+
+    def answered_instead_by(self, used: Used) -> None:
+        """What it uses is told by this alone."""
+        self._used = [used]
+
+    def hold(self) -> None:
+        """It stays open beyond its handler, until `free`."""
+        self._held = True
+
+    def when_free(self, then: Callable[[], None]) -> None:
+        """At once, unless it is held."""
+        if self._held:
+            self._then = then
+        else:
+            then()
+
+    def free(self, *, counts: bool = True) -> None:
+        """No longer held. `counts` False: another gateway goes on with it, and charges for all of it."""
+        if not counts:
+            self._used = []
+        self._held = False
+        then, self._then = self._then, lambda: None
+        then()
+
+    def end(self, error: BaseException | None = None) -> Amounts:
+        """Gives back what was not used; what was. `error`: what kept it from being answered. Only once."""
+        assert not self._ended
+        self._ended = True
+        now_s = self._clock.now_s()
+        told = [used() for used in self._used]
+        prompt, completion = sum(each[0] for each in told), sum(each[1] for each in told)
+        self.budget.settle(now_s, self._clock.wall_s(), self._reserved, prompt + completion)
+        # One that the server could not serve, or that a limit refused, is not one of the minute's requests either.
+        unserved = isinstance(error, RequestError) and (error.status == 429 or error.status >= 500)
+        self.budget.leave(now_s, counts=not unserved)
+        refused = isinstance(error, KeyLimited)
+        return Amounts(int(bool(told)), prompt, completion, int(refused))
+
+
+def current_lease() -> Lease | None:
+    """Of the request that is being handled; None where no key was asked for."""
+    return _current.get()
+
+
+@contextmanager
+def bound(lease: Lease) -> Iterator[None]:
+    """It is the current one within the block, and in all tasks that the block starts."""
+    token = _current.set(lease)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+Judged = Callable[[TrafficClass, Mapping[str, bool]], None]
+"""Of a choice that ended: its class, and by objective whether it was kept."""

@@ -1,0 +1,137 @@
+"""The API keys that this gateway accepts, hashed: those of the configuration and those of the file.
+
+Asked by `middleware.py` for every request, by `tenants.py` for a key's limits. Keys of the configuration are hashed at
+once with a salt of this process; the plain ones are not kept here. The file (`keys/key_file.py`) is looked at again
+every `keys.reload_s`, when a request comes: a change counts from then on. One that cannot be read changes nothing and
+is logged, so that a slip of an editor locks nobody out and lets nobody in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from cohort.common.clock import Clock
+from cohort.common.config import Config, KeyLimits
+from cohort.common.errors import ConfigError
+from cohort.common.keys.key_file import SALT_BYTES, hash_key, matching, read_keys
+from cohort.common.types import TrafficClass
+
+_Stamp = tuple[int, int, int]
+_CONFIGURED = "config"
+FILED = "key-"
+"""What the id of a key of the file begins with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One tenant. `owner`: under which its files, batches and shares go; of a key of the file its id, of one of the
+    configuration a digest of the key."""
+
+    id: str
+    name: str
+    owner: str
+    rt: KeyLimits
+    be: KeyLimits
+    weight: float = 1.0
+    admin: bool = False
+
+    def limits(self, traffic_class: TrafficClass) -> KeyLimits:
+        return self.rt if traffic_class == "rt" else self.be
+
+
+class Keyring:
+    def __init__(
+        self, config: Config, configured: Sequence[str], clock: Clock, log: structlog.stdlib.BoundLogger
+    ) -> None:
+        """`configured`: as resolved. Raises `ConfigError` for a file that cannot be used."""
+        self._config = config.keys
+        self._clock = clock
+        self._log = log
+        self.required = bool(configured or config.keys.file)
+        """Whether a request needs a key at all."""
+        self._salt = secrets.token_bytes(SALT_BYTES)
+        secrets_of = dict.fromkeys(configured)  # one secret is one key, however many names it has
+        self._configured = [
+            (hash_key(self._salt, key), self._plain(place, key)) for place, key in enumerate(secrets_of)
+        ]
+        self._path = Path(config.keys.file).expanduser() if config.keys.file else None
+        self._file_salt = b""
+        self._filed: list[tuple[bytes, Key]] = []
+        self._stamp: _Stamp | None = None
+        self._look_s = 0.0
+        if self._path is not None:
+            self._stamp = self._stamp_of()
+            self._load(self._path)
+            self._look_s = clock.now_s() + config.keys.reload_s
+        self._index()
+
+    def __len__(self) -> int:
+        return len(self._configured) + len(self._filed)
+
+    def find(self, token: str) -> Key | None:
+        """The key that this is. All are compared, in constant time."""
+        self._look_again()
+        found: Key | None = None
+        for salt, known in ((self._salt, self._configured), (self._file_salt, self._filed)):
+            which = matching(hash_key(salt, token), [digest for digest, _ in known])
+            found = found if which is None else known[which][1]
+        return found
+
+    def of_owner(self, owner: str) -> Key | None:
+        """None: it was revoked, or is no key of today's."""
+        self._look_again()
+        return self._of_owner.get(owner)
+
+    def known(self) -> list[Key]:
+        return list(self._of_owner.values())
+
+    def _plain(self, place: int, key: str) -> Key:
+        """Known by its place: people choose such keys, and a digest that is shown would help to guess one."""
+        name, owner = f"{_CONFIGURED}-{place}", hashlib.sha256(key.encode()).hexdigest()
+        return Key(name, name, owner, self._config.rt, self._config.be)
+
+    def _index(self) -> None:
+        self._of_owner = {key.owner: key for _, key in (*self._configured, *self._filed)}
+
+    def _load(self, path: Path) -> None:
+        file = read_keys(path)
+        config = self._config
+        self._file_salt = file.salt_bytes
+        self._filed = [
+            (
+                bytes.fromhex(key.hash),
+                Key(key.id, key.name, key.id, key.rt.over(config.rt), key.be.over(config.be), key.weight, key.admin),
+            )
+            for key in file.active()
+        ]
+
+    def _look_again(self) -> None:
+        if self._path is None or self._clock.now_s() < self._look_s:
+            return
+        self._look_s = self._clock.now_s() + self._config.reload_s
+        stamp = self._stamp_of()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._load(self._path)
+        except ConfigError as error:
+            self._log.error("the keys stay as they were: their file cannot be used", reason=str(error))
+            return
+        self._index()
+        self._log.info("keys read again", keys=len(self._filed), file=str(self._path))
+
+    def _stamp_of(self) -> _Stamp | None:
+        """Of a replaced or changed file another one; None where there is none."""
+        assert self._path is not None
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns, status.st_size

@@ -1,0 +1,449 @@
+"""A POST body and its headers to a typed `Call`, or a `RequestError` that names the parameter.
+
+Pure: called by each API before tokenising. Everything a client sends is honoured, tolerated by document
+(`bodies.py`) or refused with a clear 400; malformed bytes of any kind end here and never become a 500.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from cohort.common.config import GatewayConfig
+from cohort.common.errors import RequestError
+from cohort.common.types import IfLate, SamplingParams, Slo, TrafficClass
+from cohort.services.gateway.http.bodies import ChatBody, CohortOptions, CompletionBody, StreamOptions
+from cohort.services.gateway.http.service_headers import class_and_slo, if_late_of, printable
+from cohort.services.gateway.requests.body_shape import refuse_shape
+from cohort.services.gateway.requests.model_card import ModelCard
+from cohort.services.gateway.requests.prompt_field import known_tokens, prompts
+from cohort.services.gateway.requests.structured import wanted_structure
+from cohort.services.gateway.requests.tool_choice import ToolUse, read_calls, tool_use
+from cohort.services.gateway.requests.tool_formats import ToolFormat, prompted
+from cohort.services.gateway.text.grammar_process import Wanted
+
+# OpenAI's default for completions; chat completions may use what the context leaves.
+COMPLETION_MAX_TOKENS = 16
+# Below this a division by the temperature overflows; the distribution is the greedy one long before.
+GREEDY_BELOW = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A client's request, parsed. `sampling` is complete but for max_tokens, seed and the end tokens, which need the
+    tokenised prompt. `logprobs` as in `SamplingParams`. `max_tokens` None: what the context leaves."""
+
+    chat: bool
+    prompts: tuple[str | list[int], ...]
+    messages: list[dict[str, Any]]
+    sampling: SamplingParams
+    max_tokens: int | None
+    min_tokens: int
+    n: int
+    seed: int | None
+    stop_strings: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    traffic_class: TrafficClass
+    slo: Slo
+    priority: int
+    online: bool
+    if_late: IfLate = ""
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    echo: bool = False
+    """Together with log-probabilities: the prompt's own too."""
+    shows_logprobs: bool = False
+    """Those of `sampling` are the client's; else they are there to rank choices."""
+    kept: int = 1
+    """Of the `n` choices of each prompt, those that the client gets: the likeliest ones."""
+    prompt_logprobs: int = -1
+    """Of the prompt's tokens, beside the answer; as `SamplingParams.logprobs`."""
+    return_token_ids: bool = False
+    skip_special_tokens: bool = True
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    wanted: Wanted | None = None
+    """The grammar that the answer is bound to, as the client wrote it."""
+    tools: ToolUse | None = None
+    adapter: str = ""
+    """The LoRA adapter that it names as its model."""
+    truncates: bool = False
+    """A chat without its oldest turns rather than a 400, where it is longer than the context."""
+
+    @property
+    def scores_echo(self) -> bool:
+        return self.echo and self.shows_logprobs
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.prompt_scores >= 0
+
+    @property
+    def prompt_scores(self) -> int:
+        """-1 = the prompt is not scored, k = with the k likeliest tokens at each of its places."""
+        return self.sampling.logprobs if self.scores_echo else self.prompt_logprobs
+
+    @property
+    def choices(self) -> int:
+        return self.n * (1 if self.chat else len(self.prompts))
+
+
+B = TypeVar("B")
+_completion_decoder = msgspec.json.Decoder(CompletionBody)
+_chat_decoder = msgspec.json.Decoder(ChatBody)
+
+
+def parse_completion(data: bytes, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard) -> Call:
+    refuse_shape(data, config, chat=False)
+    body = decode(_completion_decoder, data)
+    if body.suffix:
+        raise _refused("suffix", "text insertion is not supported")
+    max_tokens = _max_tokens(body.max_tokens, body.max_completion_tokens)
+    return _call(
+        body,
+        headers,
+        config,
+        card,
+        chat=False,
+        prompts=_prompts(body, config, card),
+        max_tokens=COMPLETION_MAX_TOKENS if max_tokens is None else max_tokens,
+        logprobs=-1 if body.logprobs is None else body.logprobs,
+        echo=bool(body.echo),
+        add_special_tokens=body.add_special_tokens is not False,
+    )
+
+
+def parse_chat(
+    data: bytes,
+    headers: Mapping[str, str],
+    config: GatewayConfig,
+    card: ModelCard,
+    tool_format: ToolFormat | None = None,
+) -> Call:
+    """`tool_format` as for `chat_call`."""
+    refuse_shape(data, config, chat=True)
+    return chat_call(decode(_chat_decoder, data), headers, config, card, tool_format)
+
+
+def chat_call(
+    body: ChatBody, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard, tool_format: ToolFormat | None
+) -> Call:
+    """Of a body that a client sent, or that another API's body says the same as. `tool_format`: how the model writes
+    calls of tools; None = it cannot be read. Raises `RequestError`."""
+    messages = read_messages(body.messages, config)
+    _refuse_unsupported_chat_options(body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    max_tokens = _max_tokens(body.max_tokens, body.max_completion_tokens)
+    if max_tokens == 0:
+        raise RequestError("max_tokens must be at least 1 for a chat completion.", param="max_tokens")
+    variables = body.chat_template_kwargs or {}
+    for reserved in ("messages", "add_generation_prompt", "tools", "documents"):
+        if reserved in variables:
+            raise RequestError(f"chat_template_kwargs may not set {reserved!r}.", param="chat_template_kwargs")
+    tools = tool_use(body, config, tool_format)
+    if tool_format is not None and tool_format.prompted:
+        messages = prompted(messages, tools.prompt if tools is not None else ())
+    elif tools is not None:
+        variables = {**variables, "tools": list(tools.prompt)}
+    return _call(
+        body,
+        headers,
+        config,
+        card,
+        chat=True,
+        messages=messages,
+        tools=tools,
+        max_tokens=max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        template_variables=variables,
+    )
+
+
+def read_messages(messages: Sequence[dict[str, Any]], config: GatewayConfig) -> list[dict[str, Any]]:
+    """As the chat template gets them. Raises `RequestError`."""
+    if len(messages) > config.max_messages:
+        raise RequestError(
+            f"The chat has {len(messages)} messages, but at most {config.max_messages} are read "
+            "(gateway.max_messages).",
+            param="messages",
+        )
+    return [_message(index, message) for index, message in enumerate(messages)]
+
+
+def check_model(model: str | None, card: ModelCard) -> None:
+    if model is not None and model not in card.names:
+        raise RequestError(
+            f"The model `{printable(model)}` does not exist; this server serves {card.listed}.",
+            status=404,
+            param="model",
+        )
+
+
+def decode(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `")  # "$.messages[0]`", or "key` in `$.metadata`"
+        param = path.rstrip("`").rpartition("$")[2].lstrip(".")
+        for marker in ("Object contains unknown field `", "Object missing required field `"):
+            if text.startswith(marker):
+                name = text[len(marker) :].rstrip("`")
+                param = f"{param}.{name}" if param else name
+        raise RequestError(f"{param}: {text}" if param else text, param=param or None) from error
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise _no_json(error) from error
+    except RecursionError as error:
+        raise RequestError("The body is nested too deeply.") from error
+
+
+def _call(
+    body: CompletionBody | ChatBody,
+    headers: Mapping[str, str],
+    config: GatewayConfig,
+    card: ModelCard,
+    *,
+    chat: bool,
+    max_tokens: int | None,
+    logprobs: int,
+    prompts: tuple[str | list[int], ...] = (),
+    messages: list[dict[str, Any]] | None = None,
+    echo: bool = False,
+    add_special_tokens: bool = True,
+    add_generation_prompt: bool = True,
+    template_variables: Mapping[str, Any] | None = None,
+    tools: ToolUse | None = None,
+) -> Call:
+    check_model(body.model, card)
+    n = kept = body.n or 1
+    if body.best_of is not None and body.best_of != n:
+        n = _best_of(body.best_of, n, chat=chat, stream=bool(body.stream))
+    most = min(config.max_n, config.own_waiting_requests // max(1, len(prompts)))
+    if n > most:
+        name = "n" if n == kept else "best_of"
+        raise RequestError(f"{name} is {n}, but at most {most} choices per prompt are served here.", param=name)
+    if body.use_beam_search:
+        raise _refused("use_beam_search", "beam search is not supported")
+    min_tokens = body.min_tokens or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise RequestError(f"min_tokens ({min_tokens}) exceeds max_tokens ({max_tokens}).", param="min_tokens")
+    if isinstance(body.metadata, dict) and len(body.metadata) > config.max_metadata_keys:
+        raise RequestError(
+            f"metadata has {len(body.metadata)} keys, but at most {config.max_metadata_keys} are taken "
+            "(gateway.max_metadata_keys).",
+            param="metadata",
+        )
+    options = body.stream_options or StreamOptions()
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream to be true.", param="stream_options")
+    prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs
+    if prompt_logprobs >= 0 and body.stream:
+        raise _refused("prompt_logprobs", "they come with a whole answer, not with a stream")
+    if prompt_logprobs >= 0 and echo and logprobs >= 0:
+        raise _refused("prompt_logprobs", "echo with logprobs has the prompt's own already")
+    wishes = body.cohort or CohortOptions()
+    traffic_class, slo, online = class_and_slo(wishes, headers, config)
+    wanted = _wanted(body, tools)
+    return Call(
+        chat=chat,
+        prompts=prompts,
+        messages=messages or [],
+        # Choices are ranked by what the model thinks of their tokens.
+        sampling=_sampling(
+            body, config, card, min_tokens=min_tokens, logprobs=logprobs if n == kept else max(0, logprobs)
+        ),
+        shows_logprobs=logprobs >= 0,
+        kept=kept,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        n=n,
+        seed=body.seed,
+        stop_strings=_stop_strings(body.stop, config),
+        stop_token_ids=tuple(known_tokens(body.stop_token_ids or [], "stop_token_ids", card)),
+        ignore_eos=bool(body.ignore_eos),
+        traffic_class=traffic_class,
+        slo=slo,
+        priority=body.priority or 0,
+        online=online,
+        if_late=if_late_of(wishes, headers, slo),
+        stream=bool(body.stream),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
+        echo=echo,
+        prompt_logprobs=prompt_logprobs,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        return_token_ids=bool(body.return_token_ids),
+        add_special_tokens=add_special_tokens,
+        add_generation_prompt=add_generation_prompt,
+        template_variables=template_variables or {},
+        wanted=wanted,
+        tools=tools,
+        adapter=card.adapter_of(body.model),
+    )
+
+
+def _best_of(best_of: int, n: int, *, chat: bool, stream: bool) -> int:
+    """How many choices are generated. Raises `RequestError`."""
+    if chat:
+        raise _refused("best_of", "the answers to a chat are not ranked")
+    if best_of < n:
+        raise _refused("best_of", f"of {best_of} choices there are no {n} best")
+    if stream:
+        raise _refused("best_of", "which choice is the best is known when all are whole, not in a stream")
+    return best_of
+
+
+def _wanted(body: CompletionBody | ChatBody, tools: ToolUse | None) -> Wanted | None:
+    wanted = wanted_structure(body)
+    if wanted is not None and tools is not None:
+        raise RequestError(
+            f"{wanted.param}: an answer that may call tools cannot be bound to something else.", param=wanted.param
+        )
+    if tools is None or tools.wanted is None:
+        return wanted
+    if body.ignore_eos:
+        raise _refused("ignore_eos", "an answer that must be calls ends with them")
+    return tools.wanted
+
+
+def _sampling(
+    body: CompletionBody | ChatBody, config: GatewayConfig, card: ModelCard, *, min_tokens: int, logprobs: int
+) -> SamplingParams:
+    """What the request does not name is the model's default."""
+    defaults = card.sampling
+    temperature = defaults.temperature if body.temperature is None else body.temperature
+    repetition = defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty
+    return SamplingParams(
+        max_tokens=0,
+        min_tokens=min_tokens,
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        top_k=defaults.top_k if body.top_k is None else max(0, body.top_k),
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
+        repetition_penalty=repetition,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(body.logit_bias, config, card),
+        logprobs=logprobs,
+    )
+
+
+def _max_tokens(old_name: int | None, new_name: int | None) -> int | None:
+    if old_name is not None and new_name is not None and old_name != new_name:
+        raise RequestError(
+            f"max_tokens ({old_name}) and max_completion_tokens ({new_name}) contradict each other.",
+            param="max_completion_tokens",
+        )
+    return old_name if new_name is None else new_name
+
+
+def _prompts(body: CompletionBody, config: GatewayConfig, card: ModelCard) -> tuple[str | list[int], ...]:
+    try:
+        return prompts(bytes(body.prompt), config, card)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise _no_json(error) from error
+
+
+def _no_json(error: Exception) -> RequestError:
+    return RequestError(f"The body is not valid JSON: {error}")
+
+
+def _stop_strings(stop: str | list[str] | None, config: GatewayConfig) -> tuple[str, ...]:
+    stops = tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop or []))
+    longest, characters = max(map(len, stops), default=0), sum(map(len, stops))
+    if longest > config.max_stop_length:
+        raise RequestError(
+            f"stop: a stop string has {longest} characters, but at most {config.max_stop_length} are watched for "
+            "(gateway.max_stop_length).",
+            param="stop",
+        )
+    if characters > config.max_stop_characters:
+        raise RequestError(
+            f"stop: the stop strings have {characters} characters together, but at most {config.max_stop_characters} "
+            "are watched for (gateway.max_stop_characters).",
+            param="stop",
+        )
+    return stops
+
+
+def _logit_bias(bias: Mapping[str, float] | None, config: GatewayConfig, card: ModelCard) -> dict[int, float]:
+    if not bias:
+        return {}
+    if len(bias) > config.max_logit_biases:
+        raise RequestError(
+            f"logit_bias has {len(bias)} entries, but at most {config.max_logit_biases} are taken "
+            "(gateway.max_logit_biases).",
+            param="logit_bias",
+        )
+    if bad := next((key for key in bias if not (key.isascii() and key.isdecimal() and len(key) < 20)), None):
+        raise RequestError(f"logit_bias: {printable(bad)!r} is no token id.", param="logit_bias")
+    if "" in bias:
+        raise RequestError("logit_bias: '' is no token id.", param="logit_bias")
+    ids = [int(key) for key in bias]
+    known_tokens(ids, "logit_bias", card)
+    return dict(zip(ids, bias.values(), strict=True))
+
+
+def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    """One chat message with its content as text. Keys we do not know are the template's to use or ignore."""
+    where = f"messages[{index}]"
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"{where}.role is missing.", param=f"{where}.role")
+    for key in ("function_call", "audio"):
+        if message.get(key):
+            raise _refused(f"{where}.{key}", "not supported in messages")
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": read_calls(message["tool_calls"], f"{where}.tool_calls")}
+    elif "tool_calls" in message:  # templates ask whether the key is there
+        message = {key: value for key, value in message.items() if key != "tool_calls"}
+    call_id = message.get("tool_call_id")
+    if call_id is not None and not isinstance(call_id, str):
+        raise RequestError(f"{where}.tool_call_id must be a text.", param=f"{where}.tool_call_id")
+    content = message.get("content")
+    if content is None and role == "assistant":
+        content = ""  # clients send back an empty answer this way, and one that was calls alone
+    if isinstance(content, list):
+        content = "\n".join(_text_part(part, f"{where}.content[{number}]") for number, part in enumerate(content))
+    if not isinstance(content, str):
+        raise RequestError(f"{where}.content must be a text or a list of text parts.", param=f"{where}.content")
+    name = message.get("name")
+    if name is not None and not isinstance(name, str):
+        raise RequestError(f"{where}.name must be a text.", param=f"{where}.name")
+    return {**message, "content": content}
+
+
+def _text_part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        shown = printable(kind) if isinstance(kind, str) else "none"
+        raise RequestError(f"{where}: only parts of type 'text' can be answered, this one's is {shown!r}.", param=where)
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise RequestError(f"{where}.text must be a text.", param=f"{where}.text")
+    return text
+
+
+def _refuse_unsupported_chat_options(body: ChatBody) -> None:
+    if body.functions:
+        raise _refused("functions", "not supported; its successor tools is")
+    if body.function_call not in (None, "none", "auto"):
+        raise _refused("function_call", "not supported; its successor tool_choice is")
+    if body.modalities not in (None, [], ["text"]):
+        raise _refused("modalities", "only text is produced")
+    for name in ("audio", "web_search_options", "reasoning_effort", "verbosity"):
+        if getattr(body, name) is not None:
+            raise _refused(name, "not supported")
+
+
+def _refused(param: str, reason: str) -> RequestError:
+    return RequestError(f"{param}: {reason}.", param=param)

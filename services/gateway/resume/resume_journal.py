@@ -1,0 +1,104 @@
+"""Writes what is generated for resumable streams before their clients see it: all that came meanwhile at once.
+
+One transaction is under way at a time, in a thread; tokens that arrive during it share the next one, so the cost for
+each falls with the load. Used by `resumption.py`. With a database that cannot be used, streams cannot be resumed after
+the end of this process, but go on: that is logged, and tokens pass unwritten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+
+from cohort.common.errors import CohortError
+from cohort.common.sqlite_file import OnThread
+from cohort.services.gateway.generation.mailbox import Delta
+from cohort.services.gateway.resume.resume_store import ResumeStore, encoded
+from cohort.services.gateway.resume.resume_tape import Tape
+
+T = TypeVar("T")
+DISK_ERRORS = (sqlite3.Error, OSError)
+
+
+class Journal:
+    def __init__(
+        self, path: Path, holder: str, lost: Callable[[str, bool], None], log: structlog.stdlib.BoundLogger
+    ) -> None:
+        """`lost` is told of a stream, by the digest of its token, that is no longer ours: another gateway has it, or
+        its client cancelled it there."""
+        self._path = path
+        self._kept = OnThread(self._opening, "streams")
+        self._holder = holder
+        self._lost = lost
+        self._log = log
+        self._changed: dict[str, Tape] = {}
+        self._owed: dict[str, list[Delta]] = {}
+        """What was seen although the disk refused it, before anything that comes later."""
+        self._writing: asyncio.Task[None] | None = None
+        self._failing = False
+
+    @property
+    def opened(self) -> bool:
+        return self._kept.opened
+
+    async def run(self, work: Callable[[ResumeStore], T]) -> T:
+        """Calls run one after the other; the first one opens the database. Raises `DISK_ERRORS`."""
+        return await self._kept.run(work)
+
+    def _opening(self) -> ResumeStore:
+        try:
+            return ResumeStore(self._path)
+        except CohortError as error:
+            raise sqlite3.OperationalError(str(error)) from error
+
+    def changed(self, token: str, tape: Tape) -> None:
+        """The tape has something to write."""
+        self._changed[token] = tape
+        if self._writing is None:
+            self._writing = asyncio.get_running_loop().create_task(self._write(), name="write streams")
+
+    async def _write(self) -> None:
+        try:
+            while self._changed:
+                changed, self._changed = self._changed, {}
+                taken = [(token, tape, tape.take_unwritten()) for token, tape in changed.items()]
+                said = [(token, encoded([*self._owed.get(token, ()), *deltas])) for token, _, deltas in taken]
+                lost: dict[str, bool] = {}
+                try:
+                    lost = await self.run(lambda store, said=said: store.append(self._holder, said))  # type: ignore[misc]
+                    self._failing = False
+                    for token, _, _ in taken:
+                        self._owed.pop(token, None)
+                except DISK_ERRORS as error:
+                    self.refused(error)
+                    for token, _, deltas in taken:
+                        self._owed.setdefault(token, []).extend(deltas)
+                for token, tape, deltas in taken:
+                    if token in lost:
+                        self._lost(token, lost[token])
+                    else:
+                        tape.written(deltas)
+        finally:
+            self._writing = None
+
+    async def settle(self, token: str) -> None:
+        """What is owed of this stream is written now. Raises `DISK_ERRORS`."""
+        owed = self._owed.pop(token, None)
+        if owed is not None:
+            said = [(token, encoded(owed))]
+            await self.run(lambda store: store.append(self._holder, said))
+
+    def refused(self, error: BaseException) -> None:
+        if not self._failing:
+            self._log.error("streams are not kept for a resume", database=str(self._path), reason=str(error))
+        self._failing = True
+
+    async def close(self) -> None:
+        if self._writing is not None:
+            await self._writing
+        await asyncio.to_thread(self._kept.close)

@@ -1,0 +1,297 @@
+"""Requests of resumable streams and what was generated for them, in one SQLite database that gateways of a box share.
+
+    open ─▶ done ─▶ gone          open: some gateway (`holder`) generates, or was killed while it did
+      └───────────────▲           gone: its time is over; only the digest of its token is left, for a 410
+
+A row is written when a request was admitted, its tokens before a client sees them. A gateway that takes an open stream
+becomes its holder; the one before it learns that with the next tokens that it appends, of which none is kept. Every
+change is one transaction in a write-ahead log; `synchronous=NORMAL` keeps what a killed process had written. Tokens of
+streams are kept as digests. Deleted content is overwritten. Belongs to the one thread of `resume_journal.py`; times are
+wall-clock seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from cohort.common import paths
+from cohort.common.errors import RequestError
+from cohort.common.keys.private_files import private_folder
+from cohort.common.messages import TokenLogprob
+from cohort.common.sqlite_file import make_private, prepare, transaction
+from cohort.common.types import FinishReason, Request
+from cohort.services.gateway.generation.mailbox import Delta
+
+VERSION = 2
+"""1 knew only chunks; its tables are the same."""
+Kind = Literal["chunks", "responses", "messages"]
+"""How a stream is written: completions and chats as chunks, the others by the name of their API."""
+ROW_BYTES = 1024
+"""Counted for each stream beside its content."""
+GONE_S = 3600.0
+"""How long a stream whose time is over is remembered."""
+MOST_GONE = 10_000
+_SCHEMA = """
+CREATE TABLE streams (
+    token TEXT PRIMARY KEY,
+    owner TEXT NOT NULL,
+    holder TEXT NOT NULL,
+    state TEXT NOT NULL,
+    expires_s REAL NOT NULL,
+    bytes INTEGER NOT NULL,
+    charged INTEGER NOT NULL DEFAULT 0,
+    record BLOB,
+    ending BLOB
+) STRICT, WITHOUT ROWID;
+CREATE INDEX streams_by_time ON streams (expires_s);
+CREATE TABLE said (
+    number INTEGER PRIMARY KEY,
+    token TEXT NOT NULL,
+    data BLOB NOT NULL
+) STRICT;
+CREATE INDEX said_by_token ON said (token);
+"""
+
+
+class StreamRecord(msgspec.Struct, frozen=True):
+    """A request as any gateway can submit it again: its body and the headers that say how it is served, parsed anew for
+    its rendering, and the tokenised prompts with their seeds, which are taken as they are."""
+
+    chat: bool
+    body: bytes
+    headers: dict[str, str]
+    requests: list[Request]
+    base_id: str
+    created_s: float
+    model: str
+    kind: Kind = "chunks"
+    beside: bytes = b""
+    """What its API keeps beside the body."""
+
+
+class Said(msgspec.Struct, frozen=True, array_like=True):
+    """More tokens of one choice, and perhaps its end."""
+
+    index: int
+    tokens: list[int]
+    logprobs: list[TokenLogprob]
+    finish: FinishReason | None
+
+
+class Ending(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a stream ended: cached tokens by choice, and the error if it failed. Of a response: when it was complete
+    (Unix time), and whether it was kept."""
+
+    cached_tokens: list[int]
+    message: str = ""
+    status: int = 0
+    type: str = ""
+    completed_at: int = 0
+    kept: bool = False
+
+    @property
+    def error(self) -> RequestError | None:
+        return RequestError(self.message, status=self.status, type_=self.type) if self.status else None
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """A stream that its client asked for again. `charged`: what was said so far is on its key's account already."""
+
+    record: StreamRecord
+    said: dict[int, Delta]
+    ending: Ending | None
+    charged: bool
+
+
+def digest_of(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def default_path() -> Path:
+    return paths.cache_dir() / "streams.sqlite3"
+
+
+def encoded(deltas: Sequence[Delta]) -> bytes:
+    return _encode([Said(delta.index, delta.tokens, delta.logprobs, delta.finish) for delta in deltas])
+
+
+class ResumeStore:
+    """One open database, for one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens or creates it, mode 0600. Raises `ConfigError` for one of another version, `sqlite3.Error` or `OSError`
+        for one that cannot be used."""
+        private_folder(path.parent)
+        make_private(path)
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+        try:
+            for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
+                self._db.execute(f"PRAGMA {pragma}")
+            prepare(self._db, f"gateway.resume_file: {path}", VERSION, _SCHEMA, {1: ""})
+        except BaseException:
+            self._db.close()
+            raise
+
+    def close(self) -> None:
+        self._db.close()
+
+    # -- By its holder ---------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        token: str,
+        owner: str,
+        holder: str,
+        record: StreamRecord,
+        *,
+        output_bytes: int,
+        expires_s: float,
+        most_bytes: int,
+        most_owner_bytes: int,
+    ) -> bool:
+        """False where it does not fit into what all streams, or those of its owner, may take. `output_bytes`: the most
+        that its tokens will take."""
+        data = _encode(record)
+        size = len(data) + output_bytes + ROW_BYTES
+        with transaction(self._db):
+            used, own = self._db.execute(
+                "SELECT coalesce(sum(bytes), 0), coalesce(sum(bytes) FILTER (WHERE owner = ?), 0) FROM streams",
+                (owner,),
+            ).fetchone()
+            if used + size > most_bytes or own + size > most_owner_bytes:
+                return False
+            self._db.execute(
+                "INSERT INTO streams (token, owner, holder, state, expires_s, bytes, record) "
+                "VALUES (?, ?, ?, 'open', ?, ?, ?)",
+                (token, owner, holder, expires_s, size, data),
+            )
+        return True
+
+    def append(self, holder: str, said: Sequence[tuple[str, bytes]]) -> dict[str, bool]:
+        """By token, `encoded`. Of which of them nothing was written: whether another gateway has it, or it is gone."""
+        lost = {}
+        with transaction(self._db):
+            for token, data in said:
+                written = self._db.execute(
+                    "INSERT INTO said (token, data) SELECT token, ? FROM streams "
+                    "WHERE token = ? AND holder = ? AND state = 'open'",
+                    (data, token, holder),
+                )
+                if written.rowcount != 1:
+                    lost[token] = self._elsewhere(token, holder)
+        return lost
+
+    def _elsewhere(self, token: str, holder: str) -> bool:
+        row = self._db.execute(
+            "SELECT 1 FROM streams WHERE token = ? AND holder != ? AND state != 'gone'", (token, holder)
+        ).fetchone()
+        return row is not None
+
+    def end(self, token: str, holder: str, ending: Ending, expires_s: float) -> bool:
+        """open → done. False where another gateway has it now."""
+        self._db.execute(
+            "UPDATE streams SET state = 'done', ending = ?, expires_s = ?, charged = 1 "
+            "WHERE token = ? AND holder = ? AND state = 'open'",
+            (_encode(ending), expires_s, token, holder),
+        )
+        return not self._elsewhere(token, holder)
+
+    def leave(self, token: str, holder: str, expires_s: float) -> bool:
+        """It stays open, for the gateway that is asked for it next; what was said is charged."""
+        left = self._db.execute(
+            "UPDATE streams SET holder = '', charged = 1, expires_s = ? "
+            "WHERE token = ? AND holder = ? AND state = 'open'",
+            (expires_s, token, holder),
+        )
+        return left.rowcount == 1 or not self._elsewhere(token, holder)
+
+    def drop(self, token: str, holder: str, now_s: float) -> bool:
+        """→ gone. False where another gateway has it now."""
+        with transaction(self._db):
+            held = self._db.execute(
+                "SELECT 1 FROM streams WHERE token = ? AND holder = ? AND state = 'open'", (token, holder)
+            ).fetchone()
+            if held is not None:
+                self._empty(token, now_s)
+        return not self._elsewhere(token, holder)
+
+    def refresh(self, tokens: Sequence[str], holder: str, expires_s: float) -> None:
+        """These are generated by their holder now."""
+        with transaction(self._db):
+            self._db.executemany(
+                "UPDATE streams SET expires_s = ? WHERE token = ? AND holder = ? AND state = 'open'",
+                [(expires_s, token, holder) for token in tokens],
+            )
+
+    def sweep(self, now_s: float) -> None:
+        """What is over its time goes; what went long ago is forgotten."""
+        with transaction(self._db):
+            over = self._db.execute(
+                "SELECT token FROM streams WHERE expires_s <= ? AND state != 'gone'", (now_s,)
+            ).fetchall()
+            for (token,) in over:
+                self._empty(token, now_s)
+            self._db.execute("DELETE FROM streams WHERE expires_s <= ? AND state = 'gone'", (now_s,))
+            self._db.execute(
+                "DELETE FROM streams WHERE token IN (SELECT token FROM streams WHERE state = 'gone' "
+                "ORDER BY expires_s DESC LIMIT -1 OFFSET ?)",
+                (MOST_GONE,),
+            )
+
+    # -- By whichever gateway is asked -----------------------------------------------------------------------------
+
+    def take(
+        self, token: str, owner: str, holder: str, *, now_s: float, expires_s: float
+    ) -> Taken | Literal["gone"] | None:
+        """An open stream is the holder's from now on. None: there is none of this owner."""
+        with transaction(self._db):
+            row = self._db.execute(
+                "SELECT state, charged, record, ending, expires_s FROM streams WHERE token = ? AND owner = ?",
+                (token, owner),
+            ).fetchone()
+            if row is None:
+                return None
+            state, charged, record, ending, until_s = row
+            if state == "gone" or until_s <= now_s:
+                return "gone"
+            if state == "open":
+                self._db.execute(
+                    "UPDATE streams SET holder = ?, expires_s = ? WHERE token = ?", (holder, expires_s, token)
+                )
+            rows = self._db.execute("SELECT data FROM said WHERE token = ? ORDER BY number", (token,)).fetchall()
+        said: dict[int, Delta] = {}
+        for (data,) in rows:
+            for each in _decode_said(data):
+                later = Delta(each.index, each.tokens, each.logprobs, each.finish)
+                said.setdefault(each.index, Delta(each.index)).merge(later)
+        return Taken(_decode_record(record), said, None if ending is None else _decode_ending(ending), bool(charged))
+
+    def cancel(self, token: str, owner: str, now_s: float) -> bool:
+        """open, done → gone, at its client's wish. False: there is none of this owner."""
+        with transaction(self._db):
+            row = self._db.execute(
+                "SELECT 1 FROM streams WHERE token = ? AND owner = ? AND state != 'gone'", (token, owner)
+            ).fetchone()
+            if row is not None:
+                self._empty(token, now_s)
+        return row is not None
+
+    def _empty(self, token: str, now_s: float) -> None:
+        self._db.execute(
+            "UPDATE streams SET state = 'gone', holder = '', record = NULL, ending = NULL, bytes = 0, expires_s = ? "
+            "WHERE token = ?",
+            (now_s + GONE_S, token),
+        )
+        self._db.execute("DELETE FROM said WHERE token = ?", (token,))
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_record = msgspec.msgpack.Decoder(StreamRecord).decode
+_decode_said = msgspec.msgpack.Decoder(list[Said]).decode
+_decode_ending = msgspec.msgpack.Decoder(Ending).decode

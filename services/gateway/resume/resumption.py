@@ -1,0 +1,492 @@
+"""Resumable streams: a connection that breaks costs a client nothing, nor does the end of the gateway that served it.
+
+    POST, x-cohort-resume: keep ─▶ session ─▶ events with ids, x-cohort-resume: TOKEN
+                                     │ connection lost: read to nowhere, for `resume_s`
+    GET /v1/streams/TOKEN ───────────┴─▶ the same session; where there is none: the request as it was written, its
+                                         output so far, and what follows that
+
+Called by the APIs for streams whose client asked for it, and by aiohttp; how a stream is written says its form
+(`resume_forms.py`). One connection reads a stream; a later one takes it over. What a client has seen was written before
+(`resume_journal.py`), so a gateway that goes on continues exactly behind it; what the disk refused comes again, unseen.
+A stream is charged to its key once, by the gateway that ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TypeVar, assert_never
+from weakref import WeakValueDictionary
+
+from aiohttp import web
+
+from cohort.common.errors import RequestError
+from cohort.common.machines.events import Offered
+from cohort.common.types import InstanceId, TrafficClass
+from cohort.services.gateway.generation.answering import Answering
+from cohort.services.gateway.generation.generator import Generator
+from cohort.services.gateway.generation.mailbox import Generation, Mailbox
+from cohort.services.gateway.generation.timing import GatewayTimes
+from cohort.services.gateway.http.service_headers import CLASS_HEADER, IF_LATE_HEADER, TPOT_HEADER, TTFT_HEADER
+from cohort.services.gateway.keys.key_lease import Lease, bound, current_lease
+from cohort.services.gateway.keys.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
+from cohort.services.gateway.requests.parsing import Call
+from cohort.services.gateway.resume.resume_forms import Connection, Form, Reader, Resumable
+from cohort.services.gateway.resume.resume_journal import DISK_ERRORS, Journal
+from cohort.services.gateway.resume.resume_marks import LAST_EVENT_HEADER
+from cohort.services.gateway.resume.resume_session import (
+    RESUME_HEADER,
+    Outcome,
+    Session,
+    asked_to_keep,
+    cancelled,
+    ended_entry,
+    most_output_bytes,
+    resubmitted,
+    taken_over,
+    tell,
+    unknown,
+)
+from cohort.services.gateway.resume.resume_store import Kind, StreamRecord, Taken, default_path, digest_of
+from cohort.services.gateway.resume.resume_tape import Tape
+
+STREAMS_PATH = "/v1/streams/{id}"
+_HEADERS = (CLASS_HEADER, TTFT_HEADER, TPOT_HEADER, IF_LATE_HEADER)
+LeaseOf = Callable[[str, TrafficClass], Lease | None]
+T = TypeVar("T")
+
+
+class Resumption:
+    def __init__(
+        self, generator: Generator, *, api_of: Callable[[Kind], Resumable], instance: InstanceId, lease_of: LeaseOf
+    ) -> None:
+        self._config = config = generator.config
+        self._api_of = api_of
+        self._generator = generator
+        self._streams = generator.streams
+        self._owners = generator.owners
+        self._model = generator.card.name
+        self._instance = instance
+        self._lease_of = lease_of
+        self._clock = generator.clock
+        self._log = log = generator.log
+        self._holder = uuid.uuid4().hex
+        path = Path(config.resume_file).expanduser() if config.resume_file else default_path()
+        self._journal = Journal(path, self._holder, self._lost, log)
+        self._sessions: dict[str, Session] = {}
+        self._taking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._settling: dict[str, asyncio.Task[None]] = {}
+        """By digest, of streams whose end here is being written."""
+        self._swept_s = float("-inf")
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get(STREAMS_PATH, self.resume, allow_head=False), web.delete(STREAMS_PATH, self.cancel)]
+
+    async def aclose(self) -> None:
+        """What still runs is left to the next gateway."""
+        for session in list(self._sessions.values()):
+            self._end(session, "left")
+        while self._settling:
+            await asyncio.gather(*self._settling.values(), return_exceptions=True)
+        await self._journal.close()
+
+    # -- The first connection --------------------------------------------------------------------------------------
+
+    def tape(self, headers: Mapping[str, str], call: Call, body: bytes) -> Tape | None:
+        """For a request whose client wants to be able to resume; None for any other. Raises a 400 `RequestError`."""
+        return Tape(bytes(body)) if self._config.resume_s and asked_to_keep(headers, call) else None
+
+    async def begin(self, request: web.Request, answering: Answering, tape: Tape, form: Form) -> web.StreamResponse:
+        """Of a request that was admitted, with this tape. Releases it, perhaps much later."""
+        token = secrets.token_urlsafe(16)
+        generation = answering.generation
+        answering.generation = Generation(generation.times, tape.reader, generation.entries)
+        session = Session(
+            token,
+            digest_of(token),
+            request[OWNER],
+            tape,
+            generation,
+            answering,
+            [entry.request for entry in generation.entries],
+            answering.created_s,
+            current_lease(),
+            form,
+        )
+        self._hold(session)
+        try:
+            session.stored = await self._store(session, request.headers)
+        except BaseException:
+            session.stored = True  # it may be, later
+            self._end(session, "dropped")
+            raise
+        tape.body = b""
+        self._sessions[session.digest] = session
+        tape.begin(lambda: self._written(session))
+        return await self._read(request, session, answering, form.reader(""))
+
+    def _hold(self, session: Session) -> None:
+        if session.lease is not None:
+            session.lease.hold()
+            session.lease.answered_instead_by(session.used)
+
+    async def _store(self, session: Session, headers: Mapping[str, str]) -> bool:
+        """False where streams take all the space that they may, or the disk refuses: then it cannot be resumed."""
+        config, answering = self._config, session.answering
+        record = StreamRecord(
+            answering.call.chat,
+            session.tape.body,
+            {name: headers[name] for name in _HEADERS if name in headers},
+            session.requests,
+            answering.base_id,
+            session.created_s,
+            self._model,
+            session.form.kind,
+            session.form.beside(),
+        )
+        own = config.resume_bytes * (config.owner_share if self._owners.several else 1.0)
+        try:
+            await self._sweep()
+            return await self._journal.run(
+                lambda store: store.add(
+                    session.digest,
+                    session.owner,
+                    self._holder,
+                    record,
+                    output_bytes=most_output_bytes(session.requests),
+                    expires_s=self._until_s(),
+                    most_bytes=config.resume_bytes,
+                    most_owner_bytes=int(own),
+                )
+            )
+        except DISK_ERRORS as error:
+            self._journal.refused(error)
+            return False
+
+    def _written(self, session: Session) -> None:
+        if session.stored:
+            self._journal.changed(session.digest, session.tape)
+        else:
+            session.tape.written(session.tape.take_unwritten())
+
+    # -- Readers ---------------------------------------------------------------------------------------------------
+
+    async def _read(
+        self, request: web.Request, session: Session, answering: Answering, reader: Reader
+    ) -> web.StreamResponse:
+        try:
+            return await reader.stream(self._connection(request, session.token if session.stored else ""), answering)
+        finally:
+            session.told = session.told or reader.started
+            self._left(session, answering)
+
+    def _connection(self, request: web.Request, token: str) -> Connection:
+        headers = {REQUEST_ID_HEADER: request[HTTP_ID], **({RESUME_HEADER: token} if token else {})}
+        return Connection(request, headers, self._config.write_timeout_s, self._log)
+
+    def _left(self, session: Session, answering: Answering) -> None:
+        """A reader has ended."""
+        if session.over or session.answering is not answering:
+            return
+        if session.form.complete(answering):
+            self._end(session, "done")
+        elif session.tape.error is not None:
+            # What another gateway may finish is left to it; any other error stays what the stream ended with.
+            again = session.tape.error.status == 503
+            self._end(session, ("left" if again else "done") if session.told else "dropped")
+        elif not (session.stored and session.told):
+            self._end(session, "dropped")
+        else:
+            self._keep(session)
+
+    def _keep(self, session: Session) -> None:
+        """Its client went away: it goes on for a while, read to nowhere."""
+        answering = self._another(session, session.form.reader(""))
+        session.unread = asyncio.create_task(self._read_to_nowhere(session, answering), name="unread stream")
+        session.grace = asyncio.get_running_loop().call_later(self._config.resume_s, self._end, session, "dropped")
+
+    async def _read_to_nowhere(self, session: Session, answering: Answering) -> None:
+        try:
+            await session.form.unread(answering)
+        except RequestError:
+            pass  # it is on the tape
+        except Exception:
+            self._log.exception("stream failed unexpectedly")
+            self._end(session, "dropped")
+        finally:
+            if session.unread is asyncio.current_task():
+                self._left(session, answering)
+
+    def _another(self, session: Session, reader: Reader) -> Answering:
+        """For another reader, behind its place; the one before is told so. Raises a 400 `RequestError`, and nothing
+        changes then."""
+        old, tape, generation = session.answering, session.tape, session.generation
+        times = Generation(generation.times, Mailbox(), generation.entries)
+        answering = self._generator.unrendered(
+            old.call, session.requests, times, old.base_id, session.created_s, old.reserved
+        )
+        unseen = reader.unseen(
+            answering, tape.log, gaps=session.gaps, ended=lambda index: self._streams.stop(generation, index)
+        )
+        session.rendered = max(session.rendered, old.used()[1])
+        if session.grace is not None:
+            session.grace.cancel()
+        if session.unread is not None:
+            session.unread.cancel()
+            session.unread = None
+        session.answering = answering
+        tell(old, taken_over())
+        times.mailbox = unseen
+        tape.read_on(unseen)
+        return answering
+
+    # -- The end ---------------------------------------------------------------------------------------------------
+
+    def _end(self, session: Session, outcome: Outcome) -> None:
+        """Nothing more is generated for it here."""
+        if session.over:
+            return
+        session.over = True
+        self._sessions.pop(session.digest, None)
+        if session.grace is not None:
+            session.grace.cancel()
+        if session.unread is not None and session.unread is not asyncio.current_task():
+            session.unread.cancel()
+        self._streams.abandon(session.generation, "no client reads it any more")
+        session.answering.reserved.release()
+        self._settling[session.digest] = asyncio.create_task(self._settle(session, outcome), name="end of a stream")
+
+    async def _settle(self, session: Session, outcome: Outcome) -> None:
+        ours = outcome != "lost"
+        try:
+            if session.stored and ours:
+                await self._journal.settle(session.digest)
+                ours = await self._settled(session, outcome)
+        except DISK_ERRORS as failure:
+            self._journal.refused(failure)
+        finally:
+            self._settling.pop(session.digest, None)
+            if session.lease is not None:
+                session.lease.free(counts=ours)
+
+    async def _settled(self, session: Session, outcome: Outcome) -> bool:
+        """Written; False where another gateway has it."""
+        digest, holder, until_s, now_s = session.digest, self._holder, self._until_s(), self._clock.wall_s()
+        match outcome:
+            case "done":
+                error = session.tape.error
+                cached = [entry.cached_tokens for entry in session.generation.entries]
+                ending = session.form.ending(cached, error)
+                return await self._journal.run(lambda store: store.end(digest, holder, ending, until_s))
+            case "left":
+                return await self._journal.run(lambda store: store.leave(digest, holder, until_s))
+            case "dropped":
+                return await self._journal.run(lambda store: store.drop(digest, holder, now_s))
+            case "lost":
+                return False
+            case _:
+                assert_never(outcome)
+
+    def _lost(self, digest: str, elsewhere: bool) -> None:
+        """Another gateway goes on with it, or its client cancelled it there."""
+        session = self._sessions.get(digest)
+        if session is not None:
+            tell(session.answering, taken_over() if elsewhere else cancelled())
+            self._end(session, "lost" if elsewhere else "dropped")
+
+    def _until_s(self) -> float:
+        return self._clock.wall_s() + self._config.resume_s
+
+    async def _sweep(self) -> None:
+        """Every now and then: ours stay, what is over goes."""
+        now_s = self._clock.wall_s()
+        if abs(now_s - self._swept_s) >= self._config.resume_s / 4:
+            self._swept_s = now_s
+            here = list(self._sessions)
+            await self._journal.run(lambda store: store.refresh(here, self._holder, now_s + self._config.resume_s))
+            await self._journal.run(lambda store: store.sweep(now_s))
+
+    async def run(self) -> None:
+        """Until cancelled: streams that are generated here stay, others go when their time is over."""
+        while True:
+            await asyncio.sleep(max(0.05, self._config.resume_s / 4))
+            if self._journal.opened:
+                try:
+                    await self._sweep()
+                except DISK_ERRORS as error:
+                    self._journal.refused(error)
+
+    # -- Later connections -----------------------------------------------------------------------------------------
+
+    async def resume(self, request: web.Request) -> web.StreamResponse:
+        """GET /v1/streams/TOKEN with `Last-Event-ID`: what came behind that event, and what is still to come."""
+        token, owner = request.match_info["id"], request[OWNER]
+        digest, seen = digest_of(token), request.headers.get(LAST_EVENT_HEADER, "")
+        lock = self._taking.setdefault(digest, asyncio.Lock())
+        async with lock:
+            settling = self._settling.get(digest)
+            if settling is not None:
+                await asyncio.wait([settling])
+            taken: Taken | None = None
+            session = self._sessions.get(digest)
+            if session is not None and session.owner != owner:
+                raise unknown()
+            if session is None:
+                taken = await self._take(digest, owner)
+                call, form = await self._api_of(taken.record.kind).restored(taken.record, owner, taken.ending)
+                self._generator.budget.check(call)
+                reader = form.reader(seen)
+                if taken.ending is None:
+                    session = self._go_on(call, form, taken, token, owner)
+                else:
+                    answering = self._ended(call, taken, reader)
+            if session is not None:
+                reader = session.form.reader(seen)
+                try:
+                    answering = self._another(session, reader)
+                except RequestError:
+                    if taken is not None:
+                        self._keep(session)
+                    raise
+        if session is not None:
+            return await self._read(request, session, answering, reader)
+        try:
+            return await reader.stream(self._connection(request, token), answering)
+        finally:
+            answering.reserved.release()
+
+    async def cancel(self, request: web.Request) -> web.Response:
+        """DELETE /v1/streams/TOKEN: nothing more of it is wanted."""
+        digest, owner, now_s = digest_of(request.match_info["id"]), request[OWNER], self._clock.wall_s()
+        session = self._sessions.get(digest)
+        if session is not None and session.owner == owner:
+            tell(session.answering, cancelled())
+            self._end(session, "dropped")
+        elif not self._config.resume_s or not await self._asked(
+            self._journal.run(lambda store: store.cancel(digest, owner, now_s))
+        ):
+            raise unknown()
+        return web.Response(status=204)
+
+    async def _take(self, digest: str, owner: str) -> Taken:
+        if not self._config.resume_s:
+            raise unknown()
+        until_s, now_s = self._until_s(), self._clock.wall_s()
+        taken = await self._asked(
+            self._journal.run(lambda store: store.take(digest, owner, self._holder, now_s=now_s, expires_s=until_s))
+        )
+        if taken == "gone":
+            raise RequestError(
+                f"This stream is over: it was cancelled, or not asked for within {self._config.resume_s:g} s "
+                "(gateway.resume_s).",
+                status=410,
+            )
+        if taken is None or taken.record.model != self._model:
+            raise unknown()
+        return taken
+
+    async def _asked(self, answer: Awaitable[T]) -> T:
+        try:
+            return await answer
+        except DISK_ERRORS as error:
+            self._journal.refused(error)
+            raise RequestError(
+                "Streams cannot be resumed now: the server's database for them cannot be used.",
+                status=503,
+                type_="server_error",
+                retry_after_s=1.0,
+            ) from error
+
+    def _ended(self, call: Call, taken: Taken, reader: Reader) -> Answering:
+        """Of a stream that is all there."""
+        record, ending = taken.record, taken.ending
+        assert ending is not None
+        now_s = self._clock.now_s()
+        entries = [ended_entry(now_s, request, taken.said.get(index)) for index, request in enumerate(record.requests)]
+        for entry, cached in zip(entries, ending.cached_tokens, strict=True):
+            entry.cached_tokens = cached
+        generation = Generation(GatewayTimes(arrived_s=now_s), Mailbox(), entries)
+        budget, first = self._generator.budget, record.requests[:: call.n]
+        reserved = budget.reserve(
+            budget.price(call, [r.prompt_tokens for r in first], [r.sampling.max_tokens for r in first])
+        )
+        try:
+            answering = self._generator.unrendered(
+                call, record.requests, generation, record.base_id, record.created_s, reserved
+            )
+            generation.mailbox = reader.unseen(answering, taken.said, gaps=False, ended=lambda index: None)
+        except BaseException:
+            reserved.release()
+            raise
+        if ending.error is not None:
+            for index in range(len(entries)):
+                generation.mailbox.put(index, error=ending.error)
+        return answering
+
+    def _go_on(self, call: Call, form: Form, taken: Taken, token: str, owner: str) -> Session:
+        """Submits what has not ended again, with the output so far. Raises as a new request does; it may be asked for
+        again then."""
+        lease = self._lease_of(owner, call.traffic_class)
+        try:
+            with nullcontext() if lease is None else bound(lease):
+                return self._offered(call, form, taken, token, owner, lease)
+        except BaseException:
+            if lease is not None:
+                lease.free(counts=False)
+            raise
+
+    def _offered(self, call: Call, form: Form, taken: Taken, token: str, owner: str, lease: Lease | None) -> Session:
+        record, said = taken.record, taken.said
+        requests = record.requests
+        left = [i for i in range(len(requests)) if i not in said or said[i].finish is None]
+        name, now_s = f"{record.base_id}-r{uuid.uuid4().hex[:8]}", self._clock.now_s()
+        again = resubmitted(requests, said, left, name=name, gateway=self._instance, arrival_s=self._clock.wall_s())
+        first = requests[:: call.n]
+        reserved = self._generator.own_budget(
+            call, [request.prompt_tokens for request in first], [request.sampling.max_tokens for request in first]
+        )
+        tape = Tape(b"", indexes=left, log=said)
+        times = GatewayTimes(arrived_s=now_s, judged=None if lease is None else lease.judged)
+        try:
+            offer = Offered(
+                name,
+                again,
+                choices_per_prompt=1,
+                chat=call.chat,
+                text_bytes=len(record.body),
+                stop_strings=len(call.stop_strings),
+                owner=self._owners.share_of(owner),
+                max_tokens_named=call.max_tokens is not None,
+            )
+            offered = self._streams.offer(offer, times, tape) if again else Generation(times, tape)
+        except BaseException:
+            reserved.release()
+            raise
+        running = dict(zip(left, offered.entries, strict=True))
+        entries = [running.get(i) or ended_entry(now_s, request, said.get(i)) for i, request in enumerate(requests)]
+        generation, unread = Generation(times, tape, entries), Generation(times, Mailbox(), entries)
+        answering = self._generator.unrendered(call, requests, unread, record.base_id, record.created_s, reserved)
+        charged = sum(len(delta.tokens) for delta in said.values()) if taken.charged else None
+        session = Session(
+            token,
+            digest_of(token),
+            owner,
+            tape,
+            generation,
+            answering,
+            requests,
+            record.created_s,
+            lease,
+            form,
+            charged,
+        )
+        session.stored = session.told = session.gaps = True
+        self._hold(session)
+        self._sessions[session.digest] = session
+        self._log.info("stream goes on here", tokens=sum(len(delta.tokens) for delta in said.values()))
+        tape.begin(lambda: self._written(session))
+        return session

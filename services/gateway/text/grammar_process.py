@@ -1,0 +1,142 @@
+"""Compiles the grammars of requests before anything else is done for them, in a process of its own.
+
+A schema of a few kilobytes may ask for minutes of compilation or end in a stack overflow, and a client writes it. Here
+that ends a bounded process (`bounded_process.py`) and is answered with a 400 that names the field and what is wrong. A
+grammar that passes is one that workers can compile again, by the same library and the same limits
+(`common/grammar.py`). One that passed lately is not asked about again.
+
+Called by `generator.py`; the process starts with the first grammar.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, assert_never
+
+import msgspec
+import numpy as np
+
+from cohort.common import grammar
+from cohort.common.config import GatewayConfig
+from cohort.common.errors import ModelError, RequestError
+from cohort.common.grammar import GrammarError, GrammarTokens
+from cohort.services.gateway.text.bounded_process import (
+    ANSWER,
+    REFUSED,
+    BoundedProcess,
+    Ended,
+    Limits,
+    Work,
+    serve,
+    short,
+)
+
+GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
+
+_REMEMBERED = 256
+_START_CPU_S = 20.0
+# Less than the threads of a worker have: what fits here fits there.
+_STACK_BYTES = 1 << 20
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What an answer is bound to, as the client wrote it. `param`: its field. `lark`: of our own making."""
+
+    kind: GrammarKind
+    content: Any
+    param: str
+
+
+class GrammarCompiler:
+    """One model's grammars."""
+
+    def __init__(self, config: GatewayConfig, tokenizer: str, end_tokens: Sequence[int]) -> None:
+        self._most_bytes = config.max_grammar_bytes
+        limits = Limits(
+            config.grammar_cpu_s,
+            config.grammar_memory_bytes,
+            _START_CPU_S,
+            ("gateway.grammar_cpu_s", "gateway.grammar_memory_bytes"),
+        )
+        about = {"tokenizer": tokenizer, "end_tokens": list(end_tokens)}
+        self._process = BoundedProcess(__name__, about, limits, "Structured output is not possible with this model")
+        self._passed: OrderedDict[bytes, str] = OrderedDict()
+
+    async def compile(self, wanted: Wanted) -> str:
+        """The grammar's text for workers. Raises `RequestError`."""
+        question = msgspec.json.encode((wanted.kind, wanted.content))
+        if len(question) > self._most_bytes:
+            raise RequestError(
+                f"{wanted.param} has {len(question)} bytes, but at most {self._most_bytes} are taken "
+                "(gateway.max_grammar_bytes).",
+                param=wanted.param,
+            )
+        known = self._passed.get(question)
+        if known is not None:
+            self._passed.move_to_end(question)
+            return known
+        loop = asyncio.get_running_loop()
+        try:
+            kind, answer = await loop.run_in_executor(self._process.executor, self._process.ask, question)
+        except Ended as ended:
+            raise RequestError(
+                f"{wanted.param}: the grammar was given up: {ended.why}.",
+                status=503 if ended.status is None else 400,
+                param=wanted.param,
+            ) from None
+        except ModelError as error:
+            raise RequestError(f"{wanted.param}: {error}", param=wanted.param) from error
+        text = answer.decode()
+        if kind == REFUSED:
+            raise RequestError(f"{wanted.param}: {text}", param=wanted.param)
+        self._passed[question] = text
+        if len(self._passed) > _REMEMBERED:
+            self._passed.popitem(last=False)
+        return text
+
+
+def text_of(kind: GrammarKind, content: Any) -> str:
+    """Raises `GrammarError`."""
+    match kind:
+        case "json_schema":
+            return grammar.of_json_schema(content)
+        case "regex":
+            return grammar.of_regex(content)
+        case "choice":
+            return grammar.of_choice(content)
+        case "grammar":
+            return grammar.of_grammar(content)
+        case "lark":
+            return grammar.of_lark(content)
+        case _:
+            assert_never(kind)
+
+
+# -- Inside the process ------------------------------------------------------------------------------------------
+
+
+def begin(about: Mapping[str, Any], _output_bytes: int) -> Work:
+    tokens = GrammarTokens(about["tokenizer"], about["end_tokens"])
+    threading.stack_size(_STACK_BYTES)
+    thread = ThreadPoolExecutor(1)
+    return lambda data: thread.submit(_compiled, tokens, data).result()
+
+
+def _compiled(tokens: GrammarTokens, data: bytes) -> tuple[bytes, bytes]:
+    try:
+        kind, content = msgspec.json.decode(data)
+        text = text_of(kind, content)
+        # The first mask is often the dearest: a grammar that cannot afford it could never begin.
+        tokens.compile(text).mask(np.zeros(tokens.words, dtype=np.int32))
+    except (GrammarError, RecursionError, ValueError) as error:
+        return REFUSED, short(str(error) or type(error).__name__)
+    return ANSWER, text.encode()
+
+
+if __name__ == "__main__":
+    sys.exit(serve(begin))

@@ -1,0 +1,141 @@
+"""A chat template in a process of its own: the model's folder decides what it does, the limits how much of it.
+
+Jinja's sandbox keeps a template from the interpreter, but not from looping for ever, nor from 'a' * 10**9, and neither
+is interruptible inside one process. In a bounded process (`bounded_process.py`) both end. Compilation is inside the
+same limits, because jinja computes constants while it compiles.
+
+Bounded: time, memory, output, and that the event loop never runs a line of a template. Not bounded: how long a chat
+waits behind others that are slow within the limits; so short chats have one process and long ones another.
+
+Called by `tokenizer.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from cohort.common.errors import ModelError, RequestError
+from cohort.services.gateway.text.bounded_process import (
+    ANSWER,
+    REFUSED,
+    BoundedProcess,
+    Ended,
+    Limits,
+    Work,
+    serve,
+    short,
+)
+from cohort.services.gateway.text.chat_template import ChatTemplate
+
+_SHORT_BYTES = 8192
+"""Of the messages as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateLimits:
+    """`gateway.template_cpu_s` and `gateway.template_memory_bytes`."""
+
+    cpu_s: float = 5.0
+    memory_bytes: int = 512 << 20
+
+    def of_process(self) -> Limits:
+        options = ("gateway.template_cpu_s", "gateway.template_memory_bytes")
+        return Limits(self.cpu_s, self.memory_bytes, self.cpu_s, options)
+
+
+class ChatRenderer:
+    """A model's chat template: one process for short chats, one for long ones, so that the former never wait for the
+    latter. Safe to use from threads."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], limits: TemplateLimits) -> None:
+        about = {"source": source, "special_tokens": dict(special_tokens)}
+        broken = "The model's chat template cannot be used"
+        self._short = BoundedProcess(__name__, about, limits.of_process(), broken)
+        self._long = BoundedProcess(__name__, about, limits.of_process(), broken)
+
+    def warm(self) -> None:
+        """Start what the first chat needs. Raises `ModelError` when the template cannot be compiled."""
+        self._short.warm()
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
+        """Blocks. Raises `RequestError`: the template's own refusal, or the limit that the messages went beyond."""
+        data = _encoded(messages, add_generation_prompt, variables)
+        return _rendered_by(self._process_for(data), data)
+
+    async def render_soon(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
+        """Like `render`, in a thread for this alone; a caller that is cancelled before its turn leaves the queue."""
+        data = _encoded(messages, add_generation_prompt, variables)
+        process = self._process_for(data)
+        return await asyncio.get_running_loop().run_in_executor(process.executor, _rendered_by, process, data)
+
+    def _process_for(self, data: bytes) -> BoundedProcess:
+        return self._short if len(data) <= _SHORT_BYTES else self._long
+
+
+def _rendered_by(process: BoundedProcess, data: bytes) -> str:
+    try:
+        kind, answer = process.ask(data)
+    except Ended as ended:
+        status = 503 if ended.status is None else 400
+        raise RequestError(
+            f"The model's chat template was stopped: {ended.why}.", status=status, param="messages"
+        ) from None
+    except ModelError as error:
+        raise RequestError(str(error), param="messages") from error
+    text = answer.decode()
+    if kind == REFUSED:
+        raise RequestError(text, param="messages")
+    return text
+
+
+def _encoded(messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]) -> bytes:
+    chat = {"messages": messages, "add_generation_prompt": add_generation_prompt, "variables": variables}
+    try:
+        try:
+            return msgspec.json.encode(chat)
+        except OverflowError:  # an integer beyond 64 bits, which a template may print
+            return json.dumps(chat).encode()
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise RequestError(f"The messages cannot be given to the chat template: {error}", param="messages") from error
+
+
+# -- Inside the process ------------------------------------------------------------------------------------------
+
+
+def begin(about: Mapping[str, Any], output_bytes: int) -> Work:
+    template = ChatTemplate(about["source"], about["special_tokens"])
+    return lambda data: _rendered(template, data, output_bytes)
+
+
+def _rendered(template: ChatTemplate, data: bytes, output_bytes: int) -> tuple[bytes, bytes]:
+    try:
+        chat = json.loads(data)
+        text = template.render(
+            chat["messages"], add_generation_prompt=chat["add_generation_prompt"], variables=chat["variables"]
+        )
+        answer = text.encode()
+    except RequestError as error:
+        return REFUSED, short(error.message)
+    except (UnicodeEncodeError, RecursionError, ValueError) as error:
+        return REFUSED, short(f"The model's chat template failed on the messages: {type(error).__name__}: {error}")
+    if len(answer) > output_bytes:
+        return REFUSED, short(
+            f"The model's chat template made a prompt of {len(answer)} bytes; the most is {output_bytes}, an eighth of "
+            "gateway.template_memory_bytes."
+        )
+    return ANSWER, answer
+
+
+if __name__ == "__main__":
+    sys.exit(serve(begin))

@@ -1,0 +1,99 @@
+"""One running process: started so that it can neither be orphaned nor leave anything behind.
+
+- Own session: Ctrl-C at the terminal reaches the launcher only, which then ends the processes in order.
+- Parent-death signal: when the launcher dies, even by kill -9, the kernel kills the process.
+- Its process group is killed when it ends, so that helpers it started end with it.
+- Its end is an event (a pidfd), not something to poll for.
+
+Called by the supervisor from the main thread only: the parent-death signal is bound to the thread that starts the
+process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from cohort.common.errors import CohortError
+from cohort.common.keys.private_files import open_private
+
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ChildGone(CohortError):
+    """The launcher was gone before its process began."""
+
+
+class Child:
+    def __init__(
+        self, command: Sequence[str], log_file: Path, environment: Mapping[str, str], descriptors: Sequence[int] = ()
+    ) -> None:
+        """`descriptors` that it inherits, under the same numbers."""
+        with open_private(log_file, "ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+                pass_fds=tuple(descriptors),
+                preexec_fn=_die_with(os.getpid()),
+            )
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = self._loop.create_future()
+        self._loop.add_reader(self._pidfd, self._reap)
+
+    @property
+    def running(self) -> bool:
+        return not self._ended.done()
+
+    async def wait(self) -> int:
+        """Exit code, negative for a signal. May be awaited by several and cancelled freely."""
+        return await asyncio.shield(self._ended)
+
+    def terminate(self) -> None:
+        """Ask it to drain and end."""
+        if self.running:
+            self._process.send_signal(signal.SIGTERM)
+
+    def hand_over(self) -> None:
+        """The same, where another one takes its port over."""
+        if self.running:
+            self._process.send_signal(signal.SIGUSR1)
+
+    def kill(self) -> None:
+        """End it and all it started, now."""
+        if self.running:
+            self._kill_group()
+
+    def _reap(self) -> None:
+        """It ended. Until it is reaped its group id cannot belong to another process: clear the group first."""
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._kill_group()
+        self._ended.set_result(self._process.wait())
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def _die_with(launcher_pid: int) -> Callable[[], None]:
+    """Runs in the new process before its program. libc is loaded beforehand: nothing here imports or allocates much."""
+
+    def set_parent_death_signal() -> None:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != launcher_pid:
+            raise ChildGone
+
+    return set_parent_death_signal

@@ -1,0 +1,41 @@
+"""One HTTP question to a process on this machine: is `/ready` answered with 200?
+
+A dozen lines of HTTP/1.0 instead of a client library: the launcher asks several processes twenty times a second while
+they start, on cores they need themselves. Never raises for a process that is not there (yet).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from urllib.parse import urlsplit
+
+from cohort.common.http.tls import unverified
+
+_context = functools.cache(unverified)
+
+
+async def answers_ok(url: str, timeout_s: float) -> bool:
+    return await http_status(url, timeout_s) == 200
+
+
+async def http_status(url: str, timeout_s: float) -> int | None:
+    """Status of a GET; None without an answer in time."""
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(timeout_s):
+            encrypted = _context() if parts.scheme == "https" else None
+            reader, writer = await asyncio.open_connection(parts.hostname, parts.port, ssl=encrypted)
+            try:
+                request = f"GET {parts.path or '/'} HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n"
+                writer.write(request.encode("ascii"))
+                first = await reader.readline()
+            finally:
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+    except (OSError, TimeoutError, ValueError):
+        return None
+    words = first.split()
+    return int(words[1]) if len(words) > 1 and words[1].isdigit() else None

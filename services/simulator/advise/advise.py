@@ -1,0 +1,380 @@
+"""Which preset, tensor parallelism, roles and settings suit this traffic on this cluster, together, with the evidence.
+
+    candidates ─▶ a first look at all, on a part of the requests ─▶ the best of them, with chunk sizes, on all requests
+               ─▶ those that are as good as the best: capacity, then cost, then simplicity decide
+
+Candidates are presets, for presets with several roles splits of the instances, and groups of devices where the cluster
+has such. All replay the same requests; merit is the share of SLOs kept of all sent, then tokens finished in time, then
+the 99th percentile of the time to the first token. The default preset reaches the second look in any case. A reason
+that keeps candidates from running is said once, with all that it keeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import msgspec
+
+from cohort.common.config import CONFIGS_DIR, Config
+from cohort.common.errors import ConfigError
+from cohort.common.policies.compose import groups_layers
+from cohort.common.policies.cost_model import ModelShape
+from cohort.common.types import Role
+from cohort.services.simulator.core.cluster import SimOptions
+from cohort.services.simulator.core.deployment import kv_blocks, spread_roles
+from cohort.services.simulator.core.report import SimReport
+from cohort.services.simulator.core.run import Capacity, by_rate, find_capacity, simulate
+from cohort.services.simulator.core.setup import configuration
+from cohort.services.simulator.core.traffic import Traffic
+from cohort.services.simulator.hardware.data_files import read_yaml
+from cohort.services.simulator.hardware.hardware import Cluster, as_kept
+
+DEFAULT_PRESET = Config().name
+_CHUNKS = (512, 2048)
+_GROUPS = (1, 2, 4, 8)
+_COLUMNS_OF_CODES = 32
+"""Of an expert in MXFP4, that share a scale: `MXFP4_GROUP` of the engine, whose code is not imported here."""
+_PREFILL_SHARES = (0.125, 0.25, 0.5, 0.75, 0.875)
+_FIRST_LOOK, _FEWEST = 0.25, 50
+"""Share of the requests that a first look replays, and how many at least."""
+_SECOND_LOOKS = 8
+_FINALISTS = 4
+_EQUAL_KEPT, _EQUAL_GOODPUT = 0.005, 0.02
+"""Candidates this near to the best are as good: one seed says no more."""
+_EQUAL = 0.1
+"""The same for capacities, whose search ends there, and for costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """`cluster`: with the instances that groups of `tensor_parallel` devices make."""
+
+    preset: str
+    cluster: Cluster
+    roles: dict[Role, int]
+    settings: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        roles = ", ".join(f"{count} {role.value}" for role, count in self.roles.items())
+        group = f" x {self.cluster.tensor_parallel} devices" if self.cluster.tensor_parallel > 1 else ""
+        return f"{self.preset} ({roles}{group}){''.join(' ' + setting for setting in self.settings)}"
+
+    @property
+    def simplicity(self) -> tuple[int, int, bool, int, int, str]:
+        """Smaller is simpler: devices to a group, settings over the preset, another preset than the default, roles,
+        options of the preset."""
+        other = self.preset != DEFAULT_PRESET
+        return (
+            self.cluster.tensor_parallel,
+            len(self.settings),
+            other,
+            len(self.roles),
+            _options_of(self.preset),
+            self.preset,
+        )
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """`whole` false: a first look only, on fewer requests. `cost`: share of the time that instances compute."""
+
+    preset: str
+    roles: dict[str, int]
+    settings: list[str]
+    report: SimReport
+    capacity: Capacity | None = None
+    tensor_parallel: int = 1
+    whole: bool = True
+    cost: float = 0.0
+
+
+class Advice(msgspec.Struct, frozen=True):
+    """`trials` best first; `impossible`: reason → the candidates that it keeps from running; `why`: what chose the
+    first among those that are as good; `command`: what starts it, where `simulated_only` does not say why nothing
+    does."""
+
+    trials: list[Trial]
+    impossible: dict[str, list[str]]
+    why: str
+    command: str
+    simulated_only: str = ""
+
+    @property
+    def best(self) -> Trial:
+        return self.trials[0]
+
+
+@dataclass(slots=True)
+class _Run:
+    """The search: what all candidates have in common, and why some cannot run."""
+
+    options: argparse.Namespace
+    model: ModelShape
+    traffic: Traffic
+    sim_options: SimOptions
+    progress: Callable[[str], None]
+    impossible: dict[str, list[str]] = field(default_factory=dict)
+
+    def config(self, candidate: Candidate) -> Config:
+        return configuration(self.options, candidate.preset, candidate.settings)
+
+    def cannot(self, label: str, error: ConfigError) -> None:
+        self.impossible.setdefault(str(error), []).append(label)
+
+    def reports(self, candidates: Iterable[Candidate], requests: int | None) -> list[tuple[Candidate, SimReport]]:
+        """Best first; `requests`: so many of them, None for all."""
+        workload = self.traffic.workload(self.options.rate)
+        if requests is not None:
+            workload = replace(workload, items=workload.items[:requests])
+        found = []
+        for candidate in candidates:
+            self.progress(candidate.label)
+            try:
+                report = simulate(
+                    self.config(candidate), candidate.cluster, self.model, workload, self.sim_options, candidate.roles
+                )
+            except ConfigError as error:
+                self.cannot(candidate.label, error)
+            else:
+                found.append((candidate, report))
+        return sorted(found, key=lambda trial: _merit(trial[1]), reverse=True)
+
+    def capacity(self, candidate: Candidate, start_per_s: float) -> Capacity:
+        self.progress(f"capacity of {candidate.label}")
+        at_rate = by_rate(
+            self.config(candidate), candidate.cluster, self.model, self.traffic, self.sim_options, candidate.roles
+        )
+        return find_capacity(at_rate, start_per_s, self.options.capacity, tolerance=_EQUAL)
+
+
+def advise(
+    options: argparse.Namespace,
+    presets: list[str],
+    cluster: Cluster,
+    model: ModelShape,
+    traffic: Traffic,
+    sim_options: SimOptions,
+    progress: Callable[[str], None],
+) -> Advice:
+    """Raises `ConfigError` when no candidate can run."""
+    run = _Run(options, model, traffic, sim_options, progress)
+    fixed = options.tensor_parallel is not None
+    whole = undivided(model)
+    if whole and not fixed and len(groups(cluster, model, fixed=False)) > 1:
+        run.cannot("groups of devices", ConfigError(f"{whole}; --tensor-parallel N simulates groups of N all the same"))
+    candidates = [
+        candidate
+        for grouped in groups(cluster, model, fixed=fixed or bool(whole))
+        for preset in presets
+        for candidate in _candidates(run, preset, grouped)
+    ]
+    firsts: list[tuple[Candidate, SimReport]] = []
+    if len(candidates) > _SECOND_LOOKS:
+        count = len(traffic.workload(options.rate).items)
+        firsts = run.reports(candidates, max(_FEWEST, round(_FIRST_LOOK * count)))
+        candidates = shortlist([candidate for candidate, _ in firsts])
+    trials = told_apart(run.reports((each for candidate in candidates for each in _chunked(run, candidate)), None))
+    if not trials:
+        raise ConfigError(_nothing_runs(run.impossible))
+    start = options.rate or traffic.own_rate_per_s or trials[0][1].overall.requests_per_s
+    finalists = final(trials)
+    capacities = {candidate.label: run.capacity(candidate, start) for candidate, _ in finalists}
+    best, why = choose(trials, {name: found.rate_per_s for name, found in capacities.items()})
+    trials.sort(key=lambda trial: trial[0] is not best)
+    seen = {(candidate.preset, candidate.label) for candidate, _ in trials}
+    left = [trial for trial in firsts if (trial[0].preset, trial[0].label) not in seen]
+    return Advice(
+        [_trial(candidate, report, capacities.get(candidate.label), whole=True) for candidate, report in trials]
+        + [_trial(candidate, report, None, whole=False) for candidate, report in left],
+        run.impossible,
+        why,
+        command(options, best, model.name),
+        whole if best.cluster.tensor_parallel > 1 else "",
+    )
+
+
+# -- candidates ------------------------------------------------------------------------------------------------------
+
+
+def undivided(model: ModelShape) -> str:
+    """Why no live worker computes this model on several devices, as far as its shape tells (`rank_shares.hindrance`
+    reads its configuration); "" where one does."""
+    return "" if model.gated_mlp else f"{model.name} is not Llama-shaped, which live workers do not divide over devices"
+
+
+def groups(cluster: Cluster, model: ModelShape, *, fixed: bool) -> list[Cluster]:
+    """The cluster with its devices in groups of every size that host and heads allow; as it is where its groups are
+    given, or it has no links for them (CPUs, unlike instances)."""
+    if fixed or cluster.cpu or cluster.parts:
+        return [cluster]
+    devices, own = cluster.instances * cluster.tensor_parallel, cluster.tensor_parallel
+    host = (cluster.per_host or cluster.instances) * own
+    return [
+        msgspec.structs.replace(
+            cluster, instances=devices // size, tensor_parallel=size, per_host=cluster.per_host * own // size
+        )
+        for size in sorted({*_GROUPS, own})
+        if host % size == 0 and devices % size == 0 and _divides(model, size)
+    ]
+
+
+def _divides(model: ModelShape, size: int) -> bool:
+    """By its heads, of which KV heads may be copied, and by its experts' columns: in codes by whole groups that share a
+    scale, of which some devices have one more."""
+    copied = model.kv_heads % size == 0 or size % model.kv_heads == 0
+    if model.expert_bits and model.expert_intermediate // _COLUMNS_OF_CODES < size:
+        return False
+    columns = 0 if model.expert_bits else model.expert_intermediate
+    return copied and not any(each % size for each in (model.heads, columns, model.shared_intermediate))
+
+
+def _candidates(run: _Run, preset: str, cluster: Cluster) -> Iterator[Candidate]:
+    try:
+        config = configuration(run.options, preset)
+        model = as_kept(run.model, config, cluster)
+        geometry = model.kv_geometry(config.kv.block_size, grouped=groups_layers(config))
+        kv_blocks(config, cluster, model, geometry)
+        splits = list(_splits(config, cluster.instances))
+    except ConfigError as error:
+        run.cannot(preset, error)
+        return
+    for roles in splits:
+        yield Candidate(preset, cluster, roles)
+
+
+def _splits(base: Config, instances: int) -> Iterator[dict[Role, int]]:
+    """The preset's own shares, and for prefill beside decode others too."""
+    own = spread_roles(base, instances)
+    yield own
+    if set(own) == {Role.PREFILL, Role.DECODE}:
+        counts = {min(instances - 1, max(1, round(share * instances))) for share in _PREFILL_SHARES}
+        for prefills in sorted(counts - {own[Role.PREFILL]}):
+            yield {Role.PREFILL: prefills, Role.DECODE: instances - prefills}
+
+
+def _chunked(run: _Run, candidate: Candidate) -> Iterator[Candidate]:
+    """As the preset has it, and with other chunks of prompts."""
+    yield candidate
+    own = run.config(candidate).engine
+    for chunk in _CHUNKS:
+        if chunk != own.prefill_chunk:
+            settings = [f"engine.prefill_chunk={chunk}"]
+            if chunk > own.max_step_tokens:
+                settings.append(f"engine.max_step_tokens={chunk}")
+            yield replace(candidate, settings=tuple(settings))
+
+
+def shortlist(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """The best, of each preset and group its best two splits at most; the default preset's best in any case."""
+    found: list[Candidate] = []
+    for candidate in ranked:
+        same = [each for each in found if (each.preset, each.cluster) == (candidate.preset, candidate.cluster)]
+        if len(same) < 2 and len(found) < _SECOND_LOOKS:
+            found.append(candidate)
+    default = next((each for each in ranked if each.preset == DEFAULT_PRESET), None)
+    return found if default is None or default in found else [*found, default]
+
+
+def told_apart(trials: Sequence[tuple[Candidate, SimReport]]) -> list[tuple[Candidate, SimReport]]:
+    """Without candidates whose settings change nothing: their preset does not heed them."""
+    plain = [(replace(candidate, settings=()), report) for candidate, report in trials if not candidate.settings]
+    return [
+        (candidate, report)
+        for candidate, report in trials
+        if not candidate.settings
+        or all((other, same.overall) != (replace(candidate, settings=()), report.overall) for other, same in plain)
+    ]
+
+
+@cache
+def _options_of(preset: str) -> int:
+    """How many options its file sets; 0 where there is none."""
+    path = CONFIGS_DIR / "presets" / f"{preset}.yaml"
+    sections = read_yaml(path).values() if path.is_file() else ()
+    return sum(len(section) if isinstance(section, dict) else 1 for section in sections)
+
+
+# -- the choice ------------------------------------------------------------------------------------------------------
+
+
+def as_good(trials: Sequence[tuple[Candidate, SimReport]]) -> list[tuple[Candidate, SimReport]]:
+    """Those that the best does not beat by more than one seed can say."""
+    kept, goodput, _ = _merit(trials[0][1])
+    return [
+        (candidate, report)
+        for candidate, report in trials
+        if _merit(report)[0] >= kept - _EQUAL_KEPT and _merit(report)[1] >= goodput * (1.0 - _EQUAL_GOODPUT)
+    ]
+
+
+def final(trials: Sequence[tuple[Candidate, SimReport]]) -> list[tuple[Candidate, SimReport]]:
+    """Those whose capacity is worth a search: one of each preset, least busy first; the default preset's if it is as
+    good."""
+    found: dict[str, tuple[Candidate, SimReport]] = {}
+    for candidate, report in sorted(as_good(trials), key=lambda each: (round(_cost(each[1]), 2), each[0].simplicity)):
+        found.setdefault(candidate.preset, (candidate, report))
+    chosen = list(found.values())[:_FINALISTS]
+    default = found.get(DEFAULT_PRESET)
+    return chosen if default is None or default in chosen else [*chosen, default]
+
+
+def choose(trials: Sequence[tuple[Candidate, SimReport]], capacities: dict[str, float]) -> tuple[Candidate, str]:
+    """Among those that are as good as the best and whose capacity is known: capacity, then cost, then simplicity."""
+    left = [trial for trial in as_good(trials) if trial[0].label in capacities]
+    others = len(as_good(trials)) - 1
+    if not others:
+        return left[0][0], "no other candidate keeps as much"
+    said = f"{others} other{'s' if others > 1 else ''} as good here; it has "
+    most = max(capacities[candidate.label] for candidate, _ in left)
+    able = [trial for trial in left if capacities[trial[0].label] >= (1.0 - _EQUAL) * most]
+    if len(able) == 1:
+        return able[0][0], said + "the highest capacity"
+    least = min(_cost(report) for _, report in able)
+    cheap = [trial for trial in able if _cost(trial[1]) <= (1.0 + _EQUAL) * least]
+    if len(cheap) == 1:
+        return cheap[0][0], said + "no less capacity, and computes least"
+    return min(cheap, key=lambda trial: trial[0].simplicity)[
+        0
+    ], said + "no less capacity, costs no more and is simplest"
+
+
+def command(options: argparse.Namespace, best: Candidate, model: str) -> str:
+    """What starts it, workers included, where the model lies in a folder of its name."""
+    group = best.cluster.tensor_parallel
+    ranks = f", tensor_parallel: {group}" if group > 1 else ""
+    workers = ", ".join(f"{{role: {role.value}, count: {count}{ranks}}}" for role, count in best.roles.items())
+    threads = best.cluster.profile.threads if best.cluster.profile is not None and best.cluster.cpu else 0
+    own = [f"engine.threads={threads}"] if threads else []
+    parts = [f"cohort serve --model ~/models/{model} --preset {best.preset} --set 'workers=[{workers}]'"]
+    parts += [f"--config {file}" for file in options.config]
+    parts += [f"--set {text}" for text in (*options.set, *best.settings, *own)]
+    return " ".join(parts)
+
+
+def _trial(candidate: Candidate, report: SimReport, capacity: Capacity | None, *, whole: bool) -> Trial:
+    roles = {role.value: count for role, count in candidate.roles.items()}
+    group = candidate.cluster.tensor_parallel
+    return Trial(candidate.preset, roles, list(candidate.settings), report, capacity, group, whole, _cost(report))
+
+
+def _cost(report: SimReport) -> float:
+    """Share of the time that instances compute for this traffic: what another request would have to share."""
+    return sum(instance.busy for instance in report.instances) / len(report.instances)
+
+
+def _merit(report: SimReport) -> tuple[float, float, float]:
+    whole = report.overall
+    kept = round(whole.slo.kept_of_sent, 3) if whole.slo else 0.0
+    goodput = whole.slo.goodput_tokens_per_s if whole.slo else whole.output_tokens_per_s
+    return (kept, round(goodput, 1), -(whole.ttft_ms.p99 if whole.ttft_ms else float("inf")))
+
+
+def _nothing_runs(impossible: dict[str, list[str]]) -> str:
+    """Every reason once."""
+    if len(impossible) == 1:
+        return f"no candidate can run: {next(iter(impossible))}"
+    reasons = "; ".join(f"{len(of)} candidate(s): {reason}" for reason, of in impossible.items())
+    return f"no candidate can run: {reasons}"

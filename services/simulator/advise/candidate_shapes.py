@@ -1,0 +1,175 @@
+"""Candidate shapes of a running pipeline, simulated: its traffic replayed with its own policies and its own step times.
+
+Called by `foresee.py`, a process beside the global monitor, and by `planned_day.py` under virtual time. The present
+shape comes first; a shape that cannot be the best one is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+import msgspec
+
+from cohort.common.config import Config
+from cohort.common.config.serving import PlannerConfig
+from cohort.common.errors import ConfigError
+from cohort.common.planning.shape import Shape
+from cohort.common.planning.simulation_jobs import Foreseen, Job, WorkerCost
+from cohort.common.planning.traffic import Timing, in_time
+from cohort.common.policies import compose
+from cohort.common.policies.cost_model import ModelShape, StackShape
+from cohort.common.workloads.items import WorkItem, Workload
+from cohort.services.simulator.core.clients import InFlight
+from cohort.services.simulator.core.cluster import Measured, SimCluster, SimOptions
+from cohort.services.simulator.hardware.hardware import Cluster, load_link
+from cohort.services.simulator.hardware.learned_cost import LearnedCost, learned_device
+
+_PATIENCE_S = 120.0
+"""After the last arrival; what has not ended by then is late by any measure."""
+_LINKS = {"cpu": "shm-shared", "gpu": "pcie4"}
+"""KV transfer is not measured by workers: between processes of one box."""
+
+
+def foresee(
+    job: Job, config: Config, model: ModelShape, spent: Callable[[int], None] = lambda requests: None
+) -> list[Foreseen]:
+    """Of each shape that may be the best one, what came of every request. Only the best one counts, so each has to beat
+    those before it, and its replay ends once too many came late for that. `spent` is told how many requests were
+    replayed. Raises `ConfigError` when even the first shape cannot be simulated."""
+    found: list[Foreseen] = []
+    least, judged = 0.0, len(job.requests) - job.judged_from
+    for shape in job.shapes:
+        kept, cost = not found or shape in job.keep, job.worker_cost * shape.devices
+        spare = 1.0 - cost - least
+        if not kept and spare <= 0.0:
+            continue
+        try:
+            timings = replay(job, shape, config, model, late_below=inf if kept else spare * judged, spent=spent)
+        except TooManyLate:
+            continue
+        except ConfigError:
+            if not found:
+                raise
+            continue
+        found.append(Foreseen(shape, tuple(timings)))
+        score = _share(job, timings) - cost
+        least = score + job.bar if len(found) == 1 else max(least, score)
+    return found
+
+
+def _share(job: Job, timings: Sequence[Timing]) -> float:
+    pairs = list(zip(job.requests, timings, strict=True))[job.judged_from :]
+    kept = [in_time(request.slo, timing, job.best_effort_s) for request, timing in pairs]
+    return sum(kept) / len(kept) if kept else 1.0
+
+
+class TooManyLate(Exception):
+    """A shape that can no longer be the best one."""
+
+
+def replay(
+    job: Job,
+    shape: Shape,
+    config: Config,
+    model: ModelShape,
+    *,
+    late_below: float = inf,
+    spent: Callable[[int], None] = lambda requests: None,
+) -> list[Timing]:
+    """Timings by request. Raises `TooManyLate` once as many of those that are judged as `late_below` were late."""
+    config = without_planner(config)
+    degrees = [group.degree for group in shape.groups for _ in range(group.count)]
+    measured = [_measured(job.costs[degree], degree, model, config) for degree in degrees]
+    timings = [Timing()] * len(job.requests)
+    ends = late = 0
+
+    def ended(live: InFlight, finished: bool) -> None:
+        nonlocal ends, late
+        ends += 1
+        if finished:
+            timings[live.index] = timing_of(live)
+        if late_below == inf or live.index < job.judged_from:
+            return
+        late += not in_time(job.requests[live.index].slo, timings[live.index], job.best_effort_s)
+        if late and late >= late_below:
+            raise TooManyLate
+
+    cluster = live_cluster(config, len(degrees), job.cores, job.threads)
+    last_s = job.requests[-1].at_s if job.requests else 0.0
+    options = SimOptions(horizon_s=last_s + _PATIENCE_S, if_late="")
+    sim = SimCluster(config, cluster, model, workload_of(job, config), options, shape.roles, measured=measured)
+    sim.clients.on_end = ended
+    try:
+        sim.run()
+    finally:
+        spent(ends)
+    return timings
+
+
+def without_planner(config: Config) -> Config:
+    """Within its own simulations none plans."""
+    return msgspec.structs.replace(config, planner=PlannerConfig())
+
+
+def timing_of(live: InFlight) -> Timing:
+    since_s = live.item.arrival_s
+    gaps = max(1, live.produced - 1)
+    return Timing(live.first_s - since_s, (live.last_s - live.first_s) / gaps, live.last_s - since_s)
+
+
+def workload_of(job: Job, config: Config) -> Workload:
+    """Shared beginnings of prompts as blocks that are equal in all of them."""
+    block = config.kv.block_size
+    return Workload(
+        "live traffic",
+        tuple(
+            WorkItem(
+                each.at_s,
+                each.prompt_tokens,
+                each.output_tokens,
+                each.traffic_class,
+                each.slo,
+                hash_ids=tuple(range(each.shared_tokens // block)),
+                hash_block=block if each.shared_tokens >= block else 0,
+            )
+            for each in job.requests
+        ),
+    )
+
+
+def live_cluster(config: Config, instances: int, cores: int, threads: int) -> Cluster:
+    """Equal places for workers, on one box. `cores` that workers of `threads` threads share; 0: none are shared.
+
+    Workers that have all cores each, or a GPU together, compute in turn; fewer threads share the cores as they come.
+    """
+    link = load_link(_LINKS["gpu" if config.on_gpu else "cpu"])
+    in_turn = instances if cores and threads >= cores else 1
+    if config.on_gpu:
+        in_turn = max(1, config.engine.workers_per_gpu)
+    crowded = in_turn == 1 and instances * threads > cores > 0
+    return Cluster(
+        name="live",
+        device=learned_device(),
+        device_reserve_bytes=0,
+        cpu=not config.on_gpu,
+        instances=instances,
+        tensor_parallel=1,
+        per_host=0,
+        within=link,
+        across=link,
+        stack=StackShape("learned", 0.0, 0.0, 0.0),
+        decode_attention="split_kv",
+        host_memory_bytes=0,
+        control_latency_s=0.0003,
+        cores=max(1, cores // max(1, threads)) if crowded else 0,
+        service_step_s=0.0,
+        service_row_s=0.0,
+        workers_per_device=in_turn,
+    )
+
+
+def _measured(cost: WorkerCost, degree: int, model: ModelShape, config: Config) -> Measured:
+    geometry = model.kv_geometry(config.kv.block_size, grouped=compose.groups_layers(config))
+    block_bytes = geometry.block_bytes * model.kv_copies(degree)
+    return Measured(LearnedCost(cost.times, model), cost.blocks, config.kv.host_memory_bytes // block_bytes)

@@ -1,0 +1,263 @@
+"""Systems side by side over workloads, loads and seeds: which share of all requests kept their SLOs, with its spread.
+
+    specification (YAML) ─▶ cells: workload × load × seed × system ─▶ a process per core ─▶ results file ─▶ table
+
+Every cell is one simulation. Its result is appended to the results file as soon as it is known, under a digest of all
+that it depends on: a comparison that was interrupted goes on where it stopped, and one that is asked again costs
+nothing. Requests that were refused, or not served before the horizon, count as missed.
+
+The simulator's own code is not part of the digest: a results file belongs to one version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cohort import __version__
+from cohort.common.config import Config, load_config, nested
+from cohort.common.errors import ConfigError
+from cohort.services.simulator.compare.comparison_spec import Compared, Spec, TrafficSpec
+from cohort.services.simulator.compare.comparison_traffic import traffic
+from cohort.services.simulator.core.cluster import SimOptions
+from cohort.services.simulator.core.run import simulate
+from cohort.services.simulator.hardware.hardware import load_cluster, load_model
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One simulation: everything that its result depends on, but the code."""
+
+    workload: str
+    load: float
+    seed: int
+    system: str
+    traffic: TrafficSpec
+    compared: Compared
+    model: str
+    cluster: str
+    duration_s: float
+    horizon_s: float
+    predictor: str
+    predictor_sigma: float
+    options: dict[str, Any]
+    """Of the configuration, by name, over the preset's."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.workload} at {self.load:g}, seed {self.seed}: {self.system}"
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(msgspec.json.encode([__version__, self], order="deterministic")).hexdigest()[:24]
+
+
+class CellResult(msgspec.Struct, frozen=True):
+    """`kept`: of the requests `sent`, how many kept all of their SLO. Times are virtual; None where nothing was
+    served."""
+
+    digest: str
+    workload: str
+    load: float
+    seed: int
+    system: str
+    sent: int
+    finished: int
+    kept: int
+    kept_tokens_per_s: float
+    ttft_p99_s: float | None
+    tbt_p99_s: float | None
+    longest_ttft_s: float | None
+
+    @property
+    def share(self) -> float:
+        return self.kept / max(1, self.sent)
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A workload at a load: of each system the mean, the lowest and the highest share over the seeds."""
+
+    workload: str
+    load: float
+    shares: dict[str, tuple[float, float, float]]
+    kept_tokens_per_s: dict[str, float]
+    longest_ttft_s: dict[str, float]
+
+
+def cells(
+    spec: Spec,
+    *,
+    workloads: Sequence[str] = (),
+    systems: Sequence[str] = (),
+    loads: Sequence[float] = (),
+    seeds: Sequence[int] = (),
+) -> list[Cell]:
+    """Those of the named workloads, systems, loads and seeds; of all (usual) ones where none is named. Raises
+    `ConfigError`."""
+    usual = [name for name, system in spec.systems.items() if system.usual]
+    found: list[Cell] = []
+    checked: set[tuple[str, str]] = set()
+    for workload in _named("workload", workloads, spec.workloads):
+        asked = spec.workloads[workload]
+        for load in loads or asked.loads or spec.loads:
+            for seed in seeds or spec.seeds:
+                for system in _named("system", systems or usual, spec.systems):
+                    if asked.only and system not in asked.only:
+                        continue
+                    compared = spec.systems[system]
+                    cell = Cell(
+                        workload=workload,
+                        load=load,
+                        seed=seed,
+                        system=system,
+                        traffic=asked,
+                        compared=compared,
+                        model=asked.model or spec.model,
+                        cluster=asked.cluster or spec.cluster,
+                        duration_s=asked.duration_s or spec.duration_s,
+                        horizon_s=asked.horizon_s or spec.horizon_s,
+                        predictor=spec.predictor,
+                        predictor_sigma=spec.predictor_sigma,
+                        options={**spec.set, **asked.set, **compared.set},
+                    )
+                    if (workload, system) not in checked:  # loads and seeds change no option
+                        configuration(cell)
+                        checked.add((workload, system))
+                    found.append(cell)
+    return found
+
+
+def _named(what: str, names: Sequence[str], known: Mapping[str, Any]) -> Iterable[str]:
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"no {what} named {name!r}; there are: {', '.join(known)}")
+    return names or known
+
+
+def configuration(cell: Cell) -> Config:
+    """Raises `ConfigError`."""
+    return load_config([], preset=cell.compared.preset, overrides=nested(cell.options, cell.label) or None)
+
+
+def measure(cell: Cell) -> CellResult:
+    """One simulation."""
+    workload = traffic(cell.traffic, load=cell.load, duration_s=cell.duration_s, seed=cell.seed)
+    options = SimOptions(
+        seed=cell.seed,
+        predictor=cell.predictor,  # type: ignore[arg-type]  # checked by `Spec`
+        predictor_sigma=cell.predictor_sigma,
+        horizon_s=cell.horizon_s,
+        slo_defaults=True,
+    )
+    cluster = load_cluster(cell.cluster, {"tensor_parallel": cell.traffic.tensor_parallel})
+    report = simulate(configuration(cell), cluster, load_model(cell.model), workload, options, cell.compared.roles())
+    judged = report.overall if cell.traffic.judged == "all" else report.by_class[cell.traffic.judged]
+    slo = judged.slo
+    kept = round(slo.attainment * slo.judged) if slo is not None else 0
+    return CellResult(
+        digest=cell.digest,
+        workload=cell.workload,
+        load=cell.load,
+        seed=cell.seed,
+        system=cell.system,
+        sent=judged.sent,
+        finished=judged.finished,
+        kept=kept,
+        kept_tokens_per_s=slo.goodput_tokens_per_s if slo is not None else 0.0,
+        ttft_p99_s=judged.ttft_ms.p99 / 1e3 if judged.ttft_ms else None,
+        tbt_p99_s=judged.tbt_ms.p99 / 1e3 if judged.tbt_ms else None,
+        longest_ttft_s=judged.ttft_ms.max / 1e3 if judged.ttft_ms else None,
+    )
+
+
+def read_results(path: Path) -> dict[str, CellResult]:
+    """By digest; empty where there is no such file. Raises `ConfigError`."""
+    if not path.exists():
+        return {}
+    decoder = msgspec.json.Decoder(CellResult)
+    found = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            result = decoder.decode(line)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{path}:{number}: not a result of `cohort compare`: {error}") from error
+        found[result.digest] = result
+    return found
+
+
+def run(asked: Sequence[Cell], results: Path | None, jobs: int, progress: Callable[[str], None]) -> list[CellResult]:
+    """The results of all cells in their order; those that the file has are not run again."""
+    known = read_results(results) if results is not None else {}
+    missing = [cell for cell in asked if cell.digest not in known]
+    progress(f"{len(asked)} simulations, {len(asked) - len(missing)} of them known")
+    for done, result in enumerate(_measured(missing, jobs), 1):
+        known[result.digest] = result
+        if results is not None:
+            with results.open("ab") as file:
+                file.write(msgspec.json.encode(result) + b"\n")
+        share = f"{100 * result.share:.1f} % kept"
+        label = f"{result.workload} at {result.load:g}, seed {result.seed}: {result.system}"
+        progress(f"{done}/{len(missing)}  {label}  {share}")
+    return [known[cell.digest] for cell in asked]
+
+
+def _measured(missing: Sequence[Cell], jobs: int) -> Iterator[CellResult]:
+    if jobs == 1:
+        yield from map(measure, missing)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        waiting = [pool.submit(measure, cell) for cell in missing]
+        try:
+            for future in as_completed(waiting):
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def rows(results: Iterable[CellResult]) -> list[Row]:
+    """One per workload and load, in the order in which they come."""
+    grouped: dict[tuple[str, float], dict[str, list[CellResult]]] = {}
+    for result in results:
+        grouped.setdefault((result.workload, result.load), {}).setdefault(result.system, []).append(result)
+    return [
+        Row(
+            workload,
+            load,
+            {name: _spread([one.share for one in of]) for name, of in systems.items()},
+            {name: statistics.fmean(one.kept_tokens_per_s for one in of) for name, of in systems.items()},
+            {name: max(one.longest_ttft_s or 0.0 for one in of) for name, of in systems.items()},
+        )
+        for (workload, load), systems in grouped.items()
+    ]
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float, float]:
+    return statistics.fmean(values), min(values), max(values)
+
+
+def sustained(results: Iterable[CellResult], target: float) -> dict[str, dict[str, float]]:
+    """Workload → system → the load at which the mean share falls to `target`: between the loads that were run by a
+    straight line; the highest or lowest one where all or none of them keep it."""
+    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows(results):
+        for system, (mean, _, _) in row.shares.items():
+            curves.setdefault(row.workload, {}).setdefault(system, []).append((row.load, mean))
+    return {
+        workload: {system: _crossing(sorted(points), target) for system, points in systems.items()}
+        for workload, systems in curves.items()
+    }
+
+
+def _crossing(points: Sequence[tuple[float, float]], target: float) -> float:
+    if points[0][1] < target:
+        return points[0][0]
+    for (load, share), (next_load, next_share) in pairwise(points):
+        if next_share < target:
+            return load + (next_load - load) * (share - target) / (share - next_share)
+    return points[-1][0]

@@ -1,0 +1,104 @@
+"""The requests of a comparison's workload: parts drawn by seed, switched on and off, mixed by their arrival times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from cohort.common.types import Slo
+from cohort.common.workloads.arrivals import AllAtOnce, RandomArrivals
+from cohort.common.workloads.changes import clip, together
+from cohort.common.workloads.generate import FromTrace, Source, generate
+from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload
+from cohort.common.workloads.papers import SHAPES
+from cohort.common.workloads.slos import ecoserve
+from cohort.common.workloads.traces import Trace, read_trace
+from cohort.services.simulator.compare.comparison_spec import Part, TrafficSpec, trace_file
+
+_APART = 1009
+"""Between the seeds of two parts of a workload."""
+_CYCLES = 40
+"""Requests of each user of a closed loop before its list begins anew."""
+_SLO_STREAM = 8
+"""Beside the streams of `generate.Stream`: which of several SLOs a request is given."""
+
+
+def traffic(spec: TrafficSpec, *, load: float, duration_s: float, seed: int) -> Workload:
+    """What arrives within `duration_s`. The first part alone is what `cohort simulate --rate` sends with this seed."""
+    parts = [_part(part, load, duration_s, seed + _APART * index) for index, part in enumerate(spec.parts)]
+    return parts[0] if len(parts) == 1 else together(" + ".join(part.name for part in parts), parts)
+
+
+def _part(part: Part, load: float, duration_s: float, seed: int) -> Workload:
+    end_s = min(part.end_s or duration_s, duration_s)
+    on_s = _time_on(part, max(0.0, end_s - part.start_s))
+    rate = part.rate * (load if part.scaled else 1.0)
+    name, lengths = _lengths(part)
+    arrivals = AllAtOnce() if part.users else RandomArrivals(rate, part.cv)
+    workload = generate(
+        name,
+        lengths,
+        arrivals,
+        count=_CYCLES * part.users if part.users else None,
+        duration_s=None if part.users else on_s,
+        seed=seed,
+        traffic_class=part.traffic_class,
+    )
+    workload = clip(workload, max_prompt=part.max_prompt, max_output=part.max_output, max_total=part.max_total)
+    ttfts, tpots = _slos(part, len(workload.items), seed)
+    items = tuple(
+        replace(item, arrival_s=_arrival_s(part, item.arrival_s), slo=_slo(part, item, ttft_s, tpot_s))
+        for item, ttft_s, tpot_s in zip(workload.items, ttfts, tpots, strict=True)
+    )
+    if not part.users:
+        return replace(workload, items=items)
+    users = ClosedLoopPart(part.users, items, start_s=part.start_s, until_s=end_s, in_batches=True)
+    return replace(workload, items=(), closed_loop=(users,))
+
+
+def _lengths(part: Part) -> tuple[str, Source]:
+    """And their name."""
+    if part.paper:
+        return part.paper, SHAPES[part.paper].lengths
+    path = trace_file(part.trace)
+    return path.name, FromTrace(_trace(path), path.name, resample=True)
+
+
+def _slo(part: Part, item: WorkItem, ttft_s: float, tpot_s: float) -> Slo:
+    return ecoserve(*part.whole_s)(item) if part.whole_s else Slo(ttft_s, tpot_s, part.deadline_s)
+
+
+def _time_on(part: Part, length_s: float) -> float:
+    """Of these seconds, those in which the part sends."""
+    if not part.period_s:
+        return length_s
+    whole, rest = divmod(length_s, part.period_s)
+    return whole * part.burst_s + min(rest, part.burst_s)
+
+
+def _arrival_s(part: Part, on_s: float) -> float:
+    """When the part has been on for so long."""
+    if not part.period_s:
+        return part.start_s + on_s
+    bursts, within = divmod(on_s, part.burst_s)
+    return part.start_s + bursts * part.period_s + within
+
+
+def _slos(part: Part, count: int, seed: int) -> tuple[Sequence[float], Sequence[float]]:
+    """A request is given both objectives by the same draw where both have as many values: the strict ones together."""
+    draws = np.random.default_rng([seed, _SLO_STREAM]).random(count)
+
+    def values(of: float | list[float]) -> list[float]:
+        choices = of if isinstance(of, list) else [of]
+        return [choices[int(drawn * len(choices))] for drawn in draws]
+
+    return values(part.ttft_s), values(part.tpot_s)
+
+
+@cache
+def _trace(path: Path) -> Trace:
+    return read_trace(path, sort=True)

@@ -1,0 +1,360 @@
+"""One simulation: the virtual cluster with a cost model for an engine, links for a network and a trace for clients.
+
+    trace ─▶ TraceClients ─Offered─▶ gateway ─▶ manager ─▶ workers ─StartStep─▶ CostEngine
+                  ▲ Deliver             │                     │ KV runs ─▶ KvFlights ─▶ SimNetwork
+                  └─────────────────────┘
+
+The same three machines and the policies of `compose.py` as in the live services; only what performs is replaced. The
+processes have met before the first request arrives: virtual time 0 is a cluster at rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from cohort.common.config import Config
+from cohort.common.errors import ConfigError
+from cohort.common.machines.events import DrainEnded, DrainStarted
+from cohort.common.machines.gateway.gateway import GatewayMachine
+from cohort.common.machines.manager.manager import ManagerMachine
+from cohort.common.machines.worker.worker_state import REPORT_INTERVAL_S
+from cohort.common.policies import compose
+from cohort.common.policies.cost_model import CostModel, ModelShape
+from cohort.common.policies.interface import Placement
+from cohort.common.process import garbage
+from cohort.common.types import IfLate, InstanceId, Role
+from cohort.common.virtual_cluster.cluster import GATEWAY, MANAGER, VirtualCluster
+from cohort.common.virtual_cluster.plugins import Cadence, Node
+from cohort.common.workloads.closed_loop import ClosedLoopUsers
+from cohort.common.workloads.items import WorkItem, Workload
+from cohort.services.simulator.core.clients import PredictorKind, TraceClients
+from cohort.services.simulator.core.deployment import Deployment, kv_blocks, spread_roles
+from cohort.services.simulator.core.engine import CostEngine, SimWorker
+from cohort.services.simulator.core.profile import profile_points
+from cohort.services.simulator.core.tally import WallTime, WorkerTally, timed
+from cohort.services.simulator.hardware.acceptance import Acceptance, DraftRates
+from cohort.services.simulator.hardware.draft_price import DraftPrice, Holds, MeasuredPrice, ModelledPrice
+from cohort.services.simulator.hardware.hardware import Cluster, as_kept
+from cohort.services.simulator.hardware.scatter import StepScatter
+from cohort.services.simulator.hardware.simulated_network import SimNetwork
+
+_GATEWAY_BEAT_S = 1.0
+_DRAIN_LOOK_S = 0.1
+_SETTLING_S = 4.0
+"""Virtual time before the first arrival, in which processes meet."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimOptions:
+    """`max_tokens`: what clients ask for at most; 0 = what the context leaves. `horizon_s`: virtual time after which
+    the run ends even if requests are left. `warmup_s`: metrics count from then on."""
+
+    seed: int = 0
+    predictor: PredictorKind = "oracle"
+    predictor_sigma: float = 0.0
+    max_tokens: int = 0
+    horizon_s: float = float("inf")
+    warmup_s: float = 0.0
+    jump: bool = True
+    slo_defaults: bool = False
+    """Real-time requests that name no SLO get the gateway's default, as live ones do (`cohort simulate`, `advise`).
+    Without: an SLO is what the workload says and nothing else, as in the papers' figures."""
+    if_late: IfLate = "refuse"
+    """What clients with a TTFT SLO prefer where it cannot be kept. Only placements that test for it ask."""
+    scatter: float | None = None
+    """Coefficient of variation of an iteration's time; None: each instance's own, as profiled."""
+    blocking_transfers: bool = False
+    """An instance computes nothing while KV arrives: the next iteration takes that much longer, as in engines whose
+    decode loop itself waits for KV transfers."""
+    acceptance: float = 0.0
+    """Where the configuration lets rows carry drafts (`speculation.mode`): the chance of a drafted token to be right,
+    on average over requests, which differ (`acceptance.py`)."""
+    draft_rates: tuple[DraftRates, ...] = ()
+    """The same of a recorded worker's requests, in the place of a mean."""
+    draft_model: ModelShape | None = None
+    """With `speculation.mode` model: the one that drafts. Every draft is its own then."""
+    draft_s: float = 0.0
+    """The same by what one draft of each row takes, where no shape says it."""
+    adapter_load_s: float = 0.1
+    """What an instance takes to load a LoRA adapter of the workload."""
+    profiled: bool = True
+    """Schedulers that learn step times start from a profile of their instance, as after `cohort profile`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """An instance as it was measured, in the place of what model and device say: the time of its iterations, its blocks
+    on the device and in host memory."""
+
+    cost: CostModel
+    blocks: int
+    host_blocks: int
+
+
+class SimCluster:
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        model: ModelShape,
+        workload: Workload,
+        options: SimOptions,
+        roles: Mapping[Role, int] | None = None,
+        placement: Placement | None = None,
+        *,
+        measured: Sequence[Measured] = (),
+        grows: bool = False,
+    ) -> None:
+        """`placement` stands in for the configured one: an oracle, say, that no configuration has. `measured`: every
+        instance, by number; () = as model and devices say. `grows`: `roles` may name fewer instances than the cluster
+        has; the others are places for `add_worker`."""
+        workload.check()
+        compose.check_names(config)
+        acceptance = Acceptance(options.acceptance, options.seed, options.draft_rates)
+        config = _with_drafts(config) if acceptance else _without_drafts(config)
+        model = as_kept(model, config, cluster)
+        self.config, self.cluster, self.model, self.options = config, cluster, model, options
+        self.geometry = model.kv_geometry(config.kv.block_size, grouped=compose.groups_layers(config))
+        parts = [cluster.of(number) for number in range(cluster.instances)]
+        costs = {} if measured else {part.device: _cost_model(model, part) for part in parts}
+        self.costs = [each.cost for each in measured] or [costs[part.device] for part in parts]
+        """Of every instance, by number."""
+        blocks = [(each.blocks, each.host_blocks) for each in measured]
+        draft = options.draft_model if config.speculation.mode == "model" else None
+        blocks = blocks or [kv_blocks(config, part, model, self.geometry, draft) for part in parts]
+        self._draft_costs = {} if draft is None else {part.device: _cost_model(draft, part) for part in parts}
+        largest = max(on_device for on_device, _ in blocks)
+        longest = min(config.model.max_model_len or model.max_positions, self.geometry.positions(largest))
+        self.roles = named = {
+            f"{role.value}-{index}": role
+            for role, count in (roles or spread_roles(config, cluster.instances)).items()
+            for index in range(count)
+        }
+        if len(named) > cluster.instances or (len(named) < cluster.instances and not grows):
+            raise ConfigError(f"roles name {len(named)} instances, the cluster has {cluster.instances}")
+        shared = _prompts_are_shared(config, workload)
+        deployment = Deployment(
+            config,
+            model,
+            self.geometry,
+            blocks,
+            longest,
+            named,
+            shared_prompts=shared,
+            predicted=options.predictor != "none",
+            slo_defaults=options.slo_defaults,
+            placement=placement,
+            profile=partial(self._profile, longest) if options.profiled else None,
+            seed=options.seed,
+            device_of=partial(_device_of, cluster) if measured else None,
+            draft_price=self._draft_price if config.speculation.mode == "model" else None,
+            foresees_steps=config.engine.plan_ahead and cluster.shares,
+        )
+        self.wall = {"worker": WallTime(), "manager": WallTime()}
+        network = SimNetwork(cluster, self.geometry)
+        self.ports = network.ports
+        cadence = Cadence(
+            report_s=REPORT_INTERVAL_S,
+            worker_tick_s=0.0,
+            manager_tick_s=0.0,
+            gateway_tick_s=0.0,
+            adapter_load_s=options.adapter_load_s,
+        )
+        self.virtual = VirtualCluster(
+            deployment,
+            named,
+            network,
+            cadence,
+            start_s=-_SETTLING_S,
+            goes_on=lambda: not self._done(),
+            around=self._time,
+        )
+        self.events = self.virtual.events
+        self._places = cluster.instances - len(named)
+        self.clients = TraceClients(
+            self.virtual,
+            max_model_len=longest,
+            max_tokens=options.max_tokens,
+            predictor=options.predictor,
+            predictor_sigma=options.predictor_sigma,
+            distinct_prompts=shared,
+            seed=options.seed,
+            if_late=options.if_late,
+            acceptance=acceptance,
+            asks_model=config.speculation.mode == "model",
+        )
+        self.engine = CostEngine(
+            self.virtual,
+            self.clients,
+            cluster,
+            self.costs,
+            self.geometry,
+            scatter=[_scatter(part, options) for part in parts],
+            jump=options.jump,
+            late_binding=config.policies.waiting_kv != "none",
+            together=not options.warmup_s,
+            blocking_transfers=options.blocking_transfers,
+            plans_ahead=config.engine.plan_ahead,
+        )
+        self.virtual.clients, self.virtual.engine = self.clients, self.engine
+        self._arrivals = iter(workload.items)
+        self._arrivals_left = True
+        self._users = [(part, ClosedLoopUsers(part)) for part in workload.closed_loop]
+        self._parts_to_start = len(self._users)
+        self.virtual.start()
+
+    @property
+    def workers(self) -> list[SimWorker]:
+        return [worker for worker in self.virtual.workers if isinstance(worker, SimWorker)]
+
+    @property
+    def gateway(self) -> GatewayMachine:
+        machine: GatewayMachine = self.virtual.nodes[GATEWAY].machine
+        return machine
+
+    @property
+    def manager(self) -> ManagerMachine:
+        machine: ManagerMachine = self.virtual.nodes[MANAGER].machine
+        return machine
+
+    def run(self) -> None:
+        """From the first arrival until everything has ended (or the horizon)."""
+        self._next_arrival()
+        if self.options.warmup_s:
+            self.events.at(self.options.warmup_s, self._begin_counting)
+        for number, (part, _) in enumerate(self._users):
+            self.events.at(part.start_s, self._start_users, number)
+        try:
+            with garbage.seldom():
+                self.events.run(self.options.horizon_s, self._done)
+        except Exception as error:
+            error.add_note(f"in the simulation of seed {self.options.seed}")
+            raise
+        if not self._done():
+            for worker in self.workers:
+                self.engine.catch_up(worker, self.options.horizon_s)
+            self.clients.end_at(self.options.horizon_s)
+
+    # -- workers that come and go ------------------------------------------------------------------------------
+
+    def add_worker(self, name: InstanceId, role: Role) -> None:
+        """It starts now. Raises `ConfigError` when the cluster has no place left: those of drained workers stay
+        theirs."""
+        if not self._places or name in self.roles:
+            raise ConfigError(f"no place for {name} in cluster {self.cluster.name}")
+        self._places -= 1
+        self.roles[name] = role
+        self.virtual.start_worker(name)
+
+    def drain_worker(self, name: InstanceId, longest_s: float, gone: Callable[[], None]) -> None:
+        """As a live worker that is asked to end: it takes nothing new and ends when nothing is left, or then."""
+        worker = self.virtual.nodes[name]
+        self.virtual.tell(worker, DrainStarted())
+        deadline_s = self.events.now_s + longest_s
+
+        def look() -> None:
+            if not worker.machine.idle and self.events.now_s < deadline_s:
+                self.events.at(self.events.now_s + _DRAIN_LOOK_S, look)
+                return
+            self.virtual.tell(worker, DrainEnded())
+            self.events.at(self.events.now_s + _DRAIN_LOOK_S, end)  # once its last word has arrived
+
+        def end() -> None:
+            self.virtual.kill(name)
+            del self.roles[name]
+            gone()
+
+        look()
+
+    def _begin_counting(self) -> None:
+        """The cluster is warm: earlier events are no result."""
+        now_s = self.events.now_s
+        self.clients.begin_counting(now_s)
+        self.engine.together = True
+        for worker in self.workers:
+            self.engine.catch_up(worker, now_s)
+            kv = worker.machine.kv.metrics()
+            worker.tally = WorkerTally.begin(worker.machine.counters, int(kv.get("allocation_failures_total", 0)))
+
+    def _done(self) -> bool:
+        return not self._arrivals_left and not self._parts_to_start and not self.clients.live
+
+    def _time(self, node: Node) -> None:
+        name = "worker" if isinstance(node, SimWorker) else node.name
+        if name in self.wall:
+            node.handle = timed(node.handle, self.wall[name])
+
+    def _profile(self, longest: int, number: int) -> bytes:
+        """What `cohort profile` would measure on this instance."""
+        engine = self.config.engine
+        return profile_points(self.costs[number], longest, engine.max_rows, engine.max_step_tokens)
+
+    def _draft_price(self, number: int, holds: Holds) -> DraftPrice:
+        cost = self._draft_costs.get(self.cluster.of(number).device)
+        return MeasuredPrice(self.options.draft_s) if cost is None else ModelledPrice(cost, holds)
+
+    # -- arrivals ----------------------------------------------------------------------------------------------
+
+    def _next_arrival(self) -> None:
+        item = next(self._arrivals, None)
+        if item is None:
+            self._arrivals_left = False
+        else:
+            self.events.at(item.arrival_s, self._arrive_and_next, item)
+
+    def _arrive_and_next(self, item: WorkItem) -> None:
+        self._next_arrival()
+        self._arrive(item, None)
+
+    def _arrive(self, item: WorkItem, users: ClosedLoopUsers | None) -> None:
+        answered = None if users is None else (lambda now_s: self._answered(users))
+        self.clients.arrive(self.events.now_s, item, answered)
+
+    def _start_users(self, number: int) -> None:
+        self._parts_to_start -= 1
+        users = self._users[number][1]
+        for item in users.start(self.events.now_s):
+            self._arrive(item, users)
+
+    def _answered(self, users: ClosedLoopUsers) -> None:
+        # As an event of its own: an answer ends in the middle of a gateway's effects.
+        self.events.at(self.events.now_s, self._send_next, users)
+
+    def _send_next(self, users: ClosedLoopUsers) -> None:
+        for item in users.answered(self.events.now_s):
+            self._arrive(item, users)
+
+
+def _scatter(part: Cluster, options: SimOptions) -> StepScatter:
+    """As measured, or as asked for: alike for all iterations then."""
+    if options.scatter is not None:
+        return StepScatter(options.scatter, options.seed, part.scatter_lasting)
+    return StepScatter(part.scatter, options.seed, part.scatter_lasting, part.scatter_prompts)
+
+
+def _cost_model(model: ModelShape, part: Cluster) -> CostModel:
+    return CostModel(
+        model, part.device, part.stack, tensor_parallel=part.tensor_parallel, decode_attention=part.decode_attention
+    )
+
+
+def _with_drafts(config: Config) -> Config:
+    return msgspec.structs.replace(config, speculation=config.speculation.settled("cpu"))
+
+
+def _without_drafts(config: Config) -> Config:
+    """Where nothing is ever expected nothing is drafted: decisions are the same, and steps that repeat are one."""
+    return msgspec.structs.replace(config, speculation=msgspec.structs.replace(config.speculation, mode="off"))
+
+
+def _device_of(cluster: Cluster, number: int) -> str:
+    return f"device-{number // cluster.workers_per_device}"
+
+
+def _prompts_are_shared(config: Config, workload: Workload) -> bool:
+    parts = (workload.items, *(part.items for part in workload.closed_loop))
+    return config.kv.prefix_caching and any(item.hash_ids or item.session for items in parts for item in items)

@@ -1,0 +1,95 @@
+"""One simulation from its ingredients, and searches made of many: sweeps, capacity at an SLO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from cohort.common.config import Config
+from cohort.common.policies.cost_model import ModelShape
+from cohort.common.policies.interface import Placement
+from cohort.common.types import Role
+from cohort.common.workloads.items import Workload
+from cohort.services.simulator.core.cluster import SimCluster, SimOptions
+from cohort.services.simulator.core.report import SimReport, make_report
+from cohort.services.simulator.core.traffic import Traffic
+from cohort.services.simulator.hardware.hardware import Cluster
+
+
+def simulate(
+    config: Config,
+    cluster: Cluster,
+    model: ModelShape,
+    workload: Workload,
+    options: SimOptions | None = None,
+    roles: Mapping[Role, int] | None = None,
+    placement: Placement | None = None,
+) -> SimReport:
+    """Replay the workload, with `placement` if not the configured one. Raises `ConfigError` when it or the cluster is
+    impossible."""
+    sim = SimCluster(config, cluster, model, workload, options or SimOptions(), roles, placement)
+    sim.run()
+    return make_report(sim, workload.name, workload.facts)
+
+
+def by_rate(
+    config: Config,
+    cluster: Cluster,
+    model: ModelShape,
+    traffic: Traffic,
+    options: SimOptions,
+    roles: Mapping[Role, int] | None,
+) -> Callable[[float], SimReport]:
+    """`simulate` as a function of the request rate alone, for `find_capacity`."""
+    return lambda rate: simulate(config, cluster, model, traffic.workload(rate), options, roles)
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """The highest request rate at which the share of attained SLOs is at least `target`; 0 when none of the rates
+    tried is. `tried`: rate → share kept of all sent, in the order of the search."""
+
+    target: float
+    rate_per_s: float
+    tried: list[tuple[float, float]]
+
+
+def attainment(report: SimReport) -> float:
+    """0 when nothing had an SLO: a capacity without an SLO means nothing."""
+    return report.overall.slo.kept_of_sent if report.overall.slo else 0.0
+
+
+def find_capacity(
+    at_rate: Callable[[float], SimReport], start_per_s: float, target: float, *, tolerance: float = 0.04
+) -> Capacity:
+    """Double or halve from `start_per_s` until the target is bracketed, then bisect to `tolerance` of the rate.
+
+    Assumes that attainment falls with the rate, which holds up to noise; the noise is the same at every rate because a
+    rate only scales the pattern of arrivals.
+    """
+    tried: list[tuple[float, float]] = []
+
+    def keeps(rate: float) -> bool:
+        tried.append((rate, attainment(at_rate(rate))))
+        return tried[-1][1] >= target
+
+    good, bad = 0.0, float("inf")
+    rate = start_per_s
+    for _ in range(12):
+        if keeps(rate):
+            good = max(good, rate)
+            rate *= 2
+        else:
+            bad = min(bad, rate)
+            rate /= 2
+        if good and bad < float("inf"):
+            break
+        if good == 0.0 and len(tried) > 8:
+            return Capacity(target, 0.0, tried)
+    while bad < float("inf") and bad - good > tolerance * bad:
+        middle = (good + bad) / 2
+        if keeps(middle):
+            good = middle
+        else:
+            bad = middle
+    return Capacity(target, good, tried)

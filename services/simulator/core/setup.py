@@ -1,0 +1,134 @@
+"""Parsed options → the parts of a simulation: configuration, cluster, model, roles. Every fault is a `ConfigError`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cohort.common.config import CONFIGS_DIR, Config, load_config, nested, parse_yaml
+from cohort.common.config.device_defaults import Machine
+from cohort.common.errors import ConfigError
+from cohort.common.types import Role
+from cohort.services.simulator.core.cluster import SimOptions
+from cohort.services.simulator.core.traffic import Traffic, parse_slo
+from cohort.services.simulator.hardware import measuring, profile_note
+from cohort.services.simulator.hardware.hardware import Cluster, load_cluster, load_model
+from cohort.services.simulator.hardware.recorded_drafts import RecordedDrafts, recorded_drafts
+
+
+def configuration(
+    options: argparse.Namespace, preset: str, settings: Sequence[str] = (), cluster: Cluster | None = None
+) -> Config:
+    """`cluster`: other than the options'. With `engine.device=cuda` its device's memory decides on sizes as it does
+    live; `auto` keeps a processor's, which all published comparisons have."""
+
+    flat: dict[str, Any] = {}
+    for text in (*options.set, *settings):
+        key, equals, value = text.partition("=")
+        if not equals or "." not in key:
+            raise ConfigError(f"--set {text}: wants SECTION.OPTION=VALUE")
+        flat[key] = parse_yaml(value)
+    overrides = nested(flat, "--set") or None
+
+    def machine() -> Machine:
+        simulated = cluster or cluster_of(options, options.cluster)
+        return Machine(0, simulated.device.memory_bytes, 0)
+
+    return load_config([Path(file) for file in options.config], preset=preset, overrides=overrides, machine=machine)
+
+
+def cluster_of(options: argparse.Namespace, text: str) -> Cluster:
+    return load_cluster(
+        text,
+        {
+            "tensor_parallel": options.tensor_parallel,
+            "decode_attention": options.decode_attention,
+            "stack": options.stack,
+            "mixed_share": options.mixed_share,
+            "mixed_reads": options.mixed_reads,
+            "pace": options.pace,
+        },
+    )
+
+
+def told_of_profiles(options: argparse.Namespace, clusters: Sequence[Cluster], tell: Callable[[str], None]) -> None:
+    """Warn of profiles that are older than the code, and with --check-profile of machines that have changed since."""
+    parts = {part.device.name: part for cluster in clusters for part in (cluster.parts or (cluster,))}
+    for name, part in parts.items():
+        for line in profile_note.warnings(name, part.profile):
+            tell(f"warning: {line}")
+        if getattr(options, "check_profile", False):
+            tell(measuring.check(name, part.profile))
+
+
+def traffic_of(options: argparse.Namespace, *, count: int | None = None) -> Traffic:
+    return Traffic(
+        options.trace,
+        count=count if count is not None else options.count,
+        duration_s=options.duration,
+        time_scale=options.time_scale,
+        cv=options.cv,
+        seed=options.seed,
+        slo=parse_slo(options.slo),
+        best_effort=options.best_effort,
+        sort=options.sort,
+    )
+
+
+def simulation_options(options: argparse.Namespace) -> SimOptions:
+    if options.scatter is not None and options.scatter < 0:
+        raise ConfigError(f"--scatter {options.scatter:g}: must not be below 0")
+    acceptance, recorded = _acceptance(str(getattr(options, "acceptance", "0")))
+    draft_model, draft_s = getattr(options, "draft_model", None), getattr(options, "draft_seconds", None)
+    if draft_model and draft_s is not None:
+        raise ConfigError("--draft-seconds: a --draft-model has step times of its own; give one of the two")
+    if draft_s is None:
+        draft_s = 0.0 if recorded is None else recorded.draft_s
+    if draft_s < 0:
+        raise ConfigError(f"--draft-seconds {draft_s:g}: must not be below 0")
+    return SimOptions(
+        seed=options.seed,
+        predictor=options.predictor,
+        predictor_sigma=options.predictor_sigma,
+        max_tokens=options.max_tokens,
+        horizon_s=getattr(options, "horizon", None) or float("inf"),
+        warmup_s=getattr(options, "warmup", 0.0),
+        jump=not getattr(options, "step_by_step", False),
+        slo_defaults=True,
+        if_late=options.if_late,
+        scatter=options.scatter,
+        acceptance=acceptance,
+        draft_rates=() if recorded is None else recorded.rates,
+        draft_model=load_model(draft_model) if draft_model else None,
+        draft_s=draft_s,
+        adapter_load_s=getattr(options, "adapter_load", 0.1),
+    )
+
+
+def _acceptance(text: str) -> tuple[float, RecordedDrafts | None]:
+    """A mean, or the rates of a recording."""
+    try:
+        mean = float(text)
+    except ValueError:
+        return 0.0, recorded_drafts(Path(text))
+    if not 0.0 <= mean <= 1.0:
+        raise ConfigError(f"--acceptance {mean:g}: must be between 0 and 1")
+    return mean, None
+
+
+def parse_roles(text: str | None) -> dict[Role, int] | None:
+    if not text:
+        return None
+    roles: dict[Role, int] = {}
+    for part in text.split(","):
+        name, _, count = part.partition("=")
+        if name.strip() not in list(Role) or not count.isdigit() or int(count) < 1:
+            raise ConfigError(f"--roles {text}: {part!r} is not ROLE=N with a role of {', '.join(Role)}")
+        roles[Role(name.strip())] = int(count)
+    return roles
+
+
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in (CONFIGS_DIR / "presets").glob("*.yaml"))

@@ -1,0 +1,270 @@
+"""Answers bound to a grammar: every text conforms, however it is sampled, taken over or driven."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cohort.common import grammar
+from cohort.common.engine.device.uploads import Uploads
+from cohort.common.engine.step.batch import SamplingRow
+from cohort.common.engine.step.device_sampler import sample_on_device
+from cohort.common.engine.step.grammar_masks import GrammarMasks
+from cohort.common.engine.step.sampler import sample
+from cohort.common.grammar import GrammarError, GrammarTokens
+from cohort.common.sampling_inputs import GrammarInputs, LogitBias
+from tests.examples import examples
+from tests.services.gateway.tiny_model import EOS, byte_level
+
+TOKENIZER = byte_level()
+END = TOKENIZER.token_to_id(EOS)
+VOCAB = 390  # more logits than tokens, and no multiple of 32
+TOKENS = GrammarTokens(TOKENIZER.to_str(), [END], VOCAB)
+SHORT = {"type": "string", "maxLength": 3}
+
+
+def masks() -> GrammarMasks:
+    return GrammarMasks(TOKENS, VOCAB)
+
+
+def drive(
+    text: str, seed: int, *, most: int = 120, engine: GrammarMasks | None = None, cuts: tuple[int, ...] = (), **row: Any
+) -> list[int]:
+    """Random logits, sampled under the grammar; at a cut another worker takes over with nothing but the tokens."""
+    engine = engine or masks()
+    generator = torch.Generator().manual_seed(seed)
+    inputs, tokens = GrammarInputs(text), list[int]()
+    for position in range(most):
+        if position in cuts:
+            inputs, engine = GrammarInputs(text, list(tokens)), masks()
+        sampling = SamplingRow(seed, position, grammar=inputs, **row)
+        logits = torch.randn(1, VOCAB, generator=generator) * 3
+        output = sample(logits, [sampling], engine.of([sampling]))
+        assert not output.failures
+        tokens.append(int(output.tokens[0]))
+        if tokens[-1] == END:
+            break
+        inputs.output.append(tokens[-1])
+    return tokens
+
+
+def text_of(tokens: list[int]) -> str:
+    return str(TOKENIZER.decode(tokens, skip_special_tokens=True))
+
+
+def ended(tokens: list[int]) -> bool:
+    return tokens[-1] == END
+
+
+leaves = st.sampled_from(
+    [
+        {"type": "integer", "minimum": 0, "maximum": 99},
+        {"type": "boolean"},
+        {"type": "null"},
+        SHORT,
+        {"enum": ["red", "grün", 7, None]},
+        {"const": 'x"y\\z'},
+        {"type": "string", "pattern": "^[a-c]{1,4}$"},
+    ]
+)
+schemas = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.builds(lambda items: {"type": "array", "items": items, "maxItems": 2}, inner),
+        st.builds(lambda some: {"anyOf": some}, st.lists(inner, min_size=1, max_size=3)),
+        st.dictionaries(st.sampled_from(["a", "b c", "ключ"]), inner, max_size=3).map(
+            lambda fields: {
+                "type": "object",
+                "properties": fields,
+                "required": sorted(fields)[:2],
+                "additionalProperties": False,
+            }
+        ),
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=examples(0.3), deadline=None)
+@given(schemas, st.integers(0, 2**32), st.sampled_from([0.0, 0.7, 2.0]))
+def test_every_answer_that_ends_conforms_to_its_schema(schema: dict[str, Any], seed: int, temperature: float) -> None:
+    tokens = drive(grammar.of_json_schema(schema), seed, most=150, temperature=temperature, top_p=0.95)
+    if ended(tokens):  # random logits may fill an answer with white space for ever
+        jsonschema.validate(json.loads(text_of(tokens)), schema)
+
+
+@settings(max_examples=examples(0.3), deadline=None)
+@given(schemas, st.integers(0, 2**32), st.sets(st.integers(1, 40), max_size=4))
+def test_another_worker_goes_on_with_the_same_text(schema: dict[str, Any], seed: int, cuts: set[int]) -> None:
+    text = grammar.of_json_schema(schema)
+    assert drive(text, seed, cuts=tuple(cuts)) == drive(text, seed)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (grammar.of_regex("[0-9]{3}/[ab]"), r"\d{3}/[ab]"),
+        (grammar.of_choice(["yes", 'no "way"', "na\nja"]), '(yes|no "way"|na\nja)'),
+        (grammar.of_grammar('root ::= "a" [0-9]+ "z"'), r"a\d+z"),
+        (grammar.of_grammar('start: "x" NUM\nNUM: /[1-9]{1,2}/'), r"x[1-9]{1,2}"),
+    ],
+)
+def test_the_kinds_of_grammars(text: str, expected: str) -> None:
+    import re
+
+    found = [drive(text, seed) for seed in range(8)]
+    assert any(map(ended, found))
+    assert all(re.fullmatch(expected, text_of(tokens)) for tokens in found if ended(tokens))
+
+
+def test_an_answer_may_end_only_where_its_grammar_accepts() -> None:
+    row = SamplingRow(0, 0, grammar=GrammarInputs(grammar.of_choice(["ab"])))
+    assert row.grammar is not None
+    bits = masks().of([row])
+    assert bits is not None and not bits.bits[0, END // 32] >> END % 32 & 1
+    row.grammar.output.extend(TOKENIZER.encode("ab").ids)
+    bits = masks().of([row])
+    assert bits is not None and _allowed(bits.bits[0]) == [END]
+
+
+def test_a_complete_answer_ends_whatever_min_tokens_says_and_an_incomplete_one_keeps_to_it() -> None:
+    whole = GrammarInputs(grammar.of_choice(["ab"]), list(TOKENIZER.encode("ab").ids))
+    open_ = GrammarInputs(grammar.of_regex("a+"), list(TOKENIZER.encode("a").ids))
+    found = masks().of([SamplingRow(0, 0, grammar=each, banned=(END,)) for each in (whole, open_)])
+    assert found is not None
+    assert _allowed(found.bits[0]) == [END]
+    assert END not in _allowed(found.bits[1]) and _allowed(found.bits[1])
+
+
+def test_a_bias_chooses_among_what_the_grammar_allows_and_never_beyond() -> None:
+    yes, no = (TOKENIZER.encode(word).ids[0] for word in ("y", "n"))
+    other = TOKENIZER.encode("q").ids[0]
+    bias = LogitBias.of({no: 100.0, other: 100.0, yes: -100.0})
+    for temperature in (0.0, 1.0):
+        tokens = drive(grammar.of_choice(["y", "n"]), 3, temperature=temperature, logit_bias=bias)
+        assert text_of(tokens) == "n"
+
+
+def test_both_samplers_agree_under_grammars() -> None:
+    texts = [grammar.of_regex("[0-9 a-f]{4,9}"), grammar.of_json_schema({}), ""]
+    engine, uploads = masks(), Uploads(torch.device("cpu"))
+    for seed in range(20):
+        rows = [
+            SamplingRow(
+                seed + index,
+                9,
+                temperature=random.Random(seed + index).choice([0.0, 0.8]),
+                top_k=random.Random(seed).choice([0, 3]),
+                grammar=GrammarInputs(text) if text else None,
+                logprobs=1,
+            )
+            for index, text in enumerate(texts)
+        ]
+        logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(seed))
+        found = engine.of(rows)
+        host = sample(logits, rows, found)
+        uploads.restart()
+        device = sample_on_device(logits, rows, uploads, found).output()
+        assert host.tokens.tolist() == device.tokens.tolist()
+        assert host.logprobs[0] is not None  # of the logits as they were
+        assert host.logprobs[0].logprob == pytest.approx(float(logits[0].log_softmax(-1)[host.tokens[0]]), abs=1e-5)
+
+
+def test_a_row_whose_grammar_fails_is_named_and_its_neighbours_are_not() -> None:
+    engine = masks()
+    good = SamplingRow(1, 0, temperature=0.0, grammar=GrammarInputs(grammar.of_choice(["ab"])))
+    broken = replace(good, grammar=GrammarInputs(grammar.of_regex("(")))
+    strayed = replace(good, grammar=GrammarInputs(grammar.of_choice(["ab"]), [TOKENIZER.encode("q").ids[0]]))
+    plain = SamplingRow(1, 0, temperature=0.0)
+    rows = [plain, broken, good, strayed]
+    logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(1))
+    output = sample(logits, rows, engine.of(rows))
+    assert set(output.failures) == {1, 3} and "unclosed group" in output.failures[1]
+    assert output.tokens[0] == int(logits[0].argmax())
+    assert text_of([int(output.tokens[2])]) in ("a", "ab")
+
+
+@settings(max_examples=examples(0.3), deadline=None)
+@given(schemas, st.integers(0, 2**32), st.integers(0, 20), st.lists(st.integers(0, 300), max_size=3))
+def test_drafts_are_looked_beyond_and_leave_nothing_behind(
+    schema: dict[str, Any], seed: int, known: int, strays: list[int]
+) -> None:
+    """The tokens that may follow drafts are those that may follow them once they are said; wrong ones fail alone."""
+    text, tokens = grammar.of_json_schema(schema), drive(grammar.of_json_schema(schema), seed, most=40)
+    known = min(known, len(tokens) - 1)  # an end is nothing that is known
+    engine, inputs = masks(), GrammarInputs(text, tokens[:known])
+    for drafts in (tokens[known : known + 4], [*tokens[known : known + 2], *strays]):
+        for count in range(len(drafts) + 1):
+            found = engine.of([SamplingRow(0, known + count, grammar=inputs, ahead=tuple(drafts[:count]))])
+            fresh = engine.of([SamplingRow(0, 0, grammar=GrammarInputs(text, [*tokens[:known], *drafts[:count]]))])
+            assert found is not None and fresh is not None
+            assert (found.bits.tolist(), found.failures) == (fresh.bits.tolist(), fresh.failures)
+    assert not inputs.failure and inputs.output == tokens[:known]
+
+
+def test_a_grammar_that_breaks_behind_drafts_goes_on_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its limits end it for good, so it is stepped anew."""
+    engine, inputs = masks(), GrammarInputs(grammar.of_choice(["abc", "abd"]))
+    a, b, c = TOKENIZER.encode("abc").ids
+    first = engine.of([SamplingRow(0, 0, grammar=inputs)])
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar.Matcher, "broken", True)
+        patch.setattr(GrammarMasks, "_mask", lambda *_: (_ for _ in ()).throw(GrammarError("too much")))
+        failed = engine.of([SamplingRow(0, 1, grammar=inputs, ahead=(a,))])
+    assert failed is not None and "too much" in failed.failures[0] and not inputs.failure
+    again, behind = (engine.of([SamplingRow(0, 0, grammar=inputs, ahead=ahead)]) for ahead in ((), (a, b)))
+    assert first is not None and again is not None and behind is not None
+    assert again.bits.tolist() == first.bits.tolist() and c in _allowed(behind.bits[0])
+
+
+def test_a_model_without_end_tokens_or_bytes_has_no_grammars() -> None:
+    from cohort.common.errors import ModelError
+    from tests.services.gateway.tiny_model import word_piece
+
+    with pytest.raises(ModelError, match="end token"):
+        GrammarTokens(TOKENIZER.to_str(), [])
+    with pytest.raises(ModelError, match="tokenizer"):
+        GrammarTokens(word_piece().to_str(), [1])
+    row = SamplingRow(0, 0, grammar=GrammarInputs(grammar.of_choice(["a"])))
+    found = GrammarMasks(None, VOCAB, "why not").of([row])
+    assert found is not None and "why not" in found.failures[0]
+
+
+def test_tokens_that_the_model_has_no_logits_for_are_never_allowed() -> None:
+    fewer = 300
+    engine = GrammarMasks(GrammarTokens(TOKENIZER.to_str(), [END], fewer), fewer)
+    found = engine.of([SamplingRow(0, 0, grammar=GrammarInputs(grammar.of_json_schema({})))])
+    assert found is not None and found.bits.shape == (1, 10)
+    assert max(_allowed(found.bits[0])) < fewer
+
+
+def test_tokens_of_a_tokenizer_beyond_the_logits_are_never_allowed() -> None:
+    """A last word of which some tokens have logits, and some are the tokenizer's alone."""
+    fewer = TOKENIZER.get_vocab_size() - 4
+    assert fewer % 32
+    found = GrammarMasks(TOKENS, fewer).of([SamplingRow(0, 0, grammar=GrammarInputs(grammar.of_regex(".*")))])
+    assert found is not None
+    assert max(_allowed(found.bits[0])) == fewer - 1
+
+
+def test_hostile_grammars_are_errors() -> None:
+    with pytest.raises(GrammarError):
+        TOKENS.compile(grammar.of_regex("(" * 30_000 + ")" * 30_000))
+    wide = {"anyOf": [{"type": "object", "properties": {f"p{i}": {"type": "integer"}}} for i in range(300)]}
+    with pytest.raises(GrammarError):
+        matcher = TOKENS.compile(grammar.of_json_schema(wide))
+        matcher.take(TOKENS.tokens_of('{"p1": 1'))
+        matcher.mask(np.zeros(TOKENS.words, dtype=np.int32))
+
+
+def _allowed(bits: np.ndarray) -> list[int]:
+    return [token for token in range(len(bits) * 32) if bits[token // 32] >> token % 32 & 1]

@@ -1,0 +1,19 @@
+"""The manager's books: what follows from them follows from the messages alone, not from how strings hash."""
+
+from __future__ import annotations
+
+from cohort.common.machines.manager.roster import Roster
+from cohort.common.messages import RegisterWorker, WorkerReport
+from cohort.common.types import Attempt, Role, WorkerCapacity, WorkerStats
+
+CAPACITY = WorkerCapacity(Role.UNIFIED, "m", 1000, 1, 1, 1, 1, 16, 100, 0, 64, 512)
+
+
+def test_attempts_without_an_owner_come_in_the_order_their_worker_named_them() -> None:
+    """In which order they are cancelled: a replay in another process must say the same."""
+    first = [Attempt(f"r{number}", 1) for number in range(20)]
+    later = [Attempt(f"s{number}", 1) for number in range(20)]
+    roster = Roster(report_timeout_s=3.0)
+    roster.registered(0.0, RegisterWorker("u", 1, "at-u", CAPACITY, first))
+    assert roster.reported(0.1, WorkerReport("u", 1, 1, WorkerStats(), [*first, *later])) == []
+    assert roster.ownerless(10.0) == [(attempt, ["u"]) for attempt in [*first, *later]]

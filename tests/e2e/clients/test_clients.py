@@ -1,0 +1,214 @@
+"""The running pipeline as its users meet it: `openai` and `anthropic`, other architectures, limits, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import openai
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from cohort.common.messages import GatewayHello
+from cohort.common.transport.security import generate_keys
+from cohort.common.transport.zmq_bus import ZmqBus
+from tests.e2e.clients.client_scripts import run_here
+from tests.e2e.equality.golden import compute, near_ties
+from tests.e2e.pipeline import Pipeline
+from tests.e2e.tiny_models import opt, qwen2, qwen3_moe, save
+from tests.examples import another_of_its_kind
+from tests.services.gateway.tiny_model import byte_level
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def client(standard: Pipeline) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{standard.url}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+def test_chat_streamed_and_whole_say_the_same(client: openai.OpenAI) -> None:
+    model = client.models.list().data[0].id
+    ask = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Name three colours of the sea."}],
+        "max_completion_tokens": 24,
+        "temperature": 0.7,
+        "seed": 11,
+    }
+    whole = client.chat.completions.create(**ask)  # type: ignore[call-overload]
+    stream = client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})  # type: ignore[call-overload]
+    text, usage = "", None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    assert len(text) > 20
+
+
+def test_choices_logprobs_and_stop_strings(client: openai.OpenAI) -> None:
+    model = client.models.list().data[0].id
+    answer = client.completions.create(
+        model=model, prompt="One, two, three, four,", n=3, max_tokens=16, temperature=0.9, seed=3, logprobs=2
+    )
+    assert len({choice.text for choice in answer.choices}) > 1
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert len(choice.logprobs.tokens or []) == 16
+        assert all(value <= 0 for value in choice.logprobs.token_logprobs or [])
+    counted = client.completions.create(model=model, prompt="1 2 3 4 5 6", max_tokens=40, temperature=0, stop=["12"])
+    assert counted.choices[0].finish_reason == "stop"
+    assert "11" in counted.choices[0].text
+    assert "12" not in counted.choices[0].text
+
+
+def test_responses_go_on_stream_and_call(standard: Pipeline) -> None:
+    found = run_here("`openai`: responses", standard)
+    assert found["answer"].output_text and found["ended"].output_text == found["streamed"] != ""
+    assert found["ended"].previous_response_id == found["answer"].id
+    assert found["ended"].usage.input_tokens > found["answer"].usage.total_tokens
+    assert isinstance(found["arguments"]["city"], str) and found["told"].status in ("completed", "incomplete")
+    with pytest.raises(openai.NotFoundError):
+        found["client"].responses.retrieve(found["answer"].id)
+
+
+def test_chats_stream_parse_call_and_run_as_a_batch(standard: Pipeline) -> None:
+    found = run_here("`openai`: chat, files and batches", standard)
+    assert found["streamed"] and 0 < found["usage"].completion_tokens <= 40
+    assert isinstance(found["pet"].name, str) and 0 <= found["pet"].age <= 99
+    assert found["call"].function.name == "get_weather" and isinstance(found["arguments"]["city"], str)
+    assert found["told"].choices[0].finish_reason in ("stop", "length", "tool_calls")
+    assert found["batch"].status == "completed" and found["batch"].request_counts.completed == 2
+    assert [result["custom_id"] for result in found["results"]] == ["sea", "sky"]
+    with pytest.raises(openai.NotFoundError):
+        found["client"].files.retrieve(found["file"].id)
+
+
+def test_events_by_hand(standard: Pipeline) -> None:
+    assert len(run_here("`aiohttp`", standard)["streamed"]) > 5
+
+
+def test_messages_count_stream_and_call(standard: Pipeline) -> None:
+    pytest.importorskip("anthropic")
+    found = run_here("`anthropic`: messages", standard)
+    answer, ended = found["answer"], found["ended"]
+    told_of = answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+    assert found["counted"].input_tokens == told_of and answer.stop_reason in ("end_turn", "max_tokens")
+    assert ended.content[0].text == found["streamed"] != "" and ended.usage.output_tokens <= 40
+    assert found["asked"].stop_reason == "tool_use" and isinstance(found["call"].input["city"], str)
+    import anthropic
+
+    with pytest.raises(anthropic.NotFoundError, match="no-such-model"):
+        found["client"].messages.create(model="no-such-model", messages=[found["question"]], max_tokens=1)
+
+
+def test_refusals_name_the_fault(client: openai.OpenAI) -> None:
+    model = client.models.list().data[0].id
+    with pytest.raises(openai.NotFoundError, match="no-such-model"):
+        client.completions.create(model="no-such-model", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="9000"):
+        client.completions.create(model=model, prompt=[5] * 9000, max_tokens=5)
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model=model, prompt="x", temperature=9.0)
+
+
+def test_every_process_has_metrics_and_the_monitor_has_all(standard: Pipeline) -> None:
+    standard.complete_all([{"prompt": "Hello", "max_tokens": 4}])
+    text = standard.get("/metrics")
+    assert "cohort_time_to_first_token_seconds_bucket" in text
+    assert 'cohort_request_success_total{class="rt",finished_reason="length"' in text
+    standard.wait_told()
+    merged = standard.get("/metrics", standard.config.monitor.port)
+    for instance in ("gateway", "predictor", "manager", "prefill-0", "decode-0"):
+        assert f'instance="{instance}"' in merged
+    for family in ("kv_cache_usage_perc", "kv_transfer_bytes_total", "up", "step_seconds_sum"):
+        assert f"cohort_{family}" in merged
+
+
+def test_a_drained_worker_finishes_its_requests(standard: Pipeline) -> None:
+    async def run(pipeline: Pipeline) -> None:
+        async with aiohttp.ClientSession() as session:
+            asked = [
+                asyncio.create_task(
+                    pipeline.complete(session, prompt=[50 + i] * 9, max_tokens=30, temperature=0, ignore_eos=True)
+                )
+                for i in range(6)
+            ]
+            await asyncio.sleep(1.0)
+            assert await asyncio.to_thread(pipeline.terminate, "decode-0") == 0
+            answers = await asyncio.gather(*asked)
+            later = await pipeline.complete(session, prompt="Still there?", max_tokens=5, ignore_eos=True)
+        assert [answer.error for answer in [*answers, later]] == [""] * 7
+        assert all(answer.finish == "length" for answer in answers)
+
+    try:
+        asyncio.run(run(standard))
+        assert standard.terminate("prefill-0") == 0
+    finally:
+        for name in standard.config.instance_roles:
+            if name not in standard.processes:
+                standard.start(name)
+        standard.wait_ready()
+
+
+def test_an_encrypted_pipeline_serves_and_strangers_cannot_talk(tmp_path: Path, default_model: Path) -> None:
+    generate_keys(tmp_path / "cluster.key")
+    overrides = {"security": {"curve_secret_key_file": str(tmp_path / "cluster.key")}, "transfer": {"links": ["zmq"]}}
+    with Pipeline(tmp_path, default_model, overrides, preset="disaggregated") as pipeline:
+        (answer,) = pipeline.complete_all([{"prompt": "Hello there", "max_tokens": 5, "ignore_eos": True}])
+        assert (answer.error, answer.finish) == ("", "length")
+        assert answer.extras["instances"] == ["prefill-0", "decode-0"]
+
+        async def intrude() -> None:
+            bus = ZmqBus("intruder")
+            bus.connect("manager", f"ipc://{tmp_path}/run/manager.sock")
+            bus.send("manager", GatewayHello("intruder", 1, "ipc://nowhere"))
+            try:
+                async with asyncio.timeout(1.5):
+                    raise AssertionError(f"the manager answered a stranger: {await bus.receive()}")
+            except TimeoutError:
+                pass
+            finally:
+                await bus.close()
+
+        asyncio.run(intrude())
+
+
+def tiny(folder: Path, model: PreTrainedModel) -> Path:
+    save(model, folder)
+    byte_level(400).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "make", [qwen3_moe, *(pytest.param(other, marks=another_of_its_kind()) for other in (qwen2, opt))]
+)
+def test_other_architectures_equal_the_reference(tmp_path: Path, make: type[PreTrainedModel]) -> None:
+    torch.manual_seed(7)
+    folder = tiny(tmp_path / "model", make())
+    prompts = [[(i * j) % 390 + 5 for j in range(1, 4 + 7 * i)] for i in range(1, 14)]
+    goldens = compute(folder, prompts, 20)
+    overrides = {"engine": {"prefill_chunk": 24}, "kv": {"memory_bytes": 16 << 20}}
+    with Pipeline(tmp_path, folder, overrides, preset="disaggregated") as pipeline:
+        answers = pipeline.complete_all(
+            [
+                {
+                    "prompt": list(g.prompt),
+                    "max_tokens": 20,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "return_token_ids": True,
+                }
+                for g in goldens
+            ]
+        )
+        assert [answer.error for answer in answers] == [""] * len(goldens)
+        assert sum(near_ties(g, a.tokens) for g, a in zip(goldens, answers, strict=True)) <= 1
+        pipeline.wait_for("decode-0", "transfers_total", len(goldens))
+        pipeline.assert_nothing_left()

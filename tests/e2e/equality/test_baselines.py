@@ -1,0 +1,100 @@
+"""The baselines and Cohort's own scheduler live, with a cache for a fraction of the requests and predictions far too
+short: whatever gives way, every token is that of `transformers.generate`.
+
+One pipeline; its worker is replaced by one of the next preset. COHORT_TEST_WIDE=1 takes every preset (otherwise those
+that differ most: swapping row by row, recomputing in whole padded batches, by promises), more prompts, and DistServe's
+both ways.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.e2e.equality.golden import Golden
+from tests.e2e.equality.test_golden import MEBIBYTE, ask, compare
+from tests.e2e.pipeline import Answer, Pipeline
+from tests.examples import another_of_its_kind, nightly
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+
+WIDE = bool(os.environ.get("COHORT_TEST_WIDE"))
+WORKER = "unified-0"
+PRESETS = ["baseline-vllm"]
+if WIDE or nightly():
+    OTHERS = ("uellm", "round-robin", "chunked-prefill", "fastserve", "srtf", "multires", "orca")
+    PRESETS += [f"baseline-{name}" for name in OTHERS]
+# The one admits only what fits for good; to the other all look equally long here.
+NEVER_PREEMPTS = ("baseline-orca", "baseline-srtf")
+
+
+def overrides(preemption: str | None = None) -> dict[str, Any]:
+    return {
+        "kv": {"memory_bytes": 24 * MEBIBYTE, "prefix_caching": False},
+        "gateway": {"default_prediction_tokens": 1},
+        "predictor": {"min_observations": 1_000_000},
+        **({"engine": {"preemption": preemption}} if preemption else {}),
+    }
+
+
+@pytest.fixture(scope="module")
+def chosen(goldens: list[Golden]) -> list[Golden]:
+    """14 that fill the cache of some 500 positions three times over, or all that fit it; shortest first."""
+    shortest, longest = (1, 300) if WIDE else (60, 256)
+    found = [golden for golden in goldens if shortest <= len(golden.prompt) <= longest]
+    return sorted(found, key=lambda golden: len(golden.prompt))
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Iterator[Pipeline]:
+    folder = tmp_path_factory.mktemp("baselines")
+    with Pipeline(folder, default_model, overrides(), preset="baseline-vllm") as running:
+        yield running
+
+
+def ask_all(pipeline: Pipeline, goldens: list[Golden]) -> None:
+    compare(goldens, asyncio.run(ask_while_one_decodes(pipeline, goldens)))
+
+
+async def ask_while_one_decodes(pipeline: Pipeline, goldens: list[Golden]) -> list[Answer]:
+    """So that they wait together: a scheduler of whole batches then takes as many as the cache holds without their
+    tokens, which they outgrow."""
+    before = await asyncio.to_thread(pipeline.stats, "gateway")
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
+        first = asyncio.create_task(pipeline.complete(session, prompt=[7] * 20, max_tokens=200, ignore_eos=True))
+        produced = before["generation_tokens_total"] + 1
+        await asyncio.to_thread(pipeline.wait_for, "gateway", "generation_tokens_total", produced, 60.0)
+        waiting = []
+        for golden in goldens:
+            waiting.append(asyncio.create_task(pipeline.complete(session, **ask(golden))))
+            await asyncio.sleep(0.02)  # in this order: many short ones share a batch, and more rows grow
+        assert not first.done(), "they were to wait for it"
+        return await asyncio.gather(*waiting)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_colocated(pipeline: Pipeline, chosen: list[Golden], preset: str) -> None:
+    if pipeline.config.name != preset:
+        pipeline.reconfigure(preset)
+        pipeline.kill(WORKER)
+        pipeline.start(WORKER)
+        pipeline.wait_ready()
+    ask_all(pipeline, chosen)
+    if preset not in NEVER_PREEMPTS:
+        pipeline.wait_for(WORKER, "preemptions_total", 1)
+    pipeline.assert_nothing_left()
+
+
+@pytest.mark.skipif(not WIDE, reason="COHORT_TEST_WIDE=1 runs it")
+@pytest.mark.parametrize("preemption", ["swap", pytest.param("recompute", marks=another_of_its_kind())])
+def test_disaggregated(tmp_path: Path, default_model: Path, chosen: list[Golden], preemption: str) -> None:
+    with Pipeline(tmp_path, default_model, overrides(preemption), preset="baseline-distserve") as pipeline:
+        ask_all(pipeline, chosen)
+        pipeline.wait_for("decode-0", "preemptions_total", 1)
+        pipeline.assert_nothing_left()

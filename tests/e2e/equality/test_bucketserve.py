@@ -1,0 +1,62 @@
+"""BucketServe live: buckets, memory-safe batches, padded prefill, second predictions, a manager and a worker that die
+with requests in their buckets; every token is that of `transformers.generate`."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.equality.golden import Golden
+from tests.e2e.equality.test_golden import MEBIBYTE, ask, compare
+from tests.e2e.pipeline import Pipeline
+from tests.examples import another_of_its_kind
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+
+CACHE = {"memory_bytes": 56 * MEBIBYTE}
+"""For about a tenth of the requests: more wait than a batch may hold, so that buckets split."""
+
+
+@another_of_its_kind()
+def test_buckets_with_second_predictions_and_processes_that_die(
+    tmp_path: Path, default_model: Path, goldens: list[Golden]
+) -> None:
+    overrides = {
+        "kv": CACHE,
+        "predictor": {"refine_after_prefill": True},
+        "gateway": {"default_prediction_tokens": 4},  # an answer cut off later than predicted is learned from
+    }
+    bodies = [ask(golden) for golden in goldens]
+    made = Pipeline(tmp_path, default_model, overrides, preset="bucketserve")
+    made.held.add("decode-0")
+    with made as pipeline, ThreadPoolExecutor(1) as other:
+        compare(goldens, pipeline.complete_all(bodies, concurrency=len(bodies)))
+        pipeline.wait_for("manager", "bucket_splits_total", 1)
+        pipeline.wait_for("decode-0", "transfers_total", len(goldens) // 2)
+        # Those that end after the first model was trained teach nothing: it predicts more than they were allowed.
+        pipeline.wait_for("predictor", "refinement_observations", len(goldens) // 4)
+        for number, victim in enumerate(("manager", "prefill-0")):
+            with pipeline.hold("decode-0") as go_on:
+                if not number:
+                    answers = other.submit(pipeline.complete_all, bodies, len(bodies))
+                go_on(5 * len(goldens[0].output))
+                assert not answers.done()
+                pipeline.kill(victim)
+            time.sleep(0.5)  # a process must notice
+            pipeline.start(victim)
+            pipeline.wait_ready()
+        compare(goldens, answers.result())
+        pipeline.assert_nothing_left()
+
+
+def test_padded_batches(tmp_path: Path, default_model: Path, goldens: list[Golden]) -> None:
+    overrides = {"kv": CACHE, "policies": {"iteration": "padded_prefill"}}
+    with Pipeline(tmp_path, default_model, overrides, preset="bucketserve") as pipeline:
+        half = goldens[::2]
+        compare(half, pipeline.complete_all([ask(golden) for golden in half], concurrency=len(half)))
+        pipeline.wait_for("manager", "bucket_splits_total", 1)
+        pipeline.wait_for("prefill-0", "padding_tokens_total", 1)
+        pipeline.assert_nothing_left()

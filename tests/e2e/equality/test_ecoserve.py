@@ -1,0 +1,80 @@
+"""EcoServe live, predictors wrong on purpose: a cache of few blocks, lent and returned; answers stay golden."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.e2e.conftest import SENTENCES
+from tests.e2e.equality.golden import Golden, golden_outputs
+from tests.e2e.equality.test_golden import compare
+from tests.e2e.pipeline import Pipeline
+from tests.examples import another_of_its_kind
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+
+MEBIBYTE = 1 << 20
+LENGTHS = (6, 20, 40)
+
+
+def cut(golden: Golden, tokens: int) -> Golden:
+    """A greedy answer's beginning is the shorter answer."""
+    return Golden(golden.prompt, golden.output[:tokens], golden.gaps[:tokens], golden.runner_up[:tokens])
+
+
+def random_predictor(pipeline: Pipeline) -> None:
+    """Takes the place of the real one."""
+    pipeline.names.remove("predictor")
+    config, run = pipeline.folder / "config.yaml", pipeline.folder / "run"
+    script = Path(__file__).with_name("random_predictor.py")
+    command = [sys.executable, str(script), "--config", str(config), "--instance", "predictor", "--run-dir", str(run)]
+    with (pipeline.folder / "predictor.log").open("ab") as log:
+        pipeline.processes["predictor"] = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+@pytest.mark.parametrize(
+    ("prediction", "lending", "evidence"),
+    [
+        pytest.param(1, "halves", "underpredictions_continued_total", id="always 1", marks=another_of_its_kind()),
+        pytest.param(
+            100_000, "halves", "borrowers_total", id="always the most a client may get", marks=another_of_its_kind()
+        ),
+        pytest.param(None, "forecast", "underpredicted_total", id="random, and revised at random"),
+    ],
+)
+def test_a_wrong_predictor_changes_no_answer(
+    tmp_path: Path, default_model: Path, prediction: int | None, lending: str, evidence: str
+) -> None:
+    tokenizer = Tokenizer.from_file(str(default_model / "tokenizer.json"))
+    prompts = [tokenizer.encode(text).ids for text in SENTENCES[:6]]
+    wanted = [cut(golden, n) for golden in golden_outputs(default_model, prompts, max(LENGTHS)) for n in LENGTHS]
+    overrides: dict[str, Any] = {
+        "gateway": {"default_prediction_tokens": prediction or 256},
+        "predictor": {"min_observations": 1_000_000, "state_path": str(tmp_path / "lengths.npz")},
+        "kv": {"block_size": 8, "memory_bytes": 12 * MEBIBYTE, "prefix_caching": False},
+        "ecoserve": {"lending": lending, "ablation": {"tune_padding": False}},
+    }
+    pipeline = Pipeline(tmp_path, default_model, overrides, preset="ecoserve")
+    if prediction is None:
+        random_predictor(pipeline)
+    with pipeline:
+        bodies = [
+            {
+                "prompt": list(golden.prompt),
+                "max_tokens": len(golden.output),
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            for golden in wanted
+        ]
+        compare(wanted, pipeline.complete_all(bodies, concurrency=len(bodies)))
+        pipeline.wait_for("unified-0", evidence, 1)
+        pipeline.assert_nothing_left()

@@ -1,0 +1,33 @@
+"""The default preset in a cache that does not hold what was let in: tokens are those of `transformers.generate`.
+
+A file of its own, so that it runs beside `test_golden.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.e2e.conftest import SENTENCES
+from tests.e2e.equality.golden import golden_outputs
+from tests.e2e.equality.test_golden import MEBIBYTE, SHORT_SIGHTED, ask, compare
+from tests.e2e.pipeline import Pipeline
+from tests.examples import another_of_its_kind
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("preemption", ["swap", pytest.param("recompute", marks=another_of_its_kind())])
+def test_the_default_preempts(tmp_path: Path, default_model: Path, preemption: str) -> None:
+    """Responses of six blocks, every one expected to end at once: the cache does not hold what was let in."""
+    tokenizer = Tokenizer.from_file(str(default_model / "tokenizer.json"))
+    wanted = golden_outputs(default_model, [tokenizer.encode(text).ids for text in SENTENCES], 96)
+    overrides = {**SHORT_SIGHTED, "engine": {"preemption": preemption}, "kv": {"memory_bytes": 40 * MEBIBYTE}}
+    with Pipeline(tmp_path, default_model, overrides) as pipeline:
+        assert pipeline.config.name == "cohort"
+        compare(wanted, pipeline.complete_all([ask(g) for g in wanted]))
+        pipeline.wait_for("decode-0", "preemptions_total", 1)
+        assert pipeline.heard("prefill-0").get("steps_total", 0.0) == 0.0, "it stands by"
+        pipeline.assert_nothing_left()

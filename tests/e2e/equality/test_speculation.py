@@ -1,0 +1,238 @@
+"""Live: whatever sampling asks for, the answer with drafts is the answer without, whatever drafts and whatever happens
+to the request meanwhile."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.common.engine.drafts.test_eagle_head import head_folder
+from tests.common.engine.drafts.test_next_token_module import Checkpoint
+from tests.e2e.equality.golden import Golden, compute
+from tests.e2e.equality.test_golden import MEBIBYTE, SHORT_SIGHTED, ask, compare
+from tests.e2e.equality.test_splits import PLACES, REQUESTS, SplitPipeline, scores, told
+from tests.e2e.pipeline import Answer, Pipeline
+from tests.e2e.tiny_models import llama, save, save_deep_llama
+from tests.examples import another_of_its_kind, nightly
+from tests.services.gateway.tiny_model import byte_level
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+
+PROMPT = "One fox ran over the hill. Two foxes ran over the hill. Three foxes ran over the hill. Four foxes ran"
+"""Goes on as it began, so that prompt lookup finds what comes."""
+
+
+def _post(pipeline: Pipeline, body: dict[str, Any]) -> list[dict[str, Any]]:
+    request = urllib.request.Request(
+        f"{pipeline.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return list(json.loads(response.read())["choices"])
+
+
+def _speculating(kind: str, model: Path, folder: Path) -> dict[str, Any]:
+    """What drafts: texts, the model itself in fewer bits, or a random head on its states, whose drafts are wrong."""
+    if kind == "head":
+        return {"mode": "model", "draft_model": str(head_folder(folder / "head", model=model))}
+    return {"mode": kind, "draft_model": str(model) if kind == "model" else "", "draft_quantization": "int4"}
+
+
+def _asked(tmp_path: Path, model: Path, preset: str, mode: str) -> dict[str, list[dict[str, Any]]]:
+    speculating = {"speculation": _speculating(mode, model, tmp_path)}
+    with Pipeline(tmp_path / mode, model, speculating, preset=preset) as pipeline:
+        answers = {
+            name: _post(
+                pipeline, {"prompt": PROMPT, "max_tokens": 40 if nightly() else 24, "ignore_eos": True, **asked}
+            )
+            for name, asked in REQUESTS.items()
+        }
+        worker = list(pipeline.config.instance_roles)[-1]
+        if mode != "off":
+            right = "drafted" if mode == "head" else "accepted"
+            pipeline.wait_for(worker, f"{right}_tokens_rt_total", 1)  # how many depends on what steps take here
+        else:
+            assert pipeline.heard(worker)["drafted_tokens_rt_total"] == 0.0
+        pipeline.assert_nothing_left()
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("preset", "mode"),
+    [
+        ("unified", "lookup"),
+        *(
+            pytest.param(preset, mode, marks=another_of_its_kind())
+            for preset, mode in (
+                ("disaggregated", "lookup"),
+                ("unified", "recent"),
+                ("unified", "model"),
+                ("disaggregated", "model"),
+                ("bros", "model"),
+                ("dynaserve", "model"),
+                ("dynaserve", "head"),
+            )
+        ),
+    ],
+)
+def test_answers_are_the_same_with_drafts(tmp_path: Path, default_model: Path, preset: str, mode: str) -> None:
+    for each in ("off", mode):
+        (tmp_path / each).mkdir()
+    plain = _asked(tmp_path, default_model, preset, "off")
+    drafted = _asked(tmp_path, default_model, preset, mode)
+    for name, choices in plain.items():
+        assert told(drafted[name]) == told(choices), name
+        assert scores(drafted[name]) == pytest.approx(scores(choices), abs=2e-3), name
+
+
+@another_of_its_kind()
+@pytest.mark.parametrize("mode", ["lookup", "model"])
+def test_drafts_are_golden_under_preemption(
+    tmp_path: Path, default_model: Path, goldens: list[Golden], mode: str
+) -> None:
+    overrides = {
+        "speculation": _speculating(mode, default_model, tmp_path),
+        "engine": {"prefill_chunk": 48, "preemption": "swap"},
+        "kv": {"memory_bytes": (36 if mode == "lookup" else 72) * MEBIBYTE},
+    }
+    with Pipeline(tmp_path, default_model, overrides, preset="unified") as pipeline:
+        for concurrency in (2, 32):
+            compare(goldens, pipeline.complete_all([ask(g) for g in goldens], concurrency=concurrency))
+        pipeline.wait_for("unified-0", "preemptions_total", 1)
+        pipeline.wait_for("unified-0", "drafted_tokens_rt_total", 1)
+        pipeline.assert_nothing_left()
+
+
+@another_of_its_kind()
+def test_a_worker_killed_while_a_model_drafts_costs_a_pause_and_nothing_else(
+    tmp_path: Path, default_model: Path, goldens: list[Golden]
+) -> None:
+    with (
+        Pipeline(
+            tmp_path, default_model, {"speculation": _speculating("model", default_model, tmp_path)}, preset="unified"
+        ) as pipeline,
+        ThreadPoolExecutor(1) as client,
+    ):
+        answers = client.submit(pipeline.complete_all, [ask(golden) for golden in goldens], concurrency=2)
+        pipeline.wait_for("unified-0", "drafted_tokens_rt_total", 1, timeout_s=60.0)
+        pipeline.kill("unified-0")
+        pipeline.start("unified-0")
+        compare(goldens, answers.result(timeout=300))
+        pipeline.assert_nothing_left()
+
+
+@another_of_its_kind()
+@pytest.mark.parametrize("mode", ["lookup", "model"])
+def test_every_split_gives_the_same_answer(tmp_path: Path, default_model: Path, mode: str) -> None:
+    """Drafts end where another worker goes on."""
+    options = {"engine": {"prefill_chunk": 8}, "speculation": _speculating(mode, default_model, tmp_path)}
+    with SplitPipeline(tmp_path, default_model, options, preset="dynaserve") as pipeline:
+        for name in ("greedy, log-probabilities", "two choices, sampled", "penalties"):
+            body = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True, **REQUESTS[name]}
+            answers = [pipeline.post(body) for _ in PLACES]
+            for place, answer in zip(PLACES, answers, strict=True):
+                assert told(answer) == told(answers[0]), f"{name}, split at {place}"
+        drafted = [pipeline.heard(name)["drafted_tokens_rt_total"] for name in pipeline.config.instance_roles]
+        assert sum(drafted) > 0
+        pipeline.assert_nothing_left()
+
+
+KINDS = {"lookup": "lookup", "recent": "recent", "model": "model", "head": "head", "module": "head"}
+"""What drafts, and what the metrics call it. A module for the next token is a head that the checkpoint brings."""
+CACHES = {"module": 3 << 18, "model": 7 << 20}
+"""Bytes in which thirty of the requests do not find room at once."""
+LENGTHS = (1, 15, 40, 100, 130, 190, 64, 70, 33, 80)
+
+
+def _small(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A model with random weights, and what drafts for it: a part of it is always right, heads hardly ever are."""
+    model, draft = folder / "m", folder / "draft"
+    torch.manual_seed(7)
+    if kind == "module":
+        Checkpoint(model, vocabulary=400)
+    elif kind == "model":
+        save_deep_llama(model, draft)
+    else:
+        save(llama(), model)
+    if kind == "head":
+        head_folder(draft, model=model)
+    for each in (model, draft) if kind == "model" else (model,):
+        byte_level(400).save(str(each / "tokenizer.json"))
+    return model, {
+        "mode": kind if kind in ("lookup", "recent") else "model",
+        "draft_model": str(draft) if kind in ("model", "head") else "",
+    }
+
+
+def _drafted_by(pipeline: Pipeline, drafter: str) -> float:
+    lines = str(pipeline.get("/metrics", pipeline.config.monitor.port)).splitlines()
+    found = [line for line in lines if line.startswith("cohort_drafts_total{") and f'drafter="{drafter}"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
+@another_of_its_kind()
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_drafts_answers_are_those_without(tmp_path: Path, kind: str) -> None:
+    """Greedy and sampled ones, in a cache that is too small, while a worker is killed and another one drained."""
+    model, speculation = _small(kind, tmp_path)
+    chance = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(3, 400, (length,), generator=chance).tolist() for length in LENGTHS]
+    asked = [
+        {"prompt": prompt, "max_tokens": 60, "ignore_eos": True, "return_token_ids": True, **sampled}
+        for prompt in prompts
+        for sampled in (
+            {"temperature": 0},
+            {"temperature": 0.9, "seed": 5},
+            {"temperature": 0.7, "seed": 6, "repetition_penalty": 1.2},
+        )
+    ]
+    options = {
+        **SHORT_SIGHTED,
+        "workers": [{"role": "unified", "count": 2, "threads": 1}],
+        "engine": {"preemption": "swap", "drain_s": 30},
+        "kv": {"memory_bytes": CACHES.get(kind, 1 << 20), "host_memory_bytes": 1 << 20},
+    }
+    folders = {name: tmp_path / name for name in ("off", "on")}
+    for each in folders.values():
+        each.mkdir()
+    with Pipeline(folders["off"], model, {**options, "speculation": {"mode": "off"}}, preset="cohort") as pipeline:
+        plain = pipeline.complete_all(asked)
+    goldens = compute(model, prompts, 60) if kind != "module" else []  # transformers reads no such checkpoint
+    compare(goldens, plain[: 3 * len(goldens) : 3])
+    made = Pipeline(folders["on"], model, {**options, "speculation": speculation}, preset="cohort")
+    made.held.add("unified-0")
+    with made as pipeline, ThreadPoolExecutor(1) as client:
+        _same(pipeline.complete_all(asked, concurrency=2), plain)
+        _same(pipeline.complete_all(asked, concurrency=30), plain)
+        preempted = [pipeline.heard(name)["preemptions_total"] for name in pipeline.config.instance_roles]
+        assert sum(preempted) > 0, "the cache is too large"
+        for broken in ("killed", "drained"):
+            before = _drafted_by(pipeline, KINDS[kind])
+            with pipeline.hold("unified-0") as go_on:
+                answers = client.submit(pipeline.complete_all, asked * 8, concurrency=3)
+                go_on(100)
+                until_s = time.monotonic() + 1.5
+                while _drafted_by(pipeline, KINDS[kind]) < before + 4 and time.monotonic() < until_s:
+                    time.sleep(0.02)
+                assert not answers.done()
+                if broken == "killed":
+                    pipeline.kill("unified-0")
+            if broken == "killed":
+                pipeline.start("unified-0")
+            else:
+                pipeline.wait_ready()
+                assert pipeline.terminate("unified-1") == 0
+            _same(answers.result(timeout=200), plain * 8)
+        assert _drafted_by(pipeline, KINDS[kind]) > 0
+        pipeline.assert_nothing_left()
+
+
+def _same(answers: list[Answer], plain: list[Answer]) -> None:
+    assert [answer.error for answer in answers] == [""] * len(plain)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]

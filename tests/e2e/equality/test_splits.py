@@ -1,0 +1,123 @@
+"""Live: a request that changes hands at any token gives the answer it gives whole, whatever its sampling asks for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.equality.golden import Golden
+from tests.e2e.equality.test_golden import ask, compare
+from tests.e2e.pipeline import Pipeline
+from tests.examples import another_of_its_kind, nightly
+
+pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
+
+PLACES = ("whole", "half", "-1", "0", "1", "9", "400")
+"""Whole first: the others must say the same. The last one lies beyond every answer's end."""
+
+PROMPT = "Once upon a time there was a fox who lived at the edge of a large forest and wanted"
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy, log-probabilities": {"temperature": 0, "logprobs": 3},
+    "penalties": {"temperature": 0, "presence_penalty": 0.6, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
+    "two choices, sampled": {"temperature": 0.8, "seed": 11, "n": 2},
+    "stop string": {"temperature": 0, "stop": [" the"]},
+    "grammar, sampled": {
+        "temperature": 0.8,
+        "seed": 5,
+        "ignore_eos": False,
+        "guided_regex": "([A-Z][a-z]{2,9} ){9,12}",
+    },
+    "scored prompt": {"temperature": 0, "echo": True, "logprobs": 0},
+}
+
+
+class SplitPipeline(Pipeline):
+    """With a manager that splits in turn."""
+
+    def start(self, name: str) -> None:
+        if name != "manager":
+            super().start(name)
+            return
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.e2e.equality.split_manager",
+                    "--config",
+                    str(self._file),
+                    "--instance",
+                    name,
+                    "--run-dir",
+                    str(self.folder / "run"),
+                ],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd=Path(__file__).parents[3],
+                env={**os.environ, "COHORT_TEST_SPLITS": ",".join(PLACES)},
+            )
+
+    def post(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return list(json.loads(response.read())["choices"])
+
+
+def told(choices: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [(choice["index"], choice["text"], choice["finish_reason"]) for choice in choices]
+
+
+def scores(choices: list[dict[str, Any]]) -> list[float]:
+    found = [choice["logprobs"]["token_logprobs"] for choice in choices if choice.get("logprobs")]
+    return [score for scored in found for score in scored if score is not None]
+
+
+def test_every_split_gives_the_same_answer(tmp_path: Path, default_model: Path) -> None:
+    pipeline = SplitPipeline(tmp_path, default_model, {"engine": {"prefill_chunk": 8}}, preset="dynaserve")
+    with pipeline:
+        handed_over = 0
+        for name, asked in REQUESTS.items():
+            body = {"prompt": PROMPT, "max_tokens": 24 if nightly() else 14, "ignore_eos": True, **asked}
+            # `n` choices are `n` requests to the manager: each place comes up as often for either of them.
+            answers = [pipeline.post(body) for _ in PLACES]
+            for place, answer in zip(PLACES, answers, strict=True):
+                assert told(answer) == told(answers[0]), f"{name}, split at {place}"
+                assert scores(answer) == pytest.approx(scores(answers[0]), abs=2e-3), f"{name}, split at {place}"
+            handed_over += 4
+        taken = sum(_transfers(pipeline, worker) for worker in pipeline.config.instance_roles)
+        assert taken >= 2 * handed_over  # both ends count one
+        pipeline.assert_nothing_left()
+
+
+def _transfers(pipeline: Pipeline, worker: str) -> float:
+    pipeline.wait_for(worker, "transfers_total", 8)
+    return pipeline.heard(worker)["transfers_total"]
+
+
+@another_of_its_kind()
+def test_the_preset_itself_is_golden(tmp_path: Path, default_model: Path, goldens: list[Golden]) -> None:
+    """Under load, so that it splits by itself; the bound on the time between tokens is tight for this machine."""
+    some = [*goldens[::6], *goldens[-4:-1], *goldens[3::6]]
+    options = {"tbt_slo_s": 0.03, "kv_transfer_s": 0.0, "ablation": {"await_arrivals": False}}
+    state = {"engine": {"state_dir": str(tmp_path / "learned")}, "dynaserve": options}
+    with Pipeline(tmp_path, default_model, state, preset="dynaserve") as pipeline:
+        compare(some, pipeline.complete_all([ask(g) for g in some], concurrency=12))
+        pipeline.wait_for("manager", "finish_tracked_total", len(some))
+        pipeline.assert_nothing_left()
+        stats = pipeline.heard("manager")
+        assert stats["splits_total"] + stats["whole_total"] == len(some)
+        pipeline.wait_for("unified-0", "profile_cells", 6)
+        assert pipeline.terminate("unified-0") == 0
+        assert list((tmp_path / "learned").glob("*unified-0*.json")), "what it learned is kept"

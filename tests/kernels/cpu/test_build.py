@@ -1,0 +1,117 @@
+"""Building the extension: once, atomically, and with a clear error where it cannot be."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from cohort.kernels.cpu import build as build_module
+from cohort.kernels.cpu.build import build, build_key, find_compiler, library_path
+from cohort.kernels.errors import KernelBuildError
+
+
+@pytest.fixture
+def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Writes its output file and a line to a log: what a build does, in no time. Returns the log."""
+    log = tmp_path / "calls"
+    script = tmp_path / "fake-c++"
+    script.write_text(
+        "#!/bin/sh\n"
+        f'echo "$@" >> {log}\n'
+        'while [ $# -gt 0 ]; do if [ "$1" = -o ]; then sleep 0.2; echo built > "$2"; fi; shift; done\n'
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("CXX", str(script))
+    return log
+
+
+def calls(log: Path) -> int:
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def test_builds_once_and_reports_each_step(fake_compiler, tmp_path):
+    words: list[str] = []
+    sources = len(list(build_module.SOURCE_DIR.glob("*.cpp")))
+    path = build(tmp_path, words.append)
+    assert path == library_path(tmp_path)
+    assert path.read_text() == "built\n"
+    assert words == [f"compiling {done}/{sources}" for done in range(sources + 1)]
+    assert calls(fake_compiler) == sources + 1
+    assert build(tmp_path) == path
+    assert calls(fake_compiler) == sources + 1
+    assert sorted(entry.name for entry in path.parent.iterdir()) == sorted([path.name, "lock"])  # no leftovers
+
+
+def test_two_builds_at_once_compile_once(fake_compiler, tmp_path):
+    paths: list[Path] = []
+    threads = [threading.Thread(target=lambda: paths.append(build(tmp_path))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert paths == [library_path(tmp_path)] * 2
+    assert calls(fake_compiler) == len(list(build_module.SOURCE_DIR.glob("*.cpp"))) + 1
+
+
+def test_another_processor_or_source_is_another_build(monkeypatch, tmp_path):
+    key = build_key()
+    assert build_key() == key
+    with monkeypatch.context() as changed:
+        changed.setattr(build_module, "_cpu_identity", lambda: "another processor")
+        assert build_key() != key
+    for source in build_module.SOURCE_DIR.glob("*.[ch]*"):
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    monkeypatch.setattr(build_module, "SOURCE_DIR", tmp_path)
+    assert build_key() == key
+    with (tmp_path / "simd.h").open("a") as header:
+        header.write("\n")
+    assert build_key() != key
+
+
+def test_a_failing_compiler_is_named_with_its_words(monkeypatch, tmp_path):
+    script = tmp_path / "broken-c++"
+    script.write_text("#!/bin/sh\necho 'no such instruction' >&2\nexit 3\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.raises(KernelBuildError, match=r"(?s)broken-c\+\+ ended with 3.*no such instruction"):
+        build(tmp_path)
+    assert not library_path(tmp_path).exists()
+
+
+def test_no_compiler_at_all(monkeypatch, tmp_path):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_compiler() is None
+    with pytest.raises(KernelBuildError, match="no C\\+\\+ compiler"):
+        build(tmp_path)
+
+
+def test_a_lock_that_is_never_released_has_a_deadline(fake_compiler, monkeypatch, tmp_path):
+    lock = library_path(tmp_path).parent / "lock"
+    lock.parent.mkdir(parents=True)
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import fcntl,sys,time; f=open(sys.argv[1],'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True);"
+            "sys.stdin.read()",
+            str(lock),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        monkeypatch.setattr(build_module, "BUILD_TIMEOUT_S", 0.3)
+        with pytest.raises(KernelBuildError, match="another build"):
+            build(tmp_path)
+    finally:
+        holder.communicate(timeout=10)
+    monkeypatch.setattr(build_module, "BUILD_TIMEOUT_S", 30.0)
+    assert build(tmp_path).exists()  # the holder's end freed the lock

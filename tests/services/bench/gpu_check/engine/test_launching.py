@@ -1,0 +1,31 @@
+"""Launches of a step on a GPU are counted over the engine's own steps, kernel by kernel and recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.slow
+def test_a_recorded_step_is_a_few_launches(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "cohort.services.bench.gpu_check.engine.launching", "--steps", "1", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    found = {each["step"]: each for each in json.loads(done.stdout[done.stdout.index("[\n") :])}
+    mixed = "64 decode rows beside 16 prompt tokens"
+    a_layer = {name: each["launches"] // 32 for name, each in found.items() if "kernel by kernel" in name}
+    assert a_layer == {
+        "64 decode rows, kernel by kernel": 10,
+        "a prompt of 16 tokens, kernel by kernel": 11,
+        f"{mixed}, kernel by kernel": 13,
+    }
+    assert all(each["launches"] < 10 for name, each in found.items() if "recorded" in name)
+    assert all(each["host_us"] > 0 for each in found.values())

@@ -1,0 +1,146 @@
+"""Kept responses: bounded by count, bytes and age, and each key's share of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cohort.common.config import ResponsesConfig
+from cohort.common.errors import ConfigError
+from cohort.services.gateway.apis.responses_api_store import ROW_BYTES, ResponseStore, StoredResponse
+
+
+def opened(tmp_path: Path, *, several: bool = False, **options: Any) -> ResponseStore:
+    return ResponseStore(tmp_path / "responses.sqlite", ResponsesConfig(**options), several_owners=several)
+
+
+def row(name: str, owner: str = "a", size: int = 100, created_at: int = 1000) -> StoredResponse:
+    return StoredResponse(name, owner, created_at, b"r" * (size // 2), b"i" * (size - size // 2))
+
+
+def kept(store: ResponseStore, *names: str, owner: str = "a") -> list[str]:
+    return [name for name in names if store.get(name, owner, 1001.0) is not None]
+
+
+def test_a_response_is_kept_for_its_owner(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    assert store.add(row("r1"))
+    found = store.get("r1", "a", 1001.0)
+    assert found == row("r1") and store.get("r1", "b", 1001.0) is None and store.get("r2", "a", 1001.0) is None
+    assert not store.delete("r1", "b", 1001.0) and store.delete("r1", "a", 1001.0)
+    assert not store.delete("r1", "a", 1001.0) and store.in_use() == (0, 0)
+
+
+def test_beyond_the_count_the_oldest_go(tmp_path: Path) -> None:
+    store = opened(tmp_path, max_responses=2)
+    for name in ("r1", "r2", "r3"):
+        assert store.add(row(name))
+    assert kept(store, "r1", "r2", "r3") == ["r2", "r3"]
+
+
+def test_beyond_the_bytes_the_oldest_go_and_what_never_fits_is_not_kept(tmp_path: Path) -> None:
+    store = opened(tmp_path, storage_bytes=3 * (100 + ROW_BYTES))
+    for name in ("r1", "r2", "r3"):
+        assert store.add(row(name))
+    assert store.in_use() == (3, 3 * (100 + ROW_BYTES))
+    assert store.add(row("r4", size=200))
+    assert kept(store, "r1", "r2", "r3", "r4") == ["r3", "r4"]
+    assert not store.add(row("r5", size=5000)) and kept(store, "r3", "r4", "r5") == ["r3", "r4"]
+
+
+def test_one_key_has_its_share_and_pushes_out_no_other(tmp_path: Path) -> None:
+    store = opened(tmp_path, several=True, max_responses=4)
+    assert store.add(row("b1", "b"))
+    for index in range(10):
+        assert store.add(row(f"a{index}"))
+    assert kept(store, "a7", "a8", "a9") == ["a8", "a9"] and kept(store, "b1", owner="b") == ["b1"]
+    for owner in ("c", "d", "e"):  # more keys than shares: the one with most gives first
+        assert store.add(row(owner, owner))
+    assert store.in_use()[0] == 4 and kept(store, "a8", "a9") == [] and kept(store, "b1", owner="b") == ["b1"]
+
+
+def test_what_is_too_old_is_not_shown_and_then_deleted(tmp_path: Path) -> None:
+    store = opened(tmp_path, retention_s=60.0)
+    store.add(row("old", created_at=1000))
+    store.add(row("new", created_at=1050))
+    assert store.get("old", "a", 1060.0) is None and store.get("new", "a", 1060.0) is not None
+    assert store.in_use()[0] == 2  # a wrong clock must be able to hide and not to delete
+    store.sweep(1061.0)
+    assert store.in_use()[0] == 1 and store.swept_at_s() == 1061.0
+
+
+def test_it_is_there_after_a_restart_and_its_space_is_given_back(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    for index in range(50):
+        store.add(row(f"r{index}", size=20_000))
+    store.close()
+    store = opened(tmp_path)
+    assert store.in_use()[0] == 50 and store.get("r49", "a", 1001.0) == row("r49", size=20_000)
+    for index in range(50):
+        store.delete(f"r{index}", "a", 1001.0)
+    store.sweep(1001.0)
+    store.close()
+    assert (tmp_path / "responses.sqlite").stat().st_size < 500_000
+
+
+def test_nothing_is_kept_where_none_may_be(tmp_path: Path) -> None:
+    store = opened(tmp_path, max_responses=0)
+    assert not store.add(row("r1")) and store.in_use() == (0, 0)
+
+
+def test_a_database_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    store._db.execute("UPDATE meta SET value = 99 WHERE name = 'schema_version'")
+    store.close()
+    with pytest.raises(ConfigError, match="schema version 99"):
+        opened(tmp_path)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.services.gateway.apis.test_responses_store import opened, row
+store, name = opened(Path(sys.argv[1]), max_responses=60), sys.argv[2]
+print("open", flush=True)
+sys.stdin.readline()
+for index in range(50):
+    assert store.add(row(f"{name}{index}", name))
+    assert store.get(f"{name}{index}", name, 1001.0) is not None
+    if index % 2 == 0:
+        assert store.delete(f"{name}{index}", name, 1001.0)
+    store.sweep(1001.0)
+    assert store.in_use()[0] <= 60
+"""
+
+
+def test_two_processes_write_one_database(tmp_path: Path) -> None:
+    """Neither loses what it wrote, however their transactions interleave."""
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    both = [
+        subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for name in ("a", "b")
+    ]
+    try:
+        for each in both:
+            assert each.stdout is not None and each.stdout.readline() == b"open\n"
+        ends = []
+        for each in both:  # neither begins before both have it open
+            assert each.stdin is not None
+            each.stdin.write(b"go\n")
+            each.stdin.flush()
+        for each in both:
+            ends.append((each.communicate(timeout=120)[1].decode(), each.returncode))
+        assert ends == [("", 0)] * 2
+    finally:
+        for each in both:
+            each.kill()
+            each.communicate()
+    store = opened(tmp_path, max_responses=60)
+    odd = [index for index in range(50) if index % 2]
+    for name in ("a", "b"):
+        assert kept(store, *(f"{name}{index}" for index in range(50)), owner=name) == [f"{name}{i}" for i in odd]
+    assert store.in_use()[0] == 2 * len(odd)

@@ -1,0 +1,74 @@
+"""Bounds of admission among the gateways of a port: together they hold what one would, and each serves what it must."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cohort.common.config import BatchConfig, Config, GatewayConfig
+from cohort.common.errors import RequestError
+from cohort.common.policies.baselines import build_admission
+from cohort.common.policies.interface import AdmissionLoad, Admit, Offer, Refuse
+from cohort.common.types import Slo
+from cohort.services.gateway.batches.batch_quota import Quota
+from cohort.services.gateway.batches.batch_store import BatchStore
+from tests.services.gateway.conftest import OpenSite
+
+BOUND = st.integers(1, 10**7)
+
+
+@given(st.integers(1, 60), BOUND, BOUND, BOUND, BOUND, BOUND)
+def test_parts_are_equal_and_none_is_lost(
+    processes: int, requests: int, tokens: int, bodies: int, body: int, work: int
+) -> None:
+    config = GatewayConfig(
+        processes=processes,
+        max_waiting_requests=requests,
+        max_waiting_tokens=tokens,
+        max_bodies_bytes=bodies,
+        max_body_bytes=body,
+        max_open_work=work,
+        max_request_work=body,
+    )
+    for own, whole in ((config.own_waiting_requests, requests), (config.own_waiting_tokens, tokens)):
+        assert whole <= processes * own < whole + processes
+    for own, whole in ((config.own_bodies_bytes, bodies), (config.own_open_work, work)):
+        assert processes * own >= whole >= own >= min(body, whole), "the largest one fits"
+        assert own == min(body, whole) or processes * own < whole + processes
+    if processes == 1:
+        assert (config.own_bodies_bytes, config.own_open_work) == (bodies, work)
+
+
+def test_what_waits_at_one_of_two_gateways_is_half() -> None:
+    policy = build_admission(Config(gateway=GatewayConfig(processes=2, max_waiting_requests=9, owner_share=0.4)))
+
+    def load(waiting: int, own: int = 0) -> AdmissionLoad:
+        return AdmissionLoad(waiting, 0, 0, 1.0, 0, 0, owner_requests=own)
+
+    plain, owned = (Offer(1, 1, 1.0, "rt", 0, Slo(), owner) for owner in ("", "a"))
+    assert isinstance(policy.decide(0.0, plain, load(4)), Admit)
+    assert isinstance(policy.decide(0.0, plain, load(5)), Refuse)
+    refused = policy.decide(0.0, owned, load(2, 2))
+    assert isinstance(refused, Refuse) and "5, this gateway's of 2" in refused.reason
+
+
+def test_uploads_under_way_are_divided(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path / "batches.sqlite")
+    quota = Quota(BatchConfig(max_uploads=3), several_owners=False, gateways=2)
+    for name in ("one", "two"):
+        quota.begin_upload(store, name, "", 0)
+    with pytest.raises(RequestError, match="2 files are being uploaded here, of 3 at 2 gateways") as caught:
+        quota.begin_upload(store, "three", "", 0)
+    assert caught.value.status == 429
+    store.close()
+
+
+async def test_more_choices_than_may_wait_at_one_gateway_are_a_400(open_site: OpenSite) -> None:
+    body = {"prompt": "x", "max_tokens": 4, "n": 3}
+    async with open_site(processes=2, max_waiting_requests=4) as site:
+        status, answer = await site.post("/v1/completions", body)
+        assert status == 400 and "at most 2 choices" in answer["error"]["message"]
+        assert (await site.post("/v1/completions", {**body, "n": 2}))[0] == 200

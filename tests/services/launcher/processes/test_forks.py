@@ -1,0 +1,135 @@
+"""Workers forked from a template: they start without importing, and end as a process of their own does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from cohort.services.launcher.processes.child import Child
+from cohort.services.launcher.processes.forks import Fork, Forks
+
+pytestmark = pytest.mark.pipeline
+
+TOY = "tests.services.launcher.forked_toy"
+ROOT = str(Path(__file__).parents[4])
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": ROOT, **more}
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-P", "-m", TOY, *words]
+
+
+@pytest.fixture
+async def forks(tmp_path: Path) -> AsyncIterator[Forks]:
+    made = Forks(sys.executable, ["tests.services.launcher.imported_once"], tmp_path / "template.log")
+    yield made
+    made.end()
+
+
+def lines_of(log: Path) -> list[str]:
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def lives(pid: int) -> bool:
+    try:
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+async def said(log: Path, lines: int) -> list[str]:
+    async with asyncio.timeout(20):
+        while len(lines_of(log)) < lines:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    return lines_of(log)
+
+
+async def gone(pid: int) -> None:
+    async with asyncio.timeout(20):
+        while lives(pid):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def test_several_share_one_import_and_tell_how_they_ended(forks: Forks, tmp_path: Path) -> None:
+    started = [
+        await forks.child(command("ends", str(code)), tmp_path / f"{code}.log", environment()) for code in (0, 7)
+    ]
+    assert all(isinstance(each, Fork) for each in started)
+    assert [await each.wait() for each in started] == [0, 7]
+    lines = [(await said(tmp_path / f"{code}.log", 1))[0] for code in (0, 7)]
+    assert [line.split(",")[0] for line in lines] == [f"ends in {each.pid}" for each in started]
+    [imported] = {line.rpartition(" ")[2] for line in lines}
+    assert int(imported) not in {each.pid for each in started}
+
+
+async def test_one_that_is_told_to_end_takes_its_helpers_along(forks: Forks, tmp_path: Path) -> None:
+    log = tmp_path / "serves.log"
+    worker = await forks.child(command("serves"), log, environment())
+    helper = int((await said(log, 2))[1])
+    assert worker.running and lives(helper)
+    worker.terminate()
+    assert await worker.wait() == 0 and not worker.running
+    await gone(helper)
+
+
+async def test_one_that_is_killed_ends_by_that_signal(forks: Forks, tmp_path: Path) -> None:
+    worker = await forks.child(command("serves"), tmp_path / "killed.log", environment())
+    await said(tmp_path / "killed.log", 2)
+    os.kill(worker.pid, signal.SIGKILL)
+    assert await worker.wait() == -signal.SIGKILL
+
+
+async def test_a_template_outlives_the_last_of_its_workers(forks: Forks, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        alone = await forks.child(command("ends", "0"), tmp_path / f"{name}.log", environment())
+        assert isinstance(alone, Fork) and await alone.wait() == 0
+    imported = {(await said(tmp_path / f"{name}.log", 1))[0].rpartition(" ")[2] for name in ("first", "second")}
+    assert len(imported) == 1
+
+
+async def test_with_another_environment_there_is_another_template(forks: Forks, tmp_path: Path) -> None:
+    for threads in ("1", "2"):
+        child = await forks.child(
+            command("ends", "0"), tmp_path / f"{threads}.log", environment(OMP_NUM_THREADS=threads)
+        )
+        assert await child.wait() == 0
+    lines = [(await said(tmp_path / f"{threads}.log", 1))[0] for threads in ("1", "2")]
+    assert len({line.rpartition(" ")[2] for line in lines}) == 2
+
+
+async def test_after_a_renewal_others_are_forked_from_a_new_one(forks: Forks, tmp_path: Path) -> None:
+    """And the former one lives as long as its workers do."""
+    old = await forks.child(command("serves"), tmp_path / "old.log", environment())
+    await said(tmp_path / "old.log", 2)
+    [former] = forks._templates.values()
+    forks.renew()
+    new = await forks.child(command("serves"), tmp_path / "new.log", environment())
+    imported = [(await said(tmp_path / f"{name}.log", 2))[0].rpartition(" ")[2] for name in ("old", "new")]
+    assert imported[0] != imported[1] and old.running
+    old.terminate()
+    assert await old.wait() == 0
+    third = await forks.child(command("ends", "0"), tmp_path / "third.log", environment())
+    assert await third.wait() == 0 and new.running
+    await gone(former._process.pid)
+
+
+async def test_a_template_that_dies_takes_its_workers_and_others_start_without_it(forks: Forks, tmp_path: Path) -> None:
+    log = tmp_path / "orphan.log"
+    worker = await forks.child(command("serves"), log, environment())
+    await said(log, 2)
+    [template] = forks._templates.values()
+    os.kill(template._process.pid, signal.SIGKILL)
+    assert await worker.wait() == -signal.SIGKILL
+    await gone(worker.pid)
+    following = await forks.child(command("ends", "3"), tmp_path / "alone.log", environment())
+    assert isinstance(following, Child)
+    assert await following.wait() == 3

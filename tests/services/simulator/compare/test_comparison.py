@@ -1,0 +1,216 @@
+"""`cohort compare`: what is run, what is kept of it, and the table that is made of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cohort.common.errors import ConfigError
+from cohort.common.types import Slo
+from cohort.services.simulator.__main__ import main
+from cohort.services.simulator.compare import comparison, comparison_tables
+from cohort.services.simulator.compare.comparison import CellResult
+from cohort.services.simulator.compare.comparison_spec import FOLDER, Part, Spec, TrafficSpec, load_spec
+from cohort.services.simulator.compare.comparison_traffic import traffic
+
+
+@pytest.fixture
+def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    rows = [f'{{"timestamp": {1000 * n}, "input_length": {20 + 7 * n}, "output_length": {5 + n}}}' for n in range(30)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    monkeypatch.setenv("COHORT_TRACES", str(tmp_path))
+    return "rows.jsonl"
+
+
+def written(folder: Path, trace: str, **changes: Any) -> Path:
+    part = {"trace": trace, "rate": 4, "ttft_s": 2, "tpot_s": 0.1}
+    spec = {
+        "description": "two systems",
+        "model": "llama-2-7b",
+        "cluster": "a100-80:2",
+        "workloads": {
+            "one": {"parts": [part]},
+            "rt": {"judged": "rt", "parts": [part, {**part, "traffic_class": "be"}]},
+        },
+        "systems": {"unified": {"preset": "unified"}, "p-d": {"preset": "disaggregated"}},
+        "loads": [0.5, 1],
+        "seeds": [0, 1],
+        "duration_s": 5,
+        "horizon_s": 30,
+        **changes,
+    }
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(spec), encoding="utf-8")
+    return path
+
+
+def test_a_workload_may_last_longer_than_the_others(trace: str, tmp_path: Path) -> None:
+    parts = [{"trace": trace, "rate": 1, "ttft_s": 2, "tpot_s": 0.1}]
+    workloads = {"short": {"parts": parts}, "long": {"parts": parts, "duration_s": 20, "horizon_s": 60}}
+    asked = comparison.cells(load_spec(str(written(tmp_path, trace, workloads=workloads))), seeds=[0], loads=[1.0])
+    lasts = {cell.workload: (cell.duration_s, cell.horizon_s) for cell in asked}
+    assert lasts == {"short": (5, 30), "long": (20, 60)}
+    sent = {found.workload: found.sent for found in comparison.run(asked, None, 1, lambda _: None)}
+    assert sent["long"] > 2 * sent["short"]
+
+
+def test_every_cell_runs_once_and_counts_all_that_were_sent(trace: str, tmp_path: Path) -> None:
+    spec = load_spec(str(written(tmp_path, trace)))
+    asked = comparison.cells(spec)
+    assert len(asked) == len({cell.digest for cell in asked}) == 2 * 2 * 2 * 2
+    results = tmp_path / "results.jsonl"
+    told: list[str] = []
+    found = comparison.run(asked, results, 1, told.append)
+    assert [(one.workload, one.load, one.seed, one.system) for one in found] == [
+        (cell.workload, cell.load, cell.seed, cell.system) for cell in asked
+    ]
+    assert all(0 < one.kept <= one.finished <= one.sent for one in found)
+    # Both systems are given the same requests, and a load of 1 twice those of a half, but for chance.
+    sent = {(one.workload, one.load, one.seed): one.sent for one in found}
+    assert all(one.sent == sent[one.workload, one.load, one.seed] for one in found)
+    again: list[str] = []
+    assert comparison.run(asked, results, 1, again.append) == found
+    assert again == [f"{len(asked)} simulations, {len(asked)} of them known"]
+    assert len(results.read_text().splitlines()) == len(asked)
+
+
+def test_a_changed_option_is_another_cell(trace: str, tmp_path: Path) -> None:
+    before = {cell.digest for cell in comparison.cells(load_spec(str(written(tmp_path, trace))))}
+    systems = {"unified": {"preset": "unified", "set": {"engine.max_rows": 8}}, "p-d": {"preset": "disaggregated"}}
+    after = {cell.digest for cell in comparison.cells(load_spec(str(written(tmp_path, trace, systems=systems))))}
+    assert len(before & after) == len(before) / 2
+
+
+def test_lengths_users_and_whole_answers_of_the_papers() -> None:
+    users = Part(paper="bros-best-effort", users=3, traffic_class="be", scaled=False)
+    whole = Part(paper="ecoserve-alpaca", rate=5.0, whole_s=(0.5, 0.1), max_output=100)
+    made = traffic(TrafficSpec([whole, users]), load=1.0, duration_s=20.0, seed=3)
+    assert made.items and all(
+        item.slo == Slo(deadline_s=2 * (0.5 + 0.1 * item.output_tokens)) and item.output_tokens <= 100
+        for item in made.items
+    )
+    (loop,) = made.closed_loop
+    assert (loop.concurrency, loop.in_batches, loop.until_s, loop.start_s) == (3, True, 20.0, 0.0)
+    assert all(item.traffic_class == "be" and 512 <= item.prompt_tokens <= 1024 for item in loop.items)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"rate": 1}, "either a trace or a paper's lengths"),
+        ({"paper": "bros-lmsys", "trace": "x", "rate": 1}, "either a trace or a paper's lengths"),
+        ({"paper": "bros-unknown", "rate": 1}, "no workload named 'bros-unknown'"),
+        ({"paper": "bros-lmsys"}, "either a rate or users"),
+        ({"paper": "bros-lmsys", "rate": 1, "users": 2}, "either a rate or users"),
+        ({"paper": "bros-lmsys", "rate": 1, "whole_s": [1, 1], "ttft_s": 1}, "stands for all SLOs"),
+    ],
+)
+def test_parts_that_cannot_be_are_refused(tmp_path: Path, trace: str, part: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_spec(str(written(tmp_path, trace, workloads={"one": {"parts": [part]}})))
+
+
+def test_a_workload_may_say_which_systems_can_run_and_on_how_many_devices(trace: str, tmp_path: Path) -> None:
+    part = {"trace": trace, "rate": 4, "ttft_s": 2, "tpot_s": 0.1}
+    path = written(
+        tmp_path,
+        trace,
+        workloads={
+            "one": {"parts": [part], "only": ["unified"], "cluster": "a100-80:1", "tensor_parallel": 2},
+            "two": {"parts": [part], "only": ["unified"], "cluster": "a100-80:1"},
+        },
+    )
+    asked = comparison.cells(load_spec(str(path)), loads=[1.0], seeds=[0])
+    assert [(cell.workload, cell.system) for cell in asked] == [("one", "unified"), ("two", "unified")]
+    on_two, on_one = comparison.run(asked, None, 1, lambda _: None)
+    assert on_two.ttft_p99_s is not None and on_one.ttft_p99_s is not None
+    assert on_two.ttft_p99_s < on_one.ttft_p99_s
+
+
+def test_parts_are_on_when_they_say(trace: str) -> None:
+    burst = Part(trace, 20.0, burst_s=2.0, period_s=5.0, start_s=1.0, end_s=14.0, tpot_s=[0.1, 0.2], ttft_s=[1.0, 2.0])
+    whole = Part(trace, 5.0, traffic_class="be", deadline_s=9.0, scaled=False)
+    made = {load: traffic(TrafficSpec([burst, whole]), load=load, duration_s=20.0, seed=3) for load in (1.0, 2.0)}
+    items = made[1.0].items
+    assert [item.arrival_s for item in items] == sorted(item.arrival_s for item in items)
+    bursts = [item for item in items if item.traffic_class == "rt"]
+    assert {int((item.arrival_s - 1.0) // 5.0) for item in bursts} == {0, 1, 2}
+    assert all((item.arrival_s - 1.0) % 5.0 <= 2.0 for item in bursts)
+    assert {(item.slo.ttft_s, item.slo.tpot_s) for item in bursts} == {(1.0, 0.1), (2.0, 0.2)}
+    assert all(item.slo.deadline_s == 9.0 for item in items if item.traffic_class == "be")
+    counts = {load: sum(item.traffic_class == "rt" for item in one.items) for load, one in made.items()}
+    assert counts[2.0] > 1.5 * counts[1.0]
+    best_effort = [[i.arrival_s for i in one.items if i.traffic_class == "be"] for one in made.values()]
+    assert best_effort[0] == best_effort[1]
+
+
+def test_the_load_that_is_sustained_lies_on_the_line_between_two_loads() -> None:
+    def result(load: float, kept: int, system: str = "a") -> CellResult:
+        return CellResult("", "w", load, 0, system, 100, 100, kept, 0.0, None, None, None)
+
+    found = comparison.sustained(
+        [result(0.8, 100), result(1.0, 96), result(1.2, 84), result(0.8, 50, "b"), result(1.2, 95, "c")], 0.9
+    )
+    assert found["w"]["a"] == pytest.approx(1.1)
+    assert (found["w"]["b"], found["w"]["c"]) == (0.8, 1.2)
+
+
+def test_the_command_prints_and_writes(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, page, data = written(tmp_path, trace), tmp_path / "table.md", tmp_path / "table.json"
+    words = ["compare", str(path), "--workloads", "one", "--loads", "0.5", "--sustained", "0.9"]
+    assert main([*words, "--markdown", str(page), "--json", str(data)]) == 0
+    assert "unified" in capsys.readouterr().out
+    assert "| one | 0.5 |" in page.read_text()
+    assert json.loads(data.read_text())["sustained"] == {"one": {"unified": 0.5, "p-d": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "said"),
+    [
+        ({}, ["--workloads", "two"], "no workload named 'two'; there are: one, rt"),
+        ({}, ["--systems", "x"], "no system named 'x'"),
+        ({}, ["--loads", "much"], "--loads: 'much' is not a number"),
+        ({}, ["--jobs", "0"], "--jobs 0"),
+        ({"systems": {"s": {"preset": "nothing"}}}, [], "no preset named 'nothing'"),
+        ({"systems": {"s": {"preset": "unified", "set": {"engine.x": 1}}}}, [], "engine.x"),
+        ({"workloads": {"w": {"parts": []}}}, [], "workloads.w: has no parts"),
+        ({"workloads": {"w": {"parts": [{"trace": "none.csv", "rate": 1}]}}}, [], "trace none.csv"),
+        ({"loads": [-1]}, [], "loads"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(
+    changes: dict[str, Any], words: list[str], said: str, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", str(written(tmp_path, trace, **changes)), *words]) == 2
+    assert said in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_damaged_results_file_is_named(trace: str, tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    results.write_text("{}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"results.jsonl:1: not a result"):
+        comparison.read_results(results)
+
+
+@pytest.mark.parametrize("name", ["combination", "papers"])
+def test_the_comparisons_that_come_with_cohort_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """But for the traces, which are not part of them."""
+    monkeypatch.setenv("COHORT_TRACES", str(tmp_path))
+    spec = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    for workload in spec["workloads"].values():
+        for part in workload["parts"]:
+            if "trace" in part:
+                (tmp_path / part["trace"]).touch()
+    asked: Spec = load_spec(name)
+    systems = {workload: one.only or list(asked.systems) for workload, one in asked.workloads.items()}
+    usual = sum(asked.systems[system].usual for here in systems.values() for system in here)
+    assert len(comparison.cells(asked)) == usual * len(asked.loads) * 5
+    every = sum(len(here) for here in systems.values())
+    assert len(comparison.cells(asked, systems=list(asked.systems))) == every * 15
+    assert comparison_tables.markdown(comparison_tables.Comparison("", [], {}))

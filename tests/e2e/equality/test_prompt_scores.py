@@ -21,9 +21,10 @@ pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 LENGTHS = (1, 2, 17, 40, 90)
 TOLERANCE = 1e-4
-ROUNDINGS = 3.0
+ROUNDINGS = 2.0
 """Random ids lead the model to places where float32 is coarse: there the reference itself lies further than the
-tolerance from its own float64 answer, and another order of the same sums may lie a few times as far."""
+tolerance from its own float64 answer. How coarse a position is shows in the worst of the whole vocabulary: the error of
+one token is near zero by chance, and another order of the same sums has another such token."""
 
 
 def test_scores_are_those_of_the_reference(tmp_path: Path, default_model: Path) -> None:
@@ -48,6 +49,7 @@ def test_scores_are_those_of_the_reference(tmp_path: Path, default_model: Path) 
         with torch.inference_mode():
             truth = single(torch.tensor([prompt])).logits[0].log_softmax(-1)
             exact = double(torch.tensor([prompt])).logits[0].log_softmax(-1)
+            coarse = (truth - exact).abs().amax(-1)
         for answer in (first, second):
             scores = answer["choices"][0]["logprobs"]
             sampled = answer["cohort"]["requests"][0]["token_ids"]
@@ -56,7 +58,7 @@ def test_scores_are_those_of_the_reference(tmp_path: Path, default_model: Path) 
             assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
             for position, token in enumerate([*prompt, sampled[0]][1:]):
                 reference = float(truth[position, token])
-                rounding = abs(reference - float(exact[position, token])) if kind == "noise" else 0.0
+                rounding = float(coarse[position]) if kind == "noise" else 0.0
                 difference = abs(scores["token_logprobs"][position + 1] - reference)
                 worst[kind] = max(worst[kind], difference)
                 assert difference <= TOLERANCE + ROUNDINGS * rounding, (kind, index, position)

@@ -5,7 +5,7 @@
                      /home    XDG_CACHE_HOME: whoever forgets COHORT_CACHE_DIR writes to /home/cohort, and is found
                      /home/*  links to the user's folders of other programs
 
-Called by `conftest.py`. Workers of pytest-xdist use the folder of the process that started them.
+Called by `conftest.py`. A pytest that a test starts uses the folder of the process that started it.
 """
 
 from __future__ import annotations

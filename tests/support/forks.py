@@ -31,6 +31,7 @@ from typing import Any
 import pytest
 
 LONGEST_END_S = 20.0
+LOOK_S = 1.0
 _INDEX = struct.Struct("I")
 _LENGTH = struct.Struct("Q")
 
@@ -99,8 +100,8 @@ class _Parent:
         running = [self._fork(number) for number in range(forks)]
         try:
             while running:
-                for key, _ in self._selector.select():
-                    fork: _Fork = key.data
+                self._selector.select(LOOK_S)
+                for fork in running[:]:
                     if fork.hear(self._session):
                         continue
                     self._selector.unregister(fork.pipe)
@@ -122,6 +123,7 @@ class _Parent:
             os.close(ours)
             _Child(self._session, self._files, self._order, theirs, number).run()  # never returns
         os.close(theirs)
+        os.set_blocking(ours, False)
         fork = _Fork(pid, number, ours)
         self._selector.register(ours, selectors.EVENT_READ, fork)
         return fork
@@ -138,8 +140,12 @@ class _Fork:
 
     def hear(self, session: pytest.Session) -> bool:
         """Whether it lives. Reports go on to pytest as if the tests ran here."""
-        received = os.read(self.pipe, 1 << 16)
-        self._data += received
+        # Not by the end of its pipe alone: a process that it has left behind may hold that open.
+        lives = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        with contextlib.suppress(BlockingIOError):
+            while received := os.read(self.pipe, 1 << 16):
+                self._data += received
+            lives = False
         for kind, content in self._messages():
             match kind:
                 case "begins":
@@ -150,7 +156,7 @@ class _Fork:
                     report = session.config.hook.pytest_report_from_serializable(config=session.config, data=content)
                     report.node = self._node
                     session.config.hook.pytest_runtest_logreport(report=report)
-        return bool(received)
+        return lives
 
     def _messages(self) -> Iterator[tuple[str, Any]]:
         while len(self._data) >= _LENGTH.size:

@@ -17,15 +17,19 @@ def run(folder: Path, files: dict[str, str], *options: str) -> subprocess.Comple
         (folder / name).write_text(text, encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.forks", "-p", "no:cacheprovider", "-rA"]
-    return subprocess.run(
-        [*command, "--rootdir", str(folder), "--forks", "2", *options, str(folder)],
-        cwd=folder,
-        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    # Into files: what a fork leaves behind may hold them open.
+    with (folder / "stdout").open("w+") as stdout, (folder / "stderr").open("w+") as stderr:
+        done = subprocess.run(
+            [*command, "--rootdir", str(folder), "--forks", "2", *options, str(folder)],
+            cwd=folder,
+            env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdout=stdout,
+            stderr=stderr,
+            timeout=120,
+            check=False,
+        )
+    texts = ((folder / name).read_text() for name in ("stdout", "stderr"))
+    return subprocess.CompletedProcess(done.args, done.returncode, *texts)
 
 
 def test_every_test_is_reported_once_with_its_output(tmp_path: Path) -> None:
@@ -51,9 +55,20 @@ def test_every_test_is_reported_once_with_its_output(tmp_path: Path) -> None:
 
 def test_a_fork_that_dies_fails_the_test_it_ran_and_the_other_files_are_run(tmp_path: Path) -> None:
     files = {f"test_{name}.py": "def test_it(): ...\n" for name in "bcdef"}
-    files["test_a.py"] = "import os\ndef test_it():\n    os.kill(os.getpid(), 9)\ndef test_behind_it(): ...\n"
+    files["test_a.py"] = (
+        "import os, pathlib, time\n"
+        "def test_it():\n"
+        "    if os.fork() == 0:  # what is left behind holds its pipe open\n"
+        "        while not pathlib.Path('done').exists(): time.sleep(0.02)\n"
+        "        os._exit(0)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "def test_behind_it(): ...\n"
+    )
     files["test_g.py"] = "import os\ndef test_it():\n    os._exit(7)\n"
-    done = run(tmp_path, files)
+    try:
+        done = run(tmp_path, files)
+    finally:
+        (tmp_path / "done").touch()
     assert done.returncode == 1
     assert "2 failed, 5 passed" in done.stdout, done.stdout
     assert "FAILED test_a.py::test_it" in done.stdout and "the process ended with -9" in done.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Answers of `transformers` outlive the run in pytest's own cache, where it has one."""
     if (kept := getattr(config, "cache", None)) is not None:
         os.environ["COHORT_TEST_GOLDENS"] = str(kept.mkdir("goldens"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is nobody's garbage; every collection would go through it for a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,14 @@ import openai
 import pytest
 
 from cohort.services.gateway.batches.batch_store import BatchStore
+from tests.chaos.conftest import whole
+from tests.chaos.streams import DECODE
 from tests.e2e.pipeline import Pipeline
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 LINES = 40
 NEW_TOKENS = 8
-
-
-@pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Iterator[Pipeline]:
-    overrides = {"batch": {"concurrency": 4, "folder": str(tmp_path_factory.mktemp("state"))}}
-    with Pipeline(tmp_path_factory.mktemp("batches"), default_model, overrides, preset="unified") as running:
-        yield running
 
 
 def body(index: int) -> dict[str, Any]:
@@ -49,17 +43,18 @@ def test_a_killed_gateway_continues_its_batch(pipeline: Pipeline) -> None:
         for index in range(LINES)
     )
     file = client.files.create(file=("job.jsonl", data), purpose="batch")
-    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
     deadline = time.monotonic() + 120
-    while (counts := client.batches.retrieve(batch.id).request_counts) is None or counts.completed < LINES // 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    pipeline.kill("gateway")
+    with pipeline.hold(DECODE) as go_on:
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        go_on(LINES // 2 * NEW_TOKENS)  # the last of them are of lines that are not done
+        while (counts := client.batches.retrieve(batch.id).request_counts) is None or counts.completed < LINES // 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        pipeline.kill("gateway")
     before = finished(pipeline, batch.id)
     assert LINES // 4 <= len(before) < LINES, "the gateway died too late to interrupt anything"
 
-    pipeline.start("gateway")
-    pipeline.wait_ready()
+    whole(pipeline)
     while (batch := client.batches.retrieve(batch.id)).status != "completed":
         assert batch.status in ("in_progress", "finalizing") and time.monotonic() < deadline
         time.sleep(0.05)

@@ -11,6 +11,7 @@ import pytest
 
 from cohort.common.http.ports import free_port
 from cohort.services.bench.chaos.report import RESTART, UNDISTURBED, Document
+from tests.chaos.conftest import HEARTBEAT_S
 from tests.examples import nightly
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
@@ -31,8 +32,10 @@ def chaos(folder: Path, *words: str, timeout_s: float = 300.0) -> Document:
 
 def test_a_rolling_restart_and_a_killed_gateway_lose_nothing_that_another_process_holds(tmp_path: Path) -> None:
     """Two gateways: of the one that is killed only its own plain streams may fail. Then all processes in turn."""
-    words = ("--kill", "gateway", "--rolling-restart", "--clients", "4", "--requests", "15")
-    found = chaos(tmp_path, *words, "--set", "gateway.processes=2")
+    words = ("--kill", "gateway", "--rolling-restart", "--clients", "2", "--requests", "30")
+    # A predictor that ends while it trains waits for that, for seconds.
+    settings = ("gateway.processes=2", "predictor.min_observations=1000000000", f"monitor.heartbeat_s={HEARTBEAT_S}")
+    found = chaos(tmp_path, *words, *(word for each in settings for word in ("--set", each)))
     undisturbed, killed, restarted = found.rows
     assert [undisturbed.killed, killed.killed, restarted.killed] == [UNDISTURBED, "gateway", RESTART]
     assert killed.failed <= 2 and killed.back_s > 0

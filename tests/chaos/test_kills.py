@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import aiohttp
 import pytest
 
+from tests.chaos import streams
+from tests.chaos.conftest import whole
+from tests.chaos.streams import DECODE
 from tests.e2e.equality.golden import Golden, golden_outputs, near_ties
 from tests.e2e.pipeline import Answer, Pipeline
 from tests.examples import another_of_its_kind
@@ -23,69 +24,37 @@ STREAMS = 100
 NEW_TOKENS = 20
 LONGEST_PAUSE_S = 60.0
 NEWCOMERS = 4
-DECODE = "decode-0"
+MANY_TOKENS = 400
 ALL_LINES = 1_000_000
 
 
 def bodies() -> list[dict[str, Any]]:
-    """Half greedy, half seeded, some of these bound; prompts of 3 to 40 tokens."""
-    random = Random(5)
-    return [
-        {
-            "prompt": [random.randrange(3, 49_000) for _ in range(random.randint(3, 40))],
-            "max_tokens": NEW_TOKENS,
-            "temperature": 0.8 if index % 2 else 0,
-            "seed": index,
-            "return_token_ids": True,
-            # A grammar is replayed where another worker goes on; this one outlasts the tokens.
-            **({"guided_regex": "([a-z]{3,8} ){60}"} if index % 10 == 3 else {"ignore_eos": True}),
-        }
-        for index in range(STREAMS)
-    ]
+    """Some of the seeded ones are bound: a grammar is replayed where another worker goes on; this one outlasts the
+    tokens."""
+    made = streams.bodies(STREAMS, NEW_TOKENS)
+    for body in made[3::10]:
+        del body["ignore_eos"]
+        body["guided_regex"] = "([a-z]{3,8} ){60}"
+    return made
 
 
 @pytest.fixture(scope="module")
-def holding(standard: Pipeline) -> Iterator[Pipeline]:
-    """Its decode worker stands still where a test wants it."""
-    for held in (True, False):
-        if held:
-            standard.held.add(DECODE)
-        else:
-            standard.held.discard(DECODE)
-        if DECODE in standard.processes:
-            standard.terminate(DECODE)
-        standard.start(DECODE)
-        standard.wait_ready()
-        if held:
-            yield standard
-
-
-@pytest.fixture
-def pipeline(holding: Pipeline) -> Pipeline:
-    """All of it: also what an earlier test here killed and, failing, did not start again."""
-    for name in holding.names:
-        if name not in holding.processes:
-            holding.start(name)
-    holding.wait_ready()
-    return holding
-
-
-@pytest.fixture(scope="module")
-def undisturbed(holding: Pipeline) -> list[Answer]:
-    answers = holding.complete_all(bodies(), concurrency=STREAMS)
+def undisturbed(running: Pipeline) -> list[Answer]:
+    answers = running.complete_all(bodies(), concurrency=STREAMS)
     assert [answer.error for answer in answers] == [""] * STREAMS
     return answers
 
 
 @pytest.fixture(scope="module")
-def greedy_truth(default_model: Path) -> list[Golden]:
+def greedy_truth(tiny_model: Path) -> list[Golden]:
     prompts = [body["prompt"] for body in bodies() if body["temperature"] == 0]
-    return golden_outputs(default_model, prompts, NEW_TOKENS)
+    return golden_outputs(tiny_model, prompts, NEW_TOKENS)
 
 
-async def disturb(pipeline: Pipeline, victim: str, back_after_s: float | None) -> tuple[list[Answer], float]:
-    """All streams at once; the victim dies when a good part of the tokens is there, and comes back. None: only when
-    every stream has ended, and `NEWCOMERS` more that begin meanwhile."""
+async def disturb(pipeline: Pipeline, victim: str, *, away: bool) -> tuple[list[Answer], float]:
+    """All streams at once; the victim dies when a good part of the tokens is there, and comes back when those of
+    another worker went on without it. `away`: only when every stream has ended, and `NEWCOMERS` more that begin
+    meanwhile."""
     timeout = aiohttp.ClientTimeout(total=300)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         with pipeline.hold(DECODE) as go_on:
@@ -94,13 +63,14 @@ async def disturb(pipeline: Pipeline, victim: str, back_after_s: float | None) -
             await asyncio.to_thread(go_on, STREAMS * NEW_TOKENS // 5)
             unfinished = sum(not task.done() for task in tasks)
             await asyncio.to_thread(pipeline.kill, victim)
-        if back_after_s is not None:
-            await asyncio.sleep(back_after_s)
-            pipeline.start(victim)
-        else:
+            if not away:
+                if victim != DECODE:
+                    await asyncio.to_thread(go_on, STREAMS // 10)
+                pipeline.start(victim)
+        if away:
             tasks += [asyncio.create_task(pipeline.complete(session, **body)) for body in bodies()[:NEWCOMERS]]
         answers = await asyncio.gather(*tasks)
-        if back_after_s is None:
+        if away:
             pipeline.start(victim)
     assert unfinished > STREAMS // 4, f"only {unfinished} streams were still running when {victim} died"
     return answers, max(answer.longest_pause_s for answer in answers)
@@ -110,8 +80,8 @@ async def disturb(pipeline: Pipeline, victim: str, back_after_s: float | None) -
 def test_a_killed_process_costs_a_pause_and_nothing_else(
     pipeline: Pipeline, undisturbed: list[Answer], greedy_truth: list[Golden], victim: str
 ) -> None:
-    answers, pause_s = asyncio.run(disturb(pipeline, victim, back_after_s=1.0))
-    pipeline.wait_ready()
+    answers, pause_s = asyncio.run(disturb(pipeline, victim, away=False))
+    whole(pipeline)
     print(f"{victim}: longest pause {pause_s:.1f} s")
     check(answers, undisturbed, greedy_truth)
     assert pause_s < LONGEST_PAUSE_S
@@ -126,7 +96,7 @@ def test_the_other_role_goes_on_while_the_dead_worker_is_away(
 ) -> None:
     """The end of its connection tells of the death, never its silence."""
     before = pipeline.log("manager", ALL_LINES)
-    answers, pause_s = asyncio.run(disturb(pipeline, victim, back_after_s=None))
+    answers, pause_s = asyncio.run(disturb(pipeline, victim, away=True))
     print(f"{victim}, away to the end: longest pause {pause_s:.2f} s")
     check(answers[:STREAMS], undisturbed, greedy_truth)
     newcomers = answers[STREAMS:]
@@ -136,7 +106,7 @@ def test_the_other_role_goes_on_while_the_dead_worker_is_away(
     lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     assert any(line["event"] == "peer lost" and line["peer"] == victim for line in lines)
     assert all(other in it.extras["instances"] for it in newcomers), "until the victim is there again"
-    pipeline.wait_ready()
+    whole(pipeline)
     pipeline.assert_nothing_left()
 
 
@@ -144,8 +114,7 @@ def test_the_monitor_may_die(pipeline: Pipeline, undisturbed: list[Answer], gree
     pipeline.kill("monitor")
     answers = pipeline.complete_all(bodies(), concurrency=STREAMS)
     check(answers, undisturbed, greedy_truth)
-    pipeline.start("monitor")
-    pipeline.wait_ready()
+    whole(pipeline)
     pipeline.assert_nothing_left()
 
 
@@ -153,7 +122,7 @@ def test_a_killed_gateway_breaks_its_streams_visibly_and_leaves_nothing(pipeline
     async def run() -> list[Answer | BaseException]:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
             with pipeline.hold(DECODE) as go_on:
-                long = [{**body, "max_tokens": 500} for body in bodies()[:30]]
+                long = [{**body, "max_tokens": MANY_TOKENS} for body in bodies()[:30]]
                 tasks = [asyncio.create_task(pipeline.complete(session, **body)) for body in long]
                 await asyncio.to_thread(pipeline.wait_for_requests, len(long))
                 await asyncio.to_thread(go_on, 1)
@@ -162,11 +131,10 @@ def test_a_killed_gateway_breaks_its_streams_visibly_and_leaves_nothing(pipeline
 
     results = asyncio.run(run())
     broken = [r for r in results if isinstance(r, BaseException)]
-    whole = [r for r in results if isinstance(r, Answer) and r.finish is not None]
+    ended = [r for r in results if isinstance(r, Answer) and r.finish is not None]
     assert broken, "the gateway died too late to break anything"
-    assert len(broken) + len(whole) == len(results), "a stream ended silently"
-    pipeline.start("gateway")
-    pipeline.wait_ready()
+    assert len(broken) + len(ended) == len(results), "a stream ended silently"
+    whole(pipeline)
     pipeline.assert_nothing_left(timeout_s=40.0)
     answers = pipeline.complete_all(bodies()[:4])
     assert [answer.error for answer in answers] == [""] * 4
@@ -175,14 +143,14 @@ def test_a_killed_gateway_breaks_its_streams_visibly_and_leaves_nothing(pipeline
 def test_no_file_or_socket_is_left_open(pipeline: Pipeline) -> None:
     """Connections of killed peers, finished clients and broken transfers are closed again."""
     pipeline.complete_all(bodies()[:8])
+    pipeline.wait_told()
     before = {name: pipeline.heard(name)["open_fds"] for name in pipeline.names if name != "monitor"}
     for _ in range(2):
-        pipeline.kill("decode-0")
-        pipeline.start("decode-0")
-        pipeline.wait_ready()
+        pipeline.kill(DECODE)
+        whole(pipeline)
         pipeline.complete_all(bodies()[:8])
     pipeline.assert_nothing_left()
-    time.sleep(1.0)
+    pipeline.wait_told()
     deadline = time.monotonic() + 20
     while True:  # what is closed after the last answer, and a heartbeat that says so
         after = {name: pipeline.heard(name)["open_fds"] for name in before}
@@ -197,7 +165,8 @@ def test_clients_that_leave_free_everything(pipeline: Pipeline) -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as session:
             tasks = [
-                asyncio.create_task(pipeline.complete(session, **{**body, "max_tokens": 500})) for body in bodies()[:40]
+                asyncio.create_task(pipeline.complete(session, **{**body, "max_tokens": MANY_TOKENS}))
+                for body in bodies()[:40]
             ]
             with pipeline.hold(DECODE) as go_on:
                 await asyncio.to_thread(go_on, 80)

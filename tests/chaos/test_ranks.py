@@ -11,48 +11,37 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-import torch
 
+from tests.chaos.conftest import held, repaired, whole
+from tests.chaos.streams import DECODE
 from tests.e2e.equality.golden import Golden, golden_outputs
 from tests.e2e.equality.test_golden import ask, compare
 from tests.e2e.pipeline import Answer, Pipeline
-from tests.e2e.tiny_models import llama, save
-from tests.services.gateway.tiny_model import byte_level
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 STREAMS = 12
-NEW_TOKENS = 200
+NEW_TOKENS = 40
 GONE_S = 10.0
 """The longest to wait for a process's end; it takes milliseconds."""
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(7)
-    folder = tmp_path_factory.mktemp("model")
-    save(llama(), folder)
-    byte_level(400).save(str(folder / "tokenizer.json"))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def goldens(model: Path) -> list[Golden]:
+def goldens(tiny_model: Path) -> list[Golden]:
     prompts = [[3 + (7 * index + 5 * place) % 390 for place in range(20 + index)] for index in range(STREAMS)]
-    return golden_outputs(model, prompts, NEW_TOKENS)
+    return golden_outputs(tiny_model, prompts, NEW_TOKENS)
 
 
 @pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Pipeline]:
-    overrides = {
-        "workers": [{"role": "prefill"}, {"role": "decode", "tensor_parallel": 2}],
-        "engine": {"threads": 1},
-        "kv": {"memory_bytes": 64 << 20},
-    }
-    made = Pipeline(tmp_path_factory.mktemp("ranks"), model, overrides, preset="disaggregated")
-    made.held.add("decode-0")
-    with made as running:
-        yield running
+def divided(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Pipeline]:
+    workers = [{"role": "prefill"}, {"role": "decode", "tensor_parallel": 2}]
+    with held(tmp_path_factory.mktemp("ranks"), tiny_model, workers=workers) as made:
+        yield made
+
+
+@pytest.fixture
+def pipeline(divided: Pipeline) -> Pipeline:
+    return repaired(divided)
 
 
 def ranks_of(pid: int) -> list[int]:
@@ -87,13 +76,12 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("victim", ["rank 1", "rank 0"])
 def test_a_killed_rank_costs_a_pause_and_nothing_else(pipeline: Pipeline, goldens: list[Golden], victim: str) -> None:
-    pipeline.wait_ready()
-    worker = pipeline.processes["decode-0"]
+    worker = pipeline.processes[DECODE]
     (follower,) = ranks_of(worker.pid)
 
     async def disturb() -> list[Answer]:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
-            with pipeline.hold("decode-0") as go_on:
+            with pipeline.hold(DECODE) as go_on:
                 tasks = [asyncio.create_task(pipeline.complete(session, **ask(golden))) for golden in goldens]
                 await asyncio.to_thread(pipeline.wait_for_requests, STREAMS)
                 await asyncio.to_thread(go_on, 2 * STREAMS, STREAMS)
@@ -101,22 +89,19 @@ def test_a_killed_rank_costs_a_pause_and_nothing_else(pipeline: Pipeline, golden
                 os.kill(follower if victim == "rank 1" else worker.pid, signal.SIGKILL)
             await asyncio.to_thread(worker.wait, GONE_S)
             await asyncio.to_thread(wait_gone, [follower])
-            pipeline.start("decode-0")
+            pipeline.start(DECODE)
             return await asyncio.gather(*tasks)
 
     answers = asyncio.run(disturb())
     assert worker.returncode == (1 if victim == "rank 1" else -signal.SIGKILL)
     compare(goldens, answers)
-    pipeline.wait_ready()
+    whole(pipeline)
     pipeline.assert_nothing_left()
     compare(goldens, pipeline.complete_all([ask(golden) for golden in goldens]))
 
 
 def test_a_worker_that_is_asked_to_end_takes_its_ranks_along(pipeline: Pipeline) -> None:
-    pipeline.wait_ready()
-    ranks = ranks_of(pipeline.processes["decode-0"].pid)
+    ranks = ranks_of(pipeline.processes[DECODE].pid)
     assert ranks
-    assert pipeline.terminate("decode-0") == 0
+    assert pipeline.terminate(DECODE) == 0
     wait_gone(ranks)
-    pipeline.start("decode-0")
-    pipeline.wait_ready()

@@ -16,22 +16,19 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import aiohttp
 import pytest
-import torch
 
 from cohort.common.config import load_config
 from cohort.common.http.ports import free_port
 from cohort.common.types import Role
 from cohort.services.global_monitor.launcher_orders import LauncherOrders, OrderFailed
 from tests.chaos.ray_nodes import RayNodes, why_not
+from tests.chaos.streams import bodies, same
 from tests.e2e.pipeline import Answer, complete
-from tests.e2e.tiny_models import qwen2, save
 from tests.examples import nightly
-from tests.services.gateway.tiny_model import byte_level
 
 pytestmark = [
     pytest.mark.pipeline,
@@ -48,16 +45,6 @@ SHORT_STREAMS, FEWER_STREAMS = 40, 120
 LEADS = "leads from now on"
 NOTICED_BY_RAY_S = 3.0
 """At the earliest: three health checks a second apart (`ray_nodes.ENVIRONMENT`)."""
-VOCABULARY = 400
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(7)
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    save(qwen2(), folder)
-    byte_level(VOCABULARY).save(str(folder / "tokenizer.json"))
-    return folder
 
 
 def options(model: Path, workers: int = 3) -> list[str]:
@@ -69,27 +56,12 @@ def options(model: Path, workers: int = 3) -> list[str]:
     ]
 
 
-def bodies(streams: int) -> list[dict[str, Any]]:
-    random = Random(5)
-    return [
-        {
-            "prompt": [random.randrange(3, VOCABULARY) for _ in range(random.randint(3, 40))],
-            "max_tokens": NEW_TOKENS,
-            "temperature": 0.8 if index % 2 else 0,
-            "seed": index,
-            "return_token_ids": True,
-            "ignore_eos": True,
-        }
-        for index in range(streams)
-    ]
-
-
 class Streams:
     """Clients that stream at once; `began` counts those of which something has arrived."""
 
     def __init__(self, url: str, streams: int) -> None:
         self._url = url
-        self._bodies = bodies(streams)
+        self._bodies = bodies(streams, NEW_TOKENS)
 
     async def run(self, disturb: Any = None) -> list[Answer]:
         timeout = aiohttp.ClientTimeout(total=400)
@@ -119,10 +91,7 @@ class Streams:
 
 
 def check(answers: list[Answer], undisturbed: list[Answer]) -> None:
-    assert [answer.error for answer in answers] == [""] * len(undisturbed)
-    assert [len(answer.tokens) for answer in answers] == [NEW_TOKENS] * len(undisturbed)
-    other = [i for i, (one, two) in enumerate(zip(answers, undisturbed, strict=True)) if one.tokens != two.tokens]
-    assert not other, f"{len(other)} streams say something else than undisturbed: {other[:10]}"
+    same(answers, undisturbed, NEW_TOKENS)
 
 
 class Kill:
@@ -184,8 +153,8 @@ def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RayNodes]:
 
 @on_three_nodes
 @pytest.mark.parametrize("nodes", [(4, 4, 4)], indirect=True)
-def test_a_node_dies_with_its_worker_and_no_stream_is_lost(nodes: RayNodes, model: Path) -> None:
-    nodes.serve(*options(model))
+def test_a_node_dies_with_its_worker_and_no_stream_is_lost(nodes: RayNodes, tiny_model: Path) -> None:
+    nodes.serve(*options(tiny_model))
     nodes.wait_said("Cohort serves")
     where = nodes.where()
     workers = {name: address for name, address in where.items() if name.startswith("unified")}
@@ -207,9 +176,9 @@ def test_a_node_dies_with_its_worker_and_no_stream_is_lost(nodes: RayNodes, mode
 
 @on_three_nodes
 @pytest.mark.parametrize("nodes", [(0, 4, 4)], indirect=True)
-def test_a_manager_that_moves_to_another_node_is_found_there(nodes: RayNodes, model: Path) -> None:
+def test_a_manager_that_moves_to_another_node_is_found_there(nodes: RayNodes, tiny_model: Path) -> None:
     """A head that gives Ray no CPUs takes neither workers nor the manager."""
-    nodes.serve(*options(model))
+    nodes.serve(*options(tiny_model))
     nodes.wait_said("Cohort serves")
     where = nodes.where()
     [victim] = [index for index in (1, 2) if nodes.address(index) == where["manager"]]
@@ -230,8 +199,8 @@ def test_a_manager_that_moves_to_another_node_is_found_there(nodes: RayNodes, mo
 
 @on_three_nodes
 @pytest.mark.parametrize("nodes", [(0, 4, 4)], indirect=True)
-def test_the_manager_of_another_node_leads_before_ray_knows_of_the_loss(nodes: RayNodes, model: Path) -> None:
-    nodes.serve(*options(model), "--set", "manager.standbys=1")
+def test_the_manager_of_another_node_leads_before_ray_knows_of_the_loss(nodes: RayNodes, tiny_model: Path) -> None:
+    nodes.serve(*options(tiny_model), "--set", "manager.standbys=1")
     nodes.wait_said("Cohort serves")
     where = nodes.where()
     streams = Streams(nodes.url, STREAMS)
@@ -259,10 +228,10 @@ def test_the_manager_of_another_node_leads_before_ray_knows_of_the_loss(nodes: R
 
 @on_three_nodes
 @pytest.mark.parametrize("nodes", [(1, 1, 1)], indirect=True)
-def test_workers_come_and_go_as_the_monitor_orders_and_no_stream_is_lost(nodes: RayNodes, model: Path) -> None:
+def test_workers_come_and_go_as_the_monitor_orders_and_no_stream_is_lost(nodes: RayNodes, tiny_model: Path) -> None:
     """The services take the head; each other node has room for one worker."""
     acts = ("planner.mode=act", "planner.max_workers=3", "planner.interval_s=3600", "engine.drain_s=0.1")
-    nodes.serve(*options(model, workers=1), *(word for each in acts for word in ("--set", each)))
+    nodes.serve(*options(tiny_model, workers=1), *(word for each in acts for word in ("--set", each)))
     nodes.wait_said("Cohort serves")
     alone = nodes.agents(), in_use(nodes)
     folder = nodes.run_folder("monitor")
@@ -314,7 +283,7 @@ def led_since(nodes: RayNodes, name: str) -> str:
     return max([line["timestamp"] for line in nodes.log(name) if line.get("event") == LEADS], default="")
 
 
-def test_a_ray_of_this_machine_serves_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+def test_a_ray_of_this_machine_serves_and_leaves_nothing(tiny_model: Path, tmp_path: Path) -> None:
     """Detached, asked for its status, a worker killed under streams, and stopped."""
     port = free_port()
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
@@ -323,7 +292,9 @@ def test_a_ray_of_this_machine_serves_and_leaves_nothing(model: Path, tmp_path: 
         command = [sys.executable, "-P", "-m", "cohort.services.cli", "serve", "--port", str(port), *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
 
-    started = serve("--on", "ray=local", "--detach", *options(model), "--set", f"batch.folder={tmp_path / 'batches'}")
+    started = serve(
+        "--on", "ray=local", "--detach", *options(tiny_model), "--set", f"batch.folder={tmp_path / 'batches'}"
+    )
     try:
         assert started.returncode == 0, started.stdout + started.stderr
         shown = serve("--status")

@@ -9,8 +9,6 @@ import asyncio
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +20,9 @@ import pytest
 
 from cohort.common.config import dump_config, load_config
 from cohort.common.http.ports import free_port
+from tests.chaos.conftest import whole
+from tests.chaos.streams import DECODE
+from tests.e2e.forked import fork
 from tests.e2e.pipeline import Pipeline
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
@@ -29,20 +30,6 @@ pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 STREAMS = 18
 NEW_TOKENS = 48
 DEADLINE_S = 120.0
-WORKER = "unified-0"
-
-
-@pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Iterator[Pipeline]:
-    overrides = {
-        "gateway": {"resume_file": str(tmp_path_factory.mktemp("streams") / "streams.sqlite3")},
-        "model": {"max_model_len": 2048},
-        "kv": {"memory_bytes": 200 << 20},
-    }
-    made = Pipeline(tmp_path_factory.mktemp("resumed"), default_model, overrides, preset="unified")
-    made.held.add(WORKER)
-    with made as running:
-        yield running
 
 
 def bodies(model: str) -> list[tuple[str, dict[str, Any]]]:
@@ -182,7 +169,7 @@ async def disturbed(pipeline: Pipeline, resume_at: str, disturb: Callable[[], No
     """The disturbance comes when a quarter of the text is said, and every client has the beginning of its own: the
     worker says no more before."""
     choices = sum(body.get("n", 1) for _, body in bodies(""))
-    with pipeline.hold(WORKER) as go_on:
+    with pipeline.hold(DECODE) as go_on:
         clients = all_clients(pipeline, resume_at)
         await asyncio.to_thread(pipeline.wait_for_requests, choices)
         await asyncio.to_thread(go_on, STREAMS * NEW_TOKENS // 4, choices)
@@ -202,9 +189,9 @@ def check(answers: list[Got], undisturbed: list[Got]) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(pipeline: Pipeline) -> list[Got]:
+def undisturbed(running: Pipeline) -> list[Got]:
     async def run() -> list[Got]:
-        return await asyncio.gather(*(task for _, task in all_clients(pipeline, pipeline.url)))
+        return await asyncio.gather(*(task for _, task in all_clients(running, running.url)))
 
     answers = asyncio.run(run())
     assert all(got.done and not got.breaks for got in answers)
@@ -217,7 +204,7 @@ def test_a_killed_gateway_goes_on_after_its_next_start(pipeline: Pipeline, undis
         pipeline.start("gateway")
 
     check(asyncio.run(disturbed(pipeline, pipeline.url, kill_and_start)), undisturbed)
-    pipeline.wait_ready()
+    whole(pipeline)
     pipeline.assert_nothing_left(timeout_s=40.0)
 
 
@@ -231,16 +218,11 @@ def second_gateway(pipeline: Pipeline) -> Iterator[str]:
         "endpoints": {**pipeline._given.get("endpoints", {}), "gateway": f"ipc://{folder}/run/gateway-2.sock"},
     }
     file = folder / "second.yaml"
-    file.write_text(dump_config(load_config(preset="unified", overrides=given)), encoding="utf-8")
-    command = [sys.executable, "-m", "cohort.services.gateway", "--config", str(file), "--instance", "gateway-2"]
+    file.write_text(dump_config(load_config(preset="disaggregated", overrides=given)), encoding="utf-8")
+    arguments = ["--config", str(file), "--instance", "gateway-2", "--run-dir", str(folder / "run")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
     with (folder / "gateway-2.log").open("ab") as log:
-        process = subprocess.Popen(
-            [*command, "--run-dir", str(folder / "run")],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        process = fork("cohort.services.gateway", arguments, environment, log)
     try:
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
@@ -258,6 +240,5 @@ def second_gateway(pipeline: Pipeline) -> Iterator[str]:
 def test_another_gateway_goes_on_with_the_streams_of_a_killed_one(pipeline: Pipeline, undisturbed: list[Got]) -> None:
     with second_gateway(pipeline) as other:
         check(asyncio.run(disturbed(pipeline, other, lambda: pipeline.kill("gateway"))), undisturbed)
-    pipeline.start("gateway")
-    pipeline.wait_ready()
+    whole(pipeline)
     pipeline.assert_nothing_left(timeout_s=40.0)

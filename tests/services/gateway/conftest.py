@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from cohort.common.process.logs import configure_logging
 from cohort.common.process.service import ServiceContext
 from cohort.common.transport.memory_bus import MemoryNetwork
 from cohort.common.types import Request
+from cohort.services.gateway import service
 from cohort.services.gateway.service import Gateway, load_model
 from cohort.services.gateway.text.tokenizer import Tokenizer
 from tests.services.gateway.cluster import Manager, Predictor, Script
@@ -55,6 +57,14 @@ def real_model_dir() -> Path:
     if not (path / "tokenizer.json").is_file():
         pytest.skip(f"no model in {path}; run scripts/setup or set COHORT_TEST_MODEL")
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def described_once() -> Iterator[None]:
+    """Hundreds of sites show one description of the API."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service, "ApiPages", cache(service.ApiPages))
+        yield
 
 
 @dataclass

@@ -30,6 +30,7 @@ async def test_open_connections_are_served_once_more_and_then_closed(open_site: 
                 await eventually(site.context.stopping.is_set)
                 data = await response.read()
             assert data.endswith(b"data: [DONE]\n\n") and b'"error"' not in data
+            site.manager.step_s = 0.0
             async with client.post(url, json=ASKED) as response:
                 assert response.status == 200 and response.headers["Connection"] == "close"
                 assert (await response.json())["choices"][0]["finish_reason"] == "length"

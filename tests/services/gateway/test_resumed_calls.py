@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.examples import another_of_its_kind
 from tests.services.gateway.conftest import ANSWER, OpenSite
 from tests.services.gateway.resume.test_resumption import CHAT, STEP_S, Read, other, reading, rest, same, some, whole
 from tests.services.gateway.test_structured_output import CALLS, TOOLS, roomy  # noqa: F401
@@ -20,12 +21,14 @@ FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", 
 @pytest.mark.parametrize(
     ("more", "answer"),
     [
-        (TOOLS_OF, CALLS),
+        pytest.param(TOOLS_OF, CALLS, marks=another_of_its_kind()),
         ({**TOOLS_OF, "parallel_tool_calls": False}, CALLS),
         ({**TOOLS_OF, "n": 2, "temperature": 1, "logprobs": True, "top_logprobs": 1}, CALLS),
-        ({**TOOLS_OF, "tool_choice": "required"}, CALLS.removeprefix("Sure.\n")),
+        pytest.param(
+            {**TOOLS_OF, "tool_choice": "required"}, CALLS.removeprefix("Sure.\n"), marks=another_of_its_kind()
+        ),
         (TOOLS_OF, "There is <tool_call> no call in it, <tool_cal"),
-        (FORM, '{"a": "one two three four"}'),
+        pytest.param(FORM, '{"a": "one two three four"}', marks=another_of_its_kind()),
         ({**FORM, "n": 2, "logprobs": True}, '{"a": "one two three four"}'),
         ({"stop": ["3456", "x" * 20]}, ANSWER),
     ],
@@ -57,7 +60,7 @@ async def test_calls_forms_and_stops_go_on_wherever_they_break(
         await rest(first, again)
         same(again, undisturbed)
         assert again.calls == read.calls, "the same ids too"
-        for seen in range(1, len(undisturbed.ids), 1 + len(undisturbed.ids) // 6):
+        for seen in range(1, len(undisturbed.ids), 1 + len(undisturbed.ids) // 4):
             part = Read()
             await some(first, part, seen, path, body)
             await some(first, part, 2, f"/v1/streams/{part.token}")

@@ -28,13 +28,13 @@ class Seen(Exception):
 
 
 def test_longbench_has_every_task_as_often_and_ends_at_the_context() -> None:
-    items = longbench_workload(RandomArrivals(1.0), count=4000, longest=9000).items
+    items = longbench_workload(RandomArrivals(1.0), count=2000, longest=9000).items
     answers = np.array([item.output_tokens for item in items])
     tasks = [answer for _, answer in LONGBENCH.values()]
     for answer in set(tasks):
         assert abs((answers == answer).mean() - tasks.count(answer) / len(tasks)) < 0.03
     assert max(item.prompt_tokens for item in items) == 9000
-    alone = longbench_workload(RandomArrivals(1.0), count=4000, longest=1 << 20).items
+    alone = longbench_workload(RandomArrivals(1.0), count=2000, longest=1 << 20).items
     mean = 1.3 * sum(words for words, _ in LONGBENCH.values()) / len(LONGBENCH)
     assert abs(np.mean([item.prompt_tokens for item in alone]) / mean - 1.0) < 0.05
 

@@ -7,6 +7,7 @@ socket.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -211,6 +212,12 @@ def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (client, driver, progress):
         monkeypatch.setattr(module, "now_s", now_s)
+
+
+@pytest.fixture(autouse=True)
+def imports_stay_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run would thaw at its end what tests/conftest.py froze, and the next one go through it for a second."""
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 @pytest.fixture

@@ -24,6 +24,9 @@ from .conftest import FakeServer
 
 pytestmark = pytest.mark.slow
 
+SHORT = ("--input-len", "8", "--output-len", "2")
+"""For tests of anything but lengths: every token is an event that two threads hand over."""
+
 
 def bench(server: FakeServer, *args: str, expect: int = 0) -> None:
     assert main(["--url", server.url, *args]) == expect
@@ -159,6 +162,7 @@ def test_failures_are_reported_not_hidden(
         "0.5",
         "--warmup",
         "0",
+        *SHORT,
         "--slo-e2e-ms",
         "5000",
     )
@@ -172,7 +176,7 @@ def test_failures_are_reported_not_hidden(
 
 def test_nothing_completed_is_an_error_status(server: FakeServer, tmp_path: Path) -> None:
     server.behaviour.fault = lambda index: None if index == 0 else "http_500"
-    bench(server, "--quiet", "--num-requests", "3", expect=1)
+    bench(server, "--quiet", "--num-requests", "3", *SHORT, expect=1)
 
 
 def test_server_without_preferences_is_still_measured(server: FakeServer, tmp_path: Path) -> None:
@@ -186,7 +190,7 @@ def test_server_without_preferences_is_still_measured(server: FakeServer, tmp_pa
 
 def test_length_deviation_is_reported(server: FakeServer, tmp_path: Path) -> None:
     server.behaviour.extra_prompt_tokens, server.behaviour.cached_tokens = 1, 5
-    run = result(server, tmp_path, "--num-requests", "2")["runs"][0]
+    run = result(server, tmp_path, "--num-requests", "2", *SHORT)["runs"][0]
     assert (run["lengths"]["prompt_exact"], run["lengths"]["prompt_max_difference"]) == (0, 1)
     assert any("+1 to +1" in text for text in run["warnings"])
     assert any("prefix cache" in text for text in run["warnings"])
@@ -205,12 +209,15 @@ def test_compare_interleaves_the_same_requests(
                 "--compare",
                 f"fast={fast.url}",
                 f"slow={slow.url}",
+                *SHORT,
                 "--rounds",
                 "2",
+                "--warmup",
+                "0",
                 "--num-requests",
                 "4",
                 "--concurrency",
-                "2",
+                "4",
                 "--json",
                 str(path),
                 "--plot",
@@ -236,7 +243,7 @@ def test_compares_many_servers_downwards_each_request_on_a_connection_of_its_own
 ) -> None:
     servers = {name: serve() for name in ("first", "second", "third", "fourth")}
     named = [f"{name}={server.url}" for name, server in servers.items()]
-    load = ["--num-requests", "3", "--concurrency", "1", "--warmup", "0", "--rounds", "1"]
+    load = [*SHORT, "--num-requests", "3", "--concurrency", "1", "--warmup", "0", "--rounds", "1"]
     assert main(["--compare", *named, *load, "--new-connections"]) == 0
     assert all(len(server.ports) == len(set(server.ports)) >= 3 for server in servers.values())
     printed = capsys.readouterr().out
@@ -258,7 +265,7 @@ def test_compare_uses_one_prompt_form_for_all(
 def test_sweep(server: FakeServer, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "out.png"
-    found = result(server, tmp_path, "--sweep", "concurrency=1,3", "--num-requests", "6", "--plot", str(plot))
+    found = result(server, tmp_path, "--sweep", "concurrency=1,3", "--num-requests", "6", "--plot", str(plot), *SHORT)
     assert (found["sweep_key"], found["sweep_values"]) == ("concurrency", [1, 3])
     assert [run["max_in_flight"] for run in found["runs"]] == [1, 3]
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -314,6 +321,7 @@ def test_ctrl_c_gives_the_partial_report(server: FakeServer, tmp_path: Path) -> 
             "50",
             "--warmup",
             "0",
+            *SHORT,
             "--json",
             str(path),
         ],
@@ -342,7 +350,7 @@ def test_ctrl_c_gives_the_partial_report(server: FakeServer, tmp_path: Path) -> 
 
 
 def test_json_to_stdout_is_only_json(server: FakeServer, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    bench(server, "--num-requests", "2", "--json", "-")
+    bench(server, "--num-requests", "2", "--json", "-", *SHORT)
     assert json.loads(capfdbinary.readouterr().out)["runs"][0]["overall"]["completed"] == 2
 
 
@@ -355,9 +363,9 @@ def test_a_key_opens_a_server_whose_model_is_not_named(
     server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.behaviour.api_key = "k"
-    bench(server, "--num-requests", "2", "--api-key", "wrong", expect=2)
+    bench(server, "--num-requests", "2", "--api-key", "wrong", *SHORT, expect=2)
     assert "answers 401: wrong key" in capsys.readouterr().err
-    run = result(server, tmp_path, "--num-requests", "2", "--api-key", "k")["runs"][0]
+    run = result(server, tmp_path, "--num-requests", "2", "--api-key", "k", *SHORT)["runs"][0]
     assert (run["model"], run["overall"]["completed"]) == ("tiny", 2)
 
 
@@ -427,7 +435,7 @@ def test_the_key_stays_out_of_the_settings() -> None:
 
 def test_cohort_bench_is_the_same_command(server: FakeServer, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    given = ["--url", server.url, "--quiet", "--num-requests", "2", "--json", str(path)]
+    given = ["--url", server.url, "--quiet", "--num-requests", "2", *SHORT, "--json", str(path)]
     for words in (["bench", *given], ["bench", "http", *given]):
         assert cli.main(words) == 0
         assert json.loads(path.read_text())["runs"][0]["overall"]["completed"] == 2

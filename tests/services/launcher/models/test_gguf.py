@@ -1,9 +1,7 @@
-"""What a GGUF file becomes: configuration, tokenizer, a folder in the cache, and a pipeline that serves it."""
+"""What a GGUF file becomes: configuration, tokenizer, and a folder in the cache. `test_serve.py` serves one."""
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from cohort.services.launcher import preflight
 from cohort.services.launcher.models.gguf_config import generation_config, model_config
 from cohort.services.launcher.models.gguf_folder import gguf_file, make_folder, served_folder
 from tests.gguf_models import CONFIGS, VOCABULARY, add_tokenizer, random_model, write_gguf
-from tests.services.launcher.test_serve import SMALL, Serve, serve  # noqa: F401 -- the fixture
 
 FIELDS: dict[str, Any] = {
     "general.architecture": "llama",
@@ -137,25 +134,3 @@ def test_the_folder_is_made_once_in_the_cache(tmp_path: Path, monkeypatch: pytes
     damaged.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(ModelError, match=r"x\.gguf: not a complete GGUF file"):
         served_folder(damaged)
-
-
-@pytest.mark.pipeline
-@pytest.mark.slow
-def test_a_gguf_file_is_served(serve: Serve, tmp_path: Path) -> None:  # noqa: F811
-    """The text is what the file's tokenizer says of what the model of its weights answers."""
-    model = random_model("llama")
-    file = write_gguf(model, tmp_path / "tiny.Q4_0.gguf", "Q4_0", extra=add_tokenizer)
-    started = serve("--detach", model=file)
-    assert started.returncode == 0, started.stdout + started.stderr
-    url = f"http://127.0.0.1:{serve.port}/v1"
-    with urllib.request.urlopen(f"{url}/models", timeout=30) as answer:
-        assert [entry["id"] for entry in json.loads(answer.read())["data"]] == ["tiny.Q4_0"]
-    body = {"model": "tiny.Q4_0", "prompt": [5, 90, 33, 170], "max_tokens": 8, "temperature": 0, "logprobs": 1}
-    request = urllib.request.Request(
-        f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        choice = json.loads(answer.read())["choices"][0]
-    assert len(choice["logprobs"]["token_logprobs"]) == 8 or choice["finish_reason"] == "stop"
-    assert choice["text"]
-    assert serve("--stop").returncode == 0

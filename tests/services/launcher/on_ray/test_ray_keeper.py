@@ -215,9 +215,10 @@ def ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeRay]:
     yield made
 
 
-async def test_all_start_with_the_addresses_and_end_in_order_and_nothing_is_left(
+async def test_all_start_with_the_addresses_come_back_and_end_in_order_and_nothing_is_left(
     ray: FakeRay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A killed process is its agent's to start again; a manager that moves is made known to all."""
     running = Running(ray, tmp_path)
     await running.until(running.ready.is_set, "ready")
     assert ray.groups == [([{"CPU": 1.0}], "STRICT_PACK")] * len(FOLDERS)
@@ -227,6 +228,24 @@ async def test_all_start_with_the_addresses_and_end_in_order_and_nothing_is_left
     assert (folder / "cluster.key").read_text() == "the key"
     assert (folder / "cluster.key").stat().st_mode & 0o077 == 0
     assert running.supervisor.nodes == dict.fromkeys(FOLDERS, "127.0.0.1")
+
+    killed, its_agent = running.pid("decode-0"), ray.actors["decode-0"].agent
+    os.kill(killed, signal.SIGKILL)
+    await running.until(lambda: running.pid("decode-0") not in (0, killed), "another process")
+    assert ray.actors["decode-0"].agent is its_agent
+
+    worker = running.pid("decode-0")
+    await ray.actors["manager"].lose()
+
+    def moved() -> bool:
+        now = [running.book(name) for name in FOLDERS]
+        return all(each is not None and each.manager not in ("", book.manager) for each in now)
+
+    await running.until(moved, "the new address is in every book")
+    await running.until(lambda: running.pid("manager") != 0, "the manager is back")
+    assert running.pid("decode-0") == worker, "no other process was started again"
+
+    folder = ray.actors["manager"].agent._files.folder
     assert await running.stop() == 0
     stopped = [line.split()[0] for line in capsys.readouterr().out.splitlines() if " stopped" in line]
     assert stopped[:3] == ["gateway", "manager", "decode-0"]
@@ -249,34 +268,6 @@ async def test_managers_are_spread_and_all_of_them_known_to_all(ray: FakeRay, tm
 
     await running.until(moved, "the new address is in every book")
     assert await running.stop() == 0 and ray.groups == []
-
-
-async def test_a_manager_that_moves_is_made_known_to_all(ray: FakeRay, tmp_path: Path) -> None:
-    running = Running(ray, tmp_path)
-    await running.until(running.ready.is_set, "ready")
-    before = running.book("decode-0")
-    worker = running.pid("decode-0")
-    assert before is not None
-    await ray.actors["manager"].lose()
-
-    def moved() -> bool:
-        now = [running.book(name) for name in FOLDERS]
-        return all(book is not None and book.manager not in ("", before.manager) for book in now)
-
-    await running.until(moved, "the new address is in every book")
-    await running.until(lambda: running.pid("manager") != 0, "the manager is back")
-    assert running.pid("decode-0") == worker, "no other process was started again"
-    assert await running.stop() == 0 and ray.groups == []
-
-
-async def test_a_killed_process_is_its_agents_to_start_again(ray: FakeRay, tmp_path: Path) -> None:
-    running = Running(ray, tmp_path)
-    await running.until(running.ready.is_set, "ready")
-    before, its_agent = running.pid("decode-0"), ray.actors["decode-0"].agent
-    os.kill(before, signal.SIGKILL)
-    await running.until(lambda: running.pid("decode-0") not in (0, before), "another process")
-    assert ray.actors["decode-0"].agent is its_agent
-    assert await running.stop() == 0
 
 
 async def test_a_wrong_configuration_ends_all_and_shows_the_log_that_came_over(

@@ -171,7 +171,7 @@ def test_ten_rows_or_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         "--preset",
         "disaggregated,baseline-distserve,bucketserve,unified,cohort",
     )
-    few = run(*where, "--requests", "6", "--tensor-parallel", "1")
+    few = run(*where, "--requests", "3", "--tensor-parallel", "1")
     assert main(few) == 0
     said = capsys.readouterr().out
     rows = [line for line in said.splitlines() if "%" in line and ": " in line and "Recommended" not in line]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from statistics import fmean, pstdev
 
 import pytest
@@ -14,6 +15,7 @@ from tests.services.simulator.lab import Recorded, cluster, config, run, workloa
 LOAD = workload(*((0.05 * i, 60 + 17 * i, 30 + 5 * i) for i in range(12)))
 
 
+@cache
 def scattered(variation: float | None, **options: object) -> Recorded:
     return run(config(), cluster(2), LOAD, scatter=variation, **options)
 

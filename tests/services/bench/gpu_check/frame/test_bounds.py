@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +14,9 @@ from cohort.services.bench.gpu_check.frame.predictions import TABLE, Facts, expe
 from cohort.services.bench.gpu_check.frame.shapes import LLAMA_3_8B, decode_bytes, shape_folder
 
 
-@pytest.fixture(name="llama")
-def llama_3_8b(tmp_path: Path) -> ModelGeometry:
-    return read_geometry(shape_folder(tmp_path, LLAMA_3_8B))
+@pytest.fixture(name="llama", scope="module")
+def llama_3_8b(tmp_path_factory: pytest.TempPathFactory) -> ModelGeometry:
+    return read_geometry(shape_folder(tmp_path_factory.mktemp("shape"), LLAMA_3_8B))
 
 
 def test_few_rows_are_bound_by_bytes(llama: ModelGeometry) -> None:

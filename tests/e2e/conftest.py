@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.e2e.equality.golden import Golden, golden_outputs
-from tests.e2e.pipeline import CONTEXT_LIMIT
+from tests.e2e.tiny_models import save_stand_in
+from tests.examples import nightly
 
 NEW_TOKENS = 16
 
@@ -49,14 +50,15 @@ def make_prompts(tokenizer: Tokenizer) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def goldens(default_model: Path) -> list[Golden]:
-    tokenizer = Tokenizer.from_file(str(default_model / "tokenizer.json"))
-    return golden_outputs(default_model, make_prompts(tokenizer), NEW_TOKENS)
+def small_model(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Path:
+    """What takes the default model's tokens; nightly the default model itself."""
+    if nightly():
+        return default_model
+    save_stand_in(default_model, folder := tmp_path_factory.mktemp("small") / "model")
+    return folder
 
 
 @pytest.fixture(scope="session")
-def longest_golden(default_model: Path) -> list[Golden]:
-    """Up to the last position of the context."""
-    random = Random(21)
-    prompt = [random.randrange(3, 49_000) for _ in range(CONTEXT_LIMIT - 4)]
-    return golden_outputs(default_model, [prompt], 4)
+def goldens(small_model: Path) -> list[Golden]:
+    tokenizer = Tokenizer.from_file(str(small_model / "tokenizer.json"))
+    return golden_outputs(small_model, make_prompts(tokenizer), NEW_TOKENS)

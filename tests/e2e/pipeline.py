@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,14 @@ from cohort.common.http.ports import free_port
 from cohort.common.types import Role
 from tests.e2e.forked import ForkedProcess, fork
 from tests.e2e.held_file import Hold, held_file, hold_file
+from tests.examples import nightly
 
-CONTEXT_LIMIT = int(os.environ.get("COHORT_TEST_CONTEXT", "2048"))
+CONTEXT_LIMIT = int(os.environ.get("COHORT_TEST_CONTEXT", "2048" if nightly() else "768"))
 """The pipeline under test serves so many positions; 8192 is the model's own limit and takes minutes on two cores."""
 
 START_TIMEOUT_S = 120.0
+_ONE_THREAD = os.environ.get("OMP_NUM_THREADS") == "1"
+"""Where tests run beside each other: workers have one each, and all processes are forks of one template."""
 _FOLDERS = {
     "gateway": "gateway",
     "predictor": "length_predictor",
@@ -120,12 +124,16 @@ class Pipeline:
     def reconfigure(self, preset: str) -> None:
         """What is started from now on is of this preset, with the same overrides."""
         self.config = load_config(preset=preset, overrides=self._given)
+        if _ONE_THREAD and not self.config.gathers and not self.config.engine.threads:
+            one = {**self._given.get("engine", {}), "threads": 1}
+            self.config = load_config(preset=preset, overrides={**self._given, "engine": one})
         self._file.write_text(dump_config(self.config), encoding="utf-8")
 
     def start(self, name: str) -> None:
         role = self.config.instance_roles.get(name)
         folder = _FOLDERS.get(name.partition("-")[0]) or ("decode_worker" if role is Role.DECODE else "prefill_worker")
-        threads = str(self.config.worker_threads(name, os.cpu_count() or 1)) if role else "1"
+        several = role is not None and not _ONE_THREAD
+        threads = str(self.config.worker_threads(name, os.cpu_count() or 1)) if several else "1"
         arguments = ["--config", str(self._file), "--instance", name, "--run-dir", str(self.run_dir(name))]
         module = "tests.e2e.held_worker" if name in self.held else f"cohort.services.{folder}"
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
@@ -319,6 +327,14 @@ class Pipeline:
         return left
 
     # -- requests ----------------------------------------------------------------------------------------------
+
+    def complete_together(self, bodies: list[dict[str, Any]], name: str) -> list[Answer]:
+        """All of them at once: that worker, one of `held`, begins no step before all are there."""
+        with ThreadPoolExecutor(1) as client:
+            with self.hold(name):
+                answers = client.submit(self.complete_all, bodies, len(bodies))
+                self.wait_for_requests(len(bodies))
+            return answers.result()
 
     async def complete(self, session: aiohttp.ClientSession, **body: Any) -> Answer:
         return await complete(session, self.url, **body)

@@ -17,26 +17,30 @@ import openai
 import pytest
 
 from cohort.services.gateway.batches.batch_store import BatchStore
+from tests.e2e.equality.golden import kv_bytes
 from tests.e2e.pipeline import Pipeline
 
 pytestmark = pytest.mark.pipeline
 
 GATEWAYS = ("gateway", "gateway-1")
+WORKER = "unified-0"
 STREAMS = 16
 NEW_TOKENS = 48
-LINES = 24
+LINES, TOKENS = 24, 8
 DEADLINE_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Iterator[Pipeline]:
+def pipeline(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Iterator[Pipeline]:
     overrides = {
         "gateway": {"processes": 2, "resume_file": str(tmp_path_factory.mktemp("streams") / "streams.sqlite3")},
         "model": {"max_model_len": 1024},
-        "kv": {"memory_bytes": 200 << 20},
+        "kv": {"memory_bytes": kv_bytes(small_model, 284)},
         "batch": {"concurrency": 2},
     }
-    with Pipeline(tmp_path_factory.mktemp("gateways"), default_model, overrides, preset="unified") as running:
+    made = Pipeline(tmp_path_factory.mktemp("gateways"), small_model, overrides, preset="unified")
+    made.held.add(WORKER)
+    with made as running:
         until_ready(running)
         yield running
 
@@ -117,13 +121,15 @@ async def run_streams(pipeline: Pipeline, *, killed: str = "") -> tuple[list[Got
     """As many plain streams as resumable ones, of the same requests; a gateway dies once all have begun."""
     plain, kept = [[Got() for _ in range(STREAMS)] for _ in range(2)]
     async with asyncio.TaskGroup() as tasks:
-        for index in range(STREAMS):
-            tasks.create_task(stream(pipeline, index, plain[index], resumes=False))
-            tasks.create_task(stream(pipeline, index, kept[index], resumes=True))
-        for got in (*plain, *kept):
-            await got.begun.wait()
-        if killed:
-            await asyncio.to_thread(pipeline.kill, killed)
+        with pipeline.hold(WORKER) as go_on:
+            for index in range(STREAMS):
+                tasks.create_task(stream(pipeline, index, plain[index], resumes=False))
+                tasks.create_task(stream(pipeline, index, kept[index], resumes=True))
+            await asyncio.to_thread(go_on, 8 * STREAMS, 2 * STREAMS)
+            for got in (*plain, *kept):
+                await got.begun.wait()
+            if killed:
+                await asyncio.to_thread(pipeline.kill, killed)
     return plain, kept
 
 
@@ -169,7 +175,7 @@ def job(client: openai.OpenAI) -> str:
     """A batch of `LINES`; its id."""
     data = b"".join(
         json.dumps(
-            {"custom_id": str(index), "method": "POST", "url": "/v1/completions", "body": body(index, 8)}
+            {"custom_id": str(index), "method": "POST", "url": "/v1/completions", "body": body(index, TOKENS)}
         ).encode()
         + b"\n"
         for index in range(LINES)
@@ -216,15 +222,18 @@ def test_batches_given_to_either_gateway_run_once(pipeline: Pipeline) -> None:
 
 def test_another_gateway_goes_on_with_the_batches_of_one_that_is_killed(pipeline: Pipeline) -> None:
     before = requests_of(pipeline)
-    with openai.OpenAI(base_url=pipeline.url + "/v1", api_key="none", max_retries=0) as client:
-        batch_id = job(client)
-    deadline = time.monotonic() + DEADLINE_S
-    while len(results(pipeline, batch_id)) < LINES // 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    [runner] = [name for name in GATEWAYS if pipeline.stats(name).get("requests_total", 0.0) > before[name]]
-    pipeline.kill(runner)
-    finished = results(pipeline, batch_id)
+    with pipeline.hold(WORKER) as go_on:
+        with openai.OpenAI(base_url=pipeline.url + "/v1", api_key="none", max_retries=0) as client:
+            batch_id = job(client)
+        go_on(LINES // 2 * TOKENS)
+        deadline = time.monotonic() + DEADLINE_S
+        while len(results(pipeline, batch_id)) < LINES // 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        pipeline.wait_told()
+        [runner] = [name for name in GATEWAYS if pipeline.stats(name).get("requests_total", 0.0) > before[name]]
+        pipeline.kill(runner)
+        finished = results(pipeline, batch_id)
     assert LINES // 4 <= len(finished) < LINES, "the gateway died too late to interrupt anything"
     lines = until_ended(pipeline, batch_id)
     for number, result in finished.items():

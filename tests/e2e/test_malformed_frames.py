@@ -88,21 +88,28 @@ def send(sockets: list[Path], sent: list[list[bytes]]) -> None:
         context.term()  # when all is sent, or the linger is over
 
 
-def test_every_socket_counts_and_skips_what_is_no_message(standard: Pipeline) -> None:
-    sent, before = frames(), malformed(standard)
-    sockets = sorted((standard.folder / "run").glob("*.sock"))
+def test_every_socket_counts_and_skips_what_is_no_message(
+    tmp_path_factory: pytest.TempPathFactory, small_model: Path
+) -> None:
+    with Pipeline(tmp_path_factory.mktemp("frames"), small_model, preset="disaggregated") as pipeline:
+        send_and_count(pipeline)
+
+
+def send_and_count(pipeline: Pipeline) -> None:
+    sent, before = frames(), malformed(pipeline)
+    sockets = sorted((pipeline.folder / "run").glob("*.sock"))
     control = [path for path in sockets if not path.name.endswith(".kv.sock")]
     links = [path for path in sockets if path.name.endswith(".kv.sock")]
-    assert {path.name.removesuffix(".sock") for path in control} == set(standard.names) == set(before)
-    assert len(links) == len(standard.config.instance_roles)
+    assert {path.name.removesuffix(".sock") for path in control} == set(pipeline.names) == set(before)
+    assert len(links) == len(pipeline.config.instance_roles)
     send(sockets, sent)
     deadline = time.monotonic() + NEWS_S
-    while missing := fewer(standard, before, links, len(sent)):
+    while missing := fewer(pipeline, before, links, len(sent)):
         assert time.monotonic() < deadline, f"of {len(sent)}: {missing}"
         time.sleep(0.25)
-    assert all(process.poll() is None for process in standard.processes.values())
+    assert all(process.poll() is None for process in pipeline.processes.values())
     bodies = [{"prompt": f"Number {number}:", "max_tokens": 6, "ignore_eos": True} for number in range(4)]
-    answers = standard.complete_all(bodies)
+    answers = pipeline.complete_all(bodies)
     assert [(answer.error, answer.finish) for answer in answers] == [("", "length")] * 4
     assert all(answer.extras["instances"] == ["prefill-0", "decode-0"] for answer in answers)  # over the links
-    standard.assert_nothing_left()
+    pipeline.assert_nothing_left()

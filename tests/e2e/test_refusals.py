@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -32,13 +33,16 @@ def post(pipeline: Pipeline, **body: Any) -> tuple[int, dict[str, str], bytes]:
         return error.code, dict(error.headers), error.read()
 
 
-def test_a_ttft_that_no_worker_can_keep_is_refused_demoted_or_served(tmp_path: Path, default_model: Path) -> None:
+def test_a_ttft_that_no_worker_can_keep_is_refused_demoted_or_served(tmp_path: Path, small_model: Path) -> None:
     recordings = tmp_path / "recordings"
     overrides: dict[str, Any] = {"recording": {"folder": str(recordings)}}
-    with Pipeline(tmp_path, default_model, overrides, preset="cohort") as pipeline:
-        for _ in range(3):  # until the worker has reported what a token takes, nothing is refused
+    with Pipeline(tmp_path, small_model, overrides, preset="cohort") as pipeline:
+        for _ in range(3):
             status, _, body = post(pipeline, cohort={"ttft_slo_ms": 60_000})
             assert status == 200, body
+        deadline_s = time.monotonic() + 60
+        while post(pipeline, cohort={"ttft_slo_ms": NEVER_MS})[0] == 200:
+            assert time.monotonic() < deadline_s, "the worker never reported what a token takes"
         text = json.loads(body)["choices"][0]["text"]
         pipeline.wait_for("manager", "dispatched_total", 3)
         for stream in (False, True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -38,6 +39,17 @@ def llama() -> PreTrainedModel:
             max_position_embeddings=512,
         )
     )
+
+
+def save_stand_in(default_model: Path, folder: Path) -> None:
+    """The default model's tokens, in a part of its time: what is scheduled, cached and sent is the same."""
+    tokens = len(json.loads((default_model / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"])
+    torch.manual_seed(7)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "max_position_embeddings": 2048}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    save(LlamaForCausalLM(LlamaConfig(vocab_size=tokens, tie_word_embeddings=True, **shape, **heads)), folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).symlink_to(default_model / name)
 
 
 def save_deep_llama(folder: Path, first: Path) -> None:

@@ -50,6 +50,9 @@ def test_chat_streamed_and_whole_say_the_same(client: openai.OpenAI) -> None:
     assert usage is not None
     assert usage.completion_tokens == whole.usage.completion_tokens
     assert len(text) > 20
+    question = {"role": "user", "content": "What is the capital of France?"}
+    known = client.chat.completions.create(model=model, messages=[question], max_tokens=40, temperature=0)  # type: ignore[list-item]
+    assert "Paris" in (known.choices[0].message.content or "")
 
 
 def test_choices_logprobs_and_stop_strings(client: openai.OpenAI) -> None:
@@ -157,10 +160,10 @@ def test_a_drained_worker_finishes_its_requests(standard: Pipeline) -> None:
         standard.wait_ready()
 
 
-def test_an_encrypted_pipeline_serves_and_strangers_cannot_talk(tmp_path: Path, default_model: Path) -> None:
+def test_an_encrypted_pipeline_serves_and_strangers_cannot_talk(tmp_path: Path, small_model: Path) -> None:
     generate_keys(tmp_path / "cluster.key")
     overrides = {"security": {"curve_secret_key_file": str(tmp_path / "cluster.key")}, "transfer": {"links": ["zmq"]}}
-    with Pipeline(tmp_path, default_model, overrides, preset="disaggregated") as pipeline:
+    with Pipeline(tmp_path, small_model, overrides, preset="disaggregated") as pipeline:
         (answer,) = pipeline.complete_all([{"prompt": "Hello there", "max_tokens": 5, "ignore_eos": True}])
         assert (answer.error, answer.finish) == ("", "length")
         assert answer.extras["instances"] == ["prefill-0", "decode-0"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tests.e2e.equality.golden import Golden
-from tests.e2e.equality.test_golden import MEBIBYTE, ask, compare
+from tests.e2e.equality.golden import Golden, kv_bytes
+from tests.e2e.equality.test_golden import ask, compare
 from tests.e2e.pipeline import Answer, Pipeline
 from tests.examples import nightly
 
@@ -21,19 +21,20 @@ ROWS = 2
 
 
 async def ask_while_rows_are_taken(pipeline: Pipeline, chosen: list[Golden]) -> list[Answer]:
-    """Requests that are given up later take every row of the decode worker until half of the chosen ones are in host
-    memory. They are longer than any of those: no chosen request matches their batch, and only candidate batches
-    follow."""
+    """Requests that are given up later take every row of the decode worker, which stands still, until half of the
+    chosen ones are in host memory. They are longer than any of those: no chosen request matches their batch, and only
+    candidate batches follow."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
-        taken = [
-            asyncio.create_task(pipeline.complete(session, prompt=[7 + row] * 500, max_tokens=800, ignore_eos=True))
-            for row in range(ROWS)
-        ]
-        await asyncio.to_thread(pipeline.wait_for, "decode-0", "running", ROWS, 60.0)
-        asked = [asyncio.create_task(pipeline.complete(session, **ask(golden))) for golden in chosen]
-        await asyncio.to_thread(pipeline.wait_for, "prefill-0", "pool_offloads_total", len(chosen) // 2, 60.0)
-        for task in taken:
-            task.cancel()
+        with pipeline.hold("decode-0") as go_on:
+            taken = [
+                asyncio.create_task(pipeline.complete(session, prompt=[7 + row] * 500, max_tokens=400, ignore_eos=True))
+                for row in range(ROWS)
+            ]
+            await asyncio.to_thread(go_on, 0, ROWS)
+            asked = [asyncio.create_task(pipeline.complete(session, **ask(golden))) for golden in chosen]
+            await asyncio.to_thread(pipeline.wait_for, "prefill-0", "pool_offloads_total", len(chosen) // 2, 60.0)
+            for task in taken:
+                task.cancel()
         return await asyncio.gather(*asked)
 
 
@@ -48,11 +49,11 @@ async def ask_while_rows_are_taken(pipeline: Pipeline, chosen: list[Golden]) -> 
         ),
     ],
 )
-def test_through_the_pool(tmp_path: Path, default_model: Path, goldens: list[Golden], prefetch: bool) -> None:
+def test_through_the_pool(tmp_path: Path, small_model: Path, goldens: list[Golden], prefetch: bool) -> None:
     chosen = [golden for golden in goldens if len(golden.prompt) <= 300]
     overrides = {
         "engine": {"max_rows": ROWS},
-        "kv": {"memory_bytes": 128 * MEBIBYTE, "host_memory_bytes": 256 * MEBIBYTE},
+        "kv": {"memory_bytes": kv_bytes(small_model, 182), "host_memory_bytes": kv_bytes(small_model, 364)},
         "alignedserve": {
             "least_requests": 2,
             "leaf_tokens": 16,
@@ -60,7 +61,9 @@ def test_through_the_pool(tmp_path: Path, default_model: Path, goldens: list[Gol
             "ablation": {"prefetch": prefetch},
         },
     }
-    with Pipeline(tmp_path, default_model, overrides, preset="alignedserve") as pipeline:
+    made = Pipeline(tmp_path, small_model, overrides, preset="alignedserve")
+    made.held.add("decode-0")
+    with made as pipeline:
         compare(chosen, asyncio.run(ask_while_rows_are_taken(pipeline, chosen)))
         stat = "pool_prefetches_total" if prefetch else "pool_direct_transfers_total"
         pipeline.wait_for("prefill-0", stat, len(chosen) // 4)

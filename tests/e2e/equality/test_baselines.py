@@ -17,8 +17,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.e2e.equality.golden import Golden
-from tests.e2e.equality.test_golden import MEBIBYTE, ask, compare
+from tests.e2e.equality.golden import Golden, kv_bytes
+from tests.e2e.equality.test_golden import ask, compare
 from tests.e2e.pipeline import Answer, Pipeline
 from tests.examples import another_of_its_kind, nightly
 
@@ -34,9 +34,9 @@ if WIDE or nightly():
 NEVER_PREEMPTS = ("baseline-orca", "baseline-srtf")
 
 
-def overrides(preemption: str | None = None) -> dict[str, Any]:
+def overrides(model: Path, preemption: str | None = None) -> dict[str, Any]:
     return {
-        "kv": {"memory_bytes": 24 * MEBIBYTE, "prefix_caching": False},
+        "kv": {"memory_bytes": kv_bytes(model, 34), "prefix_caching": False},
         "gateway": {"default_prediction_tokens": 1},
         "predictor": {"min_observations": 1_000_000},
         **({"engine": {"preemption": preemption}} if preemption else {}),
@@ -52,29 +52,31 @@ def chosen(goldens: list[Golden]) -> list[Golden]:
 
 
 @pytest.fixture(scope="module")
-def pipeline(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Iterator[Pipeline]:
+def pipeline(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Iterator[Pipeline]:
     folder = tmp_path_factory.mktemp("baselines")
-    with Pipeline(folder, default_model, overrides(), preset="baseline-vllm") as running:
+    made = Pipeline(folder, small_model, overrides(small_model), preset="baseline-vllm")
+    made.held.add(WORKER)
+    with made as running:
         yield running
 
 
-def ask_all(pipeline: Pipeline, goldens: list[Golden]) -> None:
-    compare(goldens, asyncio.run(ask_while_one_decodes(pipeline, goldens)))
+def ask_all(pipeline: Pipeline, goldens: list[Golden], worker: str = WORKER) -> None:
+    compare(goldens, asyncio.run(ask_while_one_decodes(pipeline, goldens, worker)))
 
 
-async def ask_while_one_decodes(pipeline: Pipeline, goldens: list[Golden]) -> list[Answer]:
+async def ask_while_one_decodes(pipeline: Pipeline, goldens: list[Golden], worker: str) -> list[Answer]:
     """So that they wait together: a scheduler of whole batches then takes as many as the cache holds without their
     tokens, which they outgrow."""
-    before = await asyncio.to_thread(pipeline.stats, "gateway")
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
-        first = asyncio.create_task(pipeline.complete(session, prompt=[7] * 20, max_tokens=200, ignore_eos=True))
-        produced = before["generation_tokens_total"] + 1
-        await asyncio.to_thread(pipeline.wait_for, "gateway", "generation_tokens_total", produced, 60.0)
-        waiting = []
-        for golden in goldens:
-            waiting.append(asyncio.create_task(pipeline.complete(session, **ask(golden))))
-            await asyncio.sleep(0.02)  # in this order: many short ones share a batch, and more rows grow
-        assert not first.done(), "they were to wait for it"
+        with pipeline.hold(worker) as go_on:
+            first = asyncio.create_task(pipeline.complete(session, prompt=[7] * 20, max_tokens=200, ignore_eos=True))
+            await asyncio.to_thread(go_on, 0, 1)
+            waiting = []
+            for golden in goldens:
+                waiting.append(asyncio.create_task(pipeline.complete(session, **ask(golden))))
+                await asyncio.sleep(0.02)  # in this order: many short ones share a batch, and more rows grow
+            await asyncio.to_thread(pipeline.wait_for_requests, 1 + len(goldens))
+            assert not first.done(), "they were to wait for it"
         return await asyncio.gather(*waiting)
 
 
@@ -93,8 +95,10 @@ def test_colocated(pipeline: Pipeline, chosen: list[Golden], preset: str) -> Non
 
 @pytest.mark.skipif(not WIDE, reason="COHORT_TEST_WIDE=1 runs it")
 @pytest.mark.parametrize("preemption", ["swap", pytest.param("recompute", marks=another_of_its_kind())])
-def test_disaggregated(tmp_path: Path, default_model: Path, chosen: list[Golden], preemption: str) -> None:
-    with Pipeline(tmp_path, default_model, overrides(preemption), preset="baseline-distserve") as pipeline:
-        ask_all(pipeline, chosen)
+def test_disaggregated(tmp_path: Path, small_model: Path, chosen: list[Golden], preemption: str) -> None:
+    made = Pipeline(tmp_path, small_model, overrides(small_model, preemption), preset="baseline-distserve")
+    made.held.add("decode-0")
+    with made as pipeline:
+        ask_all(pipeline, chosen, "decode-0")
         pipeline.wait_for("decode-0", "preemptions_total", 1)
         pipeline.assert_nothing_left()

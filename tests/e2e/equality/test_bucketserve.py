@@ -9,28 +9,28 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.equality.golden import Golden
-from tests.e2e.equality.test_golden import MEBIBYTE, ask, compare
+from tests.e2e.equality.golden import Golden, kv_bytes
+from tests.e2e.equality.test_golden import ask, compare
 from tests.e2e.pipeline import Pipeline
 from tests.examples import another_of_its_kind
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
-CACHE = {"memory_bytes": 56 * MEBIBYTE}
+CACHE_BLOCKS = 77
 """For about a tenth of the requests: more wait than a batch may hold, so that buckets split."""
 
 
 @another_of_its_kind()
 def test_buckets_with_second_predictions_and_processes_that_die(
-    tmp_path: Path, default_model: Path, goldens: list[Golden]
+    tmp_path: Path, small_model: Path, goldens: list[Golden]
 ) -> None:
     overrides = {
-        "kv": CACHE,
+        "kv": {"memory_bytes": kv_bytes(small_model, CACHE_BLOCKS)},
         "predictor": {"refine_after_prefill": True},
         "gateway": {"default_prediction_tokens": 4},  # an answer cut off later than predicted is learned from
     }
     bodies = [ask(golden) for golden in goldens]
-    made = Pipeline(tmp_path, default_model, overrides, preset="bucketserve")
+    made = Pipeline(tmp_path, small_model, overrides, preset="bucketserve")
     made.held.add("decode-0")
     with made as pipeline, ThreadPoolExecutor(1) as other:
         compare(goldens, pipeline.complete_all(bodies, concurrency=len(bodies)))
@@ -52,11 +52,16 @@ def test_buckets_with_second_predictions_and_processes_that_die(
         pipeline.assert_nothing_left()
 
 
-def test_padded_batches(tmp_path: Path, default_model: Path, goldens: list[Golden]) -> None:
-    overrides = {"kv": CACHE, "policies": {"iteration": "padded_prefill"}}
-    with Pipeline(tmp_path, default_model, overrides, preset="bucketserve") as pipeline:
+def test_padded_batches(tmp_path: Path, small_model: Path, goldens: list[Golden]) -> None:
+    overrides = {
+        "kv": {"memory_bytes": kv_bytes(small_model, CACHE_BLOCKS)},
+        "policies": {"iteration": "padded_prefill"},
+    }
+    made = Pipeline(tmp_path, small_model, overrides, preset="bucketserve")
+    made.held.add("prefill-0")
+    with made as pipeline:
         half = goldens[::2]
-        compare(half, pipeline.complete_all([ask(golden) for golden in half], concurrency=len(half)))
+        compare(half, pipeline.complete_together([ask(golden) for golden in half], "prefill-0"))
         pipeline.wait_for("manager", "bucket_splits_total", 1)
         pipeline.wait_for("prefill-0", "padding_tokens_total", 1)
         pipeline.assert_nothing_left()

@@ -11,14 +11,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.e2e.conftest import SENTENCES
-from tests.e2e.equality.golden import Golden, golden_outputs
+from tests.e2e.equality.golden import Golden, golden_outputs, kv_bytes
 from tests.e2e.equality.test_golden import compare
 from tests.e2e.pipeline import Pipeline
 from tests.examples import another_of_its_kind
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
-MEBIBYTE = 1 << 20
 LENGTHS = (6, 20, 40)
 
 
@@ -50,18 +49,19 @@ def random_predictor(pipeline: Pipeline) -> None:
     ],
 )
 def test_a_wrong_predictor_changes_no_answer(
-    tmp_path: Path, default_model: Path, prediction: int | None, lending: str, evidence: str
+    tmp_path: Path, small_model: Path, prediction: int | None, lending: str, evidence: str
 ) -> None:
-    tokenizer = Tokenizer.from_file(str(default_model / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(small_model / "tokenizer.json"))
     prompts = [tokenizer.encode(text).ids for text in SENTENCES[:6]]
-    wanted = [cut(golden, n) for golden in golden_outputs(default_model, prompts, max(LENGTHS)) for n in LENGTHS]
+    wanted = [cut(golden, n) for golden in golden_outputs(small_model, prompts, max(LENGTHS)) for n in LENGTHS]
     overrides: dict[str, Any] = {
         "gateway": {"default_prediction_tokens": prediction or 256},
         "predictor": {"min_observations": 1_000_000, "state_path": str(tmp_path / "lengths.npz")},
-        "kv": {"block_size": 8, "memory_bytes": 12 * MEBIBYTE, "prefix_caching": False},
+        "kv": {"block_size": 8, "memory_bytes": kv_bytes(small_model, 17), "prefix_caching": False},
         "ecoserve": {"lending": lending, "ablation": {"tune_padding": False}},
     }
-    pipeline = Pipeline(tmp_path, default_model, overrides, preset="ecoserve")
+    pipeline = Pipeline(tmp_path, small_model, overrides, preset="ecoserve")
+    pipeline.held.add("unified-0")
     if prediction is None:
         random_predictor(pipeline)
     with pipeline:
@@ -75,6 +75,6 @@ def test_a_wrong_predictor_changes_no_answer(
             }
             for golden in wanted
         ]
-        compare(wanted, pipeline.complete_all(bodies, concurrency=len(bodies)))
+        compare(wanted, pipeline.complete_together(bodies, "unified-0"))
         pipeline.wait_for("unified-0", evidence, 1)
         pipeline.assert_nothing_left()

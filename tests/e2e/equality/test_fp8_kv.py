@@ -12,7 +12,7 @@ from tests.e2e.pipeline import Pipeline
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
 
-def test_fp8_crosses(tmp_path: Path, default_model: Path) -> None:
+def test_fp8_crosses(tmp_path: Path, small_model: Path) -> None:
     """Beside one another, over a prefix that is cached, and with log-probabilities."""
     words = "Once upon a time there was a fox who lived at the edge of a large forest and wanted "
     requests: list[dict[str, Any]] = [
@@ -25,11 +25,11 @@ def test_fp8_crosses(tmp_path: Path, default_model: Path) -> None:
         overrides = {"model": {"max_model_len": 512}, "kv": kv}
         folder = tmp_path / preset[0]  # sockets lie in it, whose paths must be short
         folder.mkdir()
-        with Pipeline(folder, default_model, overrides, preset=preset) as pipeline:
+        with Pipeline(folder, small_model, overrides, preset=preset) as pipeline:
             found = pipeline.complete_all(requests) + pipeline.complete_all(requests[-1:])
             assert not any(answer.error for answer in found)
             answers[preset] = [answer.tokens for answer in found]
             if preset == "disaggregated":
-                assert pipeline.heard("decode-0")["transfers_total"] > 0
+                pipeline.wait_for("decode-0", "transfers_total", 1)
     assert answers["disaggregated"] == answers["unified"]
     assert all(len(tokens) == 12 for tokens in answers["unified"])

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
-from tests.e2e.equality.golden import Golden, near_ties
-from tests.e2e.pipeline import Answer, Pipeline
-from tests.examples import another_of_its_kind
+from tests.e2e.conftest import NEW_TOKENS, make_prompts
+from tests.e2e.equality.golden import Golden, golden_outputs, kv_bytes, near_ties
+from tests.e2e.pipeline import CONTEXT_LIMIT, Answer, Pipeline
+from tests.examples import another_of_its_kind, nightly
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
-MEBIBYTE = 1 << 20
 SHORT_SIGHTED = {"gateway": {"default_prediction_tokens": 1}, "predictor": {"min_observations": 1_000_000}}
 """Every response is expected to end at once: more are admitted than the cache will hold."""
 
@@ -40,9 +42,15 @@ def compare(goldens: list[Golden], answers: list[Answer]) -> int:
     return ties
 
 
-def test_disaggregated_with_prefix_cache_and_long_prompts(
-    standard: Pipeline, goldens: list[Golden], longest_golden: list[Golden]
-) -> None:
+def test_disaggregated_with_prefix_cache_and_long_prompts(standard: Pipeline, default_model: Path) -> None:
+    """The default model itself; the longest prompt goes up to the last position of the context."""
+    prompts = make_prompts(Tokenizer.from_file(str(default_model / "tokenizer.json")))
+    if not nightly():
+        prompts = [*prompts[3:24:5], *prompts[26:29], *prompts[31:50:3]]
+    goldens = golden_outputs(default_model, prompts, NEW_TOKENS)
+    random = Random(21)
+    longest = [random.randrange(3, 49_000) for _ in range(CONTEXT_LIMIT - 4)]
+    longest_golden = golden_outputs(default_model, [longest], 4)
     before = standard.heard("decode-0").get("transfers_total", 0.0)
     failed = standard.heard("decode-0").get("transfer_failures_total", 0.0)
     compare(goldens, standard.complete_all([ask(g) for g in goldens]))
@@ -57,31 +65,27 @@ def test_disaggregated_with_prefix_cache_and_long_prompts(
 
 
 @pytest.mark.parametrize(
-    ("preset", "overrides", "evidence"),
+    ("preset", "overrides", "blocks", "evidence"),
     [
         pytest.param(
             "unified",
-            {"engine": {"prefill_chunk": 48, "preemption": "swap"}, "kv": {"memory_bytes": 36 * MEBIBYTE}},
+            {"engine": {"prefill_chunk": 48, "preemption": "swap"}, "kv": {}},
+            51,
             "preemptions_total",
             id="colocated, chunks of 48, swapped",
         ),
         pytest.param(
             "unified",
-            {
-                "engine": {"prefill_chunk": 500, "preemption": "recompute"},
-                "kv": {"memory_bytes": 56 * MEBIBYTE, "prefix_caching": False},
-            },
+            {"engine": {"prefill_chunk": 500, "preemption": "recompute"}, "kv": {"prefix_caching": False}},
+            77,
             "preemptions_total",
             id="colocated, chunks of 500, recomputed",
             marks=another_of_its_kind(),
         ),
         pytest.param(
             "disaggregated",
-            {
-                "engine": {"max_step_tokens": 32, "preemption": "swap"},
-                "transfer": {"links": ["zmq"]},
-                "kv": {"memory_bytes": 80 * MEBIBYTE},
-            },
+            {"engine": {"max_step_tokens": 32, "preemption": "swap"}, "transfer": {"links": ["zmq"]}, "kv": {}},
+            113,
             "transfers_total",
             id="disaggregated, chunks of 32, over the fallback link",
             marks=another_of_its_kind(),
@@ -89,26 +93,30 @@ def test_disaggregated_with_prefix_cache_and_long_prompts(
     ],
 )
 def test_chunked_preempted_transferred(
-    tmp_path: Path, default_model: Path, goldens: list[Golden], preset: str, overrides: Mapping[str, Any], evidence: str
+    tmp_path: Path,
+    small_model: Path,
+    goldens: list[Golden],
+    preset: str,
+    overrides: Mapping[str, Any],
+    blocks: int,
+    evidence: str,
 ) -> None:
-    with Pipeline(tmp_path, default_model, overrides, preset=preset) as pipeline:
-        worker = list(pipeline.config.instance_roles)[-1]
-        for _ in range(6):  # whether the cache runs out depends on which of them meet
-            compare(goldens, pipeline.complete_all([ask(g) for g in goldens], concurrency=32))
-            if pipeline.heard(worker).get(evidence, 0.0):
-                break
+    sized = {**overrides, "kv": {"memory_bytes": kv_bytes(small_model, blocks), **overrides["kv"]}}
+    made = Pipeline(tmp_path, small_model, sized, preset=preset)
+    worker = list(made.config.instance_roles)[-1]
+    made.held.add(worker)
+    with made as pipeline:
+        compare(goldens, pipeline.complete_together([ask(g) for g in goldens], worker))
         pipeline.wait_for(worker, evidence, 1)
         pipeline.assert_nothing_left()
 
 
-def test_real_time_and_best_effort_in_the_same_blocks(
-    tmp_path: Path, default_model: Path, goldens: list[Golden]
-) -> None:
+def test_real_time_and_best_effort_in_the_same_blocks(tmp_path: Path, small_model: Path, goldens: list[Golden]) -> None:
     """BROS with a cache for a third of them: best-effort requests fill it, real-time ones move into their blocks."""
     chosen = [golden for golden in goldens if 60 <= len(golden.prompt) <= 300]
     best_effort, real_time = chosen[::2], chosen[1::2]
-    overrides = {"kv": {"memory_bytes": 40 * MEBIBYTE}}
-    made = Pipeline(tmp_path, default_model, overrides, preset="bros")
+    overrides = {"kv": {"memory_bytes": kv_bytes(small_model, 56)}}
+    made = Pipeline(tmp_path, small_model, overrides, preset="bros")
     made.held.add("unified-0")
     with made as pipeline, ThreadPoolExecutor(2) as other:
         batch = [{**ask(golden), "cohort": {"class": "be"}} for golden in best_effort]

@@ -27,18 +27,18 @@ tolerance from its own float64 answer. How coarse a position is shows in the wor
 one token is near zero by chance, and another order of the same sums has another such token."""
 
 
-def test_scores_are_those_of_the_reference(tmp_path: Path, default_model: Path) -> None:
+def test_scores_are_those_of_the_reference(tmp_path: Path, small_model: Path) -> None:
     """Chunks of 24 tokens on a prefill worker, the rest of the answer on a decode worker; asked twice, so that the
     second time a prefix cache could answer, which it must not."""
     random = Random(11)
     noise = [[random.randrange(3, 49_000) for _ in range(length)] for length in LENGTHS]
-    tokenizer = Tokenizer.from_file(str(default_model / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(small_model / "tokenizer.json"))
     prompts = [*noise, *(tokenizer.encode(text).ids for text in (SENTENCES if nightly() else SENTENCES[:6]))]
-    with Pipeline(tmp_path, default_model, {"engine": {"prefill_chunk": 24}}) as pipeline:
+    with Pipeline(tmp_path, small_model, {"engine": {"prefill_chunk": 24}}) as pipeline:
         answers = asyncio.run(ask(pipeline, prompts * 2))
         pipeline.assert_nothing_left()
     single, double = (
-        AutoModelForCausalLM.from_pretrained(default_model, dtype=dtype).eval()
+        AutoModelForCausalLM.from_pretrained(small_model, dtype=dtype).eval()
         for dtype in (torch.float32, torch.float64)
     )
     worst = dict.fromkeys(("sentences", "noise"), 0.0)

@@ -15,8 +15,8 @@ import torch
 
 from tests.common.engine.drafts.test_eagle_head import head_folder
 from tests.common.engine.drafts.test_next_token_module import Checkpoint
-from tests.e2e.equality.golden import Golden, compute
-from tests.e2e.equality.test_golden import MEBIBYTE, SHORT_SIGHTED, ask, compare
+from tests.e2e.equality.golden import Golden, compute, kv_bytes
+from tests.e2e.equality.test_golden import SHORT_SIGHTED, ask, compare
 from tests.e2e.equality.test_splits import PLACES, REQUESTS, SplitPipeline, scores, told
 from tests.e2e.pipeline import Answer, Pipeline
 from tests.e2e.tiny_models import llama, save, save_deep_llama
@@ -49,7 +49,7 @@ def _asked(tmp_path: Path, model: Path, preset: str, mode: str) -> dict[str, lis
     with Pipeline(tmp_path / mode, model, speculating, preset=preset) as pipeline:
         answers = {
             name: _post(
-                pipeline, {"prompt": PROMPT, "max_tokens": 40 if nightly() else 24, "ignore_eos": True, **asked}
+                pipeline, {"prompt": PROMPT, "max_tokens": 40 if nightly() else 16, "ignore_eos": True, **asked}
             )
             for name, asked in REQUESTS.items()
         }
@@ -99,7 +99,7 @@ def test_drafts_are_golden_under_preemption(
     overrides = {
         "speculation": _speculating(mode, default_model, tmp_path),
         "engine": {"prefill_chunk": 48, "preemption": "swap"},
-        "kv": {"memory_bytes": (36 if mode == "lookup" else 72) * MEBIBYTE},
+        "kv": {"memory_bytes": kv_bytes(default_model, 51 if mode == "lookup" else 102)},
     }
     with Pipeline(tmp_path, default_model, overrides, preset="unified") as pipeline:
         for concurrency in (2, 32):

@@ -84,18 +84,23 @@ def scores(choices: list[dict[str, Any]]) -> list[float]:
     return [score for scored in found for score in scored if score is not None]
 
 
-def test_every_split_gives_the_same_answer(tmp_path: Path, default_model: Path) -> None:
-    pipeline = SplitPipeline(tmp_path, default_model, {"engine": {"prefill_chunk": 8}}, preset="dynaserve")
+def test_every_split_gives_the_same_answer(tmp_path: Path, small_model: Path) -> None:
+    pipeline = SplitPipeline(tmp_path, small_model, {"engine": {"prefill_chunk": 8}}, preset="dynaserve")
     with pipeline:
-        handed_over = 0
+        handed_over, greedy = 0, ""
         for name, asked in REQUESTS.items():
             body = {"prompt": PROMPT, "max_tokens": 24 if nightly() else 14, "ignore_eos": True, **asked}
+            if "stop" in asked:
+                body["stop"] = greedy.split()[-2:-1]
             # `n` choices are `n` requests to the manager: each place comes up as often for either of them.
             answers = [pipeline.post(body) for _ in PLACES]
             for place, answer in zip(PLACES, answers, strict=True):
                 assert told(answer) == told(answers[0]), f"{name}, split at {place}"
                 assert scores(answer) == pytest.approx(scores(answers[0]), abs=2e-3), f"{name}, split at {place}"
             handed_over += 4
+            greedy = greedy or answers[0][0]["text"]
+            assert "stop" not in asked or answers[0][0]["finish_reason"] == "stop"
+        pipeline.wait_told(*pipeline.config.instance_roles)
         taken = sum(_transfers(pipeline, worker) for worker in pipeline.config.instance_roles)
         assert taken >= 2 * handed_over  # both ends count one
         pipeline.assert_nothing_left()

@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from cohort.common.http.ports import free_port
-from cohort.common.paths import cache_dir, default_model_dir
+from cohort.common.paths import cache_dir
 from cohort.common.transport.security import generate_keys
 from tests.containers import ENTRYPOINT, ROOT
 from tests.kustomize import pod_spec, render
@@ -200,11 +200,8 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    model = Path(os.environ.get("COHORT_TEST_MODEL") or default_model_dir())
-    if not (model / "config.json").exists():
-        pytest.skip(f"no model in {model}: run scripts/setup, or set COHORT_TEST_MODEL")
-    made = Cluster(tmp_path_factory.mktemp("cluster"), model)
+def cluster(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("cluster"), small_model)
     try:
         for pod in made.pods.values():
             pod.start()
@@ -265,7 +262,7 @@ def test_the_other_manager_takes_over_and_the_gateway_is_ready_throughout(cluste
 
 def test_sigterm_drains(cluster: Cluster):
     """Last in this file. The gateway goes first, and finishes the stream that it has; then all others."""
-    body = {"prompt": PROMPT, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
     whole = json.loads(fetch(f"{cluster.api}/v1/completions", body, KEY)[1])["choices"][0]["text"]
     gateway = cluster.pods["gateway-0"]
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
@@ -36,7 +36,7 @@ def placed_at(pipeline: Pipeline) -> dict[str, float]:
 @needs_namespaces
 @another_of_its_kind()
 def test_requests_go_around_a_slow_link_as_far_as_that_pays(
-    tmp_path: Path, default_model: Path, goldens: list[Golden]
+    tmp_path: Path, small_model: Path, goldens: list[Golden]
 ) -> None:
     """`decode-0` is behind 50 Mbit/s. Where nothing is known of links it is the first to be asked, being empty. Of
     requests that come one by one none goes there any more once its link was used, and all bytes of a crowd arrive."""
@@ -49,7 +49,7 @@ def test_requests_go_around_a_slow_link_as_far_as_that_pays(
             "transfer": {"links": ["ucx"], "ucx": {"tls": "tcp", "net_devices": DEVICE}, "run_timeout_s": 2.0},
             "kv": {"prefix_caching": False},
         }
-        with Pipeline(tmp_path, default_model, options, before=_places(hosts)) as pipeline:
+        with Pipeline(tmp_path, small_model, options, before=_places(hosts)) as pipeline:
             for name in ("decode-0", "decode-1"):  # one that has not reported yet counts as full
                 pipeline.wait_for(name, "kv_free_blocks", 1.0, 20.0)
             time.sleep(2.0)
@@ -79,20 +79,22 @@ def _places(hosts: Hosts) -> dict[str, list[str]]:
 
 @needs_nixl
 def test_a_split_over_nixl_is_golden_also_when_a_worker_dies(
-    tmp_path: Path, default_model: Path, goldens: list[Golden]
+    tmp_path: Path, small_model: Path, goldens: list[Golden]
 ) -> None:
     options = {"workers": TWO_DECODERS, "policies": {"placement": "disaggregated"}, "transfer": {"links": ["nixl"]}}
-    with Pipeline(tmp_path, default_model, options) as pipeline:
+    made = Pipeline(tmp_path, small_model, options)
+    made.held.add("decode-1")
+    with made as pipeline, ThreadPoolExecutor(1) as client:
         compare(goldens, pipeline.complete_all([ask(golden) for golden in goldens]))
         moved = placed_at(pipeline)
         print(f"over nixl: {moved}")
         assert sum(moved.values()) == len(goldens) and min(moved.values()) > 0
         assert 'link="nixl"' in str(pipeline.get("/metrics", pipeline.config.monitor.port))
-        killer = Thread(target=lambda: (time.sleep(1.0), pipeline.kill("decode-1")))
-        killer.start()
-        answers = pipeline.complete_all([ask(golden) for golden in goldens])
-        killer.join()
-        compare(goldens, answers)
+        with pipeline.hold("decode-1") as go_on:
+            answers = client.submit(pipeline.complete_all, [ask(golden) for golden in goldens])
+            go_on(1)
+            pipeline.kill("decode-1")
+        compare(goldens, answers.result())
         pipeline.start("decode-1")
         pipeline.wait_ready()
         compare(goldens[-8:], pipeline.complete_all([ask(golden) for golden in goldens[-8:]]))

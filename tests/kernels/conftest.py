@@ -36,18 +36,17 @@ class Step:
         out = torch.zeros(self.query.shape, dtype=torch.float64)
         for row, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
             begin, end = starts[row], starts[row + 1]
-            context = key.shape[0]
-            for token in range(begin, end):
-                position = context - (end - begin) + token - begin
-                first = max(0, position - sliding_window + 1) if sliding_window else 0
-                for head in range(self.query.shape[1]):
-                    seen_keys = key[first : position + 1, head // group].double()
-                    seen_values = value[first : position + 1, head // group].double()
-                    scores = seen_keys @ self.query[token, head].double() * self.scale
-                    scores = softcap * (scores / softcap).tanh() if softcap else scores
-                    if sinks is not None:
-                        scores = torch.cat([scores, sinks[head : head + 1].double().cpu()])
-                    out[token, head] = scores.softmax(0)[: len(seen_values)] @ seen_values
+            query = self.query[begin:end].cpu().double().unflatten(1, (-1, group))
+            scores = torch.einsum("qhgd,khd->hgqk", query, key.double()) * self.scale
+            scores = softcap * (scores / softcap).tanh() if softcap else scores
+            own, seen = torch.arange(len(key) - (end - begin), len(key))[:, None], torch.arange(len(key))
+            hidden = (seen > own) | (seen <= own - sliding_window) if sliding_window else seen > own
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if sinks is not None:
+                column = sinks.double().cpu().view(-1, group, 1, 1).expand(*scores.shape[:3], 1)
+                scores = torch.cat([scores, column], dim=3)
+            weights = scores.softmax(3)[..., : len(key)]
+            out[begin:end] = torch.einsum("hgqk,khd->qhgd", weights, value.double()).flatten(1, 2)
         return out
 
 
@@ -102,11 +101,10 @@ def make_step() -> MakeStep:
             values.append(value)
             for index in range(blocks[row]):
                 table[row, index] = order.pop()
-            for position in range(context):
-                index, offset = divmod(position, block_size)
-                slot = block_size - 1 - offset if reverse[row, index] else offset
-                kv[table[row, index], layer, 0, :, slot] = key[position]
-                kv[table[row, index], layer, 1, :, slot] = value[position]
+            index, slot = torch.arange(context) // block_size, torch.arange(context) % block_size
+            slot = torch.where(reverse[row, index] > 0, block_size - 1 - slot, slot)
+            kv[table[row, index].long(), layer, 0, :, slot] = key
+            kv[table[row, index].long(), layer, 1, :, slot] = value
         queries = [count for _, count in rows]
         meta = AttentionMeta(
             query_start=torch.tensor([0, *queries]).cumsum(0).to(torch.int32),

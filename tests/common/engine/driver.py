@@ -5,18 +5,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import transformers
 
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import GREEDY, SamplingRow, StepBatch, StepOutput
+from cohort.common.paths import cache_dir
 from tests.engine_models import BLOCK_SIZE, VOCAB, make_runner, save_random_model
 
 __all__ = ["BLOCK_SIZE", "VOCAB", "make_runner", "save_random_model"]
@@ -179,29 +183,46 @@ class Expected:
 
 
 def reference_generate(folder: Path, prompts: Iterable[Sequence[int]], outputs: int) -> list[Expected]:
+    """Computed once per checkout: kept in pytest's cache folder under a key of everything it depends on."""
+    asked = [list(prompt) for prompt in prompts]
+    key = hashlib.sha256(repr(("by length", torch.__version__, transformers.__version__, asked, outputs)).encode())
+    for file in sorted(folder.glob("*.*")):
+        key.update(file.read_bytes())
+    kept = Path(os.environ.get("COHORT_TEST_GOLDENS") or cache_dir() / "goldens") / f"{key.hexdigest()[:24]}.json"
+    if not kept.is_file():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        fresh = kept.with_suffix(f".{os.getpid()}")
+        fresh.write_bytes(msgspec.json.encode(_generate(folder, asked, outputs)))
+        fresh.replace(kept)
+    return msgspec.json.decode(kept.read_bytes(), type=list[Expected])
+
+
+def _generate(folder: Path, prompts: list[list[int]], outputs: int) -> list[Expected]:
+    """Prompts of similar length together, padded on their left as `generate` wants them."""
+    from tests.e2e.equality.golden import batches  # whose imports take a second
+
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     model.generation_config.eos_token_id = None
-    expected = []
-    for prompt in prompts:
-        ids = torch.tensor([list(prompt)])
+    found: dict[int, Expected] = {}
+    for batch in batches([len(prompt) for prompt in prompts]):
+        longest = max(len(prompts[index]) for index in batch)
+        padding = [longest - len(prompts[index]) for index in batch]
         answer = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
+            torch.tensor([[0] * pad + prompts[index] for pad, index in zip(padding, batch, strict=True)]),
+            attention_mask=torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding]),
             max_new_tokens=outputs,
             do_sample=False,
             pad_token_id=0,
             return_dict_in_generate=True,
             output_logits=True,
         )
-        best = [logits[0].topk(2).values for logits in answer.logits]
-        expected.append(
-            Expected(
-                list(prompt), answer.sequences[0, len(prompt) :].tolist(), [float(two[0] - two[1]) for two in best]
-            )
-        )
-    return expected
+        best = torch.stack([logits.topk(2).values for logits in answer.logits], dim=1)
+        for row, index in enumerate(batch):
+            margins = (best[row, :, 0] - best[row, :, 1]).tolist()
+            found[index] = Expected(prompts[index], answer.sequences[row, longest:].tolist(), margins)
+    return [found[index] for index in range(len(prompts))]
 
 
 def count_near_ties(expected: Expected, tokens: Sequence[int]) -> int:

@@ -1,5 +1,7 @@
 """Which variants of the Triton kernels a worker warms up, and which its steps launch: run by `test_kernel_variants`.
 
+Its arguments: FOLDER,DTYPE[,HEAD] of each model.
+
 Triton decides at import whether it compiles, so this is a process of its own. Nothing is compiled: the hook that
 Triton asks before it compiles notes the variant and declines, and then Triton does not launch it either. So the engine
 runs its own steps on the processor, over numbers without meaning, and every launch of a kernel passes the hook.
@@ -134,9 +136,17 @@ def with_head(runner: ModelRunner, model: Path, head: Path, variants: Variants) 
 
 
 def main() -> None:
-    folder, dtype, *head = Path(sys.argv[1]), sys.argv[2], *map(Path, sys.argv[3:])
-    variants = Variants()
+    """A line of JSON for each."""
+    variants, flash_serves = Variants(), prefill.flash_serves
     as_on_a_gpu(variants)
+    for model in sys.argv[1:]:
+        folder, dtype, *head = model.split(",")
+        variants.seen.clear()
+        prefill.flash_serves = flash_serves
+        print(json.dumps(found(variants, Path(folder), dtype, *map(Path, head))))
+
+
+def found(variants: Variants, folder: Path, dtype: str, *head: Path) -> dict[str, Any]:
     runner = make_runner(
         folder, device_steps=True, dtype=dtype, max_rows=MAX_ROWS, num_blocks=400, share=DeviceShare(graphs=1 << 40)
     )
@@ -161,17 +171,14 @@ def main() -> None:
     tokens = torch.empty(5, *runner.kv.blocks.shape[1:4], runner.kv.blocks.shape[5], dtype=runner.kv.blocks.dtype)
     gather_slots(runner.kv.blocks, slots, tokens)
     scatter_slots(tokens, runner.kv.blocks, slots)
-    json.dump(
-        {
-            "named": sorted(name for name, _ in named),
-            "recorded_rows": list(steps.decode.classes),
-            "recorded_mixed": len(steps.mixed.classes),
-            "warmed_beyond_named": sorted(name for name, _ in warmed - named),
-            "launched": variants.launches,
-            "served_beyond_warmed": sorted(name for name, _ in variants.seen - warmed),
-        },
-        sys.stdout,
-    )
+    return {
+        "named": sorted(name for name, _ in named),
+        "recorded_rows": list(steps.decode.classes),
+        "recorded_mixed": len(steps.mixed.classes),
+        "warmed_beyond_named": sorted(name for name, _ in warmed - named),
+        "launched": variants.launches,
+        "served_beyond_warmed": sorted(name for name, _ in variants.seen - warmed),
+    }
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import SamplingRow, TokenLogprobs
 from cohort.kernels.cpu import native
 from tests.common.engine.driver import Driver, make_runner, random_prompts
+from tests.examples import another_of_its_kind
 
 MODELS = [
     "llama",
@@ -77,7 +78,7 @@ def _cut(longest: int, seed: int) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("companions", [0, 3])
+@pytest.mark.parametrize("companions", [pytest.param(0, marks=another_of_its_kind()), 3])
 def test_every_cut_computes_the_same(runner: ModelRunner, companions: int) -> None:
     whole = _computed(runner, [LENGTH], 0)
     for counts in ([1] * LENGTH, _cut(9, 1), _cut(60, 2), [LENGTH - 5, 5]):

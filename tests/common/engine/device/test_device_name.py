@@ -17,10 +17,12 @@ def test_core_numbers_are_written_as_ranges(numbers: set[int], text: str) -> Non
 
 
 def test_the_same_cores_are_the_same_device_in_every_process_and_others_are_not() -> None:
+    """The other does without torch, which takes seconds to import and has no part in this."""
     cpu = torch.device("cpu")
     program = (
-        "import torch; from cohort.common.engine.device.device_name import device_name, own_cores; "
-        "print(device_name(torch.device('cpu'), own_cores(), threads=999, instance='other'))"
+        "import sys, types; sys.modules['torch'] = torch = types.SimpleNamespace(type='cpu'); "
+        "from cohort.common.engine.device.device_name import device_name, own_cores; "
+        "print(device_name(torch, own_cores(), threads=999, instance='other'))"
     )
     elsewhere = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     here = device_name(cpu, own_cores(), threads=999, instance="this")

@@ -34,6 +34,7 @@ from tests.common.engine.driver import (
     run_one_by_one,
     run_together,
 )
+from tests.examples import another_of_its_kind
 from tests.lora_adapters import ALL, save_adapter, save_merged
 
 OUTPUTS = 10
@@ -68,7 +69,10 @@ def _case(base: Path, folder: Path, adapters: dict[str, dict[str, Any]], **optio
     return runner, expected
 
 
-@pytest.fixture(scope="module", params=["llama", "llama-bias-llama3", "qwen3", "phi3", "mixtral"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("llama", marks=another_of_its_kind()), "llama-bias-llama3", "qwen3", "phi3", "mixtral"],
+)
 def case(request: pytest.FixtureRequest, model_folder: Callable[[str], Path], tmp_path_factory: Any) -> Case:
     adapters = {"phi3": FUSED, "mixtral": MIXTURE}.get(request.param, ADAPTERS)
     return _case(model_folder(request.param), tmp_path_factory.mktemp(request.param), adapters)

@@ -106,25 +106,31 @@ def told(runner: ModelRunner, prompt: Sequence[int]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "degree"),
+    ("name", "degree", "processes"),
     [
-        ("fp8-blocks", 2),
-        pytest.param("awq-32", 4, marks=another_of_its_kind()),
-        pytest.param("gptq-4-act-order", 2, marks=another_of_its_kind()),
-        pytest.param("ct-int8-channel", 4, marks=another_of_its_kind()),
-        pytest.param("fp8-tensor", 4, marks=another_of_its_kind()),
+        ("fp8-blocks", 2, False),
+        pytest.param("fp8-blocks", 2, True, marks=another_of_its_kind()),
+        pytest.param("awq-32", 4, True, marks=another_of_its_kind()),
+        pytest.param("gptq-4-act-order", 2, True, marks=another_of_its_kind()),
+        pytest.param("ct-int8-channel", 4, True, marks=another_of_its_kind()),
+        pytest.param("fp8-tensor", 4, True, marks=another_of_its_kind()),
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_ranks_compute_what_one_computes(name: str, degree: int, dtype: str, source: Path, tmp_path: Path) -> None:
+def test_ranks_compute_what_one_computes(
+    name: str, degree: int, processes: bool, dtype: str, source: Path, tmp_path: Path
+) -> None:
     """In float32 weights are dequantised, in bfloat16 codes are kept; either way sums have another order alone. What
     that moves in bfloat16 is less than what rounding to it does."""
     if dtype == "bfloat16" and native.operators() is None:
         pytest.skip("no compiled kernels here")
     written, (prompt,) = write(source, tmp_path, name), random_prompts((36,), seed=5)
     alone = told(make_runner(written.folder, dtype=dtype), prompt)
-    with group_runner(written.folder, degree, dtype=dtype) as runner:
-        found = told(runner, prompt)
+    if processes:
+        with group_runner(written.folder, degree, dtype=dtype) as runner:
+            found = told(runner, prompt)
+    else:
+        found = told(joint_runner(written.folder, degree, dtype=dtype)[0], prompt)
     if dtype == "float32":
         assert (found - alone).abs().max() < 1e-3
     else:

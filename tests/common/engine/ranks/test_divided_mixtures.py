@@ -99,8 +99,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 @pytest.mark.parametrize(
     ("name", "degree"),
     [
-        ("qwen2_moe", 2),
-        ("gpt_oss", 2),
+        pytest.param("qwen2_moe", 2, marks=another_of_its_kind()),
+        pytest.param("gpt_oss", 2, marks=another_of_its_kind()),
         pytest.param("mixtral", 2, marks=another_of_its_kind()),
         pytest.param("qwen3_moe", 2, marks=another_of_its_kind()),
         pytest.param("mixtral", 4, marks=another_of_its_kind()),
@@ -121,6 +121,20 @@ def test_greedy_equals_transformers(name: str, degree: int, folder_of: Callable[
         driver.add("0", random_prompts([13])[0])
         driver.step([("0", 13)])
         assert ranks.reduced_bytes - before == geometry.num_layers * reduced_bytes(geometry, 4, 13)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss"])
+def test_greedy_equals_transformers_within_one_process(name: str, folder_of: Callable[[str], Path]) -> None:
+    folder = folder_of(name)
+    expected = reference_generate(folder, random_prompts((1, 5, 33)), 8)
+    runner, joint = joint_runner(folder, 2)
+    assert check_schedule(runner, expected, run_chunked(7), shuffle=3, reverse=True) <= 1
+    assert check_schedule(runner, expected, run_together) <= 1
+    before, driver = [rank.reduced_bytes for rank in joint.ranks], Driver(runner)
+    driver.add("0", random_prompts([13])[0])
+    driver.step([("0", 13)])
+    summed = runner.geometry.num_layers * reduced_bytes(runner.geometry, 4, 13)
+    assert [rank.reduced_bytes for rank in joint.ranks] == [each + summed for each in before]
 
 
 def parts_of(folder: Path, degree: int, dtype: torch.dtype, kind: WeightKind = "files") -> list[Any]:

@@ -6,14 +6,15 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
-from cohort.common.engine.ranks import ranks
 from cohort.common.engine.ranks.rank_messages import RankLost, Step, batch_of, encoded, receive_command, step_of
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import SamplingRow, ScoringRow, StepBatch
@@ -89,10 +90,7 @@ def test_ranks_that_would_record_different_steps_do_not_start(model_folder: Call
             runner.warm_up()
 
 
-def test_a_rank_that_does_not_answer_counts_as_lost(
-    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "EXCHANGE_TIMEOUT_S", 2.0)
+def test_a_rank_that_does_not_answer_counts_as_lost(model_folder: Callable[[str], Path]) -> None:
     with group_runner(model_folder("qwen3"), 2) as runner:
         assert runner.followers is not None and runner.ranks is not None
         said: list[str] = []
@@ -102,6 +100,8 @@ def test_a_rank_that_does_not_answer_counts_as_lost(
         driver.step([("0", 5)])
         (pid,) = runner.followers.pids
         os.kill(pid, signal.SIGSTOP)
+        # Instead of `ranks.EXCHANGE_TIMEOUT_S`, and not before: a group connects within that.
+        distributed_c10d._set_pg_timeout(timedelta(seconds=0.5), distributed_c10d.GroupMember.WORLD)
         with pytest.raises((RankLost, RuntimeError)):
             driver.step([("0", 1)])
         assert said and "rank 0 of 2" in said[0]

@@ -16,6 +16,7 @@ from cohort.common.kv.lease import tag_of
 from cohort.common.machines.effects import Run
 from tests.common.engine.rank_ends import Worker, workers
 from tests.common.engine.transfer_ends import BLOCKS, LEASE, extents, scattered, until
+from tests.examples import another_of_its_kind
 
 DEGREES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2), (4, 4)]
 
@@ -141,7 +142,9 @@ async def test_another_sum_than_was_announced_is_noticed(tmp_path: Path, degrees
         assert all(torch.equal(b.block(index), before[index]) for index in range(BLOCKS))
 
 
-@pytest.mark.parametrize("degrees", [(2, 2), (4, 2), (2, 4), (1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    "degrees", [(4, 2), (2, 4), *(pytest.param(each, marks=another_of_its_kind()) for each in [(2, 2), (1, 2), (2, 1)])]
+)
 async def test_what_the_receiver_does_not_take_fails_in_time(tmp_path: Path, degrees: tuple[int, int]) -> None:
     async with workers(tmp_path, 4, degrees, run_timeout_s=0.3) as (a, b):
         a.other = None

@@ -31,6 +31,7 @@ from tests.common.engine.driver import (
     run_together,
 )
 from tests.common.engine.groups import group_runner
+from tests.common.engine.joint_ranks import joint_runner
 from tests.common.engine.rank_ends import AgentEnd
 from tests.common.engine.transfer_ends import until
 from tests.engine_models import BLOCK_SIZE, CONFIGS, VOCAB, save_random_model
@@ -80,18 +81,10 @@ def folder_of(model_folder: Callable[[str], Path], tmp_path_factory: pytest.Temp
     return folder
 
 
-CASES = [
-    ("llama-bias-llama3", 2),
-    ("phi3", 2),
-    ("qwen3", 2),
-    ("mistral-window", 2),
-    ("eight-heads", 4),
-    ("eight-heads-kv2", 4),
-    pytest.param(("qwen2-moe", 2), marks=another_of_its_kind()),
-    pytest.param(("gpt-oss", 2), marks=another_of_its_kind()),
-    pytest.param(("deepseek2-groups", 2), marks=another_of_its_kind()),
-    pytest.param(("deepseek-eight-heads", 4), marks=another_of_its_kind()),
-]
+CASES = [("qwen3", 2), ("eight-heads-kv2", 4)]
+WITHIN_ONE_PROCESS = [("llama-bias-llama3", 2), ("phi3", 2), ("mistral-window", 2), ("eight-heads", 4)]
+NIGHTLY = [*WITHIN_ONE_PROCESS, ("qwen2-moe", 2), ("gpt-oss", 2), ("deepseek2-groups", 2), ("deepseek-eight-heads", 4)]
+CASES += [pytest.param(each, marks=another_of_its_kind()) for each in NIGHTLY]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]} on {case[1]}")
@@ -105,6 +98,15 @@ def group(request: pytest.FixtureRequest, folder_of: Callable[[str], Path]) -> I
 def test_greedy_equals_transformers(group: tuple[ModelRunner, Path]) -> None:
     runner, folder = group
     expected = reference_generate(folder, random_prompts((1, 5, 16, 33, 50)), OUTPUTS)
+    assert check_schedule(runner, expected, run_chunked(7), shuffle=3, reverse=True) <= 1
+    assert check_schedule(runner, expected, run_together) <= 1
+
+
+@pytest.mark.parametrize(("name", "degree"), WITHIN_ONE_PROCESS)
+def test_other_forms_within_one_process(name: str, degree: int, folder_of: Callable[[str], Path]) -> None:
+    folder = folder_of(name)
+    expected = reference_generate(folder, random_prompts((1, 5, 16, 33, 50)), OUTPUTS)
+    runner, _ = joint_runner(folder, degree)
     assert check_schedule(runner, expected, run_chunked(7), shuffle=3, reverse=True) <= 1
     assert check_schedule(runner, expected, run_together) <= 1
 

@@ -27,7 +27,7 @@ PROMPTS = [
     "def fibonacci(n):\n    ",
     "List three reasons why the sea is salty.\n1.",
     "The train leaves at nine and arrives at noon. How long does it travel? It travels",
-    "In the year 1905 a young clerk at the patent office in Bern published four papers. " * 6 + "They",
+    "In the year 1905 a young clerk at the patent office in Bern published four papers. " * 4 + "They",
 ]
 OUTPUTS = 12
 

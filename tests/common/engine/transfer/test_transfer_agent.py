@@ -32,6 +32,7 @@ from tests.common.engine.transfer_ends import (
     until,
 )
 from tests.common.transport.links import LinkProcess
+from tests.examples import another_of_its_kind
 
 # -- side by side ------------------------------------------------------------------------------------------------
 
@@ -233,8 +234,15 @@ async def test_over_a_real_link(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.pipeline
-@pytest.mark.parametrize("make", [lambda: scattered(8), lambda: extents(6, 4)], ids=["gathered", "side by side"])
-@pytest.mark.parametrize("kind", ["zmq", "ucx"])
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        pytest.param("zmq", lambda: scattered(8), id="zmq-gathered"),
+        pytest.param("ucx", lambda: extents(6, 4), id="ucx-side by side"),
+        pytest.param("zmq", lambda: extents(6, 4), id="zmq-side by side", marks=another_of_its_kind()),
+        pytest.param("ucx", lambda: scattered(8), id="ucx-gathered", marks=another_of_its_kind()),
+    ],
+)
 async def test_the_peer_dies_in_the_middle(
     kind: str, make: Callable[[], list[Run]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,7 +110,9 @@ async def worker(
     speculation: str = "off",
     draft: Path | None = None,
     max_rows: int = 8,
+    pause_s: float = 0.01,
 ) -> AsyncIterator[Running]:
+    """`pause_s`: before each step, or a tiny model's is over before the event loop can plan another."""
     engine_options = {"plan_ahead": plan_ahead, "max_rows": max_rows, "prefill_chunk": 12}
     speculates = {"mode": speculation, "draft_model": str(draft or "")}
     overrides = {"engine": engine_options, "speculation": speculates}
@@ -126,11 +128,12 @@ async def worker(
     runner.warm_up()
     begin = runner._begin
 
-    def slow(batch: Any) -> Any:  # a tiny model's step is over before the event loop can plan another
-        time.sleep(0.01)
+    def slow(batch: Any) -> Any:
+        time.sleep(pause_s)
         return begin(batch)
 
-    monkeypatch.setattr(runner, "_begin", slow)
+    if plan_ahead:
+        monkeypatch.setattr(runner, "_begin", slow)
     bus, registry = HeldBus(), CollectorRegistry()
     log = structlog.get_logger("test")
 

@@ -14,9 +14,20 @@ from cohort.kernels.gpu.plan import DecodePlan
 from cohort.kernels.gpu.workspace import Workspace
 from tests.examples import another_of_its_kind, examples
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+NIGHTLY = another_of_its_kind()
 RAGGED = [(70, 1), (1, 1), (0, 1), (16, 1), (150, 1)]  # one token, none at all, full blocks, a few keys over
 MIXED = [(20, 20), (45, 13), (19, 2), (1, 1), (0, 1), (16, 1), (140, 1)]  # a prompt, chunks after a prefix, decode rows
+TYPES_AND_WINDOWS = pytest.mark.parametrize(
+    ("dtype", "sliding_window"),
+    [
+        (torch.float32, 25),
+        (torch.bfloat16, 0),
+        pytest.param(torch.float32, 0, marks=NIGHTLY),
+        pytest.param(torch.bfloat16, 25, marks=NIGHTLY),
+        pytest.param(torch.float16, 0, marks=NIGHTLY),
+        pytest.param(torch.float16, 25, marks=NIGHTLY),
+    ],
+)
 
 
 def attend(step, **options) -> Tensor:
@@ -84,15 +95,16 @@ def test_every_head_and_group_size(make_gpu_step, assert_close, dtype, head_dim,
     assert_close(attend(step), step.expected())
 
 
-@DTYPES
-@pytest.mark.parametrize("sliding_window", [0, 25])
+@TYPES_AND_WINDOWS
 def test_prefill_chunks_and_decode_in_one_call(make_gpu_step, assert_close, dtype, sliding_window):
     step = make_gpu_step(MIXED, dtype=dtype, directions="mixed")
     assert_close(attend(step, sliding_window=sliding_window), step.expected(sliding_window))
 
 
-@pytest.mark.parametrize("items", [1, 6, 1000])
-@pytest.mark.parametrize("sliding_window", [0, 40])
+@pytest.mark.parametrize(
+    ("items", "sliding_window"),
+    [(1, 0), (6, 0), (1000, 40), *(pytest.param(*each, marks=NIGHTLY) for each in [(1000, 0), (1, 40), (6, 40)])],
+)
 def test_however_contexts_fall_into_parts(make_gpu_step, assert_close, items, sliding_window):
     lengths = (1, 16, 17, 33, 64, 90)  # around the parts' bounds: one part, two, and many
     step = make_gpu_step([(length, 1) for length in lengths], head_dim=32, directions="mixed")
@@ -105,8 +117,7 @@ def test_however_many_programs_share_the_items(make_gpu_step, assert_close, prog
     assert_close(decode(step, plan_of(40, programs)), step.expected())
 
 
-@DTYPES
-@pytest.mark.parametrize("sliding_window", [0, 25])
+@TYPES_AND_WINDOWS
 def test_sinks_take_their_share(make_gpu_step, assert_close, dtype, sliding_window):
     step = make_gpu_step(MIXED, dtype=dtype, directions="mixed")
     sinks = sinks_of(step)
@@ -115,8 +126,10 @@ def test_sinks_take_their_share(make_gpu_step, assert_close, dtype, sliding_wind
     assert not torch.allclose(expected, step.expected(sliding_window), rtol=0.1, atol=0.1)
 
 
-@pytest.mark.parametrize("items", [1, 6, 1000])
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(
+    ("items", "group"),
+    [(1, 3), (6, 1), (1000, 3), *(pytest.param(*each, marks=NIGHTLY) for each in [(1, 1), (6, 3), (1000, 1)])],
+)
 def test_a_context_in_parts_counts_a_sink_once(make_gpu_step, assert_close, items, group):
     step = make_gpu_step([(length, 1) for length in (1, 17, 64, 90)], group=group, head_dim=32, directions="mixed")
     sinks = sinks_of(step)
@@ -144,7 +157,7 @@ def test_sinks_that_do_not_fit(make_gpu_step, wrong):
         (torch.float32, 1.5, 0),
         (torch.bfloat16, 1.5, 25),
         *(
-            pytest.param(*each, marks=another_of_its_kind())
+            pytest.param(*each, marks=NIGHTLY)
             for each in [(torch.float16, 0.05, 0), (torch.float32, 50.0, 25), (torch.bfloat16, 50.0, 0)]
         ),
     ],
@@ -311,8 +324,17 @@ class TestFlashPrefill:
         monkeypatch.setattr(prefill, "flash_serves", lambda query: True)
         monkeypatch.setattr(prefill, "flash_function", lambda: dense_flash)
 
-    @pytest.mark.parametrize("directions", ["forward", "reversed", "mixed"])
-    @pytest.mark.parametrize("sliding_window", [0, 25])
+    @pytest.mark.parametrize(
+        ("directions", "sliding_window"),
+        [
+            ("forward", 0),
+            ("mixed", 25),
+            *(
+                pytest.param(*each, marks=NIGHTLY)
+                for each in [("reversed", 0), ("mixed", 0), ("forward", 25), ("reversed", 25)]
+            ),
+        ],
+    )
     def test_prefix_and_chunk_arrive_in_order(self, make_gpu_step, assert_close, directions, sliding_window):
         step = make_gpu_step(MIXED, dtype=torch.bfloat16, directions=directions)
         step.meta.workspace, step.meta.prefill_context = workspace_for(step), 20 + 45 + 19

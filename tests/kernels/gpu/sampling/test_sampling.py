@@ -117,7 +117,7 @@ def test_the_tile_that_is_served(row: int) -> None:
     check(logits, [SamplingRow(seed=row, position=40 + row, **parameters[row])], **WIDE_TILES)  # type: ignore[arg-type]
 
 
-@settings(max_examples=examples(0.1), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(0.05), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     spread=st.sampled_from([0.0, 0.05, 0.5, 2.0]),
     temperature=st.sampled_from([0.3, 1.0, 3.0]),

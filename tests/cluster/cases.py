@@ -18,8 +18,13 @@ from tests.cluster.refusing import Refusing
 from tests.common.machines.clusters import Asked, of_config, small, strike, submit_at, tokens
 from tests.common.machines.faults import Fault, any_faults
 from tests.common.machines.world import SplitAnywhere, World, expected_output
+from tests.support.kinds import by_default
 
 PRESETS = sorted(path.stem for path in (CONFIGS_DIR / "presets").glob("*.yaml"))
+_BASELINES_TRIED = ("baseline-chunked-prefill", "baseline-uellm")
+TRIED = [name for name in PRESETS if not name.startswith("baseline-") or name in _BASELINES_TRIED]
+"""Those that share no scheduler, by default: of the baselines one that pages and one of padded batches."""
+TRIED_PRESETS = by_default(PRESETS, *TRIED)
 OUTCOMES: tuple[IfLate, ...] = get_args(IfLate)
 LONGEST_PROMPT, LONGEST_OUTPUT = 40, 30
 CACHES = (20, 30, 64)

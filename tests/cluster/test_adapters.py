@@ -7,6 +7,7 @@ first read, and so does a row whose adapter is not held.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from random import Random
 
 import pytest
@@ -21,6 +22,7 @@ from tests.common.machines.clusters import PD_TWICE, UNIFIED, UNIFIED_TWICE, Ask
 from tests.common.machines.faults import Fault, any_faults
 from tests.common.machines.world import SplitAnywhere, World
 from tests.examples import of_worlds
+from tests.support.kinds import by_default, in_turn
 
 PRESETS = sorted(path.stem for path in (CONFIGS_DIR / "presets").glob("*.yaml"))
 
@@ -34,8 +36,7 @@ def requests(random: Random) -> Iterator[Asked]:
         yield Asked(prompt, random.randint(1, 16), adapter=adapter)
 
 
-@pytest.mark.parametrize("max_loras", [1, 2, 8])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("preset", "max_loras"), in_turn(product(PRESETS, (1, 2, 8)), of=3))
 def test_every_preset_serves_adapters(preset: str, max_loras: int) -> None:
     world = clusters.of_config(3, small(preset), max_loras=max_loras)
     clusters.offer(world, 40, requests)
@@ -46,9 +47,13 @@ def test_every_preset_serves_adapters(preset: str, max_loras: int) -> None:
         assert loads <= 4 * workers, "each once a worker"
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize("max_loras", [1, 3])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("seed", "max_loras", "preemption"),
+    by_default(
+        product(range(3), (1, 3), ("swap", "recompute")),
+        *((0, 1, "swap"), (1, 3, "swap"), (2, 1, "recompute"), (0, 3, "recompute")),
+    ),
+)
 def test_split_requests_meet_anywhere_in_a_tight_cache(seed: int, max_loras: int, preemption: str) -> None:
     world = World(
         seed,

@@ -7,21 +7,15 @@ is left anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cluster.cases import OPTIONS, PRESETS, Case, cases
+from tests.cluster.cases import OPTIONS, PRESETS, TRIED_PRESETS, Case, cases
 from tests.examples import of_worlds
 
 
-def _every_preset(check: Callable[..., None]) -> Callable[..., None]:
-    return pytest.mark.parametrize("preset", PRESETS)(check)
-
-
-@_every_preset
+@pytest.mark.parametrize("preset", PRESETS)
 def test_as_it_is_configured_anything_may_break(preset: str) -> None:
     @of_worlds(0.1)
     @given(case=cases(preset))
@@ -31,7 +25,7 @@ def test_as_it_is_configured_anything_may_break(preset: str) -> None:
     check()
 
 
-@_every_preset
+@pytest.mark.parametrize("preset", TRIED_PRESETS)
 def test_with_other_options_and_placements_anything_may_break(preset: str) -> None:
     """Preemption, prefix caching, allocation, the paper's own switches; segments that meet at any position."""
 

@@ -10,8 +10,11 @@ from cohort.common.errors import ConfigError, NoDeviceLeft
 from cohort.common.machines.effects import Send
 from cohort.common.machines.events import Tick
 from cohort.common.messages import KvRenew, Registered
+from cohort.common.process import service
 from cohort.common.process.guard import guarded
 from cohort.common.process.service import ServiceContext, metrics_routes, service_main
+
+SHORT_S = 0.5
 
 
 class Contradictory:
@@ -39,6 +42,8 @@ async def build(context: ServiceContext) -> None:
         case "returns":
             return
         case "stuck" | "stuck-2":
+            if context.instance == "stuck":
+                service.DRAIN_MARGIN_S = SHORT_S
             context.ready = True
             await asyncio.Event().wait()
         case "contradicts-itself":
@@ -46,6 +51,7 @@ async def build(context: ServiceContext) -> None:
             asyncio.get_running_loop().call_later(0.1, machine.handle, 1.0, Tick())  # where no task would end by it
             await asyncio.Event().wait()
         case "deaf":
+            service.DRAIN_MARGIN_S = service.CANCEL_S = SHORT_S
             context.ready = True
             while True:
                 try:

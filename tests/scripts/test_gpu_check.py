@@ -100,7 +100,7 @@ def test_a_killed_run_leaves_what_it_had(tmp_path: Path) -> None:
     until = time.monotonic() + 120
     while left := _started_from(tmp_path):
         assert time.monotonic() < until, left
-        time.sleep(0.5)
+        time.sleep(0.1)
 
 
 def _started_from(folder: Path) -> list[str]:

@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.examples import another_of_its_kind, examples
+from tests.examples import another_of_its_kind, examples, nightly
 from tests.services.gateway.conftest import OpenSite, Site
 
 ANSWER_S = 30.0
@@ -353,8 +353,11 @@ ALL_PLACES = ("/v1/completions", "/v1/chat/completions", "/v1/batches")
 )
 async def test_every_odd_value_in_every_place(open_site: OpenSite, path: str) -> None:
     """Exhaustive: no sampling misses one place. In turn, so that the answer to each is bounded by itself."""
+    places = PLACES[path]
+    if path == "/v1/chat/completions" and not nightly():  # the others are fields of a completion, read by the same code
+        places = [place for place in places if place[0] in _CHAT_ONLY]
     async with fuzzed(open_site) as site:
-        for place, odd in itertools.product(PLACES[path], ODD):
+        for place, odd in itertools.product(places, ODD):
             try:
                 await send(site, path, written(BODIES[path], {place: odd}))
             except Exception as error:

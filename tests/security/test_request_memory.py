@@ -21,7 +21,7 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "wide", context=CONTEXT)
 
 
-BY_DEFAULT = ("plain", "log-probabilities", "prompts of one token")
+BY_DEFAULT = ("plain", "log-probabilities")
 
 
 @pytest.mark.parametrize(

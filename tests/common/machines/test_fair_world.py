@@ -16,6 +16,7 @@ from cohort.common.policies.interface import PrefillOrder
 from cohort.common.types import Role
 from cohort.common.virtual_cluster.cluster import GATEWAY
 from tests.common.machines.world import NO_SLO, World
+from tests.support.kinds import by_default
 
 ROLES = {"unified-0": Role.UNIFIED, "unified-1": Role.UNIFIED}
 AHEAD = 64
@@ -81,7 +82,7 @@ def test_a_flood_of_one_key_does_not_delay_another(order: Callable[[], PrefillOr
     assert a_s < 1.1 * unfair_a_s  # the flood is not slower for it: no worker idled
 
 
-@pytest.mark.parametrize("weight", [1.0, 3.0])
+@pytest.mark.parametrize("weight", by_default([1.0, 3.0], 3.0))
 def test_shares_follow_weights_while_both_wait(weight: float) -> None:
     made = world(fair)
     ask(made, "a", 120)
@@ -96,7 +97,7 @@ def test_shares_follow_weights_while_both_wait(weight: float) -> None:
     made.check_outputs()
 
 
-@pytest.mark.parametrize("fault", ["manager", "unified-0", "crash unified-1"])
+@pytest.mark.parametrize("fault", by_default(["manager", "unified-0", "crash unified-1"], "manager", "crash unified-1"))
 def test_shares_survive_faults(fault: str) -> None:
     made = world(fair)
     ask(made, "a", 60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from random import Random
 
 import pytest
@@ -19,6 +20,7 @@ from tests.common.machines.clusters import PD, PD_TWICE, UNIFIED, Asked, finish,
 from tests.common.machines.faults import Fault, any_faults
 from tests.common.machines.world import SplitAnywhere, World
 from tests.examples import another_of_its_kind, of_worlds
+from tests.support.kinds import by_default, in_turn
 
 Landing = Callable[[float, Flight], float]
 
@@ -76,8 +78,7 @@ def test_a_small_cache_preempts_and_stays_exact(
     assert total(world, "preemptions") > 0
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "preemption"), in_turn(product(range(4), ("swap", "recompute")), of=2))
 def test_segments_may_meet_anywhere_even_when_the_cache_is_tight(seed: int, preemption: str) -> None:
     world = World(
         seed, PD_TWICE, lambda: SplitAnywhere(seed), blocks=24, preemption=preemption, host_blocks=60, caching=seed > 1
@@ -89,8 +90,12 @@ def test_segments_may_meet_anywhere_even_when_the_cache_is_tight(seed: int, pree
     assert total(world, "transfers_in") > 20
 
 
-@pytest.mark.parametrize("window", [1, 6, 13])
-@pytest.mark.parametrize(("roles", "placement"), [(UNIFIED, Colocated), (PD, Disaggregated)])
+@pytest.mark.parametrize(
+    ("roles", "placement", "window"),
+    in_turn(
+        [(*placed, window) for window in (1, 6, 13) for placed in ((UNIFIED, Colocated), (PD, Disaggregated))], of=2
+    ),
+)
 def test_blocks_behind_a_window_are_given_back(
     window: int, roles: dict[str, Role], placement: type[Colocated] | type[Disaggregated]
 ) -> None:
@@ -103,8 +108,10 @@ def test_blocks_behind_a_window_are_given_back(
     assert sum(each["prefix_hits_total"] for each in metrics) > 0
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize("window", [1, 6, 13])
+@pytest.mark.parametrize(
+    ("window", "preemption"),
+    by_default(product((1, 6, 13), ("swap", "recompute")), (1, "recompute"), (6, "swap"), (13, "swap")),
+)
 def test_windows_under_splits_preemption_and_failed_runs(window: int, preemption: str) -> None:
     world = World(
         window,
@@ -260,8 +267,7 @@ def test_anything_may_break_at_any_time(
     finish(world, 6.0)
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize("seed", [8, 10, 25, 39, 48, 49])
+@pytest.mark.parametrize(("seed", "preemption"), in_turn(product((8, 10, 25, 39, 48, 49), ("swap", "recompute")), of=2))
 def test_tight_caches_that_transfer_both_ways(seed: int, preemption: str) -> None:
     """Grants that arrive while KV is still on its way back from the host, and caches full of KV that waits for the
     other worker's cache, which is full of KV that waits for this one."""

@@ -20,16 +20,10 @@ from cohort.common.addresses import manager_endpoints
 from cohort.common.config import Config, EndpointsConfig, ManagerConfig, MetricsConfig, WorkerGroup
 from cohort.common.errors import ConfigError
 from cohort.common.messages import Farewell, Heartbeat, KvRenew, Registered
-from cohort.common.process.service import (
-    DRAIN_MARGIN_S,
-    EXIT_NO_DEVICE,
-    endpoint_of,
-    inbox_of,
-    metrics_port,
-    model_name,
-)
+from cohort.common.process.service import EXIT_NO_DEVICE, endpoint_of, inbox_of, metrics_port, model_name
 from cohort.common.transport.zmq_bus import ZmqBus
 from cohort.common.types import Role
+from tests.common.service_program import SHORT_S
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = "tests.common.service_program"
@@ -212,7 +206,7 @@ async def test_drain_deadline_and_second_signal(launch: Launch) -> None:
     assert "drain deadline passed, cancelling" not in [event["event"] for event in impatient.events]
     assert await stuck.code() == 0
     passed = await stuck.event("drain deadline passed, cancelling")
-    assert passed["deadline_s"] == pytest.approx(0.2 + DRAIN_MARGIN_S)
+    assert passed["deadline_s"] == pytest.approx(0.2 + SHORT_S)
     assert await deaf.code() == 1
     await deaf.event("service does not end when cancelled, leaving it")
 

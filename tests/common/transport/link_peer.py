@@ -44,6 +44,7 @@ class Peer:
             self.link = ZmqLink(f"tcp://{os.environ.get('LINK_HOST', '127.0.0.1')}:0")
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.stranded: asyncio.Future[None] | None = None
+        self.received: dict[int, tuple[np.ndarray[Any, np.dtype[np.uint8]], int]] = {}
 
     async def perform(self, command: dict[str, Any]) -> dict[str, Any]:
         timeout_s = command.get("timeout_s", 5.0)
@@ -52,6 +53,8 @@ class Peer:
                 return {"address": self.link.address().hex()}
             case "send":
                 data = pattern(command["seed"], command["nbytes"])
+                if command.get("announce"):
+                    answer({"id": command["id"], "announced": True})
                 await self.link.send(bytes.fromhex(command["peer"]), command["tag"], data, timeout_s=timeout_s)
                 return {}
             case "receive":
@@ -61,11 +64,13 @@ class Peer:
                 try:
                     await self.link.receive(command["tag"], data, timeout_s=timeout_s)
                 finally:
-                    before = zlib.crc32(data.data)
-                    if watch_s := command.get("watch_s", 0.0):  # nothing may write into it any more
-                        await asyncio.sleep(watch_s)
-                        assert zlib.crc32(data.data) == before, "written after the receive had ended"
-                return {"crc": before}
+                    crc = zlib.crc32(data.data)
+                    self.received[command["tag"]] = (data, crc)
+                return {"crc": crc}
+            case "silent":
+                data, crc = self.received[command["tag"]]
+                assert zlib.crc32(data.data) == crc, "written after the receive had ended"
+                return {}
             case "settled":
                 if self.stranded is not None:
                     await asyncio.wait_for(asyncio.shield(self.stranded), timeout_s)

@@ -66,10 +66,18 @@ class LinkProcess:
 
     async def begun_receive(self, **arguments: Any) -> asyncio.Future[dict[str, Any]]:
         """A receive that is posted for sure."""
-        number, answer = self.begin("receive", announce=True, **arguments)
+        return await self.begun("receive", **arguments)
+
+    async def begun(self, op: str, **arguments: Any) -> asyncio.Future[dict[str, Any]]:
+        """A receive or send that is posted for sure."""
+        number, answer = self.begin(op, announce=True, **arguments)
         await asyncio.wait_for(self._announced[number].wait(), 10.0)
         await self.ask("address")  # one more turn of its loop
         return answer
+
+    async def is_silent(self, tag: int) -> None:
+        """Nothing was written into the buffer of the last receive of `tag` since that ended."""
+        assert "error" not in (answer := await self.ask("silent", tag=tag)), answer
 
     def kill(self) -> None:
         self.killed = True

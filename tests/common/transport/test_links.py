@@ -113,10 +113,11 @@ async def test_receive_without_sender_times_out_and_late_bytes_are_discarded(sta
     answer = await b.ask("receive", tag=1, nbytes=4 * MB, timeout_s=0.3)
     assert answer["error"] == "TransferTimeout"
     assert 0.25 < answer["took_s"] < 1.5
-    late = await b.begun_receive(tag=2, nbytes=4 * MB, timeout_s=0.3, watch_s=1.5)
-    await asyncio.sleep(0.6)
-    await a.ask("send", peer=b.address, tag=2, seed=5, nbytes=4 * MB, timeout_s=1.0)
-    assert (await late)["error"] == "TransferTimeout"  # and not AssertionError: nothing was written
+    late = await b.ask("receive", tag=2, nbytes=4 * MB, timeout_s=0.1)
+    assert late["error"] == "TransferTimeout"
+    await a.ask("send", peer=b.address, tag=2, seed=5, nbytes=4 * MB, timeout_s=0.5)
+    await transfer(a, b, 3, MB)  # behind the word that the offer is withdrawn
+    await b.is_silent(2)
     await transfer(a, b, 2, 4 * MB)  # the same tag works again
 
 
@@ -133,10 +134,11 @@ async def test_send_without_receiver_times_out_and_is_withdrawn(start: Start) ->
 
 async def test_cancelled_receive_is_silent(start: Start) -> None:
     a, b = await start(), await start()
-    number, answer = b.begin("receive", tag=1, nbytes=8 * MB, watch_s=1.0)
+    number, answer = b.begin("receive", tag=1, nbytes=8 * MB)
     await b.ask("cancel", task=number)
-    await a.ask("send", peer=b.address, tag=1, seed=1, nbytes=8 * MB, timeout_s=1.0)
     assert (await answer)["error"] == "CancelledError"
+    await a.ask("send", peer=b.address, tag=1, seed=1, nbytes=8 * MB, timeout_s=0.5)
+    await b.is_silent(1)
     await transfer(a, b, 2, MB)
 
 
@@ -144,7 +146,7 @@ async def test_cancelled_receive_is_silent(start: Start) -> None:
 async def test_sender_killed_under_way(start: Start, after_s: float) -> None:
     a, b, c = await start(), await start(), await start()
     await transfer(a, b, 1, MB)
-    receives = [await b.begun_receive(tag=tag, nbytes=64 * MB, timeout_s=1.5, watch_s=0.3) for tag in (2, 3, 4)]
+    receives = [await b.begun_receive(tag=tag, nbytes=64 * MB, timeout_s=0.8) for tag in (2, 3, 4)]
     for tag in (2, 3, 4):
         a.begin("send", peer=b.address, tag=tag, seed=tag, nbytes=64 * MB)
     await asyncio.sleep(0.15 + after_s)
@@ -158,6 +160,8 @@ async def test_sender_killed_under_way(start: Start, after_s: float) -> None:
             assert answer["crc"] == crc_of(tag, 64 * MB)  # it was through already
     await transfer(c, b, 10, 4 * MB)
     await transfer(b, c, 11, 4 * MB)
+    for tag in (2, 3, 4):
+        await b.is_silent(tag)
 
 
 @pytest.mark.parametrize("after_s", [pytest.param(0.0, marks=another_of_its_kind()), 0.01])
@@ -166,7 +170,7 @@ async def test_receiver_killed_under_way(start: Start, after_s: float) -> None:
     await transfer(a, b, 1, MB)
     for tag in (2, 3, 4):
         b.begin("receive", tag=tag, nbytes=64 * MB)
-    sends = [a.begin("send", peer=b.address, tag=t, seed=t, nbytes=64 * MB, timeout_s=1.5)[1] for t in (2, 3, 4, 5)]
+    sends = [a.begin("send", peer=b.address, tag=t, seed=t, nbytes=64 * MB, timeout_s=0.8)[1] for t in (2, 3, 4, 5)]
     await asyncio.sleep(0.15 + after_s)
     b.kill()
     answers = await asyncio.wait_for(asyncio.gather(*sends), 10.0)
@@ -195,9 +199,10 @@ async def test_restarted_peer_has_a_new_address(start: Start) -> None:
 async def test_idle_and_waiting_cost_nothing(start: Start) -> None:
     a, b = await start(), await start()
     await transfer(a, b, 1, MB)
-    assert (await b.ask("cpu", for_s=1.0))["cpu_s"] < 0.05
-    number, waiting = b.begin("receive", tag=2, nbytes=MB)
-    assert (await b.ask("cpu", for_s=1.0))["cpu_s"] < 0.05
+    await transfer(b, a, 2, MB)
+    number, waiting = b.begin("receive", tag=3, nbytes=MB)
+    for used in await asyncio.gather(*(each.ask("cpu", for_s=0.5) for each in (a, b))):
+        assert used["cpu_s"] < 0.025
     await b.ask("cancel", task=number)
     assert (await waiting)["error"] == "CancelledError"
 
@@ -215,58 +220,41 @@ async def test_stopped_receiver_strands_a_send_until_it_answers(start: Start) ->
     await transfer(a, b, 3, MB)
 
 
-async def test_stalled_sender_is_silenced(start: Start, pool: Pool) -> None:
-    """A sender that stops in the middle and goes on later finds nobody to write to."""
+async def test_stalled_sender_is_silenced(start: Start) -> None:
+    """A sender that stops in the middle and goes on later finds nobody to write to. UCX cannot recall bytes under way
+    over TCP: the receiver tears its worker down and has a new address."""
     a, b = await start(), await start()
     await transfer(a, b, 1, MB)
-    receive = await b.begun_receive(tag=2, nbytes=256 * MB, timeout_s=0.6, watch_s=2.0)
-    _, send = a.begin("send", peer=b.address, tag=2, seed=2, nbytes=256 * MB, timeout_s=2.0)
-    await asyncio.sleep(0.4)
+    rebuilt = (await b.ask("stats"))["rebuilt"]
+    receive = await b.begun_receive(tag=2, nbytes=256 * MB, timeout_s=0.3)
+    other = await b.begun_receive(tag=3, nbytes=MB, timeout_s=20.0)
+    send = await a.begun("send", peer=b.address, tag=2, seed=2, nbytes=256 * MB, timeout_s=0.5)
+    await asyncio.sleep(0.05)
     a.signal(signal.SIGSTOP)
-    await asyncio.sleep(2.0)
-    a.signal(signal.SIGCONT)
     answer = await asyncio.wait_for(receive, 15.0)
+    a.signal(signal.SIGCONT)
     if "error" in answer:
         assert answer["error"] == "TransferTimeout", answer
     else:
         assert answer["crc"] == crc_of(2, 256 * MB)  # through before the stop, or pulled by the receiver regardless
     await asyncio.wait_for(send, 15.0)
-    await transfer(a, b, 3, 4 * MB)
-    await transfer(b, a, 4, 4 * MB)
-
-
-@needs_ucx
-async def test_rebuilt_link_has_a_new_address_and_works() -> None:
-    """Over TCP bytes under way cannot be recalled: the receiver tears its UCX worker down."""
-    a, b = [await LinkProcess.start("ucx", UCX_TLS="tcp,self") for _ in range(2)]
-    try:
-        await transfer(a, b, 1, MB)
-        # Half a gigabyte takes loopback TCP longer than the receiver has patience.
-        receive = await b.begun_receive(tag=2, nbytes=512 * MB, timeout_s=0.1, watch_s=1.0)
-        a.begin("send", peer=b.address, tag=2, seed=2, nbytes=512 * MB, timeout_s=1.0)
-        other = await b.begun_receive(tag=3, nbytes=MB, timeout_s=20.0)
-        answer = await asyncio.wait_for(receive, 15.0)
-        assert answer["error"] == "TransferTimeout", answer
-        stats = await b.ask("stats")
-        if stats["rebuilt"]:  # else it was cancelled before its first byte
-            assert (await other)["error"] == "TransferError"
-            assert (await b.ask("address"))["address"] != b.address
-        else:
-            await a.ask("send", peer=b.address, tag=3, seed=3, nbytes=MB)
-            assert "error" not in await other
-        await transfer(a, b, 5, 4 * MB)
-        await transfer(b, a, 6, 4 * MB)
-    finally:
-        await a.end()
-        await b.end()
+    if (await b.ask("stats"))["rebuilt"] > rebuilt:
+        assert (await other)["error"] == "TransferError"
+        assert (await b.ask("address"))["address"] != b.address
+    else:
+        await a.ask("send", peer=b.address, tag=3, seed=3, nbytes=MB)
+        assert "error" not in await other
+    await transfer(a, b, 4, 4 * MB)
+    await transfer(b, a, 5, 4 * MB)
+    await b.is_silent(2)
 
 
 @needs_ucx
 async def test_ucx_runs_under_uvloop() -> None:
-    a, b = await LinkProcess.start("ucx", loop="uvloop"), await LinkProcess.start("ucx", loop="uvloop")
+    a, b = await asyncio.gather(*(LinkProcess.start("ucx", loop="uvloop") for _ in range(2)))
     try:
         await transfer(a, b, 1, 16 * MB)
-        assert (await a.ask("cpu", for_s=1.0))["cpu_s"] < 0.05
+        assert (await a.ask("cpu", for_s=0.5))["cpu_s"] < 0.025
     finally:
         await a.end()
         await b.end()

@@ -22,13 +22,18 @@ class Moving(Colocated):
 
 
 def world_of(
-    roles: dict[str, Role], placement: type[Colocated | Disaggregated], requests: int, *, blocks: int = 2048
+    roles: dict[str, Role],
+    placement: type[Colocated | Disaggregated],
+    requests: int,
+    *,
+    blocks: int = 1024,
+    most: int = LONG,
 ) -> World:
     """With so many requests of some hundred tokens, which have just begun. An iteration takes 10 ms."""
     world, random = World(3, roles, placement, blocks=blocks, order=all_at_once), Random(3)
     world.run(1.7)
     for index in range(requests):
-        world.submit(f"r{index}", long_prompt(random), LONG)
+        world.submit(f"r{index}", long_prompt(random), most)
     world.run(1.9)
     return world
 
@@ -73,7 +78,7 @@ def test_what_runs_goes_on_elsewhere_and_nothing_is_computed_again(
 
 def test_prompts_that_have_not_begun_are_placed_anew() -> None:
     """With more of them than rows: the others have computed nothing that could be moved."""
-    world = world_of(UNIFIED_TWICE, Moving, 40)
+    world = world_of(UNIFIED_TWICE, Moving, 40, most=50)
     waiting = [s.request_id for s in world.workers["unified-0"].worker.sequences() if not s.computed]
     assert waiting
     world.drain_worker("unified-0", 60.0)

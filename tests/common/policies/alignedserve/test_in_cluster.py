@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from random import Random
 
 import pytest
@@ -15,6 +16,7 @@ from tests.common.machines.clusters import PD, PD_TWICE, UNIFIED_TWICE, finish, 
 from tests.common.machines.world import World, expected_output
 from tests.common.policies.alignedserve.pool import requests, world
 from tests.examples import another_of_its_kind
+from tests.support.kinds import by_default, in_turn
 
 
 def cancel(found: World, name: str) -> None:
@@ -22,8 +24,7 @@ def cancel(found: World, name: str) -> None:
         found.cancel(name)
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize("blocks", [24, 28, 64])
+@pytest.mark.parametrize(("blocks", "preemption"), in_turn(product((24, 28, 64), ("swap", "recompute")), of=2))
 def test_undisturbed_also_with_little_memory(blocks: int, preemption: str) -> None:
     found = world(blocks, blocks=blocks, host_blocks=120, preemption=preemption)
     offer(found, 50, requests)
@@ -57,7 +58,9 @@ def test_a_pool_without_host_memory_slows_and_never_fails() -> None:
     assert total(found, "pooled") == 0
 
 
-@pytest.mark.parametrize(("seed", "blocks"), [(0, 24), (3, 24), (4, 20), (5, 24), (8, 24)])
+@pytest.mark.parametrize(
+    ("seed", "blocks"), by_default([(0, 24), (3, 24), (4, 20), (5, 24), (8, 24)], (0, 24), (4, 20))
+)
 def test_decode_workers_run_the_requests_they_hold_for_each_other(seed: int, blocks: int) -> None:
     """Seeds that once ended with KV parked on two decode workers, each in the other's buffer, in caches too full for
     either to move."""
@@ -66,7 +69,12 @@ def test_decode_workers_run_the_requests_they_hold_for_each_other(seed: int, blo
     finish(found, 6.0)
 
 
-@pytest.mark.parametrize("iteration", ["continuous_batching", "chunked_prefill", "slo_batching", "vllm"])
+@pytest.mark.parametrize(
+    "iteration",
+    by_default(
+        ["continuous_batching", "chunked_prefill", "slo_batching", "vllm"], "continuous_batching", "slo_batching"
+    ),
+)
 def test_other_schedulers_resume_requests_from_the_host_memory_of_their_own_worker(iteration: str) -> None:
     where_it_lay = 0
     for seed in range(3, 6):
@@ -90,7 +98,7 @@ def test_low_load_is_placed_at_once_and_never_waits_in_the_pool() -> None:
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "manager"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", by_default(range(2), 0))
 def test_kills(victim: str, seed: int) -> None:
     found = world(40 + seed, blocks=40, host_blocks=30, run_failure_rate=0.05)
     offer(found, 40, requests)
@@ -117,8 +125,7 @@ def test_unified_workers_park_and_go_on_where_they_are() -> None:
     finish(found, 6.0)
 
 
-@pytest.mark.parametrize("seed", [2, 25, 137, 153, 165, 203])
-@pytest.mark.parametrize("host_blocks", [0, 16])
+@pytest.mark.parametrize(("seed", "host_blocks"), in_turn(product((2, 25, 137, 153, 165, 203), (0, 16)), of=2))
 def test_anything_breaks_in_tiny_caches(seed: int, host_blocks: int) -> None:
     """Seeds that once left KV parked where another request waited for its blocks."""
     random = Random(seed)

@@ -6,7 +6,7 @@ The world checks every slot of KV, every plan and every allocator; here also tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, product
 from random import Random
 
 import pytest
@@ -27,6 +27,7 @@ from tests.common.machines.clusters import (
     total,
 )
 from tests.common.machines.world import SplitAnywhere, World
+from tests.support.kinds import by_default
 
 BASELINES = {
     "orca": "max",
@@ -76,9 +77,13 @@ def requests(random: Random) -> Iterator[Asked]:
         yield Asked(prompt, most, "be" if index % 3 else "rt", predicted)
 
 
-@pytest.mark.parametrize("blocks", [20, 64])
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize("name", BASELINES)
+PREEMPTION = ("swap", "recompute")
+
+
+@pytest.mark.parametrize(
+    ("name", "preemption", "blocks"),
+    by_default(product(BASELINES, PREEMPTION, (20, 64)), *product(BASELINES, PREEMPTION, (20,)), ("orca", "swap", 64)),
+)
 def test_colocated(name: str, preemption: str, blocks: int) -> None:
     cluster = world(21, UNIFIED, Colocated, name, blocks=blocks, preemption=preemption)
     offer(cluster, 50, requests)

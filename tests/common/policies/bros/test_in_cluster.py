@@ -6,7 +6,7 @@ The world checks every slot a row reads, every plan and the allocator; here also
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, product
 from random import Random
 from typing import Any
 
@@ -17,6 +17,7 @@ from cohort.common.policies.interface import Placement
 from cohort.common.types import Role
 from tests.common.machines.clusters import PD_TWICE, UNIFIED, Asked, finish, of_config, offer, small, tokens, total
 from tests.common.machines.world import SplitAnywhere, World
+from tests.support.kinds import by_default, in_turn
 
 
 def bros_world(
@@ -67,9 +68,10 @@ def test_real_time_requests_move_into_best_effort_blocks(blocks: int) -> None:
     assert (stats["shared_blocks"], stats["checkpointed_slots"]) == (0, 0)
 
 
-@pytest.mark.parametrize("host_blocks", [0, 2, 60])
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize("allocation", ["bidirectional", "paged"])
+@pytest.mark.parametrize(
+    ("allocation", "host_blocks", "preemption"),
+    in_turn(product(("bidirectional", "paged"), (0, 2, 60), ("swap", "recompute")), of=2),
+)
 def test_little_host_memory_or_another_allocator(allocation: str, preemption: str, host_blocks: int) -> None:
     world = bros_world(
         32, UNIFIED, Colocated, allocation=allocation, preemption=preemption, host_blocks=host_blocks, blocks=22
@@ -79,7 +81,9 @@ def test_little_host_memory_or_another_allocator(allocation: str, preemption: st
     assert world.attempts_lost == 0
 
 
-@pytest.mark.parametrize("iteration", ["continuous_batching", "round_robin", "vllm", "srtf"])
+@pytest.mark.parametrize(
+    "iteration", by_default(["continuous_batching", "round_robin", "vllm", "srtf"], "continuous_batching", "srtf")
+)
 def test_other_schedulers_over_bidirectional_blocks(iteration: str) -> None:
     world = bros_world(33, UNIFIED, Colocated, iteration=iteration, blocks=26)
     offer(world, 60, requests)

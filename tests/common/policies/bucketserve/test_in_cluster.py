@@ -23,6 +23,7 @@ from cohort.common.types import Role
 from tests.common.machines.clusters import PD, PD_TWICE, UNIFIED_TWICE, Asked, finish, offer, tokens
 from tests.common.machines.world import World
 from tests.common.policies.bucketserve.cluster import controller, demand_rule
+from tests.support.kinds import by_default, in_turn
 
 
 def buckets() -> BucketedPrefill:
@@ -39,8 +40,17 @@ def requests(random: Random) -> Iterator[Asked]:
         yield Asked(prompt, random.randint(1, 30))
 
 
-@pytest.mark.parametrize("blocks", [24, 40, 64])
-@pytest.mark.parametrize(("roles", "placement"), [(PD_TWICE, Disaggregated), (UNIFIED_TWICE, Colocated)])
+@pytest.mark.parametrize(
+    ("blocks", "roles", "placement"),
+    in_turn(
+        [
+            (blocks, *placed)
+            for blocks in (24, 40, 64)
+            for placed in ((PD_TWICE, Disaggregated), (UNIFIED_TWICE, Colocated))
+        ],
+        of=2,
+    ),
+)
 def test_undisturbed_also_with_little_memory(roles: dict[str, Role], placement: type[Placement], blocks: int) -> None:
     world = World(11, roles, placement, blocks=blocks, order=buckets)
     offer(world, 70, requests)
@@ -75,7 +85,7 @@ def test_batches_stay_together_on_their_way_to_a_prefill_worker(monkeypatch: pyt
     assert max(sizes.values()) > 2
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", by_default(range(3), 0))
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "manager"])
 def test_kills(victim: str, seed: int) -> None:
     world = World(20 + seed, PD_TWICE, Disaggregated, blocks=40, order=buckets, run_failure_rate=0.05)

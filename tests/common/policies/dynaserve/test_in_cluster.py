@@ -4,6 +4,7 @@ KV transfers broken in every phase. The world checks every slot of KV and that n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -14,6 +15,7 @@ from cohort.common.policies.interface import ClusterView, Impossible, Placed, Pl
 from cohort.common.types import FinishReason, Segment
 from tests.common.machines.clusters import UNIFIED_TWICE, Asked, finish, of_config, offer, small, tokens, total
 from tests.common.machines.world import STOP_TOKEN, World, expected_output
+from tests.support.kinds import in_turn
 
 
 class SplitAt(Placement):
@@ -52,8 +54,7 @@ def requests(random: Random) -> Iterator[Asked]:
         yield Asked(prompt, random.randint(1, 30), predicted=float(random.randint(1, 30)))
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize("blocks", [22, 64])
+@pytest.mark.parametrize(("blocks", "preemption"), in_turn(product((22, 64), ("swap", "recompute")), of=2))
 def test_random_load_with_wrong_predictions(blocks: int, preemption: str) -> None:
     world = world_of(1, preemption=preemption, blocks=blocks, host_blocks=40)
     offer(world, 90, requests, over_s=2.5)
@@ -162,10 +163,11 @@ class Breaking(World):
             self.at(0.0, lambda: self.kill_worker(self.victim, 1.0))
 
 
-@pytest.mark.parametrize("position", [9, 13, 22], ids=["in the prompt", "at its end", "in the output"])
-@pytest.mark.parametrize("when", ["sent", "arrived"])
-@pytest.mark.parametrize("victim", list(UNIFIED_TWICE), ids=["sender dies", "receiver dies"])
-@pytest.mark.parametrize("phase", PHASES)
+# The first worker sends, the second receives, split in the prompt, at its end, in the output.
+@pytest.mark.parametrize(
+    ("phase", "victim", "when", "position"),
+    in_turn(product(PHASES, UNIFIED_TWICE, ("sent", "arrived"), (9, 13, 22)), of=3),
+)
 def test_a_worker_killed_in_any_phase_of_a_kv_transfer(phase: str, victim: str, when: str, position: int) -> None:
     world = world_of(5, lambda: SplitAt(position), kind=Breaking)
     assert isinstance(world, Breaking)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -20,6 +21,7 @@ from cohort.common.types import Prediction, Role
 from cohort.common.virtual_cluster.cluster import MANAGER
 from tests.common.machines.clusters import PD_TWICE, UNIFIED, Asked, finish, of_config, offer, small, tokens, total
 from tests.common.machines.world import World, expected_output
+from tests.support.kinds import by_default, in_turn
 
 WRONG = ("one", "max", "random", "right")
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -65,8 +67,7 @@ def stat(world: World, name: str) -> float:
     return sum(node.machine.scheduler.metrics()[name] for node in world.workers.values())
 
 
-@pytest.mark.parametrize("blocks", [18, 40])
-@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize(("kind", "blocks"), in_turn(product(WRONG, (18, 40)), of=2))
 def test_a_wrong_prediction_costs_time_and_never_an_answer(kind: str, blocks: int) -> None:
     cluster = world(32, blocks=blocks)
     offer(cluster, 45, partial(requests, kind=kind))
@@ -101,7 +102,7 @@ def test_every_variant(variant: str) -> None:
     assert (stat(cluster, "borrowers_total") > 0) == ("pipelined" in variant or variant == "full")
 
 
-@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("kind", by_default(WRONG, "one", "right"))
 def test_a_wrong_forecast_costs_time_and_never_an_answer(kind: str) -> None:
     """Right and too long predictions seldom run out of blocks: only where a prompt took several iterations, so that its
     decode ran later than foreseen."""

@@ -180,7 +180,7 @@ class _Fork:
 
     def end(self) -> None:
         """It may take apart what its tests have set up, but not for ever."""
-        os.kill(self.pid, signal.SIGINT)
+        os.kill(self.pid, signal.SIGTERM)
         deadline = time.monotonic() + LONGEST_END_S
         while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
             if time.monotonic() > deadline:
@@ -222,6 +222,8 @@ class _Child:
 
     def _prepare(self) -> None:
         """Nothing is shared with the other forks but the folder of the run's temporary files."""
+        # Not SIGINT, which whoever started this run in the background may have it ignore.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         plugins = self._session.config.pluginmanager
         if (reporter := plugins.getplugin("terminalreporter")) is not None:
             plugins.unregister(reporter)

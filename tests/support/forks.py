@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
+import itertools
 import os
 import pickle
 import selectors
@@ -29,6 +30,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from cohort.common.http import ports
 
 LONGEST_END_S = 20.0
 LOOK_S = 1.0
@@ -79,13 +82,13 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         raise pytest.UsageError(f"{threads - 1} threads were started while tests were collected; run without --forks")
-    _Parent(session).run(forks)
+    _Parent(session, forks).run()
     return True
 
 
 class _Parent:
-    def __init__(self, session: pytest.Session) -> None:
-        self._session = session
+    def __init__(self, session: pytest.Session, forks: int) -> None:
+        self._session, self._forks = session, forks
         self._files = [list(items) for _, items in groupby(session.items, key=lambda item: item.path)]
         self._selector = selectors.DefaultSelector()
         self._order, orders = os.pipe()  # the indices of files, in order; a fork reads one at a time
@@ -96,8 +99,8 @@ class _Parent:
         if reporter is not None:
             reporter.showfspath = False  # the files take turns
 
-    def run(self, forks: int) -> None:
-        running = [self._fork(number) for number in range(forks)]
+    def run(self) -> None:
+        running = [self._fork(number) for number in range(self._forks)]
         try:
             while running:
                 self._selector.select(LOOK_S)
@@ -121,6 +124,8 @@ class _Parent:
         pid = os.fork()
         if pid == 0:
             os.close(ours)
+            # Ports that no other fork tries: between the choice of one and its use another process could take it.
+            ports._blocks = itertools.count(next(ports._blocks) + number, self._forks)
             _Child(self._session, self._files, self._order, theirs, number).run()  # never returns
         os.close(theirs)
         os.set_blocking(ours, False)

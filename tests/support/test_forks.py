@@ -100,6 +100,17 @@ def test_a_limit_of_failures_ends_all(tmp_path: Path, options: tuple[str, ...]) 
     assert 1 <= failed < 400
 
 
+def test_no_two_forks_try_the_same_port(tmp_path: Path) -> None:
+    text = (
+        "from cohort.common.http.ports import free_port\n"
+        "def test_it():\n"
+        "    print('ports', *(free_port() for _ in range(5)))\n"
+    )
+    done = run(tmp_path, {f"test_{name}.py": text for name in "abcdefgh"})
+    chosen = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("ports ")]
+    assert len(chosen) == 8 and len({port for each in chosen for port in each}) == 40, done.stdout
+
+
 def test_threads_of_collecting_are_refused(tmp_path: Path) -> None:
     text = (
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\ndef test_it(): ...\n"

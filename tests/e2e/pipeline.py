@@ -329,12 +329,24 @@ class Pipeline:
     # -- requests ----------------------------------------------------------------------------------------------
 
     def complete_together(self, bodies: list[dict[str, Any]], name: str) -> list[Answer]:
-        """All of them at once: that worker, one of `held`, begins no step before all are there."""
+        """All of them at once: that worker, one of `held`, begins no step before all are there, not at the gateway
+        alone but waiting at the manager or a worker."""
         with ThreadPoolExecutor(1) as client:
             with self.hold(name):
                 answers = client.submit(self.complete_all, bodies, len(bodies))
                 self.wait_for_requests(len(bodies))
+                deadline = time.monotonic() + START_TIMEOUT_S
+                while (there := self._waiting_behind_the_gateway()) < len(bodies):
+                    assert time.monotonic() < deadline, f"{there} of {len(bodies)} requests have come to a worker"
+                    time.sleep(0.05)
             return answers.result()
+
+    def _waiting_behind_the_gateway(self) -> float:
+        there = sum(self.heard(name).get("waiting", 0.0) for name in manager_names(self.config)[:1])
+        for name in self.config.instance_roles:
+            stats = self.heard(name)
+            there += sum(stats.get(each, 0.0) for each in ("waiting", "running", "awaiting_kv", "parked"))
+        return there
 
     async def complete(self, session: aiohttp.ClientSession, **body: Any) -> Answer:
         return await complete(session, self.url, **body)

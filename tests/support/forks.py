@@ -56,10 +56,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.part is None:
         return
     first, parts = config.option.part
-    files = sorted({item.path for item in items})[first - 1 :: parts]
-    others = [item for item in items if item.path not in set(files)]
+    files = set(sorted({item.path for item in items})[first - 1 :: parts])
+    others = [item for item in items if item.path not in files]
     config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item.path in set(files)]
+    items[:] = [item for item in items if item.path in files]
 
 
 @pytest.hookimpl(wrapper=True)

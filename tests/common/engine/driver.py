@@ -198,31 +198,10 @@ def reference_generate(folder: Path, prompts: Iterable[Sequence[int]], outputs: 
 
 
 def _generate(folder: Path, prompts: list[list[int]], outputs: int) -> list[Expected]:
-    """Prompts of similar length together, padded on their left as `generate` wants them."""
-    from tests.e2e.equality.golden import batches  # whose imports take a second
+    from tests.e2e.equality.golden import compute  # whose imports take a second
 
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    model.generation_config.eos_token_id = None
-    found: dict[int, Expected] = {}
-    for batch in batches([len(prompt) for prompt in prompts]):
-        longest = max(len(prompts[index]) for index in batch)
-        padding = [longest - len(prompts[index]) for index in batch]
-        answer = model.generate(
-            torch.tensor([[0] * pad + prompts[index] for pad, index in zip(padding, batch, strict=True)]),
-            attention_mask=torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding]),
-            max_new_tokens=outputs,
-            do_sample=False,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        best = torch.stack([logits.topk(2).values for logits in answer.logits], dim=1)
-        for row, index in enumerate(batch):
-            margins = (best[row, :, 0] - best[row, :, 1]).tolist()
-            found[index] = Expected(prompts[index], answer.sequences[row, longest:].tolist(), margins)
-    return [found[index] for index in range(len(prompts))]
+    goldens = compute(folder, prompts, outputs, attention="eager")
+    return [Expected(list(golden.prompt), list(golden.output), list(golden.gaps)) for golden in goldens]
 
 
 def count_near_ties(expected: Expected, tokens: Sequence[int]) -> int:

@@ -56,10 +56,12 @@ def kv_bytes(model_dir: Path, blocks: int) -> int:
     return blocks * 16 * position
 
 
-def compute(model_dir: Path, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Golden]:
+def compute(
+    model_dir: Path, prompts: Sequence[Sequence[int]], new_tokens: int, attention: str | None = None
+) -> list[Golden]:
     """Prompts of similar length together, padded on their left as `generate` wants them: a step reads every weight, for
     one row as for sixteen. End tokens are ignored, as `ignore_eos` does."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation=attention).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     found: dict[int, Golden] = {}

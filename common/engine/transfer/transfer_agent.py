@@ -83,6 +83,9 @@ class TransferAgent:
         """Deadlines of runs that are waited for, by the peer that sends them."""
         self._paths: dict[tuple[str, str], str] = {}
         self._tasks: dict[int, set[asyncio.Task[None]]] = {}
+        self._announcing: dict[int, asyncio.Lock] = {}
+        """By lease. The receiver takes a tag below the last announced one for a repetition, so sends are announced in
+        their order, also when the sums of the first take a thread and those of the second do not."""
         self._peer_addresses: dict[tuple[str, str], bytes] = {}
         self._send_slots, self._receive_slots = Slots(range(SLOTS)), Slots(range(SLOTS, 2 * SLOTS))
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-transfers")
@@ -137,6 +140,7 @@ class TransferAgent:
             group.discard(finished)
             if not group and self._tasks.get(lease_id) is group:
                 del self._tasks[lease_id]
+                self._announcing.pop(lease_id, None)
             if not finished.cancelled() and (error := finished.exception()) is not None:
                 structlog.get_logger(__name__).critical("transfer task failed", task=name, exc_info=error)
 
@@ -179,9 +183,10 @@ class TransferAgent:
 
         at_once, left = asyncio.Semaphore(self._runs_at_once), "aborted"
         try:
-            sums = await self._prepare([sending.message for sending in sendings])
-            sums = sums or [of_ranks(self._memory.ranks)] * len(sendings)
-            self._announce(effect.peer, _announcement(effect, sendings, sums))
+            async with self._announcing.setdefault(effect.lease_id, asyncio.Lock()):
+                sums = await self._prepare([sending.message for sending in sendings])
+                sums = sums or [of_ranks(self._memory.ranks)] * len(sendings)
+                self._announce(effect.peer, _announcement(effect, sendings, sums))
             async with asyncio.TaskGroup() as tasks:
                 for sending in sendings:
                     tasks.create_task(send(sending))

@@ -48,6 +48,20 @@ async def test_the_connection_to_a_former_address_of_a_peer_is_given_up() -> Non
         assert (a.sent, a.link.forgotten) == ([None], so_far)
 
 
+async def test_sends_of_a_lease_are_announced_in_their_order() -> None:
+    """Also when the sums of the first are made in a thread and the second's are not: its receiver would take the first
+    for a repetition, and the sender would wait for it in vain."""
+    a, b = held_ends(geometry=LARGE_BLOCKS)
+    runs = [Run(0, 0, 8, 4), Run(1, 4, 2, 1)]
+    for run in runs:
+        a.send_to(b, [run])
+    await until(lambda: len(a.sent) == len(b.received) == 2 and not a.agent._tasks and not b.agent._tasks)
+    assert [chunk.runs[0].tag for chunk in a.announced] == [0, 1]
+    check_arrived(a, b, runs)
+    check_over(a, b, 2)
+    assert not a.agent._announcing
+
+
 @pytest.mark.parametrize("checksums", [True, False])
 async def test_long_runs_go_side_by_side_up_to_the_bound(checksums: bool) -> None:
     a, b = held_ends(runs_at_once=3, checksums=checksums)

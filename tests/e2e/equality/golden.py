@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 import torch
 import transformers
@@ -47,6 +48,13 @@ def golden_outputs(model_dir: Path, prompts: Sequence[Sequence[int]], new_tokens
     fresh.write_text(json.dumps([[g.prompt, g.output, g.gaps, g.runner_up] for g in goldens]), encoding="utf-8")
     fresh.replace(kept)
     return goldens
+
+
+def outgrowing(model_dir: Path) -> list[Golden]:
+    """Twelve prompts of a block, answers of six more. Asked together, they fit 24 to 83 blocks when they begin and not
+    when they end, in whatever order they come: something is preempted."""
+    random = Random(22)
+    return golden_outputs(model_dir, [[random.randrange(3, 400) for _ in range(16)] for _ in range(12)], 96)
 
 
 def kv_bytes(model_dir: Path, blocks: int) -> int:

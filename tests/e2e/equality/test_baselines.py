@@ -8,18 +8,16 @@ both ways.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
-from tests.e2e.equality.golden import Golden, kv_bytes
+from tests.e2e.equality.golden import Golden, kv_bytes, outgrowing
 from tests.e2e.equality.test_golden import ask, compare
-from tests.e2e.pipeline import Answer, Pipeline
+from tests.e2e.pipeline import Pipeline
 from tests.examples import another_of_its_kind, nightly
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
@@ -60,34 +58,21 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Ite
         yield running
 
 
-def ask_all(pipeline: Pipeline, goldens: list[Golden], worker: str = WORKER) -> None:
-    compare(goldens, asyncio.run(ask_while_one_decodes(pipeline, goldens, worker)))
-
-
-async def ask_while_one_decodes(pipeline: Pipeline, goldens: list[Golden], worker: str) -> list[Answer]:
-    """So that they wait together: a scheduler of whole batches then takes as many as the cache holds without their
-    tokens, which they outgrow."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
-        with pipeline.hold(worker) as go_on:
-            first = asyncio.create_task(pipeline.complete(session, prompt=[7] * 20, max_tokens=200, ignore_eos=True))
-            await asyncio.to_thread(go_on, 0, 1)
-            waiting = []
-            for golden in goldens:
-                waiting.append(asyncio.create_task(pipeline.complete(session, **ask(golden))))
-                await asyncio.sleep(0.02)  # in this order: many short ones share a batch, and more rows grow
-            await asyncio.to_thread(pipeline.wait_for_requests, 1 + len(goldens))
-            assert not first.done(), "they were to wait for it"
-        return await asyncio.gather(*waiting)
+def ask_all(pipeline: Pipeline, goldens: list[Golden], model: Path, worker: str = WORKER) -> None:
+    """Then what waits together and outgrows the cache: a scheduler of whole batches takes as many as it holds without
+    their tokens."""
+    for together in (goldens, outgrowing(model)):
+        compare(together, pipeline.complete_together([ask(golden) for golden in together], worker))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_colocated(pipeline: Pipeline, chosen: list[Golden], preset: str) -> None:
+def test_colocated(pipeline: Pipeline, small_model: Path, chosen: list[Golden], preset: str) -> None:
     if pipeline.config.name != preset:
         pipeline.reconfigure(preset)
         pipeline.kill(WORKER)
         pipeline.start(WORKER)
         pipeline.wait_ready()
-    ask_all(pipeline, chosen)
+    ask_all(pipeline, chosen, small_model)
     if preset not in NEVER_PREEMPTS:
         pipeline.wait_for(WORKER, "preemptions_total", 1)
     pipeline.assert_nothing_left()
@@ -99,6 +84,6 @@ def test_disaggregated(tmp_path: Path, small_model: Path, chosen: list[Golden], 
     made = Pipeline(tmp_path, small_model, overrides(small_model, preemption), preset="baseline-distserve")
     made.held.add("decode-0")
     with made as pipeline:
-        ask_all(pipeline, chosen, "decode-0")
+        ask_all(pipeline, chosen, small_model, "decode-0")
         pipeline.wait_for("decode-0", "preemptions_total", 1)
         pipeline.assert_nothing_left()

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.e2e.conftest import NEW_TOKENS, make_prompts
-from tests.e2e.equality.golden import Golden, golden_outputs, kv_bytes, near_ties
+from tests.e2e.equality.golden import Golden, golden_outputs, kv_bytes, near_ties, outgrowing
 from tests.e2e.pipeline import CONTEXT_LIMIT, Answer, Pipeline
 from tests.examples import another_of_its_kind, nightly
 
@@ -46,7 +46,7 @@ def test_disaggregated_with_prefix_cache_and_long_prompts(standard: Pipeline, de
     """The default model itself; the longest prompt goes up to the last position of the context."""
     prompts = make_prompts(Tokenizer.from_file(str(default_model / "tokenizer.json")))
     if not nightly():
-        prompts = [*prompts[3:24:5], *prompts[26:29], *prompts[31:50:5]]
+        prompts = [*prompts[3:24:5], *prompts[27:29], *prompts[31:50:9]]
     goldens = golden_outputs(default_model, prompts, NEW_TOKENS)
     random = Random(21)
     longest = [random.randrange(3, 49_000) for _ in range(CONTEXT_LIMIT - 4)]
@@ -107,6 +107,9 @@ def test_chunked_preempted_transferred(
     made.held.add(worker)
     with made as pipeline:
         compare(goldens, pipeline.complete_together([ask(g) for g in goldens], worker))
+        if preset == "unified":
+            more = outgrowing(small_model)
+            compare(more, pipeline.complete_together([ask(g) for g in more], worker))
         pipeline.wait_for(worker, evidence, 1)
         pipeline.assert_nothing_left()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.equality.golden import Golden, golden_outputs
+from tests.e2e.equality.golden import Golden, golden_outputs, outgrowing
 from tests.e2e.equality.test_golden import SHORT_SIGHTED, ask, compare
 from tests.e2e.pipeline import Pipeline
 from tests.e2e.tiny_models import deepseek, llama, save
@@ -109,7 +109,10 @@ def test_latents_move_between_workers_of_any_degrees(tmp_path: Path, degrees: tu
 def test_preempted_requests_go_on(tmp_path: Path, model: Path, goldens: list[Golden], preemption: str) -> None:
     workers = [{"role": "unified", "tensor_parallel": 2}]
     overrides = options(40, workers, preemption=preemption, prefill_chunk=48)
-    with Pipeline(tmp_path, model, overrides, preset="unified") as pipeline:
-        compare(goldens, pipeline.complete_all([ask(golden) for golden in goldens]))
+    made = Pipeline(tmp_path, model, overrides, preset="unified")
+    made.held.add("unified-0")
+    with made as pipeline:
+        for together in (goldens, outgrowing(model)):
+            compare(together, pipeline.complete_together([ask(golden) for golden in together], "unified-0"))
         pipeline.wait_for("unified-0", "preemptions_total", 1)  # reports come some time after the answers
         pipeline.assert_nothing_left()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cohort.common import paths
-from tests.examples import register_profiles
+from tests.examples import nightly, register_profiles
 from tests.support import user_cache
 from tests.support.steady_loop import SteadyPolicy
 
@@ -81,6 +81,17 @@ def default_model() -> Path:
     if not (path / "config.json").is_file():
         pytest.skip(f"no model in {path}; scripts/setup makes it")
     return path
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Path:
+    """What takes the default model's tokens; nightly the default model itself."""
+    if nightly():
+        return default_model
+    from tests.e2e.tiny_models import save_stand_in
+
+    save_stand_in(default_model, folder := tmp_path_factory.mktemp("small") / "model")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.e2e.equality.golden import Golden, golden_outputs
-from tests.e2e.tiny_models import save_stand_in
-from tests.examples import nightly
 
 NEW_TOKENS = 16
 
@@ -47,15 +45,6 @@ def make_prompts(tokenizer: Tokenizer) -> list[list[int]]:
     lengths = [1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65, 80, 100, 129, 160, 200, 256, 300, 700]
     noise = [[random.randrange(3, vocabulary) for _ in range(length)] for length in lengths]
     return ids + chats + shared + noise
-
-
-@pytest.fixture(scope="session")
-def small_model(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Path:
-    """What takes the default model's tokens; nightly the default model itself."""
-    if nightly():
-        return default_model
-    save_stand_in(default_model, folder := tmp_path_factory.mktemp("small") / "model")
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -48,7 +48,7 @@ def save_stand_in(default_model: Path, folder: Path) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "max_position_embeddings": 2048}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     save(LlamaForCausalLM(LlamaConfig(vocab_size=tokens, tie_word_embeddings=True, **shape, **heads)), folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", ".complete"):
         (folder / name).symlink_to(default_model / name)
 
 

@@ -53,17 +53,13 @@ def test_wrong_options(tmp_path: Path) -> None:
 
 def test_a_dry_run_of_sections(tmp_path: Path) -> None:
     """Four files and a table; a section for which no time is left is named."""
-    told = gpu_check("--dry-run", "--only", "products", "device", "--out", "out", cwd=tmp_path)
+    told = gpu_check("--dry-run", "--only", "products", "--out", "out", cwd=tmp_path)
     result = report_of(tmp_path / "out")
     assert (told.returncode, result["dry_run"], result["state"]) == (0, True, "complete"), told.stdout + told.stderr
-    assert [section["section"] for section in result["sections"]] == ["device", "products"]
-    assert {row["section"] for row in result["rows"]} == {"device", "products"}
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {
-        "report.json",
-        "report.md",
-        "profiles.json",
-        "logs.tar.gz",
-    }
+    assert [section["section"] for section in result["sections"]] == ["products"]
+    assert {row["section"] for row in result["rows"]} == {"products"}
+    four = {"report.json", "report.md", "profiles.json", "logs.tar.gz"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == four
     assert "no metric below is a measurement" in told.stdout
     late = gpu_check("--dry-run", "--only", "kernels", "--out", "late", "--total-s", "3", cwd=tmp_path)
     assert late.returncode == 1 and "not run" in late.stdout
@@ -71,11 +67,11 @@ def test_a_dry_run_of_sections(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_leaves_what_it_had(tmp_path: Path) -> None:
-    """kill -9 in the middle of a section: the reports are whole, and no process of the run stays."""
+    """kill -9 in the middle of the plan's second section: the reports are whole, and no process of the run stays."""
     out = tmp_path / "out"
     with (tmp_path / "log").open("wb") as log:
         running = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "--dry-run", "--only", "device", "golden", "--out", str(out)],
+            [sys.executable, str(SCRIPT), "--dry-run", "--only", "golden", "device", "--out", str(out)],
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=tmp_path,
@@ -93,6 +89,7 @@ def test_a_killed_run_leaves_what_it_had(tmp_path: Path) -> None:
         running.send_signal(signal.SIGKILL)
         running.wait()
     result = report_of(out)
+    assert [section["section"] for section in result["sections"]] == ["device", "golden"]
     assert result["state"] == "running" and result["sections"][0]["state"] == "ended"
     assert any(row["name"] == "read alone" for row in result["rows"])
     assert (out / "report.md").read_text().startswith("# Check of a GPU")

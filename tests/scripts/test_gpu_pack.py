@@ -112,8 +112,9 @@ def test_every_section_finds_what_it_imports(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", by_default(["llguidance", "pyzmq"], "llguidance"))
 def test_a_package_left_out_is_missed(tmp_path: Path, name: str) -> None:
     command = machine(tmp_path, (on_the_machine() | in_the_pack()) - {name})
-    told = imported(command, ["cohort.services.bench.gpu_check.__main__"])
-    module = {"pyzmq": "zmq"}.get(name, name)
+    section, grammar = "cohort.services.bench.gpu_check.__main__", "cohort.services.gateway.text.grammar_process"
+    module, importer = {"pyzmq": ("zmq", section), "llguidance": ("llguidance", grammar)}[name]
+    told = imported(command, [importer])
     assert told.returncode == 1 and f"No module named '{module}" in told.stderr
 
 

@@ -60,7 +60,7 @@ class Hosts:
             config[section] = values if section == "workers" else {**config[section], **values}
         own = self.folder / f"{name}.yaml"
         own.write_text(yaml.safe_dump(config))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
         with (self.folder / f"{name}.log").open("wb") as log:
             return fork("cohort.services.rank_host", ["--config", str(own), "--host", "1"], environment, log)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +27,6 @@ from cohort.common.messages import (
     TokenUpdate,
     WorkerReport,
 )
-from cohort.common.paths import default_model_dir
 from cohort.common.transport.security import generate_keys, load_keys
 from cohort.common.transport.zmq_bus import ZmqBus
 from cohort.common.types import Attempt, Role, WorkerCapacity, WorkerStats
@@ -44,21 +42,14 @@ PROCESSES = ("gateway", "length_predictor", "bucketing_manager", "global_monitor
 CAPACITY = WorkerCapacity(Role.UNIFIED, "m", 8192, 30, 3, 64, 4, 16, 100_000, 0, 256, 8192)
 
 
-def model_folder() -> Path:
-    folder = Path(os.environ.get("COHORT_TEST_MODEL") or default_model_dir())
-    if not (folder / "config.json").exists():
-        pytest.skip(f"no model in {folder}: run scripts/setup, or set COHORT_TEST_MODEL")
-    return folder
-
-
 def files(folder: Path) -> dict[str, tuple[int, int]]:
     found = [path for path in folder.rglob("*") if path.is_file()]
     return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in found}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Containers]:
-    containers = Containers(tmp_path_factory.mktemp("containers"), model_folder())
+def served(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Iterator[Containers]:
+    containers = Containers(tmp_path_factory.mktemp("containers"), small_model)
     try:
         assert containers.start("model").wait(timeout=300) == 0, containers.log("model")
         containers.processes.clear()
@@ -76,8 +67,8 @@ def complete(containers: Containers, key: str) -> tuple[int, list[int]]:
     return status, answer["cohort"]["requests"][0]["token_ids"] if status == 200 else []
 
 
-def test_the_answer_is_right_and_only_for_holders_of_the_key(served: Containers):
-    [golden] = golden_outputs(model_folder(), [PROMPT], 8)
+def test_the_answer_is_right_and_only_for_holders_of_the_key(served: Containers, small_model: Path):
+    [golden] = golden_outputs(small_model, [PROMPT], 8)
     assert complete(served, KEY) == (200, list(golden.output))
     assert complete(served, "") == (401, [])
     assert complete(served, "sk-guessed") == (401, [])

@@ -18,7 +18,7 @@ import pytest
 import transformers
 
 from cohort.common.http.ports import free_port
-from cohort.common.paths import cache_dir, default_model_dir
+from cohort.common.paths import cache_dir
 from cohort.services.launcher.run_files import LauncherState, RunFiles
 from tests.common.engine.driver import count_near_ties, random_prompts, reference_generate
 from tests.engine_models import VOCAB, save_random_model
@@ -80,11 +80,8 @@ class Serve:
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Serve]:
-    model = Path(os.environ.get("COHORT_TEST_MODEL") or default_model_dir())
-    if not (model / "config.json").exists():
-        pytest.skip(f"no model in {model}: run scripts/setup, or set COHORT_TEST_MODEL")
-    made = Serve(tmp_path, model)
+def serve(tmp_path: Path, small_model: Path) -> Iterator[Serve]:
+    made = Serve(tmp_path, small_model)
     yield made
     state = made.files.state()
     if state is not None:

@@ -73,15 +73,15 @@ def test_a_running_process_changes_and_says_so(files: RunFiles, capsys: pytest.C
         [sys.executable, "-c", LISTENER, str(files.folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            assert process.stdout is not None and process.stdout.readline() == "listening\n"
+            assert process.stdout and process.stderr and process.stdout.readline() == "listening\n"
             record(files, {"gateway": process.pid})
             assert main(["log-level", "gateway", "debug"]) == 0
             assert capsys.readouterr().out == "gateway: debug\n"
+            assert '"now":"debug"' in process.stderr.readline()  # after it was asked, whenever it is scheduled
             assert main(["log-level", "predictor", "debug"]) == 2
             assert "there are: gateway" in capsys.readouterr().err
         finally:
             process.terminate()
-        assert process.stderr is not None and '"now":"debug"' in process.stderr.read()
 
 
 def test_a_process_that_does_not_listen_yet_is_left_alone(files: RunFiles, capsys: pytest.CaptureFixture[str]) -> None:

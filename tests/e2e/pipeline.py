@@ -239,6 +239,16 @@ class Pipeline:
             body = response.read()
         return json.loads(body) if body[:1] in b"{[" else body.decode()
 
+    def metrics(self) -> str:
+        """The monitor's, once those of every other process are part of them: it hears of one later than clients do."""
+        deadline, text = time.monotonic() + START_TIMEOUT_S, ""
+        while any(f'cohort_scrape_up{{instance="{name}"}} 1' not in text for name in set(self.processes) - {"monitor"}):
+            assert time.monotonic() < deadline, f"the monitor's metrics lack a process:\n{self.log('monitor')}"
+            with contextlib.suppress(OSError):
+                text = str(self.get("/metrics", self.config.monitor.port))
+            time.sleep(0.05)
+        return text
+
     def state(self) -> dict[str, Any]:
         """All processes' last heartbeats, from the monitor."""
         state = self.get("/api/state", self.config.monitor.port)

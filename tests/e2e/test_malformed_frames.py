@@ -58,8 +58,8 @@ def decodes(data: bytes) -> bool:
 
 
 def malformed(pipeline: Pipeline) -> dict[str, float]:
-    text = pipeline.get("/metrics", pipeline.config.monitor.port)
-    counted = re.findall(r'^cohort_bus_malformed_total\{[^}]*instance="([^"]+)"[^}]*\} (\S+)$', text, re.M)
+    pattern = r'^cohort_bus_malformed_total\{[^}]*instance="([^"]+)"[^}]*\} (\S+)$'
+    counted = re.findall(pattern, pipeline.metrics(), re.M)
     return {instance: float(value) for instance, value in counted}
 
 

@@ -127,7 +127,7 @@ def test_every_process_has_metrics_and_the_monitor_has_all(standard: Pipeline) -
     assert "cohort_time_to_first_token_seconds_bucket" in text
     assert 'cohort_request_success_total{class="rt",finished_reason="length"' in text
     standard.wait_told()
-    merged = standard.get("/metrics", standard.config.monitor.port)
+    merged = standard.metrics()
     for instance in ("gateway", "predictor", "manager", "prefill-0", "decode-0"):
         assert f'instance="{instance}"' in merged
     for family in ("kv_cache_usage_perc", "kv_transfer_bytes_total", "up", "step_seconds_sum"):

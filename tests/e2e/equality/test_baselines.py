@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.equality.golden import Golden, kv_bytes, outgrowing
-from tests.e2e.equality.test_golden import ask, compare
+from tests.e2e.equality.golden import Golden, kv_bytes
+from tests.e2e.equality.test_golden import compare_together
 from tests.e2e.pipeline import Pipeline
 from tests.examples import another_of_its_kind, nightly
 
@@ -58,21 +58,14 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Ite
         yield running
 
 
-def ask_all(pipeline: Pipeline, goldens: list[Golden], model: Path, worker: str = WORKER) -> None:
-    """Then what waits together and outgrows the cache: a scheduler of whole batches takes as many as it holds without
-    their tokens."""
-    for together in (goldens, outgrowing(model)):
-        compare(together, pipeline.complete_together([ask(golden) for golden in together], worker))
-
-
 @pytest.mark.parametrize("preset", PRESETS)
-def test_colocated(pipeline: Pipeline, small_model: Path, chosen: list[Golden], preset: str) -> None:
+def test_colocated(pipeline: Pipeline, chosen: list[Golden], preset: str) -> None:
     if pipeline.config.name != preset:
         pipeline.reconfigure(preset)
         pipeline.kill(WORKER)
         pipeline.start(WORKER)
         pipeline.wait_ready()
-    ask_all(pipeline, chosen, small_model)
+    compare_together(pipeline, chosen, WORKER)
     if preset not in NEVER_PREEMPTS:
         pipeline.wait_for(WORKER, "preemptions_total", 1)
     pipeline.assert_nothing_left()
@@ -84,6 +77,6 @@ def test_disaggregated(tmp_path: Path, small_model: Path, chosen: list[Golden], 
     made = Pipeline(tmp_path, small_model, overrides(small_model, preemption), preset="baseline-distserve")
     made.held.add("decode-0")
     with made as pipeline:
-        ask_all(pipeline, chosen, small_model, "decode-0")
+        compare_together(pipeline, chosen, "decode-0")
         pipeline.wait_for("decode-0", "preemptions_total", 1)
         pipeline.assert_nothing_left()

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.e2e.equality.golden import compute, outgrowing
-from tests.e2e.equality.test_golden import SHORT_SIGHTED, ask, compare
+from tests.e2e.equality.golden import compute
+from tests.e2e.equality.test_golden import SHORT_SIGHTED, ask, compare, compare_together
 from tests.e2e.pipeline import Pipeline
 from tests.e2e.tiny_models import gemma3, gpt_oss, qwen2_windows, save
 from tests.examples import another_of_its_kind
@@ -64,8 +64,7 @@ def test_answers_are_golden(
     worker = list(pipeline.config.instance_roles)[-1]
     pipeline.held.add(worker)
     with pipeline:
-        for together in (goldens, outgrowing(model)):
-            compare(together, pipeline.complete_together([ask(golden) for golden in together], worker))
+        compare_together(pipeline, goldens, worker)
         pipeline.wait_for(worker, evidence, 1)
         long = [golden for golden in goldens if len(golden.prompt) > 128]
         again = pipeline.complete_all([ask(golden) for golden in long])

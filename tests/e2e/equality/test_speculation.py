@@ -171,7 +171,7 @@ def _small(kind: str, folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _drafted_by(pipeline: Pipeline, drafter: str) -> float:
-    lines = str(pipeline.get("/metrics", pipeline.config.monitor.port)).splitlines()
+    lines = pipeline.metrics().splitlines()
     found = [line for line in lines if line.startswith("cohort_drafts_total{") and f'drafter="{drafter}"' in line]
     return sum(float(line.rpartition(" ")[2]) for line in found)
 
@@ -210,6 +210,7 @@ def test_whatever_drafts_answers_are_those_without(tmp_path: Path, kind: str) ->
     with made as pipeline, ThreadPoolExecutor(1) as client:
         _same(pipeline.complete_all(asked, concurrency=2), plain)
         _same(pipeline.complete_all(asked, concurrency=30), plain)
+        pipeline.wait_told()
         preempted = [pipeline.heard(name)["preemptions_total"] for name in pipeline.config.instance_roles]
         assert sum(preempted) > 0, "the cache is too large"
         for broken in ("killed", "drained"):

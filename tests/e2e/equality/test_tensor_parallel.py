@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.equality.golden import Golden, golden_outputs, outgrowing
-from tests.e2e.equality.test_golden import SHORT_SIGHTED, ask, compare
+from tests.e2e.equality.golden import Golden, golden_outputs
+from tests.e2e.equality.test_golden import SHORT_SIGHTED, ask, compare, compare_together
 from tests.e2e.pipeline import Pipeline
 from tests.e2e.tiny_models import deepseek, llama, save
 from tests.examples import nightly
@@ -112,7 +112,6 @@ def test_preempted_requests_go_on(tmp_path: Path, model: Path, goldens: list[Gol
     made = Pipeline(tmp_path, model, overrides, preset="unified")
     made.held.add("unified-0")
     with made as pipeline:
-        for together in (goldens, outgrowing(model)):
-            compare(together, pipeline.complete_together([ask(golden) for golden in together], "unified-0"))
+        compare_together(pipeline, goldens, "unified-0")
         pipeline.wait_for("unified-0", "preemptions_total", 1)  # reports come some time after the answers
         pipeline.assert_nothing_left()

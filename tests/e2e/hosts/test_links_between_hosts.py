@@ -89,7 +89,7 @@ def test_a_split_over_nixl_is_golden_also_when_a_worker_dies(
         moved = placed_at(pipeline)
         print(f"over nixl: {moved}")
         assert sum(moved.values()) == len(goldens) and min(moved.values()) > 0
-        assert 'link="nixl"' in str(pipeline.get("/metrics", pipeline.config.monitor.port))
+        assert 'link="nixl"' in pipeline.metrics()
         with pipeline.hold("decode-1") as go_on:
             answers = client.submit(pipeline.complete_all, [ask(golden) for golden in goldens])
             go_on(1)

@@ -31,6 +31,8 @@ EARLIEST, LATEST = 0.1, 0.6
 """Shares of the requests between which a process is killed."""
 _POLL_S = 0.02
 _PROC = Path("/proc")
+_ESTABLISHED, _LISTEN = "01", "0A"
+"""States in `/proc/net/tcp`; what no process has accepted yet has the inode 0 there."""
 
 Strike = Callable[[Sequence[Client], Counts], Coroutine[Any, Any, float]]
 """What happens while the clients ask; seconds until all was whole again."""
@@ -132,20 +134,27 @@ class Strikes:
 
 
 def ports_held(pid: int) -> set[int]:
-    """The far ends' ports of the TCP connections that a process of this machine holds."""
+    """The far ends' ports of the TCP connections that a process of this machine holds, or has still to accept."""
     sockets = set()
     for link in (_PROC / str(pid) / "fd").iterdir():
         try:
             sockets.add(os.readlink(link))
         except OSError:  # closed meanwhile
             continue
-    found = set()
+    listening: set[int] = set()
+    held: set[int] = set()
+    waiting: list[tuple[int, int]] = []
     for table in ("tcp", "tcp6"):
         for line in (_PROC / str(pid) / "net" / table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if f"socket:[{fields[9]}]" in sockets:
-                found.add(int(fields[2].rpartition(":")[2], 16))
-    return found
+            _, ours, theirs, state, *_, inode = line.split()[:10]
+            here, there = (int(address.rpartition(":")[2], 16) for address in (ours, theirs))
+            if f"socket:[{inode}]" not in sockets:
+                waiting += [(here, there)] if (state, inode) == (_ESTABLISHED, "0") else []
+            elif state == _LISTEN:
+                listening.add(here)
+            else:
+                held.add(there)
+    return held | {there for here, there in waiting if here in listening}
 
 
 async def _until(reached: Callable[[], bool]) -> None:

@@ -41,6 +41,8 @@ class Behaviour:
     extra_prompt_tokens: int = 0
     cached_tokens: int = 0
     capacity_per_s: float | None = None
+    answered_once: Callable[[int], int] = lambda number: 0
+    """How many measured requests must have arrived before the `number`th of them (1-based) is answered."""
     max_model_len: int = 4096
     root: str = ""
     models: tuple[str, ...] = ("tiny",)
@@ -119,6 +121,7 @@ class FakeServer:
         index = len(self.bodies)
         self.bodies.append(body)
         self.headers.append({k.lower(): v for k, v in request.headers.items()})
+        number = len(self.measured())
         if request.transport is not None:
             self.ports.append(request.transport.get_extra_info("peername")[1])
         fault = asked.fault(index)
@@ -128,6 +131,8 @@ class FakeServer:
             return web.json_response({"choices": [{"text": "not streamed"}]})
         if fault == "hang":
             await asyncio.sleep(60)
+        while len(self.measured()) < asked.answered_once(number):  # noqa: ASYNC110 -- a count that others raise
+            await asyncio.sleep(0.001)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         try:

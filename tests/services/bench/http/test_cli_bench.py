@@ -265,6 +265,7 @@ def test_compare_uses_one_prompt_form_for_all(
 def test_sweep(server: FakeServer, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "out.png"
+    server.behaviour.answered_once = lambda number: 9 if number == 7 else 0  # The first of three sent at once.
     found = result(server, tmp_path, "--sweep", "concurrency=1,3", "--num-requests", "6", "--plot", str(plot), *SHORT)
     assert (found["sweep_key"], found["sweep_values"]) == ("concurrency", [1, 3])
     assert [run["max_in_flight"] for run in found["runs"]] == [1, 3]

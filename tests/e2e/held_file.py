@@ -20,3 +20,11 @@ def hold_file(run_dir: Path, instance: str) -> Path:
 
 def held_file(run_dir: Path, instance: str) -> Path:
     return run_dir / f"{instance}.held"
+
+
+def content(file: Path) -> bytes:
+    """Empty where there is no such file: the other end may take it away at any time."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return b""

@@ -22,7 +22,7 @@ from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.messages import TokenBatch
 from cohort.common.process.service import service_main
 from cohort.common.transport.zmq_bus import ZmqBus
-from tests.e2e.held_file import Hold, held_file, hold_file
+from tests.e2e.held_file import Hold, content, held_file, hold_file
 
 LOOK_S = 0.01
 
@@ -50,10 +50,7 @@ class _Counter:
 
     def _asked(self) -> bytes:
         """Empty where nothing is."""
-        try:
-            said = self._hold.read_bytes()
-        except FileNotFoundError:
-            said = b""
+        said = content(self._hold)
         if said != self._said:
             self._said, self._answered = said, b""
             self._held.unlink(missing_ok=True)

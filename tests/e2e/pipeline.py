@@ -26,7 +26,7 @@ from cohort.common.config import Config, dump_config, load_config
 from cohort.common.http.ports import free_port
 from cohort.common.types import Role
 from tests.e2e.forked import ForkedProcess, fork
-from tests.e2e.held_file import Hold, held_file, hold_file
+from tests.e2e.held_file import Hold, content, held_file, hold_file
 from tests.examples import nightly
 
 CONTEXT_LIMIT = int(os.environ.get("COHORT_TEST_CONTEXT", "2048" if nightly() else "768"))
@@ -165,7 +165,7 @@ class Pipeline:
             order(tokens, requests)
             said = hold.read_bytes()
             deadline = time.monotonic() + START_TIMEOUT_S
-            while not held.exists() or held.read_bytes() != said:
+            while content(held) != said:
                 assert time.monotonic() < deadline, f"{name} did not send so many tokens: {tokens}\n{self.log(name)}"
                 time.sleep(0.02)
 

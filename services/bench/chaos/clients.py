@@ -79,6 +79,10 @@ class Counts:
         return self.own + self.foreign
 
 
+def no_one() -> bool:
+    return False
+
+
 class Client:
     """One of them, with connections of its own."""
 
@@ -92,6 +96,8 @@ class Client:
         self._socket: socket.socket | None = None
         self.struck = False
         """Its connection is held by the process that is killed now: one request of it may fail."""
+        self.dying = no_one
+        """Whether a process that is killed now may still be given its connections."""
 
     @property
     def resumes(self) -> bool:
@@ -118,6 +124,8 @@ class Client:
     def _connecting(self, address: Any) -> socket.socket:
         family, kind, protocol, _, _ = address
         self._socket = socket.socket(family, kind, protocol)
+        if self.dying():
+            self.struck = True
         return self._socket
 
     async def _ask(self, http: aiohttp.ClientSession, index: int, counts: Counts) -> None:

@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         console = output_console()
         console.print(report.as_table(rows))
         console.print(report.LEGEND, style="dim")
-    for finding in findings:
+    for finding in findings and [*findings, *said]:
         errors.print(finding, style="red", highlight=False, markup=False)
     return 1 if findings else 0
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
-from cohort.services.bench.chaos.clients import Client, Counts, Load, NotDeterministic
+from cohort.services.bench.chaos.clients import Client, Counts, Load, NotDeterministic, no_one
 from cohort.services.bench.child import MeasurementFailed
 from cohort.services.bench.live.pipelines import start_cohort
 from cohort.services.bench.soak.accounts import Accounts
@@ -118,23 +119,29 @@ class Strikes:
                 striking.cancel()
 
     async def _kill(self, victim: Life, clients: Sequence[Client]) -> float:
-        """It stands still for the moment in which its connections are counted. Returns when all was whole again."""
+        """It stands still for the moment in which its connections are counted. Returns when all was whole again.
+
+        The system takes connections for it until it is gone: milliseconds after the signal, more on a busy machine.
+        """
         os.kill(victim.pid, signal.SIGSTOP)
-        held = ports_held(victim.pid)
+        listening, held = sockets_of(victim.pid)
         for client in clients:
             client.struck = client.port in held
+            if urlsplit(self._place.url).port in listening:
+                client.dying = (_PROC / str(victim.pid)).exists
         os.kill(victim.pid, signal.SIGKILL)
         began_s = time.monotonic()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as http:
             if not await self._faults.whole_again(http, gone=victim):
                 raise MeasurementFailed(f"{victim.name} did not come back")
         for client in clients:
-            client.struck = False
+            client.struck, client.dying = False, no_one
         return time.monotonic() - began_s
 
 
-def ports_held(pid: int) -> set[int]:
-    """The far ends' ports of the TCP connections that a process of this machine holds, or has still to accept."""
+def sockets_of(pid: int) -> tuple[set[int], set[int]]:
+    """The TCP ports on which a process of this machine listens, and the far ends' ports of the connections that it
+    holds or has still to accept."""
     sockets = set()
     for link in (_PROC / str(pid) / "fd").iterdir():
         try:
@@ -154,7 +161,7 @@ def ports_held(pid: int) -> set[int]:
                 listening.add(here)
             else:
                 held.add(there)
-    return held | {there for here, there in waiting if here in listening}
+    return listening, held | {there for here, there in waiting if here in listening}
 
 
 async def _until(reached: Callable[[], bool]) -> None:

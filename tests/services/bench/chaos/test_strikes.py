@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from cohort.services.bench.chaos.strikes import ports_held
+from cohort.services.bench.chaos.strikes import sockets_of
 
 
 def test_a_connection_is_held_before_it_is_accepted_and_until_it_is_closed() -> None:
@@ -13,5 +13,6 @@ def test_a_connection_is_held_before_it_is_accepted_and_until_it_is_closed() -> 
         first = socket.create_connection(server.getsockname())
         ours, port = server.accept()[0], first.getsockname()[1]
         with first, ours, socket.create_connection(server.getsockname()) as second:
-            assert {port, second.getsockname()[1]} <= ports_held(os.getpid())
-        assert port not in ports_held(os.getpid())
+            listening, held = sockets_of(os.getpid())
+            assert server.getsockname()[1] in listening and {port, second.getsockname()[1]} <= held
+        assert port not in sockets_of(os.getpid())[1]

@@ -49,6 +49,7 @@ from cohort.common.transport.ucx_devices import UcxChoice, check_choice, resourc
 log = structlog.get_logger(__name__)
 
 SETTLE_S = 1.0
+DRAIN_S = 5.0
 PROGRESS_TURN_S = 0.0005
 SAFETY_TICK_S = 0.1  # while transfers are pending: UCX documents that its descriptor may, rarely, stay silent
 # UCX reports the end of a copy between GPUs' memories through its descriptor late or not at all (rapidsai/ucx-py#888,
@@ -381,11 +382,19 @@ class UcxLink:
         self._voids.clear()
         for operation in operations:
             self._api.cancel(self._worker.handle, operation.request)
+        self._drain()
         self._worker = None  # the last reference: UCX tears endpoints and mappings down before this returns
         for operation in operations:
             self._settle(operation, ERR_CANCELED)
         if operations:
             log.debug("ucx worker closed", reason=reason, ended=len(operations))
+
+    def _drain(self) -> None:
+        """What moves goes on to its end, and nothing else meanwhile: where this process reads a peer's memory (CMA),
+        UCX aborts the process if the worker is torn down before. No peer can hold that up."""
+        until_s = time.monotonic() + DRAIN_S
+        while self._worker.progress_once() and time.monotonic() < until_s:
+            pass
 
     def _peer(self, address: bytes) -> _Peer:
         if self._closed:

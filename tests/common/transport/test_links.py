@@ -249,6 +249,19 @@ async def test_stalled_sender_is_silenced(start: Start) -> None:
     await b.is_silent(2)
 
 
+async def test_a_link_is_closed_while_bytes_arrive(start: Start) -> None:
+    """Neither process dies of it. UCX aborts one that tears a worker down while it reads a peer's memory."""
+    a, b = await start(), await start()
+    await transfer(a, b, 1, MB)
+    send = await a.begun("send", peer=b.address, tag=2, seed=2, nbytes=256 * MB, timeout_s=0.1)
+    receive = await b.begun_receive(tag=2, nbytes=256 * MB)
+    assert "error" not in await b.ask("close")
+    await asyncio.wait_for(asyncio.gather(send, receive), 15.0)  # through before, or not
+    await b.end()
+    assert b.process.returncode == 0
+    b.killed = True
+
+
 @needs_ucx
 async def test_ucx_runs_under_uvloop() -> None:
     a, b = await asyncio.gather(*(LinkProcess.start("ucx", loop="uvloop") for _ in range(2)))

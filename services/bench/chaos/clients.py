@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -79,10 +80,6 @@ class Counts:
         return self.own + self.foreign
 
 
-def no_one() -> bool:
-    return False
-
-
 class Client:
     """One of them, with connections of its own."""
 
@@ -96,8 +93,8 @@ class Client:
         self._socket: socket.socket | None = None
         self.struck = False
         """Its connection is held by the process that is killed now: one request of it may fail."""
-        self.dying = no_one
-        """Whether a process that is killed now may still be given its connections."""
+        self.dying: Path | None = None
+        """While this exists, a process that is killed now may still be given its connections."""
 
     @property
     def resumes(self) -> bool:
@@ -124,7 +121,7 @@ class Client:
     def _connecting(self, address: Any) -> socket.socket:
         family, kind, protocol, _, _ = address
         self._socket = socket.socket(family, kind, protocol)
-        if self.dying():
+        if self.dying is not None and self.dying.exists():
             self.struck = True
         return self._socket
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from cohort.services.bench.chaos.clients import Client, Counts, Load, NotDeterministic, no_one
+from cohort.services.bench.chaos.clients import Client, Counts, Load, NotDeterministic
 from cohort.services.bench.child import MeasurementFailed
 from cohort.services.bench.live.pipelines import start_cohort
 from cohort.services.bench.soak.accounts import Accounts
@@ -32,8 +32,9 @@ EARLIEST, LATEST = 0.1, 0.6
 """Shares of the requests between which a process is killed."""
 _POLL_S = 0.02
 _PROC = Path("/proc")
-_ESTABLISHED, _LISTEN = "01", "0A"
-"""States in `/proc/net/tcp`; what no process has accepted yet has the inode 0 there."""
+_LISTEN = "0A"
+_UNACCEPTED = (("01", "0"), ("03", "0"))
+"""States in `/proc/net/tcp` and inodes: established, or but for the handshake's last packet; of no process yet."""
 
 Strike = Callable[[Sequence[Client], Counts], Coroutine[Any, Any, float]]
 """What happens while the clients ask; seconds until all was whole again."""
@@ -127,15 +128,14 @@ class Strikes:
         listening, held = sockets_of(victim.pid)
         for client in clients:
             client.struck = client.port in held
-            if urlsplit(self._place.url).port in listening:
-                client.dying = (_PROC / str(victim.pid)).exists
+            client.dying = _PROC / str(victim.pid) if urlsplit(self._place.url).port in listening else None
         os.kill(victim.pid, signal.SIGKILL)
         began_s = time.monotonic()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as http:
             if not await self._faults.whole_again(http, gone=victim):
                 raise MeasurementFailed(f"{victim.name} did not come back")
         for client in clients:
-            client.struck, client.dying = False, no_one
+            client.struck, client.dying = False, None
         return time.monotonic() - began_s
 
 
@@ -155,12 +155,13 @@ def sockets_of(pid: int) -> tuple[set[int], set[int]]:
         for line in (_PROC / str(pid) / "net" / table).read_text().splitlines()[1:]:
             _, ours, theirs, state, *_, inode = line.split()[:10]
             here, there = (int(address.rpartition(":")[2], 16) for address in (ours, theirs))
-            if f"socket:[{inode}]" not in sockets:
-                waiting += [(here, there)] if (state, inode) == (_ESTABLISHED, "0") else []
-            elif state == _LISTEN:
-                listening.add(here)
-            else:
-                held.add(there)
+            if (state, inode) in _UNACCEPTED:
+                waiting.append((here, there))
+            elif f"socket:[{inode}]" in sockets:
+                if state == _LISTEN:
+                    listening.add(here)
+                else:
+                    held.add(there)
     return listening, held | {there for here, there in waiting if here in listening}
 
 

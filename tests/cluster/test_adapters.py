@@ -11,7 +11,7 @@ from itertools import product
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cohort.common.config import CONFIGS_DIR
@@ -90,6 +90,9 @@ def test_placement_gathers_an_adapters_requests() -> None:
 
 
 @given(st.integers(0, 10_000), any_faults(sorted(PD_TWICE)), st.sampled_from([1, 2]))
+@example(8726, [("leave", 1.867, 3.4), ("drain decode-0", 1.885, 1.449)], 1).via(
+    "what left a draining worker while it waited for its adapter entered that worker's scheduler"
+)
 @of_worlds(0.25)
 def test_whatever_breaks_every_answer_is_its_adapters(seed: int, faults: list[Fault], max_loras: int) -> None:
     world = World(seed, PD_TWICE, lambda: SplitAnywhere(seed), blocks=40, max_loras=max_loras, loss_rate=0.02)

@@ -74,6 +74,10 @@ class AdapterDesk:
             self._want(adapter)
             self._enter(now_s, sequence)
 
+    def withdraw(self, sequence: Sequence) -> None:
+        """It leaves for another worker: should it wait for its adapter here, it does no more."""
+        self._waiting.pop(sequence, None)
+
     def expect(self, now_s: float, sequence: Sequence) -> None:
         """Its KV is on its way: the adapter may be loaded meanwhile, if nothing waits for one."""
         adapter = sequence.request.adapter
@@ -114,6 +118,7 @@ class AdapterDesk:
                     slots = self._is_known(adapter)
                 passes &= self._is_known(adapter) or now_s - since_s <= _PATIENCE_S
             elif passes:  # else it waits behind one that has found no slot for long
+                assert sequence.phase in _COMPUTES, f"{sequence.key} waits for its adapter and is {sequence.phase}"
                 del self._waiting[sequence]
                 self._want(adapter)
                 self._enter(now_s, sequence)

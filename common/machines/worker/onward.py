@@ -82,6 +82,7 @@ class Onward:
                 self._lost(now_s, sequence, "the worker drains")
                 continue
             self._scheduler.remove(now_s, sequence)
+            self._adapters.withdraw(sequence)
             sequence.end = sequence.computed
             self._leave(now_s, sequence, peer, message.next_endpoint, sequence.computed)
 

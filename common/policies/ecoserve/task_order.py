@@ -38,12 +38,13 @@ class Ranges:
         return (1 + bisect_right(self.deadline_s, left_s), 0)
 
     def changes_s(self, now_s: float, deadline_s: float) -> float | None:
-        """When `urgency` changes next; None = never."""
+        """When `urgency` changes next, never before `now_s`: the difference of two floats may be rounded up to a bound
+        that is passed already. None = never."""
         left_s = deadline_s - now_s
         if left_s < 0:
             return None
         index = bisect_right(self.deadline_s, left_s)
-        return deadline_s - (self.deadline_s[index - 1] if index else 0.0)
+        return max(now_s, deadline_s - (self.deadline_s[index - 1] if index else 0.0))
 
 
 Rank = tuple[int, int, int, int, float, float, Attempt]

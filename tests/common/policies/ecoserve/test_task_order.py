@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cohort.common.policies.ecoserve.task_order import PromptQueue, Ranges, rank
@@ -88,6 +88,7 @@ def test_first_come_first_served_searches_nothing() -> None:
     tokens=st.integers(0, 70),
     gone=st.sets(st.integers(0, 24)),
 )
+@example([(7, 0.6, 1)], 0.1, 54, set()).via("0.6 - 0.1 is 0.5, yet 0.6 - 0.5 comes before 0.1: refresh had no end")
 def test_against_sorting(tasks: list[tuple[int, float, int]], now_s: float, tokens: int, gone: set[int]) -> None:
     queue = PromptQueue(RANGES, ordered=True)
     made = [(task(f"t{i}", p, priority=pr, arrived_s=float(i)), d) for i, (p, d, pr) in enumerate(tasks)]

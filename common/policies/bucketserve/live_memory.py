@@ -104,8 +104,9 @@ class LiveMemory:
 
 def _growth_blocks(view: InstanceView) -> int:
     """Blocks that the listed sequences will still take at the worst moment to come; those beyond the list count like
-    its mean. Rows end in a partial block as they do now, so tokens are counted and rounded once. A sequence that is
-    handed over before its response grows says that nothing is left to decode, whatever the worker's role."""
+    its mean. Rows end in a partial block as they do now, so tokens are counted and rounded once: less than a block a
+    row may lack at that moment, and the worker preempts. A sequence that is handed over before its response grows says
+    that nothing is left to decode, whatever the worker's role."""
     stats = view.stats
     final = _peak_tokens([(work.prefill_left + work.context, work.decode_left) for work in stats.queue])
     geometry = view.capacity.geometry

@@ -14,6 +14,12 @@ __all__ = ["model_folder", "few_threads", "real_model"]
 GEOMETRY = KvGeometry(num_layers=3, num_kv_heads=2, head_dim=4, dtype_bytes=4, block_size=8)
 
 
+@pytest.fixture(autouse=True)
+def ranks_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that meet in this process choose their network for it; tests that come later choose their own."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
 @pytest.fixture
 def kv() -> KvTensors:
     """Ten blocks on the processor and six in the host pool, full of random numbers."""

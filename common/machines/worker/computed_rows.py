@@ -21,11 +21,15 @@ def assert_plan(plan: IterationPlan, state: WorkerState, following: IterationPla
         assert len(rows) <= len(following.rows), f"{len(rows)} rows behind {len(following.rows)}"
         return
     tokens, most = 0, state.setup.capacity.max_step_tokens
+    blocks, size = state.kv.blocks, state.kv.geometry.block_size
     for row in rows:
         sequence = row.sequence
         tokens += row.count
         assert row.start == sequence.computed and 0 < row.count <= len(sequence.tokens) - row.start, (
             f"{sequence.key} has {sequence.computed} of {sequence.known} positions, its row {row.start} + {row.count}"
+        )
+        assert row.start + row.count <= len(blocks(sequence.key)) * size, (
+            f"{sequence.key} has {len(blocks(sequence.key))} blocks, its row {row.start} + {row.count}"
         )
         assert held_of[sequence.key].sequence is sequence, f"{sequence.key} is in a plan and not held"
     assert tokens <= max(most, len(rows)), f"{tokens} tokens in one step of {most} at most, in {len(rows)} rows"

@@ -81,8 +81,8 @@ class Onward:
             if sequence.phase is Phase.WAITING or not sequence.computed or sequence.scores_prompt:
                 self._lost(now_s, sequence, "the worker drains")
                 continue
-            self._scheduler.remove(now_s, sequence)
             self._adapters.withdraw(sequence)
+            self._scheduler.remove(now_s, sequence)
             sequence.end = sequence.computed
             self._leave(now_s, sequence, peer, message.next_endpoint, sequence.computed)
 

@@ -61,7 +61,17 @@ class SyncedBatch:
 
     def join(self, sequence: Sequence, length: int) -> None:
         """It runs in every iteration from now on, for `length` of them."""
-        end = self.clock + length
+        self._end_at(sequence, self.clock + length)
+
+    def hurry(self, sequence: Sequence, tokens: int) -> None:
+        """So many of its drafts were right: it is ahead of the clock, and ends with an earlier group."""
+        end = self._members[sequence].ends_clock
+        self._groups[end].remove(sequence)
+        if not self._groups[end]:
+            del self._groups[end]
+        self._end_at(sequence, max(self.clock, end - tokens))
+
+    def _end_at(self, sequence: Sequence, end: int) -> None:
         self._members[sequence] = _Member(sequence, end)
         if end not in self._groups:
             self._groups[end] = set()

@@ -145,6 +145,18 @@ class TimeSynced(IterationScheduler):
                 self._decodes[sequence.key] = sequence
         self._prompts.refresh(now_s)
         self._sharing = kv.sharing
+        if news.ran is not None and news.ran.plan.drafted:
+            self._hurry(news.ran.plan, kv)
+
+    def _hurry(self, plan: IterationPlan, kv: KvAllocator) -> None:
+        """E2, E8 · Right drafts take a member ahead of the clock: it reaches the end of its blocks, and what it has
+        lent, so much earlier. The paper's rows yield one token an iteration."""
+        for row in plan.rows:
+            sequence, ahead = row.sequence, row.sequence.computed - row.start - row.count
+            if ahead > 0 and sequence in self._batch:
+                self._batch.hurry(sequence, ahead)
+                if self._sharing is not None:
+                    self._loans.resume(self._batch, sequence, kv, self._sharing)
 
     def _revise(self, now_s: float, sequence: Sequence) -> None:
         """E4 · A prediction came late, or a better one. Waiting decodes are grouped by the prediction at hand when the

@@ -41,6 +41,18 @@ def test_a_late_sequence_with_as_much_left_joins_the_group() -> None:
     assert len(batch) == 0 and batch.next_end is None
 
 
+def test_whose_drafts_were_right_ends_with_an_earlier_group() -> None:
+    batch, (a, b, c) = three()
+    advance(batch)
+    batch.hurry(c, 2)
+    assert (batch.groups, batch.left(c)) == (1, 2)
+    batch.hurry(a, 9)
+    assert batch.ended() == [a], "at once, where it is further than its end"
+    advance(batch, 2)
+    assert batch.ended() == [b, c]
+    assert len(batch) == 0 and batch.next_end is None
+
+
 def test_a_group_is_over_when_its_last_member_has_left() -> None:
     batch, (a, b, _) = three()
     assert batch.leave(a) and not batch.group_over

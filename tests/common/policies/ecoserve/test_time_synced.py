@@ -7,7 +7,7 @@ from typing import Any
 from cohort.common.policies.ecoserve.time_synced import TimeSynced
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.kv_interface import KvAllocator
-from cohort.common.sequence import Phase, Sequence
+from cohort.common.sequence import Phase, Row, Sequence
 from cohort.common.types import Attempt
 from tests.common.policies.baselines.drive import cache, leave, rows, sequence, step
 from tests.common.policies.ecoserve.drive import nested, scheduler
@@ -48,6 +48,21 @@ def test_between_ends_of_groups_nothing_is_decided() -> None:
     stats = policy.metrics()
     assert (stats["formations_total"], stats["iterations_total"]) == (1.0, 6.0)
     assert stats["iterations_undecided_total"] == 4.0  # all but the prompt's and the formation's
+
+
+def test_right_drafts_end_a_group_where_its_blocks_end() -> None:
+    policy, kv = scheduler(), nested(40)
+    offer(policy, sequence_of("a", 8, 9), sequence_of("b", 8, 9))
+    step(policy, kv)
+    for _ in range(20):
+        plan = step(policy, kv)
+        for row in plan.rows:
+            assert row.start + row.count <= len(kv.blocks(row.sequence.key)) * kv.geometry.block_size
+        first = plan.rows[0].sequence
+        if kv.extend_ahead([Row(first, first.computed, 2)]) is None:
+            plan.drafted, first.computed = 2, first.computed + 2
+            first.tokens += [1, 1]
+    assert policy.metrics()["underpredictions_continued_total"] > 2
 
 
 def test_a_group_that_does_not_fit_is_split_and_the_rest_follows_at_its_end() -> None:

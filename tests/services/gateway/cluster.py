@@ -7,7 +7,7 @@ repeated or recovered must show exactly the same text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -64,6 +64,8 @@ class Manager:
     load: ClusterLoad = LOAD
     place: bool = True
     step_s: float = 0.0
+    gate: Callable[[], Awaitable[None]] | None = None
+    """What workers await before each token."""
 
     def __post_init__(self) -> None:
         self.bus: MemoryBus = self.network.bus("manager")
@@ -156,6 +158,8 @@ class Worker:
         first = True
         while done < len(output):
             await asyncio.sleep(self.manager.step_s)
+            if self.manager.gate is not None:
+                await self.manager.gate()
             token = output[done]
             done += 1
             finish = None

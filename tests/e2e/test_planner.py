@@ -54,7 +54,6 @@ OPTIONS = {
     "planner.worker_cost": 0.05,
 }
 TOKENS, OVERLOAD, DUE = 300, 1.6, 4.0
-WARM, LATEST = 4, 9
 SLIGHT = 1.3
 """Where two workers take turns at what was one's before: beside each other they are less than twice as fast."""
 DEADLINE_S = 75.0
@@ -121,7 +120,6 @@ async def under_load(
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as session:
         due: dict[str, Any] = {}
-        ended_s: list[float] = []
 
         async def ask(number: int) -> Answer:
             body = {
@@ -132,21 +130,14 @@ async def under_load(
                 "ignore_eos": True,
                 **due,
             }
-            answer = await complete(session, url, temperature=0, **body)
-            ended_s.append(time.monotonic())
-            return answer
+            return await complete(session, url, temperature=0, **body)
 
-        def pause_s() -> float:
-            """Of as much more than now comes to its end: the machine is slower at times, and faster at others."""
-            last_s = ended_s[-LATEST:]
-            each_s = (last_s[-1] - last_s[0]) / (LATEST - 1) if len(ended_s) >= LATEST + WARM else pair_s / 2
-            return each_s / overload
-
-        for number in range(WARM - 2):  # its kernels are warm
+        for number in range(2):  # its kernels are warm
             await ask(number)
         began_s = time.monotonic()
-        await asyncio.gather(ask(WARM - 2), ask(WARM - 1))
+        await asyncio.gather(ask(2), ask(3))
         pair_s = time.monotonic() - began_s
+        pause_s = pair_s / 2 / overload
         if by_deadline:
             due["cohort"] = {"deadline_ms": round(1000 * DUE * pair_s)}
         asked: list[asyncio.Task[Answer]] = []
@@ -154,7 +145,7 @@ async def under_load(
         grown_s = float("inf")
         while time.monotonic() < grown_s + 2.0:
             asked.append(asyncio.create_task(ask(len(asked))))
-            await asyncio.sleep(pause_s())
+            await asyncio.sleep(pause_s)
             if grown_s == float("inf") and done(await asyncio.to_thread(state_of, serve)):
                 grown_s = time.monotonic()
             assert time.monotonic() < deadline_s, await asyncio.to_thread(why, serve)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.common.config import BucketServeAblation, BucketServeConfig
@@ -268,12 +268,13 @@ def test_nothing_starves_under_any_arrivals(seed: int, fill: str, splitter: str)
 
 
 class Server:
-    """One worker that decodes a token per step and request; each holds the blocks of its context. Dispatched batches
-    never need more than there is but for partial blocks: growth is foreseen in tokens (`_growth_blocks`)."""
+    """One worker that decodes a token per step and request; each holds the blocks of its context, and the memory
+    bound is what must never be passed by a dispatched batch."""
 
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
         self.held: dict[str, tuple[int, int]] = {}  # context, output left
+        self.peak = 0
         self.finished_tokens = 0
 
     @property
@@ -291,7 +292,8 @@ class Server:
             else:
                 self.held[name] = (context + 1, left - 1)
                 self.finished_tokens += 1
-        assert self.used < self.blocks + max(1, len(self.held)), "out of memory"
+        self.peak = max(self.peak, self.used)
+        assert self.used <= self.blocks, "out of memory"
 
 
 def adversarial(random: Random, count: int) -> list[tuple[int, int]]:
@@ -306,8 +308,7 @@ def adversarial(random: Random, count: int) -> list[tuple[int, int]]:
 
 @settings(max_examples=examples(0.25))
 @given(seed=st.integers(0, 2**32))
-@example(seed=77258).via("two blocks too many for eleven rows")
-def test_at_the_edge_of_memory_no_whole_block_a_row_overflows_and_no_fixed_batch_size_does_better(seed: int) -> None:
+def test_at_the_edge_of_memory_nothing_overflows_and_no_fixed_batch_size_does_better(seed: int) -> None:
     """B3, B4, B7 under adversarial lengths. The largest fixed batch that survives any mix is total / longest span."""
     lengths = adversarial(Random(seed), 60)
     blocks = 240
@@ -339,6 +340,7 @@ def test_at_the_edge_of_memory_no_whole_block_a_row_overflows_and_no_fixed_batch
     fixed_steps, fixed_server = run(None)
     assert server.finished_tokens == fixed_server.finished_tokens
     assert steps <= fixed_steps
+    assert server.peak <= blocks
 
 
 def test_controller_is_shared_by_reference() -> None:

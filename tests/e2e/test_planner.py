@@ -10,7 +10,7 @@ import json
 import os
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,14 @@ OPTIONS = {
     "planner.worker_cost": 0.05,
 }
 TOKENS, OVERLOAD, DUE = 300, 1.6, 4.0
+SUDDEN = 2.0
+"""What comes back must be too much within seconds: a change that is judged before stands."""
 SLIGHT = 1.3
 """Where two workers take turns at what was one's before: beside each other they are less than twice as fast."""
 DEADLINE_S = 75.0
+STEERED_S, STEER = 10.0, 1.06
+"""The load was set by what two requests took, and the machine may be faster or slower since. So from here on it grows,
+or shrinks, by this factor a second while the planner measures that all, or hardly any, are in time."""
 
 
 def small_model(folder: Path) -> Path:
@@ -109,11 +114,12 @@ Planned = Callable[[dict[str, Any]], bool]
 
 
 async def under_load(
-    serve: Serve, done: Planned, *, by_deadline: bool = False, overload: float = OVERLOAD
-) -> list[Answer]:
+    serve: Serve, done: Planned, *, by_deadline: bool = False, overload: float = OVERLOAD, pair_s: float = 0.0
+) -> tuple[list[Answer], float]:
     """More than one worker can serve and less than two can, until the monitor's state is as wanted and a moment longer.
-    All answers. `by_deadline`: of each its last token is due within a few times what it takes alone. Behind a prefill
-    worker the first one comes in time however long decode workers are waited for."""
+    All answers, and what two beside each other took. `by_deadline`: of each its last token is due within a few times
+    what it takes alone. Behind a prefill worker the first one comes in time however long decode workers are waited for.
+    `pair_s`: what two took, where that is known: the load is there at once."""
     url = f"http://127.0.0.1:{serve.port}"
     timeout = aiohttp.ClientTimeout(total=150)
     headers = {"Authorization": f"Bearer {serve.key}"} if serve.key else {}
@@ -132,24 +138,46 @@ async def under_load(
             }
             return await complete(session, url, temperature=0, **body)
 
-        for number in range(2):  # its kernels are warm
-            await ask(number)
-        began_s = time.monotonic()
-        await asyncio.gather(ask(2), ask(3))
-        pair_s = time.monotonic() - began_s
+        pair_s = pair_s or await asyncio.wait_for(pair_time(ask), 60)
         pause_s = pair_s / 2 / overload
         if by_deadline:
             due["cohort"] = {"deadline_ms": round(1000 * DUE * pair_s)}
         asked: list[asyncio.Task[Answer]] = []
+        made = len(decisions(await asyncio.to_thread(state_of, serve)))
+        steered_s = time.monotonic() + STEERED_S
         deadline_s = time.monotonic() + DEADLINE_S
         grown_s = float("inf")
         while time.monotonic() < grown_s + 2.0:
             asked.append(asyncio.create_task(ask(len(asked))))
             await asyncio.sleep(pause_s)
-            if grown_s == float("inf") and done(await asyncio.to_thread(state_of, serve)):
-                grown_s = time.monotonic()
+            if grown_s == float("inf"):
+                state = await asyncio.to_thread(state_of, serve)
+                if done(state):
+                    grown_s = time.monotonic()
+                if time.monotonic() >= steered_s and len(decisions(state)) == made:
+                    steered_s = time.monotonic() + 1.0
+                    pause_s *= steer(state["planner"]["measured"])
             assert time.monotonic() < deadline_s, await asyncio.to_thread(why, serve)
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*asked), pair_s
+
+
+async def pair_time(ask: Callable[[int], Awaitable[Answer]]) -> float:
+    """Seconds that two requests take beside each other, when nothing else keeps the machine."""
+    for number in range(2):  # its kernels are warm
+        await ask(number)
+    times_s = []
+    for _ in range(3):
+        began_s = time.monotonic()
+        await asyncio.gather(ask(2), ask(3))
+        times_s.append(time.monotonic() - began_s)
+    return min(times_s)
+
+
+def steer(measured: float | None) -> float:
+    """By what the time between requests changes; `measured`: the share of requests in time."""
+    if measured is None or 0.3 < measured < 0.9:
+        return 1.0
+    return 1 / STEER if measured >= 0.9 else STEER
 
 
 def why(serve: Serve) -> str:
@@ -193,7 +221,8 @@ def live_rows(serve: Serve) -> list[str]:
 
 def test_a_worker_comes_with_the_load_goes_with_it_and_comes_back_when_that_was_a_mistake(serve: Serve) -> None:
     started(serve, "unified")
-    all_served(asyncio.run(under_load(serve, lambda state: len(ready_workers(state)) >= 2)))
+    answers, pair_s = asyncio.run(under_load(serve, lambda state: len(ready_workers(state)) >= 2))
+    all_served(answers)
     grown = decisions(state_of(serve))[0]
     assert (grown["action"], grown["before"], grown["after"]) == ("changed", *shapes(1, 2))
     assert grown["predicted"] > grown["predicted_before"]
@@ -203,7 +232,8 @@ def test_a_worker_comes_with_the_load_goes_with_it_and_comes_back_when_that_was_
         assert time.monotonic() < deadline_s, why(serve)
         time.sleep(0.2)
     # The load is back before the change is judged: one worker was too few for what came, two would have done.
-    all_served(asyncio.run(under_load(serve, lambda state: "undone" in state["planner"]["counts"])))
+    back = under_load(serve, lambda state: "undone" in state["planner"]["counts"], overload=SUDDEN, pair_s=pair_s)
+    all_served(asyncio.run(back)[0])
     made = decisions(state_of(serve))
     undone = next(each for each in made if each["action"] == "undone")
     assert (undone["before"], undone["after"]) == shapes(1, 2)
@@ -221,7 +251,7 @@ def test_a_worker_comes_with_the_load_goes_with_it_and_comes_back_when_that_was_
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra ray")
 def test_on_ray_a_worker_comes_with_the_load_and_goes_with_it(serve: Serve) -> None:
     started(serve, "unified", "--on", "ray=local")
-    all_served(asyncio.run(under_load(serve, lambda state: len(ready_workers(state)) >= 2)))
+    all_served(asyncio.run(under_load(serve, lambda state: len(ready_workers(state)) >= 2))[0])
     assert serve("--status").stdout.count("unified-1") == 1 and "unified-1" in serve.state.nodes
     deadline_s = time.monotonic() + DEADLINE_S
     while ready_workers(state_of(serve)) != {"unified-0"} or len(decisions(state_of(serve))) < 2:
@@ -242,8 +272,7 @@ def test_roles_change_where_the_traffic_wants_others(serve: Serve) -> None:
     assert ready_workers(state_of(serve)) == {"prefill-0", "decode-0"}
     wanted = {"unified-0", "unified-1"}
     there = under_load(serve, lambda state: ready_workers(state) == wanted, by_deadline=True, overload=SLIGHT)
-    answers = asyncio.run(there)
-    all_served(answers)
+    all_served(asyncio.run(there)[0])
     changed = decisions(state_of(serve))[0]
     assert changed["before"] == {"groups": [["decode", 1, 1], ["prefill", 1, 1]]}
     assert changed["after"] == {"groups": [["unified", 1, 2]]}

@@ -111,7 +111,7 @@ async def test_a_pod_comes_with_the_load_and_goes_with_it(tmp_path: Path):
         await planned.start()
         assert planned.server.writes == []  # its own question at the start wrote nothing
         both = {"unified-worker-0", "unified-worker-1"}
-        all_served(await under_load(planned, lambda state: ready_workers(state) == both))
+        all_served((await under_load(planned, lambda state: ready_workers(state) == both))[0])
         assert planned.server.writes[0] == ("unified-worker", 2)
         grown = decisions(await asyncio.to_thread(state_of, planned))[0]
         assert (grown["action"], grown["before"], grown["after"]) == ("changed", *between(1, 2))

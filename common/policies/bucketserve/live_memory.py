@@ -12,6 +12,7 @@ twice for that moment: that errs on the safe side.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -104,32 +105,36 @@ class LiveMemory:
 
 def _growth_blocks(view: InstanceView) -> int:
     """Blocks that the listed sequences will still take at the worst moment to come; those beyond the list count like
-    its mean. Rows end in a partial block as they do now, so tokens are counted and rounded once: less than a block a
-    row may lack at that moment, and the worker preempts. A sequence that is handed over before its response grows says
-    that nothing is left to decode, whatever the worker's role."""
-    stats = view.stats
-    final = _peak_tokens([(work.prefill_left + work.context, work.decode_left) for work in stats.queue])
-    geometry = view.capacity.geometry
-    tokens = max(0, final - sum(work.context for work in stats.queue))
+    its mean. A sequence that is handed over before its response grows says that nothing is left to decode, whatever the
+    worker's role."""
+    stats, geometry = view.stats, view.capacity.geometry
+    size = geometry.block_size
+    peak = _peak_entries([(work.prefill_left + work.context, work.decode_left) for work in stats.queue], size)
+    entries = max(0, peak - sum(-(-work.context // size) for work in stats.queue))
     if geometry.gives_back:  # rows beyond it grow no more
-        tokens = min(
-            tokens, sum(geometry.growth(work.context, work.prefill_left, work.decode_left) for work in stats.queue)
-        )
-    growth = geometry.blocks_for(tokens)
+        tokens = sum(geometry.growth(work.context, work.prefill_left, work.decode_left) for work in stats.queue)
+        entries = min(entries, -(-tokens // size))
+    growth = entries * geometry.num_groups
     present = stats.running + stats.waiting + stats.awaiting_kv + stats.parked
     listed = len(stats.queue)
     return -(-growth * present // listed) if 0 < listed < present else growth
 
 
-def _peak_tokens(rows: Sequence[tuple[int, int]]) -> int:
-    """The most tokens these rows ever hold together, each (tokens now, tokens still to come).
+def _peak_entries(rows: Sequence[tuple[int, int]], size: int) -> int:
+    """The most blocks of `size` tokens these rows ever hold together, each (tokens now, tokens still to come).
 
     All grow by one token a step, and each leaves when it is done. Just before the k-th last leaves, the k last hold
-    Σ tokens + k · left_k; the peak is at one of these moments. Adding up all final sizes instead would let a
+    Σ ⌈(tokens + left_k) / size⌉; the peak is at one of these moments. Adding up all final sizes instead would let a
     fifth of the memory lie idle on short responses, for they do not all end at once.
+
+    ⌈(tokens + left) / size⌉ is the quotients of tokens and of left + size - 1, and one more where their remainders fill
+    another block: remainders in order make that a search for each row.
     """
-    peak = held = 0
+    peak = full = 0
+    remainders: list[int] = []
     for alive, (tokens, left) in enumerate(sorted(rows, key=lambda row: -row[1]), 1):
-        held += tokens
-        peak = max(peak, held + alive * left)
+        full += tokens // size
+        insort(remainders, tokens % size)
+        more, rest = divmod(left + size - 1, size)
+        peak = max(peak, full + alive * more + alive - bisect_left(remainders, size - rest))
     return peak

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.policies.bucketserve.live_memory import LiveMemory, _peak_tokens
+from cohort.common.policies.bucketserve.live_memory import LiveMemory, _peak_entries
 from cohort.common.types import QueuedWork, Role
 from tests.common.policies.bucketserve.cluster import cluster, view
 
@@ -28,10 +28,10 @@ def test_running_requests_grow_to_their_predicted_peak() -> None:
     assert memory.remaining_blocks(prefill) == 50 - 0 - 3
 
 
-@given(rows=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8))
-def test_the_peak_equals_that_of_stepping_through_time(rows: list[tuple[int, int]]) -> None:
-    stepped = max(sum(tokens + step for tokens, left in rows if left >= step) for step in range(61))
-    assert _peak_tokens(rows) == stepped
+@given(rows=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8), size=st.integers(1, 16))
+def test_the_peak_equals_that_of_stepping_through_time(rows: list[tuple[int, int]], size: int) -> None:
+    stepped = max(sum(-(-(tokens + step) // size) for tokens, left in rows if left >= step) for step in range(61))
+    assert _peak_entries(rows, size) == stepped
 
 
 def test_requests_beyond_the_list_count_like_the_listed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from random import Random
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -28,7 +29,7 @@ class Directed(PagedAllocator):
 
 
 def running(name: str, known: int, computed: int, **sampling: float) -> Sequence:
-    tokens = [hash((name, i)) % 1000 for i in range(known)]
+    tokens = [crc32(f"{name} {i}".encode()) % 1000 for i in range(known)]
     request = Request(Attempt(name, 1), "g", tokens[:1], 1, SamplingParams(max_tokens=99, seed=5, **sampling), 0.0)  # type: ignore[arg-type]
     return Sequence(request, tokens, None, 0, 0.0, computed=computed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.baselines.reserved_allocation import Reservation, ReservedAllocator
@@ -27,7 +28,7 @@ def sequence(
     traffic_class: TrafficClass = "rt",
     end: int | None = None,
 ) -> Sequence:
-    tokens = [hash(name) % 1000 + position for position in range(prompt)]
+    tokens = [crc32(name.encode()) % 1000 + position for position in range(prompt)]
     request = Request(
         Attempt(name, 1),
         "gateway",

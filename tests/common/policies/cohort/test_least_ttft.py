@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from zlib import crc32
 
 import msgspec
 import pytest
@@ -83,7 +84,7 @@ def asked(
     traffic_class: TrafficClass = "rt",
     max_tokens: int = 4096,
 ) -> WaitingRequest:
-    tokens = prompt if isinstance(prompt, list) else [hash(name) % 1000] * prompt
+    tokens = prompt if isinstance(prompt, list) else [crc32(name.encode()) % 1000] * prompt
     prediction = Prediction(output, output, p90 or output, p90 or output)
     request = Request(
         Attempt(name, 1),

@@ -71,7 +71,7 @@ class LearnedTimes(Learned):
         return self.table.step_times
 
     def export_state(self) -> bytes:
-        if self.table.step_times is None:
+        if not self.table.suffices:
             return b""
         return msgspec.json.encode(_Kept(1, msgspec.Raw(self.table.export()), self.lateness.keep()))
 

@@ -118,6 +118,11 @@ class ProfileTable:
         return len(self._cells)
 
     @property
+    def suffices(self) -> bool:
+        """Whether the cells are enough for a curve; the next fit may still be some iterations away."""
+        return len(self._cells) >= _FIRST_FIT
+
+    @property
     def step_times(self) -> StepTimes | None:
         """The curve; None until enough was measured."""
         return self._times
@@ -228,9 +233,9 @@ class ProfileTable:
         cell.copied += weight * (shape.copied - cell.copied)
 
     def _fit(self) -> None:
-        cells = list(self._cells.values())
-        if len(cells) < _FIRST_FIT:
+        if not self.suffices:
             return
+        cells = list(self._cells.values())
         self._times = fit_step_times(
             [cell.shape for cell in cells],
             [math.exp(cell.log_s) for cell in cells],

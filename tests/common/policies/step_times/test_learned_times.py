@@ -71,3 +71,15 @@ def test_only_iterations_without_copies_count_as_late() -> None:
     plan.copies = []
     times.note(plan, 0.1, GEOMETRY)
     assert times.lateness.ratio == pytest.approx(1.1, rel=0.02)
+
+
+def test_cells_enough_for_a_curve_are_kept_before_it_is_fitted() -> None:
+    times = LearnedTimes()
+    for count in (1, 2, 4, 8, 16):
+        times.note(IterationPlan(rows=[Row(A, 0, count)]), 0.01 * count, GEOMETRY)
+    assert times.export_state() == b""
+    times.note(IterationPlan(rows=[Row(A, 0, 32)]), 0.32, GEOMETRY)
+    assert times.step_times() is None
+    after = LearnedTimes()
+    after.import_state(times.export_state())
+    assert after.step_times() is not None

@@ -112,8 +112,8 @@ def _growth_blocks(view: InstanceView) -> int:
     peak = _peak_entries([(work.prefill_left + work.context, work.decode_left) for work in stats.queue], size)
     entries = max(0, peak - sum(-(-work.context // size) for work in stats.queue))
     if geometry.gives_back:  # rows beyond it grow no more
-        tokens = sum(geometry.growth(work.context, work.prefill_left, work.decode_left) for work in stats.queue)
-        entries = min(entries, -(-tokens // size))
+        grown = [geometry.growth(work.context, work.prefill_left, work.decode_left) for work in stats.queue]
+        entries = min(entries, sum(-(-tokens // size) for tokens in grown))
     growth = entries * geometry.num_groups
     present = stats.running + stats.waiting + stats.awaiting_kv + stats.parked
     listed = len(stats.queue)

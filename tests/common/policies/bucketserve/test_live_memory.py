@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +33,16 @@ def test_running_requests_grow_to_their_predicted_peak() -> None:
 def test_the_peak_equals_that_of_stepping_through_time(rows: list[tuple[int, int]], size: int) -> None:
     stepped = max(sum(-(-(tokens + step) // size) for tokens, left in rows if left >= step) for step in range(61))
     assert _peak_entries(rows, size) == stepped
+
+
+def test_partial_blocks_count_where_windows_give_blocks_back_too() -> None:
+    # Each row ends one token before its block does and has two to come: a block more for each, not one for both.
+    rows = [work("r1", 0, 3, 2), work("r2", 0, 3, 2)]
+    wide = view("d", Role.DECODE, free=50, queue=rows)
+    wide.capacity = msgspec.structs.replace(wide.capacity, window=64)
+    memory = LiveMemory()
+    memory.update(0.0, cluster(wide))
+    assert memory.remaining_blocks(wide) == 50 - 2
 
 
 def test_requests_beyond_the_list_count_like_the_listed() -> None:

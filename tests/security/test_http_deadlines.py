@@ -23,6 +23,7 @@ from cohort.common.http.http_server import AcceptingSite, raise_descriptor_limit
 from cohort.services.gateway import service
 from tests.security.conftest import counted
 from tests.services.gateway.conftest import OpenSite, Site, eventually, model_dir, open_site  # noqa: F401
+from tests.support.steady_loop import use_loop_time
 
 JSON = "Content-Type: application/json"
 BODY = b'{"prompt": "x", "max_tokens": 4}'
@@ -200,22 +201,27 @@ async def test_a_whole_answer_left_unread_is_given_up(open_site: OpenSite) -> No
 
 
 async def test_an_answer_that_is_read_slowly_arrives(open_site: OpenSite) -> None:  # noqa: F811
-    """For several times as long as it may stand still."""
+    """For several times as long as it may stand still, and so slowly that the gateway's kernel, which takes more only
+    when a third of its buffer is free, takes nothing for longer than that."""
     async with open_site(lambda request: [9] * 400, **LARGE, write_timeout_s=0.5) as site:
         with slow_socket() as raw:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)
             await ask_for_much(site, raw)
-            received, complete = await read_all(raw, pause_s=0.05)
+            received, complete = await read_all(raw, pause_s=0.1)
             assert complete and len(received) > 30 * READ_BYTES  # as many pauses, at least
         assert counted(site, "cohort_clients_given_up_total") == 0
 
 
-async def test_a_byte_now_and_then_keeps_nothing_open(open_site: OpenSite) -> None:  # noqa: F811
+async def test_a_byte_now_and_then_keeps_nothing_open(
+    open_site: OpenSite,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An answer that moves, but would take longer than a request may live.
 
     It cannot have stood still for `write_timeout_s` when it is given up. The request's time must also suffice for
     computing the answer on a busy machine, or the error of a request that ran out of time would arrive instead, whole.
     """
+    use_loop_time(monkeypatch)
     async with open_site(lambda request: [9] * 400, **LARGE, write_timeout_s=30.0, request_timeout_s=8.0) as site:
         with slow_socket() as raw:
             await ask_for_much(site, raw)

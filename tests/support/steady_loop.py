@@ -3,7 +3,7 @@ its process, counts the time in which the loop could have done something. A mach
 expires none.
 
 Installed for every test by `conftest.py`. Only the loop's own time is steady (`asyncio.timeout`, `sleep`, `wait_for`,
-`call_later`), not `time.monotonic()`.
+`call_later`), not `time.monotonic()`, nor what is built on it, unless a test asks for that (`use_loop_time`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,10 @@ import asyncio
 import selectors
 import time
 from typing import Any
+
+import pytest
+
+from cohort.common.clock import SystemClock
 
 LONGEST_SELECT_S = 0.05
 """So long a selection waits at most: whoever comes back much later was not scheduled."""
@@ -50,3 +54,9 @@ class SteadyLoop(asyncio.SelectorEventLoop):
 class SteadyPolicy(asyncio.DefaultEventLoopPolicy):
     def new_event_loop(self) -> asyncio.AbstractEventLoop:
         return SteadyLoop()
+
+
+def use_loop_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a service of this process measures by its clock is steady, too."""
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(SystemClock, "now_s", lambda _: loop.time())

@@ -7,10 +7,13 @@ looks at the buffers themselves. Event streams have a timeout of their own besid
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
+import fcntl
 import socket
 import struct
+import termios
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,7 +28,8 @@ LOOKS = 4
 
 @dataclass(slots=True)
 class _Connection:
-    """Bytes that left for the client are those written less those unsent; `moved_s`: when that last grew."""
+    """Bytes that left for the client are those written less those unsent and those the kernel keeps, which takes more
+    only when a third of its buffer (megabytes) is free again; `moved_s`: when that last grew."""
 
     writer: AbstractStreamWriter
     moved_s: float
@@ -91,7 +95,7 @@ class SlowReaders:
             pending = _unsent(transport)
             if not pending and transport.is_closing():
                 del self._connections[transport]
-            elif self._too_slow(connection, pending, now_s):
+            elif self._too_slow(connection, pending, _unacknowledged(transport), now_s):
                 del self._connections[transport]
                 self._log.warning(
                     "client does not read its answer",
@@ -104,8 +108,8 @@ class SlowReaders:
         if self._connections:
             self._look_later()
 
-    def _too_slow(self, connection: _Connection, pending: int, now_s: float) -> bool:
-        left = connection.written_before + connection.writer.output_size - pending
+    def _too_slow(self, connection: _Connection, pending: int, in_kernel: int, now_s: float) -> bool:
+        left = connection.written_before + connection.writer.output_size - pending - in_kernel
         if not pending or left != connection.left:
             connection.left, connection.moved_s = left, now_s
         if not pending:
@@ -130,3 +134,11 @@ def _unsent(transport: asyncio.Transport) -> int:
         return transport.get_write_buffer_size()
     except RuntimeError:  # of a closed transport
         return 0
+
+
+def _unacknowledged(transport: asyncio.Transport) -> int:
+    """Bytes that the kernel has taken and the client's has not."""
+    count = array.array("i", [0])
+    with contextlib.suppress(OSError, AttributeError):
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, count)
+    return count[0]

@@ -30,7 +30,6 @@ from cohort.common import paths
 from cohort.common.address_book import write_book
 from cohort.common.config import Config, dump_config, load_config
 from cohort.common.errors import CohortError, ConfigError
-from cohort.common.http import ports
 from cohort.common.keys.private_files import keep_private, open_private
 from cohort.common.planning.orders import socket_of
 from cohort.services.launcher import preflight
@@ -63,7 +62,9 @@ class Agent:
         self._order = order
         self._ip = str(ray.util.get_node_ip_address())
         self._node_id = str(context.get_node_id())
-        self._plan, self._inbox_port = self._with_ports(order.plan)
+        self._held = [_hold_port(self._ip), _hold_port(self._ip)]
+        self._inbox_port, metrics_port = (int(each.getsockname()[1]) for each in self._held)
+        self._plan = self._plan_here(order.plan, metrics_port)
         self._files = RunFiles(paths.run_dir(order.port) / "nodes" / self._node_id[:8] / order.plan.instance)
         self._view = _View()
         self._lock = threading.Lock()
@@ -115,6 +116,7 @@ class Agent:
         with self._lock:
             self._stops += 1
             if self._thread is None:
+                self._free_ports()
                 self._view.end("")
             elif self._loop is not None and self._supervisor is not None:
                 self._loop.call_soon_threadsafe(self._supervisor.request_stop)
@@ -135,6 +137,7 @@ class Agent:
             raise
         finally:
             self._key_file.unlink(missing_ok=True)
+            self._free_ports()
             self._view.end(broken)
 
     async def _supervise(self) -> None:
@@ -144,6 +147,10 @@ class Agent:
             for _ in range(self._stops):
                 supervisor.request_stop()
         await supervisor.run(lambda: None)
+
+    def _free_ports(self) -> None:
+        for held in self._held:
+            held.close()
 
     @property
     def _key_file(self) -> Path:
@@ -170,11 +177,10 @@ class Agent:
         key_file = str(self._key_file) if self._order.key else ""
         return on_node(config, self._plan, self._ip, self._inbox_port, key_file)
 
-    def _with_ports(self, plan: ProcessPlan) -> tuple[ProcessPlan, int]:
-        inbox = _free_port(self._ip)
+    def _plan_here(self, plan: ProcessPlan, metrics_port: int) -> ProcessPlan:
         if plan.passes_metrics_port:
-            plan = dataclasses.replace(plan, host=self._ip, port=_free_port(self._ip, but=inbox))
-        return dataclasses.replace(plan, environment={**plan.environment, **self._order.environment}), inbox
+            plan = dataclasses.replace(plan, host=self._ip, port=metrics_port)
+        return dataclasses.replace(plan, environment={**plan.environment, **self._order.environment})
 
     def _ready_url(self) -> str:
         """As other nodes reach it, where they do."""
@@ -251,9 +257,16 @@ def serve_first() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
-def _free_port(ip: str, *, but: int = 0) -> int:
-    for _ in range(100):
-        port = random.choice(_PORTS)
-        if port != but and not ports.port_problem(ip, port):
-            return port
+def _hold_port(ip: str) -> socket.socket:
+    """Bound to a port that nobody else holds: of several agents on a node no two get the same. It never listens, and
+    lets the process bind the port too, which asks for that (`SO_REUSEADDR`), as all of the pipeline's do."""
+    for port in random.sample(_PORTS, len(_PORTS)):
+        held = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
+        try:
+            held.bind((ip, port))
+        except OSError:
+            held.close()
+            continue
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return held
     raise ConfigError(f"no free port on {ip} between {_PORTS.start} and {_PORTS.stop}")

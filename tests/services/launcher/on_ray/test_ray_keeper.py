@@ -22,6 +22,7 @@ from cohort.common.address_book import AddressBook, read_book
 from cohort.common.config import Config, WorkerGroup, load_config
 from cohort.common.config.serving import PlannerConfig
 from cohort.common.errors import ConfigError
+from cohort.common.http.ports import PORT_BLOCK, free_port
 from cohort.common.planning.orders import socket_of
 from cohort.common.types import Role
 from cohort.services.global_monitor.launcher_orders import LauncherOrders
@@ -211,6 +212,8 @@ def ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeRay]:
     load_config(overrides={"name": "warm"})
     made = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", made)  # type: ignore[arg-type]
+    first = free_port()
+    monkeypatch.setattr(agent, "_PORTS", range(first, first + PORT_BLOCK))
     monkeypatch.setenv("COHORT_CACHE_DIR", str(tmp_path / "cache"))
     yield made
 
@@ -230,6 +233,7 @@ async def test_all_start_with_the_addresses_come_back_and_end_in_order_and_nothi
     assert running.supervisor.nodes == dict.fromkeys(FOLDERS, "127.0.0.1")
 
     killed, its_agent = running.pid("decode-0"), ray.actors["decode-0"].agent
+    assert killed
     os.kill(killed, signal.SIGKILL)
     await running.until(lambda: running.pid("decode-0") not in (0, killed), "another process")
     assert ray.actors["decode-0"].agent is its_agent
@@ -251,6 +255,20 @@ async def test_all_start_with_the_addresses_come_back_and_end_in_order_and_nothi
     assert stopped[:3] == ["gateway", "manager", "decode-0"]
     assert ray.groups == [] and ray.killed == len(FOLDERS)
     assert not (folder / "cluster.key").exists()
+
+
+@pytest.mark.usefixtures("ray")
+async def test_no_two_agents_of_a_node_have_the_same_port() -> None:
+    plan = ToyPlan("decode-0", *FOLDERS["decode-0"], "127.0.0.1", 1, 3.0)
+    agents = [Agent(Order(plan, 8000)) for _ in range(PORT_BLOCK // 2)]
+    try:
+        taken = [port for each in agents for port in (each._inbox_port, each._plan.port)]
+        assert sorted(taken) == list(agent._PORTS)
+        with pytest.raises(ConfigError, match="no free port"):
+            Agent(Order(plan, 8000))
+    finally:
+        for each in agents:
+            each.stop()
 
 
 async def test_managers_are_spread_and_all_of_them_known_to_all(ray: FakeRay, tmp_path: Path) -> None:

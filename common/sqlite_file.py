@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -18,17 +19,19 @@ from typing import Generic, Protocol, TypeVar
 
 from cohort.common.errors import ConfigError
 
+BUSY_S = 10.0
+"""The longest that a statement waits for other processes."""
 LOG_BYTES = 1 << 26  # what the write-ahead log may keep on disk after it was written back
 
 
 def connect(path: Path) -> sqlite3.Connection:
     """Opens or creates it, without tables. Raises `sqlite3.Error` for one that cannot be used."""
     make_private(path)
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
     try:
         db.row_factory = sqlite3.Row
         db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new database; an old one needs VACUUM too
-        db.execute("PRAGMA journal_mode = WAL")
+        use_log(db)
         db.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute("PRAGMA foreign_keys = ON")
@@ -36,6 +39,20 @@ def connect(path: Path) -> sqlite3.Connection:
         db.close()
         raise
     return db
+
+
+def use_log(db: sqlite3.Connection) -> None:
+    """A write-ahead log for its journal. SQLite does not wait for another process that makes the same database just
+    now, as it does with everything else (`timeout`)."""
+    deadline_s = time.monotonic() + BUSY_S
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.01)
 
 
 def make_private(path: Path) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from cohort.common import paths
 from cohort.common.errors import ConfigError
-from cohort.common.sqlite_file import make_private, prepare, transaction, version_of
+from cohort.common.sqlite_file import BUSY_S, make_private, prepare, transaction, use_log, version_of
 
 VERSION = 2
 """1 had nothing of SLOs."""
@@ -124,11 +124,11 @@ class UsageStore:
         if read_only:
             if not path.is_file():
                 raise ConfigError(f"keys.usage_file: {path}: there is none yet; a gateway with keys writes it")
-            self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, timeout=10.0)
+            self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, timeout=BUSY_S)
         else:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             make_private(path)
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
         self._counts_slo = True
         """False: a gateway of before writes it."""
         try:
@@ -140,7 +140,7 @@ class UsageStore:
     def _prepare(self, path: Path, *, read_only: bool) -> None:
         name = f"keys.usage_file: {path}"
         if not read_only:
-            self._db.execute("PRAGMA journal_mode = WAL")
+            use_log(self._db)
             self._db.execute("PRAGMA synchronous = NORMAL")
             prepare(self._db, name, VERSION, _SCHEMA, {1: _TO_VERSION_2})
             return

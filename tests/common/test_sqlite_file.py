@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cohort.common import sqlite_file
 from cohort.common.errors import ConfigError
-from cohort.common.sqlite_file import OnThread, connect, prepare, version_of
+from cohort.common.sqlite_file import OnThread, connect, prepare, use_log, version_of
 
 META = "CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT; CREATE TABLE things (a INTEGER)"
 HEADER = "CREATE TABLE things (a INTEGER);"
@@ -84,3 +85,23 @@ def test_an_upgrade_that_fails_changes_nothing(tmp_path: Path, schema: str) -> N
         prepare(db, "it", 3, schema, {1: UPGRADES[1], 2: "UPDATE nothing SET b = 3"})
     assert version_of(db) == 1
     assert [row["name"] for row in db.execute("PRAGMA table_info(things)")] == ["a"]
+
+
+def test_a_database_that_another_process_makes_just_now_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maker = sqlite3.connect(tmp_path / "new", isolation_level=None, check_same_thread=False)
+    maker.execute("BEGIN IMMEDIATE")
+    maker.execute("CREATE TABLE things (a INTEGER)")
+    opened = sqlite3.connect(tmp_path / "new", isolation_level=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(sqlite_file, "BUSY_S", 0.05)
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            use_log(opened)
+    ending = threading.Timer(0.2, maker.execute, ("COMMIT",))
+    ending.start()
+    use_log(opened)
+    ending.join()
+    assert opened.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    maker.close()
+    opened.close()

@@ -24,7 +24,7 @@ from cohort.common import paths
 from cohort.common.errors import RequestError
 from cohort.common.keys.private_files import private_folder
 from cohort.common.messages import TokenLogprob
-from cohort.common.sqlite_file import make_private, prepare, transaction
+from cohort.common.sqlite_file import BUSY_S, make_private, prepare, transaction, use_log
 from cohort.common.types import FinishReason, Request
 from cohort.services.gateway.generation.mailbox import Delta
 
@@ -129,9 +129,10 @@ class ResumeStore:
         for one that cannot be used."""
         private_folder(path.parent)
         make_private(path)
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10.0)
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
         try:
-            for pragma in ("journal_mode = WAL", "synchronous = NORMAL", "secure_delete = ON"):
+            use_log(self._db)
+            for pragma in ("synchronous = NORMAL", "secure_delete = ON"):
                 self._db.execute(f"PRAGMA {pragma}")
             prepare(self._db, f"gateway.resume_file: {path}", VERSION, _SCHEMA, {1: ""})
         except BaseException:

@@ -57,6 +57,26 @@ def test_a_span_has_its_times_its_place_and_its_words() -> None:
     assert collected.counted("cohort_trace_spans_exported_total") == 2
 
 
+def test_a_process_that_loses_its_core_between_its_two_clocks_has_right_times() -> None:
+    class Clock:
+        """0.25 s go by after the first three looks at wall time; it was 1000 when the process's clock was 0."""
+
+        at_s, looks = 5.0, 0
+
+        def now_s(self) -> float:
+            return self.at_s
+
+        def wall_s(self) -> float:
+            self.looks, at_s = self.looks + 1, self.at_s
+            self.at_s += 0.25 * (self.looks <= 3)
+            return 1000.0 + at_s
+
+    collected = Collected(clock=Clock())
+    collected.tracing.span("queue", 10.0, 10.5, PARENT)
+    (queue,) = collected.spans()
+    assert queue.start_time == 1010 * 10**9
+
+
 def test_a_collector_that_is_gone_costs_spans_and_not_time() -> None:
     """The exporter hangs; callers go on, the queue stays within its limit, and every span is accounted for."""
     stuck = Stuck()

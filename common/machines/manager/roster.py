@@ -212,7 +212,7 @@ class Roster:
 
     def _holds(self, instance: InstanceId, worker: Worker, held: set[Attempt]) -> None:
         """All that it named."""
-        for attempt in worker.held - held:
+        for attempt in sorted(worker.held - held):  # `unheld` keeps this order, and a set's differs by process
             self._left(instance, worker, attempt)
         for attempt in held - worker.held:
             self._came(instance, worker, attempt)

@@ -177,5 +177,9 @@ def _follow_restart(files: RunFiles, before: LauncherState) -> int:
 
 
 async def _probe(state: LauncherState) -> dict[str, bool]:
-    answers = await asyncio.gather(*(answers_ok(url, PROBE_TIMEOUT_S) for url in state.ready_urls.values()))
+    async def ready(url: str) -> bool:
+        """Asked twice: a busy process is not one that starts."""
+        return await answers_ok(url, PROBE_TIMEOUT_S) or await answers_ok(url, PROBE_TIMEOUT_S)
+
+    answers = await asyncio.gather(*(ready(url) for url in state.ready_urls.values()))
     return dict(zip(state.ready_urls, answers, strict=True))

@@ -13,7 +13,6 @@ import torch
 
 from cohort.services.bench.live.pipelines import UNLEARNED
 from tests.chaos.streams import DECODE, VOCABULARY
-from tests.e2e.held_file import held_file
 from tests.e2e.pipeline import START_TIMEOUT_S, Pipeline
 from tests.e2e.tiny_models import qwen2, save
 from tests.services.gateway.tiny_model import EOS, TEMPLATE, byte_level
@@ -87,8 +86,6 @@ def whole(pipeline: Pipeline) -> None:
         time.sleep(0.05)
     pipeline.wait_told("manager")
     pipeline.wait_ready()
-    # What a killed worker answered to a test that held it is none to the next one.
-    held_file(pipeline.run_dir(DECODE), DECODE).unlink(missing_ok=True)
 
 
 def is_of(pipeline: Pipeline, name: str, pid: int) -> bool:

@@ -83,7 +83,7 @@ def test_a_killed_rank_costs_a_pause_and_nothing_else(pipeline: Pipeline, golden
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
             with pipeline.hold(DECODE) as go_on:
                 tasks = [asyncio.create_task(pipeline.complete(session, **ask(golden))) for golden in goldens]
-                await asyncio.to_thread(pipeline.wait_for_requests, STREAMS)
+                await asyncio.to_thread(pipeline.wait_at, DECODE, STREAMS)
                 await asyncio.to_thread(go_on, 2 * STREAMS, STREAMS)
                 assert not any(task.done() for task in tasks)
                 os.kill(follower if victim == "rank 1" else worker.pid, signal.SIGKILL)

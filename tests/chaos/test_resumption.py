@@ -171,7 +171,7 @@ async def disturbed(pipeline: Pipeline, resume_at: str, disturb: Callable[[], No
     choices = sum(body.get("n", 1) for _, body in bodies(""))
     with pipeline.hold(DECODE) as go_on:
         clients = all_clients(pipeline, resume_at)
-        await asyncio.to_thread(pipeline.wait_for_requests, choices)
+        await asyncio.to_thread(pipeline.wait_at, DECODE, choices)
         await asyncio.to_thread(go_on, STREAMS * NEW_TOKENS // 4, choices)
         deadline = time.monotonic() + DEADLINE_S
         while not all(got.token for got, _ in clients):

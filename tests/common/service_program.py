@@ -78,8 +78,8 @@ async def _fail() -> None:
 
 
 async def _echo(context: ServiceContext) -> None:
-    """Answers Registered with KvRenew; drains for half a second."""
-    beats = 0
+    """Answers Registered with KvRenew; drains until it has answered one more."""
+    beats, looked = 0, asyncio.Event()
 
     def stats() -> dict[str, float]:
         nonlocal beats
@@ -97,10 +97,12 @@ async def _echo(context: ServiceContext) -> None:
             peer, message = await context.bus.receive()
             if isinstance(message, Registered):
                 context.bus.send(peer, KvRenew([message.incarnation]))
+                if context.stopping.is_set():
+                    looked.set()
 
     task = asyncio.create_task(answer())
     await context.stopping.wait()
-    await asyncio.sleep(0.5)
+    await looked.wait()
     context.log.info("drained")
     task.cancel()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -109,7 +110,10 @@ async def test_they_find_one_another_and_who_moves_is_found_again(tmp_path: Path
         assert (found.endpoints.monitor, found.endpoints.predictor) == (monitor.endpoint, predictor.endpoint)
         former = manager.endpoint
         await seed.aclose()  # if it was the one that answered, the monitor takes its place
-        async with manager.there():
+        # Its port is taken meanwhile: the system might give it to the next one, too.
+        with socket.create_server(("127.0.0.1", int(former.rpartition(":")[2]))):
+            await seed.enter_async_context(manager.there())
+        async with seed:
             assert manager.endpoint != former
             for each in (gateway, predictor, monitor):
                 await each.until_heard("manager", manager.endpoint)

@@ -136,6 +136,7 @@ class Pipeline:
         threads = str(self.config.worker_threads(name, os.cpu_count() or 1)) if several else "1"
         arguments = ["--config", str(self._file), "--instance", name, "--run-dir", str(self.run_dir(name))]
         module = "tests.e2e.held_worker" if name in self.held else f"cohort.services.{folder}"
+        held_file(self.run_dir(name), name).unlink(missing_ok=True)  # what the one before it said is not its word
         environment = {**os.environ, "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
         with (self.folder / f"{name}.log").open("ab") as log:
             if name in self._before:
@@ -345,11 +346,22 @@ class Pipeline:
             with self.hold(name):
                 answers = client.submit(self.complete_all, bodies, len(bodies))
                 self.wait_for_requests(len(bodies))
-                deadline = time.monotonic() + START_TIMEOUT_S
-                while (there := self._waiting_behind_the_gateway()) < len(bodies):
-                    assert time.monotonic() < deadline, f"{there} of {len(bodies)} requests have come to a worker"
-                    time.sleep(0.05)
+                self.wait_behind_the_gateway(len(bodies))
             return answers.result()
+
+    def wait_behind_the_gateway(self, number: int) -> None:
+        """Until the manager and the workers have so many requests."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while (there := self._waiting_behind_the_gateway()) < number:
+            assert time.monotonic() < deadline, f"{there} of {number} requests have come to a worker"
+            time.sleep(0.05)
+
+    def wait_at(self, name: str, number: int) -> None:
+        """Until that worker has so many requests, with their KV."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while sum((stats := self.heard(name)).get(each, 0.0) for each in ("waiting", "running", "parked")) < number:
+            assert time.monotonic() < deadline, f"{number} requests are expected at {name}: {stats}"
+            time.sleep(0.05)
 
     def _waiting_behind_the_gateway(self) -> float:
         there = sum(self.heard(name).get("waiting", 0.0) for name in manager_names(self.config)[:1])

@@ -55,7 +55,7 @@ def until_ready(pipeline: Pipeline) -> None:
 def requests_of(pipeline: Pipeline) -> dict[str, float]:
     """Accepted by each gateway so far, once that stands still."""
     before: dict[str, float] = {}
-    while (now := {name: pipeline.stats(name).get("requests_total", 0.0) for name in GATEWAYS}) != before:
+    while (now := {name: pipeline.heard(name).get("requests_total", 0.0) for name in GATEWAYS}) != before:
         before = now
         pipeline.wait_told()
     return now
@@ -125,6 +125,7 @@ async def run_streams(pipeline: Pipeline, *, killed: str = "") -> tuple[list[Got
             for index in range(STREAMS):
                 tasks.create_task(stream(pipeline, index, plain[index], resumes=False))
                 tasks.create_task(stream(pipeline, index, kept[index], resumes=True))
+            await asyncio.to_thread(pipeline.wait_behind_the_gateway, 2 * STREAMS)
             await asyncio.to_thread(go_on, 8 * STREAMS, 2 * STREAMS)
             for got in (*plain, *kept):
                 await got.begun.wait()
@@ -231,7 +232,7 @@ def test_another_gateway_goes_on_with_the_batches_of_one_that_is_killed(pipeline
             assert time.monotonic() < deadline
             time.sleep(0.05)
         pipeline.wait_told()
-        [runner] = [name for name in GATEWAYS if pipeline.stats(name).get("requests_total", 0.0) > before[name]]
+        [runner] = [name for name in GATEWAYS if pipeline.heard(name).get("requests_total", 0.0) > before[name]]
         pipeline.kill(runner)
         finished = results(pipeline, batch_id)
     assert LINES // 4 <= len(finished) < LINES, "the gateway died too late to interrupt anything"

@@ -108,14 +108,15 @@ class TestTheCommand:
     def test_it_says_what_found_each_and_leaves_the_tree_alone(self, tree: Path, capsys: pytest.CaptureFixture[str]):
         before = (tree / "common/adding.py").read_text()
         record = tree / "record.json"
-        expected = ["--expect", str(tree / "none.json"), "--json", str(record), "--limit", "4"]
-        assert script.main([*expected]) == 0
+        common = ["--expect", str(tree / "none.json"), "--json", str(record)]
+        assert script.main([*common, "--only", "subtracts", "at-most"]) == 0
+        assert script.main([*common, "--only", "never-ends", "--limit", "4"]) == 0
         killer = "tests/test_adding.py::test_adds"
         assert json.loads(record.read_text()) == {"subtracts": killer, "at-most": None, "never-ends": "time limit"}
         said = capsys.readouterr().out
         assert f"subtracts: killed by {killer}" in said
         assert "at-most: SURVIVED" in said
-        assert "2 of 3 found" in said
+        assert "1 of 2 found" in said and "1 of 1 found" in said
         assert (tree / "common/adding.py").read_text() == before
 
     def test_a_survivor_that_was_found_before_fails_it(self, tree: Path, capsys: pytest.CaptureFixture[str]):

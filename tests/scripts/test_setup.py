@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -107,16 +108,26 @@ def test_an_interpreter_that_does_not_fit_is_named(tmp_path: Path):
     assert refused.returncode == 1 and "COHORT_PYTHON=/bin/false is not a Python 3.11 or 3.12" in refused.stderr
 
 
-def test_two_at_once_wait_for_each_other(finished: dict[str, str]):
+def test_two_at_once_wait_for_each_other(finished: dict[str, str], tmp_path: Path):
     """The second finds the lock taken, says so, and goes on when it is free."""
     (Path(finished["COHORT_VENV"]) / ".cohort-serve").unlink()
     lock = Path(finished["COHORT_CACHE_DIR"]) / "setup.lock"
-    holder = subprocess.Popen(["flock", str(lock), "sh", "-c", "echo held; sleep 1"], stdout=subprocess.PIPE, text=True)
+    holding = ["flock", str(lock), "sh", "-c", "echo held; read end"]
+    holder = subprocess.Popen(holding, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-    waited = setup(**finished)
-    holder.communicate(timeout=10)
-    assert waited.returncode == 0
-    assert "another set-up is running" in waited.stdout
+    said, waits = tmp_path / "said", [ROOT / "scripts" / "setup"]
+    with said.open("w") as out:
+        waiting = subprocess.Popen(waits, env={**os.environ, **finished}, stdin=subprocess.DEVNULL, stdout=out)
+    try:
+        deadline_s = time.monotonic() + 60
+        while "another set-up is running" not in said.read_text():
+            assert time.monotonic() < deadline_s and waiting.poll() is None
+            time.sleep(0.02)
+        holder.communicate(timeout=10)
+        assert waiting.wait(60) == 0
+    finally:
+        holder.kill()
+        waiting.kill()
 
 
 # -- the CUDA build for the driver ---------------------------------------------------------------------------------

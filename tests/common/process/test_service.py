@@ -139,6 +139,7 @@ async def test_a_whole_life(launch: Launch, tmp_path: Path) -> None:
     await service.event("draining")
     assert (await get(url.replace("/metrics", "/ready")))[0] == 503
     assert json.loads((await get(url.replace("/metrics", "/health")))[2])["status"] == "draining"
+    client.send("echo", Registered(8))
     assert await service.code() == 0
     assert [event["event"] for event in service.events][-2:] == ["drained", "ended"]
     messages: list[object] = []

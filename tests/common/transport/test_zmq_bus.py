@@ -102,11 +102,14 @@ async def test_malformed_messages_are_counted_and_skipped(tmp_path: Path) -> Non
         anonymous = context.socket(zmq.DEALER)  # libzmq gives it a binary name
         anonymous.connect(bus.endpoint)
         anonymous.send(b"\xff")
-        await asyncio.sleep(0.2)
+        first = asyncio.create_task(bus.receive())
+        async with asyncio.timeout(5):
+            while bus.counters.malformed < len(garbage) + 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         peer = ZmqBus("peer")
         peer.connect("hub", bus.endpoint)
         peer.send("hub", Registered(1))
-        assert await asyncio.wait_for(bus.receive(), 5) == ("peer", Registered(1))
+        assert await asyncio.wait_for(first, 5) == ("peer", Registered(1))
         assert (bus.counters.malformed, bus.counters.received) == (len(garbage) + 1, 1)
     finally:
         context.destroy(linger=0)  # or a failure would hang at the end of the process

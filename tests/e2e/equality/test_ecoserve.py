@@ -75,6 +75,7 @@ def test_a_wrong_predictor_changes_no_answer(
             }
             for golden in wanted
         ]
+        pipeline.wait_told("predictor")  # the gateway does not wait for it
         compare(wanted, pipeline.complete_together(bodies, "unified-0"))
         pipeline.wait_for("unified-0", evidence, 1)
         pipeline.assert_nothing_left()

@@ -130,7 +130,7 @@ def test_real_time_and_best_effort_in_the_same_blocks(tmp_path: Path, small_mode
             first = other.submit(pipeline.complete_all, batch)
             go_on(3, 3)
             then = other.submit(pipeline.complete_all, [ask(golden) for golden in real_time])
-            pipeline.wait_for_requests(min(16, len(batch)) + 1)
+            pipeline.wait_behind_the_gateway(min(16, len(batch)) + 1)
         compare(real_time, then.result())
         compare(best_effort, first.result())
         pipeline.wait_for("unified-0", "shared_blocks_total", 1)

@@ -26,7 +26,8 @@ from cohort.services.gateway.batches.batch_runner import BatchRunner
 from cohort.services.gateway.batches.batch_store import BatchStore
 from tests.examples import examples
 from tests.services.gateway.batch_client import ENDED, ask, begin, client_of, ended, job, lines, until
-from tests.services.gateway.conftest import OpenSite, Site, model_dir, open_site  # noqa: F401
+from tests.services.gateway.conftest import OpenSite, Site, eventually, model_dir, open_site  # noqa: F401
+from tests.support.steady_loop import use_loop_time
 
 HOSTILE = [
     b"1e999",
@@ -270,6 +271,7 @@ async def test_a_disk_that_never_takes_the_output_fails_the_batch(
     """After some tries, with the reason; nothing that was answered is lost or answered again: a start on a disk that
     has space writes it."""
     folder = {"folder": str(tmp_path / "kept"), "output_timeout_s": 0.3}
+    use_loop_time(monkeypatch)
     with monkeypatch.context() as patch:
         tried = full_disk(patch)
         async with open_site(batch=folder) as site, client_of(site) as client:
@@ -290,12 +292,13 @@ async def test_a_disk_that_never_takes_the_output_fails_the_batch(
             assert len(site.manager.submitted) == 1
 
         async with open_site(batch=folder) as site, client_of(site) as client:  # still full
+            await eventually(lambda: len(tried) > before)
             again = await ended(client, batch, 10.0)
             assert (again.status, again.output_file_id) == ("failed", None) and len(tried) > before
 
     async with open_site(batch=folder) as site, client_of(site) as client:
-        batch = await ended(client, batch, 10.0)
-        assert (batch.status, batch.errors, batch.failed_at) == ("completed", None, None)
+        batch = await until(client, batch, lambda now: now.status == "completed", 10.0)
+        assert (batch.errors, batch.failed_at) == (None, None)
         assert list(await lines(client, batch.output_file_id)) == ["0"]
         assert list(await lines(client, batch.error_file_id)) == ["1"]
         assert not site.manager.submitted
@@ -315,8 +318,8 @@ async def test_a_cancelled_batch_ends_as_cancelled_when_its_output_can_be_writte
             await client.batches.cancel(batch.id)
             assert (await ended(client, batch, 10.0)).status == "failed"
     async with open_site(batch=folder) as site, client_of(site) as client:
-        batch = await ended(client, batch, 10.0)
-        assert batch.status == "cancelled" and len(await lines(client, batch.error_file_id)) == 1
+        batch = await until(client, batch, lambda now: now.status == "cancelled", 10.0)
+        assert len(await lines(client, batch.error_file_id)) == 1
         assert not site.manager.submitted
 
 

@@ -113,6 +113,13 @@ async def test_one_key_of_several_fills_its_share(open_site: OpenSite, keys: tup
             assert (await post(site, one(bytes(50_000)), "yours"))[0] == 200
 
 
+def waits_for_storage(site: Site) -> bool:
+    """The next line does, and none is in work."""
+    samples = [sample for family in site.context.registry.collect() for sample in family.samples]
+    waits = any(sample.name == "cohort_batch_line_retries_total" and sample.value for sample in samples)
+    return waits and all(not sample.value for sample in samples if sample.name == "cohort_batch_lines_in_work")
+
+
 async def test_no_line_starts_when_results_fill_the_storage(
     open_site: OpenSite,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -124,7 +131,7 @@ async def test_no_line_starts_when_results_fill_the_storage(
         file = await client.files.create(file=bytes(filler), purpose="batch")
         batch = await begin(client, job(*[ask(str(n)) for n in range(40)]))
         batch = await until(client, batch, lambda now: bool(now.request_counts and now.request_counts.completed > 5))
-        await asyncio.sleep(1.0)
+        await eventually(lambda: waits_for_storage(site), 20.0)
         before = (await client.batches.retrieve(batch.id)).request_counts
         await asyncio.sleep(0.3)
         stuck = await client.batches.retrieve(batch.id)

@@ -35,6 +35,7 @@ from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
 from cohort.common.types import Attempt, EngineFacts, FinishReason, Prediction, Request
 
 Script = Callable[[Request], list[int]]
+Gate = Callable[[], Awaitable[object]]
 LOAD = ClusterLoad(
     ready=True,
     instances=["worker-0"],
@@ -64,7 +65,7 @@ class Manager:
     load: ClusterLoad = LOAD
     place: bool = True
     step_s: float = 0.0
-    gate: Callable[[], Awaitable[None]] | None = None
+    gate: Gate | None = None
     """What workers await before each token."""
 
     def __post_init__(self) -> None:

@@ -33,9 +33,10 @@ from cohort.common.process.service import ServiceContext
 from cohort.common.transport.memory_bus import MemoryNetwork
 from cohort.common.types import Request
 from cohort.services.gateway import service
+from cohort.services.gateway.generation.mailbox import Mailbox
 from cohort.services.gateway.service import Gateway, load_model
 from cohort.services.gateway.text.tokenizer import Tokenizer
-from tests.services.gateway.cluster import Manager, Predictor, Script
+from tests.services.gateway.cluster import Gate, Manager, Predictor, Script
 from tests.services.gateway.tiny_model import write_model
 
 ANSWER = "The quick brown fox wohnt in Köln 🦊 und 東京, 0123456789."
@@ -223,3 +224,25 @@ async def site(open_site: OpenSite) -> AsyncIterator[Site]:
     async with open_site() as site:
         yield site
         await eventually(site.nothing_left)
+
+
+@pytest.fixture
+def handler_waits(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Returns once a handler waits for tokens and none is still to be written, however busy the machine is."""
+    mailboxes: list[Mailbox] = []
+    made = Mailbox.__init__
+
+    def noted(self: Mailbox) -> None:
+        made(self)
+        mailboxes.append(self)
+
+    def writes() -> bool:
+        return any(task.get_name() == "write streams" for task in asyncio.all_tasks())
+
+    async def waits() -> None:
+        async with asyncio.timeout(30):
+            while not any(each._waiting for each in mailboxes) or writes():  # noqa: ASYNC110 -- states of the product
+                await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(Mailbox, "__init__", noted)
+    return waits

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.examples import another_of_its_kind
+from tests.services.gateway.cluster import Gate
 from tests.services.gateway.conftest import ANSWER, OpenSite
 from tests.services.gateway.resume.test_resumption import CHAT, STEP_S, Read, other, reading, rest, same, some, whole
 from tests.services.gateway.test_structured_output import CALLS, TOOLS, roomy  # noqa: F401
@@ -37,6 +38,7 @@ async def test_calls_forms_and_stops_go_on_wherever_they_break(
     open_site: OpenSite,
     tmp_path: Path,
     roomy: Path,  # noqa: F811
+    handler_waits: Gate,
     more: dict[str, Any],
     answer: str,
 ) -> None:
@@ -45,11 +47,13 @@ async def test_calls_forms_and_stops_go_on_wherever_they_break(
     async with open_site(answer, model=roomy, step_s=STEP_S / 4) as first:
         undisturbed = await whole(first, path, body)
         read = Read()
+        first.manager.gate = handler_waits  # no event is of several tokens
         async with reading(first, read, path, body) as events:
             for _ in range(7):
                 await anext(events)
             with sqlite3.connect(tmp_path / "streams.sqlite3") as source, sqlite3.connect(copy) as target:
                 source.backup(target)
+        first.manager.gate = None
         async with open_site(
             answer, model=roomy, step_s=STEP_S / 4, resume_file=str(copy), batch=other(tmp_path)
         ) as second:

@@ -35,6 +35,7 @@ from tests.containers import ROOT
 from tests.kubernetes_double import ApiServer, Object, crashing, pending
 from tests.kustomize import documents
 from tests.services.global_monitor.test_planner import Rig, beat, config, unified
+from tests.support.steady_loop import use_loop_time
 
 UNIFIED = (Role.UNIFIED, 1)
 [ROLE] = [
@@ -123,6 +124,7 @@ class Bench:
 @pytest.fixture
 async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
     monkeypatch.setattr("cohort.services.global_monitor.kubernetes_orders._PAUSE_S", 0.01)
+    use_loop_time(monkeypatch)
     server = ApiServer(ROLE, unified_worker=1, prefill_worker=0, decode_worker=0)
     environ = await server.start(tmp_path)
     made = Bench(server, tmp_path, environ)

@@ -20,6 +20,7 @@ from cohort.common.config import Config
 from cohort.common.http.browsers import BrowserGuard
 from cohort.common.messages import ClusterStats, Farewell, Heartbeat
 from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
+from cohort.services.global_monitor import exporter
 from cohort.services.global_monitor.aggregate import Status
 from cohort.services.global_monitor.exporter import ClusterCollector, Exporter
 from cohort.services.global_monitor.feed import LiveFeed
@@ -186,7 +187,9 @@ async def test_history_is_cut_to_the_span_asked(rig: Rig) -> None:
     assert len(rig.monitor.read_state(900.0).sample_ages_s) == 59
 
 
-async def test_metrics_of_all_processes_join_and_the_unreachable_do_not_hurt(rig: Rig) -> None:
+async def test_metrics_of_all_processes_join_and_the_unreachable_do_not_hurt(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = 0
 
     async def fine(_: web.Request) -> web.Response:
@@ -209,6 +212,7 @@ async def test_metrics_of_all_processes_join_and_the_unreachable_do_not_hurt(rig
         rig.peer("e").send("monitor", beat("e", "decode_worker", "http://127.0.0.1:1/metrics"))
         rig.peer("f").send("monitor", beat("f", "decode_worker", "nonsense"))
         await rig.settle()
+        monkeypatch.setattr(exporter, "_KEEP_S", 60.0)
         started_s = time.monotonic()
         answers = await asyncio.gather(*(client.get("/metrics") for _ in range(3)))
         assert time.monotonic() - started_s < DEADLINE_S

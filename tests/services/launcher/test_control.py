@@ -83,7 +83,7 @@ def test_status_names_processes_that_are_down(launcher, tmp_path: Path, capsys):
     files = launcher("ready")
     state = files.state()
     assert state is not None
-    gone = ProcessMark(1, 1)
+    gone = ProcessMark(1, -1)  # no process began then
     urls = {"gateway": "http://127.0.0.1:9/ready"}
     files.write_state(LauncherState(state.launcher, "cohort", "http://127.0.0.1:9", 5.0, {"gateway": gone}, urls))
     assert control.status(files, 9) == 1

@@ -150,7 +150,7 @@ async def test_a_killed_child_comes_back_with_its_knowledge(world: World, tmp_pa
         await rig.until(lambda: rig.service.child.pid is not None)
         for _ in range(40):
             rig.tell(*world.request())
-        await rig.until(lambda: _saved_model(tmp_path / "state.npz"))
+        await rig.until(lambda: _saved_model(tmp_path / "state.npz") and rig.service.model is not None)
         first = rig.service.child.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
@@ -168,7 +168,9 @@ async def test_the_child_ends_with_its_parent(world: World, tmp_path: Path) -> N
         await rig.until(lambda: rig.service.child.pid is not None)
         pid = rig.service.child.pid
         rig.tell(*world.request())
-        await rig.until(lambda: rig.service.stats()["observations"] == 1)
+        await rig.until(lambda: (tmp_path / "state.npz").exists())  # it has begun: so is asked to end what works
+        rig.tell(*world.request())
+        await rig.until(lambda: rig.service.stats()["observations"] == 2)
     assert pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, 0)

@@ -84,14 +84,14 @@ async def test_so_many_bytes_are_under_way_as_arrive_in_time_and_the_rest_waits_
 
 
 async def test_runs_that_wait_their_turn_are_not_given_up_while_others_arrive() -> None:
-    """Six runs, one every 0.2 s, and 0.3 s of patience: the last arrives after 1.2 s."""
+    """Six runs, one every 0.1 s, and 0.3 s of patience: the last arrives after 0.6 s."""
     a, b = held_ends(runs_at_once=16)
     runs = extents(6, 4)
     held = b.link.receive
     b.link.gate.clear()
 
     async def in_turn(peer: bytes, tag: int, buffer: object, *, timeout_s: float) -> None:
-        await asyncio.sleep(0.2 * (tag + 1))
+        await asyncio.sleep(0.1 * (tag + 1))
         target, done = b.link.posted.pop(tag)
         target[:] = memoryview(buffer).cast("B")  # type: ignore[arg-type]
         done.set_result(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -112,7 +113,8 @@ async def worker(
     max_rows: int = 8,
     pause_s: float = 0.01,
 ) -> AsyncIterator[Running]:
-    """`pause_s`: before each step, or a tiny model's is over before the event loop can plan another."""
+    """`pause_s`: before each step, or a tiny model's is over before the event loop can plan another; none begins before
+    the loop has asked for its successor, however late it comes to that."""
     engine_options = {"plan_ahead": plan_ahead, "max_rows": max_rows, "prefill_chunk": 12}
     speculates = {"mode": speculation, "draft_model": str(draft or "")}
     overrides = {"engine": engine_options, "speculation": speculates}
@@ -126,14 +128,22 @@ async def worker(
         plan = dataclasses.replace(plan, block_size=runner.block_size, graph_bytes=graphs)
         runner.drafter = load_draft(plan, config, runner)
     runner.warm_up()
-    begin = runner._begin
+    begin, ahead, asked = runner._begin, WorkerLoop._plan_ahead, threading.Semaphore(0)
 
     def slow(batch: Any) -> Any:
         time.sleep(pause_s)
+        assert asked.acquire(timeout=20)
         return begin(batch)
+
+    async def told(self: WorkerLoop, step: StepUnderWay) -> StepUnderWay | None:
+        try:
+            return await ahead(self, step)
+        finally:
+            asked.release()
 
     if plan_ahead:
         monkeypatch.setattr(runner, "_begin", slow)
+        monkeypatch.setattr(WorkerLoop, "_plan_ahead", told)
     bus, registry = HeldBus(), CollectorRegistry()
     log = structlog.get_logger("test")
 

@@ -15,10 +15,11 @@ import pytest
 
 from cohort.services.bench.soak.census import Census, Life
 
-_INSTANCE = """
+SHARED = Path(f"/dev/shm/cohort-census-test-{os.getpid()}")
+_INSTANCE = f"""
 import mmap, subprocess, sys, time
 helper = subprocess.Popen([sys.executable, "-m", "timeit", "-s", "import time", "-n", "1", "-r", "1", "time.sleep(60)"])
-shared = open("/dev/shm/cohort-census-test", "w+b")
+shared = open("{SHARED}", "w+b")
 shared.truncate(4096)
 mapped = mmap.mmap(shared.fileno(), 4096)
 print(helper.pid, flush=True)
@@ -30,7 +31,6 @@ child = subprocess.Popen([sys.executable, "-c", {_INSTANCE!r}], stdout=subproces
 print(child.pid, child.stdout.readline(), flush=True)
 time.sleep(60)
 """
-SHARED = Path("/dev/shm/cohort-census-test")
 
 
 @pytest.fixture

@@ -210,7 +210,7 @@ async def test_a_body_is_invited_once_its_headers_are_good(open_site: OpenSite, 
 async def test_slos_are_counted_by_key_and_class(open_site: OpenSite, key_file: Path) -> None:
     alice, bob = add(key_file, "alice"), add(key_file, "bob")
     late = {"x-cohort-ttft-slo-ms": "0.001"}
-    async with open_site(keys=of(key_file)) as site:
+    async with open_site(keys=of(key_file), rt_ttft_slo_s=60.0, rt_tpot_slo_s=60.0) as site:
         await post(site, alice)
         await post(site, {**alice, **late}, {**ASK, "n": 2})
         await post(site, {**alice, **late, "x-cohort-class": "be"})

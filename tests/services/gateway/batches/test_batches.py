@@ -116,7 +116,7 @@ async def test_cancelling_keeps_finished_lines(open_site: OpenSite) -> None:
 async def test_expiry_writes_finished_lines(open_site: OpenSite) -> None:
     async with open_site(lambda request: [9] * 4000, step_s=0.02) as site, client_of(site) as client:
         bodies = [ask(max_tokens=1), ask(max_tokens=400, ignore_eos=True)]
-        batch = await ended(client, await begin(client, job(*bodies), window="2s"))
+        batch = await ended(client, await begin(client, job(*bodies), window="3s"))  # from a whole second on
         assert (batch.status, bool(batch.expired_at), bool(batch.completed_at)) == ("expired", True, False)
         assert list(await lines(client, batch.output_file_id)) == ["0"]
         errors = await lines(client, batch.error_file_id)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from cohort.services.gateway.apis import openai_api
-from cohort.services.gateway.generation.mailbox import Mailbox
 from cohort.services.gateway.http.sse import EventStream
+from tests.services.gateway.cluster import Gate
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 100}
@@ -44,28 +43,6 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return sent
 
 
-@pytest.fixture
-def handler_waits(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Awaitable[None]]:
-    """Returns once a handler waits for tokens and none is still to be written, however busy the machine is."""
-    mailboxes: list[Mailbox] = []
-    made = Mailbox.__init__
-
-    def noted(self: Mailbox) -> None:
-        made(self)
-        mailboxes.append(self)
-
-    def writes() -> bool:
-        return any(task.get_name() == "write streams" for task in asyncio.all_tasks())
-
-    async def waits() -> None:
-        async with asyncio.timeout(30):
-            while not any(each._waiting for each in mailboxes) or writes():  # noqa: ASYNC110 -- states of the product
-                await asyncio.sleep(0.001)
-
-    monkeypatch.setattr(Mailbox, "__init__", noted)
-    return waits
-
-
 async def events_of(site: Site, path: str, body: dict[str, Any]) -> dict[int | None, list[Any]]:
     """By choice, without what differs from request to request; in order."""
     found: dict[int | None, list[Any]] = {}
@@ -82,7 +59,7 @@ async def events_of(site: Site, path: str, body: dict[str, Any]) -> dict[int | N
 async def test_events_are_the_same_as_by_the_handlers_task(
     open_site: OpenSite,
     direct: list[bytes],
-    handler_waits: Callable[[], Awaitable[None]],
+    handler_waits: Gate,
     monkeypatch: pytest.MonkeyPatch,
     path: str,
     body: dict[str, Any],
@@ -104,7 +81,7 @@ async def test_events_are_the_same_as_by_the_handlers_task(
 
 @pytest.mark.parametrize("choices", [1, 3])
 async def test_tokens_of_a_resumable_stream_go_directly_with_their_places(
-    open_site: OpenSite, direct: list[bytes], handler_waits: Callable[[], Awaitable[None]], choices: int
+    open_site: OpenSite, direct: list[bytes], handler_waits: Gate, choices: int
 ) -> None:
     """Each event that leaves names the tokens so far, and a client goes on behind any of them, directly too."""
     body = {**TEXT, "n": choices, "stream": True}

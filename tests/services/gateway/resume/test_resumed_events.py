@@ -327,6 +327,7 @@ async def test_a_gateway_that_shuts_down_leaves_its_streams_to_the_next(
 async def test_a_later_connection_takes_over(open_site: OpenSite, roomy: Path, name: str) -> None:  # noqa: F811
     case = CASES[name]
     async with case.site(open_site, roomy, step_s=STEP_S) as site:
+        await whole(site, case)  # the first stream waits for its database while tokens come
         early = Got()
         async with reading(site, early, case) as events:
             for _ in range(5):
@@ -385,6 +386,7 @@ async def test_a_resumed_response_is_kept_whole_and_gone_on_with(
     case = CASES["calls"]
     async with case.site(open_site, roomy) as first, case.site(open_site, roomy, batch=other(tmp_path)) as second:
         before = (await whole(first, case)).response()
+        first.manager.step_s = 10 * STEP_S  # it is not over before the second one asks
         call, got = before["output"][-1], Got()
         output = {"type": "function_call_output", "call_id": call["call_id"], "output": "12:00"}
         body = {**case.body, "previous_response_id": before["id"], "input": [output]}

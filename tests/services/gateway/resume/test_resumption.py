@@ -18,8 +18,8 @@ from cohort.common.keys.key_file import OwnLimits
 from cohort.services.gateway.resume.resume_marks import Place
 from cohort.services.gateway.resume.resume_store import ResumeStore
 from tests.examples import another_of_its_kind
-from tests.services.gateway.apis.test_tenants import add, usage
-from tests.services.gateway.cluster import Manager
+from tests.services.gateway.apis.test_tenants import add, budget_of, usage
+from tests.services.gateway.cluster import Gate, Manager
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site, eventually
 
 KEEP = {"x-cohort-resume": "keep"}
@@ -222,10 +222,11 @@ async def test_another_gateway_goes_on_behind_what_was_written(
         await eventually(second.nothing_left)
 
 
-async def test_a_killed_gateway_costs_nothing(open_site: OpenSite, tmp_path: Path) -> None:
+async def test_a_killed_gateway_costs_nothing(open_site: OpenSite, tmp_path: Path, handler_waits: Gate) -> None:
     """As kill -9 leaves it: a copy of the database while the gateway generates."""
     async with open_site(step_s=STEP_S) as first:
         undisturbed = await whole(first, "/v1/completions", PROMPT)
+        first.manager.gate = handler_waits  # an event for each token
         read = Read()
         async with reading(first, read, "/v1/completions", PROMPT) as events:
             for _ in range(5):
@@ -233,6 +234,7 @@ async def test_a_killed_gateway_costs_nothing(open_site: OpenSite, tmp_path: Pat
             copy = tmp_path / "copy.sqlite3"
             with sqlite3.connect(tmp_path / "streams.sqlite3") as source, sqlite3.connect(copy) as target:
                 source.backup(target)
+        first.manager.gate = None
         async with open_site(resume_file=str(copy), batch=other(tmp_path)) as second:
             await rest(second, read)
         same(read, undisturbed)
@@ -260,6 +262,7 @@ async def test_a_gateway_that_shuts_down_leaves_its_streams_to_the_next(open_sit
 async def test_a_later_connection_takes_over(open_site: OpenSite) -> None:
     async with open_site(step_s=STEP_S) as site:
         undisturbed = await whole(site, "/v1/completions", PROMPT)
+        site.manager.step_s = 10 * STEP_S  # it is not over before the later one asks
         early = Read()
         async with reading(site, early, "/v1/completions", PROMPT) as events:
             for _ in range(3):
@@ -394,7 +397,14 @@ async def test_what_the_disk_refused_before_a_kill_comes_again_unseen(
     copy = tmp_path / "copy.sqlite3"
     async with open_site(step_s=STEP_S) as first:
         undisturbed = await whole(first, "/v1/completions", body)
-        read = Read()
+        read, begun = Read(), 0
+
+        async def in_step() -> None:
+            nonlocal begun
+            begun += 1
+            await eventually(lambda begun=begun: full or len(read.ids) >= begun - 1)
+
+        first.manager.gate = in_step
         async with reading(first, read, "/v1/completions", body) as events:
             for _ in range(3):
                 await anext(events)
@@ -428,9 +438,11 @@ async def test_off_or_full_it_is_a_plain_stream(open_site: OpenSite) -> None:
 
 
 async def test_an_error_is_the_end_of_a_stream_too(open_site: OpenSite) -> None:
-    async with open_site(lambda request: [9] * 4000, step_s=STEP_S, request_timeout_s=0.3) as site:
+    async with open_site(lambda request: [9] * 4000, step_s=STEP_S) as site:
         read = Read()
         await some(site, read, 3, "/v1/completions", {**PROMPT, "max_tokens": 200})
+        for entry in site.gateway.streams.ledger.entries():
+            entry.expires_s = 0.0
         await eventually(site.nothing_left)
         seen = read.texts[0]
         await rest(site, read)
@@ -479,14 +491,16 @@ async def test_a_stream_without_a_reader_counts_as_open(open_site: OpenSite, tmp
     alice = add(file, "alice", rt=OwnLimits(concurrent_requests=1))
     keys = {"file": str(file), "reload_s": 1e-6}
     async with open_site(step_s=STEP_S, keys=keys) as site:
-        read = Read()
-        await some(site, read, 3, "/v1/completions", PROMPT, **alice)
+        read, was_refused = Read(), asyncio.Event()
+        site.manager.gate = lambda: was_refused.wait() if read.ids else asyncio.sleep(0)
+        await some(site, read, 1, "/v1/completions", PROMPT, **alice)
         refused = Read()
         await some(site, refused, 1, "/v1/completions", PROMPT, **alice)
         assert refused.status == 429
+        was_refused.set()
         await rest(site, read, **alice)
         assert read.done
         again = Read()
-        await asyncio.sleep(0.05)
+        await eventually(lambda: not budget_of(site, "alice").open)
         await some(site, again, 1, "/v1/completions", PROMPT, **alice)
         assert again.status == 200

@@ -213,10 +213,10 @@ class WireListener:
         if peer.lost:
             return
         peer.lost = reason
+        self.lost(rank, reason)  # before its streams end, as at the other end
         for stream in peer.inner:
             with contextlib.suppress(OSError):
                 stream.shutdown(socket.SHUT_RDWR)
-        self.lost(rank, reason)
 
 
 class WireDialer:
@@ -295,10 +295,10 @@ class WireDialer:
                 name, message = self._dealer.recv_multipart(copy=False)
                 if name.bytes in _STREAM_NAMES:
                     _deliver(self._inner[_STREAM_NAMES.index(name.bytes)], message.buffer)
+        self._lost("the connection to rank 0 has ended")  # first: who reads a stream's end does not know why
         for stream in self._inner:
             with contextlib.suppress(OSError):
                 stream.shutdown(socket.SHUT_RDWR)
-        self._lost("the connection to rank 0 has ended")
 
 
 def _prepare(each: zmq.Socket[Any]) -> None:

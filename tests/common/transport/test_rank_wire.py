@@ -125,11 +125,21 @@ def test_a_rank_that_finds_nobody_says_so_in_time(keys: CurveKeys):
 
 
 def test_rank_0s_end_is_every_ranks_end(keys: CurveKeys):
+    """It is told with its reason before any stream ends: a process ends by the first that it learns."""
+    ended: queue.Queue[tuple[str, bytes]] = queue.Queue()
+    streams: list[socket.socket] = []
+
+    def lost(reason: str) -> None:
+        with pytest.raises(BlockingIOError):
+            streams[1].recv(1, socket.MSG_DONTWAIT)
+        ended.put((reason, streams[0].recv(9, socket.MSG_PEEK | socket.MSG_DONTWAIT)))
+
     with listening(keys, 1) as listener:
-        dialer, ended = dial(listener, keys)
+        dialer = WireDialer(listener.endpoint, keys, b"1", join_s=5.0, lost=lost)
+        streams += dialer.streams
         listener.streams[1][0].sendall(b"last")
         listener.close()
-        assert ended.get(timeout=ENDED_S) == "the connection to rank 0 has ended"
+        assert ended.get(timeout=ENDED_S) == ("the connection to rank 0 has ended", b"last")
         assert exactly(dialer.streams[0], 4) == b"last"
         assert dialer.streams[0].recv(1) == b""
 

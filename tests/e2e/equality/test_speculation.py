@@ -214,9 +214,11 @@ def test_whatever_drafts_answers_are_those_without(tmp_path: Path, kind: str) ->
         preempted = [pipeline.heard(name)["preemptions_total"] for name in pipeline.config.instance_roles]
         assert sum(preempted) > 0, "the cache is too large"
         for broken in ("killed", "drained"):
+            pipeline.wait_told("manager", "unified-0")
+            pipeline.wait_ready()
             before = _drafted_by(pipeline, KINDS[kind])
             with pipeline.hold("unified-0") as go_on:
-                answers = client.submit(pipeline.complete_all, asked * 8, concurrency=3)
+                answers = client.submit(pipeline.complete_all, asked * 8, concurrency=8)
                 go_on(100)
                 until_s = time.monotonic() + 1.5
                 while _drafted_by(pipeline, KINDS[kind]) < before + 4 and time.monotonic() < until_s:
@@ -227,7 +229,6 @@ def test_whatever_drafts_answers_are_those_without(tmp_path: Path, kind: str) ->
             if broken == "killed":
                 pipeline.start("unified-0")
             else:
-                pipeline.wait_ready()
                 assert pipeline.terminate("unified-1") == 0
             _same(answers.result(timeout=200), plain * 8)
         assert _drafted_by(pipeline, KINDS[kind]) > 0

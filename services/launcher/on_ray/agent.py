@@ -116,7 +116,7 @@ class Agent:
         with self._lock:
             self._stops += 1
             if self._thread is None:
-                self._free_ports()
+                self._release_ports()
                 self._view.end("")
             elif self._loop is not None and self._supervisor is not None:
                 self._loop.call_soon_threadsafe(self._supervisor.request_stop)
@@ -137,7 +137,7 @@ class Agent:
             raise
         finally:
             self._key_file.unlink(missing_ok=True)
-            self._free_ports()
+            self._release_ports()
             self._view.end(broken)
 
     async def _supervise(self) -> None:
@@ -148,7 +148,7 @@ class Agent:
                 supervisor.request_stop()
         await supervisor.run(lambda: None)
 
-    def _free_ports(self) -> None:
+    def _release_ports(self) -> None:
         for held in self._held:
             held.close()
 

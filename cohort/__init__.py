@@ -5,11 +5,4 @@ below it, because their bare names collide with other people's packages: always 
 `cohort.services`, `cohort.kernels`.
 """
 
-import os
-
 __version__ = "0.1.0"
-
-if os.path.isdir(os.path.join(os.path.dirname(os.path.realpath(__file__)), "..", "build", "compiled")):
-    from cohort.common.process import compiled
-
-    compiled.use()

@@ -2,9 +2,8 @@
 
 Layers, later over earlier: built-in defaults (`serving.py`, `policies.py`; `configs/default.yaml` shows all of them), a
 preset from `configs/presets/`, the user's `--config` files, command-line options. Unknown or wrong keys are a
-`ConfigError` that names file, key and what would be right; an option that was moved is named with its new place
-(`moved.py`). The process that starts a pipeline writes the merged result to one file that all its processes read, so
-that they cannot disagree.
+`ConfigError` that names file, key and what would be right. The process that starts a pipeline writes the merged result
+to one file that all its processes read, so that they cannot disagree.
 """
 
 from cohort.common.config.policies import (

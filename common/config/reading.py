@@ -13,7 +13,6 @@ import msgspec
 import yaml
 
 from cohort.common.config.device_defaults import Machine, device_layer, on_gpu, settled
-from cohort.common.config.moved import MOVED
 from cohort.common.config.root import Config
 from cohort.common.errors import ConfigError
 
@@ -147,8 +146,6 @@ def _check_keys(data: Any, struct: type[msgspec.Struct], origin: str, prefix: st
     hints = typing.get_type_hints(struct)
     for key, value in data.items():
         name = f"{prefix}.{key}" if prefix else str(key)
-        if name in MOVED:
-            raise ConfigError(f"{origin}: unknown option {name!r}; {MOVED[name]}")
         if key not in hints:
             close = difflib.get_close_matches(str(key), hints, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(hints)}"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from functools import reduce
 from pathlib import Path
 
 import pytest
 
 from cohort.common.config import Config, dump_config, load_config, nested, parse_yaml
-from cohort.common.config.moved import MOVED
 from cohort.common.errors import ConfigError
 from cohort.common.policies import compose
 from cohort.common.types import Role
@@ -78,30 +76,6 @@ def test_threads_are_shared_but_two_where_there_are_two() -> None:
     assert [gathered.worker_threads("decode-0", cores) for cores in (1, 2, 4, 16)] == [1, 2, 4, 16]
     asked = load_config(overrides={"engine": {"threads": 3}, "workers": [{"role": "prefill", "threads": 5}]})
     assert asked.worker_threads("prefill-0", 2) == 5
-
-
-MOVED_OPTIONS = [
-    ("ecoserve.synced", "it is 'ecoserve.ablation.synced' now"),
-    ("transfer.chunked", "it is 'transfer.ablation.chunked' now"),
-    ("bros.profile", "it is 'engine.profile' now"),
-    ("dynaserve.search_probes", "it is no option any more, but fixed: 6"),
-    ("bucketserve.padding", "'policies.iteration' padded_prefill alone"),
-]
-
-
-@pytest.mark.parametrize(("old", "says"), MOVED_OPTIONS)
-def test_an_option_that_was_moved_is_named_with_its_new_place(old: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=f"command line: unknown option '{old}'; {says}"):
-        load_config(overrides=nested({old: 1}, "--set"))
-
-
-def test_the_table_of_moved_options_is_true() -> None:
-    """What is moved is no option, and where it is said to be there is one."""
-    for old, says in MOVED.items():
-        with pytest.raises(AttributeError):
-            reduce(getattr, old.split("."), Config())
-        if says.startswith("it is '"):
-            reduce(getattr, says.split("'")[1].split("."), Config())
 
 
 def test_dotted_names_reach_options_inside_sections_of_sections() -> None:

@@ -21,8 +21,7 @@ from cohort.common.errors import CohortError
 
 COMMANDS = {
     "serve": "start a whole pipeline on this machine and watch over it",
-    "status": "what is running: processes, queues, KV use",
-    "top": "live: tokens a second, latencies, SLOs, queues and KV of a running pipeline",
+    "status": "what is running: throughput, latencies, SLOs, processes, queues, KV use",
     "doctor": "what is wrong with this machine or a running pipeline, and the cure",
     "log-level": "change what running processes write into their logs",
     "keys": "API keys of clients; and the key that a pipeline over TCP encrypts with",

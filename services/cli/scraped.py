@@ -1,7 +1,7 @@
 """The monitor's joint metrics, read over HTTP: sums, and quantiles of histograms, also of what came between readings.
 
-Used by `cohort top` and `cohort doctor`. Prometheus does the same with rate() and histogram_quantile(); this is for a
-terminal, without one.
+Used by `cohort status` and `cohort doctor`. Prometheus does the same with rate() and histogram_quantile(); this is for
+a terminal, without one.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(self.server.status)
         self.end_headers()
-        self.wfile.write(self.server.body)
+        self.wfile.write(b"" if self.path == "/metrics" else self.server.body)
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -142,7 +142,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 def test_status_shows_the_processes(monitor: Monitor, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", "--url", url(monitor)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "tiny-model" in lines[0] and "42 output tokens/s" in lines[0] and "preset unified" in lines[0]
+    assert "tiny-model" in lines[0] and "42 output tokens/s" in lines[1] and "preset unified" in lines[0]
     gateway = next(line for line in lines if line.lstrip().startswith("gateway"))
     worker = next(line for line in lines if line.lstrip().startswith("unified-0"))
     assert gateway.split()[2:] == ["ready", "5", "min", "7", "2", "0"]

@@ -16,12 +16,12 @@ from tests.kustomize import documents, pod_spec
 from tests.scripts.test_kubernetes import (
     FOLDER,
     OVERLAYS,
-    RENDERED,
     WORKERS,
     configured,
     of_kind,
     passes,
     pod_labels,
+    rendered,
     selects,
     workloads,
 )
@@ -49,7 +49,7 @@ def test_one_at_most_writes_replicas(overlay: str):
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_monitor_alone_knows_the_api_server_and_only_where_it_orders_workers(overlay: str):
-    pods = {each["metadata"]["name"]: pod for each in RENDERED[overlay] if (pod := pod_spec(each))}
+    pods = {each["metadata"]["name"]: pod for each in rendered(overlay) if (pod := pod_spec(each))}
     known = {name for name, pod in pods.items() if "serviceAccountName" in pod or pod["automountServiceAccountToken"]}
     assert known == ({"global-monitor"} if overlay == PLANNED else set())
     rights = of_kind(overlay, "Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding", "ServiceAccount")
@@ -57,7 +57,7 @@ def test_the_monitor_alone_knows_the_api_server_and_only_where_it_orders_workers
 
 
 def test_the_account_may_scale_the_workers_and_no_more():
-    by_kind = {each["kind"]: each for each in RENDERED[PLANNED] if each["metadata"]["name"] == "global-monitor"}
+    by_kind = {each["kind"]: each for each in rendered(PLANNED) if each["metadata"]["name"] == "global-monitor"}
     account, binding, role = (by_kind[kind] for kind in ("ServiceAccount", "RoleBinding", "Role"))
     pod = pod_spec(workloads(PLANNED)["global_monitor"])
     assert pod is not None and pod["serviceAccountName"] == account["metadata"]["name"]

@@ -4,7 +4,7 @@ Subcommands are listed here and imported when the command line names them (help 
 `cohort --help` answers at once and a part that is not installed breaks only itself.
 
 To add one: a module beside this one with `add_parser(subparsers)` and `run(options) -> int`, and a line in `COMMANDS`.
-A module with `main(words) -> int` instead has commands of its own and parses the words after its name itself (`bench`).
+What has `main(words) -> int` instead has commands of its own and parses the words after its name itself (`bench`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMMANDS = {
 }
 
 OFFLINE = ("advise", "bench", "chaos", "compare", "replay", "reproduce", "simulate")
-"""Commands whose module is in `offline/`."""
+"""Commands of `offline.py`."""
 
 DESCRIPTION = """\
 Cohort serves large language models as a pipeline of small processes: a gateway with the OpenAI API, workers that run
@@ -100,10 +100,13 @@ def _parser(named: str | None) -> argparse.ArgumentParser:
 
 
 def _module(name: str) -> Any:
-    """The subcommand's module. Raises `CohortError` where this installation lacks a part of it."""
+    """The subcommand's module, or what stands for one. Raises `CohortError` where this installation lacks a part."""
     try:
-        room = "cohort.services.cli.offline" if name in OFFLINE else "cohort.services.cli"
-        return importlib.import_module(f"{room}.{name.replace('-', '_')}")
+        if name in OFFLINE:
+            from cohort.services.cli.offline import front
+
+            return front(name, COMMANDS[name])
+        return importlib.import_module(f"cohort.services.cli.{name.replace('-', '_')}")
     except ImportError as error:
         raise CohortError(
             f"`cohort {name}` is not usable in this installation: {error} "

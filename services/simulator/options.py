@@ -200,6 +200,16 @@ def add_reproduce_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--docs", metavar="FILE", help="write docs/reproduction.md there")
 
 
+REPLAY_EPILOG = """\
+Every file is fed to a fresh machine with the same policies, which must answer as the live process did: prints what was
+compared and the first difference with its line. Exit status 1 if anything differs.
+
+examples:
+  cohort serve --set recording.folder=/tmp/run
+  cohort replay /tmp/run/*.jsonl
+  cohort replay /tmp/run/manager-*.jsonl --show 120"""
+
+
 def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recordings", nargs="+", metavar="FILE", help="what live processes wrote to recording.folder")
     parser.add_argument("--show", type=int, metavar="LINE", help="print the calls around this line instead")

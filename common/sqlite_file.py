@@ -1,8 +1,8 @@
 """A SQLite database for this process's user alone, and a thread that owns what is kept in one.
 
-Used by the stores of batches, kept responses, resumable streams and usage. Decides the modes of the files (0600), the
-journal, what a transaction is, how tables get from one version to the next and how work gets to the thread; knows no
-table but `meta`, where a store has one.
+Used by the stores of batches, kept responses, resumable streams and usage; no other module opens one. Decides the
+modes of the files (0600), the journal, what a transaction is, how tables get from one version to the next, which errors
+are the disk's and how work gets to the thread; knows no table but `meta`, where a store has one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,21 +24,57 @@ BUSY_S = 10.0
 LOG_BYTES = 1 << 26  # what the write-ahead log may keep on disk after it was written back
 
 
-def connect(path: Path) -> sqlite3.Connection:
-    """Opens or creates it, without tables. Raises `sqlite3.Error` for one that cannot be used."""
-    make_private(path)
+def opened(
+    path: Path,
+    name: str,
+    version: int,
+    schema: str,
+    upgrades: Mapping[int, str] | None = None,
+    *,
+    gives_back: bool = False,
+    overwrites: bool = False,
+    check: Callable[[sqlite3.Connection], None] | None = None,
+) -> sqlite3.Connection:
+    """The database with the tables of this version: opened, made or brought there. `gives_back`: its free pages can
+    leave the file. `overwrites`: what is deleted is overwritten. `check` comes before tables are made or changed.
+    Raises `ConfigError`, which begins with `name`, for another version; `sqlite3.Error` or `OSError` for one that
+    cannot be used."""
+    _make_private(path)
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
     try:
         db.row_factory = sqlite3.Row
-        db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new database; an old one needs VACUUM too
+        if gives_back:
+            db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # of a new database; an old one needs VACUUM too
         use_log(db)
         db.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
         db.execute("PRAGMA synchronous = NORMAL")
         db.execute("PRAGMA foreign_keys = ON")
+        if overwrites:
+            db.execute("PRAGMA secure_delete = ON")
+        if check is not None:
+            check(db)
+        _prepare(db, name, version, schema, upgrades or {})
+        if gives_back and db.execute("PRAGMA auto_vacuum").fetchone()[0] == 0:
+            with suppress(sqlite3.OperationalError):  # a full disk: the database stays as large as it was
+                db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+                db.execute("VACUUM")
     except BaseException:
         db.close()
         raise
     return db
+
+
+def opened_to_read(path: Path, name: str, versions: Collection[int]) -> tuple[sqlite3.Connection, int]:
+    """It and its version, which is one of these; nothing is changed. Raises as `opened`, and for a missing one."""
+    db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=BUSY_S)
+    try:
+        found = version_of(db)
+        if found is None or found not in versions:
+            raise _other_version(name, found, max(versions))
+    except BaseException:
+        db.close()
+        raise
+    return db, found
 
 
 def use_log(db: sqlite3.Connection) -> None:
@@ -55,7 +91,7 @@ def use_log(db: sqlite3.Connection) -> None:
             time.sleep(0.01)
 
 
-def make_private(path: Path) -> None:
+def _make_private(path: Path) -> None:
     """Mode 0600, before there is anything in it. SQLite gives its log the database's mode."""
     try:
         # Never opened and closed when it exists: closing a file drops all locks that this process has on it.
@@ -87,19 +123,17 @@ def version_of(db: sqlite3.Connection) -> int | None:
     return None if row is None else int(row[0])
 
 
-def prepare(
-    db: sqlite3.Connection, name: str, version: int, schema: str, upgrades: Mapping[int, str] | None = None
-) -> None:
+def _prepare(db: sqlite3.Connection, name: str, version: int, schema: str, upgrades: Mapping[int, str]) -> None:
     """Makes the tables of a new database, and those of an older one step by step: `upgrades` lead from a version to the
     next. All or nothing of it, and only once where several processes open it. Statements end with a semicolon, and have
-    none inside. Raises `ConfigError`, which begins with `name`, for any other version."""
+    none inside."""
     with transaction(db):
         found = was = version_of(db)
         if found == 0:
             _run(db, schema)
             found = version
-        while found is not None and found < version and found in (upgrades or {}):
-            _run(db, (upgrades or {})[found])
+        while found is not None and found < version and found in upgrades:
+            _run(db, upgrades[found])
             found += 1
         if found == version != was:
             if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone() is None:
@@ -107,13 +141,27 @@ def prepare(
             else:
                 db.execute("INSERT OR REPLACE INTO meta VALUES ('schema_version', ?)", (version,))
     if found != version:
-        raise ConfigError(f"{name} has schema version {found}, this version of Cohort reads {version}")
+        raise _other_version(name, found, version)
+
+
+def _other_version(name: str, found: int | None, reads: int) -> ConfigError:
+    return ConfigError(f"{name} has schema version {found}, this version of Cohort reads {reads}")
 
 
 def _run(db: sqlite3.Connection, statements: str) -> None:
     """Within the transaction that is open: `executescript` would end it."""
     for statement in statements.split(";"):
         db.execute(statement)
+
+
+def disk_refuses(error: BaseException) -> bool:
+    """Whether it comes from the disk or the database's file (full, gone, damaged), not from a defect of this program:
+    it may work later, and trying again is right."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(disk_refuses(inner) for inner in error.exceptions)
+    if isinstance(error, sqlite3.OperationalError):
+        return getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_ERROR  # that one is a wrong statement of ours
+    return isinstance(error, OSError) or type(error) is sqlite3.DatabaseError
 
 
 class Closing(Protocol):

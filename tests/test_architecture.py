@@ -40,7 +40,7 @@ class Called(NamedTuple):
     keywords: dict[str | None, object]
 
 
-@functools.cache  # seven tests look into every file, and syntax trees that stay slow every garbage collection down
+@functools.cache  # eight tests look into every file, and syntax trees that stay slow every garbage collection down
 def parts_of(path: Path) -> tuple[str | None, list[Import], list[Called]]:
     """Its docstring; every imported module by its dotted name, `from` imports with what they take; its calls."""
     tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
@@ -126,6 +126,17 @@ def test_no_pickle():
             if call.name in ("np.load", "numpy.load") and call.keywords.get("allow_pickle", False):
                 found.append(shown(file, call.line, "np.load with allow_pickle"))
     assert found == []
+
+
+def test_databases_are_opened_in_one_place():
+    """Where all get the same journal, modes and deadline."""
+    callers = {
+        str(file.relative_to(ROOT))
+        for file in sources(*CODE)
+        for call in calls_of(file)
+        if call.name == "sqlite3.connect"
+    }
+    assert callers == {"common/sqlite_file.py"}
 
 
 PRINTERS = {

@@ -8,7 +8,6 @@ A killed gateway loses what it had not written yet, a second's worth. Written an
 from __future__ import annotations
 
 import datetime
-import sqlite3
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import msgspec
 
 from cohort.common import paths
 from cohort.common.errors import ConfigError
-from cohort.common.sqlite_file import BUSY_S, make_private, prepare, transaction, use_log, version_of
+from cohort.common.sqlite_file import opened, opened_to_read, transaction
 
 VERSION = 2
 """1 had nothing of SLOs."""
@@ -121,33 +120,16 @@ class UsageStore:
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         """Opens or creates it, mode 0600. Raises `ConfigError` for one that is missing (`read_only`) or of another
         version, `sqlite3.Error` or `OSError` for one that cannot be used."""
+        name, version = f"keys.usage_file: {path}", VERSION
         if read_only:
             if not path.is_file():
-                raise ConfigError(f"keys.usage_file: {path}: there is none yet; a gateway with keys writes it")
-            self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None, timeout=BUSY_S)
+                raise ConfigError(f"{name}: there is none yet; a gateway with keys writes it")
+            self._db, version = opened_to_read(path, name, (1, VERSION))
         else:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            make_private(path)
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
-        self._counts_slo = True
+            self._db = opened(path, name, VERSION, _SCHEMA, {1: _TO_VERSION_2})
+        self._counts_slo = version == VERSION
         """False: a gateway of before writes it."""
-        try:
-            self._prepare(path, read_only=read_only)
-        except BaseException:
-            self._db.close()
-            raise
-
-    def _prepare(self, path: Path, *, read_only: bool) -> None:
-        name = f"keys.usage_file: {path}"
-        if not read_only:
-            use_log(self._db)
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            prepare(self._db, name, VERSION, _SCHEMA, {1: _TO_VERSION_2})
-            return
-        found = version_of(self._db)
-        if found not in (1, VERSION):
-            raise ConfigError(f"{name} has schema version {found}, this version of Cohort reads {VERSION}")
-        self._counts_slo = found == VERSION
 
     def close(self) -> None:
         self._db.close()

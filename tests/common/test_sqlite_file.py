@@ -10,7 +10,7 @@ import pytest
 
 from cohort.common import sqlite_file
 from cohort.common.errors import ConfigError
-from cohort.common.sqlite_file import OnThread, connect, prepare, use_log, version_of
+from cohort.common.sqlite_file import OnThread, opened, use_log, version_of
 
 META = "CREATE TABLE meta (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT; CREATE TABLE things (a INTEGER)"
 HEADER = "CREATE TABLE things (a INTEGER);"
@@ -64,27 +64,31 @@ def test_a_store_that_was_never_opened_is_closed_without_a_word() -> None:
 
 @pytest.mark.parametrize("schema", [META, HEADER])
 def test_tables_go_from_version_to_version_once(tmp_path: Path, schema: str) -> None:
-    db = connect(tmp_path / "d.sqlite")
-    assert version_of(db) == 0
-    prepare(db, "it", 1, schema)
-    assert version_of(db) == 1
+    path = tmp_path / "d.sqlite"
+    empty = sqlite3.connect(path, isolation_level=None)
+    assert version_of(empty) == 0
+    empty.close()
+    first = opened(path, "it", 1, schema)
+    assert version_of(first) == 1
+    first.close()
     for _ in range(2):
-        prepare(db, "it", 3, schema, UPGRADES)
+        db = opened(path, "it", 3, schema, UPGRADES)
         assert version_of(db) == 3
-    assert [tuple(row) for row in db.execute("SELECT a, b FROM things")] == [(1, 3)]
+        assert [tuple(row) for row in db.execute("SELECT a, b FROM things")] == [(1, 3)]
+        db.close()
     for version in (2, 4):
         with pytest.raises(ConfigError, match=f"it has schema version 3, this version of Cohort reads {version}"):
-            prepare(db, "it", version, schema, UPGRADES)
+            opened(path, "it", version, schema, UPGRADES)
 
 
 @pytest.mark.parametrize("schema", [META, HEADER])
 def test_an_upgrade_that_fails_changes_nothing(tmp_path: Path, schema: str) -> None:
-    db = connect(tmp_path / "d.sqlite")
-    prepare(db, "it", 1, schema)
+    db = opened(tmp_path / "d.sqlite", "it", 1, schema)
     with pytest.raises(sqlite3.OperationalError):
-        prepare(db, "it", 3, schema, {1: UPGRADES[1], 2: "UPDATE nothing SET b = 3"})
+        opened(tmp_path / "d.sqlite", "it", 3, schema, {1: UPGRADES[1], 2: "UPDATE nothing SET b = 3"})
     assert version_of(db) == 1
     assert [row["name"] for row in db.execute("PRAGMA table_info(things)")] == ["a"]
+    db.close()
 
 
 def test_a_database_that_another_process_makes_just_now_is_waited_for(
@@ -93,15 +97,15 @@ def test_a_database_that_another_process_makes_just_now_is_waited_for(
     maker = sqlite3.connect(tmp_path / "new", isolation_level=None, check_same_thread=False)
     maker.execute("BEGIN IMMEDIATE")
     maker.execute("CREATE TABLE things (a INTEGER)")
-    opened = sqlite3.connect(tmp_path / "new", isolation_level=None)
+    late = sqlite3.connect(tmp_path / "new", isolation_level=None)
     with monkeypatch.context() as patch:
         patch.setattr(sqlite_file, "BUSY_S", 0.05)
         with pytest.raises(sqlite3.OperationalError, match="locked"):
-            use_log(opened)
+            use_log(late)
     ending = threading.Timer(0.2, maker.execute, ("COMMIT",))
     ending.start()
-    use_log(opened)
+    use_log(late)
     ending.join()
-    assert opened.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert late.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     maker.close()
-    opened.close()
+    late.close()

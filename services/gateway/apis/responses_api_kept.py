@@ -24,10 +24,9 @@ import structlog
 from cohort.common.clock import Clock
 from cohort.common.config import ResponsesConfig
 from cohort.common.errors import RequestError
-from cohort.common.sqlite_file import OnThread
+from cohort.common.sqlite_file import OnThread, disk_refuses
 from cohort.services.gateway.apis.responses_api_bodies import InputItem
 from cohort.services.gateway.apis.responses_api_store import ResponseStore, StoredResponse
-from cohort.services.gateway.batches.batch_store import disk_refuses
 from cohort.services.gateway.batches.batch_sweeps import SweepGuard, since_boot_s
 from cohort.services.gateway.http.service_headers import printable
 

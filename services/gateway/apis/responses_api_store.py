@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from cohort.common.config import ResponsesConfig
-from cohort.common.sqlite_file import connect, prepare, transaction
+from cohort.common.sqlite_file import opened, transaction
 
 SCHEMA_VERSION = 1
 ROW_BYTES = 256
@@ -61,12 +61,7 @@ class ResponseStore:
         self._most_bytes = config.storage_bytes
         self._own_most = max(1, int(self._most * share)) if self._most else 0
         self._own_most_bytes = int(self._most_bytes * share)
-        self._db = connect(path)
-        try:
-            prepare(self._db, f"batch.folder: {path}", SCHEMA_VERSION, _SCHEMA)
-        except BaseException:
-            self._db.close()
-            raise
+        self._db = opened(path, f"batch.folder: {path}", SCHEMA_VERSION, _SCHEMA, gives_back=True)
 
     def close(self) -> None:
         self._db.close()

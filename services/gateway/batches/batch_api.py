@@ -25,6 +25,7 @@ from aiohttp import web
 from cohort.common.clock import Clock
 from cohort.common.config import BatchConfig
 from cohort.common.errors import RequestError
+from cohort.common.sqlite_file import disk_refuses
 from cohort.services.gateway.batches.batch_downloads import send_content
 from cohort.services.gateway.batches.batch_files import BatchFolder, ContentWriter
 from cohort.services.gateway.batches.batch_lines import ENDPOINTS
@@ -39,7 +40,7 @@ from cohort.services.gateway.batches.batch_objects import (
 from cohort.services.gateway.batches.batch_quota import Quota
 from cohort.services.gateway.batches.batch_records import StoredBatch, StoredFile
 from cohort.services.gateway.batches.batch_runner import BatchRunner
-from cohort.services.gateway.batches.batch_store import BatchStore, StoreThread, disk_refuses
+from cohort.services.gateway.batches.batch_store import BatchStore, StoreThread
 from cohort.services.gateway.batches.batch_uploads import FORM_BYTES, UploadForm, too_large
 from cohort.services.gateway.http.listing import known_id, limit_of, query_of
 from cohort.services.gateway.http.service_headers import printable

@@ -30,6 +30,7 @@ from cohort.common.clock import Clock
 from cohort.common.config import BatchConfig
 from cohort.common.errors import RequestError
 from cohort.common.process.metrics import MetricFactory
+from cohort.common.sqlite_file import disk_refuses
 from cohort.services.gateway.batches.batch_files import BatchFolder
 from cohort.services.gateway.batches.batch_lines import (
     MAX_RESULT_BYTES,
@@ -44,7 +45,7 @@ from cohort.services.gateway.batches.batch_lines import (
 from cohort.services.gateway.batches.batch_outputs import Outcome, OutputFiles
 from cohort.services.gateway.batches.batch_quota import Quota
 from cohort.services.gateway.batches.batch_records import FinishedLine, LineError, PendingLine, StoredBatch
-from cohort.services.gateway.batches.batch_store import BatchStore, StoreThread, disk_refuses
+from cohort.services.gateway.batches.batch_store import BatchStore, StoreThread
 from cohort.services.gateway.batches.batch_sweeps import SweepGuard
 from cohort.services.gateway.batches.batch_turns import Turns
 from cohort.services.gateway.keys.key_budget import KeyLimited

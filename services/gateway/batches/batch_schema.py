@@ -7,10 +7,9 @@ writes a file's or a batch's row.
 from __future__ import annotations
 
 import sqlite3
-from contextlib import suppress
 from pathlib import Path
 
-from cohort.common.sqlite_file import connect, prepare
+from cohort.common.sqlite_file import opened
 
 SCHEMA_VERSION = 2
 LINE_BYTES = 256
@@ -93,18 +92,8 @@ UPDATE batches SET line_bytes = coalesce((
 def open_database(path: Path) -> sqlite3.Connection:
     """Opens, creates or converts it. Raises `ConfigError` for one of a version that is unknown here, `sqlite3.Error`
     for one that is damaged or cannot be used."""
-    db = connect(path)
-    try:
-        _check(db, path)
-        prepare(db, f"batch.folder: {path}", SCHEMA_VERSION, _SCHEMA, {1: _TO_VERSION_2})
-        if db.execute("PRAGMA auto_vacuum").fetchone()[0] == 0:
-            with suppress(sqlite3.OperationalError):  # a full disk: the database stays as large as it was
-                db.execute("PRAGMA auto_vacuum = INCREMENTAL")
-                db.execute("VACUUM")
-    except BaseException:
-        db.close()
-        raise
-    return db
+    name, upgrades = f"batch.folder: {path}", {1: _TO_VERSION_2}
+    return opened(path, name, SCHEMA_VERSION, _SCHEMA, upgrades, gives_back=True, check=lambda db: _check(db, path))
 
 
 def small_enough_to_check(path: Path) -> bool:

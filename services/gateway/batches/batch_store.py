@@ -437,16 +437,6 @@ class BatchStore:
         return int(self._db.execute("PRAGMA freelist_count").fetchone()[0])
 
 
-def disk_refuses(error: BaseException) -> bool:
-    """Whether it comes from the disk or the database's file (full, gone, damaged), not from a defect of this program:
-    it may work later, and trying again is right."""
-    if isinstance(error, BaseExceptionGroup):
-        return all(disk_refuses(inner) for inner in error.exceptions)
-    if isinstance(error, sqlite3.OperationalError):
-        return getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_ERROR  # that one is a wrong statement of ours
-    return isinstance(error, OSError) or type(error) is sqlite3.DatabaseError
-
-
 class StoreThread(OnThread[BatchStore]):
     """A `BatchStore` behind a thread of its own, so that no query or disk ever holds up the event loop."""
 

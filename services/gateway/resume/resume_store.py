@@ -13,7 +13,6 @@ wall-clock seconds.
 from __future__ import annotations
 
 import hashlib
-import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -24,7 +23,7 @@ from cohort.common import paths
 from cohort.common.errors import RequestError
 from cohort.common.keys.private_files import private_folder
 from cohort.common.messages import TokenLogprob
-from cohort.common.sqlite_file import BUSY_S, make_private, prepare, transaction, use_log
+from cohort.common.sqlite_file import opened, transaction
 from cohort.common.types import FinishReason, Request
 from cohort.services.gateway.generation.mailbox import Delta
 
@@ -128,16 +127,8 @@ class ResumeStore:
         """Opens or creates it, mode 0600. Raises `ConfigError` for one of another version, `sqlite3.Error` or `OSError`
         for one that cannot be used."""
         private_folder(path.parent)
-        make_private(path)
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
-        try:
-            use_log(self._db)
-            for pragma in ("synchronous = NORMAL", "secure_delete = ON"):
-                self._db.execute(f"PRAGMA {pragma}")
-            prepare(self._db, f"gateway.resume_file: {path}", VERSION, _SCHEMA, {1: ""})
-        except BaseException:
-            self._db.close()
-            raise
+        # No `gives_back`: its bookkeeping would cost every token's write.
+        self._db = opened(path, f"gateway.resume_file: {path}", VERSION, _SCHEMA, {1: ""}, overwrites=True)
 
     def close(self) -> None:
         self._db.close()

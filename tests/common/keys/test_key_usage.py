@@ -13,7 +13,7 @@ from cohort.common.keys.key_usage import Amounts, UsageStore, Where, day_of
 
 
 def test_rows_add_up_over_writers_and_days(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "usage.sqlite3"
+    path = tmp_path / "a new? %41" / "usage.sqlite3"
     UsageStore(path).close()
 
     def write(number: int) -> None:

@@ -14,30 +14,30 @@ best-effort blocks (R8), with another one best-effort requests are dropped for t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from itertools import chain
 
 from cohort.common.config import BrosConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.bros.batch import NO_DEADLINE_S, Batch, DecodeRows, is_decode
 from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
-from cohort.common.policies.bros.best_effort_time import BestEffortTime
 from cohort.common.policies.bros.drops import Drops
 from cohort.common.policies.bros.iteration_cost import BatchLoad, IterationCost, load_of
-from cohort.common.policies.bros.repeats import goes_on
 from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTimeQueues, UrgentFirst, slots_away
 from cohort.common.policies.bros.token_groups import TokenGroups
-from cohort.common.policies.bros.unserved import Unserved
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran
 from cohort.common.policies.kv_interface import BlockSharing, KvAllocator, goes_beside
 from cohort.common.policies.sequences import preempt, resume, start
-from cohort.common.sequence import Phase, Sequence
+from cohort.common.sequence import Phase, Row, Sequence
 from cohort.common.types import Attempt, TrafficClass
 
 _SMALLEST_CUT = 16
 """Tokens of a prompt that are worth a row of their own."""
 _CUT_WITHIN = 0.95
 """Share of the time left that a cut prompt fills: what is foreseen is off by some per cent, else half end too late."""
+_MARGIN = 0.95
+"""Between what an iteration takes and a target: the iteration in flight is still to be learned from (R3)."""
 
 
 class SlackPacking(IterationScheduler):
@@ -497,3 +497,104 @@ class SlackPacking(IterationScheduler):
             "dropped_total": float(self._dropped),
             **self._cost.metrics(),
         }
+
+
+class BestEffortTime:
+    """Whether best-effort requests have had their share of the time lately (`best_effort_share`).
+
+    A share of every iteration would be theirs in a burst of real-time requests too, right after a pause that gave them
+    all of it. So what they had beyond the share counts for a while: they keep it over as long as one of them may go
+    unserved, not at every moment. Told of every iteration while best-effort requests are here.
+    """
+
+    def __init__(self, share: float, window_s: float) -> None:
+        """`window_s`: time for which what they had beyond their share stands in for it, at most."""
+        self._share, self._most_s = share, share * window_s
+        self._ahead_s = 0.0
+
+    def ran(self, ran: Ran, cost: IterationCost) -> None:
+        """An iteration is theirs as far as it took longer for their rows. What they did not get is not owed: beside
+        lasting overload of real-time requests they have their share of each iteration, as from the start."""
+        rows, total_s = ran.plan.rows, sum(ran.times_s)
+        if not rows:
+            return
+        real_time = load_of([row for row in rows if row.sequence.request.traffic_class == "rt"])
+        whole_s = cost.exec_s(load_of(rows))
+        own = 0.0 if real_time == BatchLoad() else cost.exec_s(real_time) / whole_s if whole_s else 1.0
+        ahead_s = self._ahead_s + (1.0 - own - self._share) * total_s
+        self._ahead_s = min(max(0.0, ahead_s), self._most_s)
+
+    @property
+    def kept_back(self) -> float:
+        """Share of the next iteration that real-time prompts leave to them."""
+        return 0.0 if self._ahead_s > 0.0 else self._share
+
+
+class Unserved:
+    """Which request of a class has waited longest for a row, and whether its turn has come whatever it costs (R4)."""
+
+    def __init__(self, limits_s: Mapping[TrafficClass, float], *, every: int) -> None:
+        """`limits_s`: the longest that a request of a class waits; `every`: iterations between two turns of a class, at
+        least."""
+        self._limits_s = limits_s
+        self._every = every
+        # Insertion order = the longest unserved first, per class.
+        self._since: dict[TrafficClass, dict[Attempt, tuple[float, Sequence]]] = {each: {} for each in limits_s}
+        self._iterations: dict[TrafficClass, int] = dict.fromkeys(limits_s, 0)
+
+    def add(self, now_s: float, sequence: Sequence) -> None:
+        self._since[sequence.request.traffic_class][sequence.key] = (now_s, sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        self._since[sequence.request.traffic_class].pop(sequence.key, None)
+
+    def served(self, now_s: float, sequences: Iterable[Sequence]) -> None:
+        """These have rows in the iteration that begins now."""
+        for sequence in sequences:
+            since = self._since[sequence.request.traffic_class]
+            if since.pop(sequence.key, None) is not None:
+                since[sequence.key] = (now_s, sequence)
+
+    def repeated(self, iterations: int) -> None:
+        """So many iterations ran without a decision."""
+        for traffic_class in self._iterations:
+            self._iterations[traffic_class] += iterations
+
+    def turns(self, now_s: float) -> Iterator[Sequence]:
+        """The longest unserved of each class, if that is too long; once a decision."""
+        for traffic_class, after_s in self._limits_s.items():
+            since = self._since[traffic_class]
+            key = next(iter(since), None)
+            self._iterations[traffic_class] += 1
+            if self._iterations[traffic_class] < self._every:
+                continue
+            if key is not None and now_s - since[key][0] > after_s:
+                self._iterations[traffic_class] = 0
+                yield since[key][1]
+
+
+def goes_on(
+    rows: Seq[Row], groups: TokenGroups, cost: IterationCost, limits: IterationLimits, *, best_effort_rows: int
+) -> bool:
+    """Whether the packing could only take the same rows again (R4): asked while an iteration runs. Each row samples a
+    token when it ends, so at that moment every real-time one has its whole TPOT target left, and time itself decides
+    nothing.
+
+    `rows` are of one token each, one position on; the worker has no other request. `best_effort_rows`: with more
+    rows best-effort ones would wait (R6). True where every real-time row is on time, best-effort ones beside them; or
+    where there are only real-time rows and every one is late, as none of them can wait for another then."""
+    if not groups.single or len(rows) > min(limits.max_rows, limits.max_tokens):
+        return False
+    context = best_effort = 0
+    strictest_s, loosest_s = NO_DEADLINE_S, 0.0
+    for row in rows:
+        context += row.start + 1
+        if row.sequence.request.traffic_class == "rt":
+            tpot_s = groups.tpot_s(row.sequence)
+            strictest_s, loosest_s = min(strictest_s, tpot_s), max(loosest_s, tpot_s)
+        else:
+            best_effort += 1
+    takes_s = cost.exec_of(0, len(rows), context)
+    if best_effort and len(rows) > best_effort_rows:
+        return False
+    return takes_s <= _MARGIN * strictest_s or (not best_effort and _MARGIN * takes_s >= loosest_s)

@@ -27,7 +27,6 @@ from cohort.common.policies.baselines.batch_builder import BatchBuilder, Iterati
 from cohort.common.policies.cohort.mixing import FREE, best_chunk, spare_s, stretched_s, strictest_s
 from cohort.common.policies.cohort.promise import due_s, is_interrupted, is_promised, missed_first, tpot_s
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptPlan, PromptQueue
-from cohort.common.policies.cohort.prompt_pace import PromptPace, RowPace
 from cohort.common.policies.cohort.row_sharing import due_first, lasting_shape, longest_shared_s, newcomers
 from cohort.common.policies.dynaserve.kv_forecast import fits
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran
@@ -46,6 +45,12 @@ _LENT = 8
 """Where rows are shared, one of so many goes to a prompt in an iteration at most."""
 _FIRST_CHUNK = 128
 """Prompt tokens of the first iteration of a machine of which nothing is known: a tenth of a second on two cores."""
+_KEPT = 0.9
+"""What an iteration counts for after the next one."""
+_ROW_KEPT = 0.98
+"""The same for rows: in most iterations none comes free."""
+_KNOWN_ROWS = 5
+"""So many are seen before their pace is known."""
 
 
 def victim_rank(now_s: float, sequence: Sequence) -> RankKey:
@@ -417,3 +422,41 @@ class CohortBatching(IterationScheduler):
             self._prompts.add(now_s, sequence)
         for row in plan.rows:
             self._swapped.discard(row.sequence.key)
+
+
+class PromptPace:
+    """What a prompt token takes on a worker while prompts wait: time of iterations over prompt tokens computed in them.
+
+    Decode rows, weights and iterations that lacked blocks for the next prompt are in it, so that it says when the
+    prompts in front will be done, whatever they wait for. Told of the iterations behind which a prompt waited and of no
+    others.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = self._tokens = 0.0
+
+    def ran(self, ran: Ran) -> None:
+        self._seconds = _KEPT * self._seconds + ran.latency_s
+        self._tokens = _KEPT * self._tokens + sum(row.count for row in ran.plan.rows if row.count > 1)
+
+    @property
+    def token_s(self) -> float:
+        """0 = not known yet."""
+        return self._seconds / max(1.0, self._tokens)
+
+
+class RowPace:
+    """The time between two rows that come free, of iterations in which a prompt waited for one."""
+
+    def __init__(self) -> None:
+        self._seconds = self._rows = 0.0
+
+    def ran(self, seconds: float, ended: int) -> None:
+        """`ended`: sequences that gave their row back."""
+        self._seconds = _ROW_KEPT * self._seconds + seconds
+        self._rows = _ROW_KEPT * self._rows + ended
+
+    @property
+    def row_s(self) -> float:
+        """0 = not known yet."""
+        return self._seconds / self._rows if self._rows >= _KNOWN_ROWS else 0.0

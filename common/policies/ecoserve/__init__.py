@@ -8,7 +8,6 @@ padding_ratio       how much longer than predicted a decode is allocated (E4)
 nesting, loans      which decode fits into another's second half, and when it must give back (E7, E8)
 nested_allocation   blocks with a stack of claims (E7)
 forecast, by_forecast   lending all blocks to all decodes, by the predicted peak (E2, E7)
-counters            what it counts
 forward_size        the target forward size from what iterations take (E1)
 """
 

@@ -14,12 +14,12 @@ never a decode: none is cut off, and one that outlives its prediction waits with
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 from cohort.common.config import EcoServeConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.ecoserve.batch import SyncedBatch
-from cohort.common.policies.ecoserve.counters import Counters
 from cohort.common.policies.ecoserve.deadlines import Deadlines
 from cohort.common.policies.ecoserve.forward_size import LearnedForwardSize
 from cohort.common.policies.ecoserve.loans import Loans
@@ -32,6 +32,20 @@ from cohort.common.policies.sequences import preempt, resume, start
 from cohort.common.policies.step_times.learned_times import LearnedTimes
 from cohort.common.sequence import Phase, Row, Sequence
 from cohort.common.types import Attempt
+
+
+@dataclass(slots=True)
+class Counters:
+    """Told in the scheduler's metrics."""
+
+    iterations: int = 0
+    formations: int = 0
+    quiet: int = 0
+    borrowed: int = 0
+    late: int = 0
+    stopped: int = 0
+    continued: int = 0
+    forced: int = 0
 
 
 class TimeSynced(IterationScheduler):

@@ -3,8 +3,7 @@
 shape     how many workers of which role and degree; what may come next
 traffic   the lengths and times that gateways tell, and whether a request was served in time
 foresight what a simulation is asked and what it answers
-budget    processor time that simulations may take
-machine   when to simulate, when to change, when to undo
+machine   when to simulate, when to change, when to undo; what simulations may cost
 
 Pure: the global monitor hosts it live, the simulator under virtual time.
 """

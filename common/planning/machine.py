@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, assert_never
 
 import msgspec
 
 from cohort.common.machines.events import Tick
-from cohort.common.planning.beaten import Beaten
-from cohort.common.planning.budget import Budget
 from cohort.common.planning.shape import Bounds, Shape, neighbours
 from cohort.common.planning.simulation_jobs import Answer, Foreseen, Job, WorkerCost
 from cohort.common.planning.traffic import (
@@ -55,6 +53,12 @@ _CALM_LOAD = 0.1
 _KEPT_DECISIONS = 64
 _MOST_LOG_ERROR = 3.0
 _MOST_PACE = 4.0
+_LASTS_S = 300.0
+"""After so long a shape is tried again in any case: other things than the load may have changed."""
+_LESS = 0.85
+"""Of the load under which it lost: it is tried again."""
+SAVED_S = 1800.0
+"""Wall time whose share can be saved up."""
 
 
 class PlannerSettings(msgspec.Struct, frozen=True):
@@ -486,6 +490,61 @@ class PlannerMachine:
                 self.counts[decision.action] += 1
             self.decisions[known] = decision
         self._effects.append(Decided(decision))
+
+
+class Beaten:
+    """Shapes that lately lost to the present one, so that a round does not pay for them again under the same load.
+
+    While a load rises, fewer workers and other roles lose round after round, and each of their replays costs as much as
+    that of the shape which is wanted next.
+    """
+
+    def __init__(self) -> None:
+        self._lost: dict[Shape, tuple[float, float]] = {}
+        """When, and under what load."""
+
+    def note(self, now_s: float, load: float, shapes: Iterable[Shape]) -> None:
+        self._lost |= {shape: (now_s, load) for shape in shapes}
+
+    def others(self, now_s: float, load: float, shapes: Iterable[Shape]) -> list[Shape]:
+        """Those that may win. `load` in tokens a second."""
+        self._lost = {
+            shape: (lost_s, then)
+            for shape, (lost_s, then) in self._lost.items()
+            if now_s < lost_s + _LASTS_S and load > _LESS * then
+        }
+        return [shape for shape in shapes if shape not in self._lost]
+
+    def forget(self) -> None:
+        """Another shape is the present one."""
+        self._lost.clear()
+
+
+class Budget:
+    """Processor time that simulations may take: a share of one core, measured in CPU seconds over wall seconds.
+
+    Credit grows with time and is spent by rounds. What a quiet time saves is there when the load rises, which is when
+    rounds are large and late ones cost most; it is bounded, and begins full, because a pipeline that has just started
+    knows least.
+    """
+
+    def __init__(self, share: float, now_s: float) -> None:
+        self._share = share
+        self._credit_s = share * SAVED_S
+        self._last_s = now_s
+        self._round_s = 0.0
+        self.spent_s = 0.0
+
+    def affords(self, now_s: float) -> bool:
+        """Another round of what the last ones took."""
+        self._credit_s = min(self._share * SAVED_S, self._credit_s + self._share * max(0.0, now_s - self._last_s))
+        self._last_s = now_s
+        return self._credit_s > 0.0 and self._credit_s >= min(self._round_s, self._share * SAVED_S)
+
+    def spend(self, cpu_s: float) -> None:
+        self._credit_s -= cpu_s
+        self.spent_s += cpu_s
+        self._round_s = cpu_s if not self._round_s else 0.5 * (self._round_s + cpu_s)
 
 
 def _mean(values: Sequence[bool]) -> float:

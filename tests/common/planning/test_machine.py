@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohort.common.machines.events import Tick
-from cohort.common.planning.budget import SAVED_S
 from cohort.common.planning.machine import (
+    SAVED_S,
     Applied,
     Apply,
     Decided,

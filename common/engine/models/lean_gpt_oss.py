@@ -28,9 +28,10 @@ from cohort.common.engine.ranks.ranks import Ranks
 from cohort.common.engine.ranks.sharded_weights import open_sharded
 from cohort.common.engine.weights.linear import Linear
 from cohort.common.engine.weights.matrices import read_outer
-from cohort.common.engine.weights.mxfp4 import GROUP, dequantized, in_codes
 from cohort.common.engine.weights.weights import WeightKind, Weights, open_weights
 from cohort.common.errors import ModelError
+from cohort.kernels import reference
+from cohort.kernels.code_dtypes import E2M1, E8M0, MX_GROUP
 from cohort.kernels.cpu.panels import Arena
 from cohort.kernels.ops.fused import clamped_swiglu, rope_and_write_kv
 from cohort.kernels.ops.paged_attention import paged_attention
@@ -41,6 +42,8 @@ _OUT = "self_attn.o_proj"
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _EXPERTS = "mlp.experts."
 _PARTS = ("gate_up_proj", "down_proj")
+GROUP = MX_GROUP
+"""Inputs that share a scale in MXFP4: OCP Microscaling Formats v1.0, elements E2M1, scales E8M0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,3 +298,18 @@ class _ExpertWeights:
 def _gates_first(both: Tensor) -> Tensor:
     """[2 · inner, …] with gate and up in turn as all gates, then all ups."""
     return torch.cat([both[::2], both[1::2]])
+
+
+def dequantized(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """[outputs, inputs] in `dtype` of blocks uint8 [outputs, inputs / 32, 16], two codes a byte, and scales uint8
+    [outputs, inputs / 32].
+
+    Exact in bfloat16 and float32 but for numbers below 2^-126.
+    """
+    codes = blocks.flatten(1).view(E2M1)
+    return reference.coded_numbers(codes, scales.view(E8M0), None, GROUP).to(dtype)
+
+
+def in_codes(blocks: Tensor, scales: Tensor) -> ExpertCodes:
+    """The same memory as a product reads it, of blocks and scales of all experts: [experts, outputs, …]."""
+    return ExpertCodes(blocks.flatten(2).view(E2M1), scales.view(E8M0), None, GROUP)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 from cohort.common.engine.drafts.batch_drafts import BatchDrafter, DraftRow
-from cohort.common.engine.drafts.interface import Drafter
 from cohort.common.engine.drafts.recent_answers import AnswerLookup, AnswerMemory
 from cohort.common.engine.drafts.token_chain import TokenChain
 from cohort.common.engine.step.batch import SamplingRow, StepOutput
@@ -24,6 +24,21 @@ _LEARNED_AT_ONCE = 256
 _FIRST_TRUST, _NEW_TRUST, _TRUSTED = 0.5, 0.15, 0.5
 """Of what texts say of a request's tokens: to begin with, the weight of the latest token, and from where on no model is
 asked instead."""
+
+
+class Drafter(Protocol):
+    """What proposes tokens of one sequence, which only grow from call to call. Every proposal is verified: a wrong one
+    costs a computed position and never changes a response. `matched`: how many of the last tokens the latest proposal
+    is made for; of several drafters the one that knows more of them is believed."""
+
+    matched: int
+
+    def propose(self, tokens: Seq[int], limit: int) -> list[int]:
+        """At most `limit` tokens that are likely to follow `tokens` (prompt and response so far); perhaps none.
+
+        `tokens` begins with the tokens of every earlier call. Costs O(new tokens + limit), not O(tokens).
+        """
+        ...
 
 
 class _Expected:

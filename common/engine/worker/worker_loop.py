@@ -20,7 +20,6 @@ from typing import assert_never
 
 from cohort.common.engine.cache.kv_copies import KvCopier
 from cohort.common.engine.cache.stream_copies import StreamCopier
-from cohort.common.engine.device.free_memory import FreeMemory
 from cohort.common.engine.device.streams import stream_for
 from cohort.common.engine.drafts.prompt_lookup import PromptLookup
 from cohort.common.engine.drafts.recent_answers import AnswerMemory
@@ -31,10 +30,10 @@ from cohort.common.engine.ranks.rank_transfers import RankTransfers
 from cohort.common.engine.runner.drafting import Drafting
 from cohort.common.engine.runner.lora_loader import LoraLoader
 from cohort.common.engine.runner.model_runner import ModelRunner
-from cohort.common.engine.step.batch import StepOutput
+from cohort.common.engine.step.batch import StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.step.batch_builder import BatchBuilder
-from cohort.common.engine.step.step_results import sampled_of, scores_of
 from cohort.common.engine.transfer.transfer_agent import TransferAgent
+from cohort.common.engine.worker.devices import FreeMemory
 from cohort.common.engine.worker.engine_threads import EngineThreads, StepUnderWay
 from cohort.common.engine.worker.iteration_gaps import IterationGaps
 from cohort.common.engine.worker.learned_state import LearnedState
@@ -59,10 +58,12 @@ from cohort.common.machines.events import (
     LinkAddresses,
     LinkMeasured,
     PlanAhead,
+    PromptScores,
     Received,
     ReportDue,
     RunsReceived,
     RunsSent,
+    Sampled,
     StepEnded,
     StepFailed,
     Tick,
@@ -73,7 +74,7 @@ from cohort.common.machines.machine import Machine
 from cohort.common.machines.worker.step_ends import StepEnds
 from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.machines.worker.worker_state import REPORT_INTERVAL_S
-from cohort.common.messages import KvChunk, Look, Message, SegmentEnded, ToWorker, WorkerReport
+from cohort.common.messages import KvChunk, Look, Message, SegmentEnded, TokenLogprob, ToWorker, WorkerReport
 from cohort.common.planning.simulation_jobs import to_stats
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.process.service import PREDICTOR, ServiceContext
@@ -472,3 +473,30 @@ def _drafting(context: ServiceContext, runner: ModelRunner) -> Drafting | None:
     if speculation.mode == "recent":
         answers = AnswerMemory(speculation.answer_tokens, speculation.answer_keys)
     return Drafting(PromptLookup, speculation.max_drafts, answers=answers, model=runner.drafter)
+
+
+def sampled_of(sampling: list[Sequence], output: StepOutput | None) -> list[Sampled]:
+    """What a step gave, as the machine is told it."""
+    if output is None:
+        return []
+    if output.counts is not None:
+        sampling = [each for each, count in zip(sampling, output.counts, strict=True) for _ in range(count)]
+    return [
+        Sampled(sequence.key, token, _to_wire(logprobs) if logprobs else None, output.failures.get(index, ""))
+        for index, (sequence, token, logprobs) in enumerate(
+            zip(sampling, output.tokens.tolist(), output.logprobs, strict=True)
+        )
+    ]
+
+
+def scores_of(plan: IterationPlan, batch: StepBatch, output: StepOutput | None) -> list[PromptScores]:
+    if output is None or not batch.scoring:
+        return []
+    return [
+        PromptScores(plan.rows[scoring.row].sequence.key, plan.rows[scoring.row].start, [_to_wire(s) for s in scores])
+        for scoring, scores in zip(batch.scoring, output.scores, strict=True)
+    ]
+
+
+def _to_wire(logprobs: TokenLogprobs) -> TokenLogprob:
+    return TokenLogprob(logprobs.logprob, list(logprobs.top_ids), list(logprobs.top_logprobs))

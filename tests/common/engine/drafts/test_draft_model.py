@@ -16,8 +16,7 @@ from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.engine.drafts.batch_drafts import FILLED_AT_ONCE, DraftRow
 from cohort.common.engine.drafts.draft_model import DraftModel
 from cohort.common.engine.drafts.token_chain import TokenChain
-from cohort.common.engine.drafts.vocabulary import check_vocabulary
-from cohort.common.engine.runner.draft_loading import DraftPlan, load_draft, plan_draft
+from cohort.common.engine.runner.draft_loading import DraftPlan, check_vocabulary, load_draft, plan_draft
 from cohort.common.engine.step.batch import GREEDY, SamplingRow
 from cohort.common.errors import ConfigError
 from tests.common.engine.drafts.test_eagle_head import head_folder

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.engine.drafts.interface import Drafter
 from cohort.common.engine.drafts.prompt_lookup import PLACES, PromptLookup
+from cohort.common.engine.runner.drafting import Drafter
 
 
 def _scanned(tokens: Sequence[int], limit: int, longest: int, shortest: int) -> list[int]:

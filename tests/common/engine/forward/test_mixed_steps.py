@@ -13,8 +13,8 @@ import torch
 
 from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.forward import static_mixed
+from cohort.common.engine.forward.device_steps import launching_takes_longer
 from cohort.common.engine.forward.static_mixed import PROMPT_ROWS
-from cohort.common.engine.forward.step_estimates import launching_takes_longer
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import SamplingRow, StepBatch
 from cohort.common.engine.step.decode_classes import MixedClass

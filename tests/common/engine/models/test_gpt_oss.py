@@ -19,9 +19,8 @@ from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.engine.models import lean_gpt_oss
 from cohort.common.engine.models.device_experts import DeviceExperts
 from cohort.common.engine.models.generic import GenericModel
-from cohort.common.engine.models.lean_gpt_oss import LeanGptOss
+from cohort.common.engine.models.lean_gpt_oss import LeanGptOss, dequantized
 from cohort.common.engine.runner import model_runner
-from cohort.common.engine.weights.mxfp4 import dequantized
 from cohort.common.errors import ModelError
 from cohort.kernels import reference
 from cohort.kernels.ops.fused import clamped_swiglu

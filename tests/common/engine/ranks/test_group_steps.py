@@ -21,10 +21,9 @@ from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.engine.ranks import group_steps
 from cohort.common.engine.ranks import ranks as ranks_module
 from cohort.common.engine.ranks.followers import EXIT_RANK_LOST
-from cohort.common.engine.ranks.group_steps import AgreedRecorder, GroupSteps
+from cohort.common.engine.ranks.group_steps import AgreedRecorder, GroupSteps, StepDeadlines
 from cohort.common.engine.ranks.rank_messages import RankLost
 from cohort.common.engine.ranks.ranks import RankGroup, Ranks
-from cohort.common.engine.ranks.step_deadlines import StepDeadlines
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import SamplingRow, ScoringRow, StepBatch
 from cohort.common.engine.step.decode_classes import CaptureBudget, MixedClass, StepClass

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from cohort.common.engine.device.free_memory import FreeMemory
 from cohort.common.engine.transfer import transfer_memory
 from cohort.common.engine.transfer.transfer_memory import Message, Slots
+from cohort.common.engine.worker.devices import FreeMemory
 from cohort.common.errors import BufferStranded, TransferError
 from cohort.common.machines.effects import ReceiveRuns, Run
 from tests.common.engine.transfer_ends import LEASE, check_arrived, check_over, extents, held_ends, scattered, until

@@ -13,6 +13,7 @@ port metrics take: `addresses.py`, whose names services find here, too. Never kn
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import os
@@ -61,7 +62,6 @@ from cohort.common.messages import Farewell, Heartbeat
 from cohort.common.process.log_levels import listen_for_levels
 from cohort.common.process.logs import configure_logging, log_loop_errors
 from cohort.common.process.metrics import CONTENT_TYPE, MetricFactory, exposition
-from cohort.common.process.service_options import option_parser
 from cohort.common.seeds import seek, with_own_inbox
 from cohort.common.transport.bus import Bus
 from cohort.common.transport.security import load_keys
@@ -196,6 +196,47 @@ def service_main(
         code = runner.run(service.run())
     logging_done()
     sys.exit(code)
+
+
+def option_parser(role: str) -> argparse.ArgumentParser:
+    """The same for every role: `config`, `preset`, `instance`, `run_dir`, `metrics_port`; exits with 2 on another."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m cohort.services.{role}",
+        description=f"Run Cohort's {role.replace('_', ' ')} as one process. `cohort serve` starts a whole pipeline; "
+        "by hand, give all its processes the same configuration.",
+        epilog="Exit codes: 0 ended on request, 1 failed, 2 a wrong option or configuration, 75 no share of a GPU is "
+        "left. SIGTERM or Ctrl-C drains and ends; a second one ends at once.",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="YAML configuration; may be repeated, later files win",
+    )
+    parser.add_argument("--preset", default="", metavar="NAME", help="preset from configs/presets, beneath the files")
+    parser.add_argument(
+        "--instance",
+        default="",
+        metavar="NAME",
+        help=f"name of this process in the pipeline (default: {ROLES.get(role, role)})",
+    )
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="folder of the pipeline's sockets (default: in the cache folder, by gateway port)",
+    )
+    parser.add_argument(
+        "--metrics-port",
+        type=int,
+        default=None,
+        metavar="PORT",
+        help="port of /metrics and /health (default: from metrics.base_port; 0 = any)",
+    )
+    return parser
 
 
 def logging_done() -> None:

@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
-import transformers
 
 from cohort.common import grammar
 from cohort.common.engine.drafts.draft_model import DraftModel
 from cohort.common.engine.worker import worker_loop
 from cohort.common.messages import TokenBatch
 from cohort.common.policies.speculation import Speculation
-from cohort.services.bench.heads.collecting import Text
-from cohort.services.bench.heads.training import Head, Options, begin, train
+from tests.common.engine.drafts.learned_head import learn_by_heart
 from tests.common.engine.drafts.test_eagle_head import head_folder
 from tests.common.engine.driver import random_prompts, save_random_model
 from tests.common.engine.worker.test_worker_loop import HeldBus, ModelFolder, Running, request, worker
@@ -233,9 +230,8 @@ async def test_answers_are_the_same_with_a_model_that_drafts(
         with monkeypatch.context() as patch:
             named = None if mode == "off" else draft
             if named is not None and kind == "learned head":
-                _learn(
-                    folder, draft, [[*PROMPTS[i % len(PROMPTS)], *found[0][name][0]] for i, name in enumerate(KINDS)]
-                )
+                texts = [[*PROMPTS[i % len(PROMPTS)], *found[0][name][0]] for i, name in enumerate(KINDS)]
+                learn_by_heart(folder, draft, texts)
             async with worker(folder, tmp_path, patch, speculation=mode, draft=named, **options) as running:
                 found.append(await _asked(running, asked, together=True))
                 counters = running.machine.counters
@@ -243,18 +239,6 @@ async def test_answers_are_the_same_with_a_model_that_drafts(
     drafts, right = counters.drafts_of[source], counters.right_of[source]  # type: ignore[index]
     least, most = {"itself": (0.95, 1.0), "learned head": (0.2, 1.0)}.get(kind, (0.0, 0.2))
     assert drafts > 40 and least * drafts <= right <= most * drafts
-
-
-def _learn(model: Path, folder: Path, texts: Sequence[list[int]]) -> None:
-    """A head for the model that knows these texts by heart, more or less."""
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    embedding, product = loaded.model.embed_tokens.weight.detach(), loaded.lm_head.weight.detach()
-    with torch.no_grad():
-        read = [Text(torch.tensor(each), loaded.model(torch.tensor([each])).last_hidden_state[0], 0) for each in texts]
-    head, options = Head(model), Options(epochs=40, rows=8, rate=1e-2, cross_entropy=1.0)
-    begin(head, embedding, read)
-    train(head, embedding, product, read, options, lambda _: None)
-    head.write(folder)
 
 
 async def test_a_draft_model_that_fails_costs_no_response(

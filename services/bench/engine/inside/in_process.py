@@ -10,12 +10,11 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from cohort.common.config import Config
 from cohort.common.engine.runner.model_runner import ModelRunner
-from cohort.common.engine.step.batch import StepBatch, StepOutput
+from cohort.common.engine.step.batch import StepOutput
 from cohort.common.engine.step.batch_builder import BatchBuilder
 from cohort.common.engine.worker.worker_process import capacity_of
 from cohort.common.machines.effects import StartStep
@@ -49,12 +48,8 @@ class LoopStats:
 class InProcessEngine:
     """One unified worker's inside."""
 
-    def __init__(
-        self, config: Config, runner: ModelRunner, ran: Callable[[IterationPlan, StepBatch], None] = lambda *_: None
-    ) -> None:
-        """`ran`: told of each step before its tokens are, whose rows are the plan's in their order."""
+    def __init__(self, config: Config, runner: ModelRunner) -> None:
         capacity = capacity_of(config, Role.UNIFIED, runner, "in-process")
-        self._ran = ran
         self._runner = runner
         self._machine = WorkerMachine(
             WorkerSetup("in-process", 1, "", "manager", capacity, WorkerSettings((), 30.0, 30.0, 30.0, 256.0)),
@@ -72,17 +67,15 @@ class InProcessEngine:
         """Of the cache, that nothing is kept in."""
         return self._machine.stats(0).free_blocks
 
-    def submit(
-        self, request_id: str, prompt: list[int], output_tokens: int, sampling: SamplingParams | None = None
-    ) -> None:
-        """It is scheduled with the next decision: of the next `step`, unless that one has been decided already.
-        `sampling`: greedy by default, so many tokens."""
+    def submit(self, request_id: str, prompt: list[int], output_tokens: int) -> None:
+        """Greedy. It is scheduled with the next decision: of the next `step`, unless that one has been decided
+        already."""
         request = Request(
             Attempt(request_id, 1),
             "gateway",
             prompt,
             len(prompt),
-            sampling or SamplingParams(max_tokens=output_tokens, temperature=0.0),
+            SamplingParams(max_tokens=output_tokens, temperature=0.0),
             time.time(),
         )
         self._submitted.append(Received("manager", StartSegment(request, [Segment(0, None, "in-process")], 0, "")))
@@ -100,7 +93,6 @@ class InProcessEngine:
         output = self._runner.execute(batch)
         latency_s = time.monotonic() - started
         self.engine_s += latency_s
-        self._ran(plan, batch)
         self._tell(StepEnded(_sampled(sampling, output), latency_s))
         return sampling
 

@@ -7,7 +7,6 @@
     links       the KV links between two processes
     decisions   what one decision of a policy costs, without model or processes
     gpu_check   everything that only a GPU can prove, for `scripts/gpu_check`
-    study       how well lengths can be predicted
     fit         the simulator's constants from measurements
 
 Every package has a module with `add_arguments(parser)` and `run(args)` that is cheap to import; modules that need torch

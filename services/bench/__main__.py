@@ -41,8 +41,6 @@ COMMANDS = {
     "links": (f"{_HERE}.links_command", "the KV links of this machine against ucx_perftest"),
     "decisions": (f"{_HERE}.decisions.command", "what one decision of a policy costs"),
     "gpu-check": (f"{_HERE}.gpu_check.frame.runner", "prove and measure everything that needs a GPU"),
-    "study": (f"{_HERE}.study.command", "how well lengths can be predicted for the model that is served"),
-    "train-head": (f"{_HERE}.heads.command", "train an EAGLE head for a model, and say how often it is right"),
     "fit": (f"{_HERE}.fit.command", "the simulator's constants from measurements"),
 }
 _FORMER = {"--engine": "engine", "--kv-link": "links"}

@@ -1,7 +1,7 @@
 """`cohort profile`: measure this machine, and with `--save` make a device and a cluster of it for the simulator.
 
     cohort profile --save here            → cohort simulate --cluster here …, advise, compare
-    cohort profile --output points.json   the engine's points alone (`engine.profile`, `cohort bench fit cost-model`)
+    cohort profile --output points.json   the engine's points alone (`engine.profile`)
 
 Starts a process that loads the model as a worker does (this one never loads torch), then a pipeline of one worker for
 what the services take around a step. Prints the target forward size (E1) and the error that remains.
@@ -171,7 +171,7 @@ def save(args: argparse.Namespace, config: Config, output: Path) -> int:
     )
     phases = [] if args.engine_only else live(measured.threads, args, config)
     beside = [] if args.engine_only or not measured.shares_cores else live_together(measured, config)
-    _, points = profile_points(output, "median_s")
+    points = profile_points(output)
     machine = fit_machine(points, model, machine_files.template(measured), phases, beside, measured.cores)
     folder = Path(args.to).expanduser() if args.to else user_folder()
     written = machine_files.write(folder, measured, machine, points, new_model=new_model)

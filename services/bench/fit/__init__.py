@@ -1,1 +1,1 @@
-"""The simulator's constants, fitted to measurements. Needs SciPy (the extra `predictor`); changes no file."""
+"""The simulator's constants, fitted to measurements. For `cohort profile`; needs SciPy (the extra `predictor`)."""

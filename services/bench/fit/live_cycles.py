@@ -26,7 +26,7 @@ import aiohttp
 
 from cohort.common.http.ports import free_port
 from cohort.services.bench.child import MeasurementFailed
-from cohort.services.bench.fit.shared_cores import AT_ONCE_S, Iteration, iterations, overlap
+from cohort.services.bench.fit.iterations import AT_ONCE_S, Iteration, iterations, overlap
 from cohort.services.bench.live.pipelines import Served, pipeline
 
 USERS = (1, 4, 8)

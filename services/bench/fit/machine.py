@@ -23,12 +23,9 @@ import numpy as np
 from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import CostModel, DeviceShape, ModelShape, StackShape
 from cohort.services.bench.fit.contention import Contention, contention
-from cohort.services.bench.fit.cost_model import Point, errors, fit_cpu, predicted
+from cohort.services.bench.fit.cost_model import Errors, Point, errors, fit_cpu
 from cohort.services.bench.fit.live_cycles import Cycle, Phase, Slice
 from cohort.services.simulator.hardware.hardware import SCATTER_LASTS_STEPS
-
-Errors = dict[str, tuple[float, float, float, str]]
-"""Kind → median, 90th percentile and worst relative error, and where the worst is."""
 
 _HELD_OUT = 4
 _FEWEST = 8
@@ -75,7 +72,8 @@ def fit_machine(
     if not {"prefill", "decode"} <= {point.kind for point in fitted}:
         raise ConfigError("too few points of prefill and decode to fit a machine")
     device, stack = fit_cpu(fitted, model, nominal(template, points, model))
-    engine = errors(held, lambda point: predicted(point, model, device, stack))
+    alone = CostModel(model, device, stack)
+    engine = errors(held, lambda point: alone.step_s(point.work))
     stack = replace(stack, name="cohort", mixed_share=stack.mixed_share if stack.mixed_share > _NO_PRICE else 0.0)
     if not phases:
         return Machine(device, stack, 0.0, 0.0, 0.0, engine, {})
@@ -188,7 +186,7 @@ def _told(cycle: Cycle, cost: CostModel) -> _Told:
 def _point(cycle: Cycle) -> Point:
     work = cycle.iteration.work()
     kind = "decode" if not work.pairs else "mixed" if work.decode_rows else "prefill"
-    return Point("", 1, kind, f"{work.rows} rows, {work.tokens} tokens", work, cycle.seconds)
+    return Point(kind, f"{work.rows} rows, {work.tokens} tokens", work, cycle.seconds)
 
 
 def _line(known: Sequence[tuple[float, float, int]]) -> tuple[float, float]:

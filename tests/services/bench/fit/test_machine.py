@@ -17,9 +17,9 @@ from cohort.services.bench.child import MeasurementFailed
 from cohort.services.bench.fit import live_cycles
 from cohort.services.bench.fit.contention import Contention, contention, together
 from cohort.services.bench.fit.cost_model import Point
+from cohort.services.bench.fit.iterations import Iteration
 from cohort.services.bench.fit.live_cycles import Cycle, Phase, Slice, phases
 from cohort.services.bench.fit.machine import Machine, fit_machine, nominal, scatter, services, split
-from cohort.services.bench.fit.shared_cores import Iteration
 from cohort.services.simulator.hardware.hardware import core_slowdowns, load_device, load_model
 from cohort.services.simulator.hardware.scatter import StepScatter
 
@@ -40,7 +40,7 @@ def points(stack: StackShape = ENGINE) -> list[Point]:
             kind = "mixed" if beside else "prefill"
             pairs = prefill_pairs(context - count, count)
             work = StepWork(count + beside, 1 + beside, 1 + beside, pairs, context, beside, beside * at, at)
-        found.append(Point("", 1, kind, str(shape), work, cost.step_s(work)))
+        found.append(Point(kind, str(shape), work, cost.step_s(work)))
     return found
 
 

@@ -7,8 +7,9 @@
     links       the KV links between two processes
     decisions   what one decision of a policy costs, without model or processes
     gpu_check   everything that only a GPU can prove, for `scripts/gpu_check`
-    fit         the simulator's constants from measurements
+    fit         a machine's constants for the simulator, by `cohort profile`
 
-Every package has a module with `add_arguments(parser)` and `run(args)` that is cheap to import; modules that need torch
-are imported, or started as a process, only when it runs. `spread`, `tables`, `picture` and `child` are shared by all.
+Every other package has a module with `add_arguments(parser)` and `run(args)` that is cheap to import; modules that need
+torch are imported, or started as a process, only when it runs. `spread`, `tables`, `picture` and `child` are shared by
+all.
 """

@@ -41,7 +41,6 @@ COMMANDS = {
     "links": (f"{_HERE}.links_command", "the KV links of this machine against ucx_perftest"),
     "decisions": (f"{_HERE}.decisions.command", "what one decision of a policy costs"),
     "gpu-check": (f"{_HERE}.gpu_check.frame.runner", "prove and measure everything that needs a GPU"),
-    "fit": (f"{_HERE}.fit.command", "the simulator's constants from measurements"),
 }
 _FORMER = {"--engine": "engine", "--kv-link": "links"}
 

@@ -18,10 +18,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from cohort.common.errors import ConfigError
+from cohort.common.plotting import check_available
 from cohort.services.bench.child import Steps, run_child
 from cohort.services.bench.engine.render import targets
 from cohort.services.bench.links_measuring import LINKS, PERFTEST, ROUNDS, SIZES_MB, TOTAL_MB, LinkReport
-from cohort.services.bench.output import add_output_arguments, check_output, output_console, plain_table, publish_json
+from cohort.services.bench.output import (
+    add_output_arguments,
+    check_output,
+    check_writable,
+    output_console,
+    plain_table,
+    publish_json,
+)
 from cohort.services.bench.picture import COLOURS, picture
 from cohort.services.bench.targets import LINK_OVER_PERFTEST, Target
 
@@ -47,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--through", default="", metavar="COMMAND", help="runs the other process: 'ip netns exec NAME'")
     parser.add_argument("--host", default="127.0.0.1", help="address at which ZeroMQ listens (default: %(default)s)")
     parser.add_argument("--net-devices", default="", metavar="LIST", help="of UCX, as UCX_NET_DEVICES")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="the same as a picture")
     add_output_arguments(parser)
 
 
@@ -59,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
         if value < 1:
             raise ConfigError(f"{option} must be above 0")
     check_output(args)
+    if check_writable(args.plot, "--plot") is not None:
+        check_available()
     quiet = args.quiet or args.json == "-"
     amount = ["--rounds", str(rounds), "--total-mb", str(total_mb)]
     wanted = ["--links", *args.links, "--sizes-mb", *map(str, sizes), *amount]

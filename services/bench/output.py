@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from cohort.common.errors import ConfigError
-from cohort.common.plotting import check_available
 
 PIPED_WIDTH = 120
 
@@ -40,7 +39,6 @@ def output_console() -> Console:
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """For a measurement of this machine."""
     parser.add_argument("--json", metavar="FILE", help="everything as JSON ('-': to stdout, instead of the tables)")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="the same as a picture")
     parser.add_argument("--quiet", action="store_true", help="no tables, no progress")
 
 
@@ -48,9 +46,6 @@ def check_output(args: argparse.Namespace) -> None:
     """Before the measurement, not after it. Raises `ConfigError`."""
     if args.json not in (None, "-"):
         check_writable(Path(args.json), "--json")
-    check_writable(args.plot, "--plot")
-    if args.plot is not None:
-        check_available()
 
 
 def check_writable(path: Path | None, option: str) -> Path | None:

@@ -1,7 +1,7 @@
 """`cohort bench engine`: the cost of the engine's CPU path on this machine, against its lower bounds.
 
 Starts the measuring process (torch lives there), measures the growth of decisions itself (pure policies, no torch), and
-publishes tables, JSON and a picture.
+publishes tables and JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from cohort.common.errors import ConfigError
 from cohort.services.bench.child import Report, Steps, run_child
 from cohort.services.bench.decisions.growth import QUICK, Curve, Sizes
 from cohort.services.bench.decisions.growth import tasks as growth_tasks
-from cohort.services.bench.engine.plot import write_engine_plot
 from cohort.services.bench.engine.render import print_engine
 from cohort.services.bench.engine.report import EngineReport, Section
 from cohort.services.bench.engine.result import EngineBench, encode, step_curves
@@ -56,8 +55,6 @@ def run(args: argparse.Namespace) -> int:
     if not quiet:
         print_engine(result, output_console())
     publish_json(args.json, msgspec.json.format(encode(result), indent=2) + b"\n")
-    if args.plot is not None:
-        write_engine_plot(args.plot, result)
     return 0
 
 

@@ -1,6 +1,6 @@
 """The document of `cohort bench engine`: measurements of the child and here, and their consequences.
 
-Made by `engine`, shown by `engine_render` and `engine_plot`.
+Made by `engine`, shown by `render`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`cohort bench engine`: the cost of the engine's CPU path on this machine, against its lower bounds.
 
-Starts the measuring process (torch lives there), measures the growth of decisions itself (pure policies, no torch), and
-publishes tables and JSON.
+Starts the measuring process, where torch is, and publishes tables and JSON.
 """
 
 from __future__ import annotations
@@ -18,28 +17,20 @@ from rich.console import Console
 from cohort.common.config import dump_config, load_config
 from cohort.common.errors import ConfigError
 from cohort.services.bench.child import Report, Steps, run_child
-from cohort.services.bench.decisions.growth import QUICK, Curve, Sizes
-from cohort.services.bench.decisions.growth import tasks as growth_tasks
-from cohort.services.bench.engine.render import print_engine
+from cohort.services.bench.engine.render import EngineBench, encode, print_engine
 from cohort.services.bench.engine.report import EngineReport, Section
-from cohort.services.bench.engine.result import EngineBench, encode, step_curves
 from cohort.services.bench.output import add_output_arguments, check_output, output_console, publish_json
 from cohort.services.bench.targets import engine_targets
 
 _CHILD = "cohort.services.bench.engine.inside.measuring"
-
-
-ENGINE_SECTIONS = ("decode", "prefill", "shares", "attention", "allocations", "growth")
-"""Parts that can be had alone."""
+_SECTIONS: tuple[Section, ...] = get_args(Section)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="FOLDER", help="in Hugging Face format (default: the default model)")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help="default: auto")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: as a worker has)")
-    parser.add_argument(
-        "--only", nargs="+", choices=ENGINE_SECTIONS, metavar="PART", help=f"some of {', '.join(ENGINE_SECTIONS)}"
-    )
+    parser.add_argument("--only", nargs="+", choices=_SECTIONS, default=_SECTIONS, help="some of these parts")
     parser.add_argument("--quick", action="store_true", help="small and few: shows that it runs")
     add_output_arguments(parser)
 
@@ -59,26 +50,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace, report: Report) -> EngineBench:
-    sections = args.only or list(ENGINE_SECTIONS)
-    inside = [section for section in sections if section in get_args(Section)]
-    engine = _engine(args, inside, report) if inside else None
-    growth: list[Curve] = []
-    if "growth" in sections:
-        wanted = list(growth_tasks(QUICK if args.quick else Sizes()))
-        for done, (what, task) in enumerate(wanted):
-            report(done, len(wanted), what)
-            growth += task()
-    if engine is not None:
-        growth += step_curves(engine)
-    targets = list(engine_targets(engine)) if engine is not None else []
-    notes = engine.notes if engine is not None else []
-    findings = [*notes, *(each.sentence for each in growth if each.sentence)]
+    engine = _engine(args, report)
+    findings = list(engine.notes)
     if args.quick:
         findings.append("--quick shows that everything runs; its memory is small enough for caches and its rounds few")
-    return EngineBench(quick=args.quick, engine=engine, growth=growth, targets=targets, findings=findings)
+    return EngineBench(quick=args.quick, engine=engine, targets=list(engine_targets(engine)), findings=findings)
 
 
-def _engine(args: argparse.Namespace, sections: list[str], report: Report) -> EngineReport:
+def _engine(args: argparse.Namespace, report: Report) -> EngineReport:
     overrides: dict[str, dict[str, str]] = {"engine": {"device": "cpu"}, "logging": {"level": "warning"}}
     model = {name: value for name, value in (("path", args.model), ("dtype", args.dtype)) if value}
     if model:
@@ -98,7 +77,7 @@ def _engine(args: argparse.Namespace, sections: list[str], report: Report) -> En
             "--output",
             str(output),
             "--sections",
-            *sections,
+            *args.only,
         ]
         run_child(_CHILD, [*arguments, "--quick"] if args.quick else arguments, report)
         return msgspec.json.decode(output.read_bytes(), type=EngineReport)

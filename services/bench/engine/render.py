@@ -1,4 +1,4 @@
-"""An engine measurement as tables for a person. Called by `engine`; computes nothing that the JSON does not hold.
+"""An engine measurement as JSON, and as tables for a person that hold no more. Called by `command`.
 
 "prepacked" is torch with weights reordered for oneDNN, "ours" the engine's own form, "memory" reading the weights once.
 """
@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cohort.services.bench.decisions.growth import Curve
 from cohort.services.bench.engine.report import (
     KERNEL_PARTS,
     Allocations,
@@ -23,7 +24,6 @@ from cohort.services.bench.engine.report import (
     StepPart,
     StepShares,
 )
-from cohort.services.bench.engine.result import EngineBench
 from cohort.services.bench.output import plain_table
 from cohort.services.bench.targets import Target
 
@@ -43,12 +43,27 @@ PARTS: dict[StepPart, str] = {
 }
 
 
+class EngineBench(msgspec.Struct, frozen=True, kw_only=True):
+    """The document behind `--json`."""
+
+    schema_version: int = 2
+    mode: str = "engine"
+    quick: bool
+    engine: EngineReport
+    targets: list[Target]
+    findings: list[str]
+
+
+def encode(result: EngineBench) -> bytes:
+    """JSON with what is derived: whether targets were met."""
+    document: dict[str, Any] = msgspec.to_builtins(result)
+    document["targets"] = [{**msgspec.to_builtins(target), "met": target.met} for target in result.targets]
+    return msgspec.json.encode(document)
+
+
 def print_engine(result: EngineBench, console: Console) -> None:
-    if result.engine is not None:
-        for part in _engine(result.engine):
-            console.print(part, soft_wrap=isinstance(part, str), highlight=False)
-    if result.growth:
-        console.print(_growth(result.growth))
+    for part in _engine(result.engine):
+        console.print(part, soft_wrap=isinstance(part, str), highlight=False)
     if result.targets:
         console.print(targets(result.targets))
     for finding in result.findings:
@@ -157,30 +172,6 @@ def _memory(memory: MemoryUse) -> str:
         f"{mib(memory.kv_reserved)}, host pool {mib(memory.host_reserved)}; resident {mib(memory.rss_before)} before "
         f"the model, {mib(memory.rss_loaded)} with it, {mib(memory.rss_stepped)} after first steps"
     )
-
-
-def _growth(curves: Sequence[Curve]) -> Table:
-    found = plain_table("growth", "of", "from", "to", "µs", "µs", "exponent", "late", "work")
-    for each in curves:
-        if len(each.sizes) < 2:
-            continue
-        colour = "yellow" if each.too_steep else "default"
-        found.add_row(
-            each.name,
-            each.size_of,
-            _size(each.sizes[0]),
-            _size(each.sizes[-1]),
-            f"{each.seconds[0] * 1e6:.1f}",
-            f"{each.seconds[-1] * 1e6:.1f}",
-            f"[{colour}]{each.exponent:.2f}[/{colour}]",
-            f"[{colour}]{each.late_exponent:.2f}[/{colour}]",
-            f"{each.work_exponent:g}",
-        )
-    return found
-
-
-def _size(size: float) -> str:
-    return f"{size:,.0f}" if size < 1e6 else f"{size:.0e}"
 
 
 def targets(every: Sequence[Target]) -> Table:

@@ -63,14 +63,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """`query_size`: heads x head dimension. `layer_parameters`: weights of the products of all layers; `product_bytes`:
-    the vocabulary's with them. Both 0 where the engine does not know them (models that run through transformers)."""
+    """`layer_parameters`: weights of the products of all layers; `product_bytes`: the vocabulary's with them.
+    Both 0 where the engine does not know them (models that run through transformers)."""
 
     name: str
     family: str
     layers: int
     hidden: int
-    query_size: int
     vocabulary: int
     layer_parameters: int
     product_bytes: int

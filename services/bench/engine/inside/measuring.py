@@ -134,7 +134,6 @@ def measure(config: Config, threads: int, scale: Scale, sections: frozenset[Sect
             family=geometry.family,
             layers=geometry.num_layers,
             hidden=geometry.hidden_size,
-            query_size=geometry.num_heads * geometry.head_dim,
             vocabulary=geometry.vocab_size,
             layer_parameters=products.layer_parameters if products is not None else 0,
             product_bytes=products.parameters * dtype.itemsize if products is not None else 0,

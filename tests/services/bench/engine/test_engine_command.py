@@ -10,7 +10,7 @@ import pytest
 
 from cohort.services.bench.__main__ import COMMANDS, main
 from cohort.services.bench.child import MeasurementFailed, run_child
-from cohort.services.bench.decisions import growth
+from cohort.services.bench.engine.render import EngineBench, encode
 from cohort.services.bench.engine.report import (
     Allocations,
     AttentionPoint,
@@ -23,7 +23,6 @@ from cohort.services.bench.engine.report import (
     StepShares,
     Timing,
 )
-from cohort.services.bench.engine.result import EngineBench, encode, step_curves
 from cohort.services.bench.targets import engine_targets
 from tests.examples import nightly
 
@@ -61,7 +60,6 @@ def test_the_engine_is_measured_end_to_end(
         "decode step",
         "prefill step",
         "where a decode step goes",
-        "growth",
         "decode attention",
         "allocations in a decode step",
         "memory: weights",
@@ -83,17 +81,6 @@ def test_the_engine_is_measured_end_to_end(
     assert all(set(step["ratios"]) == set(each["lower_bounds"]) for each in comparisons for step in each["steps"])
     assert [each["rows"] for each in found["engine"]["shares"]] == [1, 4]
     assert found["engine"]["memory"]["rss_loaded"] > 0
-    assert all(each["sizes"] == sorted(each["sizes"]) for each in found["growth"])
-
-
-@pytest.mark.skipif(not nightly(), reason="the whole measurement covers most of it: scripts/test --nightly")
-@pytest.mark.pipeline
-def test_growth_alone_needs_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["engine", "--only", "growth", "--quick", "--model", str(tmp_path)]
-    assert main([*arguments, "--json", "-"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["engine"] is None and len(found["growth"]) == 6
-    assert [each["work_exponent"] for each in found["growth"]] == [0.0] * 6
 
 
 @pytest.mark.parametrize(
@@ -173,7 +160,6 @@ def _report(**changes: Any) -> EngineReport:
             family="llama",
             layers=2,
             hidden=8,
-            query_size=10,
             vocabulary=9,
             layer_parameters=1000,
             product_bytes=1,
@@ -261,32 +247,5 @@ def test_targets_are_judged_where_they_were_measured() -> None:
         (0.6, 0.61, True),
         (0.0, 0.0, True),
     ]
-    document = json.loads(encode(EngineBench(quick=False, engine=report, growth=[], targets=targets, findings=[])))
+    document = json.loads(encode(EngineBench(quick=False, engine=report, targets=targets, findings=[])))
     assert [target["met"] for target in document["targets"]] == [True, False, True, False, True, True]
-
-
-def test_steps_grow_with_their_work() -> None:
-    """Prefill work by hand: T · 1000 weights + 2 layers · 10 · T (T + 1) for scores and values."""
-    report = _report(
-        comparisons=[
-            _comparison("prefill", 10, [(1, 10, 1e-3, 1.0)]),
-            _comparison("prefill", 100, [(1, 100, 6e-2, 1.0)]),
-            _comparison("decode", 4, [(4, 32, 1e-3, 1.0), (4, 128, 2e-3, 1.0)]),
-        ]
-    )
-    decode, prefill = step_curves(report)
-    assert decode.exponent == pytest.approx(0.5) and not decode.too_steep
-    assert prefill.sizes == [10 * 1000 + 20 * 10 * 11, 100 * 1000 + 20 * 100 * 101]
-    assert prefill.too_steep and "grows faster than its work" in prefill.sentence
-
-
-def test_exponents_are_fitted_on_logarithms() -> None:
-    assert growth.fit_exponent([(size, 3 * size**0.5) for size in (1.0, 10.0, 1000.0)]) == pytest.approx(0.5)
-    assert growth.fit_exponent([(5.0, 1.0), (5.0, 2.0)]) == 0.0
-    flat_then_linear = growth.curve("thing", "items", [(1e5, 1e-3), (10, 1e-5), (100, 1e-5), (1000, 1e-5), (1e4, 1e-4)])
-    assert flat_then_linear.sizes == [10, 100, 1000, 1e4, 1e5]
-    assert flat_then_linear.late_exponent == pytest.approx(1.0)
-    assert flat_then_linear.sentence == (
-        "thing grows faster than its work: as items^1.00 from 1,000 on, the work as items^0"
-    )
-    assert growth.curve("thing", "items", [(10, 1.0), (100, 1.1)]).sentence == ""

@@ -142,7 +142,7 @@ def _shares(shares: Sequence[StepShares]) -> Table:
 
 
 def _attention(points: Sequence[AttentionPoint]) -> Table:
-    found = plain_table("decode attention", "µs/layer", "KV GB/s", "memory GB/s", "share", "gather + SDPA")
+    found = plain_table("decode attention", "µs/layer", "KV GB/s", "memory GB/s", "share", "reversed", "gather + SDPA")
     for point in points:
         found.add_row(
             f"{point.rows} rows x {point.context}",
@@ -150,6 +150,7 @@ def _attention(points: Sequence[AttentionPoint]) -> Table:
             f"{point.rate / 1e9:.1f}",
             f"{point.bandwidth / 1e9:.1f}",
             f"{100 * point.share:.0f} %",
+            f"{100 * (point.reversed_ratio - 1):+.1f} %",
             f"{point.gathered_ratio:.1f}x",
         )
     return found

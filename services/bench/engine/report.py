@@ -131,7 +131,8 @@ class StepShares(msgspec.Struct, frozen=True, kw_only=True):
 
 class AttentionPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Decode attention alone: `rate`, bytes of keys and values a second, and its `share` of the memory's `bandwidth`;
-    `gathered_ratio`: how many times as long gather + torch's scaled_dot_product_attention takes."""
+    how many times as long it takes over blocks filled right to left (`reversed_ratio`), and gather + torch's
+    scaled_dot_product_attention (`gathered_ratio`)."""
 
     rows: int
     context: int
@@ -141,6 +142,7 @@ class AttentionPoint(msgspec.Struct, frozen=True, kw_only=True):
     rate: float
     bandwidth: float
     share: float
+    reversed_ratio: float
     gathered_ratio: float
 
 

@@ -6,7 +6,8 @@ Used by `cohort bench engine`. Overwrites the cache's first blocks, so nothing m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Literal
@@ -15,9 +16,29 @@ import torch
 
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.trial_batch import trial_batch
-from cohort.services.bench.engine.inside.kernels import READ_BYTES, each_s, memory_reads
+from cohort.kernels.cpu.panels import huge_zeros
 from cohort.services.bench.engine.inside.lower_bounds import Call, LowerBounds
 from cohort.services.bench.engine.report import Comparison, Form, StepPoint, Timing
+
+READ_BYTES = 192 << 20  # far beyond any last-level cache: every layer's KV comes from memory
+
+
+def each_s(calls: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
+    """Each call's times over rounds in which all run in turn: other load on the machine then hits all alike."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for round_index in range(rounds + 1):
+        for call, times in zip(calls, seconds, strict=True):
+            begin_s = time.perf_counter()
+            call()
+            if round_index > 0:  # the first round warms up
+                times.append(time.perf_counter() - begin_s)
+    return seconds
+
+
+def memory_reads(size: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Two reads of the same `size` bytes of memory; the faster one tells the bandwidth."""
+    memory = huge_zeros(size).view(torch.float32).fill_(1.0)
+    return memory.sum, memory.amax
 
 
 def timing(seconds: Sequence[float]) -> Timing:

@@ -34,9 +34,8 @@ from cohort.services.bench.engine.inside import in_process
 from cohort.services.bench.engine.inside.allocations import decode_allocations, profiler_available
 from cohort.services.bench.engine.inside.attention import measure_attention
 from cohort.services.bench.engine.inside.clocks import StepClock, Target, clocked, engine_targets
-from cohort.services.bench.engine.inside.comparisons import decode_comparison, prefill_comparison
+from cohort.services.bench.engine.inside.comparisons import READ_BYTES, decode_comparison, prefill_comparison
 from cohort.services.bench.engine.inside.in_process import InProcessEngine
-from cohort.services.bench.engine.inside.kernels import READ_BYTES
 from cohort.services.bench.engine.inside.lower_bounds import LowerBounds, model_products
 from cohort.services.bench.engine.inside.resident import available_bytes, machine, rss_bytes, weights_and_buffers
 from cohort.services.bench.engine.report import (

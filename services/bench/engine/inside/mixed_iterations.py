@@ -17,7 +17,7 @@ import torch
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.worker.profile_process import Profile
 from cohort.common.engine.worker.profiler import StepPoint, StepShape, step_batch
-from cohort.services.bench.engine.inside.kernels import each_s
+from cohort.services.bench.engine.inside.comparisons import each_s
 from cohort.services.bench.output import markdown_table
 
 

@@ -16,7 +16,7 @@ import torch
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import StepBatch
 from cohort.common.engine.step.trial_batch import trial_batch
-from cohort.services.bench.engine.inside.kernels import each_s
+from cohort.services.bench.engine.inside.comparisons import each_s
 
 
 @dataclass(frozen=True, slots=True)

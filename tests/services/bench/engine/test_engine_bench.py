@@ -209,4 +209,4 @@ def test_attention_of_the_models_own_heads(model_folder: ModelFolder, cache_dtyp
     # 2 rows x 32 positions x K and V x 2 heads in every layer
     assert point.read_bytes == point.layers * 2 * 32 * 2 * 2 * row_bytes
     assert point.rate > 0 and point.bandwidth > 0 and point.share > 0
-    assert point.gathered_ratio > 0
+    assert point.reversed_ratio > 0 and point.gathered_ratio > 0

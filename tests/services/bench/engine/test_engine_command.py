@@ -233,6 +233,7 @@ def test_targets_are_judged_where_they_were_measured() -> None:
                 rate=1.0,
                 bandwidth=1.0,
                 share=0.61,
+                reversed_ratio=1.0,
                 gathered_ratio=2.0,
             )
         ],

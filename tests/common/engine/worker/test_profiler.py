@@ -78,6 +78,23 @@ def test_mixed_shapes_stay_within_the_engine() -> None:
         assert batch.num_tokens == shape.tokens_per_row + shape.decodes
 
 
+def test_every_row_has_blocks_of_its_own() -> None:
+    batch = step_batch(StepShape(1, 3, 6, decodes=2, decode_context=5), block_size=4, num_blocks=6)
+    assert batch is not None
+    assert batch.block_tables.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert batch.query_start.tolist() == [0, 3, 4, 5]
+    assert batch.positions.tolist() == [3, 4, 5, 4, 4]
+    assert batch.slot_mapping.tolist() == [3, 4, 5, 12, 20]
+    assert batch.context_lens.tolist() == [6, 5, 5]
+    assert len(batch.sampling) == len(batch.sample_rows) == 3
+
+
+def test_what_the_cache_cannot_hold_is_no_batch() -> None:
+    shape = StepShape(1, 3, 6, decodes=2, decode_context=5)
+    assert step_batch(shape, block_size=4, num_blocks=5) is None
+    assert step_batch(StepShape(1, 7, 6), block_size=4, num_blocks=6) is None
+
+
 def test_tokens_are_spread_over_the_vocabulary() -> None:
     """The same one in all rows would go to the same experts of a mixture."""
     batch = step_batch(StepShape(8, 4, 16), block_size=16, num_blocks=400, vocabulary=512)

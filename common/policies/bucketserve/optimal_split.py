@@ -1,7 +1,7 @@
 """The K bucket bounds with the least expected waste: an exact dynamic programme on Eq. 3.
 
 Future work of BucketServe ("distribution-aware methods") and a yardstick for its bisection. Asked by
-`prefill_order.py` now and then when the configuration chooses it, and by the comparison of waste against K. Pure.
+`prefill_order.py` now and then when the configuration chooses it. Pure.
 """
 
 from __future__ import annotations
@@ -54,23 +54,3 @@ def optimal_bounds(candidates: Sequence[int], lengths: FloatArray, weights: Floa
         if end == 0:
             break
     return picked[::-1]
-
-
-def bisection_bounds(max_tokens: int, lengths: FloatArray, weights: FloatArray, minimum: float) -> list[int]:
-    """B5 · Alg. 1 on a whole histogram: what the bisection arrives at when `minimum` requests may share a bucket.
-
-    The other side of the comparison of waste against K; the live path is `BucketSet.adjust`.
-    """
-    pending = [(0, max_tokens)]
-    done: list[int] = []
-    while pending:
-        low, high = pending.pop()
-        middle = (low + high) // 2
-        inside = (lengths >= low) & ((lengths < high) | (high == max_tokens))
-        count = float(weights[inside].sum())
-        below = float(weights[inside & (lengths < middle)].sum())
-        if high - low >= 2 and count > minimum and below > 0.5 * count:
-            pending += [(low, middle), (middle, high)]
-        else:
-            done.append(high)
-    return sorted(done)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cohort.services.bench.decisions import bucket_waste, iteration_scheduling, placement, scheduling, width
+from cohort.services.bench.decisions import iteration_scheduling, placement, scheduling, width
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +14,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("placement", placement, "placing a request on instances with so much queued"),
         ("width", width, "a whole manager with many workers and many requests"),
         ("iteration", iteration_scheduling, "deciding a worker's iteration"),
-        ("buckets", bucket_waste, "padding waste against the number of buckets, for the lengths of a trace"),
     ):
         one = which.add_parser(name, help=summary, description=module.__doc__)
         one.formatter_class = argparse.RawDescriptionHelpFormatter

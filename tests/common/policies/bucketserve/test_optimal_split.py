@@ -1,4 +1,4 @@
-"""The dynamic programme against every possible choice of bounds, and never worse than bisection."""
+"""The dynamic programme against every possible choice of bounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.common.policies.bucketserve.optimal_split import bisection_bounds, optimal_bounds
+from cohort.common.policies.bucketserve.optimal_split import optimal_bounds
 from cohort.common.policies.bucketserve.waste import expected_waste
 from tests.examples import examples
 
@@ -24,12 +24,6 @@ def test_one_bucket_is_the_whole_range_and_more_than_needed_are_not_used() -> No
     lengths, weights = np.array([9.0]), np.array([5.0])
     assert optimal_bounds([50, 100], lengths, weights, 1) == [100]
     assert optimal_bounds([10, 50, 100], lengths, weights, 3) == [10, 100]
-
-
-def test_bisection_follows_the_majority() -> None:
-    lengths, weights = np.array([5.0, 90.0]), np.array([8.0, 2.0])
-    assert bisection_bounds(100, lengths, weights, 8.0) == [50, 100]
-    assert bisection_bounds(100, lengths, weights, 10.0) == [100]
 
 
 @settings(max_examples=examples(0.6))
@@ -50,12 +44,3 @@ def test_no_choice_of_bounds_wastes_less(histogram: dict[int, int], candidates: 
     assert found[-1] == 40
     assert len(found) <= buckets
     assert expected_waste(found, lengths, weights) == pytest.approx(best)
-
-
-@settings(max_examples=examples(0.4))
-@given(sample=st.lists(st.integers(0, 255), min_size=2, max_size=40), minimum=st.integers(1, 10))
-def test_with_as_many_buckets_it_is_never_worse_than_bisection(sample: list[int], minimum: int) -> None:
-    lengths, weights = np.array(sample, float), np.ones(len(sample))
-    bisected = bisection_bounds(256, lengths, weights, minimum)
-    optimal = optimal_bounds(range(1, 257), lengths, weights, len(bisected))
-    assert expected_waste(optimal, lengths, weights) <= expected_waste(bisected, lengths, weights) + 1e-9

@@ -3,7 +3,6 @@
     http        any OpenAI-style server, seen from a client; what `cohort bench` without a WHAT measures
     live        configurations in turn as live pipelines, from a specification; also `fidelity` and `overhead`
     engine      the CPU engine's steps; `inside` is the measuring process, where torch is
-    kernels     the C++ kernels alone
     links       the KV links between two processes
     decisions   what one decision of a policy costs, without model or processes
     gpu_check   everything that only a GPU can prove, for `scripts/gpu_check`

@@ -28,21 +28,15 @@ COMMANDS = {
     "recovery": (f"{_HERE}.live.recovery", "the longest wait for a token when a worker dies"),
     "chaos": (f"{_HERE}.chaos.command", "one process of each kind killed under clients (the same as `cohort chaos`)"),
     "soak": (f"{_HERE}.soak.command", "mixed traffic while processes are killed: what is lost, what grows"),
-    "engine": (f"{_HERE}.engine.command", "the CPU engine's steps against their floors, taken apart, their growth"),
+    "engine": (f"{_HERE}.engine.command", "the CPU engine's steps against their floors, and taken apart"),
     "in-process": (f"{_HERE}.engine.in_process_command", "the engine without the pipeline, in a closed loop"),
     "host-time": (f"{_HERE}.engine.host_time_command", "the host's part of a decode step, by rows"),
     "token-cost": (f"{_HERE}.tokens.command", "processor time per streamed token, around an engine that costs nothing"),
     "mixed-lengths": (f"{_HERE}.engine.mixed_lengths_command", "what mixed prefix lengths cost in one step"),
-    "mixed-iterations": (
-        f"{_HERE}.engine.mixed_iterations_command",
-        "a prompt chunk beside decode rows, and both apart",
-    ),
-    "kernels": (f"{_HERE}.engine.kernels_command", "the C++ kernels against memory and plain torch"),
     "links": (f"{_HERE}.links_command", "the KV links of this machine against ucx_perftest"),
     "decisions": (f"{_HERE}.decisions.command", "what one decision of a policy costs"),
     "gpu-check": (f"{_HERE}.gpu_check.frame.runner", "prove and measure everything that needs a GPU"),
 }
-_FORMER = {"--engine": "engine", "--kv-link": "links"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,8 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _named(words: Sequence[str]) -> str:
     """Which command is meant. Raises `CohortError` for a first word that is none."""
     first = words[0] if words else ""
-    for flag in _FORMER.keys() & set(words):
-        raise CohortError(f"{flag} is a command of its own: cohort bench {_FORMER[flag]}")
     if not first or first.startswith("-"):
         return HTTP
     if first not in COMMANDS:

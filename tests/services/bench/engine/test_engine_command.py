@@ -86,8 +86,6 @@ def test_the_engine_is_measured_end_to_end(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--engine"], "--engine is a command of its own: cohort bench engine"),
-        (["--kv-link", "--quick"], "--kv-link is a command of its own: cohort bench links"),
         (["engine", "--threads", "0"], "--threads must be above 0"),
         (["links", "--sizes", "4", "-1"], "--sizes must be above 0"),
         (["engine", "--model", "/nowhere/at/all"], "/nowhere/at/all"),

@@ -27,7 +27,6 @@ COMMANDS = {
     "overhead": (f"{_HERE}.live.overhead", "the pipeline beside the same engine called in process"),
     "recovery": (f"{_HERE}.live.recovery", "the longest wait for a token when a worker dies"),
     "chaos": (f"{_HERE}.chaos.command", "one process of each kind killed under clients (the same as `cohort chaos`)"),
-    "soak": (f"{_HERE}.soak.command", "mixed traffic while processes are killed: what is lost, what grows"),
     "engine": (f"{_HERE}.engine.command", "the CPU engine's steps against their floors, and taken apart"),
     "in-process": (f"{_HERE}.engine.in_process_command", "the engine without the pipeline, in a closed loop"),
     "host-time": (f"{_HERE}.engine.host_time_command", "the host's part of a decode step, by rows"),

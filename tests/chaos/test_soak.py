@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cohort.common.http.ports import free_port
-from cohort.services.bench.soak.report import read_document
+from cohort.services.bench.chaos.soak_report import read_document
 from tests.examples import nightly
 
 pytestmark = [

@@ -1,5 +1,6 @@
-"""Processes of a pipeline killed one kind after the other under clients that compare: `cohort chaos`.
+"""A pipeline of its own whose processes are broken on purpose under clients that compare: `cohort chaos`, and the soak.
 
-`clients` ask and compare, `strikes` kills or restarts, `report` holds the rows and writes the table, `command` is the
-command line. What a soak has (the tiny model, the census of processes, the wait until all is whole) is the soak's.
+`catalogue` holds the requests whose answers are known from a quiet run, `said` reads answers, `users` and `batch_user`
+send and behave, `accounts` judges every request, `faults` breaks processes, `census` samples /proc, `slopes` fits
+memory, `leftovers` compares the end with the start. Two commands put them together.
 """

@@ -20,10 +20,10 @@ from typing import Any
 import aiohttp
 
 from cohort.common.errors import CohortError
-from cohort.services.bench.soak import exchange
-from cohort.services.bench.soak.catalogue import words
-from cohort.services.bench.soak.exchange import Answered, Broken, Ending, Failed, Manner, Refused, Silent, Stream
-from cohort.services.bench.soak.said import Api, Reader, Said
+from cohort.services.bench.chaos import exchange
+from cohort.services.bench.chaos.catalogue import words
+from cohort.services.bench.chaos.exchange import Answered, Broken, Ending, Failed, Manner, Refused, Silent, Stream
+from cohort.services.bench.chaos.said import Api, Reader, Said
 
 AWAY_S = 0.1
 """Between two tries of a client whose gateway is away."""

@@ -32,15 +32,15 @@ from cohort.common.config import load_config
 from cohort.common.errors import ConfigError
 from cohort.common.paths import run_dir
 from cohort.services.bench.chaos import report
+from cohort.services.bench.chaos.census import Census
 from cohort.services.bench.chaos.clients import Load
+from cohort.services.bench.chaos.own_state import TINY, own_state
 from cohort.services.bench.chaos.report import RESTART, UNDISTURBED, Row
 from cohort.services.bench.chaos.strikes import Strikes, Struck
+from cohort.services.bench.chaos.users import Place
 from cohort.services.bench.child import Steps
 from cohort.services.bench.live.pipelines import pipeline
 from cohort.services.bench.output import check_writable, output_console, publish_json
-from cohort.services.bench.soak.census import Census
-from cohort.services.bench.soak.own_state import TINY, own_state
-from cohort.services.bench.soak.users import Place
 
 KINDS = ("gateway", "predictor", "manager", "monitor", "prefill", "decode", "unified")
 _RESUME_S = 60.0

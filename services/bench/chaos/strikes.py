@@ -19,14 +19,14 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from cohort.services.bench.chaos.accounts import Accounts
+from cohort.services.bench.chaos.census import Census, Life
 from cohort.services.bench.chaos.clients import Client, Counts, Load, NotDeterministic
+from cohort.services.bench.chaos.faults import Faults
+from cohort.services.bench.chaos.said import Said
+from cohort.services.bench.chaos.users import Place
 from cohort.services.bench.child import MeasurementFailed
 from cohort.services.bench.live.pipelines import start_cohort
-from cohort.services.bench.soak.accounts import Accounts
-from cohort.services.bench.soak.census import Census, Life
-from cohort.services.bench.soak.faults import Faults
-from cohort.services.bench.soak.said import Said
-from cohort.services.bench.soak.users import Place
 
 EARLIEST, LATEST = 0.1, 0.6
 """Shares of the requests between which a process is killed."""

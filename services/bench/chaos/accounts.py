@@ -19,8 +19,8 @@ from typing import assert_never
 
 import msgspec
 
-from cohort.services.bench.soak.exchange import Answered, Broken, Ending, Failed, Left, Refused, Silent, Told
-from cohort.services.bench.soak.said import Said
+from cohort.services.bench.chaos.exchange import Answered, Broken, Ending, Failed, Left, Refused, Silent, Told
+from cohort.services.bench.chaos.said import Said
 
 GATEWAY = "gateway"
 REFUSALS = (429, 503)

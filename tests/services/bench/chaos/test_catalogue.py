@@ -9,9 +9,9 @@ from random import Random
 
 from tokenizers import Tokenizer
 
-from cohort.services.bench.soak import tiny_model
-from cohort.services.bench.soak.catalogue import catalogue, fresh, refusal
-from cohort.services.bench.soak.said import Api
+from cohort.services.bench.chaos import tiny_model
+from cohort.services.bench.chaos.catalogue import catalogue, fresh, refusal
+from cohort.services.bench.chaos.said import Api
 
 
 def test_the_same_seed_makes_the_same_requests_of_every_api() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cohort.services.bench.soak.census import Census, Life
+from cohort.services.bench.chaos.census import Census, Life
 
 SHARED = Path(f"/dev/shm/cohort-census-test-{os.getpid()}")
 _INSTANCE = f"""

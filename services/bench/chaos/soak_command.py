@@ -30,15 +30,15 @@ from pathlib import Path
 from cohort.common.config import load_config
 from cohort.common.errors import ConfigError
 from cohort.common.paths import run_dir
+from cohort.services.bench.chaos import soak_report as report
+from cohort.services.bench.chaos.accounts import Verdict
+from cohort.services.bench.chaos.census import Census
+from cohort.services.bench.chaos.leftovers import unknown_files
+from cohort.services.bench.chaos.own_state import TINY, own_state
+from cohort.services.bench.chaos.soak import Soak, Terms
+from cohort.services.bench.chaos.users import Place
 from cohort.services.bench.live.pipelines import pipeline
 from cohort.services.bench.output import check_writable, publish_json
-from cohort.services.bench.soak import report
-from cohort.services.bench.soak.accounts import Verdict
-from cohort.services.bench.soak.census import Census
-from cohort.services.bench.soak.leftovers import unknown_files
-from cohort.services.bench.soak.own_state import TINY, own_state
-from cohort.services.bench.soak.soak import Soak, Terms
-from cohort.services.bench.soak.users import Place
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,8 +8,8 @@ from statistics import median
 
 import pytest
 
-from cohort.services.bench.soak.census import Sample
-from cohort.services.bench.soak.slopes import slope, theil_sen
+from cohort.services.bench.chaos.census import Sample
+from cohort.services.bench.chaos.slopes import slope, theil_sen
 
 
 def samples(mb_at: dict[float, float]) -> list[Sample]:

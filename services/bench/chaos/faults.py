@@ -16,9 +16,9 @@ from random import Random
 
 import aiohttp
 
-from cohort.services.bench.soak.accounts import Accounts, Fault
-from cohort.services.bench.soak.census import LAUNCHER, Census, Life
-from cohort.services.bench.soak.users import Place
+from cohort.services.bench.chaos.accounts import Accounts, Fault
+from cohort.services.bench.chaos.census import LAUNCHER, Census, Life
+from cohort.services.bench.chaos.users import Place
 
 KILL, STOP, TERM = "kill", "stop", "term"
 _LONGEST_STOP_S = 6.0

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from cohort.common.paths import default_model_dir
-from cohort.services.bench.soak import tiny_model
-from cohort.services.bench.soak.catalogue import SERVED
+from cohort.services.bench.chaos import tiny_model
+from cohort.services.bench.chaos.catalogue import SERVED
 
 TINY = "tiny"
 _TINY_KV_BYTES = 16 << 20

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from cohort.services.bench.soak.census import Sample
+from cohort.services.bench.chaos.census import Sample
 
 SPARE = {"socket": 2, "file": 2, "pipe": 0, "eventpoll": 0, "eventfd": 0}
 SPARE_THREADS = 8

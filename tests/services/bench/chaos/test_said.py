@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cohort.services.bench.soak.said import Api, Reader, Said, StreamFailed, whole
+from cohort.services.bench.chaos.said import Api, Reader, Said, StreamFailed, whole
 
 
 def read(api: Api, events: list[Any]) -> Said:

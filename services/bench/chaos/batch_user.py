@@ -14,12 +14,12 @@ from typing import Any
 
 import aiohttp
 
-from cohort.services.bench.soak import exchange
-from cohort.services.bench.soak.accounts import Accounts
-from cohort.services.bench.soak.catalogue import Case
-from cohort.services.bench.soak.exchange import Answered, Broken, Ending, Failed, Left, Refused, Told
-from cohort.services.bench.soak.said import Api, Said, whole
-from cohort.services.bench.soak.users import AWAY_S, Place
+from cohort.services.bench.chaos import exchange
+from cohort.services.bench.chaos.accounts import Accounts
+from cohort.services.bench.chaos.catalogue import Case
+from cohort.services.bench.chaos.exchange import Answered, Broken, Ending, Failed, Left, Refused, Told
+from cohort.services.bench.chaos.said import Api, Said, whole
+from cohort.services.bench.chaos.users import AWAY_S, Place
 
 _LINES = 8
 _DEADLINE_S = 240.0

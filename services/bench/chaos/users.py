@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from cohort.common.errors import CohortError
-from cohort.services.bench.soak import exchange
-from cohort.services.bench.soak.accounts import Accounts
-from cohort.services.bench.soak.catalogue import Case, fresh, refusal
-from cohort.services.bench.soak.exchange import (
+from cohort.services.bench.chaos import exchange
+from cohort.services.bench.chaos.accounts import Accounts
+from cohort.services.bench.chaos.catalogue import Case, fresh, refusal
+from cohort.services.bench.chaos.exchange import (
     Answered,
     Broken,
     Ending,
@@ -33,7 +33,7 @@ from cohort.services.bench.soak.exchange import (
     Stream,
     Told,
 )
-from cohort.services.bench.soak.said import Api, Reader, Said
+from cohort.services.bench.chaos.said import Api, Reader, Said
 
 AWAY_S = 0.3
 """Between two tries of a client whose gateway is away."""

@@ -16,15 +16,15 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from cohort.services.bench.soak import exchange
-from cohort.services.bench.soak.accounts import Accounts, Verdict
-from cohort.services.bench.soak.batch_user import BatchUser
-from cohort.services.bench.soak.catalogue import catalogue
-from cohort.services.bench.soak.census import Census
-from cohort.services.bench.soak.faults import Faults
-from cohort.services.bench.soak.leftovers import Moment, grown, held, stats_of
-from cohort.services.bench.soak.slopes import MEGABYTE
-from cohort.services.bench.soak.users import Place, User, references
+from cohort.services.bench.chaos import exchange
+from cohort.services.bench.chaos.accounts import Accounts, Verdict
+from cohort.services.bench.chaos.batch_user import BatchUser
+from cohort.services.bench.chaos.catalogue import catalogue
+from cohort.services.bench.chaos.census import Census
+from cohort.services.bench.chaos.faults import Faults
+from cohort.services.bench.chaos.leftovers import Moment, grown, held, stats_of
+from cohort.services.bench.chaos.slopes import MEGABYTE
+from cohort.services.bench.chaos.users import Place, User, references
 
 _SAY_EVERY_S = 30.0
 _MAPS_EVERY = 6  # samples

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from cohort.common.errors import ConfigError
-from cohort.services.bench.soak import report
-from cohort.services.bench.soak.accounts import Fault, Unaccounted, Verdict
-from cohort.services.bench.soak.census import Life, Sample
+from cohort.services.bench.chaos import soak_report as report
+from cohort.services.bench.chaos.accounts import Fault, Unaccounted, Verdict
+from cohort.services.bench.chaos.census import Life, Sample
 
 
 def life(name: str, mb_per_h: float, at_start_mb: float = 100.0) -> dict[Life, list[Sample]]:

@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 
 from cohort.common.errors import ConfigError
+from cohort.services.bench.chaos.accounts import Accounts, Fault, Unaccounted, Verdict
+from cohort.services.bench.chaos.census import Life, Sample
+from cohort.services.bench.chaos.slopes import MEGABYTE, Slope, slope
 from cohort.services.bench.output import markdown_table
-from cohort.services.bench.soak.accounts import Accounts, Fault, Unaccounted, Verdict
-from cohort.services.bench.soak.census import Life, Sample
-from cohort.services.bench.soak.slopes import MEGABYTE, Slope, slope
 
 BOUNDED = {"predictor/trainer_process": 300e6}
 """Bytes at most of processes that fill up by design, and are judged by that: the trainer keeps 20,000 finished

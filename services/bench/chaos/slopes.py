@@ -14,7 +14,7 @@ from statistics import median
 
 import msgspec
 
-from cohort.services.bench.soak.census import Sample
+from cohort.services.bench.chaos.census import Sample
 
 MEGABYTE = 1e6
 _BIN_S = 30.0

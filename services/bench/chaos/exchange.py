@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from cohort.services.bench.soak.said import Api, Reader, Said, StreamFailed, whole
+from cohort.services.bench.chaos.said import Api, Reader, Said, StreamFailed, whole
 
 ANSWER_TIMEOUT_S = 180.0
 """A client that waits longer gives up; that is never accounted for as right."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cohort.services.bench.soak.accounts import Accounts, Fault, Verdict, judge
-from cohort.services.bench.soak.exchange import Answered, Broken, Ending, Failed, Left, Refused, Silent, Told
-from cohort.services.bench.soak.said import Said
+from cohort.services.bench.chaos.accounts import Accounts, Fault, Verdict, judge
+from cohort.services.bench.chaos.exchange import Answered, Broken, Ending, Failed, Left, Refused, Silent, Told
+from cohort.services.bench.chaos.said import Said
 
 KNOWN = Said(("a harbour",), ((),), ((),), ("length",))
 OTHER = Said(("a night",), ((),), ((),), ("length",))

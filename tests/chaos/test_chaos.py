@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from cohort.common.http.ports import free_port
-from cohort.services.bench.chaos.report import RESTART, UNDISTURBED, Document
+from cohort.services.bench.chaos.report import RESTARTED, UNDISTURBED, Document
 from tests.chaos.conftest import HEARTBEAT_S
 from tests.examples import nightly
 
@@ -21,12 +21,10 @@ on_many_requests = pytest.mark.skipif(not nightly(), reason="the whole table tak
 def chaos(folder: Path, *words: str, timeout_s: float = 300.0) -> Document:
     document = folder / "chaos.json"
     command = [sys.executable, "-P", "-m", "cohort.services.cli", "chaos", "--port", str(free_port()), *words]
-    done = subprocess.run(
-        [*command, "--json", str(document), "--markdown"], capture_output=True, text=True, timeout=timeout_s
-    )
+    done = subprocess.run([*command, "--json", str(document)], capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stdout + done.stderr
     found = msgspec.json.decode(document.read_bytes(), type=Document)
-    assert done.stdout.count("\n") == 2 + len(found.rows)
+    assert done.stdout.count("\n") == 2 + len(found.runs)
     return found
 
 
@@ -36,18 +34,18 @@ def test_a_rolling_restart_and_a_killed_gateway_lose_nothing_that_another_proces
     # A predictor that ends while it trains waits for that, for seconds.
     settings = ("gateway.processes=2", "predictor.min_observations=1000000000", f"monitor.heartbeat_s={HEARTBEAT_S}")
     found = chaos(tmp_path, *words, *(word for each in settings for word in ("--set", each)))
-    undisturbed, killed, restarted = found.rows
-    assert [undisturbed.killed, killed.killed, restarted.killed] == [UNDISTURBED, "gateway", RESTART]
-    assert killed.failed <= 2 and killed.back_s > 0
-    assert restarted.requests >= 60 and restarted.failed == restarted.elsewhere == restarted.wrong == 0
+    undisturbed, killed, restarted = found.runs
+    assert [undisturbed.broken, killed.broken, restarted.broken] == [UNDISTURBED, "gateway", RESTARTED]
+    assert killed.verdicts["cut"] <= 2 and killed.faults[0].back_s is not None
+    assert restarted.verdicts["right"] == restarted.requests >= 60
 
 
 @on_many_requests
 @pytest.mark.parametrize("preset", ["cohort", "disaggregated"])
 def test_the_whole_table(tmp_path: Path, preset: str) -> None:
     found = chaos(tmp_path, "--preset", preset, "--rolling-restart", timeout_s=1500.0)
-    assert [row.killed for row in found.rows] == [
-        *(UNDISTURBED, "gateway", "predictor", "manager", "monitor", "prefill", "decode", RESTART)
+    assert [run.broken for run in found.runs] == [
+        *(UNDISTURBED, "gateway", "predictor", "manager", "monitor", "prefill", "decode", RESTARTED)
     ]
-    assert all(row.requests >= 800 and not row.wrong and not row.elsewhere for row in found.rows)
-    assert all(not row.failed for row in found.rows if row.killed != "gateway")
+    assert all(run.requests == run.verdicts["right"] + run.verdicts["cut"] >= 800 for run in found.runs)
+    assert all(not run.verdicts["cut"] for run in found.runs if run.broken != "gateway")

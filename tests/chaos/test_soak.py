@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cohort.common.http.ports import free_port
-from cohort.services.bench.chaos.soak_report import read_document
+from cohort.services.bench.chaos.report import read_document
 from tests.examples import nightly
 
 pytestmark = [
@@ -28,6 +28,7 @@ def test_every_request_is_accounted_for_and_nothing_is_left(tmp_path: Path) -> N
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_document(document)
-    assert found.finished and found.findings == [] and found.unaccounted == []
-    assert found.requests > 30 and found.verdicts["right"] > 20, "too little was asked to say anything"
-    assert found.faults and all(fault.back_s is not None for fault in found.faults)
+    (soak,) = found.runs
+    assert found.finished and found.findings == [] and soak.unaccounted == []
+    assert soak.requests > 30 and soak.verdicts["right"] > 20, "too little was asked to say anything"
+    assert soak.faults and all(fault.back_s is not None for fault in soak.faults)

@@ -7,7 +7,8 @@
     wrong       another answer than the quiet run's
     lost        everything else: an error without a cause, a silence, a broken connection while its gateway lived
 
-The last two are unaccounted for. Faults are intervals; a request is under one when the two overlap. Pure.
+The last two are unaccounted for. Faults are intervals; a request is under one when the two overlap. Of answers that
+are read as they come the longest waits are kept: in all, and of each fault that they are under. Pure.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import pairwise
+from math import inf
 from typing import assert_never
 
 import msgspec
@@ -38,13 +41,22 @@ class Verdict(StrEnum):
     LOST = "lost"
 
 
+class Waits(msgspec.Struct):
+    """The longest of some answers: for the first event of a stream, and between two of one stream."""
+
+    ttft_s: float = 0.0
+    pause_s: float = 0.0
+
+
 class Fault(msgspec.Struct):
-    """What was done to a process, and when all was whole again (None: not yet). Seconds since the start."""
+    """What was done to a process, when all was whole again (None: not yet), and what its clients waited between the
+    two. Seconds since the start."""
 
     process: str
     action: str
     at_s: float
     back_s: float | None = None
+    waits: Waits = msgspec.field(default_factory=Waits)
 
     def during(self, from_s: float, to_s: float) -> bool:
         return self.at_s <= to_s and (self.back_s is None or self.back_s + _AFTER_S >= from_s)
@@ -68,6 +80,9 @@ class Accounts:
         self.refusals: Counter[str] = Counter()
         self.unaccounted: list[Unaccounted] = []
         self.unaccounted_total = 0
+        self.waits = Waits()
+        self.resumed = 0
+        """Streams that broke, were resumed, and ended."""
 
     def total(self, verdict: Verdict) -> int:
         return sum(each[verdict] for each in self.by_kind.values())
@@ -90,10 +105,27 @@ class Accounts:
                 self.unaccounted.append(Unaccounted(kind, verdict, from_s, to_s, detail, names))
         return verdict
 
+    def time(self, from_s: float, events_s: Sequence[float]) -> None:
+        """An answer's waits, from its request to its last event: those that reach into a fault are the fault's too."""
+        spans = [(self.waits, 0.0, inf)]
+        spans += [(fault.waits, fault.at_s, inf if fault.back_s is None else fault.back_s) for fault in self.faults]
+        for longest, begin_s, end_s in spans:
+            if from_s <= end_s and events_s[-1] >= begin_s:
+                first, *others = (
+                    later - sooner if sooner <= end_s and later >= begin_s else 0.0
+                    for sooner, later in pairwise((from_s, *events_s))
+                )
+                longest.ttft_s, longest.pause_s = max(longest.ttft_s, first), max([longest.pause_s, *others])
+
+
+def is_of(name: str, kind: str) -> bool:
+    """Whether a process is this one, or one of this kind: `decode-0` is of `decode-0` and of `decode`."""
+    return name == kind or name.startswith(f"{kind}-")
+
 
 def judge(ending: Ending, expected: Said | int | None, under: Sequence[Fault]) -> tuple[Verdict, str]:
     """The verdict, and for one that is bad what came instead."""
-    gateway_down = any(fault.process == GATEWAY and fault.action != "stop" for fault in under)
+    gateway_down = any(is_of(fault.process, GATEWAY) and fault.action != "stop" for fault in under)
     match ending:
         case Left():
             return Verdict.LEFT, ""

@@ -1,6 +1,6 @@
 """The client of a soak that uploads files, runs them as batches, reads their results and deletes all of it.
 
-A batch outlives its gateway, so every call is made again while the gateway is away. Called by `command`.
+A batch outlives its gateway, so every call is made again while the gateway is away. Called by `soak`.
 """
 
 from __future__ import annotations

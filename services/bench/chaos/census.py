@@ -1,7 +1,7 @@
 """All processes of a pipeline as the kernel counts them: memory, threads, descriptors by kind, shared memory.
 
 The launcher and its descendants are looked at every few seconds; each life (one process id with one start time) is a
-series of samples of its own. Reads /proc, changes nothing. Called by `command`.
+series of samples of its own. Reads /proc, changes nothing. Called by `soak` and `faults`.
 """
 
 from __future__ import annotations

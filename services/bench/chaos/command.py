@@ -1,15 +1,23 @@
-"""`cohort chaos`: a pipeline under clients, one process of each kind killed in turn, and what the clients saw.
+"""`cohort chaos`: a pipeline of its own under clients that compare, its processes broken one after the other.
 
     cohort chaos
-    cohort chaos --preset cohort unified disaggregated --rolling-restart --json chaos.json --markdown
+    cohort chaos --preset cohort unified disaggregated --rolling-restart --json chaos.json
     cohort chaos --kill decode --kills 3 --model ~/models/Qwen3-0.6B
-    cohort chaos --preset bros --into docs/results/2026-11.md
     cohort chaos --kill gateway --set gateway.processes=2
+    cohort chaos --minutes 60 --json soak.json
 
-For each preset a pipeline of its own is started. Its clients run all requests once undisturbed, which tells every text,
-and then once for each kind of process, one of which is killed at a moment that the seed draws. The launcher starts it
-again. A gateway takes the plain streams on its own connections along; half of the clients ask for streams that can be
-resumed, and resume them. Of a kind with several processes one is killed.
+The kill table: clients run all requests once undisturbed, which tells every text, and then once for each kind of
+process, one of which is killed at a moment that the seed draws. The launcher starts it again. A gateway takes the plain
+streams on its own connections along; half of the clients ask for streams that can be resumed, and resume them. Of a
+kind with several processes one is killed.
+
+With `--minutes` a soak, which is also `cohort bench soak`: clients of all APIs ask for what a quiet run has answered
+before, and must get the same: greedy and seeded text, forms, tools, choices, batches. Some leave, read slowly, resume
+their streams, or ask for what must be refused. Faults of all processes come for the first part of the time
+(`--kills-for`), one at a time; the rest is undisturbed, so that every process has a life that is long enough for its
+memory to be judged. Then all clients go, and after a quiet time no process may hold a request, block, lease or stream,
+nor more threads, descriptors or tasks than before; after the pipeline's end no process, file or shared memory may be
+left. Without `--model` a tiny one is made, and half a core is enough.
 
 Exit status: 0 nothing was lost that should not have been, 1 something was (said on stderr), 2 wrong options.
 """
@@ -18,33 +26,38 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import os
+import re
+import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from random import Random
-
-from rich.console import Console
 
 from cohort.common.config import load_config
 from cohort.common.errors import ConfigError
 from cohort.common.paths import run_dir
 from cohort.services.bench.chaos import report
 from cohort.services.bench.chaos.census import Census
-from cohort.services.bench.chaos.clients import Load
+from cohort.services.bench.chaos.kill_table import KillTable, Load
+from cohort.services.bench.chaos.leftovers import unknown_files
 from cohort.services.bench.chaos.own_state import TINY, own_state
-from cohort.services.bench.chaos.report import RESTART, UNDISTURBED, Row
-from cohort.services.bench.chaos.strikes import Strikes, Struck
+from cohort.services.bench.chaos.report import RESTARTED, UNDISTURBED, Run
+from cohort.services.bench.chaos.soak import Soak, Terms
 from cohort.services.bench.chaos.users import Place
-from cohort.services.bench.child import Steps
 from cohort.services.bench.live.pipelines import pipeline
-from cohort.services.bench.output import check_writable, output_console, publish_json
+from cohort.services.bench.output import check_writable, publish_json
 
 KINDS = ("gateway", "predictor", "manager", "monitor", "prefill", "decode", "unified")
-_RESUME_S = 60.0
-_DRAIN_S = 30.0
+_TABLE_RESUME_S = 60.0
+_TABLE_DRAIN_S = 30.0
+_SOAK_DRAIN_S = 5.0
+
+Publish = Callable[[list[Run]], None]
+"""Of the runs of this preset, so far."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,125 +66,156 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kill",
         nargs="*",
+        type=_victim,
         default=None,
-        choices=KINDS,
         metavar="KIND",
-        help=f"these kinds only, in this order: {', '.join(KINDS)} (default: all that the preset has)",
+        help=f"these kinds or processes (decode-0) only, in this order: {', '.join(KINDS)} "
+        "(default: all of the preset; without a word none)",
     )
-    parser.add_argument("--kills", type=int, default=1, metavar="N", help="of the kind, within one run of the requests")
-    parser.add_argument(
-        "--rolling-restart", action="store_true", help="one run more, in which `cohort restart` restarts all of them"
-    )
-    parser.add_argument("--clients", type=int, default=8, help="at once")
-    parser.add_argument("--requests", type=int, default=100, metavar="N", help="of each client")
-    parser.add_argument("--output-len", type=int, default=24, metavar="TOKENS", help="of a text, on average")
+    parser.add_argument("--rolling-restart", action="store_true", help="`cohort restart` is a fault, too")
+    parser.add_argument("--clients", type=int, default=8, help="at once; of a soak besides one that runs batches")
     parser.add_argument("--seed", type=int, default=0, help="of requests, of moments and of which process is killed")
     parser.add_argument(
         "--model", default=TINY, metavar="FOLDER", help="default: a tiny one; `default`: the default model"
     )
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="SECTION.OPTION=VALUE")
     parser.add_argument("--port", type=int, default=8200, help="of the pipelines that are started")
-    parser.add_argument("--json", metavar="FILE", help="everything ('-': to stdout, instead of the table)")
-    parser.add_argument("--markdown", action="store_true", help="the table as Markdown")
-    parser.add_argument(
-        "--into", type=Path, metavar="FILE.md", help="write the rows into this page's kill table, after each preset"
-    )
+    parser.add_argument("--json", metavar="FILE", help="everything so far, as it goes ('-': to stdout, in the end)")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print what such a file says so far, and run nothing")
+    table = parser.add_argument_group("the kill table")
+    table.add_argument("--kills", type=int, default=1, metavar="N", help="of the kind, within one run of the requests")
+    table.add_argument("--requests", type=int, default=100, metavar="N", help="of each client")
+    table.add_argument("--output-len", type=int, default=24, metavar="TOKENS", help="of a text, on average")
+    soak = parser.add_argument_group("a soak")
+    soak.add_argument("--minutes", type=float, default=None, help="of traffic; start, quiet time and end come beside")
+    soak.add_argument("--rate", type=float, default=4.0, help="requests a second of all clients, if answers are quick")
+    soak.add_argument("--kill-every-s", type=float, default=40.0, help="mean, between a recovery and the next fault")
+    soak.add_argument("--kills-for", type=float, default=0.6, metavar="SHARE", help="of the time")
+    soak.add_argument("--sample-s", type=float, default=5.0, help="between two looks at the processes")
+    soak.add_argument("--skip-s", type=float, default=300.0, help="of a life, before its memory is judged")
+    soak.add_argument("--slope-limit", type=float, default=16.0, metavar="MB/H", help="certain growth of memory")
+    soak.add_argument("--quiet-s", type=float, default=60.0, help="after the clients are gone")
+
+
+def _victim(name: str) -> str:
+    if re.split("[-/]", name)[0] not in KINDS:
+        raise argparse.ArgumentTypeError(f"no process is named {name}; the kinds are {', '.join(KINDS)}")
+    return name
 
 
 def run(args: argparse.Namespace) -> int:
     """Everything from parsed options. Raises `CohortError`."""
+    if args.show is not None:
+        return _print(report.read_document(args.show))
     if min(args.clients, args.requests, args.output_len, args.kills) < 1:
         raise ConfigError("--clients, --requests, --output-len and --kills must be above 0")
+    if args.minutes is not None and (args.minutes <= 0 or args.rate <= 0 or not 0 <= args.kills_for <= 1):
+        raise ConfigError("--minutes and --rate must be above 0, --kills-for between 0 and 1")
     if args.json not in (None, "-"):
         check_writable(Path(args.json), "--json")
-    if args.into is not None:
-        _write_into(args.into, ())
-    began, rows, said = datetime.now(UTC).isoformat(timespec="seconds"), list[Row](), list[str]()
-    errors = Console(stderr=True)
-    document = report.Document(
-        command=sys.argv[1:],
-        began=began,
-        model=args.model,
-        clients=args.clients,
-        requests_per_client=args.requests,
-        output_tokens=args.output_len,
-        rows=rows,
-        findings=(findings := list[str]()),
-        said=said,
-    )
+    began, done = datetime.now(UTC).isoformat(timespec="seconds"), list[Run]()
+
+    def document(runs: list[Run], *, finished: bool = False) -> report.Document:
+        return report.Document(command=sys.argv[1:], began=began, model=args.model, finished=finished, runs=runs)
+
+    def publish(runs: list[Run]) -> None:
+        if args.json not in (None, "-"):
+            publish_json(args.json, document([*done, *runs]).encode())
+
     for preset in args.preset:
-        with Steps(errors) as steps:
-            for killed, kills, struck in _measure(args, preset, steps):
-                rows.append(Row.of(preset, killed, kills, struck))
-                findings += rows[-1].findings()
-                said += struck.counts.said[:10]
-                if args.json not in (None, "-"):
-                    publish_json(args.json, document.encode())
-        if args.into is not None:
-            _write_into(args.into, [row for row in rows if row.preset == preset])
-    if args.json == "-":
-        publish_json("-", document.encode())
-    elif args.markdown:
-        sys.stdout.write(report.as_markdown(rows))
-    else:
-        console = output_console()
-        console.print(report.as_table(rows))
-        console.print(report.LEGEND, style="dim")
-    for finding in findings and [*findings, *said]:
-        errors.print(finding, style="red", highlight=False, markup=False)
-    return 1 if findings else 0
+        done += (_table if args.minutes is None else _soak)(args, preset, publish)
+    final = document(done, finished=True)
+    publish_json(args.json, final.encode())
+    return _print(final, tables=args.json != "-")
 
 
-def _write_into(page: Path, rows: Sequence[Row]) -> None:
-    """Raises `ConfigError`."""
-    try:
-        page.write_text(report.merged(page.read_text(encoding="utf-8"), rows), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--into {page}: {error.strerror}") from None
-    except ConfigError as error:
-        raise ConfigError(f"--into {page}: {error}") from None
+def _print(document: report.Document, *, tables: bool = True) -> int:
+    if tables:
+        sys.stdout.write(report.table(document))
+    for finding in document.findings or ["nothing was found"]:
+        _say(finding)
+    return 1 if document.findings else 0
 
 
-def _measure(args: argparse.Namespace, preset: str, steps: Steps) -> Iterator[tuple[str, int, Struck]]:
-    """All runs of one preset: what was killed, how often, and what came of it."""
+def _table(args: argparse.Namespace, preset: str, publish: Publish) -> list[Run]:
     load = Load(args.clients, args.requests, args.output_len, args.seed)
+    runs = list[Run]()
     with tempfile.TemporaryDirectory(prefix="cohort-chaos-") as folder:
-        overlay = own_state(args.model, Path(folder), [], _RESUME_S)
-        for section in ("gateway", "engine"):
-            overlay[section]["drain_s"] = _DRAIN_S
-        steps.report(0, load.total, f"{preset}: starting")
+        overlay = own_state(args.model, Path(folder), [], _TABLE_RESUME_S, _TABLE_DRAIN_S)
         with pipeline(preset, overlay, args.port, ["engine.threads=1", *args.settings]) as served:
-            workers = load_config([run_dir(args.port) / "resolved.yaml"]).instance_roles
-            strikes = Strikes(
-                Place(served.url, served.monitor_url, [""], time.monotonic()),
-                Census(run_dir(args.port)),
-                len(workers),
-                load,
-                Random(f"{args.seed}/{preset}"),
-            )
-            kinds = [kind for kind in args.kill if strikes.one_of(kind)] if args.kill is not None else _kinds(strikes)
-            yield UNDISTURBED, 0, asyncio.run(strikes.undisturbed(_teller(steps, load, preset, "undisturbed")))
-            for kind in kinds:
-                tell = _teller(steps, load, preset, f"kill -9 of a {kind}")
-                yield kind, args.kills, asyncio.run(strikes.kill(kind, args.kills, tell))
-            if args.rolling_restart:
-                tell = _teller(steps, load, preset, "restarted one after the other")
-                yield RESTART, 0, asyncio.run(strikes.restart(args.port, tell))
+            place = Place(served.url, served.monitor_url, [""], time.monotonic())
+            table = KillTable(preset, place, Census(run_dir(args.port)), len(_workers(args.port)), load, _say)
+            kinds = [kind for kind in (KINDS if args.kill is None else args.kill) if table.has(kind)]
+            for broken in [UNDISTURBED, *kinds, *([RESTARTED] if args.rolling_restart else [])]:
+                runs.append(asyncio.run(table.run(broken, args.kills if broken in kinds else 0)))
+                publish(runs)
+    return runs
 
 
-def _kinds(strikes: Strikes) -> list[str]:
-    """Those that this pipeline has."""
-    return [kind for kind in KINDS if strikes.one_of(kind) is not None]
+def _soak(args: argparse.Namespace, preset: str, publish: Publish) -> list[Run]:
+    terms = Terms(
+        seconds=60 * args.minutes,
+        clients=args.clients,
+        rate=args.rate,
+        kill_every_s=args.kill_every_s,
+        kills_for_s=60 * args.minutes * args.kills_for,
+        victims=args.kill,
+        restarts=args.rolling_restart,
+        sample_s=args.sample_s,
+        quiet_s=args.quiet_s,
+        seed=args.seed,
+    )
+    with tempfile.TemporaryDirectory(prefix="cohort-soak-") as folder, _temporary(Path(folder)) as temporary:
+        keys = [secrets.token_hex(8), secrets.token_hex(8)]
+        census = Census(run_dir(args.port))
+        resume_s = max(15.0, min(20.0, args.quiet_s / 2))
+        overlay = own_state(args.model, Path(folder), keys, resume_s, _SOAK_DRAIN_S)
+        with pipeline(preset, overlay, args.port, ["engine.threads=1", *args.settings]) as served:
+            place = Place(served.url, served.monitor_url, keys, time.monotonic())
+            soak = Soak(place, census, terms, _workers(args.port), say=_say)
+            asyncio.run(soak.run(lambda: publish([_run_of(args, preset, soak, [])])))
+        left = [*census.left(), *unknown_files(run_dir(args.port), Path(folder) / "state", temporary)]
+    return [_run_of(args, preset, soak, left)]
 
 
-def _teller(steps: Steps, load: Load, preset: str, what: str) -> Callable[[int], None]:
-    """The progress of one run: a bar moves every second; where there is none, one line tells that it begins."""
-    told = False
+def _run_of(args: argparse.Namespace, preset: str, soak: Soak, left: list[str]) -> Run:
+    """What a soak has found so far."""
+    accounts, census = soak.accounts, soak.census
+    lives = report.lives(census.series, census.cpu_s, args.skip_s)
+    return Run.of(
+        preset,
+        report.DECK,
+        soak.place.now_s(),
+        accounts,
+        [*soak.findings, *left, *report.growing(lives, args.slope_limit)],
+        by_kind=report.kinds(accounts),
+        cpu_s=sum(census.cpu_s.values()),
+        lives=lives,
+        short_lives=report.short(census.series),
+        counters=soak.counters,
+    )
 
-    def tell(done: int) -> None:
-        nonlocal told
-        if steps.live or not told:
-            steps.report(done, load.total, f"{preset}: {what}")
-        told = True
 
-    return tell
+def _workers(port: int) -> frozenset[str]:
+    return frozenset(load_config([run_dir(port) / "resolved.yaml"]).instance_roles)
+
+
+@contextlib.contextmanager
+def _temporary(folder: Path) -> Iterator[Path]:
+    """The pipeline's folder of temporary files, so that those it leaves are seen."""
+    path = folder / "tmp"
+    path.mkdir()
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(path)
+    try:
+        yield path
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,10 @@ ANSWER_TIMEOUT_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Answered:
+    """`events_s`: when each event of a stream came, of the monotonic clock."""
+
     said: Said
+    events_s: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +93,6 @@ class Stream:
     token: str = ""
     last_id: str = ""
     events: int = 0
-    keep: bool = True
-    """Ask that it can be resumed at all."""
     times_s: list[float] = field(default_factory=list)
     """When each event came, of the monotonic clock."""
 
@@ -148,8 +149,7 @@ async def follow_resumed(
     try:
         if first is not None:
             path, body = first
-            headers = {"x-cohort-resume": "keep"} if stream.keep else {}
-            request = http.post(url + path, json={**body, "stream": True}, headers=headers)
+            request = http.post(url + path, json={**body, "stream": True}, headers={"x-cohort-resume": "keep"})
         else:
             request = http.get(
                 f"{url}/v1/streams/{stream.token}", headers={"Last-Event-ID": stream.last_id} if stream.last_id else {}
@@ -221,7 +221,7 @@ async def _follow(response: aiohttp.ClientResponse, stream: Stream, manner: Mann
         stream.events += 1
         events_here += 1
         if stream.reader.done:
-            return Answered(stream.reader.said())
+            return Answered(stream.reader.said(), stream.times_s)
         if manner.leave_after_events is not None and events_here >= manner.leave_after_events:
             response.close()
             return Left()

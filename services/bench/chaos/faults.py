@@ -1,8 +1,9 @@
-"""What breaks the processes of a soak: kills, stops and requests to end, one process at a time, of every kind.
+"""What breaks the processes of a pipeline: kills, stops and requests to end of one of them, a restart of them all.
 
-A deck holds every instance twice to be killed, once to be stopped for some seconds, once to be told to end, and every
-helper process once to be killed. It is shuffled and dealt from, again and again, so that all get all. The next fault
-waits until every process is ready again and the manager knows all workers. Called by `command`.
+A soak's deck holds every instance twice to be killed, once to be stopped for some seconds, once to be told to end,
+every helper process once to be killed, and one `cohort restart` where that is wanted. It is shuffled and dealt from,
+again and again, so that all get all. The next fault waits until every process is ready again and the manager knows all
+workers. Called by `soak` and `kill_table`.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from random import Random
+from urllib.parse import urlsplit
 
 import aiohttp
 
-from cohort.services.bench.chaos.accounts import Accounts, Fault
+from cohort.services.bench.chaos.accounts import Accounts, Fault, is_of
 from cohort.services.bench.chaos.census import LAUNCHER, Census, Life
 from cohort.services.bench.chaos.users import Place
+from cohort.services.bench.live.pipelines import start_cohort
 
-KILL, STOP, TERM = "kill", "stop", "term"
+KILL, STOP, TERM, RESTART = "kill", "stop", "term", "restart"
+ALL = "all"
+"""The processes that a restart is of."""
 _LONGEST_STOP_S = 6.0
 _BACK_TIMEOUT_S = 120.0
 _POLL_S = 0.2
@@ -38,32 +43,46 @@ class Faults:
         self._random = random
         self._say = say
         self._deck: list[tuple[str, str]] = []
-        self.victims: Sequence[str] = ()
-        """By name; none for every process."""
+        self.victims: Sequence[str] | None = None
+        """By name or kind; None for every process."""
+        self.restarts = False
         self.missing: list[str] = []
         """What did not come back in time."""
 
     async def run(self, stopping: asyncio.Event, mean_pause_s: float) -> None:
-        """Until it is told to stop; the last fault is waited for."""
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as http:
-            while True:
-                with contextlib.suppress(TimeoutError):
-                    pause_s = min(self._random.expovariate(1 / mean_pause_s), 3 * mean_pause_s)
-                    await asyncio.wait_for(stopping.wait(), max(1.0, pause_s))
-                if stopping.is_set():
-                    return
-                await self._break_one(http)
+        """Fault after fault from the deck until it is told to stop; the last one is waited for."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                pause_s = min(self._random.expovariate(1 / mean_pause_s), 3 * mean_pause_s)
+                await asyncio.wait_for(stopping.wait(), max(1.0, pause_s))
+            if stopping.is_set():
+                return
+            if (dealt := self._deal()) is not None:
+                await self.strike(*dealt)
 
-    async def _break_one(self, http: aiohttp.ClientSession) -> None:
-        if (dealt := self._deal()) is None:
-            return
-        name, action = dealt
-        life = self._census.living().get(name)
-        if life is None:  # a helper that nothing has asked for since its process began
+    def one_of(self, kind: str) -> str | None:
+        """An instance of this kind that runs; None where the pipeline has none."""
+        names = sorted(name for name in self._census.run_file().processes if is_of(name, kind))
+        return self._random.choice(names) if names else None
+
+    async def strike(self, name: str, action: str) -> None:
+        """One fault, until all is whole again."""
+        life = None if action == RESTART else self._census.living().get(name)
+        if life is None and action != RESTART:  # a helper that nothing has asked for since its process began
             return
         fault = Fault(name, action, self._place.now_s())
         self._accounts.faults.append(fault)
-        self._say(f"{action} {name} ({life.pid})")
+        self._say(f"{action} {name}" + (f" ({life.pid})" if life else ""))
+        if life is None:
+            await self._restart()
+        else:
+            await self._break(life, action)
+        if await self._whole_again(gone=None if action == STOP else life):
+            fault.back_s = self._place.now_s()
+        else:
+            self.missing.append(f"{name} was not back {_BACK_TIMEOUT_S:.0f} s after {action} at {fault.at_s:.0f} s")
+
+    async def _break(self, life: Life, action: str) -> None:
         match action:
             case "kill":
                 _signal(life, signal.SIGKILL)
@@ -75,19 +94,25 @@ class Faults:
                     await asyncio.sleep(self._random.uniform(0.5, _LONGEST_STOP_S))
                 finally:
                     _signal(life, signal.SIGCONT)
-        if await self.whole_again(http, gone=None if action == STOP else life):
-            fault.back_s = self._place.now_s()
-        else:
-            self.missing.append(f"{name} was not back {_BACK_TIMEOUT_S:.0f} s after {action} at {fault.at_s:.0f} s")
 
-    async def whole_again(self, http: aiohttp.ClientSession, gone: Life | None) -> bool:
+    async def _restart(self) -> None:
+        process = start_cohort("restart", "--port", str(urlsplit(self._place.url).port))
+        try:
+            code = await asyncio.to_thread(process.wait)
+        finally:
+            process.kill()
+        if code:
+            self.missing.append(f"`cohort restart` ended with {code}")
+
+    async def _whole_again(self, gone: Life | None) -> bool:
         """Once the broken life has ended, every process is ready and the manager counts all workers."""
         deadline_s = self._place.now_s() + _BACK_TIMEOUT_S
-        while self._place.now_s() < deadline_s:
-            living = self._census.living()
-            if (gone is None or gone not in living.values()) and await self._whole(http):
-                return True
-            await asyncio.sleep(_POLL_S)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as http:
+            while self._place.now_s() < deadline_s:
+                living = self._census.living()
+                if (gone is None or gone not in living.values()) and await self._whole(http):
+                    return True
+                await asyncio.sleep(_POLL_S)
         return False
 
     async def _whole(self, http: aiohttp.ClientSession) -> bool:
@@ -109,13 +134,14 @@ class Faults:
     def _deal(self) -> tuple[str, str] | None:
         """None where no victim lives."""
         if not self._deck:
-            living = self._census.living()
-            chosen = [name for name in living if name != LAUNCHER and name in (self.victims or living)]
+            living = [name for name in self._census.living() if name != LAUNCHER]
+            victims = living if self.victims is None else self.victims
             instances = set(self._census.run_file().processes)
-            for name in sorted(chosen):
+            for name in sorted(name for name in living if any(is_of(name, victim) for victim in victims)):
                 self._deck += [
                     (name, action) for action in ((KILL, KILL, STOP, TERM) if name in instances else (KILL,))
                 ]
+            self._deck += [(ALL, RESTART)] if self.restarts else []
             self._random.shuffle(self._deck)
         return self._deck.pop() if self._deck else None
 

@@ -2,7 +2,7 @@
 
 The end is compared with a quiet moment before the traffic: the same threads, descriptors, tasks and helper processes,
 no request, block, lease or stream held. A process may have a few descriptors more, which a pool of connections or a
-database opens when it first needs them (`SPARE`). Pure but for reading folders. Called by `command`.
+database opens when it first needs them (`SPARE`). Pure but for reading folders. Called by `soak`.
 """
 
 from __future__ import annotations

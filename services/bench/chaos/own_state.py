@@ -1,6 +1,6 @@
 """The configuration of a pipeline that is broken on purpose: all that it keeps is in a folder of its own.
 
-Called by `soak` and `chaos` before they start theirs. Writes the tiny model where that one is wanted, and nothing else.
+Called by `command` before it starts one. Writes the tiny model where that one is wanted, and nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TINY = "tiny"
 _TINY_KV_BYTES = 16 << 20
 
 
-def own_state(model: str, folder: Path, keys: list[str], resume_s: float) -> dict[str, Any]:
+def own_state(model: str, folder: Path, keys: list[str], resume_s: float, drain_s: float) -> dict[str, Any]:
     """As of a configuration file. `model`: a folder, `tiny` or `default`. The waits are short, so that what a client
     leaves behind soon ends."""
     state = folder / "state"
@@ -38,10 +38,10 @@ def own_state(model: str, folder: Path, keys: list[str], resume_s: float) -> dic
             "resume_s": resume_s,
             "write_timeout_s": 10.0,
             "body_timeout_s": 10.0,
-            "drain_s": 5.0,
+            "drain_s": drain_s,
         },
         "keys": {"usage_file": str(state / "usage.sqlite3")},
         "batch": {"folder": str(state / "batches"), "concurrency": 4},
         "predictor": {"state_path": str(state / "lengths.npz"), "save_every_s": 10.0},
-        "engine": {"state_dir": str(state / "learned"), "drain_s": 5.0},
+        "engine": {"state_dir": str(state / "learned"), "drain_s": drain_s},
     }

@@ -1,142 +1,239 @@
-"""The kill table: a row for each preset and process, what is wrong with it, and its forms.
+"""The result of a kill table or a soak: a document of one or more runs, its tables, and whether they passed.
 
-Pure. Called by `command`.
+Memory is judged where a life was long enough: it grows when the lower end of its slope's interval is above the limit.
+Written once a minute while a soak runs (`finished` false), so that a long one can be looked at.
+Called by `command` and `kill_table`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
 
 import msgspec
-from rich.table import Table
 
 from cohort.common.errors import ConfigError
-from cohort.services.bench.chaos.strikes import Struck
-from cohort.services.bench.output import markdown_table, plain_table
+from cohort.services.bench.chaos.accounts import Accounts, Fault, Unaccounted, Verdict, Waits
+from cohort.services.bench.chaos.census import Life, Sample
+from cohort.services.bench.chaos.slopes import MEGABYTE, Slope, slope
+from cohort.services.bench.output import markdown_table
 
-UNDISTURBED = "none"
-RESTART = "all restarted"
-_WORDS = ("preset", "killed")
-_NUMBERS = ("requests", "failed", "elsewhere", "resumed", "wrong text", "pause, s", "TTFT, s", "back, s")
-LEGEND = (
-    "failed: plain streams whose connection the killed process held; elsewhere: all other failures; resumed: streams "
-    "that broke, were resumed and ended; pause: the longest between two tokens of one stream; TTFT: the longest; "
-    "back: until all is whole again"
-)
+BOUNDED = {"predictor/trainer_process": 300e6}
+"""Bytes at most of processes that fill up by design, and are judged by that: the trainer keeps 20,000 finished
+requests, with about 2 kB each, and what it learns from them once more."""
+JUDGED_S = 600.0
+"""A slope over less is told and not judged: pools and caches fill for some minutes."""
+SHORT_S = 120.0
+"""Lives below this are counted, not listed."""
+UNDISTURBED, RESTARTED, DECK = "none", "all restarted", "by the deck"
+_NUMBERS = ("requests", *Verdict, "resumed", "pause, s", "TTFT, s", "back, s")
+_ACTIONS = ("kill", "stop", "term", "restart")
+_OF_FAULTS = (*_ACTIONS, "median pause, s", "pause, s", "TTFT, s", "back, s")
+_OF_LIVES = ("min", "MB then", "MB now", "MB/hour", "95 %", "threads", "descriptors")
+_TOLD = 5
+"""Requests that are not accounted for, in words; the document has more."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of all requests. `killed`: the kind of process, `UNDISTURBED` or `RESTART`."""
+class LifeReport(msgspec.Struct, frozen=True):
+    """One life of one process. Megabytes are 1e6 bytes; the slopes leave out `skipped_s` at its begin. `rss_mb` every
+    minute, and at the end."""
+
+    name: str
+    pid: int
+    from_s: float
+    to_s: float
+    cpu_s: float
+    skipped_s: float
+    rss: Slope | None
+    anonymous: Slope | None
+    rss_mb: list[float]
+    threads: tuple[int, int]
+    descriptors: tuple[int, int]
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """The clients of one preset under one kind of fault, or under a soak's deck of all. `broken`: a kind of process,
+    `UNDISTURBED`, `RESTARTED` or `DECK`. `findings`: empty when it passed. Only a soak has `by_kind` and what follows:
+    kind, verdict, requests."""
 
     preset: str
-    killed: str
-    kills: int
-    requests: int
-    failed: int
-    elsewhere: int
-    resumed: int
-    wrong: int
-    longest_pause_s: float
-    longest_ttft_s: float
-    back_s: float
+    broken: str
     seconds: float
+    requests: int
+    verdicts: dict[str, int]
+    resumed: int
+    refusals: dict[str, int]
+    waits: Waits
+    faults: list[Fault]
+    unaccounted: list[Unaccounted]
+    findings: list[str]
+    by_kind: dict[str, dict[str, int]] = {}
+    cpu_s: float = 0.0
+    lives: list[LifeReport] = []
+    short_lives: dict[str, int] = {}
+    counters: dict[str, float] = {}
 
     @staticmethod
-    def of(preset: str, killed: str, kills: int, struck: Struck) -> Row:
-        counts = struck.counts
-        return Row(
+    def of(preset: str, broken: str, seconds: float, accounts: Accounts, found: Sequence[str], **of_a_soak: Any) -> Run:
+        """With what was found beside the accounts."""
+        findings = (
+            [f"{accounts.unaccounted_total} requests are not accounted for"] if accounts.unaccounted_total else []
+        )
+        for bad in accounts.unaccounted[:_TOLD]:
+            findings.append(f"{bad.kind} at {bad.from_s:.1f} s: {bad.detail[:300]}; under {bad.under}")
+        return Run(
             preset=preset,
-            killed=killed,
-            kills=kills,
-            requests=counts.requests,
-            failed=counts.own,
-            elsewhere=counts.foreign,
-            resumed=counts.resumed,
-            wrong=counts.wrong,
-            longest_pause_s=round(counts.longest_pause_s, 3),
-            longest_ttft_s=round(counts.longest_ttft_s, 3),
-            back_s=round(struck.back_s, 2),
-            seconds=round(struck.seconds, 2),
+            broken=broken,
+            seconds=seconds,
+            requests=accounts.requests,
+            verdicts={str(verdict): accounts.total(verdict) for verdict in Verdict},
+            resumed=accounts.resumed,
+            refusals=dict(accounts.refusals),
+            waits=accounts.waits,
+            faults=accounts.faults,
+            unaccounted=accounts.unaccounted,
+            findings=[*findings, *found],
+            **of_a_soak,
         )
 
     @property
     def cells(self) -> list[str]:
-        numbers = (self.requests, self.failed, self.elsewhere, self.resumed, self.wrong)
-        times = (f"{self.longest_pause_s:.2f}", f"{self.longest_ttft_s:.2f}")
-        back = "–" if self.killed == UNDISTURBED else f"{self.back_s:.1f}"
-        return [self.preset, self.killed, *(f"{number:,}" for number in numbers), *times, back]
-
-    def findings(self) -> Iterator[str]:
-        """What should not have been."""
-        where = f"{self.preset}, {self.killed}"
-        if self.wrong:
-            yield f"{where}: {self.wrong} texts are not those of the undisturbed run"
-        if self.elsewhere:
-            yield f"{where}: {self.elsewhere} requests failed on connections that the killed process did not hold"
-        if self.failed and self.killed != "gateway":
-            yield f"{where}: {self.failed} requests failed"
+        numbers = (self.requests, *(self.verdicts.get(verdict, 0) for verdict in Verdict), self.resumed)
+        return [self.preset, self.broken, *(f"{number:,}" for number in numbers), *_waits(self.faults, self.waits)]
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
-    """The file behind `--json`. `findings`: empty when nothing was lost that should not have been."""
+    """The file behind `--json`."""
 
-    schema_version: int = 1
-    mode: str = "chaos"
+    schema_version: int = 2
     command: list[str]
     began: str
     model: str
-    clients: int
-    requests_per_client: int
-    output_tokens: int
-    rows: list[Row]
-    findings: list[str]
-    said: list[str]
-    """The first failures and wrong texts, in words."""
+    finished: bool
+    runs: list[Run]
+
+    @property
+    def findings(self) -> list[str]:
+        return [f"{run.preset}, {run.broken}: {finding}" for run in self.runs for finding in run.findings]
 
     def encode(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
 
-def as_markdown(rows: Sequence[Row]) -> str:
-    return markdown_table(_WORDS, _NUMBERS, [row.cells for row in rows])
+def read_document(path: Path) -> Document:
+    """The result of a run. Raises `ConfigError`."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Document)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path}: not a result of `cohort chaos`: {error}") from error
 
 
-def merged(page: str, rows: Sequence[Row]) -> str:
-    """The page with these rows in its kill table, the first one: instead of those of the same preset and process, else
-    behind the preset's others, else at the end. Everything else stays as it is. Raises `ConfigError` where the page has
-    no such table."""
-    lines = page.splitlines(keepends=True)
-    first = 2 + _table_at(lines)
-    last = next((at for at in range(first, len(lines)) if not lines[at].startswith("|")), len(lines))
-    known = {_key(line): line for line in lines[first:last]}
-    new = {(row.preset, row.killed): line for row, line in zip(rows, _body(rows), strict=True)}
-    presets = dict.fromkeys(preset for preset, _ in (*known, *new))
-    both = known | new
-    table = [line for preset in presets for key, line in both.items() if key[0] == preset]
-    return "".join((*lines[:first], *table, *lines[last:]))
+def lives(series: Mapping[Life, Sequence[Sample]], cpu_s: Mapping[Life, float], skip_s: float) -> list[LifeReport]:
+    """Of every life that was long enough, in the order in which they began."""
+    found = []
+    for life, samples in series.items():
+        if samples[-1].at_s - samples[0].at_s < SHORT_S:
+            continue
+        minutes = samples[:: max(1, round(60 / max(0.1, _interval_s(samples))))]
+        ends = samples[0], samples[-1]
+        found.append(
+            LifeReport(
+                life.name,
+                life.pid,
+                samples[0].at_s,
+                samples[-1].at_s,
+                cpu_s.get(life, 0.0),
+                skip_s,
+                slope(samples, skip_s),
+                slope(samples, skip_s, anonymous=True),
+                [round(sample.rss_bytes / MEGABYTE, 2) for sample in (*minutes, samples[-1])],
+                (ends[0].threads, ends[1].threads),
+                (sum(ends[0].descriptors.values()), sum(ends[1].descriptors.values())),
+            )
+        )
+    return found
 
 
-def _table_at(lines: Sequence[str]) -> int:
-    head = as_markdown(()).splitlines(keepends=True)
-    for at in range(len(lines) - 1):
-        if [line.rstrip() for line in lines[at : at + 2]] == [line.rstrip() for line in head]:
-            return at
-    raise ConfigError(f"no kill table there; it begins with {head[0].rstrip()}")
+def growing(found: Sequence[LifeReport], limit_mb_per_h: float) -> list[str]:
+    """The lives that were long enough and grow for certain by more than the limit, or are beyond their bound."""
+    said = []
+    for life in found:
+        bound, most = BOUNDED.get(life.name), max(life.rss_mb)
+        if bound is not None:
+            if most > bound / MEGABYTE:
+                said.append(f"{life.name}: {most:.0f} MB of memory, its bound is {bound / MEGABYTE:.0f}")
+        elif life.rss is not None and life.rss.over_s >= JUDGED_S and life.rss.low > limit_mb_per_h:
+            ends = f"{life.rss.low:.1f} to {life.rss.high:.1f}"
+            said.append(f"{life.name}: memory grows by {life.rss.mb_per_h:.1f} MB an hour ({ends})")
+    return said
 
 
-def _body(rows: Sequence[Row]) -> list[str]:
-    return as_markdown(rows).splitlines(keepends=True)[2:]
+def short(series: Mapping[Life, Sequence[Sample]]) -> dict[str, int]:
+    return dict(Counter(life.name for life, samples in series.items() if samples[-1].at_s - samples[0].at_s < SHORT_S))
 
 
-def _key(line: str) -> tuple[str, str]:
-    _, preset, killed, *_ = (cell.strip() for cell in line.split("|"))
-    return preset, killed
+def kinds(accounts: Accounts) -> dict[str, dict[str, int]]:
+    return {kind: {str(verdict): count for verdict, count in each.items()} for kind, each in accounts.by_kind.items()}
 
 
-def as_table(rows: Sequence[Row]) -> Table:
-    table = plain_table("preset", *_NUMBERS)
-    table.columns[0].header, table.columns[0].no_wrap = "preset, killed", True
-    for row in rows:
-        preset, killed, *numbers = row.cells
-        table.add_row(f"{preset}, {killed}", *numbers)
-    return table
+def table(document: Document) -> str:
+    """The runs; where one of them had several faults the faults by process; of a soak requests by kind, and memory by
+    life. Markdown."""
+    parts = [markdown_table(["preset", "broken"], _NUMBERS, [run.cells for run in document.runs])]
+    if any(len(run.faults) > 1 for run in document.runs):
+        parts.append(markdown_table(["preset", "process"], _OF_FAULTS, list(_by_process(document.runs))))
+    for run in document.runs:
+        if run.by_kind:
+            parts.append(markdown_table(["requests"], [*Verdict], list(_by_kind(run))))
+            parts.append(markdown_table(["life"], _OF_LIVES, [_row(life) for life in run.lives]))
+            parts.append(f"{run.requests} requests in {run.seconds / 60:.1f} min, {run.cpu_s:.0f} s of CPU\n")
+    return "\n".join(parts)
+
+
+def _by_process(runs: Sequence[Run]) -> Iterator[list[str]]:
+    broken: dict[tuple[str, str], list[Fault]] = {}
+    for run in runs:
+        for fault in run.faults:
+            broken.setdefault((run.preset, fault.process), []).append(fault)
+    for (preset, process), faults in broken.items():
+        counts = Counter(fault.action for fault in faults)
+        pauses = [fault.waits.pause_s for fault in faults]
+        longest = Waits(max(fault.waits.ttft_s for fault in faults), max(pauses))
+        actions = (str(counts[action]) for action in _ACTIONS)
+        yield [preset, process, *actions, f"{median(pauses):.2f}", *_waits(faults, longest)]
+
+
+def _waits(faults: Sequence[Fault], longest: Waits) -> list[str]:
+    back_s = [fault.back_s - fault.at_s for fault in faults if fault.back_s is not None]
+    return [f"{longest.pause_s:.2f}", f"{longest.ttft_s:.2f}", f"{max(back_s):.1f}" if back_s else "–"]
+
+
+def _by_kind(run: Run) -> Iterator[list[str]]:
+    sums: dict[str, Counter[str]] = {}
+    for kind, counts in run.by_kind.items():
+        sums.setdefault(kind.partition(":")[0], Counter()).update(counts)
+    for kind, each in sorted(sums.items()):
+        yield [kind, *(str(each[verdict]) for verdict in Verdict)]
+
+
+def _row(life: LifeReport) -> list[str]:
+    found = life.rss
+    return [
+        life.name,
+        f"{(life.to_s - life.from_s) / 60:.1f}",
+        f"{life.rss_mb[0]:.1f}",
+        f"{life.rss_mb[-1]:.1f}",
+        "–" if found is None else f"{found.mb_per_h:+.2f}",
+        "–" if found is None else f"{found.low:+.2f} to {found.high:+.2f}",
+        f"{life.threads[0]} → {life.threads[1]}",
+        f"{life.descriptors[0]} → {life.descriptors[1]}",
+    ]
+
+
+def _interval_s(samples: Sequence[Sample]) -> float:
+    return (samples[-1].at_s - samples[0].at_s) / max(1, len(samples) - 1)

@@ -1,6 +1,6 @@
 """The content of an answer without its ids, times and usage: equal for a whole answer and a stream of it.
 
-`whole` reads a body, `Reader` the events of a stream, of all four APIs. Pure; called by `clients`.
+`whole` reads a body, `Reader` the events of a stream, of all four APIs. Pure; called by `exchange`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -51,14 +51,16 @@ _COUNTERS = (
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Of the whole soak. `kill_every_s` 0: no faults; `victims`: by name, none for every process."""
+    """Of the whole soak. `kill_every_s` 0: no faults; `victims`: by name or kind, None for every process; `restarts`:
+    of all of them are in the deck."""
 
     seconds: float
     clients: int
     rate: float
     kill_every_s: float
     kills_for_s: float
-    victims: tuple[str, ...]
+    victims: Sequence[str] | None
+    restarts: bool
     sample_s: float
     quiet_s: float
     seed: int
@@ -112,7 +114,7 @@ class Soak:
     async def _soak(self, users: list[User | BatchUser]) -> None:
         terms, over = self._terms, asyncio.Event()
         faults = Faults(self.place, self.census, self.accounts, len(self._workers), self._random("faults"), self._tell)
-        faults.victims = terms.victims
+        faults.victims, faults.restarts = terms.victims, terms.restarts
         breaking = asyncio.create_task(faults.run(over, terms.kill_every_s)) if terms.kill_every_s else None
         ending = asyncio.get_running_loop().call_later(terms.kills_for_s, over.set)
         try:

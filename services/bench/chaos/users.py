@@ -1,7 +1,7 @@
-"""The clients of a soak: each asks, reads in some manner or leaves, thinks a while, and asks again.
+"""The clients: each asks, reads in some manner or leaves, thinks a while, and asks again.
 
 The mix is drawn from a seed for each client by itself; what comes in between (faults, load) moves times, not draws.
-Every ending is booked (`accounts`). Called by `command`.
+Every ending is booked (`accounts`). Called by `soak`, and by `kill_table` for clients that only ask.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class NotDeterministic(CohortError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a soak's pipeline answers, with whose keys, and when the soak began (monotonic seconds)."""
+    """Where the pipeline answers, with whose keys, and when the clients began (monotonic seconds)."""
 
     url: str
     monitor_url: str
@@ -92,6 +92,8 @@ async def references(place: Place, cases: Sequence[Case]) -> dict[str, Said]:
 
 
 class User:
+    away_s = AWAY_S
+
     def __init__(
         self, place: Place, accounts: Accounts, cases: Sequence[Case], known: dict[str, Said], random: Random
     ) -> None:
@@ -138,7 +140,8 @@ class User:
                 manner = Manner(stream=streams, stall_after_events=random.randint(1, 4), leave_s=random.uniform(1, 25))
                 await self._ask(what, http, case, manner)
             case "resume" | "abandon" | "delete":
-                await self._resumable(what, http, random.choice([case for case in self._cases if case.resumable]))
+                case = random.choice([case for case in self._cases if case.resumable])
+                await self._resumable(what, http, case, breaks=1 if what != "resume" else random.randint(0, 3))
             case "fresh":
                 await self._fresh(http)
             case "chain":
@@ -157,10 +160,19 @@ class User:
     def _book(self, what: str, begun_s: float, ending: Ending, expected: Said | int | None) -> None:
         self._accounts.book(what, begun_s, self._place.now_s(), ending, expected)
 
-    async def _ask(self, what: str, http: aiohttp.ClientSession, case: Case, manner: Manner) -> None:
+    def _book_case(self, what: str, begun_s: float, ending: Ending, case: Case, *, timed: bool) -> None:
+        """The first answer of a case that has no reference is its reference. `timed`: it was read as it came."""
+        self._book(f"{what}: {case.name}", begun_s, ending, self._known.get(case.name))
+        if isinstance(ending, Answered):
+            self._known.setdefault(case.name, ending.said)
+            if timed and ending.events_s:
+                self._accounts.time(begun_s, [at_s - self._place.begun_s for at_s in ending.events_s])
+
+    async def _ask(self, what: str, http: aiohttp.ClientSession, case: Case, manner: Manner) -> Ending:
         begun_s = self._place.now_s()
         ending = await exchange.ask(http, self._place.url, case.api, case.body, manner)
-        self._book(f"{what}: {case.name}", begun_s, ending, self._known[case.name])
+        self._book_case(what, begun_s, ending, case, timed=not manner.pause_s)
+        return ending
 
     async def _fresh(self, http: aiohttp.ClientSession) -> None:
         """A new request, and again: what it said first it must say again."""
@@ -229,12 +241,13 @@ class User:
                 ending, _ = await exchange.tell(http, method, f"{url}/{identity}")
                 self._book(f"chain: {method}", begun_s, ending, 200)
 
-    async def _resumable(self, what: str, http: aiohttp.ClientSession, case: Case) -> None:
-        """A stream that is left and taken up again, over the gateway's end too; or left for good, or deleted."""
+    async def _resumable(self, what: str, http: aiohttp.ClientSession, case: Case, breaks: int) -> Ending:
+        """A stream that is left so many times and taken up again, over the gateway's end too; or left for good, or
+        deleted."""
         random, place = self._random, self._place
+        timed, broken = breaks == 0, False
         stream, begun_s = Stream(Reader(case.api)), place.now_s()
         first: tuple[str, dict[str, Any]] | None = (str(case.api), case.body)
-        breaks = 1 if what != "resume" else random.randint(0, 3)
         ending: Ending = Silent()
         while place.now_s() - begun_s < RESUME_DEADLINE_S:
             manner = Manner(leave_after_events=random.randint(1, 12) if breaks > 0 else None)
@@ -245,12 +258,15 @@ class User:
                 case Left() if what == "resume":
                     await asyncio.sleep(random.choice([0.0, random.uniform(0, 2)]))
                 case Broken() | Failed() | Refused(429 | 503) if stream.token:  # a shutdown ends it with an error
-                    await asyncio.sleep(AWAY_S)
+                    broken = True
+                    await asyncio.sleep(self.away_s)
                 case _:
                     break
             ending = Silent()
-        self._book(f"{what}: {case.name}", begun_s, ending, self._known[case.name])
+        self._accounts.resumed += broken and isinstance(ending, Answered)
+        self._book_case(what, begun_s, ending, case, timed=timed)
         if what == "delete" and isinstance(ending, Left) and stream.token:
             begun_s = place.now_s()
-            ending, _ = await exchange.tell(http, "DELETE", f"{place.url}/v1/streams/{stream.token}")
-            self._book("delete: its end", begun_s, ending, None)
+            told, _ = await exchange.tell(http, "DELETE", f"{place.url}/v1/streams/{stream.token}")
+            self._book("delete: its end", begun_s, told, None)
+        return ending

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from cohort.services.bench.chaos.accounts import Accounts, Fault, Verdict, judge
+from cohort.services.bench.chaos.accounts import Accounts, Fault, Verdict, Waits, judge
 from cohort.services.bench.chaos.exchange import Answered, Broken, Ending, Failed, Left, Refused, Silent, Told
 from cohort.services.bench.chaos.said import Said
 
 KNOWN = Said(("a harbour",), ((),), ((),), ("length",))
 OTHER = Said(("a night",), ((),), ((),), ("length",))
 GATEWAY = Fault("gateway", "kill", 10.0, 14.0)
+SECOND_GATEWAY = Fault("gateway-1", "kill", 10.0, 14.0)
 STOPPED = Fault("gateway", "stop", 10.0, 14.0)
 WORKER = Fault("decode-0", "kill", 10.0, 14.0)
 
@@ -35,6 +36,8 @@ WORKER = Fault("decode-0", "kill", 10.0, 14.0)
         (Failed("lost"), KNOWN, [WORKER], Verdict.LOST),
         (Failed("the server ends"), KNOWN, [GATEWAY], Verdict.CUT),
         (Broken("reset"), KNOWN, [GATEWAY], Verdict.CUT),
+        (Broken("reset"), KNOWN, [SECOND_GATEWAY], Verdict.CUT),
+        (Broken("reset"), KNOWN, [Fault("all", "restart", 10.0)], Verdict.LOST),
         (Broken("reset"), KNOWN, [STOPPED], Verdict.LOST),
         (Broken("reset"), KNOWN, [WORKER], Verdict.LOST),
         (Silent(), KNOWN, [GATEWAY], Verdict.LOST),
@@ -54,3 +57,18 @@ def test_a_fault_counts_while_it_lasts_and_not_for_requests_before_or_long_after
     assert accounts.book("after", 30.0, 31.0, Broken("reset"), KNOWN) is Verdict.LOST
     assert (accounts.requests, accounts.unaccounted_total) == (3, 2)
     assert [(each.kind, each.under) for each in accounts.unaccounted] == [("before", []), ("after", [])]
+
+
+def test_only_waits_that_reach_into_a_fault_are_its_cost() -> None:
+    """The first stream waits from 1.0 over the kill at 1.1 to 1.5; the second had its longest pause before, and the
+    last one began after all was whole again."""
+    accounts = Accounts()
+    accounts.faults += [Fault("decode-0", "kill", 1.1), Fault("gateway", "kill", 5.0, 6.0)]
+    accounts.time(0.7, [0.8, 0.9, 1.0, 1.5, 1.6])
+    accounts.time(0.1, [0.2, 0.9, 1.0, 1.2, 1.3])
+    accounts.faults[0].back_s = 4.1
+    accounts.time(4.2, [4.5, 4.7])
+    assert (accounts.waits.ttft_s, accounts.waits.pause_s) == pytest.approx((0.3, 0.7))
+    assert [fault.waits for fault in accounts.faults] == [Waits(pause_s=0.5), Waits()]
+    accounts.time(4.0, [5.5])
+    assert accounts.faults[1].waits == Waits(ttft_s=1.5)

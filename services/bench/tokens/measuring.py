@@ -74,7 +74,7 @@ def measure(preset: str, settings: Sequence[str], model: str, load: Load) -> Cos
     """Raises `MeasurementFailed`, `ConfigError`."""
     with tempfile.TemporaryDirectory(prefix="cohort-bench-") as name:
         folder = Path(name)
-        config = _config(preset, settings, model, load, folder)
+        config = configured(preset, settings, model, load, folder)
         with started(config, folder, load.step_s) as processes:
             processes.wait_ready()
             return asyncio.run(_measured(config, processes, load))
@@ -123,7 +123,7 @@ async def _measured(config: Config, processes: Processes, load: Load) -> Cost:
     )
 
 
-def _config(preset: str, settings: Sequence[str], model: str, load: Load, folder: Path) -> Config:
+def configured(preset: str, settings: Sequence[str], model: str, load: Load, folder: Path) -> Config:
     """Rows for all streams on any worker; nothing of it is written outside of `folder`."""
     flat = {
         "gateway.port": 0,

@@ -8,10 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Literal
-
-SweepKey = Literal["rate", "concurrency", "time-scale"]
-SWEEP_KEYS: tuple[SweepKey, ...] = ("rate", "concurrency", "time-scale")
 
 DESCRIPTION = """\
 Send a stated workload to any OpenAI-style server and report what a client saw: throughput, time to first token (TTFT),
@@ -21,10 +17,9 @@ EXAMPLES = """\
 examples:
   cohort bench                                                   8 users at once, 100 requests of 128 + 64 tokens
   cohort bench --rate 4 --duration-s 60 --slo-ttft-ms 500 --slo-tpot-ms 100
-  cohort bench --mix 0.8:64x64,0.2:768x32 --concurrency 16 --json out.json --plot out.png
+  cohort bench --mix 0.8:64x64,0.2:768x32 --concurrency 16 --json out.json --csv out.csv
   cohort bench --trace conversation.jsonl --limit 500 --time-scale 2 --max-prompt 4096
   cohort bench --compare ours=localhost:8000 other=localhost:9000 --rounds 3 --rate 2
-  cohort bench --capacity --attainment 90 --slo-ttft-ms 1000 --duration-s 30
 """
 
 
@@ -40,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key", default=os.environ.get("OPENAI_API_KEY"), help="bearer key (default $OPENAI_API_KEY)"
     )
     server.add_argument(
-        "--endpoint", choices=("completions", "chat"), help="default: completions; chat for a --dataset or --workload"
+        "--endpoint", choices=("completions", "chat"), help="default: completions; chat for a --dataset"
     )
     server.add_argument(
         "--request-timeout-s", type=float, default=600.0, metavar="S", help="per request (default %(default)g)"
@@ -65,9 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     when.add_argument(
         "--duration-s", type=float, metavar="S", help="send for S seconds, then wait for what is in flight"
     )
-    when.add_argument(
-        "--max-concurrency", type=int, metavar="N", help="open loop: at most N in flight, the rest queue here"
-    )
 
     what = parser.add_argument_group("what requests look like")
     what.add_argument(
@@ -89,27 +81,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--dataset", type=Path, metavar="FILE", help="real prompts, JSON lines: prompt, messages, turns, …"
     )
-    what.add_argument(
-        "--workload",
-        choices=("quote", "edit", "retrieval", "chat"),
-        help="chats made here: a report to be repeated, code to be edited, a question about passages, free questions",
-    )
     what.add_argument("--limit", type=int, metavar="N", help="read only the first N rows of a trace or dataset")
-    what.add_argument("--shuffle", action="store_true", help="take the rows in an order drawn by --seed")
     what.add_argument("--max-prompt", type=int, metavar="N", help="clip longer prompts; the result says how many")
     what.add_argument("--max-output", type=int, metavar="N", help="clip longer outputs; the result says how many")
-    what.add_argument(
-        "--repeat",
-        type=int,
-        metavar="N",
-        help="prompts say their first N tokens again and again (not of a --dataset or --workload)",
-    )
     what.add_argument("--class-mix", metavar="MIX", help="x-cohort-class by share, for example rt=0.7,be=0.3")
     what.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="force the planned output length (default: yes, but not for a --dataset or --workload)",
+        help="force the planned output length (default: yes, but not for a --dataset)",
     )
     what.add_argument("--temperature", type=float, default=0.0, help="default 0: greedy")
     what.add_argument(
@@ -139,29 +119,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slo.add_argument("--slo-itl-ms", metavar="MS", help="99th percentile of the request's gaps between tokens")
     slo.add_argument("--slo-e2e-ms", metavar="MS", help="whole answer")
 
-    mode = parser.add_argument_group("modes").add_mutually_exclusive_group()
-    mode.add_argument("--compare", nargs="+", metavar="NAME=URL", help="several servers in turn, the same workload")
-    mode.add_argument("--sweep", metavar="KEY=V,V", help=f"one run per value; KEY is one of {', '.join(SWEEP_KEYS)}")
-    mode.add_argument("--capacity", action="store_true", help="search the highest rate that meets the SLO")
-    details = parser.add_argument_group("details of modes")
-    details.add_argument("--rounds", type=int, default=3, help="--compare: rounds, A B B A … (default %(default)s)")
-    details.add_argument(
-        "--attainment",
-        type=float,
-        default=90.0,
-        metavar="PCT",
-        help="--capacity: share within SLO (default %(default)g %%)",
-    )
-    details.add_argument(
-        "--max-rate", type=float, default=1024.0, metavar="R", help="--capacity: never above (default %(default)g)"
-    )
-    details.add_argument(
-        "--tolerance",
-        type=float,
-        default=0.05,
-        metavar="F",
-        help="--capacity: stop when known to within this share (default %(default)g)",
-    )
+    several = parser.add_argument_group("several servers")
+    several.add_argument("--compare", nargs="+", metavar="NAME=URL", help="in turn, A B B A …, the same workload")
+    several.add_argument("--rounds", type=int, default=3, help="of --compare (default %(default)s)")
 
     out = parser.add_argument_group("output")
     out.add_argument(
@@ -169,5 +129,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     out.add_argument("--json", metavar="FILE", help="everything as JSON ('-': to stdout, instead of the table)")
     out.add_argument("--csv", type=Path, metavar="FILE", help="one row per request")
-    out.add_argument("--plot", type=Path, metavar="FILE.png", help="distributions and throughput over time")
-    out.add_argument("--quiet", action="store_true", help="no table, no progress bar")
+    out.add_argument("--quiet", action="store_true", help="no table")

@@ -1,6 +1,6 @@
-"""The measurement of every mode: workload → prepared requests → warm-up → run → report.
+"""One measurement: workload → prepared requests → warm-up → run → report.
 
-Called by the modes. Owns the HTTP session's use and the negotiated servers; a mode decides only what is measured next.
+Called by `modes`, which decide only what is measured next. Owns the HTTP session's use and the negotiated servers.
 Draws prompts before the clock starts and keeps the garbage collector out of the run.
 """
 
@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 from hashlib import blake2b
 
 import aiohttp
-from rich.console import Console
 
 from cohort.common.errors import ConfigError
 from cohort.common.workloads.arrivals import ClosedLoop
@@ -23,13 +22,12 @@ from cohort.services.bench.http.load import prompts as prompts_
 from cohort.services.bench.http.load import target as target_
 from cohort.services.bench.http.load import workload as workload_
 from cohort.services.bench.http.load.client import HttpStreamClient, PreparedRequest
-from cohort.services.bench.http.load.driver import Driver, Progress, RunLog
+from cohort.services.bench.http.load.driver import Driver, RunLog
 from cohort.services.bench.http.load.prompts import PromptFactory, Vocabulary
 from cohort.services.bench.http.load.records import RequestRecord
 from cohort.services.bench.http.load.target import Dialect, Preferences, RequestBuilder, Target
-from cohort.services.bench.http.load.workload import FromDataset, RequestPlan, Workload, WorkloadSpec
+from cohort.services.bench.http.load.workload import FromDataset, Workload
 from cohort.services.bench.http.options import BenchOptions
-from cohort.services.bench.http.progress import show_progress
 from cohort.services.bench.http.results import report as report_
 from cohort.services.bench.http.results.report import RunReport
 
@@ -60,12 +58,9 @@ class Measurement:
 class Harness:
     """`stop` ends the run in progress early; its partial report is still made."""
 
-    def __init__(
-        self, options: BenchOptions, session: aiohttp.ClientSession, stop: asyncio.Event, console: Console
-    ) -> None:
+    def __init__(self, options: BenchOptions, session: aiohttp.ClientSession, stop: asyncio.Event) -> None:
         self.options = options
         self.stop = stop
-        self.console = console
         self.servers: tuple[Server, ...] = ()
         self._session = session
         self._builder = RequestBuilder(options.temperature, options.extra_body, options.api_key)
@@ -85,16 +80,16 @@ class Harness:
             dialects = [await self._negotiate(target, "text") for target in targets]
         self.servers = tuple(Server(t, d) for t, d in zip(targets, dialects, strict=True))
 
-    async def measure(self, server: Server, spec: WorkloadSpec, *, label: str, salt: int) -> Measurement:
-        """One run. Equal spec and salt are equal requests, byte for byte but for the model's name."""
-        planned = workload_.build(spec)
+    async def measure(self, server: Server, *, label: str, salt: int) -> Measurement:
+        """One run. An equal salt means equal requests, byte for byte but for the model's name."""
+        planned = workload_.build(self.options.workload)
         if not planned.plans:
             raise ConfigError("the workload has no request; raise --duration-s, --rate or --num-requests")
         target_.check_context(server.target, planned.plans)
-        await self._warm_up(server, spec, salt)
+        await self._warm_up(server, salt)
         requests = await self._prepare(server, planned, salt, label)
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
-        log = await self._drive(server, planned, requests, label)
+        log = await self._drive(server, planned, requests)
         report = report_.summarise(
             log,
             planned.facts,
@@ -106,7 +101,6 @@ class Harness:
             prompt_salt=salt,
             started_at=started_at,
             ignore_eos_wanted=self.options.ignore_eos,
-            bounded_concurrency=self.options.max_concurrency is not None,
         )
         return Measurement(report, log.records)
 
@@ -150,15 +144,14 @@ class Harness:
             seed=self.options.workload.seed,
             salt=salt,
             hash_block_tokens=self.options.hash_block_tokens,
-            repeat=self.options.repeat,
         )
 
-    async def _warm_up(self, server: Server, spec: WorkloadSpec, salt: int) -> None:
+    async def _warm_up(self, server: Server, salt: int) -> None:
         """Once per server; drawn from the workload's own lengths but with other words, and forgotten."""
         if server.target.name in self._warm or not self.options.warmup_requests:
             return
         self._warm.add(server.target.name)
-        short = WARMUP_MAX_OUTPUT_TOKENS
+        spec, short = self.options.workload, WARMUP_MAX_OUTPUT_TOKENS
         planned = workload_.build(
             replace(
                 spec,
@@ -169,7 +162,7 @@ class Harness:
             )
         )
         requests = await self._prepare(server, planned, derive_salt(salt, "warm-up"), "warm-up")
-        await self._drive(server, planned, requests, "warm-up")
+        await self._drive(server, planned, requests)
 
     async def _prepare(self, server: Server, planned: Workload, salt: int, label: str) -> list[PreparedRequest]:
         if planned.facts.prompt_tokens > MAX_PROMPT_TOKENS_PREPARED:
@@ -185,33 +178,16 @@ class Harness:
                 await asyncio.sleep(0)  # lets Ctrl-C through
                 if self.stop.is_set():
                     raise Interrupted
-            requests.append(self._build(server, prompts, plan, run_label))
+            requests.append(self._builder.build(server.target, server.dialect, prompts, plan, run_label))
         return requests
 
-    def _build(self, server: Server, prompts: PromptFactory, plan: RequestPlan, run_label: str) -> PreparedRequest:
-        return self._builder.build(server.target, server.dialect, prompts, plan, run_label)
-
-    async def _drive(self, server: Server, planned: Workload, requests: list[PreparedRequest], label: str) -> RunLog:
-        progress = Progress()
+    async def _drive(self, server: Server, planned: Workload, requests: list[PreparedRequest]) -> RunLog:
         client = HttpStreamClient(
             self._session, server.target.base_url + server.dialect.path, self.options.request_timeout_s
         )
-        driver = Driver(
-            client,
-            requests,
-            planned.arrivals,
-            max_concurrency=self.options.max_concurrency,
-            duration_s=self.options.workload.duration_s,
-            stop=self.stop,
-            progress=progress,
-        )
-        async with asyncio.TaskGroup() as group:
-            title = f"{server.target.name} · {label}" if len(self.servers) > 1 else label
-            bar = group.create_task(show_progress(progress, len(requests), title, self.console))
-            with _garbage_collector_idle():
-                log = await driver.run()
-            bar.cancel()
-        return log
+        driver = Driver(client, requests, planned.arrivals, duration_s=self.options.workload.duration_s, stop=self.stop)
+        with _garbage_collector_idle():
+            return await driver.run()
 
 
 def derive_salt(salt: int, label: str) -> int:

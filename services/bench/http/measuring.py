@@ -15,12 +15,10 @@ from collections.abc import Callable, Iterator
 import aiohttp
 from rich.console import Console
 
-from cohort.common.plotting import check_available
 from cohort.services.bench.http import options as options_
 from cohort.services.bench.http.harness import Harness, Interrupted, Measurement
-from cohort.services.bench.http.modes import run_mode
+from cohort.services.bench.http.modes import measured
 from cohort.services.bench.http.options import BenchOptions
-from cohort.services.bench.http.results import plots
 from cohort.services.bench.http.results.export import BenchResult, to_json, write_csv
 from cohort.services.bench.http.results.render import print_result
 from cohort.services.bench.output import output_console, publish_json
@@ -37,11 +35,9 @@ def measure(args: argparse.Namespace) -> int:
     """Everything from parsed options; the exit status. Raises `CohortError`."""
     errors = Console(stderr=True)
     options = options_.from_args(args)
-    if options.plot_path is not None:
-        check_available()
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            result, measurements, interrupted = runner.run(_measure(options, errors))
+            result, measurements, interrupted = runner.run(_measure(options))
         _publish(options, result, measurements, errors)
     except (Interrupted, KeyboardInterrupt, asyncio.CancelledError):
         errors.print("interrupted before anything was measured")
@@ -51,7 +47,7 @@ def measure(args: argparse.Namespace) -> int:
     return 0 if any(run.overall.completed for run in result.runs) else EXIT_NOTHING_COMPLETED
 
 
-async def _measure(options: BenchOptions, errors: Console) -> tuple[BenchResult, list[Measurement], bool]:
+async def _measure(options: BenchOptions) -> tuple[BenchResult, list[Measurement], bool]:
     stop = asyncio.Event()
     connector = (
         aiohttp.TCPConnector(limit=0, force_close=True)
@@ -61,10 +57,10 @@ async def _measure(options: BenchOptions, errors: Console) -> tuple[BenchResult,
     # No limits here: the deadline is the request's own, and a queue in the client would hide the server's.
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=READ_BUFFER_BYTES) as session:
-        harness = Harness(options, session, stop, Console(quiet=True) if options.quiet else errors)
+        harness = Harness(options, session, stop)
         with _ctrl_c_sets(stop):
             await harness.connect()
-            result, measurements = await run_mode(harness)
+            result, measurements = await measured(harness)
     return result, measurements, stop.is_set()
 
 
@@ -74,9 +70,7 @@ def _publish(options: BenchOptions, result: BenchResult, measurements: list[Meas
     publish_json(options.json_path, to_json(result))
     if options.csv_path is not None:
         write_csv(options.csv_path, measurements)
-    if options.plot_path is not None:
-        plots.write_plot(options.plot_path, result, measurements)
-    written = [str(path) for path in (options.json_path, options.csv_path, options.plot_path) if path and path != "-"]
+    written = [str(path) for path in (options.json_path, options.csv_path) if path and path != "-"]
     if written and not options.quiet:
         errors.print(f"written: {', '.join(written)}", highlight=False)
 

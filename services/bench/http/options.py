@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cohort.common.errors import ConfigError
-from cohort.services.bench.http.arguments import SWEEP_KEYS, SweepKey
 from cohort.services.bench.output import check_writable
 
 if TYPE_CHECKING:
@@ -24,39 +23,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Single:
-    """One run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Compare:
-    rounds: int
-
-
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    key: SweepKey
-    values: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """`attainment` is a share (0.9), `tolerance` the relative width of the answer."""
-
-    attainment: float
-    start_rate: float
-    max_rate: float
-    tolerance: float
-
-
-Mode = Single | Compare | Sweep | Capacity
-
-
-@dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """Everything a run needs, checked. `servers` are (name, URL)."""
+    """Everything a run needs, checked. `servers` are (name, URL); several are compared, in so many `rounds`."""
 
-    mode: Mode
+    rounds: int
     servers: tuple[tuple[str, str], ...]
     workload: WorkloadSpec
     slo: SloLimits
@@ -67,41 +37,33 @@ class BenchOptions:
     tokenizer: Path | None
     token_range: tuple[int, int] | None
     hash_block_tokens: int
-    repeat: int
     ignore_eos: bool
     temperature: float
     extra_body: dict[str, Any]
     warmup_requests: int
     request_timeout_s: float
     new_connections: bool
-    max_concurrency: int | None
     prompt_salt: int
     json_path: str | None
     csv_path: Path | None
-    plot_path: Path | None
     quiet: bool
     settings: dict[str, Any]
 
 
 def from_args(args: argparse.Namespace) -> BenchOptions:
     """Checks everything that can be checked without the server."""
-    mode = _mode(args)
     for name in (
         "num_requests",
         "concurrency",
-        "max_concurrency",
         "limit",
         "max_prompt",
         "max_output",
         "hash_block",
-        "repeat",
         "rounds",
         "rate",
         "time_scale",
         "duration_s",
         "request_timeout_s",
-        "max_rate",
-        "tolerance",
     ):
         value = getattr(args, name)
         if value is not None and not value > 0:
@@ -110,24 +72,22 @@ def from_args(args: argparse.Namespace) -> BenchOptions:
         value = getattr(args, name)
         if value is not None and not value >= 0:
             raise ConfigError(f"{_flag(name)} must not be negative")
-    texts = "--dataset" if args.dataset is not None else "--workload" if args.workload is not None else None
-    if texts is not None and args.prompt_format == "ids":
-        raise ConfigError(f"{texts} holds texts; --prompt-format ids cannot be had")
-    endpoint: Literal["completions", "chat"] | None = args.endpoint or ("chat" if texts is not None else None)
+    if args.dataset is not None and args.prompt_format == "ids":
+        raise ConfigError("--dataset holds texts; --prompt-format ids cannot be had")
+    endpoint: Literal["completions", "chat"] | None = args.endpoint or ("chat" if args.dataset is not None else None)
     if endpoint == "chat" and args.prompt_format == "ids":
         raise ConfigError("--endpoint chat takes no token ids; use --prompt-format text")
-    _check_load_is_free(args, mode)
-    workload = _workload(args, mode)
+    workload = _workload(args)
     settings = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(args).items()
         if name != "api_key" and isinstance(value, str | int | float | bool | list | Path | None)
     }
     return BenchOptions(
-        mode=mode,
+        rounds=args.rounds,
         servers=_servers(args.compare) if args.compare else (("server", args.url),),
         workload=workload,
-        slo=_slo(args, mode, {name for name, _ in workload.class_mix}),
+        slo=_slo(args, {name for name, _ in workload.class_mix}),
         model=args.model,
         api_key=args.api_key,
         endpoint=endpoint,
@@ -135,44 +95,18 @@ def from_args(args: argparse.Namespace) -> BenchOptions:
         tokenizer=args.tokenizer,
         token_range=_token_range(args.token_range),
         hash_block_tokens=args.hash_block,
-        repeat=args.repeat or 0,
-        ignore_eos=texts is None if args.ignore_eos is None else args.ignore_eos,
+        ignore_eos=args.dataset is None if args.ignore_eos is None else args.ignore_eos,
         temperature=args.temperature,
         extra_body=_extra_body(args.extra_body),
         warmup_requests=args.warmup,
         request_timeout_s=args.request_timeout_s,
         new_connections=args.new_connections,
-        max_concurrency=args.max_concurrency,
         prompt_salt=secrets.randbits(31) if args.prompt_salt is None else args.prompt_salt,
         json_path=args.json if args.json in (None, "-") else str(check_writable(Path(args.json), "--json")),
         csv_path=check_writable(args.csv, "--csv"),
-        plot_path=check_writable(args.plot, "--plot"),
         quiet=args.quiet or args.json == "-",
         settings=settings,
     )
-
-
-def _mode(args: argparse.Namespace) -> Mode:
-    if args.compare:
-        return Compare(args.rounds)
-    if args.sweep:
-        return _sweep(args.sweep)
-    if args.capacity:
-        if not 0 < args.attainment <= 100:
-            raise ConfigError(f"--attainment {args.attainment:g}: a percentage above 0 and up to 100")
-        return Capacity(args.attainment / 100.0, args.rate or 1.0, args.max_rate, args.tolerance)
-    return Single()
-
-
-def _sweep(text: str) -> Sweep:
-    name, _, listed = text.partition("=")
-    key = next((known for known in SWEEP_KEYS if known == name), None)
-    if key is None:
-        raise ConfigError(f"--sweep {text!r}: expected {' or '.join(f'{known}=V,V' for known in SWEEP_KEYS)}")
-    values = tuple(_number(part, f"--sweep {text!r}") for part in listed.split(","))
-    if not all(value > 0 for value in values) or (key == "concurrency" and not all(v.is_integer() for v in values)):
-        raise ConfigError(f"--sweep {text!r}: {'whole numbers' if key == 'concurrency' else 'numbers'} above 0")
-    return Sweep(key, values)
 
 
 def _servers(pairs: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -187,26 +121,6 @@ def _servers(pairs: Sequence[str]) -> tuple[tuple[str, str], ...]:
     return tuple(servers.items())
 
 
-def _check_load_is_free(args: argparse.Namespace, mode: Mode) -> None:
-    """A mode that varies the load and an option that fixes it cannot both be meant."""
-    if isinstance(mode, Single | Compare):
-        return
-    given = {
-        "--rate": args.rate,
-        "--concurrency": args.concurrency,
-        "--all-at-once": args.all_at_once or None,
-        "--time-scale": args.time_scale,
-    }
-    name = "--capacity"
-    if isinstance(mode, Capacity):
-        del given["--rate"]  # where the search starts
-    else:
-        name = "--sweep"
-    for flag, value in given.items():
-        if value is not None:
-            raise ConfigError(f"{name} sets the load itself; leave out {flag}")
-
-
 def _check_hash_block(trace: Trace, hash_block_tokens: int) -> None:
     """A trace made with smaller blocks would share far more than it should: its ids give that away."""
     for row in trace.rows:
@@ -217,13 +131,14 @@ def _check_hash_block(trace: Trace, hash_block_tokens: int) -> None:
             )
 
 
-def _workload(args: argparse.Namespace, mode: Mode) -> WorkloadSpec:
+def _workload(args: argparse.Namespace) -> WorkloadSpec:
     # Here and not above: numpy takes a tenth of a second that `cohort --help` should not.
     from cohort.common.workloads.arrivals import AllAtOnce, Arrivals, ClosedLoop, RandomArrivals, TraceTimes
     from cohort.common.workloads.generate import FromTrace
     from cohort.services.bench.http.load.workload import WorkloadSpec
 
     source = _source(args)
+    timed = isinstance(source, FromTrace) and source.trace.arrival_s is not None
     arrivals: Arrivals
     if args.rate is not None:
         arrivals = RandomArrivals(args.rate, args.cv)
@@ -231,19 +146,12 @@ def _workload(args: argparse.Namespace, mode: Mode) -> WorkloadSpec:
         arrivals = ClosedLoop(args.concurrency)
     elif args.all_at_once:
         arrivals = AllAtOnce()
-    elif args.time_scale is not None or (isinstance(source, FromTrace) and source.trace.arrival_s is not None):
+    elif args.time_scale is not None or timed:
         arrivals = TraceTimes(args.time_scale or 1.0)
-    elif args.capacity or (isinstance(mode, Sweep) and mode.key == "rate"):
-        arrivals = RandomArrivals(1.0, args.cv)
     else:
         arrivals = ClosedLoop(8)
-    if isinstance(arrivals, TraceTimes):
-        if not isinstance(source, FromTrace) or source.trace.arrival_s is None:
-            raise ConfigError("--time-scale needs a --trace that has arrival times")
-        if args.shuffle:
-            raise ConfigError("--shuffle tears the trace's lengths from its times; give --rate or --concurrency")
-    if args.max_concurrency is not None and isinstance(arrivals, ClosedLoop):
-        raise ConfigError("--max-concurrency is for an open loop; --concurrency already bounds a closed one")
+    if isinstance(arrivals, TraceTimes) and not timed:
+        raise ConfigError("--time-scale needs a --trace that has arrival times")
     return WorkloadSpec(
         source=source,
         arrivals=arrivals,
@@ -261,43 +169,37 @@ def _source(args: argparse.Namespace) -> Source:
     from cohort.common.workloads.lengths import parse_distribution, parse_mix
     from cohort.common.workloads.traces import read_trace
     from cohort.services.bench.http.load.datasets import read_dataset
-    from cohort.services.bench.http.load.texts import rows_of
     from cohort.services.bench.http.load.workload import FromDataset
 
-    sources = (("--mix", args.mix), ("--trace", args.trace), ("--dataset", args.dataset), ("--workload", args.workload))
+    sources = (("--mix", args.mix), ("--trace", args.trace), ("--dataset", args.dataset))
     chosen = [flag for flag, value in sources if value]
     if len(chosen) > 1:
         raise ConfigError(f"{' and '.join(chosen)} each say what requests look like; give one")
     if chosen and args.input_len is not None:
         raise ConfigError(f"--input-len and {chosen[0]} each say how long prompts are; give one")
-    if chosen and chosen[0] not in ("--dataset", "--workload") and args.output_len is not None:
+    if chosen and chosen[0] != "--dataset" and args.output_len is not None:
         raise ConfigError(f"--output-len and {chosen[0]} each say how long outputs are; give one")
     if args.trace is not None:
         trace = read_trace(args.trace, args.trace_format, args.limit, sort=True)
         _check_hash_block(trace, args.hash_block)
-        return FromTrace(trace, args.trace.name, args.shuffle)
-    output = parse_distribution(args.output_len or ("256" if args.dataset or args.workload else "64"), "--output-len")
+        return FromTrace(trace, args.trace.name)
+    output = parse_distribution(args.output_len or ("256" if args.dataset else "64"), "--output-len")
     if args.dataset is not None:
-        return FromDataset(read_dataset(args.dataset, args.limit), args.dataset.name, output, args.shuffle)
-    if args.workload is not None:
-        return FromDataset(rows_of(args.workload, args.seed)[: args.limit], args.workload, output, args.shuffle)
+        return FromDataset(read_dataset(args.dataset, args.limit), args.dataset.name, output)
     if args.mix is not None:
         return Mixed(parse_mix(args.mix))
     return Drawn(parse_distribution(args.input_len or "128", "--input-len"), output)
 
 
-def _slo(args: argparse.Namespace, mode: Mode, classes: set[str]) -> SloLimits:
+def _slo(args: argparse.Namespace, classes: set[str]) -> SloLimits:
     from cohort.services.bench.http.results.report import SloLimits
 
-    limits = SloLimits(
+    return SloLimits(
         **{
             f"{name}_ms": _limits(getattr(args, f"slo_{name}_ms"), f"--slo-{name}-ms", classes)
             for name in ("ttft", "tpot", "itl", "e2e")
         }
     )
-    if isinstance(mode, Capacity) and not limits:
-        raise ConfigError("--capacity needs an objective: --slo-ttft-ms, --slo-tpot-ms, --slo-itl-ms or --slo-e2e-ms")
-    return limits
 
 
 def _limits(text: str | None, option: str, classes: set[str]) -> dict[str, float]:

@@ -35,7 +35,7 @@ FOLDER = CONFIGS_DIR / "benchmarks"
 SEED = "seed"
 NUMBERS_OF_A_REQUEST = frozenset(CSV_COLUMNS) - {"run", "server", "request_id", "class", "kind", "status", "error"}
 _COMPUTED = re.compile(r"\$\{([^}]*)\}")
-_OPTIONS_WE_GIVE = frozenset({"help", "url", "compare", "sweep", "capacity", "json", "csv", "plot", "quiet"})
+_OPTIONS_WE_GIVE = frozenset({"help", "url", "compare", "json", "csv", "quiet"})
 
 
 class Overlay(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

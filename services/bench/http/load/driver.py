@@ -9,25 +9,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cohort.common.workloads.arrivals import Arrivals, ClosedLoop
 from cohort.services.bench.http.load.client import PreparedRequest, StreamClient, now_s
 from cohort.services.bench.http.load.records import RequestRecord
 
 LAG_PERIOD_S = 0.01
-
-
-@dataclass(slots=True)
-class Progress:
-    """Read by the progress bar while the run goes on."""
-
-    records: list[RequestRecord] = field(default_factory=list)
-    sent: int = 0
-    ended: int = 0
-    failed: int = 0
-    output_tokens: int = 0
-    start_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +28,7 @@ class RunLog:
 
 
 class Driver:
-    """One run. `max_concurrency` bounds what is in flight in an open loop; the wait it causes is the client's queue."""
+    """One run."""
 
     def __init__(
         self,
@@ -48,22 +36,20 @@ class Driver:
         requests: Sequence[PreparedRequest],
         arrivals: Arrivals,
         *,
-        max_concurrency: int | None = None,
         duration_s: float | None = None,
         stop: asyncio.Event | None = None,
-        progress: Progress | None = None,
     ) -> None:
         self._client = client
         self._requests = requests
         self._arrivals = arrivals
-        self._slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
         self._duration_s = duration_s
         self._stop = stop or asyncio.Event()
-        self.progress = progress or Progress()
+        self._records: list[RequestRecord] = []
+        self._start_s = 0.0
 
     async def run(self) -> RunLog:
         lag: list[float] = []
-        self.progress.start_s = now_s()
+        self._start_s = now_s()
         async with asyncio.TaskGroup() as group:
             probe = group.create_task(measure_loop_lag(lag))
             sending = group.create_task(self._send_all())
@@ -71,7 +57,7 @@ class Driver:
             await asyncio.wait((sending, stopped), return_when=asyncio.FIRST_COMPLETED)
             for task in (sending, stopped, probe):
                 task.cancel()
-        return RunLog(tuple(self.progress.records), tuple(lag), self._stop.is_set())
+        return RunLog(tuple(self._records), tuple(lag), self._stop.is_set())
 
     async def _send_all(self) -> None:
         if isinstance(self._arrivals, ClosedLoop):
@@ -83,43 +69,29 @@ class Driver:
         async with asyncio.TaskGroup() as group:
             for request in self._requests:
                 due_s = request.plan.due_s or 0.0
-                delay_s = self.progress.start_s + due_s - now_s()
+                delay_s = self._start_s + due_s - now_s()
                 if delay_s > 0:
                     await asyncio.sleep(delay_s)
-                group.create_task(self._one(request, due_s))
+                group.create_task(self._exchange(request, due_s))
 
     async def _closed_loop(self, concurrency: int) -> None:
         waiting = iter(self._requests)
 
         async def user() -> None:
             for request in waiting:
-                due_s = now_s() - self.progress.start_s
+                due_s = now_s() - self._start_s
                 if self._duration_s is not None and due_s >= self._duration_s:
                     return
-                await self._one(request, due_s)
+                await self._exchange(request, due_s)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(concurrency, len(self._requests))):
                 group.create_task(user())
 
-    async def _one(self, request: PreparedRequest, due_s: float) -> None:
-        if self._slots is None:
-            await self._exchange(request, due_s)
-        else:
-            async with self._slots:
-                await self._exchange(request, due_s)
-
     async def _exchange(self, request: PreparedRequest, due_s: float) -> None:
-        progress = self.progress
         record = RequestRecord(request.plan, due_s=due_s, request_id=request.headers.get("x-request-id", ""))
-        progress.records.append(record)
-        progress.sent += 1
-        try:
-            await self._client.stream(request, record, progress.start_s)
-        finally:
-            progress.ended += 1
-            progress.failed += record.status == "failed"
-            progress.output_tokens += record.output_tokens
+        self._records.append(record)
+        await self._client.stream(request, record, self._start_s)
 
 
 async def measure_loop_lag(lag_s: list[float], period_s: float = LAG_PERIOD_S) -> None:

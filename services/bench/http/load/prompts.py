@@ -105,20 +105,12 @@ class PromptFactory:
     """Draws the prompts of one run. Same (seed, salt) → same prompts; another salt shares no prefix with them."""
 
     def __init__(
-        self,
-        vocabulary: Vocabulary,
-        *,
-        seed: int,
-        salt: int,
-        hash_block_tokens: int = DEFAULT_HASH_BLOCK_TOKENS,
-        repeat: int = 0,
+        self, vocabulary: Vocabulary, *, seed: int, salt: int, hash_block_tokens: int = DEFAULT_HASH_BLOCK_TOKENS
     ) -> None:
-        """`repeat`: a prompt's first tokens, so many, come again and again; 0 = all are drawn."""
         self._vocabulary = vocabulary
         self._seed = seed
         self._salt = salt
         self._hash_block_tokens = hash_block_tokens
-        self._repeat = repeat
         self._blocks: OrderedDict[int, Symbols] = OrderedDict()
 
     def token_ids(self, plan: RequestPlan) -> list[int]:
@@ -150,10 +142,6 @@ class PromptFactory:
         return text
 
     def _symbols(self, plan: RequestPlan, count: int, alphabet: int) -> Symbols:
-        drawn = self._drawn(plan, min(count, self._repeat or count), alphabet)
-        return np.resize(drawn, count)
-
-    def _drawn(self, plan: RequestPlan, count: int, alphabet: int) -> Symbols:
         if plan.hash_ids:
             return self._hashed(plan, count, alphabet)
         if plan.session:

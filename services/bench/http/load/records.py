@@ -43,7 +43,7 @@ class RequestRecord:
 
     @property
     def client_queue_s(self) -> float:
-        """Between due and sent: the client's own delay, or its --max-concurrency."""
+        """Between due and sent: the client's own delay."""
         return self.sent_s - self.due_s
 
     @property

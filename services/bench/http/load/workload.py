@@ -35,7 +35,6 @@ class FromDataset:
     rows: tuple[DatasetRow, ...]
     name: str
     output: LengthDistribution
-    shuffle: bool = False
 
 
 Source = Drawn | Mixed | FromTrace | FromDataset
@@ -125,20 +124,6 @@ def build(spec: WorkloadSpec) -> Workload:
     return Workload(tuple(plans), spec.arrivals, facts)
 
 
-def at_rate(spec: WorkloadSpec, rate_per_s: float) -> WorkloadSpec:
-    """The same workload offered at another mean rate: random arrivals redrawn, trace times stretched."""
-    match spec.arrivals:
-        case RandomArrivals(cv=cv):
-            return replace(spec, arrivals=RandomArrivals(rate_per_s, cv))
-        case TraceTimes():
-            base = build(replace(spec, arrivals=TraceTimes(1.0), duration_s=None)).facts.offered_requests_per_s
-            if base is None:
-                raise ConfigError("the trace has too few arrival times to scale to a rate")
-            return replace(spec, arrivals=TraceTimes(base / rate_per_s))
-        case _:
-            return replace(spec, arrivals=RandomArrivals(rate_per_s))
-
-
 def _count(spec: WorkloadSpec) -> int:
     if isinstance(spec.source, FromTrace):
         rows = len(spec.source.trace.rows)
@@ -168,11 +153,9 @@ def _lengths(spec: WorkloadSpec, count: int) -> list[RequestPlan]:
                 )
                 for i, row in enumerate(draw_rows(source, count, spec.seed))
             ]
-        case FromDataset(texts, _, output, shuffle):
-            order = stream(spec.seed, Stream.SHUFFLE).permutation(len(texts)) if shuffle else range(len(texts))
-            picks = [int(k) for k in order]
+        case FromDataset(texts, _, output):
             outputs = draw(output, stream(spec.seed, Stream.OUTPUT_LENGTHS), count)
-            chosen = [texts[picks[i % len(picks)]] for i in range(count)]
+            chosen = [texts[i % len(texts)] for i in range(count)]
             return [
                 RequestPlan(i, None, 0, row.output_tokens or int(outputs[i]), group=row.category, row=row)
                 for i, row in enumerate(chosen)
@@ -206,5 +189,5 @@ def _classes(plans: list[RequestPlan], spec: WorkloadSpec) -> list[RequestPlan]:
 
 def _describe_source(source: Source) -> str:
     if isinstance(source, FromDataset):
-        return f"dataset {source.name} ({len(source.rows)} prompts{', shuffled' if source.shuffle else ''})"
+        return f"dataset {source.name} ({len(source.rows)} prompts)"
     return describe_source(source)

@@ -1,4 +1,4 @@
-"""What a load's records say: the report, its tables, plots and files.
+"""What a load's records say: the report, its tables and files.
 
 The room knows `load/` for the records.
 """

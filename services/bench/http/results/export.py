@@ -23,24 +23,6 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 
 
-class CapacityPoint(msgspec.Struct, frozen=True):
-    """`attainment`: share of all requests sent that kept every limit."""
-
-    rate: float
-    attainment: float
-    attained: bool
-
-
-class CapacityResult(msgspec.Struct, frozen=True):
-    """`requests_per_s` None: no rate that was tried met the SLO. `at_least`: stopped by the highest rate allowed."""
-
-    wanted_attainment: float
-    requests_per_s: float | None
-    at_least: bool
-    complete: bool
-    points: list[CapacityPoint]
-
-
 class ClientFacts(msgspec.Struct, frozen=True):
     """The machine that measured."""
 
@@ -54,14 +36,11 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
     """The document behind `--json`."""
 
     schema_version: int = SCHEMA_VERSION
-    mode: Literal["single", "compare", "sweep", "capacity"]
+    mode: Literal["single", "compare"]
     client: ClientFacts = ClientFacts()
     settings: dict[str, Any]
     runs: list[RunReport]
     comparison: list[ComparedFigure] | None = None
-    sweep_key: str | None = None
-    sweep_values: list[float] | None = None
-    capacity: CapacityResult | None = None
 
 
 def to_json(result: BenchResult) -> bytes:

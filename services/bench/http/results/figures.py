@@ -1,6 +1,6 @@
 """The headline figures of a run and how several runs of the same thing are put together. Pure.
 
-Called by the modes, `render` and `plots`, so that a table, a comparison and a plot name and compute a figure alike.
+Called by `modes` and `render`, so that a table and a comparison name and compute a figure alike.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cohort.services.bench.http.results.export import BenchResult, CapacityResult
-from cohort.services.bench.http.results.figures import FIGURES, ComparedFigure
+from cohort.services.bench.http.results.export import BenchResult
+from cohort.services.bench.http.results.figures import ComparedFigure
 from cohort.services.bench.http.results.report import RunReport, Slice, SloReport
 from cohort.services.bench.output import plain_table
 from cohort.services.bench.spread import Spread
@@ -20,13 +20,6 @@ def print_result(result: BenchResult, console: Console) -> None:
     if result.comparison is not None:
         _heads(result, console)
         console.print(_comparison(result.comparison))
-    elif result.sweep_key is not None and result.sweep_values is not None:
-        _heads(result, console)
-        console.print(_points(result.sweep_key, result.sweep_values, result.runs))
-    elif result.capacity is not None:
-        _heads(result, console)
-        console.print(_points("rate", [point.rate for point in result.capacity.points], result.runs))
-        console.print(_capacity_line(result.capacity))
     else:
         for run in result.runs:
             _print_run(run, console)
@@ -39,14 +32,12 @@ def _where(result: BenchResult, run: RunReport) -> str:
 
 
 def _heads(result: BenchResult, console: Console) -> None:
-    """Per server once: a mode repeats it many times."""
+    """Per server once: rounds repeat it many times."""
     for run in {run.name: run for run in result.runs}.values():
         console.print(f"[bold]{escape(run.name)}[/bold] {escape(run.model)} at {escape(run.url)} ({_dialect(run)})")
     if result.runs:
         facts = result.runs[0].workload
-        load = f"; {facts.arrivals}" if result.mode == "compare" else ""
-        counts = "" if result.mode == "capacity" else f"{facts.requests} requests; "
-        console.print(f"{counts}{escape(facts.source)}{load}", soft_wrap=True)
+        console.print(f"{facts.requests} requests; {escape(facts.source)}; {facts.arrivals}", soft_wrap=True)
 
 
 def _dialect(run: RunReport) -> str:
@@ -144,38 +135,6 @@ def _breakdown(title: str, slices: dict[str, Slice]) -> Table:
 def _short(value: float) -> str:
     """Three digits are enough where columns are many."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-
-
-_POINT_COLUMNS = {
-    "requests_per_s": "req/s",
-    "output_tokens_per_s": "out tok/s",
-    "ttft_p50_ms": "TTFT p50",
-    "ttft_p99_ms": "TTFT p99",
-    "tpot_p50_ms": "TPOT p50",
-    "tpot_p99_ms": "TPOT p99",
-    "e2e_p50_ms": "e2e p50",
-    "failed": "failed",
-    "slo_kept_of_sent": "SLO %",
-}
-"""Short headings: a sweep has many columns. Latencies are in ms."""
-
-
-def _points(key: str, values: list[float], runs: list[RunReport]) -> Table:
-    figures = [figure for figure in FIGURES if figure.key in _POINT_COLUMNS]
-    table = plain_table(key, *(_POINT_COLUMNS[figure.key] for figure in figures))
-    for value, run in zip(values, runs, strict=False):
-        read = [figure.read(run) for figure in figures]
-        table.add_row(f"{value:.4g}", *("–" if v is None else f"{v:.4g}" for v in read))
-    return table
-
-
-def _capacity_line(found: CapacityResult) -> str:
-    share = f"{100 * found.wanted_attainment:g} % of requests within the SLO"
-    unfinished = "" if found.complete else " (search interrupted)"
-    if found.requests_per_s is None:
-        return f"[bold]No rate that was tried[/bold] keeps {share}{unfinished}."
-    at_least = "at least " if found.at_least or not found.complete else ""
-    return f"Capacity with {share}: [bold]{at_least}{found.requests_per_s:.3g} requests/s[/bold]{unfinished}"
 
 
 def _comparison(compared: list[ComparedFigure]) -> Table | str:

@@ -291,7 +291,6 @@ def summarise(
     prompt_salt: int,
     started_at: str,
     ignore_eos_wanted: bool,
-    bounded_concurrency: bool,
 ) -> RunReport:
     records = log.records
     duration_s = run_duration_s(records)
@@ -317,7 +316,7 @@ def summarise(
         lengths=lengths,
         loop_lag_ms=loop_lag_ms,
         max_in_flight=max_in_flight(records),
-        warnings=_warnings(overall, facts, dialect, lengths, loop_lag_ms, ignore_eos_wanted, bounded_concurrency),
+        warnings=_warnings(overall, facts, dialect, lengths, loop_lag_ms, ignore_eos_wanted),
     )
 
 
@@ -339,7 +338,6 @@ def _warnings(
     lengths: LengthCheck | None,
     lag: Distribution | None,
     ignore_eos_wanted: bool,
-    bounded_concurrency: bool,
 ) -> list[str]:
     """Reasons why these figures are worth less than they seem."""
     found = []
@@ -347,8 +345,10 @@ def _warnings(
         found.append(f"this client woke up late (p99 {lag.p99:.1f} ms): latencies contain its own delay")
     queue = overall.client_queue_ms
     if queue is not None and queue.p99 > QUEUE_WARNING_MS:
-        why = "--max-concurrency held requests back" if bounded_concurrency else "the client could not keep up"
-        found.append(f"requests left late (p99 {queue.p99:.0f} ms): {why}; TTFT and e2e do not contain that wait")
+        found.append(
+            f"requests left late (p99 {queue.p99:.0f} ms): the client could not keep up; TTFT and e2e do not contain "
+            "that wait"
+        )
     if overall.failed:
         found.append(f"{overall.failed} of {overall.sent} requests failed; latencies are of completed requests only")
     if ignore_eos_wanted and not dialect.ignore_eos:

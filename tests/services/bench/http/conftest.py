@@ -19,7 +19,6 @@ import pytest
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from cohort.services.bench.http import progress
 from cohort.services.bench.http.load import client, driver
 
 
@@ -40,7 +39,6 @@ class Behaviour:
     stops_after: int | None = None
     extra_prompt_tokens: int = 0
     cached_tokens: int = 0
-    capacity_per_s: float | None = None
     answered_once: Callable[[int], int] = lambda number: 0
     """How many measured requests must have arrived before the `number`th of them (1-based) is answered."""
     max_model_len: int = 4096
@@ -61,7 +59,6 @@ class FakeServer:
     headers: list[dict[str, str]] = field(default_factory=list)
     ports: list[int] = field(default_factory=list)
     url: str = ""
-    busy_until_s: float = 0.0
     disconnects: int = 0
     answered: int = 0
 
@@ -156,7 +153,7 @@ class FakeServer:
             count = min(count, asked.stops_after)
         if chat and asked.role_chunk:
             await send({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
-        await asyncio.sleep(asked.first_token_s + self._queue_s())
+        await asyncio.sleep(asked.first_token_s)
         for position in range(count):
             if position:
                 await asyncio.sleep(asked.token_s)
@@ -190,15 +187,6 @@ class FakeServer:
         if fault != "truncate":
             await response.write(b"data: [DONE]\n\n")
 
-    def _queue_s(self) -> float:
-        """One server with a fixed service time: above its rate the wait grows without end."""
-        if self.behaviour.capacity_per_s is None:
-            return 0.0
-        now_s = asyncio.get_running_loop().time()
-        start_s = max(now_s, self.busy_until_s)
-        self.busy_until_s = start_s + 1.0 / self.behaviour.capacity_per_s
-        return start_s - now_s
-
     @staticmethod
     def _chunk(chat: bool, text: str, finish_reason: str | None) -> dict[str, Any]:
         content = {"delta": {"content": text} if text else {}} if chat else {"text": text}
@@ -215,7 +203,7 @@ def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         except RuntimeError:
             return time.monotonic()
 
-    for module in (client, driver, progress):
+    for module in (client, driver):
         monkeypatch.setattr(module, "now_s", now_s)
 
 

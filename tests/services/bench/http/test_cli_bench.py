@@ -41,9 +41,8 @@ def result(server: FakeServer, tmp_path: Path, *args: str, expect: int = 0) -> d
 
 
 def test_single_run_with_every_output(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     server.behaviour.first_token_s, server.behaviour.token_s = 0.02, 0.002
-    files = [tmp_path / name for name in ("out.json", "out.csv", "out.png")]
+    files = [tmp_path / name for name in ("out.json", "out.csv")]
     bench(
         server,
         "--rate",
@@ -62,8 +61,6 @@ def test_single_run_with_every_output(server: FakeServer, tmp_path: Path, capsys
         str(files[0]),
         "--csv",
         str(files[1]),
-        "--plot",
-        str(files[2]),
     )
     printed = capsys.readouterr().out
     for part in ("tiny", "30 / 0 / 0", "TTFT", "TPOT", "client queue", "SLO", "64x8", "be", "client loop lag"):
@@ -88,7 +85,6 @@ def test_single_run_with_every_output(server: FakeServer, tmp_path: Path, capsys
 
     rows = list(csv.DictReader(files[1].open()))
     assert len(rows) == 30 and {row["status"] for row in rows} == {"completed"}
-    assert files[2].read_bytes().startswith(b"\x89PNG")
 
     # What was sent is what was planned: shapes, classes, options; the warm-up is not among it.
     sent = server.measured()
@@ -201,8 +197,7 @@ def test_compare_interleaves_the_same_requests(
 ) -> None:
     fast, slow = serve(), serve()
     slow.behaviour.first_token_s = 0.4  # by its own loop's time, which a stall may put ahead of the client's
-    path, plot = tmp_path / "out.json", tmp_path / "out.png"
-    pytest.importorskip("matplotlib")
+    path = tmp_path / "out.json"
     assert (
         main(
             [
@@ -220,8 +215,6 @@ def test_compare_interleaves_the_same_requests(
                 "4",
                 "--json",
                 str(path),
-                "--plot",
-                str(plot),
             ]
         )
         == 0
@@ -235,7 +228,6 @@ def test_compare_interleaves_the_same_requests(
     # Rounds repeat no prompt: the second would else meet a warm prefix cache.
     assert len({tuple(body["prompt"]) for body in fast.measured()}) == 8
     assert "slow / fast" in capsys.readouterr().out
-    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_compares_many_servers_downwards_each_request_on_a_connection_of_its_own(
@@ -260,50 +252,6 @@ def test_compare_uses_one_prompt_form_for_all(
     refuses.behaviour.takes_ids = False
     assert main(["--compare", f"a={takes.url}", f"b={refuses.url}", "--num-requests", "2"]) == 2
     assert "--tokenizer" in capsys.readouterr().err
-
-
-def test_sweep(server: FakeServer, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plot = tmp_path / "out.png"
-    server.behaviour.answered_once = lambda number: 9 if number == 7 else 0  # The first of three sent at once.
-    found = result(server, tmp_path, "--sweep", "concurrency=1,3", "--num-requests", "6", "--plot", str(plot), *SHORT)
-    assert (found["sweep_key"], found["sweep_values"]) == ("concurrency", [1, 3])
-    assert [run["max_in_flight"] for run in found["runs"]] == [1, 3]
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_capacity_finds_where_the_queue_grows(
-    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A server that takes 40 requests/s: at 30/s no request waits, at 60/s four of ten wait longer than 300 ms."""
-    server.behaviour.capacity_per_s = 40.0
-    path = tmp_path / "out.json"
-    bench(
-        server,
-        "--capacity",
-        "--rate",
-        "30",
-        "--cv",
-        "0",
-        "--duration-s",
-        "1",
-        "--input-len",
-        "8",
-        "--output-len",
-        "1",
-        "--slo-ttft-ms",
-        "300",
-        "--tolerance",
-        "0.5",
-        "--json",
-        str(path),
-    )
-    capacity = json.loads(path.read_text())["capacity"]
-    assert 30 <= capacity["requests_per_s"] < 60
-    assert capacity["complete"] and not capacity["at_least"]
-    assert capacity["points"][0] == {"rate": 30.0, "attainment": 1.0, "attained": True}
-    assert any(not point["attained"] for point in capacity["points"])
-    assert "Capacity with 90 % of requests within the SLO" in capsys.readouterr().out
 
 
 def test_ctrl_c_gives_the_partial_report(server: FakeServer, tmp_path: Path) -> None:
@@ -388,18 +336,10 @@ def parse(*args: str) -> options.BenchOptions:
         (("--rate", "0"), "--rate"),
         (("--num-requests", "-1"), "--num-requests"),
         (("--cv", "-1"), "--cv"),
-        (("--concurrency", "4", "--max-concurrency", "2"), "--max-concurrency"),
         (("--time-scale", "2"), "--trace"),
-        (("--capacity",), "--slo-ttft-ms"),
-        (("--capacity", "--slo-ttft-ms", "1", "--attainment", "101"), "--attainment"),
         (("--slo-ttft-ms", "fast"), "--slo-ttft-ms"),
         (("--slo-ttft-ms", "rt=5"), "--class-mix"),
         (("--class-mix", "rt"), "--class-mix"),
-        (("--sweep", "speed=1"), "--sweep"),
-        (("--sweep", "concurrency=1.5"), "--sweep"),
-        (("--sweep", "rate=0,1"), "--sweep"),
-        (("--sweep", "rate=1,2", "--concurrency", "4"), "leave out --concurrency"),
-        (("--capacity", "--slo-ttft-ms", "1", "--all-at-once"), "leave out --all-at-once"),
         (("--compare", "a=x"), "two"),
         (("--compare", "a=x", "a=y"), "different names"),
         (("--compare", "http://x", "b=y"), "NAME=URL"),
@@ -410,7 +350,6 @@ def parse(*args: str) -> options.BenchOptions:
         (("--extra-body", "{"), "--extra-body"),
         (("--token-range", "9:3"), "--token-range"),
         (("--trace", "absent.csv"), "absent.csv"),
-        (("--plot", "no/such/folder/x.png"), "--plot"),
         (("--json", "no/such/folder/x.json"), "--json"),
     ],
 )

@@ -130,16 +130,13 @@ async def run(
     count: int,
     *,
     stop: asyncio.Event | None = None,
-    max_concurrency: int | None = None,
     duration_s: float | None = None,
 ) -> RunLog:
     workload = build(WorkloadSpec(Drawn(Fixed(8), Fixed(4)), arrivals, count))
     requests = [prepare(server, plan) for plan in workload.plans]
     client = HttpStreamClient(session, server.url + IDS.path, 5.0)
     async with asyncio.timeout(20):
-        return await Driver(
-            client, requests, arrivals, stop=stop, max_concurrency=max_concurrency, duration_s=duration_s
-        ).run()
+        return await Driver(client, requests, arrivals, stop=stop, duration_s=duration_s).run()
 
 
 async def test_open_loop_does_not_wait_for_answers(session: aiohttp.ClientSession, server: FakeServer) -> None:
@@ -157,15 +154,6 @@ async def test_closed_loop_keeps_its_concurrency(session: aiohttp.ClientSession,
     log = await run(session, server, ClosedLoop(3), 12)
     assert len(log.records) == 12
     assert max_in_flight(log.records) == 3
-
-
-async def test_max_concurrency_queues_at_the_client(session: aiohttp.ClientSession, server: FakeServer) -> None:
-    """Four at once through two slots of 0.4 s: the last two leave 0.4 s late, and their TTFT does not contain it."""
-    server.behaviour.first_token_s = 0.4
-    log = await run(session, server, AllAtOnce(), 4, max_concurrency=2)
-    assert max_in_flight(log.records) == 2
-    assert sorted(r.client_queue_s > 0.35 for r in log.records) == [False, False, True, True]
-    assert all((r.ttft_s or 9) < 0.75 for r in log.records)
 
 
 async def test_duration_ends_a_closed_loop(session: aiohttp.ClientSession, server: FakeServer) -> None:

@@ -17,7 +17,7 @@ from cohort.common.workloads.lengths import Fixed, LogNormal, Shape, Uniform
 from cohort.common.workloads.traces import Trace, TraceRow
 from cohort.services.bench.http.load.datasets import DatasetRow
 from cohort.services.bench.http.load.prompts import PromptFactory, from_range
-from cohort.services.bench.http.load.workload import FromDataset, RequestPlan, WorkloadSpec, at_rate, build
+from cohort.services.bench.http.load.workload import FromDataset, RequestPlan, WorkloadSpec, build
 
 SPEC = WorkloadSpec(Drawn(LogNormal(4, 1), Uniform(1, 99)), RandomArrivals(10.0), num_requests=200)
 TRACE = Trace("cohort", (TraceRow(0.0, 10, 5), TraceRow(1.0, 20, 6), TraceRow(4.0, 3000, 700)), skipped_rows=2)
@@ -35,7 +35,7 @@ def test_same_seed_same_plans() -> None:
 
 
 def test_rate_changes_times_only() -> None:
-    slow, fast = build(SPEC).plans, build(at_rate(SPEC, 20.0)).plans
+    slow, fast = build(SPEC).plans, build(replace(SPEC, arrivals=RandomArrivals(20.0))).plans
     assert [p.prompt_tokens for p in slow] == [p.prompt_tokens for p in fast]
     assert [p.due_s for p in fast] == pytest.approx([(p.due_s or 0) / 2 for p in slow])
 
@@ -70,12 +70,6 @@ def test_closed_loop_and_all_at_once() -> None:
 def test_trace_times_are_scaled() -> None:
     spec = WorkloadSpec(FromTrace(TRACE, "t"), TraceTimes(0.5), num_requests=None)
     assert [p.due_s for p in build(spec).plans] == [0.0, 0.5, 2.0]
-
-
-def test_trace_at_a_rate_keeps_its_pattern() -> None:
-    """2 gaps in 4 s are 0.5/s on average; at 1/s everything happens twice as fast."""
-    spec = WorkloadSpec(FromTrace(TRACE, "t"), TraceTimes(), num_requests=None)
-    assert [p.due_s for p in build(at_rate(spec, 1.0)).plans] == [0.0, 0.5, 2.0]
 
 
 def test_trace_without_times_needs_arrivals() -> None:

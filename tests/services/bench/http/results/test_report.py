@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from cohort.services.bench.http.capacity import CapacitySearch
 from cohort.services.bench.http.harness import Measurement
 from cohort.services.bench.http.load.driver import RunLog
 from cohort.services.bench.http.load.records import RequestRecord, Status
@@ -16,7 +15,6 @@ from cohort.services.bench.http.load.target import Dialect
 from cohort.services.bench.http.load.workload import RequestPlan, WorkloadFacts
 from cohort.services.bench.http.results.export import CSV_COLUMNS, write_csv
 from cohort.services.bench.http.results.figures import Spread, compare
-from cohort.services.bench.http.results.plots import token_rate
 from cohort.services.bench.http.results.report import (
     Distribution,
     LengthCheck,
@@ -74,7 +72,6 @@ def summary(
         prompt_salt=1,
         started_at="t",
         ignore_eos_wanted=True,
-        bounded_concurrency=False,
     )
 
 
@@ -239,46 +236,6 @@ def test_comparison_takes_medians_and_paired_ratios() -> None:
     assert fields(ttft.ratio_to_first["b"]) == pytest.approx([2, 1, 2])
     assert "slo_attainment" not in found
     assert found["failed"].ratio_to_first == {}
-
-
-def search(true_capacity: float, **options: float) -> tuple[CapacitySearch, list[float]]:
-    found = CapacitySearch(options.get("start", 1.0), options.get("most", 100.0), options.get("tolerance", 0.1))
-    tried = []
-    while (rate := found.next_rate()) is not None:
-        tried.append(rate)
-        assert len(tried) < 50
-        found.observe(rate <= true_capacity)
-    return found, tried
-
-
-def test_capacity_search_by_hand() -> None:
-    """Capacity 5 from 1: 1, 2, 4 pass, 8 fails; then √(4·8) = 5.66 fails, √(4·5.66) = 4.76 passes, √(4.76·5.66) = 5.19
-    fails, and 5.19/4.76 is within 10 %."""
-    found, tried = search(5.0)
-    assert tried == pytest.approx([1, 2, 4, 8, 5.657, 4.757, 5.187], abs=1e-3)
-    assert found.best_rate == pytest.approx(4.757, abs=1e-3)
-    assert not found.bounded_by_max_rate
-
-
-def test_capacity_search_goes_down_when_the_start_is_too_high() -> None:
-    found, tried = search(3.0, start=16.0)
-    assert tried[:4] == [16, 8, 4, 2]
-    assert found.best_rate is not None and 3.0 / 1.1 <= found.best_rate <= 3.0
-
-
-def test_capacity_search_is_bounded() -> None:
-    found, tried = search(1e9, most=6.0)
-    assert tried == [1, 2, 4, 6] and found.bounded_by_max_rate
-    nothing, _ = search(0.0)
-    assert nothing.best_rate is None
-
-
-def test_token_rate_bins_by_hand() -> None:
-    """8 chunks in half a second: bins of a quarter with 5 and 3 chunks (the last edge belongs to the last bin)."""
-    times_s, rates = token_rate([record(0.0, [0.05, 0.1, 0.15, 0.2, 0.225, 0.35, 0.45, 0.5])])
-    assert times_s == pytest.approx([0.125, 0.375])
-    assert rates == pytest.approx([20.0, 12.0])
-    assert token_rate([]) == ([], [])
 
 
 def test_csv_leaves_unknown_figures_empty(tmp_path: Path) -> None:

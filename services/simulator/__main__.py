@@ -13,6 +13,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from cohort.common.comparison import comparison, comparison_tables
+from cohort.common.comparison.comparison_spec import load_spec
 from cohort.common.errors import CohortError, ConfigError
 from cohort.common.machines.replayer import replay
 from cohort.common.plotting import check_available
@@ -21,8 +23,7 @@ from cohort.services.simulator import options as options_
 from cohort.services.simulator import plots, render
 from cohort.services.simulator.advise import advise as advise_
 from cohort.services.simulator.advise import planned_command
-from cohort.services.simulator.compare import comparison, comparison_tables
-from cohort.services.simulator.compare.comparison_spec import load_spec
+from cohort.services.simulator.compare import measure
 from cohort.services.simulator.core import replays
 from cohort.services.simulator.core.run import by_rate, find_capacity, simulate
 from cohort.services.simulator.core.setup import (
@@ -141,7 +142,7 @@ def run_compare(options: argparse.Namespace) -> int:
     errors = Console(stderr=True)
     file = Path(options.results) if options.results else None
     results = comparison.run(
-        asked, file, options.jobs, lambda line: errors.print(line, highlight=False, soft_wrap=True)
+        asked, file, options.jobs, lambda line: errors.print(line, highlight=False, soft_wrap=True), measure
     )
     found = comparison_tables.Comparison(
         spec.description,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cohort.common.comparison.comparison_spec import Part, TrafficSpec, trace_file
 from cohort.common.types import Slo
 from cohort.common.workloads.arrivals import AllAtOnce, RandomArrivals
 from cohort.common.workloads.changes import clip, together
@@ -17,7 +18,6 @@ from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload
 from cohort.common.workloads.papers import SHAPES
 from cohort.common.workloads.slos import ecoserve
 from cohort.common.workloads.traces import Trace, read_trace
-from cohort.services.simulator.compare.comparison_spec import Part, TrafficSpec, trace_file
 
 _APART = 1009
 """Between the seeds of two parts of a workload."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from rich.table import Table
 
-from cohort.services.simulator.compare.comparison import Row
+from cohort.common.comparison.comparison import Row
 
 
 class Comparison(msgspec.Struct, frozen=True):

@@ -2,11 +2,11 @@
 
     specification (YAML) ─▶ cells: workload × load × seed × system ─▶ a process per core ─▶ results file ─▶ table
 
-Every cell is one simulation. Its result is appended to the results file as soon as it is known, under a digest of all
-that it depends on: a comparison that was interrupted goes on where it stopped, and one that is asked again costs
-nothing. Requests that were refused, or not served before the horizon, count as missed.
+Every cell is one run, which the caller measures. Its result is appended to the results file as soon as it is known,
+under a digest of all that it depends on: a comparison that was interrupted goes on where it stopped, and one that is
+asked again costs nothing. Requests that were refused, or not served before the horizon, count as missed.
 
-The simulator's own code is not part of the digest: a results file belongs to one version.
+The code is not part of the digest: a results file belongs to one version.
 """
 
 from __future__ import annotations
@@ -22,17 +22,13 @@ from typing import Any
 import msgspec
 
 from cohort import __version__
+from cohort.common.comparison.comparison_spec import Compared, Spec, TrafficSpec
 from cohort.common.config import Config, load_config, nested
 from cohort.common.errors import ConfigError
-from cohort.services.simulator.compare.comparison_spec import Compared, Spec, TrafficSpec
-from cohort.services.simulator.compare.comparison_traffic import traffic
-from cohort.services.simulator.core.cluster import SimOptions
-from cohort.services.simulator.core.run import simulate
-from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One simulation: everything that its result depends on, but the code."""
+    """One run: everything that its result depends on, but the code."""
 
     workload: str
     load: float
@@ -145,37 +141,6 @@ def configuration(cell: Cell) -> Config:
     return load_config([], preset=cell.compared.preset, overrides=nested(cell.options, cell.label) or None)
 
 
-def measure(cell: Cell) -> CellResult:
-    """One simulation."""
-    workload = traffic(cell.traffic, load=cell.load, duration_s=cell.duration_s, seed=cell.seed)
-    options = SimOptions(
-        seed=cell.seed,
-        predictor=cell.predictor,  # type: ignore[arg-type]  # checked by `Spec`
-        predictor_sigma=cell.predictor_sigma,
-        horizon_s=cell.horizon_s,
-        slo_defaults=True,
-    )
-    cluster = load_cluster(cell.cluster, {"tensor_parallel": cell.traffic.tensor_parallel})
-    report = simulate(configuration(cell), cluster, load_model(cell.model), workload, options, cell.compared.roles())
-    judged = report.overall if cell.traffic.judged == "all" else report.by_class[cell.traffic.judged]
-    slo = judged.slo
-    kept = round(slo.attainment * slo.judged) if slo is not None else 0
-    return CellResult(
-        digest=cell.digest,
-        workload=cell.workload,
-        load=cell.load,
-        seed=cell.seed,
-        system=cell.system,
-        sent=judged.sent,
-        finished=judged.finished,
-        kept=kept,
-        kept_tokens_per_s=slo.goodput_tokens_per_s if slo is not None else 0.0,
-        ttft_p99_s=judged.ttft_ms.p99 / 1e3 if judged.ttft_ms else None,
-        tbt_p99_s=judged.tbt_ms.p99 / 1e3 if judged.tbt_ms else None,
-        longest_ttft_s=judged.ttft_ms.max / 1e3 if judged.ttft_ms else None,
-    )
-
-
 def read_results(path: Path) -> dict[str, CellResult]:
     """By digest; empty where there is no such file. Raises `ConfigError`."""
     if not path.exists():
@@ -191,12 +156,19 @@ def read_results(path: Path) -> dict[str, CellResult]:
     return found
 
 
-def run(asked: Sequence[Cell], results: Path | None, jobs: int, progress: Callable[[str], None]) -> list[CellResult]:
-    """The results of all cells in their order; those that the file has are not run again."""
+def run(
+    asked: Sequence[Cell],
+    results: Path | None,
+    jobs: int,
+    progress: Callable[[str], None],
+    measure: Callable[[Cell], CellResult],
+) -> list[CellResult]:
+    """The results of all cells in their order; those that the file has are not run again. `measure` is a function of a
+    module, for the other processes of several `jobs`."""
     known = read_results(results) if results is not None else {}
     missing = [cell for cell in asked if cell.digest not in known]
     progress(f"{len(asked)} simulations, {len(asked) - len(missing)} of them known")
-    for done, result in enumerate(_measured(missing, jobs), 1):
+    for done, result in enumerate(_measured(missing, jobs, measure), 1):
         known[result.digest] = result
         if results is not None:
             with results.open("ab") as file:
@@ -207,7 +179,7 @@ def run(asked: Sequence[Cell], results: Path | None, jobs: int, progress: Callab
     return [known[cell.digest] for cell in asked]
 
 
-def _measured(missing: Sequence[Cell], jobs: int) -> Iterator[CellResult]:
+def _measured(missing: Sequence[Cell], jobs: int, measure: Callable[[Cell], CellResult]) -> Iterator[CellResult]:
     if jobs == 1:
         yield from map(measure, missing)
         return

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
+from cohort.common.comparison import comparison, comparison_tables
+from cohort.common.comparison.comparison import CellResult
+from cohort.common.comparison.comparison_spec import FOLDER, Part, Spec, TrafficSpec, load_spec
+from cohort.common.comparison.comparison_traffic import traffic
 from cohort.common.errors import ConfigError
 from cohort.common.types import Slo
 from cohort.services.simulator.__main__ import main
-from cohort.services.simulator.compare import comparison, comparison_tables
-from cohort.services.simulator.compare.comparison import CellResult
-from cohort.services.simulator.compare.comparison_spec import FOLDER, Part, Spec, TrafficSpec, load_spec
-from cohort.services.simulator.compare.comparison_traffic import traffic
+from cohort.services.simulator.compare import measure
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def test_a_workload_may_last_longer_than_the_others(trace: str, tmp_path: Path) 
     asked = comparison.cells(load_spec(str(written(tmp_path, trace, workloads=workloads))), seeds=[0], loads=[1.0])
     lasts = {cell.workload: (cell.duration_s, cell.horizon_s) for cell in asked}
     assert lasts == {"short": (5, 30), "long": (20, 60)}
-    sent = {found.workload: found.sent for found in comparison.run(asked, None, 1, lambda _: None)}
+    sent = {found.workload: found.sent for found in comparison.run(asked, None, 1, lambda _: None, measure)}
     assert sent["long"] > 2 * sent["short"]
 
 
@@ -64,7 +65,7 @@ def test_every_cell_runs_once_and_counts_all_that_were_sent(trace: str, tmp_path
     assert len(asked) == len({cell.digest for cell in asked}) == 2 * 2 * 2 * 2
     results = tmp_path / "results.jsonl"
     told: list[str] = []
-    found = comparison.run(asked, results, 1, told.append)
+    found = comparison.run(asked, results, 1, told.append, measure)
     assert [(one.workload, one.load, one.seed, one.system) for one in found] == [
         (cell.workload, cell.load, cell.seed, cell.system) for cell in asked
     ]
@@ -73,7 +74,7 @@ def test_every_cell_runs_once_and_counts_all_that_were_sent(trace: str, tmp_path
     sent = {(one.workload, one.load, one.seed): one.sent for one in found}
     assert all(one.sent == sent[one.workload, one.load, one.seed] for one in found)
     again: list[str] = []
-    assert comparison.run(asked, results, 1, again.append) == found
+    assert comparison.run(asked, results, 1, again.append, measure) == found
     assert again == [f"{len(asked)} simulations, {len(asked)} of them known"]
     assert len(results.read_text().splitlines()) == len(asked)
 
@@ -126,7 +127,7 @@ def test_a_workload_may_say_which_systems_can_run_and_on_how_many_devices(trace:
     )
     asked = comparison.cells(load_spec(str(path)), loads=[1.0], seeds=[0])
     assert [(cell.workload, cell.system) for cell in asked] == [("one", "unified"), ("two", "unified")]
-    on_two, on_one = comparison.run(asked, None, 1, lambda _: None)
+    on_two, on_one = comparison.run(asked, None, 1, lambda _: None, measure)
     assert on_two.ttft_p99_s is not None and on_one.ttft_p99_s is not None
     assert on_two.ttft_p99_s < on_one.ttft_p99_s
 

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from cohort import __version__
+from cohort.common.comparison.columns import OUTPUT_RATE
 from cohort.common.comparison.comparison_spec import Compared, Spec, TrafficSpec
 from cohort.common.config import Config, load_config, nested
 from cohort.common.errors import ConfigError
@@ -44,6 +46,7 @@ class Cell(msgspec.Struct, frozen=True):
     predictor_sigma: float
     options: dict[str, Any]
     """Of the configuration, by name, over the preset's."""
+    live: bool | UnsetType = UNSET
 
     @property
     def label(self) -> str:
@@ -55,8 +58,8 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class CellResult(msgspec.Struct, frozen=True):
-    """`kept`: of the requests `sent`, how many kept all of their SLO. Times are virtual; None where nothing was
-    served."""
+    """`kept`: of the requests `sent`, how many kept all of their SLO. Times are virtual, or a live run's; None where
+    nothing was served. `numbers`: columns of the run by their titles."""
 
     digest: str
     workload: str
@@ -70,6 +73,7 @@ class CellResult(msgspec.Struct, frozen=True):
     ttft_p99_s: float | None
     tbt_p99_s: float | None
     longest_ttft_s: float | None
+    numbers: dict[str, float] = {}
 
     @property
     def share(self) -> float:
@@ -93,13 +97,17 @@ def cells(
     systems: Sequence[str] = (),
     loads: Sequence[float] = (),
     seeds: Sequence[int] = (),
+    cluster: str = "",
+    over: Mapping[str, Any] | None = None,
+    live: bool = False,
 ) -> list[Cell]:
-    """Those of the named workloads, systems, loads and seeds; of all (usual) ones where none is named. Raises
-    `ConfigError`."""
+    """Those of the named workloads, systems, loads and seeds; of all (usual) ones where none is named. `cluster` and
+    the options `over` all others stand in place of the specification's. Raises `ConfigError`."""
     usual = [name for name, system in spec.systems.items() if system.usual]
+    usually = [name for name, workload in spec.workloads.items() if workload.usual is not False]
     found: list[Cell] = []
     checked: set[tuple[str, str]] = set()
-    for workload in _named("workload", workloads, spec.workloads):
+    for workload in _named("workload", workloads or usually, spec.workloads):
         asked = spec.workloads[workload]
         for load in loads or asked.loads or spec.loads:
             for seed in seeds or spec.seeds:
@@ -115,12 +123,13 @@ def cells(
                         traffic=asked,
                         compared=compared,
                         model=asked.model or spec.model,
-                        cluster=asked.cluster or spec.cluster,
+                        cluster=cluster or asked.cluster or spec.cluster,
                         duration_s=asked.duration_s or spec.duration_s,
                         horizon_s=asked.horizon_s or spec.horizon_s,
                         predictor=spec.predictor,
                         predictor_sigma=spec.predictor_sigma,
-                        options={**spec.set, **asked.set, **compared.set},
+                        options={**spec.set, **asked.set, **compared.set, **(over or {})},
+                        live=live or UNSET,
                     )
                     if (workload, system) not in checked:  # loads and seeds change no option
                         configuration(cell)
@@ -167,13 +176,15 @@ def run(
     module, for the other processes of several `jobs`."""
     known = read_results(results) if results is not None else {}
     missing = [cell for cell in asked if cell.digest not in known]
-    progress(f"{len(asked)} simulations, {len(asked) - len(missing)} of them known")
+    progress(f"{len(asked)} runs, {len(asked) - len(missing)} of them known")
     for done, result in enumerate(_measured(missing, jobs, measure), 1):
         known[result.digest] = result
         if results is not None:
             with results.open("ab") as file:
                 file.write(msgspec.json.encode(result) + b"\n")
         share = f"{100 * result.share:.1f} % kept"
+        if OUTPUT_RATE in result.numbers:
+            share += f", {result.numbers[OUTPUT_RATE]:.4g} {OUTPUT_RATE}"
         label = f"{result.workload} at {result.load:g}, seed {result.seed}: {result.system}"
         progress(f"{done}/{len(missing)}  {label}  {share}")
     return [known[cell.digest] for cell in asked]

@@ -1,23 +1,29 @@
-"""The specification of a simulated comparison: a YAML file, read and checked in full before anything runs.
+"""The specification of a comparison: a YAML file, read and checked in full before anything runs.
 
     workloads    streams of requests at load 1.0, each with the SLO it is judged by
     systems      what is compared: a preset, and options laid over it
     loads, seeds every workload at every one of them; a load multiplies the rates
 
-Traces are named as files, here or in the folder that `COHORT_TRACES` names.
+The same file is simulated or run live: the model and the cluster are the simulation's, a pipeline has its own machine.
+Traces are named as files, here or in the folder that `COHORT_TRACES` names. A field that is unset leaves digests of
+results as they were before there was such a field.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from cohort.common.config import CONFIGS_DIR
 from cohort.common.errors import ConfigError
 from cohort.common.types import Role, TrafficClass
+from cohort.common.workloads.generate import Drawn, Mixed
+from cohort.common.workloads.lengths import parse_distribution, parse_mix
 from cohort.common.workloads.papers import SHAPES
 
 FOLDER = CONFIGS_DIR / "comparisons"
@@ -31,13 +37,16 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Part(_Section, frozen=True):
-    """One stream: lengths drawn from a trace or as a paper prints them (`paper`, a name of common/workloads/papers.py),
-    Poisson arrivals (`cv` 1) at `rate` a second while it is on. With `users` a closed loop instead: so many who ask
-    together, and again when the last of them has its whole answer (BROS §7.1); paper lengths only.
+    """One stream: lengths drawn from a trace (times `scale`), as a paper prints them (`paper`, a name of
+    common/workloads/papers.py), or by `lengths`: `64x64`, `0.8:64x64,0.2:768x32`, `uniform:16-96 x uniform:16-64`.
+    Poisson arrivals (`cv` 1) at `rate` a second while it is on, or all `at_once`. With `users` a closed loop instead:
+    so many who ask together, and again when the last of them has its whole answer (BROS §7.1), or, not `together`, each
+    when his own is there; no trace. `requests`: so many, however long they take. `name`: in the columns of a live run.
 
     `burst_s` of every `period_s` seconds it is on (0: always), from `start_s` to `end_s` (0: the end). `ttft_s`,
     `tpot_s`: one SLO, or several of which each request is given one by chance. `whole_s`: instead, twice (first +
     second · output tokens) for the whole answer (EcoServe §4, E9). `scaled` false: its rate is the same at every load.
+    `tbt_s`, live alone: a bound on every gap between tokens, whose 99th percentile a request must keep, too.
     """
 
     trace: str = ""
@@ -58,11 +67,19 @@ class Part(_Section, frozen=True):
     max_output: int | None = None
     max_total: int | None = None
     scaled: bool = True
+    name: str | UnsetType = UNSET
+    lengths: str | UnsetType = UNSET
+    scale: _Positive | UnsetType = UNSET
+    requests: Annotated[int, msgspec.Meta(ge=1)] | UnsetType = UNSET
+    at_once: bool | UnsetType = UNSET
+    together: bool | UnsetType = UNSET
+    tbt_s: _Positive | UnsetType = UNSET
 
 
 class TrafficSpec(_Section, frozen=True):
     """`judged`: the requests that count, of one class or all. `only`: systems that can run here (none named: all).
-    `tensor_parallel`: devices of an instance. The others override the specification's."""
+    `tensor_parallel`: devices of an instance. `usual` false: run only when it is named. The others override the
+    specification's."""
 
     parts: list[Part]
     judged: Literal["all", "rt", "be"] = "all"
@@ -75,6 +92,7 @@ class TrafficSpec(_Section, frozen=True):
     duration_s: _Positive | None = None
     horizon_s: _Positive | None = None
     note: str = ""
+    usual: bool | UnsetType = UNSET
 
 
 class Compared(_Section, frozen=True):
@@ -128,22 +146,34 @@ def load_spec(text: str) -> Spec:
 
 def _check(part: Part, where: str) -> None:
     """Raises `ConfigError` for what a part cannot be."""
-    if bool(part.trace) == bool(part.paper):
-        raise ConfigError(f"{where}: a part has either a trace or a paper's lengths")
+    if sum(map(bool, (part.trace, part.paper, part.lengths))) != 1:
+        raise ConfigError(f"{where}: a part has either a trace or a paper's lengths, or lengths of its own")
     if part.trace:
         trace_file(part.trace)
+    elif part.lengths:
+        parse_lengths(part.lengths, where)
     elif part.paper not in SHAPES:
         raise ConfigError(f"{where}: paper: no workload named {part.paper!r}; there are: {', '.join(SHAPES)}")
-    if bool(part.users) == bool(part.rate):
-        raise ConfigError(f"{where}: a part has either a rate or users")
-    if part.users and not part.paper:
-        raise ConfigError(f"{where}: users need a paper's lengths")
+    if sum(map(bool, (part.rate, part.users, part.at_once))) != 1:
+        raise ConfigError(f"{where}: a part has either a rate or users, or all at_once")
+    if part.at_once and not part.requests:
+        raise ConfigError(f"{where}: at_once needs a number of requests")
+    if part.users and part.trace:
+        raise ConfigError(f"{where}: users need lengths of their own or a paper's, no trace")
     if bool(part.burst_s) != bool(part.period_s) or part.burst_s > part.period_s:
         raise ConfigError(f"{where}: burst_s and period_s come together, the first no longer")
     if part.end_s and part.end_s <= part.start_s:
         raise ConfigError(f"{where}: ends at {part.end_s:g} s, begins at {part.start_s:g} s")
     if part.whole_s and (part.ttft_s or part.tpot_s or part.deadline_s):
         raise ConfigError(f"{where}: whole_s stands for all SLOs of a part")
+
+
+def parse_lengths(text: str, where: str) -> Drawn | Mixed:
+    """Raises `ConfigError`."""
+    if re.match(r"[\d.]+:", text):
+        return Mixed(parse_mix(text))
+    prompt, _, output = text.partition(" x " if " x " in text else "x")
+    return Drawn(parse_distribution(prompt, f"{where}: lengths"), parse_distribution(output, f"{where}: lengths"))
 
 
 def trace_file(name: str) -> Path:

@@ -1,11 +1,14 @@
-"""A comparison as a table: on a terminal, and as Markdown for a page."""
+"""A comparison as a table: on a terminal, and as Markdown for a page; the columns of live runs as Markdown alone."""
 
 from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
 
 import msgspec
 from rich.table import Table
 
-from cohort.common.comparison.comparison import Row
+from cohort.common.comparison.comparison import CellResult, Row
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -51,6 +54,58 @@ def markdown(found: Comparison) -> str:
             cells = [f"{loads[system]:.2f}" if system in loads else "–" for system in systems]
             lines.append("| " + " | ".join([workload, *cells]) + " |")
     return "\n".join(lines) + "\n"
+
+
+def columns(results: Sequence[CellResult]) -> str:
+    """Of each workload, load and system the median over the seeds, with the lowest and the highest of several."""
+    titles = _titles(results)
+    lines = [
+        [workload, f"{load:g}", system, str(len(of)), *(_median(_values(of, title)) for title in titles)]
+        for (workload, load, system), of in _grouped(results).items()
+    ]
+    return _page(["workload", "load", "system", "seeds", *titles], lines)
+
+
+def beside(results: Sequence[CellResult], others: Sequence[CellResult]) -> str:
+    """The same columns of both where both have them: median of `results`, of `others`, and the error of these."""
+    titles = [title for title in _titles(results) if title in _titles(others)]
+    other = _grouped(others)
+    lines = []
+    for (workload, load, system), of in _grouped(results).items():
+        line = [workload, f"{load:g}", system]
+        for title in titles:
+            ours, theirs = _values(of, title), _values(other.get((workload, load, system), []), title)
+            error = f", {statistics.median(theirs) / statistics.median(ours) - 1:+.1%}" if ours and theirs else ""
+            line.append(f"{_median(ours)}, {_median(theirs)}{error}")
+        lines.append(line)
+    return _page(["workload", "load", "system", *titles], lines)
+
+
+def _grouped(results: Sequence[CellResult]) -> dict[tuple[str, float, str], list[CellResult]]:
+    found: dict[tuple[str, float, str], list[CellResult]] = {}
+    for result in results:
+        found.setdefault((result.workload, result.load, result.system), []).append(result)
+    return found
+
+
+def _titles(results: Sequence[CellResult]) -> list[str]:
+    return list(dict.fromkeys(title for result in results for title in result.numbers))
+
+
+def _values(results: Sequence[CellResult], title: str) -> list[float]:
+    return [result.numbers[title] for result in results if title in result.numbers]
+
+
+def _median(values: Sequence[float]) -> str:
+    if not values:
+        return "–"
+    several = f" ({min(values):.4g} to {max(values):.4g})" if min(values) < max(values) else ""
+    return f"{statistics.median(values):.4g}{several}"
+
+
+def _page(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
 def _systems(found: Comparison) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cohort.common.comparison.comparison_spec import Part, TrafficSpec, trace_file
+from cohort.common.comparison.comparison_spec import Part, TrafficSpec, parse_lengths, trace_file
 from cohort.common.types import Slo
 from cohort.common.workloads.arrivals import AllAtOnce, RandomArrivals
 from cohort.common.workloads.changes import clip, together
@@ -29,8 +30,13 @@ _SLO_STREAM = 8
 
 def traffic(spec: TrafficSpec, *, load: float, duration_s: float, seed: int) -> Workload:
     """What arrives within `duration_s`. The first part alone is what `cohort simulate --rate` sends with this seed."""
-    parts = [_part(part, load, duration_s, seed + _APART * index) for index, part in enumerate(spec.parts)]
+    parts = traffic_by_part(spec, load=load, duration_s=duration_s, seed=seed)
     return parts[0] if len(parts) == 1 else together(" + ".join(part.name for part in parts), parts)
+
+
+def traffic_by_part(spec: TrafficSpec, *, load: float, duration_s: float, seed: int) -> list[Workload]:
+    """The same, each part for itself."""
+    return [_part(part, load, duration_s, seed + _APART * index) for index, part in enumerate(spec.parts)]
 
 
 def _part(part: Part, load: float, duration_s: float, seed: int) -> Workload:
@@ -38,16 +44,19 @@ def _part(part: Part, load: float, duration_s: float, seed: int) -> Workload:
     on_s = _time_on(part, max(0.0, end_s - part.start_s))
     rate = part.rate * (load if part.scaled else 1.0)
     name, lengths = _lengths(part)
-    arrivals = AllAtOnce() if part.users else RandomArrivals(rate, part.cv)
+    count = part.requests or _CYCLES * part.users or None
+    arrivals = AllAtOnce() if part.users or part.at_once else RandomArrivals(rate, part.cv)
     workload = generate(
         name,
         lengths,
         arrivals,
-        count=_CYCLES * part.users if part.users else None,
-        duration_s=None if part.users else on_s,
+        count=count,
+        duration_s=None if count else on_s,
         seed=seed,
         traffic_class=part.traffic_class,
     )
+    if part.scale:
+        workload = replace(workload, items=tuple(_scaled(item, part.scale) for item in workload.items))
     workload = clip(workload, max_prompt=part.max_prompt, max_output=part.max_output, max_total=part.max_total)
     ttfts, tpots = _slos(part, len(workload.items), seed)
     items = tuple(
@@ -56,7 +65,8 @@ def _part(part: Part, load: float, duration_s: float, seed: int) -> Workload:
     )
     if not part.users:
         return replace(workload, items=items)
-    users = ClosedLoopPart(part.users, items, start_s=part.start_s, until_s=end_s, in_batches=True)
+    until_s = math.inf if part.requests else end_s
+    users = ClosedLoopPart(part.users, items, part.start_s, until_s, in_batches=part.together is not False)
     return replace(workload, items=(), closed_loop=(users,))
 
 
@@ -64,8 +74,16 @@ def _lengths(part: Part) -> tuple[str, Source]:
     """And their name."""
     if part.paper:
         return part.paper, SHAPES[part.paper].lengths
+    if part.lengths:
+        return part.lengths, parse_lengths(part.lengths, "lengths")
     path = trace_file(part.trace)
     return path.name, FromTrace(_trace(path), path.name, resample=True)
+
+
+def _scaled(item: WorkItem, factor: float) -> WorkItem:
+    """Its prefixes would no longer fit their blocks: it shares none."""
+    prompt, output = (max(2, round(tokens * factor)) for tokens in (item.prompt_tokens, item.output_tokens))
+    return replace(item, prompt_tokens=prompt, output_tokens=output, hash_ids=(), hash_block=0)
 
 
 def _slo(part: Part, item: WorkItem, ttft_s: float, tpot_s: float) -> Slo:

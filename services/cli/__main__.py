@@ -30,7 +30,7 @@ COMMANDS = {
     "bench": "measure any OpenAI-style server, and everything of ours that can be measured",
     "simulate": "replay traffic on a cluster that need not exist",
     "advise": "which preset, roles and settings suit a traffic and a cluster",
-    "compare": "systems side by side over workloads, loads and seeds, simulated",
+    "compare": "systems side by side over workloads, loads and seeds, simulated or live",
     "reproduce": "the papers' figures beside ours, from several seeds",
     "replay": "check or step through what live processes recorded",
     "profile": "measure this machine: a device and a cluster for the simulator",

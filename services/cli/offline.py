@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -40,7 +41,12 @@ class Simulated:
         getattr(options, f"add_{self._name}_arguments")(parser)
 
     def run(self, options: argparse.Namespace) -> int:
-        code: int = getattr(import_module("cohort.services.simulator.__main__"), f"run_{self._name}")(options)
+        work = getattr(import_module("cohort.services.simulator.__main__"), f"run_{self._name}")
+        if getattr(options, "live", False):  # `cohort compare --live`: pipelines run what the simulator would
+            from cohort.services.bench.live.measured import measure
+
+            work = partial(work, live=partial(measure, port=options.port))
+        code: int = work(options)
         return code
 
 

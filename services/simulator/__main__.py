@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
 from cohort.common.comparison import comparison, comparison_tables
+from cohort.common.comparison.comparison import Cell, CellResult
 from cohort.common.comparison.comparison_spec import load_spec
 from cohort.common.errors import CohortError, ConfigError
 from cohort.common.machines.replayer import replay
@@ -27,6 +28,7 @@ from cohort.services.simulator.compare import measure
 from cohort.services.simulator.core import replays
 from cohort.services.simulator.core.run import by_rate, find_capacity, simulate
 from cohort.services.simulator.core.setup import (
+    assigned,
     cluster_of,
     configuration,
     parse_roles,
@@ -127,9 +129,12 @@ def run_advise(options: argparse.Namespace) -> int:
     return 0
 
 
-def run_compare(options: argparse.Namespace) -> int:
-    if options.jobs < 1:
-        raise ConfigError(f"--jobs {options.jobs}: must be at least 1")
+def run_compare(options: argparse.Namespace, live: Callable[[Cell], CellResult] | None = None) -> int:
+    """`live` runs a cell where `--live` asks for it: the command line has it from the measuring wing."""
+    if options.jobs < 1 or (options.live and options.jobs > 1):
+        raise ConfigError(f"--jobs {options.jobs}: must be {'1 with --live' if options.live else 'at least 1'}")
+    if options.live and live is None:
+        raise ConfigError("--live is for `cohort compare`")
     spec = load_spec(options.spec)
     asked = comparison.cells(
         spec,
@@ -137,23 +142,31 @@ def run_compare(options: argparse.Namespace) -> int:
         systems=_words(options.systems),
         loads=[_number("--loads", word) for word in _words(options.loads)],
         seeds=[int(_number("--seeds", word)) for word in _words(options.seeds)],
+        cluster=options.cluster,
+        over=assigned(options.set),
+        live=options.live,
     )
-    told_of_profiles(options, [load_cluster(name) for name in dict.fromkeys(cell.cluster for cell in asked)], _tell)
+    others = list(comparison.read_results(Path(options.against)).values()) if options.against else []
+    if not options.live:
+        told_of_profiles(options, [load_cluster(name) for name in dict.fromkeys(cell.cluster for cell in asked)], _tell)
     errors = Console(stderr=True)
     file = Path(options.results) if options.results else None
     results = comparison.run(
-        asked, file, options.jobs, lambda line: errors.print(line, highlight=False, soft_wrap=True), measure
+        asked, file, options.jobs, lambda line: errors.print(line, highlight=False, soft_wrap=True), live or measure
     )
     found = comparison_tables.Comparison(
         spec.description,
         comparison.rows(results),
         comparison.sustained(results, options.sustained) if options.sustained else {},
     )
+    page = ""
+    if options.live or others:
+        page = comparison_tables.beside(others, results) if others else comparison_tables.columns(results)
     if "-" not in (options.json, options.markdown):
-        _console().print(comparison_tables.table(found))
+        _console().print(page or comparison_tables.table(found), markup=False, soft_wrap=bool(page))
     if options.markdown:
-        _write(options.markdown, comparison_tables.markdown(found).encode())
-    _write_json(options.json, found)
+        _write(options.markdown, (page or comparison_tables.markdown(found)).encode())
+    _write_json(options.json, results if page else found)
     return 0
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
+
+from cohort.common.comparison.columns import columns_of
 from cohort.common.comparison.comparison import Cell, CellResult, configuration
 from cohort.common.comparison.comparison_traffic import traffic
 from cohort.services.simulator.core.cluster import SimOptions
@@ -37,4 +40,5 @@ def measure(cell: Cell) -> CellResult:
         ttft_p99_s=judged.ttft_ms.p99 / 1e3 if judged.ttft_ms else None,
         tbt_p99_s=judged.tbt_ms.p99 / 1e3 if judged.tbt_ms else None,
         longest_ttft_s=judged.ttft_ms.max / 1e3 if judged.ttft_ms else None,
+        numbers=columns_of(msgspec.to_builtins(judged)),
     )

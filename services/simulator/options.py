@@ -154,6 +154,8 @@ examples:
   COHORT_TRACES=~/traces cohort compare combination --results combination.jsonl
   cohort compare combination --systems cohort,bros --workloads conv,code --loads 1.2 --seeds 0,1,2
   cohort compare my-comparison.yaml --markdown table.md
+  cohort compare buckets --live --workloads burst --results buckets.jsonl
+  cohort compare fidelity --against live.jsonl                     the simulation beside results of --live
 
 A comparison that was interrupted goes on where it stopped when it is given the same --results file."""
 
@@ -162,8 +164,17 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("spec", help="a file of configs/comparisons by name, or a YAML file like them")
     for name in ("workloads", "systems", "loads", "seeds"):
         parser.add_argument(f"--{name}", default="", metavar="A,B,…", help=f"only these {name}")
+    parser.add_argument("--cluster", default="", metavar="DEVICE:N", help="in place of the file's, to simulate")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.OPTION=VALUE", help="over every system")
+    parser.add_argument(
+        "--live", action="store_true", help="start each system here, one after the other; seeds are rounds"
+    )
+    parser.add_argument("--port", type=int, default=8300, help="of live pipelines (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="simulations at once (default: %(default)s)")
     parser.add_argument("--results", metavar="FILE", help="keep every result there, as JSON lines")
+    parser.add_argument(
+        "--against", metavar="FILE", help="results of another run: every column beside its own, and the error"
+    )
     parser.add_argument("--sustained", type=float, metavar="SHARE", help="also the load at which so many keep theirs")
     parser.add_argument("--json", metavar="FILE", help="write the table's data; - = standard output")
     parser.add_argument("--markdown", metavar="FILE", help="write the table there; - = standard output")

@@ -17,7 +17,7 @@ EXAMPLES = """\
 examples:
   cohort bench                                                   8 users at once, 100 requests of 128 + 64 tokens
   cohort bench --rate 4 --duration-s 60 --slo-ttft-ms 500 --slo-tpot-ms 100
-  cohort bench --mix 0.8:64x64,0.2:768x32 --concurrency 16 --json out.json --csv out.csv
+  cohort bench --mix 0.8:64x64,0.2:768x32 --concurrency 16 --json out.json
   cohort bench --trace conversation.jsonl --limit 500 --time-scale 2 --max-prompt 4096
   cohort bench --compare ours=localhost:8000 other=localhost:9000 --rounds 3 --rate 2
 """
@@ -128,5 +128,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--warmup", type=int, default=2, metavar="N", help="requests sent first and left out (default %(default)s)"
     )
     out.add_argument("--json", metavar="FILE", help="everything as JSON ('-': to stdout, instead of the table)")
-    out.add_argument("--csv", type=Path, metavar="FILE", help="one row per request")
     out.add_argument("--quiet", action="store_true", help="no table")

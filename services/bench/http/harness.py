@@ -24,7 +24,6 @@ from cohort.services.bench.http.load import workload as workload_
 from cohort.services.bench.http.load.client import HttpStreamClient, PreparedRequest
 from cohort.services.bench.http.load.driver import Driver, RunLog
 from cohort.services.bench.http.load.prompts import PromptFactory, Vocabulary
-from cohort.services.bench.http.load.records import RequestRecord
 from cohort.services.bench.http.load.target import Dialect, Preferences, RequestBuilder, Target
 from cohort.services.bench.http.load.workload import FromDataset, Workload
 from cohort.services.bench.http.options import BenchOptions
@@ -47,12 +46,6 @@ class Interrupted(Exception):
 class Server:
     target: Target
     dialect: Dialect
-
-
-@dataclass(frozen=True, slots=True)
-class Measurement:
-    report: RunReport
-    records: tuple[RequestRecord, ...]
 
 
 class Harness:
@@ -80,7 +73,7 @@ class Harness:
             dialects = [await self._negotiate(target, "text") for target in targets]
         self.servers = tuple(Server(t, d) for t, d in zip(targets, dialects, strict=True))
 
-    async def measure(self, server: Server, *, label: str, salt: int) -> Measurement:
+    async def measure(self, server: Server, *, label: str, salt: int) -> RunReport:
         """One run. An equal salt means equal requests, byte for byte but for the model's name."""
         planned = workload_.build(self.options.workload)
         if not planned.plans:
@@ -90,7 +83,7 @@ class Harness:
         requests = await self._prepare(server, planned, salt, label)
         started_at = datetime.now(UTC).isoformat(timespec="seconds")
         log = await self._drive(server, planned, requests)
-        report = report_.summarise(
+        return report_.summarise(
             log,
             planned.facts,
             server.dialect,
@@ -102,7 +95,6 @@ class Harness:
             started_at=started_at,
             ignore_eos_wanted=self.options.ignore_eos,
         )
-        return Measurement(report, log.records)
 
     async def _negotiate(self, target: Target, prompt_format: target_.PromptFormat | None) -> Dialect:
         assert self._vocabulary is not None

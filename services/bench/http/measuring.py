@@ -16,10 +16,10 @@ import aiohttp
 from rich.console import Console
 
 from cohort.services.bench.http import options as options_
-from cohort.services.bench.http.harness import Harness, Interrupted, Measurement
+from cohort.services.bench.http.harness import Harness, Interrupted
 from cohort.services.bench.http.modes import measured
 from cohort.services.bench.http.options import BenchOptions
-from cohort.services.bench.http.results.export import BenchResult, to_json, write_csv
+from cohort.services.bench.http.results.export import BenchResult, to_json
 from cohort.services.bench.http.results.render import print_result
 from cohort.services.bench.output import output_console, publish_json
 
@@ -37,8 +37,8 @@ def measure(args: argparse.Namespace) -> int:
     options = options_.from_args(args)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            result, measurements, interrupted = runner.run(_measure(options))
-        _publish(options, result, measurements, errors)
+            result, interrupted = runner.run(_measure(options))
+        _publish(options, result, errors)
     except (Interrupted, KeyboardInterrupt, asyncio.CancelledError):
         errors.print("interrupted before anything was measured")
         return EXIT_INTERRUPTED
@@ -47,7 +47,7 @@ def measure(args: argparse.Namespace) -> int:
     return 0 if any(run.overall.completed for run in result.runs) else EXIT_NOTHING_COMPLETED
 
 
-async def _measure(options: BenchOptions) -> tuple[BenchResult, list[Measurement], bool]:
+async def _measure(options: BenchOptions) -> tuple[BenchResult, bool]:
     stop = asyncio.Event()
     connector = (
         aiohttp.TCPConnector(limit=0, force_close=True)
@@ -60,19 +60,16 @@ async def _measure(options: BenchOptions) -> tuple[BenchResult, list[Measurement
         harness = Harness(options, session, stop)
         with _ctrl_c_sets(stop):
             await harness.connect()
-            result, measurements = await measured(harness)
-    return result, measurements, stop.is_set()
+            result = await measured(harness)
+    return result, stop.is_set()
 
 
-def _publish(options: BenchOptions, result: BenchResult, measurements: list[Measurement], errors: Console) -> None:
+def _publish(options: BenchOptions, result: BenchResult, errors: Console) -> None:
     if not options.quiet:
         print_result(result, output_console())
     publish_json(options.json_path, to_json(result))
-    if options.csv_path is not None:
-        write_csv(options.csv_path, measurements)
-    written = [str(path) for path in (options.json_path, options.csv_path) if path and path != "-"]
-    if written and not options.quiet:
-        errors.print(f"written: {', '.join(written)}", highlight=False)
+    if options.json_path not in (None, "-") and not options.quiet:
+        errors.print(f"written: {options.json_path}", highlight=False)
 
 
 @contextlib.contextmanager

@@ -7,24 +7,24 @@ arrivals but not words, so that spread is the servers' and no round meets a warm
 
 from __future__ import annotations
 
-from cohort.services.bench.http.harness import Harness, Interrupted, Measurement, derive_salt
+from cohort.services.bench.http.harness import Harness, Interrupted, derive_salt
 from cohort.services.bench.http.results.export import BenchResult
 from cohort.services.bench.http.results.figures import compare
 from cohort.services.bench.http.results.report import RunReport
 
 
-async def measured(harness: Harness) -> tuple[BenchResult, list[Measurement]]:
-    """The result and every measurement behind it, in the order they were made."""
+async def measured(harness: Harness) -> BenchResult:
+    """Every run, in the order they were made."""
     options = harness.options
     if len(harness.servers) > 1:
         return await _in_turn(harness)
-    found = await harness.measure(harness.servers[0], label="run", salt=options.prompt_salt)
-    return BenchResult(mode="single", settings=options.settings, runs=[found.report]), [found]
+    report = await harness.measure(harness.servers[0], label="run", salt=options.prompt_salt)
+    return BenchResult(mode="single", settings=options.settings, runs=[report])
 
 
-async def _in_turn(harness: Harness) -> tuple[BenchResult, list[Measurement]]:
+async def _in_turn(harness: Harness) -> BenchResult:
     options = harness.options
-    found: list[Measurement] = []
+    found: list[RunReport] = []
     by_name: dict[str, list[RunReport]] = {server.target.name: [] for server in harness.servers}
     try:
         for number in range(1, options.rounds + 1):
@@ -32,8 +32,8 @@ async def _in_turn(harness: Harness) -> tuple[BenchResult, list[Measurement]]:
             for server in harness.servers[:: 1 if number % 2 else -1]:
                 if harness.stop.is_set():
                     raise Interrupted
-                found.append(await harness.measure(server, label=label, salt=derive_salt(options.prompt_salt, label)))
-                report = found[-1].report
+                report = await harness.measure(server, label=label, salt=derive_salt(options.prompt_salt, label))
+                found.append(report)
                 if not report.interrupted:
                     by_name[server.target.name].append(report)
     except Interrupted:
@@ -42,5 +42,4 @@ async def _in_turn(harness: Harness) -> tuple[BenchResult, list[Measurement]]:
     # After Ctrl-C the last round may lack a server: only whole rounds are compared.
     whole = min(len(reports) for reports in by_name.values())
     compared = compare({name: reports[:whole] for name, reports in by_name.items()}) if whole else []
-    reports = [each.report for each in found]
-    return BenchResult(mode="compare", settings=options.settings, runs=reports, comparison=compared), found
+    return BenchResult(mode="compare", settings=options.settings, runs=found, comparison=compared)

@@ -45,7 +45,6 @@ class BenchOptions:
     new_connections: bool
     prompt_salt: int
     json_path: str | None
-    csv_path: Path | None
     quiet: bool
     settings: dict[str, Any]
 
@@ -103,7 +102,6 @@ def from_args(args: argparse.Namespace) -> BenchOptions:
         new_connections=args.new_connections,
         prompt_salt=secrets.randbits(31) if args.prompt_salt is None else args.prompt_salt,
         json_path=args.json if args.json in (None, "-") else str(check_writable(Path(args.json), "--json")),
-        csv_path=check_writable(args.csv, "--csv"),
         quiet=args.quiet or args.json == "-",
         settings=settings,
     )

@@ -1,15 +1,15 @@
 """Pipelines to be compared: started, loaded, asked for their stats, and always stopped.
 
     with pipeline("bucketserve", overlay, port) as served:
-        observed = served.load([ClientCommand("client", ("--rate=5", "--num-requests=80"), after_s=0.0)])
+        reports = served.load([ClientCommand("client", ("--rate=5", "--num-requests=80"), after_s=0.0)])
         stats = served.stats()
 
-Runs the `cohort` command as a person would; decides nothing. Called by `runs` and `fidelity`.
+Runs the `cohort` command as a person would; decides nothing. Called by `measured`, `cohort profile`, and by what breaks
+pipelines.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import subprocess
 import sys
@@ -27,7 +27,6 @@ import yaml
 from cohort.common.config import load_config
 from cohort.common.paths import run_dir
 from cohort.services.bench.child import MeasurementFailed, leaves_when_terminated
-from cohort.services.bench.live.spec import NUMBERS_OF_A_REQUEST, ClientCommand
 
 Stats = dict[str, float]
 
@@ -56,12 +55,12 @@ def start_cohort(*arguments: str) -> subprocess.Popen[bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
-    """The observations of a client: its report of all its requests, and the numbers of each that was answered; one that
-    does not exist (TPOT of a single token) is 0."""
+class ClientCommand:
+    """`arguments` of `cohort bench`, without the server and the output; begun `after_s` seconds after the first."""
 
-    overall: dict[str, Any]
-    rows: list[dict[str, float]]
+    name: str
+    arguments: tuple[str, ...]
+    after_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +70,9 @@ class Served:
     url: str
     monitor_url: str
 
-    def load(self, clients: Sequence[ClientCommand]) -> dict[str, Observed]:
-        """All clients to their end, each begun when it says; their records, by name. Raises `MeasurementFailed`."""
+    def load(self, clients: Sequence[ClientCommand]) -> dict[str, dict[str, Any]]:
+        """All clients to their end, each begun when it says; by name what they report of all their requests. Raises
+        `MeasurementFailed`."""
         with tempfile.TemporaryDirectory() as folder:
             reports = {client.name: Path(folder) / f"{number}.json" for number, client in enumerate(clients)}
             running: dict[str, subprocess.Popen[bytes]] = {}
@@ -80,15 +80,14 @@ class Served:
             try:
                 for client in sorted(clients, key=lambda client: client.after_s):
                     time.sleep(max(0.0, begun_s + client.after_s - time.monotonic()))
-                    report = reports[client.name]
-                    written = ("--quiet", "--json", str(report), "--csv", str(report.with_suffix(".csv")))
+                    written = ("--quiet", "--json", str(reports[client.name]))
                     running[client.name] = start_cohort("bench", "--url", self.url, *client.arguments, *written)
                 _wait_for(running)
             finally:
                 for process in running.values():
                     process.kill()
                     process.wait()
-            return {name: _observed(report) for name, report in reports.items()}
+            return {name: json.loads(report.read_text())["runs"][0]["overall"] for name, report in reports.items()}
 
     def stats(self) -> dict[str, Stats]:
         """Every process's own, by instance, as of its last heartbeat."""
@@ -145,16 +144,6 @@ def _wait_for(clients: Mapping[str, subprocess.Popen[bytes]]) -> None:
             del waiting[name]
         if waiting:
             time.sleep(_POLL_S)
-
-
-def _observed(report: Path) -> Observed:
-    with report.with_suffix(".csv").open(newline="", encoding="utf-8") as lines:
-        rows = [
-            {name: float(row[name] or 0.0) for name in NUMBERS_OF_A_REQUEST}
-            for row in csv.DictReader(lines)
-            if row["status"] == "completed"
-        ]
-    return Observed(json.loads(report.read_text(encoding="utf-8"))["runs"][0]["overall"], rows)
 
 
 def _get(url: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,24 @@ def configuration(
     """`cluster`: other than the options'. With `engine.device=cuda` its device's memory decides on sizes as it does
     live; `auto` keeps a processor's, which all published comparisons have."""
 
-    flat: dict[str, Any] = {}
-    for text in (*options.set, *settings):
-        key, equals, value = text.partition("=")
-        if not equals or "." not in key:
-            raise ConfigError(f"--set {text}: wants SECTION.OPTION=VALUE")
-        flat[key] = parse_yaml(value)
-    overrides = nested(flat, "--set") or None
+    overrides = nested(assigned((*options.set, *settings)), "--set") or None
 
     def machine() -> Machine:
         simulated = cluster or cluster_of(options, options.cluster)
         return Machine(0, simulated.device.memory_bytes, 0)
 
     return load_config([Path(file) for file in options.config], preset=preset, overrides=overrides, machine=machine)
+
+
+def assigned(texts: Iterable[str]) -> dict[str, Any]:
+    """The options that `--set` gives, by name. Raises `ConfigError`."""
+    flat: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or "." not in key:
+            raise ConfigError(f"--set {text}: wants SECTION.OPTION=VALUE")
+        flat[key] = parse_yaml(value)
+    return flat
 
 
 def cluster_of(options: argparse.Namespace, text: str) -> Cluster:

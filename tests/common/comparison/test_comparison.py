@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
 from cohort.common.comparison import comparison, comparison_tables
 from cohort.common.comparison.comparison import CellResult
 from cohort.common.comparison.comparison_spec import FOLDER, Part, Spec, TrafficSpec, load_spec
-from cohort.common.comparison.comparison_traffic import traffic
+from cohort.common.comparison.comparison_traffic import traffic, traffic_by_part
 from cohort.common.errors import ConfigError
 from cohort.common.types import Slo
 from cohort.services.simulator.__main__ import main
@@ -75,7 +77,7 @@ def test_every_cell_runs_once_and_counts_all_that_were_sent(trace: str, tmp_path
     assert all(one.sent == sent[one.workload, one.load, one.seed] for one in found)
     again: list[str] = []
     assert comparison.run(asked, results, 1, again.append, measure) == found
-    assert again == [f"{len(asked)} simulations, {len(asked)} of them known"]
+    assert again == [f"{len(asked)} runs, {len(asked)} of them known"]
     assert len(results.read_text().splitlines()) == len(asked)
 
 
@@ -99,12 +101,64 @@ def test_lengths_users_and_whole_answers_of_the_papers() -> None:
     assert all(item.traffic_class == "be" and 512 <= item.prompt_tokens <= 1024 for item in loop.items)
 
 
+def test_lengths_of_its_own_so_many_requests_and_users_apart() -> None:
+    drawn = Part(lengths="uniform:4-8 x 2", rate=5.0, requests=7, start_s=3.0)
+    mixed = Part(lengths="0.5:8x4,0.5:80x2", at_once=True, requests=20)
+    users = Part(lengths="8x4", users=3, together=False, requests=5, traffic_class="be")
+    one, two, three = traffic_by_part(TrafficSpec([drawn, mixed, users]), load=1.0, duration_s=1.0, seed=3)
+    assert len(one.items) == 7 and one.items[0].arrival_s == 3.0 and one.items[-1].arrival_s > 3.0
+    assert {item.output_tokens for item in one.items} == {2}
+    assert {(item.arrival_s, item.prompt_tokens, item.output_tokens) for item in two.items} == {(0, 8, 4), (0, 80, 2)}
+    (loop,) = three.closed_loop
+    assert (loop.concurrency, len(loop.items), loop.until_s, loop.in_batches) == (3, 5, math.inf, False)
+
+
+def test_a_trace_may_be_scaled(trace: str) -> None:
+    whole, half = (
+        traffic(TrafficSpec([Part(trace, 4.0, scale=scale, max_prompt=100)]), load=1.0, duration_s=9.0, seed=1).items
+        for scale in (1.0, 0.5)
+    )
+    assert [item.output_tokens for item in half] == [max(2, round(item.output_tokens / 2)) for item in whole]
+    assert max(item.prompt_tokens for item in half) <= 100
+
+
+def test_fields_that_are_unset_change_no_digest(trace: str, tmp_path: Path) -> None:
+    """Of results that were kept before there were such fields."""
+    cell, *_ = comparison.cells(load_spec(str(written(tmp_path, trace))))
+    fields = json.loads(msgspec.json.encode(cell))
+    assert fields.keys().isdisjoint({"live"}) and fields["traffic"].keys().isdisjoint({"usual"})
+    new = {"name", "lengths", "scale", "requests", "at_once", "together", "tbt_s"}
+    assert fields["traffic"]["parts"][0].keys().isdisjoint(new)
+    live, *_ = comparison.cells(load_spec(str(written(tmp_path, trace))), live=True)
+    assert live.digest != cell.digest
+
+
+def test_columns_are_medians_and_stand_beside_those_of_another_run() -> None:
+    def result(seed: int, rate: float, system: str = "a", **numbers: float) -> CellResult:
+        return CellResult("", "w", 1.0, seed, system, 1, 1, 1, 0.0, None, None, None, {"rate": rate, **numbers})
+
+    live = [result(0, 10.0), result(1, 12.0), result(2, 11.0), result(0, 5.0, "b", late=2.0)]
+    assert comparison_tables.columns(live).splitlines() == [
+        "| workload | load | system | seeds | rate | late |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| w | 1 | a | 3 | 11 (10 to 12) | – |",
+        "| w | 1 | b | 1 | 5 | 2 |",
+    ]
+    assert comparison_tables.beside(live, [result(0, 22.0)]).splitlines()[2:] == [
+        "| w | 1 | a | 11 (10 to 12), 22, +100.0% |",
+        "| w | 1 | b | 5, – |",
+    ]
+
+
 @pytest.mark.parametrize(
     ("part", "message"),
     [
         ({"rate": 1}, "either a trace or a paper's lengths"),
         ({"paper": "bros-lmsys", "trace": "x", "rate": 1}, "either a trace or a paper's lengths"),
         ({"paper": "bros-unknown", "rate": 1}, "no workload named 'bros-unknown'"),
+        ({"lengths": "8x", "rate": 1}, "expected 128"),
+        ({"lengths": "8x4", "at_once": True}, "at_once needs a number of requests"),
+        ({"trace": "rows.jsonl", "users": 2}, "users need lengths of their own"),
         ({"paper": "bros-lmsys"}, "either a rate or users"),
         ({"paper": "bros-lmsys", "rate": 1, "users": 2}, "either a rate or users"),
         ({"paper": "bros-lmsys", "rate": 1, "whole_s": [1, 1], "ttft_s": 1}, "stands for all SLOs"),

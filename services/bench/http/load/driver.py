@@ -89,7 +89,7 @@ class Driver:
                 group.create_task(user())
 
     async def _exchange(self, request: PreparedRequest, due_s: float) -> None:
-        record = RequestRecord(request.plan, due_s=due_s, request_id=request.headers.get("x-request-id", ""))
+        record = RequestRecord(request.plan, due_s=due_s)
         self._records.append(record)
         await self._client.stream(request, record, self._start_s)
 

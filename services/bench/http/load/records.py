@@ -27,7 +27,6 @@ class RequestRecord:
     status: Status = "pending"
     error_kind: str = ""
     error_detail: str = ""
-    request_id: str = ""
     reported_prompt_tokens: int | None = None
     reported_output_tokens: int | None = None
     cached_tokens: int | None = None

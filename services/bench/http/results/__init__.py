@@ -1,4 +1,4 @@
-"""What a load's records say: the report, its tables and files.
+"""What a load's records say: the report, its tables and its file.
 
 The room knows `load/` for the records.
 """

@@ -100,6 +100,8 @@ class Slice(msgspec.Struct, frozen=True):
     itl_ms: Distribution | None
     e2e_ms: Distribution | None
     client_queue_ms: Distribution | None
+    normalised_ms: Distribution | None
+    """Latency by output token: e2e / output tokens."""
     slo: SloReport | None
     tokens_at_once: float = 0.0
     """Output tokens that a client read together, on average: more than one where several come of one iteration, in one
@@ -202,6 +204,7 @@ def slice_figures(records: Sequence[RequestRecord], duration_s: float, limits: S
         itl_ms=distribution([gap for record in done for gap in record.itl_s]),
         e2e_ms=distribution([record.e2e_s for record in done]),
         client_queue_ms=distribution([record.client_queue_s for record in records]),
+        normalised_ms=distribution([record.e2e_s / max(1, record.output_tokens) for record in done]),
         slo=_slo(records, limits, per_s) if limits else None,
         tokens_at_once=output_tokens / max(1, sum(len(set(record.token_s)) for record in done)),
     )

@@ -23,7 +23,7 @@ from cohort.common.config import dump_config, load_config
 from cohort.common.paths import run_dir
 from cohort.services.bench.child import MeasurementFailed
 from cohort.services.bench.live import pipelines as live
-from cohort.services.bench.live.spec import NUMBERS_OF_A_REQUEST, ClientCommand
+from cohort.services.bench.live.pipelines import ClientCommand
 
 PORT = 8399
 
@@ -76,27 +76,19 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, monitor_port: int) ->
 
 
 def client(noted: list[tuple[str, ...]], *arguments: str) -> subprocess.Popen[bytes]:
-    """Notes how it was called but for the files, and writes them: one answered request, and one that failed."""
-    report, rows = Path(arguments[-3]), Path(arguments[-1])
-    noted.append((*arguments[:-3], *arguments[-2:-1]))
+    """Notes how it was called but for the file, and writes it."""
+    noted.append(arguments[:-1])
     if "--fails" in arguments:
         return subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     if "--lasts" in arguments:
         return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    report.write_text(json.dumps({"runs": [{"overall": {"completed": 7}}]}))
-    names = sorted(NUMBERS_OF_A_REQUEST)
-    lines = [["status", *names], ["completed", *("" if name == "tpot_ms" else "2.5" for name in names)]]
-    lines.append(["failed", *("" for _ in names)])
-    rows.write_text("\n".join(",".join(line) for line in lines))
+    Path(arguments[-1]).write_text(json.dumps({"runs": [{"overall": {"completed": 7}}]}))
     return subprocess.Popen([sys.executable, "-c", ""])
 
 
 def test_started_loaded_examined_and_stopped(calls: list[tuple[str, ...]]) -> None:
     with live.pipeline("bros", {"kv": {"block_size": 8}}, PORT, ["kv.prefix_caching=false"]) as served:
-        observed = served.load([ClientCommand("client", ("--rate=2",), 0.0)])["client"]
-        assert observed.overall == {"completed": 7}
-        (row,) = observed.rows  # what was not answered has no row
-        assert (row["ttft_ms"], row["tpot_ms"]) == (2.5, 0.0)
+        assert served.load([ClientCommand("client", ("--rate=2",), 0.0)]) == {"client": {"completed": 7}}
         assert served.stats() == {"manager": {"splits_total": 3.0}}
         assert served.metrics() == "asked for /metrics\n"
     assert calls == [
@@ -112,7 +104,7 @@ def test_started_loaded_examined_and_stopped(calls: list[tuple[str, ...]]) -> No
             "--set",
             "kv.prefix_caching=false",
         ),
-        ("bench", "--url", "http://127.0.0.1:8399", "--rate=2", "--quiet", "--json", "--csv"),
+        ("bench", "--url", "http://127.0.0.1:8399", "--rate=2", "--quiet", "--json"),
         ("serve", "--stop", "--port", "8399"),
     ]
     assert yaml.safe_load(calls[0][5])["kv"] == {"block_size": 8}

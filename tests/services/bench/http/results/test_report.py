@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
-from cohort.services.bench.http.harness import Measurement
 from cohort.services.bench.http.load.driver import RunLog
 from cohort.services.bench.http.load.records import RequestRecord, Status
 from cohort.services.bench.http.load.target import Dialect
 from cohort.services.bench.http.load.workload import RequestPlan, WorkloadFacts
-from cohort.services.bench.http.results.export import CSV_COLUMNS, write_csv
 from cohort.services.bench.http.results.figures import Spread, compare
 from cohort.services.bench.http.results.report import (
     Distribution,
@@ -236,15 +233,3 @@ def test_comparison_takes_medians_and_paired_ratios() -> None:
     assert fields(ttft.ratio_to_first["b"]) == pytest.approx([2, 1, 2])
     assert "slo_attainment" not in found
     assert found["failed"].ratio_to_first == {}
-
-
-def test_csv_leaves_unknown_figures_empty(tmp_path: Path) -> None:
-    path = tmp_path / "out.csv"
-    records = (record(0.0, [0.5]), record(0.0, [], status="failed", kind="timeout"))
-    write_csv(path, [Measurement(summary(records), records)])
-    head, done, failed = (line.split(",") for line in path.read_text().splitlines())
-    assert tuple(head) == CSV_COLUMNS
-    assert dict(zip(head, done, strict=True))["ttft_ms"] == "500.0"
-    assert dict(zip(head, done, strict=True))["tpot_ms"] == ""
-    assert dict(zip(head, failed, strict=True))["ttft_ms"] == ""
-    assert dict(zip(head, failed, strict=True))["error"] == "timeout"

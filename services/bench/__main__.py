@@ -22,9 +22,6 @@ HTTP = "http"
 _HERE = "cohort.services.bench"
 COMMANDS = {
     HTTP: (f"{_HERE}.http.command", "any OpenAI-style server (the same as without a command)"),
-    "live": (f"{_HERE}.live.command", "configurations in turn, each a live pipeline, from a specification"),
-    "fidelity": (f"{_HERE}.live.fidelity", "the live pipeline beside its simulation"),
-    "overhead": (f"{_HERE}.live.overhead", "the pipeline beside the same engine called in process"),
     "engine": (f"{_HERE}.engine.command", "the CPU engine's steps against their floors, and taken apart"),
     "chaos": (f"{_HERE}.chaos.command", "processes broken under clients that compare (the same as `cohort chaos`)"),
     "soak": (f"{_HERE}.chaos.soak_command", "mixed traffic while processes are killed: what is lost, what grows"),

@@ -1,7 +1,7 @@
 """The measuring wing, `cohort bench WHAT`; nothing here serves.
 
     http        any OpenAI-style server, seen from a client; what `cohort bench` without a WHAT measures
-    live        configurations in turn as live pipelines, from a specification; also `fidelity` and `overhead`
+    live        live pipelines, for `cohort compare --live` and for what breaks or profiles them
     engine      the CPU engine's steps; `inside` is the measuring process, where torch is
     links       the KV links between two processes
     decisions   what one decision of a policy costs, without model or processes

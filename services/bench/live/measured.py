@@ -125,7 +125,7 @@ def _client(name: str, part: Part, workload: Workload, trace: Path, seed: int) -
 
 def _told(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Of several clients each column begins with the client's name."""
-    found = {}
+    found: dict[str, float] = {}
     for name, report in reports.items():
         columns = columns_of(report)
         if (slo := report["slo"]) and slo["itl_share"] is not None:

@@ -1,16 +1,13 @@
-"""The engine without the pipeline: scheduler, cache and model in one process, driven by a closed loop.
+"""The engine without the pipeline: scheduler, cache and model in one process; no gateway, manager, wire or streams.
 
-`cohort bench in-process` runs without gateway, manager, wire and streams; `cohort bench overhead` compares it with the
-same workload over HTTP. Same policies, same `WorkerMachine`, same `ModelRunner` as a worker; nothing of the network.
-All of the measuring wing's uses of the machine are here.
+Same policies, same `WorkerMachine`, same `ModelRunner` as a worker; nothing of the network. All of the measuring wing's
+uses of the machine are here.
 """
 
 from __future__ import annotations
 
 import random
-import statistics
 import time
-from dataclasses import dataclass
 
 from cohort.common.config import Config
 from cohort.common.engine.runner.model_runner import ModelRunner
@@ -28,22 +25,6 @@ from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, Request, Role, SamplingParams, Segment
 from cohort.services.bench.engine.inside.clocks import Target
 
-_FIRST_ID = 1000  # prompts are drawn from here up: ordinary tokens in every vocabulary we know
-
-
-@dataclass(frozen=True, slots=True)
-class LoopStats:
-    """One run. Times in seconds; `outside_engine` is the share of the wall time not spent in the forward."""
-
-    requests: int
-    concurrency: int
-    output_tokens: int
-    wall_s: float
-    output_tokens_per_s: float
-    ttft_p50_s: float
-    tpot_p50_s: float
-    outside_engine: float
-
 
 class InProcessEngine:
     """One unified worker's inside."""
@@ -60,7 +41,6 @@ class InProcessEngine:
         self._builder = BatchBuilder(self._machine.kv)
         self._submitted: list[WorkerEvent] = []
         self._next: IterationPlan | None = None
-        self.engine_s = 0.0
 
     @property
     def free_blocks(self) -> int:
@@ -92,7 +72,6 @@ class InProcessEngine:
         started = time.monotonic()
         output = self._runner.execute(batch)
         latency_s = time.monotonic() - started
-        self.engine_s += latency_s
         self._tell(StepEnded(_sampled(sampling, output), latency_s))
         return sampling
 
@@ -106,56 +85,6 @@ class InProcessEngine:
 def machine_targets() -> list[Target]:
     """The machine's part of a step, for a clock."""
     return [Target(WorkerMachine, "_plan", "plan"), Target(WorkerMachine, "_completed", "completed")]
-
-
-def closed_loop(
-    config: Config,
-    runner: ModelRunner,
-    *,
-    concurrency: int,
-    requests: int,
-    prompt_tokens: int,
-    output_tokens: int,
-    seed: int,
-) -> LoopStats:
-    """`concurrency` requests at a time, the next as soon as one ends."""
-    engine = InProcessEngine(config, runner)
-    draw = random.Random(seed)
-    highest = runner.geometry.vocab_size - 1
-    prompts = [[draw.randint(min(_FIRST_ID, highest), highest) for _ in range(prompt_tokens)] for _ in range(requests)]
-    submitted: dict[str, float] = {}
-    first: dict[str, float] = {}
-    last: dict[str, float] = {}
-    waiting = iter(range(requests))
-
-    def submit_next() -> None:
-        for index in waiting:
-            name = str(index)
-            submitted[name] = time.monotonic()
-            engine.submit(name, prompts[index], output_tokens)
-            return
-
-    started = time.monotonic()
-    for _ in range(concurrency):
-        submit_next()
-    while len(last) < requests:
-        for sequence in engine.step():
-            now, name = time.monotonic(), sequence.request_id
-            first.setdefault(name, now)
-            if sequence.output_tokens >= output_tokens:
-                last[name] = now
-                submit_next()
-    wall_s = time.monotonic() - started
-    return LoopStats(
-        requests=requests,
-        concurrency=concurrency,
-        output_tokens=requests * output_tokens,
-        wall_s=wall_s,
-        output_tokens_per_s=requests * output_tokens / wall_s,
-        ttft_p50_s=statistics.median(first[name] - submitted[name] for name in first),
-        tpot_p50_s=statistics.median((last[n] - first[n]) / max(1, output_tokens - 1) for n in last),
-        outside_engine=1 - engine.engine_s / wall_s,
-    )
 
 
 def _sampled(sampling: list[Sequence], output: StepOutput) -> list[Sampled]:

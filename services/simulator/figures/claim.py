@@ -1,29 +1,38 @@
-"""A claim of a paper: the figures that answer it, and how its numbers are compared with ours.
+"""What the papers claim and why rows differ, as `configs/reproduction/` says it, and how numbers are compared.
 
-Filled in by `claims.py`, judged by `verdicts.py`. Measures nothing.
+Judged by `verdicts.py`. Measures nothing.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
+import re
 from dataclasses import dataclass
+from functools import cache
+
+import msgspec
+
+from cohort.common.config import CONFIGS_DIR
+
+FOLDER = CONFIGS_DIR / "reproduction"
 
 
 class Kind(enum.Enum):
     """How the paper's number and ours are compared."""
 
-    OVER = enum.auto()
+    OVER = "over"
     """A factor against another system: 1 = no effect."""
-    CHANGE = enum.auto()
+    CHANGE = "change"
     """A change in per cent: 0 = no effect."""
-    VALUE = enum.auto()
+    VALUE = "value"
     """A measured value."""
-    AT_MOST = enum.auto()
-    AT_LEAST = enum.auto()
-    MORE = enum.auto()
+    AT_MOST = "at_most"
+    AT_LEAST = "at_least"
+    MORE = "more"
     """The paper says who wins, without a number: ours is above the given value."""
-    LESS = enum.auto()
-    UNTOLD = enum.auto()
+    LESS = "less"
+    UNTOLD = "untold"
     """The paper defines it otherwise than we can measure it."""
 
 
@@ -65,3 +74,29 @@ class Claim:
     why: str = ""
     beside: tuple[str, ...] = ()
     shown_by: str = ""
+
+
+@cache
+def shipped_claims() -> tuple[Claim, ...]:
+    """In the file's order."""
+    papers = msgspec.yaml.decode((FOLDER / "claims.yaml").read_bytes(), type=dict[str, list[dict[str, str]]])
+    return tuple(_claim(paper, entry) for paper, entries in papers.items() for entry in entries)
+
+
+@cache
+def shipped_reasons() -> tuple[Reason, ...]:
+    entries = msgspec.yaml.decode((FOLDER / "reasons.yaml").read_bytes(), type=list[dict[str, str]])
+    return tuple(Reason(expanded(entry.pop("begins")), **entry) for entry in entries)
+
+
+def _claim(paper: str, entry: dict[str, str]) -> Claim:
+    """The entry's key for its ids says how they are compared."""
+    kind = next(kind for kind in Kind if kind.value in entry)
+    ids, beside = expanded(entry.pop(kind.value)), expanded(entry.pop("beside", ""))
+    return Claim(paper, kind=kind, ids=ids, beside=beside, **entry)
+
+
+def expanded(patterns: str) -> tuple[str, ...]:
+    """Names with spaces between them, each expanded as a shell does: `a-{b,c}` is a-b and a-c."""
+    parts = [[part.split(",") for part in re.split("[{}]", pattern)] for pattern in patterns.split()]
+    return tuple("".join(chosen) for of_pattern in parts for chosen in itertools.product(*of_pattern))

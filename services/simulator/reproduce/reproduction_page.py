@@ -1,8 +1,8 @@
 """docs/reproduction.md: a table of claims for each paper, then every row, then what follows from the rows.
 
 Written from new results and from the page as it is: figures that were not measured anew keep their rows.
-Every word beside a number is computed from the rows but the claims, their reasons (`figures/claims.py`) and the rows'
-notes. Runs nothing.
+Every word beside a number is computed from the rows but claims, reasons (`configs/reproduction/`) and the rows' notes.
+Runs nothing.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from typing import assert_never
 
 import msgspec
 
-from cohort.services.simulator.figures.claim import Claim, Reason, Standing
+from cohort.services.simulator.figures.claim import Claim, Reason, Standing, shipped_claims, shipped_reasons
 from cohort.services.simulator.figures.figure import Figure
-from cohort.services.simulator.figures.paper_claims import CLAIMS
-from cohort.services.simulator.figures.reasons import REASONS
 from cohort.services.simulator.reproduce.reproduce import (
     MODULES,
     Reproduced,
@@ -80,8 +78,8 @@ def markdown(
     results: Iterable[Reproduced],
     figures: Sequence[Figure],
     before: str = "",
-    claims: Iterable[Claim] = CLAIMS,
-    reasons: Sequence[Reason] = REASONS,
+    claims: Iterable[Claim] = shipped_claims(),
+    reasons: Sequence[Reason] = shipped_reasons(),
 ) -> str:
     """The page. Rows that `before`, an earlier page, has of figures that are not among the results stay; those of
     figures that a system no longer has do not."""
@@ -130,7 +128,7 @@ def _lacking(figures: Sequence[Figure]) -> Iterator[str]:
         yield f"- {system}, {len(ids)}: {', '.join(ids)}"
 
 
-def rows_of(page: str, figures: Sequence[Figure] = (), claims: Iterable[Claim] = CLAIMS) -> list[PageRow]:
+def rows_of(page: str, figures: Sequence[Figure] = (), claims: Iterable[Claim] = shipped_claims()) -> list[PageRow]:
     """The rows of a page's tables, with what their figures are now; also of a page whose rows had no ids yet."""
     named = {figure.id: figure for figure in figures}
     by_words = {_words_of(figure): figure for figure in figures}
@@ -218,8 +216,8 @@ def lacking(page: str, figures: Sequence[Figure], seeds: int) -> list[str]:
 def summary(
     rows: Sequence[PageRow],
     figures: Iterable[Figure],
-    claims: Iterable[Claim] = CLAIMS,
-    reasons: Sequence[Reason] = REASONS,
+    claims: Iterable[Claim] = shipped_claims(),
+    reasons: Sequence[Reason] = shipped_reasons(),
 ) -> list[str]:
     """A table for each paper, of its claims whose figures all have rows; nothing without any."""
     by_id = {row.id: row for row in rows}
@@ -415,7 +413,7 @@ def _reasoned(rows: Iterable[PageRow], reasons: Sequence[Reason]) -> Iterator[st
         yield f"Not explained: {', '.join(bare)}."
 
 
-def reason_of(name: str, reasons: Sequence[Reason] = REASONS) -> Reason | None:
+def reason_of(name: str, reasons: Sequence[Reason] = shipped_reasons()) -> Reason | None:
     """The reason with the longest beginning of a row's id."""
     fitting = [(len(begin), reason) for reason in reasons for begin in reason.begins if name.startswith(begin)]
     return max(fitting, key=lambda found: found[0])[1] if fitting else None

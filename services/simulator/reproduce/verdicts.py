@@ -1,7 +1,7 @@
 """Whether a paper's number is reproduced: by rule, from our numbers of several seeds.
 
 Called by `reproduce` for every row and by `reproduction_page` for the claims at the head of docs/reproduction.md. The
-reason beside a claim is typed in `figures/claims.py`, the verdict never. Runs no simulation.
+reason beside a claim is written in `configs/reproduction/claims.yaml`, the verdict nowhere. Runs no simulation.
 
 Every seed has a verdict of its own, and the row's is theirs where they agree. Between *reproduced* and *direction* the
 median decides; wherever else seeds disagree the row cannot be told: a gain that chance may give or take is none.
@@ -15,9 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from cohort.services.simulator.figures.claim import Claim, Kind, Standing
+from cohort.services.simulator.figures.claim import Claim, Kind, Standing, shipped_claims
 from cohort.services.simulator.figures.figure import Figure
-from cohort.services.simulator.figures.paper_claims import CLAIMS
 
 WITHIN = 0.25
 """Of the paper's number: that near counts as reproduced."""
@@ -71,14 +70,14 @@ def row_verdict(kind: Kind, paper: float, ours: Spread, paper_to: float | None =
     return UNTOLD
 
 
-def kind_of(figure: Figure, claims: Iterable[Claim] = CLAIMS) -> Kind:
-    """How a row's numbers are compared: as the figure, the claim that names it or its unit says. A factor of 1, or a
-    change of nothing, is no effect that could be reproduced."""
+def kind_of(figure: Figure, claims: Iterable[Claim] | None = None) -> Kind:
+    """How a row's numbers are compared: as the figure, the claim that names it (None: of the shipped ones) or its unit
+    says. A factor of 1, or a change of nothing, is no effect that could be reproduced."""
     if figure.standing is Standing.BESIDE:
         return Kind.UNTOLD
     if figure.kind is not None:
         return figure.kind
-    for claim in claims:
+    for claim in shipped_claims() if claims is None else claims:
         if figure.id in claim.ids:
             return claim.kind
     change = figure.unit == "%" and any(word in figure.metric for word in ("change", "lost"))

@@ -7,10 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from cohort.services.simulator.figures.claim import Claim, Kind, Standing
+from cohort.services.simulator.figures.claim import Claim, Kind, Standing, expanded, shipped_claims, shipped_reasons
 from cohort.services.simulator.figures.figure import Figure
-from cohort.services.simulator.figures.paper_claims import CLAIMS
-from cohort.services.simulator.figures.reasons import REASONS
 from cohort.services.simulator.reproduce.reproduce import Reproduced, all_figures
 from cohort.services.simulator.reproduce.reproduction_page import markdown, reason_of, rows_of
 from cohort.services.simulator.reproduce.verdicts import Spread, kind_of, row_verdict, verdict
@@ -112,15 +110,15 @@ def test_rows_are_compared_as_their_claim_or_unit_says() -> None:
 
 
 def test_claims_name_figures_that_exist_and_give_short_reasons() -> None:
-    known = {figure.id for figure in all_figures()}
-    assert [name for claim in CLAIMS for name in (*claim.ids, *claim.beside) if name not in known] == []
+    known, claims = {figure.id for figure in all_figures()}, shipped_claims()
+    assert claims and [name for claim in claims for name in (*claim.ids, *claim.beside) if name not in known] == []
     standing = {figure.id: figure.standing for figure in all_figures()}
-    assert [name for claim in CLAIMS for name in claim.ids if standing[name] is Standing.ANCHOR] == []
-    assert [claim.why for claim in CLAIMS if len(claim.why.split()) > 8] == []
+    assert [name for claim in claims for name in claim.ids if standing[name] is Standing.ANCHOR] == []
+    assert [claim.why for claim in claims if len(claim.why.split()) > 8] == []
     run = "cohort reproduce --figure "
-    shown = [claim.shown_by.removeprefix(run).split()[0] for claim in CLAIMS if claim.shown_by.startswith(run)]
+    shown = [claim.shown_by.removeprefix(run).split()[0] for claim in claims if claim.shown_by.startswith(run)]
     assert [prefix for prefix in shown if not any(name.startswith(prefix) for name in known)] == []
-    others = {claim.shown_by for claim in CLAIMS if claim.shown_by and not claim.shown_by.startswith(run)}
+    others = {claim.shown_by for claim in claims if claim.shown_by and not claim.shown_by.startswith(run)}
     assert others == {f"cohort bench decisions {which}" for which in ("prefill-order", "iteration", "placement")}
 
 
@@ -150,14 +148,15 @@ def test_wall_time_is_compared_as_a_bound_or_not_at_all() -> None:
 
 def test_reasons_fit_rows_and_name_commands_that_there_are() -> None:
     known = {figure.id for figure in all_figures()}
-    begins = [begin for reason in REASONS for begin in reason.begins]
+    reasons = shipped_reasons()
+    begins = [begin for reason in reasons for begin in reason.begins]
     assert [begin for begin in begins if not any(name.startswith(begin) for name in known)] == []
     run = "cohort reproduce --figure "
-    shown = [reason.shown_by.removeprefix(run).split()[0] for reason in REASONS if reason.shown_by.startswith(run)]
+    shown = [reason.shown_by.removeprefix(run).split()[0] for reason in reasons if reason.shown_by.startswith(run)]
     assert [prefix for prefix in shown if not any(name.startswith(prefix) for name in known)] == []
-    others = {reason.shown_by for reason in REASONS if not reason.shown_by.startswith(run)}
+    others = {reason.shown_by for reason in reasons if not reason.shown_by.startswith(run)}
     assert others == {f"cohort bench decisions {which}" for which in ("prefill-order", "iteration", "placement")}
-    assert reason_of("dynaserve-table1-code-disaggregated-p99-tbt") is REASONS[0]
+    assert reason_of("dynaserve-table1-code-disaggregated-p99-tbt") is reasons[0]
     assert reason_of("ecoserve-10-rate-alpaca-orca") is not reason_of("ecoserve-10-rate-alpaca-vllm")
 
 
@@ -200,5 +199,12 @@ def test_readings_and_what_compares_nothing_are_counted_apart() -> None:
     assert "Of 1 rows that chose a parameter: 1 reproduced" in page
     cells = [line.split(" | ")[7] for line in page.splitlines() if line.startswith("| w | b |")]
     assert cells == ["reproduced", "reading: reproduced", "anchor: reproduced", "–"]
-    assert [row.standing for row in rows_of(page, figures, CLAIMS)] == [*standings]
-    assert [row.standing for row in rows_of(page, (), CLAIMS)][:3] == [*standings[:3]], "of rows nobody knows any more"
+    assert [row.standing for row in rows_of(page, figures, shipped_claims())] == [*standings]
+    assert [row.standing for row in rows_of(page, (), shipped_claims())][:3] == [*standings[:3]], (
+        "of rows nobody knows any more"
+    )
+
+
+def test_names_are_expanded_as_a_shell_does() -> None:
+    assert expanded("a-{b,c}-d e{,-f}") == ("a-b-d", "a-c-d", "e", "e-f")
+    assert expanded("{a,b}-{c,d}") == ("a-c", "a-d", "b-c", "b-d") and expanded("") == ()

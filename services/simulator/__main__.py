@@ -38,9 +38,11 @@ from cohort.services.simulator.core.setup import (
     traffic_of,
 )
 from cohort.services.simulator.core.traffic import parse_slo
+from cohort.services.simulator.figures.claim import shipped_claims, shipped_reasons
 from cohort.services.simulator.figures.figure import Figure
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 from cohort.services.simulator.reproduce import reproduce, reproduction_page
+from cohort.services.simulator.reproduce.kept_numbers import KeptNumbers
 from cohort.services.simulator.reproduce.reproduction_results import measured_already
 
 _PIPED_WIDTH = 140
@@ -186,8 +188,8 @@ def run_reproduce(options: argparse.Namespace) -> int:
     if options.scatter is not None and options.scatter < 0:
         raise ConfigError(f"--scatter {options.scatter:g}: must not be below 0")
     page = Path(options.docs) if options.docs else None
-    before = page.read_text(encoding="utf-8") if page is not None and page.exists() else ""
-    figures = _still_to_run(options, figures, before)
+    kept = KeptNumbers.read(page.with_suffix(".json")) if page is not None else KeptNumbers()
+    figures = _still_to_run(options, figures, kept)
     results = reproduce.reproduce(
         figures,
         _tell,
@@ -201,17 +203,20 @@ def run_reproduce(options: argparse.Namespace) -> int:
     else:
         _console().print(render.reproduction(results))
     if page is not None:
-        written = reproduction_page.markdown(results, reproduce.all_figures(), before)
+        known = reproduce.all_figures()
+        kept = kept.with_results(results, known)
+        page.with_suffix(".json").write_bytes(kept.encoded())
+        written = reproduction_page.markdown(kept, known, shipped_claims(), shipped_reasons())
         page.write_text(written, encoding="utf-8")
     return 0
 
 
-def _still_to_run(options: argparse.Namespace, figures: list[Figure], page: str) -> list[Figure]:
+def _still_to_run(options: argparse.Namespace, figures: list[Figure], kept: KeptNumbers) -> list[Figure]:
     """Raises `ConfigError`."""
     if options.lacking:
         if not options.docs:
             raise ConfigError("--lacking needs --docs: the page whose rows are looked at")
-        chosen = set(reproduction_page.lacking(page, reproduce.all_figures(), options.seeds))
+        chosen = set(kept.lacking(figures, options.seeds))
     elif options.kept:
         if not options.results:
             raise ConfigError("--kept needs --results: the file whose numbers are told")

@@ -208,7 +208,7 @@ def add_reproduce_arguments(parser: argparse.ArgumentParser) -> None:
         "--scatter", type=float, metavar="X", help="iterations' times scatter by this share (default: 0)"
     )
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
-    parser.add_argument("--docs", metavar="FILE", help="write docs/reproduction.md there")
+    parser.add_argument("--docs", metavar="FILE", help="write docs/reproduction.md there, its numbers beside it")
 
 
 REPLAY_EPILOG = """\

@@ -44,15 +44,6 @@ class Spread:
         return Spread(min(values), statistics.median(values), max(values), seeds)
 
 
-Row = tuple[float, Spread]
-"""The paper's number and ours."""
-
-
-def verdict(kind: Kind, rows: Iterable[Row]) -> str:
-    """Of a claim whose rows are all compared alike."""
-    return worst(row_verdict(kind, paper, ours) for paper, ours in rows)
-
-
 def worst(said: Iterable[str]) -> str:
     """All rows have to hold, one that fails decides."""
     found = set(said)

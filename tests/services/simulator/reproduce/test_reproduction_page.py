@@ -1,14 +1,19 @@
-"""The page of reproduced figures: new results replace their rows and leave the others; words follow from rows."""
+"""The page of reproduced figures and its numbers: new results replace theirs and leave the others; words follow."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cohort.services.simulator.figures.claim import Claim, Kind, Reason, Standing, shipped_claims
+import pytest
+
+from cohort.common.errors import ConfigError
+from cohort.services.simulator.figures.claim import Claim, Kind, Reason, Standing, shipped_claims, shipped_reasons
 from cohort.services.simulator.figures.figure import Figure
+from cohort.services.simulator.reproduce.kept_numbers import KeptNumbers
 from cohort.services.simulator.reproduce.reproduce import Reproduced, all_figures
 from cohort.services.simulator.reproduce.reproduction_page import NOTES, markdown, reason_of, rows_of
 from cohort.services.simulator.reproduce.verdicts import REPRODUCED, Spread
@@ -25,43 +30,71 @@ def result(system: str, name: str, *values: float, paper: float = 2.0, chance: b
 
 
 FIGURES = [figure("baselines", "Table 1"), figure("bucketserve", "Fig. 5"), figure("ecoserve", "Fig. 1")]
+CLAIM = Claim("P", "gains", Kind.OVER, ("ecoserve-Fig. 1",), "because")
 
 
-def page(*results: Reproduced, before: str = "") -> str:
-    return markdown(results, FIGURES, before, [Claim("P", "gains", Kind.OVER, ("ecoserve-Fig. 1",), "because")])
+NONE = KeptNumbers()
+
+
+def kept(*results: Reproduced, before: KeptNumbers = NONE) -> KeptNumbers:
+    return before.with_results(results, FIGURES)
+
+
+def written(
+    results: Sequence[Reproduced],
+    figures: Sequence[Figure] = FIGURES,
+    claims: Sequence[Claim] = (CLAIM,),
+    reasons: Sequence[Reason] = (),
+) -> str:
+    return markdown(KeptNumbers().with_results(results, figures), figures, claims, reasons)
 
 
 def test_one_system_anew_leaves_the_others() -> None:
-    first = page(result("baselines", "Table 1", 2.0), result("ecoserve", "Fig. 1", 1.0))
-    second = page(result("ecoserve", "Fig. 1", 3.0), before=first)
-    assert second == page(result("baselines", "Table 1", 2.0), result("ecoserve", "Fig. 1", 3.0))
-    two = page(result("ecoserve", "Fig. 1", 1.0, 1.2), before=second)
-    assert len(rows_of(two)) == 2 and "1 to 1.2, 2 seeds" in two
-    third = page(result("bucketserve", "Fig. 5", 1.0), before=second)
-    systems = [row.system for row in rows_of(third)]
-    assert systems == ["baselines", "bucketserve", "ecoserve"]
+    first = kept(result("baselines", "Table 1", 2.0), result("ecoserve", "Fig. 1", 1.0))
+    second = kept(result("ecoserve", "Fig. 1", 3.0), before=first)
+    assert second == kept(result("baselines", "Table 1", 2.0), result("ecoserve", "Fig. 1", 3.0))
+    two = kept(result("ecoserve", "Fig. 1", 1.0, 1.2), before=second)
+    assert two.spreads() == {"baselines-Table 1": Spread(2.0, 2.0, 2.0, 1), "ecoserve-Fig. 1": Spread(1.0, 1.1, 1.2, 2)}
+    third = kept(result("bucketserve", "Fig. 5", 1.0), before=second)
+    assert [row.figure.system for row in rows_of(third, FIGURES, [])] == ["baselines", "bucketserve", "ecoserve"]
 
 
-def test_a_page_is_read_as_it_was_written() -> None:
-    written = page(
+def test_numbers_are_read_as_they_were_written(tmp_path: Path) -> None:
+    file = tmp_path / "page.json"
+    numbers = kept(
         result("baselines", "Table 1", 2.0, 2.2, 1.9),
         result("bucketserve", "Fig. 5", 1.5, chance=False),
-        result("ecoserve", "Fig. 1", 1.25),
+        result("ecoserve", "Fig. 1", 0.99749),  # 0.997 of itself, 0.998 of the 0.9975 that is written
     )
-    assert [row.ours for row in rows_of(written)] == [
+    file.write_bytes(numbers.encoded())
+    assert KeptNumbers.read(file) == numbers
+    assert [*numbers.spreads().values()] == [
         Spread(1.9, 2.0, 2.2, 3),
         Spread(1.5, 1.5, 1.5, 0),
-        Spread(1.25, 1.25, 1.25, 1),
+        Spread(0.9975, 0.9975, 0.9975, 1),
     ]
-    assert page(before=written) == written
-    between = page(result("ecoserve", "Fig. 1", 0.99749))  # 0.997 of itself, 0.998 of the 0.9975 that is written
-    assert page(before=between) == between
-    assert "| w | b | m, x | 2 | 2 | 1.9 to 2.2, 3 seeds | 1.00 | reproduced | n | baselines-Table 1 |" in written
-    assert "no chance in it" in written and "1 of 3 rows were measured with one seed" in written
+    assert '"Table 1 (baselines)": {"baselines-Table 1":[1.9,2.0,2.2,3]},' in file.read_text().splitlines()
+    page = markdown(numbers, FIGURES, [CLAIM], [])
+    assert "| w | b | m, x | 2 | 2 | 1.9 to 2.2, 3 seeds | 1.00 | reproduced | n | baselines-Table 1 |" in page
+    assert "no chance in it" in page and "1 of 3 rows were measured with one seed" in page
+    assert KeptNumbers.read(tmp_path / "none.json") == KeptNumbers()
+    file.write_text("{}}")
+    with pytest.raises(ConfigError, match=r"page\.json: not written by"):
+        KeptNumbers.read(file)
+
+
+def test_a_number_that_is_not_finite_is_null_and_read_as_none(tmp_path: Path) -> None:
+    numbers = kept(result("ecoserve", "Fig. 1", 1.0, math.inf))
+    assert b"[null,null,null,2]" in numbers.encoded()
+    file = tmp_path / "page.json"
+    file.write_bytes(numbers.encoded())
+    (spread,) = KeptNumbers.read(file).spreads().values()
+    assert math.isnan(spread.median) and spread.seeds == 2
+    assert "| nan | 2 seeds | – | cannot be told |" in markdown(KeptNumbers.read(file), FIGURES, [], [])
 
 
 def test_claims_stand_first_with_spread_and_verdict() -> None:
-    lines = page(result("ecoserve", "Fig. 1", 1.3, 1.4, 1.2)).splitlines()
+    lines = written([result("ecoserve", "Fig. 1", 1.3, 1.4, 1.2)]).splitlines()
     at = lines.index("### P")
     assert "| gains | 2 x | 1.3 x (1.2 to 1.4) | direction | because |" in lines[at : at + 6]
     assert at < lines.index("## Fig. 1 (ecoserve)")
@@ -75,32 +108,26 @@ def test_a_paper_says_in_one_line_what_is_reproduced_and_why_most_of_the_rest_is
     results = [result(*name.split("-"), value) for name, value in zip(named, (2.0, 1.3, 1.0, 1.0, 1.0), strict=True)]
     claims = [Claim("BucketServe", "gains", Kind.OVER, named[:2])]
     reasons = [Reason(named[1:2], "Seldom so", "cmd"), Reason(named[2:4], "Mostly so", "cmd")]
-    lines = markdown(results, figures, "", claims, reasons).splitlines()
+    lines = written(results, figures, claims, reasons).splitlines()
     said = lines[lines.index("### BucketServe") + 2]
     assert said == "1 of 4 rows reproduced (25 %); of the other 3, most (2) have one reason: mostly so."
-    alone = markdown(results[:1], figures, "", [Claim("BucketServe", "gains", Kind.OVER, named[:1])], reasons)
+    alone = written(results[:1], figures, [Claim("BucketServe", "gains", Kind.OVER, named[:1])], reasons)
     assert "\n1 of 1 rows reproduced (100 %).\n" in alone
 
 
 def test_a_claim_without_all_of_its_rows_is_left_out() -> None:
     claim = Claim("P", "says", Kind.OVER, ("ecoserve-Fig. 1", "bucketserve-Fig. 5"))
-    assert "### P" not in markdown([result("ecoserve", "Fig. 1", 1.3)], FIGURES, "", [claim])
+    assert "### P" not in written([result("ecoserve", "Fig. 1", 1.3)], FIGURES, [claim])
 
 
-def test_a_page_without_ids_is_read_by_its_words() -> None:
-    before = "## Fig. 1 (ecoserve)\n\n| w | b | m, x | 2 | 1.9 | one seed | 0.95 | reproduced | n |\n"
-    (row,) = rows_of(page(before=before), FIGURES)
-    assert (row.id, row.ours, row.paper, row.said) == ("ecoserve-Fig. 1", Spread(1.9, 1.9, 1.9, 1), 2.0, "reproduced")
-
-
-def test_bounds_directions_and_ranges_are_written_and_read() -> None:
+def test_bounds_directions_and_ranges_are_written() -> None:
     bound = replace(figure("ecoserve", "at most"), kind=Kind.AT_MOST)
     wins = replace(figure("ecoserve", "wins", 1.0), kind=Kind.MORE)
     between = replace(figure("ecoserve", "between"), paper_to=4.0)
     none = replace(figure("ecoserve", "none", math.nan), standing=Standing.BESIDE)
     figures = [bound, wins, between, none]
-    written = markdown([Reproduced.of(each, [5.0], [0]) for each in figures], figures)
-    cells = [line.split(" | ") for line in written.splitlines() if "one seed |" in line]
+    page = written([Reproduced.of(each, [5.0], [0]) for each in figures], figures)
+    cells = [line.split(" | ") for line in page.splitlines() if "one seed |" in line]
     shown = [[row[3], row[6], row[7]] for row in cells]
     assert shown == [
         ["at most 2", "2.50", "not"],
@@ -108,60 +135,60 @@ def test_bounds_directions_and_ranges_are_written_and_read() -> None:
         ["2 to 4", "1.25", "reproduced"],
         ["–", "–", "–"],
     ]
-    assert markdown([], figures, written) == written
 
 
 def test_remarks_follow_from_the_rows() -> None:
-    said = page(result("ecoserve", "Fig. 1", 1.2, 0.9, 2.0))
+    said = written([result("ecoserve", "Fig. 1", 1.2, 0.9, 2.0)])
     assert "- 1 cannot be told, of 1 rows." in said
     assert "- Widest spread over the seeds: Fig. 1, w, b, m, x (0.9 to 2, 3 seeds)." in said
     assert "- Not explained: ecoserve-Fig. 1." in said
     why = Reason(("ecoserve-",), "Because", "cohort reproduce --figure y")
-    told = markdown([result("ecoserve", "Fig. 1", 1.2)], FIGURES, reasons=[why])
+    told = written([result("ecoserve", "Fig. 1", 1.2)], reasons=[why])
     assert "- Because; shown by `cohort reproduce --figure y`: ecoserve-Fig. 1." in told
-    assert "Because" not in markdown([result("ecoserve", "Fig. 1", 1.9)], FIGURES, reasons=[why])
+    assert "Because" not in written([result("ecoserve", "Fig. 1", 1.9)], reasons=[why])
     assert NOTES in said and (PAGE.parent / NOTES).is_file()
 
 
 def test_conditions_stay_with_the_rows_they_belong_to() -> None:
-    before = (
-        "## Fig. 9 (dynaserve)\n\n| w | b | m, x | 2 | 1.9 | one seed | 0.95 | reproduced | n | i |\n\n"
-        "## Why (dynaserve)\n\n- Lengths: some.\n"
+    before = KeptNumbers(
+        {"ecoserve": ["Lengths: some."]}, {"Fig. 1 (ecoserve)": {"ecoserve-Fig. 1": (1.0, 1.0, 1.0, 1)}}
     )
-    kept = page(result("ecoserve", "Fig. 1", 1.3), before=before)
-    assert "- Lengths: some." in kept and page(before=kept) == kept
+    after = kept(result("baselines", "Table 1", 1.3), before=before)
+    assert "- Lengths: some." in markdown(after, FIGURES, [], [])
+    assert "Lengths" not in markdown(kept(result("ecoserve", "Fig. 1", 1.3), before=before), FIGURES, [], [])
 
 
 def test_the_page_on_disk_is_current_and_has_a_row_for_every_figure() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert markdown([], all_figures(), text) == text
-    found = rows_of(text, all_figures())
-    rows = {row.id for row in found}
+    numbers, figures = KeptNumbers.read(PAGE.with_suffix(".json")), all_figures()
+    assert markdown(numbers, figures, shipped_claims(), shipped_reasons()) == text
+    assert numbers.with_results([], figures).encoded() == PAGE.with_suffix(".json").read_bytes()
+    found = rows_of(numbers, figures, shipped_claims())
+    rows = {row.figure.id for row in found}
     _, _, lacking = text.partition("\n## Not measured yet\n")
     named = set(re.findall(r"[a-z0-9.-]+", lacking.partition("\n## ")[0]))
-    assert {figure.id for figure in all_figures()} - rows <= named
-    assert len({figure.id for figure in all_figures()}) == len(all_figures())
+    assert {figure.id for figure in figures} - rows <= named
+    assert len({figure.id for figure in figures}) == len(figures)
     for claim in shipped_claims():
         if set(claim.ids) <= rows:
             assert f"| {claim.says} |" in text and f"### {claim.paper}\n" in text
     summary = text.partition("\n## Summary\n")[2].partition("\n## ")[0]
     unlike = [line for line in summary.splitlines() if re.search(r"\| (not|direction|cannot be told) \|", line)]
     assert unlike and [line for line in unlike if "shown by `cohort " not in line] == []
-    judged = [row for row in found if row.standing is not Standing.BESIDE and row.said != REPRODUCED]
-    assert judged and [row.id for row in judged if reason_of(row.id) is None] == []
+    judged = [row.figure.id for row in found if row.standing is not Standing.BESIDE and row.said != REPRODUCED]
+    assert judged and [name for name in judged if reason_of(name, shipped_reasons()) is None] == []
 
 
 def test_a_figure_without_a_row_is_named() -> None:
-    figure = Figure("new", "s", "Fig. 1", "w", "new", "m", "x", 2.0, lambda lab: 0.0)
-    page = markdown([], [figure], "")
-    assert "- s, 1: new" in page and markdown([], [figure], page) == page
-    measured = markdown([Reproduced.of(figure, [1.9], [0])], [figure], page)
-    assert "Not measured yet" not in measured
+    new = Figure("new", "s", "Fig. 1", "w", "new", "m", "x", 2.0, lambda lab: 0.0)
+    assert "- s, 1: new" in written([], [new])
+    assert "Not measured yet" not in written([Reproduced.of(new, [1.9], [0])], [new])
 
 
 def test_rows_of_figures_that_are_no_more_leave_the_page() -> None:
     now, former = (Figure(name, "s", "Fig. 1", "w", name, "m", "x", 2.0, lambda lab: 0.0) for name in ("now", "former"))
-    before = markdown([Reproduced.of(figure, [1.9], [0]) for figure in (now, former)], [now, former])
-    assert "| former |" in before
-    after = markdown([], [now], before)
+    before = KeptNumbers().with_results([Reproduced.of(figure, [1.9], [0]) for figure in (now, former)], [now, former])
+    assert "| former |" in markdown(before, [now, former], [], [])
+    after = markdown(before, [now], [], [])
     assert "| now |" in after and "| former |" not in after
+    assert [*before.with_results([], [now]).spreads()] == ["now"]

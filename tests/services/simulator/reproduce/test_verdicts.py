@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from cohort.services.simulator.figures.claim import Claim, Kind, Standing, expanded, shipped_claims, shipped_reasons
 from cohort.services.simulator.figures.figure import Figure
+from cohort.services.simulator.reproduce.kept_numbers import KeptNumbers
 from cohort.services.simulator.reproduce.reproduce import Reproduced, all_figures
-from cohort.services.simulator.reproduce.reproduction_page import markdown, reason_of, rows_of
-from cohort.services.simulator.reproduce.verdicts import Spread, kind_of, row_verdict, verdict
+from cohort.services.simulator.reproduce.reproduction_page import markdown, reason_of
+from cohort.services.simulator.reproduce.verdicts import Spread, kind_of, row_verdict, worst
 
 
 def of(*values: float) -> Spread:
@@ -48,7 +50,7 @@ def of(*values: float) -> Spread:
     ],
 )
 def test_one_row(kind: Kind, paper: float, ours: float, said: str) -> None:
-    assert verdict(kind, [(paper, of(ours))]) == said
+    assert row_verdict(kind, paper, of(ours)) == said
 
 
 @pytest.mark.parametrize(
@@ -91,9 +93,16 @@ def test_a_range_holds_within_a_quarter_of_its_ends(
 
 
 def test_the_worst_row_decides() -> None:
-    assert verdict(Kind.OVER, [(2.0, of(2.0)), (2.0, of(1.3))]) == "direction"
-    assert verdict(Kind.OVER, [(2.0, of(2.0)), (2.0, of(0.9, 1.9))]) == "cannot be told"
-    assert verdict(Kind.OVER, [(2.0, of(2.0)), (2.0, of(0.9, 1.9)), (2.0, of(1.0))]) == "not"
+    reproduced, direction, not_so, untold = (
+        row_verdict(Kind.OVER, 2.0, ours) for ours in (of(2.0), of(1.3), of(1.0), of(0.9, 1.9))
+    )
+    assert worst([reproduced, direction]) == "direction"
+    assert worst([reproduced, untold]) == "cannot be told"
+    assert worst([reproduced, untold, not_so]) == "not"
+
+
+def _page(results: Sequence[Reproduced], figures: Sequence[Figure], claims: Sequence[Claim]) -> str:
+    return markdown(KeptNumbers().with_results(results, figures), figures, claims, [])
 
 
 def _figure(name: str, paper: float, unit: str = "x", metric: str = "m") -> Figure:
@@ -126,7 +135,7 @@ def test_a_new_result_changes_the_verdict() -> None:
     figure = next(figure for figure in all_figures() if figure.id == "bucketserve-5b-utilisation")
 
     def page(*values: float) -> str:
-        return markdown([Reproduced.of(figure, values, range(len(values)))], all_figures())
+        return _page([Reproduced.of(figure, values, range(len(values)))], all_figures(), shipped_claims())
 
     assert "| GPU utilisation (Fig. 5b) | 81.7 % | 80 % (79 to 82) | reproduced |" in page(80.0, 79.0, 82.0)
     assert "| GPU utilisation (Fig. 5b) | 81.7 % | 40 % (one seed) | not |" in page(40.0)
@@ -156,8 +165,14 @@ def test_reasons_fit_rows_and_name_commands_that_there_are() -> None:
     assert [prefix for prefix in shown if not any(name.startswith(prefix) for name in known)] == []
     others = {reason.shown_by for reason in reasons if not reason.shown_by.startswith(run)}
     assert others == {f"cohort bench decisions {which}" for which in ("prefill-order", "iteration", "placement")}
-    assert reason_of("dynaserve-table1-code-disaggregated-p99-tbt") is reasons[0]
-    assert reason_of("ecoserve-10-rate-alpaca-orca") is not reason_of("ecoserve-10-rate-alpaca-vllm")
+    assert reason_of("dynaserve-table1-code-disaggregated-p99-tbt", reasons) is reasons[0]
+    orca, vllm = (reason_of(f"ecoserve-10-rate-alpaca-{other}", reasons) for other in ("orca", "vllm"))
+    assert orca is not None and vllm is not None and orca is not vllm
+
+
+def test_names_are_expanded_as_a_shell_does() -> None:
+    assert expanded("a-{b,c}-d e{,-f}") == ("a-b-d", "a-c-d", "e", "e-f")
+    assert expanded("{a,b}-{c,d}") == ("a-c", "a-d", "b-c", "b-d") and expanded("") == ()
 
 
 def test_anchors_are_told_beside_the_ratio_they_explain() -> None:
@@ -167,20 +182,20 @@ def test_anchors_are_told_beside_the_ratio_they_explain() -> None:
     claim = Claim("P", "says", Kind.OVER, ("ratio",), "because", ("anchor", "case"))
     figures = [ratio, anchor, case]
     rows = [Reproduced.of(figure, [value], [0]) for figure, value in zip(figures, (1.9, 12.0, 3.0), strict=True)]
-    page = markdown(rows, figures, claims=[claim])
+    page = _page(rows, figures, [claim])
     assert "| because; other, kept, %: 12, theirs 10; another mix: 3 |" in page
-    assert "| because |" in markdown(rows[:1], figures, claims=[claim])
+    assert "| because |" in _page(rows[:1], figures, [claim])
     claim = replace(claim, shown_by="cohort reproduce --figure case")
-    assert "shown by" not in markdown(rows, figures, claims=[claim])
+    assert "shown by" not in _page(rows, figures, [claim])
     rows[0] = Reproduced.of(ratio, [0.9], [0])
-    assert "another mix: 3; shown by `cohort reproduce --figure case` |" in markdown(rows, figures, claims=[claim])
+    assert "another mix: 3; shown by `cohort reproduce --figure case` |" in _page(rows, figures, [claim])
 
 
 def test_rows_are_counted_with_those_that_cannot_be_told_and_without() -> None:
     figures = [replace(_figure(name, 2.0), workload=name) for name in "abcd"]
     values = [(2.0, 2.1), (4.0, 4.1), (0.9, 0.9), (0.9, 2.0)]
     rows = [Reproduced.of(figure, found, [0, 1]) for figure, found in zip(figures, values, strict=True)]
-    page = markdown(rows, figures, claims=[Claim("P", "says", Kind.OVER, ("a",))])
+    page = _page(rows, figures, [Claim("P", "says", Kind.OVER, ("a",))])
     assert "a paper prints: 1 reproduced, 1 direction, 1 not, 1 cannot be told." in page
     assert "Reproduced are 25 % of these rows, 33 % of those that" in page
     assert "with the ones that agree in direction 50 % and 67 %." in page
@@ -189,22 +204,10 @@ def test_rows_are_counted_with_those_that_cannot_be_told_and_without() -> None:
 def test_readings_and_what_compares_nothing_are_counted_apart() -> None:
     standings = (Standing.CLAIM, Standing.READING, Standing.ANCHOR, Standing.BESIDE)
     figures = [replace(_figure(standing.name, 2.0), standing=standing) for standing in standings]
-    page = markdown(
-        [Reproduced.of(figure, [2.0], [0]) for figure in figures],
-        figures,
-        claims=[Claim("P", "s", Kind.OVER, ("CLAIM",))],
-    )
+    rows = [Reproduced.of(figure, [2.0], [0]) for figure in figures]
+    page = _page(rows, figures, [Claim("P", "s", Kind.OVER, ("CLAIM",))])
     assert "Of 1 rows, each a number, bound or direction that a paper prints: 1 reproduced" in page
     assert "Of 1 other readings of the same numbers: 1 reproduced" in page and "1 more rows compare nothing." in page
     assert "Of 1 rows that chose a parameter: 1 reproduced" in page
     cells = [line.split(" | ")[7] for line in page.splitlines() if line.startswith("| w | b |")]
     assert cells == ["reproduced", "reading: reproduced", "anchor: reproduced", "–"]
-    assert [row.standing for row in rows_of(page, figures, shipped_claims())] == [*standings]
-    assert [row.standing for row in rows_of(page, (), shipped_claims())][:3] == [*standings[:3]], (
-        "of rows nobody knows any more"
-    )
-
-
-def test_names_are_expanded_as_a_shell_does() -> None:
-    assert expanded("a-{b,c}-d e{,-f}") == ("a-b-d", "a-c-d", "e", "e-f")
-    assert expanded("{a,b}-{c,d}") == ("a-c", "a-d", "b-c", "b-d") and expanded("") == ()

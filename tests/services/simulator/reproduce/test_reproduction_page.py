@@ -31,8 +31,6 @@ def result(system: str, name: str, *values: float, paper: float = 2.0, chance: b
 
 FIGURES = [figure("baselines", "Table 1"), figure("bucketserve", "Fig. 5"), figure("ecoserve", "Fig. 1")]
 CLAIM = Claim("P", "gains", Kind.OVER, ("ecoserve-Fig. 1",), "because")
-
-
 NONE = KeptNumbers()
 
 
@@ -40,13 +38,8 @@ def kept(*results: Reproduced, before: KeptNumbers = NONE) -> KeptNumbers:
     return before.with_results(results, FIGURES)
 
 
-def written(
-    results: Sequence[Reproduced],
-    figures: Sequence[Figure] = FIGURES,
-    claims: Sequence[Claim] = (CLAIM,),
-    reasons: Sequence[Reason] = (),
-) -> str:
-    return markdown(KeptNumbers().with_results(results, figures), figures, claims, reasons)
+def page_of(results: Sequence[Reproduced], figures: Sequence[Figure], claim: Claim = CLAIM, *reasons: Reason) -> str:
+    return markdown(NONE.with_results(results, figures), figures, [claim], reasons)
 
 
 def test_one_system_anew_leaves_the_others() -> None:
@@ -61,40 +54,28 @@ def test_one_system_anew_leaves_the_others() -> None:
 
 def test_numbers_are_read_as_they_were_written(tmp_path: Path) -> None:
     file = tmp_path / "page.json"
-    numbers = kept(
-        result("baselines", "Table 1", 2.0, 2.2, 1.9),
-        result("bucketserve", "Fig. 5", 1.5, chance=False),
-        result("ecoserve", "Fig. 1", 0.99749),  # 0.997 of itself, 0.998 of the 0.9975 that is written
-    )
+    exact = 0.99749  # 0.997 of itself, 0.998 of the 0.9975 that is written
+    certain, single = result("bucketserve", "Fig. 5", 1.5, chance=False), result("ecoserve", "Fig. 1", exact)
+    numbers = kept(result("baselines", "Table 1", 2.0, 2.2, 1.9), certain, single)
     file.write_bytes(numbers.encoded())
     assert KeptNumbers.read(file) == numbers
-    assert [*numbers.spreads().values()] == [
-        Spread(1.9, 2.0, 2.2, 3),
-        Spread(1.5, 1.5, 1.5, 0),
-        Spread(0.9975, 0.9975, 0.9975, 1),
-    ]
+    drawn, whole = Spread(1.9, 2.0, 2.2, 3), Spread(1.5, 1.5, 1.5, 0)
+    assert [*numbers.spreads().values()] == [drawn, whole, Spread(0.9975, 0.9975, 0.9975, 1)]
     assert '"Table 1 (baselines)": {"baselines-Table 1":[1.9,2.0,2.2,3]},' in file.read_text().splitlines()
     page = markdown(numbers, FIGURES, [CLAIM], [])
     assert "| w | b | m, x | 2 | 2 | 1.9 to 2.2, 3 seeds | 1.00 | reproduced | n | baselines-Table 1 |" in page
     assert "no chance in it" in page and "1 of 3 rows were measured with one seed" in page
-    assert KeptNumbers.read(tmp_path / "none.json") == KeptNumbers()
+    file.write_bytes(kept(result("ecoserve", "Fig. 1", 1.0, math.inf)).encoded())
+    page = markdown(KeptNumbers.read(file), FIGURES, [], [])
+    assert "[null,null,null,2]" in file.read_text() and "| nan | 2 seeds | – | cannot be told |" in page
+    assert KeptNumbers.read(tmp_path / "none.json") == NONE
     file.write_text("{}}")
     with pytest.raises(ConfigError, match=r"page\.json: not written by"):
         KeptNumbers.read(file)
 
 
-def test_a_number_that_is_not_finite_is_null_and_read_as_none(tmp_path: Path) -> None:
-    numbers = kept(result("ecoserve", "Fig. 1", 1.0, math.inf))
-    assert b"[null,null,null,2]" in numbers.encoded()
-    file = tmp_path / "page.json"
-    file.write_bytes(numbers.encoded())
-    (spread,) = KeptNumbers.read(file).spreads().values()
-    assert math.isnan(spread.median) and spread.seeds == 2
-    assert "| nan | 2 seeds | – | cannot be told |" in markdown(KeptNumbers.read(file), FIGURES, [], [])
-
-
 def test_claims_stand_first_with_spread_and_verdict() -> None:
-    lines = written([result("ecoserve", "Fig. 1", 1.3, 1.4, 1.2)]).splitlines()
+    lines = page_of([result("ecoserve", "Fig. 1", 1.3, 1.4, 1.2)], FIGURES).splitlines()
     at = lines.index("### P")
     assert "| gains | 2 x | 1.3 x (1.2 to 1.4) | direction | because |" in lines[at : at + 6]
     assert at < lines.index("## Fig. 1 (ecoserve)")
@@ -106,18 +87,17 @@ def test_a_paper_says_in_one_line_what_is_reproduced_and_why_most_of_the_rest_is
     named = ("bucketserve-1", "bucketserve-2", "bucketserve-3", "bucketserve-4", "ecoserve-1")
     figures = [figure(*name.split("-")) for name in named]
     results = [result(*name.split("-"), value) for name, value in zip(named, (2.0, 1.3, 1.0, 1.0, 1.0), strict=True)]
-    claims = [Claim("BucketServe", "gains", Kind.OVER, named[:2])]
+    claim, first = (Claim("BucketServe", "gains", Kind.OVER, named[:count]) for count in (2, 1))
     reasons = [Reason(named[1:2], "Seldom so", "cmd"), Reason(named[2:4], "Mostly so", "cmd")]
-    lines = written(results, figures, claims, reasons).splitlines()
+    lines = page_of(results, figures, claim, *reasons).splitlines()
     said = lines[lines.index("### BucketServe") + 2]
     assert said == "1 of 4 rows reproduced (25 %); of the other 3, most (2) have one reason: mostly so."
-    alone = written(results[:1], figures, [Claim("BucketServe", "gains", Kind.OVER, named[:1])], reasons)
-    assert "\n1 of 1 rows reproduced (100 %).\n" in alone
+    assert "\n1 of 1 rows reproduced (100 %).\n" in page_of(results[:1], figures, first, *reasons)
 
 
 def test_a_claim_without_all_of_its_rows_is_left_out() -> None:
     claim = Claim("P", "says", Kind.OVER, ("ecoserve-Fig. 1", "bucketserve-Fig. 5"))
-    assert "### P" not in written([result("ecoserve", "Fig. 1", 1.3)], FIGURES, [claim])
+    assert "### P" not in page_of([result("ecoserve", "Fig. 1", 1.3)], FIGURES, claim)
 
 
 def test_bounds_directions_and_ranges_are_written() -> None:
@@ -126,7 +106,7 @@ def test_bounds_directions_and_ranges_are_written() -> None:
     between = replace(figure("ecoserve", "between"), paper_to=4.0)
     none = replace(figure("ecoserve", "none", math.nan), standing=Standing.BESIDE)
     figures = [bound, wins, between, none]
-    page = written([Reproduced.of(each, [5.0], [0]) for each in figures], figures)
+    page = page_of([Reproduced.of(each, [5.0], [0]) for each in figures], figures)
     cells = [line.split(" | ") for line in page.splitlines() if "one seed |" in line]
     shown = [[row[3], row[6], row[7]] for row in cells]
     assert shown == [
@@ -138,14 +118,14 @@ def test_bounds_directions_and_ranges_are_written() -> None:
 
 
 def test_remarks_follow_from_the_rows() -> None:
-    said = written([result("ecoserve", "Fig. 1", 1.2, 0.9, 2.0)])
+    said = page_of([result("ecoserve", "Fig. 1", 1.2, 0.9, 2.0)], FIGURES)
     assert "- 1 cannot be told, of 1 rows." in said
     assert "- Widest spread over the seeds: Fig. 1, w, b, m, x (0.9 to 2, 3 seeds)." in said
     assert "- Not explained: ecoserve-Fig. 1." in said
     why = Reason(("ecoserve-",), "Because", "cohort reproduce --figure y")
-    told = written([result("ecoserve", "Fig. 1", 1.2)], reasons=[why])
+    told = page_of([result("ecoserve", "Fig. 1", 1.2)], FIGURES, CLAIM, why)
     assert "- Because; shown by `cohort reproduce --figure y`: ecoserve-Fig. 1." in told
-    assert "Because" not in written([result("ecoserve", "Fig. 1", 1.9)], reasons=[why])
+    assert "Because" not in page_of([result("ecoserve", "Fig. 1", 1.9)], FIGURES, CLAIM, why)
     assert NOTES in said and (PAGE.parent / NOTES).is_file()
 
 
@@ -181,13 +161,13 @@ def test_the_page_on_disk_is_current_and_has_a_row_for_every_figure() -> None:
 
 def test_a_figure_without_a_row_is_named() -> None:
     new = Figure("new", "s", "Fig. 1", "w", "new", "m", "x", 2.0, lambda lab: 0.0)
-    assert "- s, 1: new" in written([], [new])
-    assert "Not measured yet" not in written([Reproduced.of(new, [1.9], [0])], [new])
+    assert "- s, 1: new" in page_of([], [new])
+    assert "Not measured yet" not in page_of([Reproduced.of(new, [1.9], [0])], [new])
 
 
 def test_rows_of_figures_that_are_no_more_leave_the_page() -> None:
     now, former = (Figure(name, "s", "Fig. 1", "w", name, "m", "x", 2.0, lambda lab: 0.0) for name in ("now", "former"))
-    before = KeptNumbers().with_results([Reproduced.of(figure, [1.9], [0]) for figure in (now, former)], [now, former])
+    before = NONE.with_results([Reproduced.of(figure, [1.9], [0]) for figure in (now, former)], [now, former])
     assert "| former |" in markdown(before, [now, former], [], [])
     after = markdown(before, [now], [], [])
     assert "| now |" in after and "| former |" not in after

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from cohort.services.simulator.figures.claim import Claim, Kind, Standing, expanded, shipped_claims, shipped_reasons
 from cohort.services.simulator.figures.figure import Figure
-from cohort.services.simulator.reproduce.kept_numbers import KeptNumbers
 from cohort.services.simulator.reproduce.reproduce import Reproduced, all_figures
-from cohort.services.simulator.reproduce.reproduction_page import markdown, reason_of
+from cohort.services.simulator.reproduce.reproduction_page import reason_of
 from cohort.services.simulator.reproduce.verdicts import Spread, kind_of, row_verdict, worst
+from tests.services.simulator.reproduce.test_reproduction_page import page_of
 
 
 def of(*values: float) -> Spread:
@@ -93,16 +92,9 @@ def test_a_range_holds_within_a_quarter_of_its_ends(
 
 
 def test_the_worst_row_decides() -> None:
-    reproduced, direction, not_so, untold = (
-        row_verdict(Kind.OVER, 2.0, ours) for ours in (of(2.0), of(1.3), of(1.0), of(0.9, 1.9))
-    )
-    assert worst([reproduced, direction]) == "direction"
-    assert worst([reproduced, untold]) == "cannot be told"
-    assert worst([reproduced, untold, not_so]) == "not"
-
-
-def _page(results: Sequence[Reproduced], figures: Sequence[Figure], claims: Sequence[Claim]) -> str:
-    return markdown(KeptNumbers().with_results(results, figures), figures, claims, [])
+    assert worst(["reproduced", "direction"]) == "direction"
+    assert worst(["reproduced", "cannot be told"]) == "cannot be told"
+    assert worst(["reproduced", "cannot be told", "not"]) == "not"
 
 
 def _figure(name: str, paper: float, unit: str = "x", metric: str = "m") -> Figure:
@@ -133,9 +125,10 @@ def test_claims_name_figures_that_exist_and_give_short_reasons() -> None:
 
 def test_a_new_result_changes_the_verdict() -> None:
     figure = next(figure for figure in all_figures() if figure.id == "bucketserve-5b-utilisation")
+    claim = next(claim for claim in shipped_claims() if claim.ids == (figure.id,))
 
     def page(*values: float) -> str:
-        return _page([Reproduced.of(figure, values, range(len(values)))], all_figures(), shipped_claims())
+        return page_of([Reproduced.of(figure, values, range(len(values)))], all_figures(), claim)
 
     assert "| GPU utilisation (Fig. 5b) | 81.7 % | 80 % (79 to 82) | reproduced |" in page(80.0, 79.0, 82.0)
     assert "| GPU utilisation (Fig. 5b) | 81.7 % | 40 % (one seed) | not |" in page(40.0)
@@ -182,20 +175,20 @@ def test_anchors_are_told_beside_the_ratio_they_explain() -> None:
     claim = Claim("P", "says", Kind.OVER, ("ratio",), "because", ("anchor", "case"))
     figures = [ratio, anchor, case]
     rows = [Reproduced.of(figure, [value], [0]) for figure, value in zip(figures, (1.9, 12.0, 3.0), strict=True)]
-    page = _page(rows, figures, [claim])
+    page = page_of(rows, figures, claim)
     assert "| because; other, kept, %: 12, theirs 10; another mix: 3 |" in page
-    assert "| because |" in _page(rows[:1], figures, [claim])
+    assert "| because |" in page_of(rows[:1], figures, claim)
     claim = replace(claim, shown_by="cohort reproduce --figure case")
-    assert "shown by" not in _page(rows, figures, [claim])
+    assert "shown by" not in page_of(rows, figures, claim)
     rows[0] = Reproduced.of(ratio, [0.9], [0])
-    assert "another mix: 3; shown by `cohort reproduce --figure case` |" in _page(rows, figures, [claim])
+    assert "another mix: 3; shown by `cohort reproduce --figure case` |" in page_of(rows, figures, claim)
 
 
 def test_rows_are_counted_with_those_that_cannot_be_told_and_without() -> None:
     figures = [replace(_figure(name, 2.0), workload=name) for name in "abcd"]
     values = [(2.0, 2.1), (4.0, 4.1), (0.9, 0.9), (0.9, 2.0)]
     rows = [Reproduced.of(figure, found, [0, 1]) for figure, found in zip(figures, values, strict=True)]
-    page = _page(rows, figures, [Claim("P", "says", Kind.OVER, ("a",))])
+    page = page_of(rows, figures, Claim("P", "says", Kind.OVER, ("a",)))
     assert "a paper prints: 1 reproduced, 1 direction, 1 not, 1 cannot be told." in page
     assert "Reproduced are 25 % of these rows, 33 % of those that" in page
     assert "with the ones that agree in direction 50 % and 67 %." in page
@@ -205,7 +198,7 @@ def test_readings_and_what_compares_nothing_are_counted_apart() -> None:
     standings = (Standing.CLAIM, Standing.READING, Standing.ANCHOR, Standing.BESIDE)
     figures = [replace(_figure(standing.name, 2.0), standing=standing) for standing in standings]
     rows = [Reproduced.of(figure, [2.0], [0]) for figure in figures]
-    page = _page(rows, figures, [Claim("P", "s", Kind.OVER, ("CLAIM",))])
+    page = page_of(rows, figures, Claim("P", "s", Kind.OVER, ("CLAIM",)))
     assert "Of 1 rows, each a number, bound or direction that a paper prints: 1 reproduced" in page
     assert "Of 1 other readings of the same numbers: 1 reproduced" in page and "1 more rows compare nothing." in page
     assert "Of 1 rows that chose a parameter: 1 reproduced" in page

@@ -158,7 +158,7 @@ def test_the_doctor_and_the_live_picture(pipeline: Pipeline, capsys: pytest.Capt
     assert found["processes"]["says"] == "6 answer" and found["versions"]["status"] == "ok"
     assert [check for check, finding in found.items() if "the check itself failed" in finding["says"]] == []
     assert main(["status", "--url", monitor]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert lines[0].startswith("model  preset cohort") and "6 of 6 processes ready" in lines[0]
     rt = next(line for line in lines if line.startswith("rt")).split()
     assert "ms" in rt and any(line.startswith("prefill-0") and "ready" in line for line in lines)

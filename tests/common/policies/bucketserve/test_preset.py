@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from cohort.common.config import load_config
-from cohort.common.errors import ConfigError
 from cohort.common.policies import compose
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
 from cohort.common.policies.baselines.placements import Disaggregated
@@ -29,8 +26,6 @@ def test_the_padded_path_is_one_choice() -> None:
     config = load_config(preset="bucketserve", overrides={"policies": {"iteration": "padded_prefill"}})
     compose.check_names(config)
     assert isinstance(compose.iteration(config), PaddedPrefill)
-    with pytest.raises(ConfigError, match=r"'bucketserve\.padding'; 'policies\.iteration' padded_prefill alone"):
-        load_config(overrides={"bucketserve": {"padding": "longest"}})
 
 
 def test_the_composed_order_serves_a_cluster_to_the_end() -> None:

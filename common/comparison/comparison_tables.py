@@ -56,44 +56,36 @@ def markdown(found: Comparison) -> str:
     return "\n".join(lines) + "\n"
 
 
-def columns(results: Sequence[CellResult]) -> str:
-    """Of each workload, load and system the median over the seeds, with the lowest and the highest of several."""
-    titles = _titles(results)
-    lines = [
-        [workload, f"{load:g}", system, str(len(of)), *(_median(_values(of, title)) for title in titles)]
-        for (workload, load, system), of in _grouped(results).items()
-    ]
-    return _page(["workload", "load", "system", "seeds", *titles], lines)
+def columns(results: Sequence[CellResult], others: Sequence[CellResult] = ()) -> str:
+    """A line for each figure of a workload at a load, and in it each system's median over the seeds, with the lowest
+    and the highest. With `others` theirs before it, and how far `results` are from them."""
+    values, theirs = _values(results), _values(others)
+    systems = list(dict.fromkeys(result.system for result in results))
+    lines = [["workload", "load", "figure", *systems], ["---"] * (3 + len(systems))]
+    for workload, load, title in dict.fromkeys(key[:3] for key in values):
+        cells = [
+            _figure(values.get(key, []), theirs.get(key, []))
+            for key in ((workload, load, title, system) for system in systems)
+        ]
+        lines.append([workload, f"{load:g}", title, *cells])
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def beside(results: Sequence[CellResult], others: Sequence[CellResult]) -> str:
-    """The same columns of both where both have them: median of `results`, of `others`, and the error of these."""
-    titles = [title for title in _titles(results) if title in _titles(others)]
-    other = _grouped(others)
-    lines = []
-    for (workload, load, system), of in _grouped(results).items():
-        line = [workload, f"{load:g}", system]
-        for title in titles:
-            ours, theirs = _values(of, title), _values(other.get((workload, load, system), []), title)
-            error = f", {statistics.median(theirs) / statistics.median(ours) - 1:+.1%}" if ours and theirs else ""
-            line.append(f"{_median(ours)}, {_median(theirs)}{error}")
-        lines.append(line)
-    return _page(["workload", "load", "system", *titles], lines)
-
-
-def _grouped(results: Sequence[CellResult]) -> dict[tuple[str, float, str], list[CellResult]]:
-    found: dict[tuple[str, float, str], list[CellResult]] = {}
-    for result in results:
-        found.setdefault((result.workload, result.load, result.system), []).append(result)
+def _values(results: Sequence[CellResult]) -> dict[tuple[str, float, str, str], list[float]]:
+    """By workload, load, title and system."""
+    found: dict[tuple[str, float, str, str], list[float]] = {}
+    for one in results:
+        for title, value in one.numbers.items():
+            found.setdefault((one.workload, one.load, title, one.system), []).append(value)
     return found
 
 
-def _titles(results: Sequence[CellResult]) -> list[str]:
-    return list(dict.fromkeys(title for result in results for title in result.numbers))
-
-
-def _values(results: Sequence[CellResult], title: str) -> list[float]:
-    return [result.numbers[title] for result in results if title in result.numbers]
+def _figure(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    if not theirs:
+        return _median(ours)
+    base = statistics.median(theirs)
+    error = f", {statistics.median(ours) / base - 1:+.1%}" if ours and base else ""
+    return f"{_median(theirs)}, {_median(ours)}{error}"
 
 
 def _median(values: Sequence[float]) -> str:
@@ -101,11 +93,6 @@ def _median(values: Sequence[float]) -> str:
         return "–"
     several = f" ({min(values):.4g} to {max(values):.4g})" if min(values) < max(values) else ""
     return f"{statistics.median(values):.4g}{several}"
-
-
-def _page(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    rows = [head, ["---"] * len(head), *lines]
-    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
 def _systems(found: Comparison) -> list[str]:

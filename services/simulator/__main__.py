@@ -161,9 +161,7 @@ def run_compare(options: argparse.Namespace, live: Callable[[Cell], CellResult] 
         comparison.rows(results),
         comparison.sustained(results, options.sustained) if options.sustained else {},
     )
-    page = ""
-    if options.live or others:
-        page = comparison_tables.beside(others, results) if others else comparison_tables.columns(results)
+    page = comparison_tables.columns(results, others) if options.live or others else ""
     if "-" not in (options.json, options.markdown):
         _console().print(page or comparison_tables.table(found), markup=False, soft_wrap=bool(page))
     if options.markdown:

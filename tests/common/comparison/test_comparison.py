@@ -139,14 +139,13 @@ def test_columns_are_medians_and_stand_beside_those_of_another_run() -> None:
 
     live = [result(0, 10.0), result(1, 12.0), result(2, 11.0), result(0, 5.0, "b", late=2.0)]
     assert comparison_tables.columns(live).splitlines() == [
-        "| workload | load | system | seeds | rate | late |",
-        "| --- | --- | --- | --- | --- | --- |",
-        "| w | 1 | a | 3 | 11 (10 to 12) | – |",
-        "| w | 1 | b | 1 | 5 | 2 |",
+        "| workload | load | figure | a | b |",
+        "| --- | --- | --- | --- | --- |",
+        "| w | 1 | rate | 11 (10 to 12) | 5 |",
+        "| w | 1 | late | – | 2 |",
     ]
-    assert comparison_tables.beside(live, [result(0, 22.0)]).splitlines()[2:] == [
-        "| w | 1 | a | 11 (10 to 12), 22, +100.0% |",
-        "| w | 1 | b | 5, – |",
+    assert comparison_tables.columns([result(0, 22.0)], live).splitlines()[2:] == [
+        "| w | 1 | rate | 11 (10 to 12), 22, +100.0% |"
     ]
 
 

@@ -142,12 +142,12 @@ def test_live_and_simulated_side_by_side(
     assert main([*words, "--live", "--port", "8399", "--results", results, "--set", "kv.block_size=8"]) == 0
     assert [each[0] for each in started[::2]] == ["unified", "disaggregated"] * 2, "systems take turns in every round"
     shown = capsys.readouterr()
-    assert "| one | 0.5 | unified | 2 | 7 | " in shown.out and "7 output tokens/s" in shown.err
+    assert "| one | 0.5 | output tokens/s | 7 | 13 |" in shown.out and "7 output tokens/s" in shown.err
     assert main([*words, "--live", "--results", results, "--set", "kv.block_size=8"]) == 0
     assert len(started) == 8, "what is known is not run again"
     capsys.readouterr()
     assert main([*words, "--against", results]) == 0
-    assert "| one | 0.5 | p-d | 13, " in capsys.readouterr().out
+    assert "| one | 0.5 | output tokens/s | 7, " in capsys.readouterr().out
     assert main([*words, "--live", "--jobs", "2"]) == 2
 
 

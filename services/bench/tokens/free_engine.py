@@ -41,7 +41,10 @@ class FreeEngine(ModelRunner):
         compiled_kernels.keep_in_cache()
         self.geometry = read_geometry(model_dir)
         self.device = torch.device("cpu")
-        self.dtype = "float32"
+        self.dtype = self.kv_dtype = "float32"
+        self.batch_invariant = False
+        self.ranks = self.followers = self.drafter = None
+        self._group = self._places = self._device_steps = self._grammars = self._sampled = None
         self.block_size = block_size
         self.max_rows = max_rows
         self.max_step_tokens = max_step_tokens

@@ -42,10 +42,8 @@ def test_guidellm_and_cohort_bench_measure_the_same(users: int, default_model: P
         processes.wait_ready()
         for number in range(ROUNDS):
             for name in ("ours", "theirs")[:: -1 if number % 2 else 1]:
-                measured = (
-                    _ours(url, users, tmp_path) if name == "ours" else _theirs(url, users, default_model, tmp_path)
-                )
-                rounds[name].append(measured)
+                measured = _ours if name == "ours" else _theirs
+                rounds[name].append(measured(url, users, default_model, tmp_path))
     ours, theirs = (_medians(rounds[name]) for name in ("ours", "theirs"))
     assert theirs == pytest.approx(ours, rel=WITHIN), rounds
 
@@ -54,8 +52,13 @@ def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
     return {figure: statistics.median([found[figure] for found in rounds]) for figure in rounds[0]}
 
 
-def _ours(url: str, users: int, folder: Path) -> dict[str, float]:
-    lengths = [f"--input-len={PROMPT_TOKENS}", f"--output-len={OUTPUT_TOKENS}", "--endpoint=chat"]
+def _ours(url: str, users: int, model: Path, folder: Path) -> dict[str, float]:
+    lengths = [
+        f"--input-len={PROMPT_TOKENS}",
+        f"--output-len={OUTPUT_TOKENS}",
+        "--endpoint=chat",
+        f"--tokenizer={model}",
+    ]
     load = [f"--concurrency={users}", f"--num-requests={users * REQUESTS_OF_A_USER}", "--warmup=1"]
     command = [sys.executable, "-m", "cohort.services.bench", "--url", url, *lengths, *load, "--json=-"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120.0)

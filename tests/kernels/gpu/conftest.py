@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ except ImportError:  # the development set-up installs it, where there is one fo
     collect_ignore_glob = ["test_*.py"]
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+REAL = DEVICE.type == "cuda" and "COHORT_TINY_SHAPES" not in os.environ
+"""Tests of the shapes that are served take those; elsewhere, and for tools that slow every access down, tiny ones."""
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -52,21 +52,7 @@ class Check:
         return {"Llama-3-8B": LLAMA_3_8B, "Qwen2.5-14B": QWEN25_14B}[name] if self.real else TINY
 
     def runner(self, name: str, config: Mapping[str, Any], **overrides: Any) -> ModelRunner:
-        """A model of this shape with random weights, as a worker would load it; on the processor with a small cache."""
-        options: dict[str, Any] = {
-            "dtype": self.dtype_name,
-            "device": str(self.device),
-            "threads": 0,
-            "block_size": 16,
-            "num_blocks": 0 if self.real else 64,
-            "host_blocks": 0,
-            "max_rows": 256 if self.real else 8,
-            "max_step_tokens": 8192 if self.real else 128,
-            "weights": "random",
-            "device_steps": True,
-            "share": DeviceShare(graphs=2 << 30),
-        }
-        return ModelRunner(shape_folder(self.folder / name, config), **{**options, **overrides})
+        return random_model(self.folder / name, config, self.device, real=self.real, **overrides)
 
     def keep_profile(self, name: str, note: str, kernels: list[dict[str, Any]]) -> None:
         """A profile's table, for the report."""
@@ -75,3 +61,23 @@ class Check:
         content = {"name": name, "note": note, "kernels": kernels}
         file = folder / f"{self.found.section}-{len(list(folder.iterdir())):02}.json"
         file.write_text(json.dumps(content), encoding="utf-8")
+
+
+def random_model(
+    folder: Path, config: Mapping[str, Any], device: torch.device, *, real: bool, **overrides: Any
+) -> ModelRunner:
+    """A model of this shape with random weights, as a worker would load it; where not `real`, with a small cache."""
+    options: dict[str, Any] = {
+        "dtype": "bfloat16" if real else "float32",
+        "device": str(device),
+        "threads": 0,
+        "block_size": 16,
+        "num_blocks": 0 if real else 64,
+        "host_blocks": 0,
+        "max_rows": 256 if real else 8,
+        "max_step_tokens": 8192 if real else 128,
+        "weights": "random",
+        "device_steps": True,
+        "share": DeviceShare(graphs=2 << 30),
+    }
+    return ModelRunner(shape_folder(folder, config), **{**options, **overrides})

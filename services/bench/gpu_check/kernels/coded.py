@@ -67,9 +67,9 @@ def run(check: Check) -> None:
                 check.guard.item(name, partial(_measure, check, name, layout, product, rows), 6)
 
 
-def make_codes(check: Check, layout: Layout, outputs: int, inputs: int) -> Codes:
+def make_codes(device: torch.device, layout: Layout, outputs: int, inputs: int) -> Codes:
     """Random codes, and scales that leave sums of the order of 1."""
-    group, device = layout.group or inputs, check.device
+    group = layout.group or inputs
     if layout.codes == torch.uint8:
         codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=device)
     elif layout.codes == torch.int8:
@@ -83,7 +83,7 @@ def make_codes(check: Check, layout: Layout, outputs: int, inputs: int) -> Codes
 
 def _error(check: Check, layout: Layout, product: Product, rows: int) -> float:
     """‖ours − truth‖ / ‖truth‖ of a product, and of one that is added; NaN never passes."""
-    part = make_codes(check, layout, product.outputs, product.inputs)
+    part = make_codes(check.device, layout, product.outputs, product.inputs)
     matrix = CodedMatrix([part])
     x = torch.randn(rows, product.inputs, device=check.device).to(check.dtype)
     weight = reference.coded_numbers(part.codes, part.scales, part.offsets, part.group)
@@ -102,7 +102,7 @@ def _relative(ours: Tensor, truth: Tensor) -> float:
 
 def _measure(check: Check, name: str, layout: Layout, product: Product, rows: int) -> None:
     device, dtype = check.device, check.dtype
-    first = CodedMatrix([make_codes(check, layout, product.outputs, product.inputs)])
+    first = CodedMatrix([make_codes(check.device, layout, product.outputs, product.inputs)])
     copies = max(1, min(_MOST_COPIES, -(-_ROTATED_BYTES // first.num_bytes))) if check.real else 2
     matrices = [first, *_more(check, layout, product, copies - 1)]
     x = torch.randn(rows, product.inputs, device=device).to(dtype)
@@ -126,7 +126,7 @@ def _measure(check: Check, name: str, layout: Layout, product: Product, rows: in
 
 def _more(check: Check, layout: Layout, product: Product, count: int) -> Iterator[CodedMatrix]:
     for _ in range(count):
-        yield CodedMatrix([make_codes(check, layout, product.outputs, product.inputs)])
+        yield CodedMatrix([make_codes(check.device, layout, product.outputs, product.inputs)])
 
 
 def _seconds(check: Check, calls: list[Callable[[], object]]) -> float:

@@ -66,18 +66,22 @@ _LAYOUTS = (
 
 def run(check: Check) -> None:
     torch.manual_seed(17)
-    layouts = _LAYOUTS if check.real else tuple(_tiny(layout) for layout in _LAYOUTS)
-    for layout in layouts:
+    for layout in layouts(check.real):
         for tokens in (1, 33, 900) if check.real else (1, 20):
             name = f"{layout.name}: {layout.mixture.model}, {tokens} tokens"
             error = check.guard.item(f"right: {name}", partial(_error, check, layout, tokens), _ITEM_S)
             if error is not None:
                 told = f"relative error {error:.2g}, allowed {_ALLOWED:g}"
                 check.found.checked(f"right: {name}", error <= _ALLOWED, told)
-    for layout in layouts:
+    for layout in layouts(check.real):
         for tokens in (1, 16, 64, 256) if check.real else (1,):
             name = f"{layout.name}: {layout.mixture.model}, {tokens} tokens"
             check.guard.item(name, partial(_measure, check, name, layout, tokens), _ITEM_S)
+
+
+def layouts(real: bool) -> tuple[Layout, ...]:
+    """Tiny ones where no GPU is measured."""
+    return _LAYOUTS if real else tuple(_tiny(layout) for layout in _LAYOUTS)
 
 
 def _tiny(layout: Layout) -> Layout:
@@ -87,7 +91,7 @@ def _tiny(layout: Layout) -> Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Weights:
+class Weights:
     gate_up: Tensor | ExpertCodes
     down: Tensor | ExpertCodes
     biases: tuple[Tensor, Tensor] | None
@@ -107,18 +111,18 @@ def _bytes(weight: Tensor | ExpertCodes) -> int:
     return weight.codes.nbytes + weight.scales.nbytes + (0 if weight.offsets is None else weight.offsets.nbytes)
 
 
-def _make(check: Check, layout: Layout, *, plain: bool = False) -> _Weights:
-    m, device = layout.mixture, check.device
+def make_weights(layout: Layout, device: torch.device, dtype: torch.dtype, *, plain: bool = False) -> Weights:
+    m = layout.mixture
     shapes = ((m.count, 2 * m.inner, m.hidden), (m.count, m.hidden, m.inner))
     gate_up, down = (
-        torch.empty(shape, device=device, dtype=check.dtype).normal_() if plain else make_codes(layout, *shape, device)
+        torch.empty(shape, device=device, dtype=dtype).normal_() if plain else make_codes(layout, *shape, device)
         for shape in shapes
     )
     biases = None
     if m.clamped:
-        first, second = (torch.randn(shape[:2], device=device).to(check.dtype) for shape in shapes)
+        first, second = (torch.randn(shape[:2], device=device).to(dtype) for shape in shapes)
         biases = (first, second)
-    return _Weights(gate_up, down, biases, _GPT_OSS if m.clamped else None)
+    return Weights(gate_up, down, biases, _GPT_OSS if m.clamped else None)
 
 
 def make_codes(layout: Layout, experts: int, outputs: int, inputs: int, device: torch.device) -> ExpertCodes:
@@ -141,18 +145,18 @@ def make_codes(layout: Layout, experts: int, outputs: int, inputs: int, device: 
     return ExpertCodes(codes, factors, -8 * factors if layout.offsets else None, group)
 
 
-def _routed(check: Check, mixture: Mixture, tokens: int) -> tuple[Tensor, Tensor]:
+def routed(mixture: Mixture, tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows, and experts of each drawn evenly, ascending."""
-    scores = torch.rand(tokens, mixture.count, device=check.device)
+    scores = torch.rand(tokens, mixture.count, device=device)
     chosen = scores.topk(mixture.per_token, dim=1).indices.sort(dim=1).values
-    return torch.randn(tokens, mixture.hidden, device=check.device).to(check.dtype), chosen
+    return torch.randn(tokens, mixture.hidden, device=device).to(dtype), chosen
 
 
 def _error(check: Check, layout: Layout, tokens: int) -> float:
     """‖ours − truth‖ / ‖truth‖; the truth in float32 over what the codes stand for, rounded to the model's type between
     the products. NaN never passes."""
-    weights = _make(check, layout)
-    x, chosen = _routed(check, layout.mixture, tokens)
+    weights = make_weights(layout, check.device, check.dtype)
+    x, chosen = routed(layout.mixture, tokens, check.device, check.dtype)
     ours = weights.outputs(x, chosen).double()
     numbers = [
         reference.expert_numbers(each) for each in (weights.gate_up, weights.down) if isinstance(each, ExpertCodes)
@@ -164,12 +168,12 @@ def _error(check: Check, layout: Layout, tokens: int) -> float:
 
 def _measure(check: Check, name: str, layout: Layout, tokens: int) -> None:
     m, element = layout.mixture, check.dtype.itemsize
-    x, chosen = _routed(check, m, tokens)
-    first = _make(check, layout)
-    taken_s = _seconds(check, first, lambda: _make(check, layout), x, chosen)
+    x, chosen = routed(m, tokens, check.device, check.dtype)
+    first = make_weights(layout, check.device, check.dtype)
+    taken_s = _seconds(check, first, lambda: make_weights(layout, check.device, check.dtype), x, chosen)
     coded_bytes = first.num_bytes
     del first
-    plain_s = _seconds(check, _make(check, layout, plain=True), None, x, chosen)
+    plain_s = _seconds(check, make_weights(layout, check.device, check.dtype, plain=True), None, x, chosen)
     experts, rows = len(set(chosen.flatten().tolist())), tokens * m.per_token
     moved = coded_bytes * experts // m.count + (tokens * m.hidden + rows * (4 * m.inner + m.hidden)) * element
     ceilings = check.ceilings()
@@ -184,7 +188,7 @@ def _measure(check: Check, name: str, layout: Layout, tokens: int) -> None:
     )
 
 
-def _seconds(check: Check, first: _Weights, another: Callable[[], _Weights] | None, x: Tensor, chosen: Tensor) -> float:
+def _seconds(check: Check, first: Weights, another: Callable[[], Weights] | None, x: Tensor, chosen: Tensor) -> float:
     """Of one layer's experts, each time over another copy of the weights where one fits the second-level cache."""
     wanted = -(-_ROTATED_BYTES // first.num_bytes) if check.real else 2
     layers = [first]

@@ -18,8 +18,9 @@ from cohort.common.engine.step.sampler import sample
 from cohort.common.sampling_inputs import LogitBias, TokenHistory
 from cohort.kernels.gpu.sampling import sampling
 from cohort.kernels.types import SampledRows
+from cohort.services.bench.gpu_check.kernels.sampling import KINDS, rows_of
 from tests.examples import examples, nightly
-from tests.kernels.gpu.conftest import DEVICE
+from tests.kernels.gpu.conftest import DEVICE, REAL
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about infinities under the interpreter
 
@@ -115,6 +116,14 @@ def test_the_tile_that_is_served(row: int) -> None:
     ]
     logits = 4 * torch.randn(1, 9001, generator=torch.Generator().manual_seed(row))
     check(logits, [SamplingRow(seed=row, position=40 + row, **parameters[row])], **WIDE_TILES)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_many_rows_of_a_kind(name: str) -> None:
+    """On a GPU over a vocabulary that is served; the penalised look back on 500 tokens."""
+    rows, vocabulary = (16, 32000) if REAL else (3, 501)
+    logits = 4 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(3))
+    check(logits, rows_of(KINDS[name], rows, vocabulary), **WIDE_TILES)
 
 
 @settings(max_examples=examples(0.05), deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -5,6 +5,7 @@ A folder's conftest imports the fixtures it wants.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from cohort.common.engine.device import compiled_kernels
 from cohort.common.engine.runner.model_runner import ModelRunner
@@ -238,6 +240,23 @@ def save_random_model(config: Any, folder: Path, *, seed: int = 0) -> Path:
                 buffer.normal_(0.0, 0.2)
     model.tie_weights()
     model.save_pretrained(folder)
+    return folder
+
+
+def as_mxfp4(folder: Path) -> Path:
+    """gpt-oss as it is published: the experts of this folder become blocks and scales, at random."""
+    tensors, random = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(5)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        groups = inputs // 32
+        codes = torch.randint(0, 256, (experts, outputs, groups, 16), dtype=torch.uint8, generator=random)
+        scales = torch.randint(121, 126, (experts, outputs, groups), dtype=torch.uint8, generator=random)
+        tensors |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
     return folder
 
 

@@ -1,10 +1,11 @@
 """How many examples a property tries: a share of the profile's number, so that one option scales the whole suite.
 
 Profiles, chosen by `--hypothesis-profile` (`scripts/test --quick` and `--nightly` pass it): `quick` tries 10 examples,
-`default` 20, `nightly` 2,000. A property without settings of its own tries exactly so many. No profile has a deadline:
-how long an example takes is the machine's business. `quick` and `default` are derandomized: unchanged code gives an
-unchanged verdict, and no database is kept. `nightly` samples anew each time, shrinks also what shrinks slowly, and
-prints what reproduces a failure, to be written down as an `@example`.
+`default` 20, `nightly` 2,000; `gpu` is `default` without shrinking, for `scripts/gpu_check`. A property without
+settings of its own tries exactly so many. No profile has a deadline: how long an example takes is the machine's
+business. All but `nightly` are derandomized: unchanged code gives an unchanged verdict, and no database is kept.
+`nightly` samples anew each time, shrinks also what shrinks slowly, and prints what reproduces a failure, to be written
+down as an `@example`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ def register_profiles() -> None:
     """For the root conftest, before any test module is imported: `examples` reads the profile then."""
     settings.register_profile("default", max_examples=20, deadline=None, derandomize=True)
     settings.register_profile("quick", max_examples=10, deadline=None, derandomize=True)
+    settings.register_profile("gpu", max_examples=20, deadline=None, derandomize=True, phases=_WITHOUT_SHRINKING)
     settings.register_profile("nightly", max_examples=_NIGHTLY, deadline=None, print_blob=True)
     settings.load_profile("default")
 
@@ -36,8 +38,9 @@ def nightly() -> bool:
 
 
 def another_of_its_kind() -> pytest.MarkDecorator:
-    """Of a test beside one like it."""
-    return pytest.mark.skipif(not nightly(), reason="one like it runs by default: scripts/test --nightly")
+    """Of a test beside one like it. A GPU needs no interpreter and compiles each by itself, so there all run."""
+    every = nightly() or Phase.shrink not in settings().phases
+    return pytest.mark.skipif(not every, reason="one like it runs by default: scripts/test --nightly")
 
 
 def of_worlds(share: float) -> settings:

@@ -70,23 +70,6 @@ def write(source: Path, target: Path, name: str, *, plain: frozenset[str] = froz
     return Written(folder, dequantised, plain)
 
 
-def as_mxfp4(folder: Path) -> Path:
-    """gpt-oss as it is published: the experts of this folder become blocks and scales, at random."""
-    tensors, random = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(5)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        groups = inputs // 32
-        codes = torch.randint(0, 256, (experts, outputs, groups, 16), dtype=torch.uint8, generator=random)
-        scales = torch.randint(121, 126, (experts, outputs, groups), dtype=torch.uint8, generator=random)
-        tensors |= {f"{name}_blocks": codes, f"{name}_scales": scales}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    path = folder / "config.json"
-    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
-    return folder
-
-
 # -- FP8 -----------------------------------------------------------------------------------------------------------
 
 

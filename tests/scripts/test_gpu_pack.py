@@ -2,13 +2,14 @@
 
 The machine's packages are a recorded list (scripts/gpu_machine.txt). A folder of links to the installed packages of
 that list and of the pack stands in for the machine; every section, and every process that one starts, is imported
-from it. Versions are those installed here.
+from it, and the tests that sections run are collected. Versions are those installed here.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -53,11 +54,17 @@ import importlib, sys
 for name in sys.argv[1:]:
    importlib.import_module(name)
 """
+SECTION = """
+import runpy
+runpy.run_module("cohort.services.bench.gpu_check", run_name="__main__")
+"""
 
 
 def plain(name: str) -> str:
-    """One spelling of a package; a variant for CUDA 12 counts as the one for CUDA 13."""
-    return re.sub(r"-cu1[23]$", "", re.sub(r"[-_.]+", "-", name.lower()))
+    """One spelling of a package; a variant for CUDA 12 counts as the one for CUDA 13, a successor that the machine's
+    older huggingface-hub does without as what that one takes."""
+    found = re.sub(r"-cu1[23]$", "", re.sub(r"[-_.]+", "-", name.lower()))
+    return {"httpx2": "httpx", "httpcore2": "httpcore", "truststore": "certifi"}.get(found, found)
 
 
 @functools.cache
@@ -73,8 +80,9 @@ def in_the_pack() -> frozenset[str]:
     return frozenset(plain(pin.partition("==")[0]) for pin in pins)
 
 
-def machine(folder: Path, packages: Iterable[str]) -> list[str]:
-    """The command line of a Python that finds the standard library, Cohort and these packages, and no others."""
+def machine(folder: Path, packages: Iterable[str], code: str = IMPORT) -> list[str]:
+    """The command line of a Python that finds the standard library, Cohort and these packages, and no others; it runs
+    `code`."""
     allowed = set(packages)
     site = folder / "site"
     site.mkdir()
@@ -85,8 +93,7 @@ def machine(folder: Path, packages: Iterable[str]) -> list[str]:
                 link = site / top
                 if not link.exists():
                     link.symlink_to(Path(str(found.locate_file(top))))
-    code = f"import sys; sys.path.append({str(site)!r})\n{IMPORT}"
-    return [sys.executable, "-I", "-S", "-B", "-c", code]
+    return [sys.executable, "-I", "-S", "-B", "-c", f"import sys; sys.path.append({str(site)!r})\n{code}"]
 
 
 def imported(command: list[str], modules: Iterable[str]) -> subprocess.CompletedProcess[str]:
@@ -107,6 +114,30 @@ def test_every_section_finds_what_it_imports(tmp_path: Path) -> None:
     command = machine(tmp_path, on_the_machine() | in_the_pack())
     told = imported(command, [*SECTIONS, *STARTED, *LATE])
     assert told.returncode == 0, told.stderr
+
+
+def section(folder: Path, name: str, pytest_options: str) -> str:
+    """What this section prints there. It must end well."""
+    command = machine(folder, on_the_machine() | in_the_pack(), SECTION)
+    environment = {**os.environ, "PYTEST_ADDOPTS": pytest_options, "TRITON_INTERPRET": "1"}
+    words = [name, "--device", "cpu", "--folder", str(folder / "run")]
+    told = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert told.returncode == 0, told.stdout + told.stderr
+    return told.stdout
+
+
+def test_every_test_is_collected(tmp_path: Path) -> None:
+    """A file that cannot be imported is a row that fails."""
+    told = section(tmp_path, "tests", "--collect-only")
+    files = {file.name for file in (ROOT / "tests" / "kernels" / "gpu").rglob("test_*.py")} - {"test_compile.py"}
+    assert {name for name in files if f"<Module {name}>" in told} == files
+
+
+@pytest.mark.slow
+def test_a_section_of_tests_runs(tmp_path: Path) -> None:
+    """With what it imports only while it runs."""
+    told = section(tmp_path, "tests", "-k unified")
+    assert "2 passed, 0 failed, 0 skipped" in told, told
 
 
 @pytest.mark.parametrize("name", by_default(["llguidance", "pyzmq"], "llguidance"))

@@ -29,6 +29,21 @@ from cohort.services.bench.gpu_check.kernels import (
     smoke,
 )
 
+
+def tests_of(*chosen: str) -> Callable[[Check], None]:
+    """A section of tests. Only these need pytest."""
+
+    def run(check: Check) -> None:
+        try:
+            from cohort.services.bench.gpu_check.frame import tests
+        except ImportError as error:
+            check.found.said("tests", f"not there: {error}")
+        else:
+            tests.run(check, *chosen)
+
+    return run
+
+
 RUN: dict[Section, Callable[[Check], None]] = {
     "device": device.run,
     "smoke": smoke.run,
@@ -46,6 +61,7 @@ RUN: dict[Section, Callable[[Check], None]] = {
     "model-14b": model.run_14b,
     "pipelines": pipeline.run_others,
     "memcheck": memcheck.run,
+    "tests": tests_of(),
 }
 _PATIENCE = 50.0  # on a processor, which may be a busy one
 

@@ -86,38 +86,29 @@ class Guard:
 
     def item(self, name: str, call: Callable[[], Found], seconds: float = 60.0) -> Found | None:
         """What `call` returns; None where it could not be had, and then a row says why."""
-        if self.dead:
-            self._found.said(name, f"the device no longer answers: {self.dead}", "not run")
-            return None
-        seconds = min(seconds * self._patience, self.left_s)
-        if seconds < _LEAST_S:
-            self._found.said(name, "no time was left", "not run")
+        if (why := self.why_not()) != "":
+            self._found.said(name, why, "not run")
             return None
         print(f"-- {name}", flush=True)
         started = time.monotonic()
         try:
-            with self._deadline(name, seconds):
+            with self.deadline(name, seconds):
                 found = call()
-            self._settle()
+            self.settle()
             return found
-        except (torch.OutOfMemoryError, DoesNotFit) as error:
-            self._found.said(name, f"does not fit: {_words(error)}")
-            self._after(name, error)
-        except NotThere as error:
-            self._found.said(name, f"not there: {_words(error)}")
-        except Overrun as error:
-            traceback.print_exc()
-            self._found.said(name, f"not done after {seconds:.0f} s", "fail")
-            self._after(name, error)
         except Exception as error:  # of any kind: the row tells
-            traceback.print_exc()
-            self._found.said(name, f"{type(error).__name__}: {_words(error)}", "fail")
-            self._after(name, error)
+            self.judge(name, error)
         finally:
             print(f"   {time.monotonic() - started:.1f} s", flush=True)
         return None
 
-    def _settle(self) -> None:
+    def why_not(self) -> str:
+        """Why no item can be begun any more; "" = one can."""
+        if self.dead:
+            return f"the device no longer answers: {self.dead}"
+        return "no time was left" if self.left_s < _LEAST_S else ""
+
+    def settle(self) -> None:
         """What the item launched and the device could not do is this item's failure, not the next one's. What the
         allocator keeps of a large item is returned, lest its pieces be in the next one's way."""
         self._probe(self._device)
@@ -126,8 +117,17 @@ class Guard:
             if kept > _KEPT_BYTES:
                 torch.cuda.empty_cache()
 
-    def _after(self, name: str, error: BaseException) -> None:
-        """Let go of what the item held, then ask the device whether it still answers."""
+    def judge(self, name: str, error: BaseException) -> None:
+        """The row of an item that raised. Lets go of what it held, then asks the device whether it still answers."""
+        if isinstance(error, NotThere):
+            self._found.said(name, f"not there: {_words(error)}")
+            return
+        if isinstance(error, (torch.OutOfMemoryError, DoesNotFit)):
+            self._found.said(name, f"does not fit: {_words(error)}")
+        else:
+            traceback.print_exception(error)
+            told = str(error) if isinstance(error, Overrun) else f"{type(error).__name__}: {_words(error)}"
+            self._found.said(name, told, "fail")
         for each in (error, error.__cause__, error.__context__):
             if each is not None and each.__traceback__ is not None:
                 traceback.clear_frames(each.__traceback__)
@@ -141,25 +141,23 @@ class Guard:
             print(f"the device's context is dead: {self.dead}", flush=True)
 
     @contextlib.contextmanager
-    def _deadline(self, name: str, seconds: float) -> Iterator[None]:
-        """SIGALRM stops what runs Python; `watch` ends a process that does not come back to Python."""
-        in_main = threading.current_thread() is threading.main_thread()
+    def deadline(self, name: str, seconds: float) -> Iterator[None]:
+        """SIGALRM stops what runs Python; `watch` ends a process that does not come back to Python. For the main
+        thread."""
+        seconds = max(_LEAST_S, min(seconds * self._patience, self.left_s))
 
         def passed(_signal: int, _frame: object) -> None:
-            raise Overrun(name)
+            raise Overrun(f"not done after {seconds:.0f} s")
 
-        before = None
-        if in_main:
-            before = signal.signal(signal.SIGALRM, passed)
-            signal.setitimer(signal.ITIMER_REAL, seconds)
+        before = signal.signal(signal.SIGALRM, passed)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         self._running = (name, time.monotonic() + seconds + GRACE_S)
         try:
             yield
         finally:
             self._running = None
-            if in_main:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
     def watch(self) -> None:
         """Start the thread that ends this process when an item hangs, or when the one that started it is gone."""

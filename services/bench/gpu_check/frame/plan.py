@@ -29,6 +29,7 @@ Section = Literal[
     "model-14b",
     "pipelines",
     "memcheck",
+    "tests",
 ]
 TOTAL_S = 540.0
 SETUP_S = 20.0
@@ -62,8 +63,9 @@ PLANS: dict[PlanName, tuple[Part, ...]] = {
         Part("kv-transfer", 60, "two processes, one device; broken links are found early"),
         Part("model-14b", 90, "one load: decode, prefill, mixed steps, compilations, the cache filled"),
         Part("pipelines", 85, "two workers on one device are time-sliced: a check, not a measurement"),
-        Part("golden-presets", 45, "the presets whose rows lie differently in the cache"),
-        Part("memcheck", 20, "only where the tool is installed, and slow: last"),
+        Part("golden-presets", 25, "the presets whose rows lie differently in the cache"),
+        Part("memcheck", 10, "only where the tool is installed, and slow"),
+        Part("tests", 30, "the kernels' own tests: as many as the time allows, or all with --only"),
     ),
 }
 SECTIONS: tuple[Section, ...] = tuple(part.section for plan in PLANS.values() for part in plan)

@@ -36,9 +36,8 @@ from tests.common.engine.driver import (
     save_random_model,
 )
 from tests.common.engine.models.test_families import forward
-from tests.engine_models import CONFIGS
+from tests.engine_models import CONFIGS, as_mxfp4
 from tests.examples import another_of_its_kind
-from tests.quantised_models import as_mxfp4
 
 EXPERTS, HIDDEN, INNER = 4, 64, 32
 

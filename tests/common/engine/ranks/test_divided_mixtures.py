@@ -34,9 +34,9 @@ from tests.common.engine.driver import (
 from tests.common.engine.groups import group_runner
 from tests.common.engine.joint_ranks import joint_runner
 from tests.common.engine.ranks.test_divided_codes import told
-from tests.engine_models import VOCAB, save_random_model
+from tests.engine_models import VOCAB, as_mxfp4, save_random_model
 from tests.examples import another_of_its_kind
-from tests.quantised_models import Written, as_mxfp4, write
+from tests.quantised_models import Written, write
 
 CPU = torch.device("cpu")
 

@@ -18,9 +18,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -80,16 +81,28 @@ Contender = Callable[[int], Awaitable[float]]
 """Moves a measurement's worth of messages of this many megabytes and returns bytes a second."""
 
 
+class Memory:
+    """Where the bytes lie that are sent and arrive: the host's, here."""
+
+    def make(self, size: int, value: int) -> Any:
+        return np.full(size, value, np.uint8)
+
+    def fill(self, memory: Any, value: int) -> None:
+        memory.fill(value)
+
+
 @dataclass(frozen=True, slots=True)
 class Ends:
     """Where the two processes are. `host`: the address at which ZeroMQ listens here. `through`: a command that runs the
     other process, as `ip netns exec …`. `keys_file`: of a cluster's key, made for this measurement.
-    `net_devices`: UCX's."""
+    `net_devices`: UCX's. `memory`: of this process. `sender`: the other process's module, and its own first words."""
 
     host: str = "127.0.0.1"
     through: tuple[str, ...] = ()
     keys_file: str = ""
     net_devices: str = ""
+    memory: Memory = field(default_factory=Memory)
+    sender: tuple[str, ...] = ("cohort.services.bench.links_measuring",)
 
 
 async def measure(
@@ -152,23 +165,24 @@ async def measure(
 class LinkPair:
     """The receiving side here, with the clock; the sending side is a child process, told what to send on its stdin."""
 
-    def __init__(self, name: str, link: KvLink, child: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, link: KvLink, child: asyncio.subprocess.Process, memory: Memory) -> None:
         self.name = name
         self._link = link
+        self._memory = memory
         self._child = child
         self._tag = 0
-        self._buffers: dict[int, list[np.ndarray]] = {}
+        self._buffers: dict[int, list[Any]] = {}
 
     @classmethod
-    async def open(cls, name: str, ends: Ends) -> LinkPair:
-        """Raises `TransferError` where the link cannot be had."""
-        link = _open(name, ends)
+    async def open(cls, name: str, ends: Ends, link: KvLink | None = None) -> LinkPair:
+        """`link`: of this side, if it is open. Raises `TransferError` where it cannot be had."""
+        link = link or open_link(name, ends)
         child = await asyncio.create_subprocess_exec(
             *ends.through,
             sys.executable,
             "-P",
             "-m",
-            "cohort.services.bench.links_measuring",
+            *ends.sender,
             "--sender",
             name,
             link.address().hex(),
@@ -186,18 +200,18 @@ class LinkPair:
             child.kill()
             await link.close()
             raise TransferError(f"{name}: the sending process did not start")
-        return cls(name, link, child)
+        return cls(name, link, child, ends.memory)
 
     async def rate(self, size_mb: int, count: int) -> float:
         """Bytes a second of `count` messages, a few under way at once."""
         assert self._child.stdin is not None
         buffers = self._buffers.get(size_mb)
         if buffers is None:  # registered like a KV cache
-            buffers = self._buffers[size_mb] = [np.zeros(size_mb * MB, np.uint8) for _ in range(PIPELINED)]
+            buffers = self._buffers[size_mb] = [self._memory.make(size_mb * MB, 0) for _ in range(PIPELINED)]
             for buffer in buffers:
                 self._link.register(buffer)
         for buffer in buffers:
-            buffer.fill(2)  # its pages exist before the clock starts
+            self._memory.fill(buffer, 2)  # its pages exist before the clock starts
         first, self._tag = self._tag, self._tag + count + 1
         self._child.stdin.write(f"{first} {size_mb} {count}\n".encode())
         begun_s = time.perf_counter()
@@ -220,18 +234,18 @@ class LinkPair:
         await self._link.close()
 
 
-async def _send_there(name: str, receiver: bytes, ends: Ends) -> None:
+async def send_there(name: str, receiver: bytes, ends: Ends) -> None:
     """The child: a line names the first tag, megabytes and count; the end of stdin is the end."""
-    link = _open(name, ends)
+    link = open_link(name, ends)
     print(link.address().hex(), flush=True)
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    buffers: dict[int, np.ndarray] = {}
+    buffers: dict[int, Any] = {}
     while line := await lines.readline():
         first, size_mb, count = map(int, line.split())
         buffer = buffers.get(size_mb)
         if buffer is None:
-            buffer = buffers[size_mb] = np.ones(size_mb * MB, np.uint8)
+            buffer = buffers[size_mb] = ends.memory.make(size_mb * MB, 1)
             link.register(buffer)
         await _pipelined([link.send(receiver, first + 1 + i, buffer, timeout_s=TIMEOUT_S) for i in range(count)])
     await link.close()
@@ -310,7 +324,7 @@ def _count(size_mb: int, total_mb: int) -> int:
     return max(PIPELINED, total_mb // size_mb)
 
 
-def _open(name: str, ends: Ends) -> KvLink:
+def open_link(name: str, ends: Ends) -> KvLink:
     kind, _, how = name.partition("-")
     choice = UcxChoice("tcp" if how == "tcp" else "", ends.net_devices)
     match kind:
@@ -351,7 +365,7 @@ def main() -> None:
     if options.sender:
         link, address, keys_file, net_devices = options.sender
         ends = Ends(keys_file=keys_file, net_devices=net_devices)
-        asyncio.run(_send_there(link, bytes.fromhex(address), ends))
+        asyncio.run(send_there(link, bytes.fromhex(address), ends))
         return
     with tempfile.TemporaryDirectory() as folder:
         generate_keys(Path(folder) / "keys")

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = ROOT / "scripts" / "gpu_check"
 LIMIT_S = 620
@@ -64,6 +66,17 @@ def test_a_dry_run_of_sections(tmp_path: Path) -> None:
     late = gpu_check("--dry-run", "--only", "kernels", "--out", "late", "--total-s", "3", cwd=tmp_path)
     assert late.returncode == 1 and "not run" in late.stdout
     assert report_of(tmp_path / "late")["sections"][0]["state"] == "not run"
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_tests(tmp_path: Path) -> None:
+    """They lie beside Cohort in this checkout, and none that runs without a GPU fails."""
+    told = gpu_check("--dry-run", "--only", "smoke", "golden", "memcheck", "--out", "out", cwd=tmp_path)
+    result = report_of(tmp_path / "out")
+    assert (told.returncode, result["state"]) == (0, "complete"), told.stdout + told.stderr
+    passed = [row for row in result["rows"] if row["verdict"] == "pass"]
+    names = {"test_recorded_steps.py", "test_sampling.py", "test_presets.py", "memcheck over the kernels"}
+    assert {row["name"].partition("::")[0].removeprefix("sampling/") for row in passed} == names
 
 
 def test_a_killed_run_leaves_what_it_had(tmp_path: Path) -> None:

@@ -13,21 +13,12 @@ from pathlib import Path
 import torch
 
 from cohort.common.engine.device import compiled_kernels
-from cohort.services.bench.gpu_check.engine import golden, invariant, kv_transfer, model, pipeline
+from cohort.services.bench.gpu_check.engine import invariant, kv_transfer, model, pipeline
 from cohort.services.bench.gpu_check.frame.context import Check
 from cohort.services.bench.gpu_check.frame.guard import Guard
 from cohort.services.bench.gpu_check.frame.plan import SECTIONS, Section
 from cohort.services.bench.gpu_check.frame.report import Findings, table
-from cohort.services.bench.gpu_check.kernels import (
-    attention,
-    coded,
-    device,
-    experts,
-    kernels,
-    memcheck,
-    products,
-    smoke,
-)
+from cohort.services.bench.gpu_check.kernels import attention, coded, device, experts, products
 
 
 def tests_of(*chosen: str) -> Callable[[Check], None]:
@@ -37,7 +28,10 @@ def tests_of(*chosen: str) -> Callable[[Check], None]:
         try:
             from cohort.services.bench.gpu_check.frame import tests
         except ImportError as error:
-            check.found.said("tests", f"not there: {error}")
+            check.found.said("tests", str(error), "not run")
+            return
+        if chosen == ("memcheck",):
+            tests.memcheck(check)
         else:
             tests.run(check, *chosen)
 
@@ -46,21 +40,21 @@ def tests_of(*chosen: str) -> Callable[[Check], None]:
 
 RUN: dict[Section, Callable[[Check], None]] = {
     "device": device.run,
-    "smoke": smoke.run,
-    "kernels": kernels.run,
+    "smoke": tests_of("test_recorded_steps.py", "sampling/test_sampling.py::test_many_rows_of_a_kind"),
+    "kernels": tests_of("test_served_shapes.py", "test_slots.py"),
     "pipeline": pipeline.run,
     "model-8b": model.run_8b,
     "products": products.run,
-    "golden": golden.run,
+    "golden": tests_of("test_presets.py", "-k", "unified or probabilities"),
     "attention": attention.run,
     "coded-products": coded.run,
     "coded-experts": experts.run,
     "batch-invariant": invariant.run,
-    "golden-presets": golden.run_presets,
     "kv-transfer": kv_transfer.run,
     "model-14b": model.run_14b,
     "pipelines": pipeline.run_others,
-    "memcheck": memcheck.run,
+    "golden-presets": tests_of("test_presets.py", "-k", "not unified and not probabilities"),
+    "memcheck": tests_of("memcheck"),
     "tests": tests_of(),
 }
 _PATIENCE = 50.0  # on a processor, which may be a busy one

@@ -1,6 +1,5 @@
-"""What lies between two decode steps of a real `WorkerLoop`: the parts of the host's work, and the GPU's idle share.
-
-    completed ─ plan ─ build ─ hop ─ launch ─ wait ─ back ─▶ completed …
+"""The share of the time in which the GPU is idle between two decode steps of a real `WorkerLoop`, and how many of them
+were begun ahead.
 
 The loop runs as in a worker, on the loaded model, with a bus on which requests have arrived and nobody listens. Idle is
 a step's wall time less the recorded step alone, so it holds whatever the loop overlaps.
@@ -19,45 +18,45 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import structlog
 from prometheus_client import CollectorRegistry
 
 from cohort.common.clock import SystemClock
 from cohort.common.config import Config
-from cohort.common.engine.forward import device_steps
 from cohort.common.engine.runner.model_runner import ModelRunner
-from cohort.common.engine.step import batch_builder
 from cohort.common.engine.worker import worker_loop
 from cohort.common.engine.worker.worker_process import capacity_of
+from cohort.common.machines.effects import WorkerEffect
+from cohort.common.machines.events import StepEnded, WorkerEvent
 from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.machines.worker.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.messages import Message, StartSegment
 from cohort.common.policies import compose
 from cohort.common.process.service import ServiceContext
 from cohort.common.types import Attempt, InstanceId, Request, Role, SamplingParams, Segment
-from cohort.services.bench.gpu_check.engine import decode, fill
+from cohort.services.bench.gpu_check.engine import fill, steps
 from cohort.services.bench.gpu_check.frame.batches import rows_of
 from cohort.services.bench.gpu_check.frame.context import Check
 from cohort.services.bench.gpu_check.frame.guard import NotThere
-from cohort.services.bench.gpu_check.frame.predictions import Facts, expect
-from cohort.services.bench.gpu_check.frame.spans import Place, Spans, spanned
 
 WANTED_IDLE = 0.02
-# Where a plan becomes arrays: the first of these that there is.
-_BUILDERS = ((getattr(batch_builder, "BatchBuilder", None), "build"), (worker_loop, "build_batch"))
 _JOINING = 120  # tokens that the first request gets while the others' prompts are computed
 _LOOK_S = 0.02
-_BUILD = next(
-    (Place(owner, name, "build") for owner, name in _BUILDERS if hasattr(owner, name)), Place(worker_loop, "", "build")
-)
-_PLACES = (
-    Place(WorkerMachine, "_completed", "completed"),
-    Place(WorkerMachine, "_plan", "plan"),
-    _BUILD,
-    Place(device_steps.DeviceSteps, "launch", "launch"),
-    Place(device_steps.Launched, "finish", "wait"),
-)
+
+
+class _Watched(WorkerMachine):
+    """Notes when each step has ended."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.ends: list[float] = []
+
+    def handle(self, now_s: float, *events: WorkerEvent) -> list[WorkerEffect]:
+        effects = super().handle(now_s, *events)
+        self.ends += [time.perf_counter() for event in events if isinstance(event, StepEnded)]
+        return effects
 
 
 class SilentBus:
@@ -94,72 +93,44 @@ def run(check: Check, runner: ModelRunner, folder: str) -> None:
 
 
 def _measure(check: Check, runner: ModelRunner, folder: str, name: str, rows: int) -> None:
-    context, steps = (1024, 120) if check.real else (24, 10)
-    alone_s = decode.recorded_s(check, runner, rows_of(runner, rows, 1, context))
+    context, count = (1024, 120) if check.real else (24, 10)
+    alone_s = steps.recorded_s(check, runner, rows_of(runner, rows, 1, context))
     if alone_s is None:
         raise NotThere("a recorded step for this many rows")
     config = fill.serving(check, runner, folder)
-    with spanned(_PLACES) as spans:
-        wall_s, chunks, decodes = asyncio.run(_serve(config, runner, rows, context - steps, steps, spans))
-    found, facts = check.found, Facts(check.ceilings(), runner.geometry, runner.dtype, rows=rows, context=context)
-    found.measured(
+    wall_s, chunks, decodes = asyncio.run(_serve(config, runner, rows, context - count, count))
+    check.found.measured(
         f"{name}: GPU idle",
         max(0.0, 1 - alone_s / wall_s),
         "of the time",
         at_most=WANTED_IDLE if check.real else None,
-        expect=expect("idle", facts),
         note=f"{wall_s * 1e3:.3f} ms a step, of which {alone_s * 1e3:.3f} recorded; {rows / wall_s:,.0f} tokens/s",
     )
-    for line, share in (("ahead", decodes), ("ahead, chunks", chunks)):
-        what = "steps begun ahead" if line == "ahead" else "steps begun ahead while prompts are computed"
-        found.measured(f"{name}: {what}", share, "of the steps", expect=expect(line, facts))
-    for part, times in _parts(spans, alone_s).items():
-        if times:
-            prediction = expect(f"gap, {part}", facts)
-            found.measured(f"{name}: {part}", statistics.median(times) * 1e3, "ms", expect=prediction)
-    if spans.missing:
-        found.said(f"{name}: parts", f"not there to be timed: {', '.join(spans.missing)}")
+    check.found.measured(f"{name}: steps begun ahead", decodes, "of the steps")
+    check.found.measured(f"{name}: steps begun ahead while prompts are computed", chunks, "of the steps")
 
 
-def _parts(spans: Spans, alone_s: float) -> dict[str, list[float]]:
-    """What the host does, one after the other. A `plan` that finds nothing to decide is not one."""
-    waits = [max(0.0, each - alone_s) for each in spans.lengths("wait")]
-    return {
-        "completed": spans.lengths("completed"),
-        "plan": [each for each in spans.lengths("plan") if each > 2e-6],
-        "build": spans.lengths("build"),
-        "hop": spans.after("build", "launch"),
-        "launch": spans.lengths("launch"),
-        "wake": waits,
-        "back": spans.after("wait", "completed"),
-    }
-
-
-async def _serve(
-    config: Config, runner: ModelRunner, rows: int, prompt: int, steps: int, spans: Spans
-) -> tuple[float, float, float]:
-    """Run the worker's loop over `rows` requests; once all prompts are computed, `steps` steps count. Median seconds a
+async def _serve(config: Config, runner: ModelRunner, rows: int, prompt: int, count: int) -> tuple[float, float, float]:
+    """Run the worker's loop over `rows` requests; once all prompts are computed, `count` steps count. Median seconds a
     step; shares of steps begun ahead before and since."""
-    machine, context, loop, engine = _worker(config, runner, _requests(runner, rows, prompt, 2 * steps + _JOINING))
+    machine, context, loop, engine = _worker(config, runner, _requests(runner, rows, prompt, 2 * count + _JOINING))
     serving = asyncio.create_task(loop.run())
-    ends = spans.found.get("completed", [])
     first, counters, before = 0, machine.counters, (0, 0)
     while not serving.done():
         await asyncio.sleep(_LOOK_S)
-        if not first and machine.counters.prefill_tokens >= rows * prompt:
-            first = len(ends) + 2
+        if not first and counters.prefill_tokens >= rows * prompt:
+            first = len(machine.ends) + 2
             before = (counters.planned_ahead, counters.steps)
-        if first and len(ends) >= first + steps:
+        if first and len(machine.ends) >= first + count:
             break
     context.stopping.set()
     try:
         await serving
     finally:
         engine.shutdown(wait=True)
-    moments = [end for _, end in ends[first : first + steps]] if first else []
+    moments = machine.ends[first : first + count] if first else []
     if len(moments) < 3:
-        raise RuntimeError(f"the loop ended after {len(ends)} steps, {machine.counters.prefill_tokens} prompt tokens")
-    spans.found = spans.between(moments[0], moments[-1]).found
+        raise RuntimeError(f"the loop ended after {len(machine.ends)} steps, {counters.prefill_tokens} prompt tokens")
     since = (counters.planned_ahead - before[0]) / max(1, counters.steps - before[1])
     median_s = statistics.median(later - earlier for earlier, later in pairwise(moments))
     return median_s, before[0] / max(1, before[1]), since
@@ -167,7 +138,7 @@ async def _serve(
 
 def _worker(
     config: Config, runner: ModelRunner, arrived: list[Message]
-) -> tuple[WorkerMachine, ServiceContext, worker_loop.WorkerLoop, ThreadPoolExecutor]:
+) -> tuple[_Watched, ServiceContext, worker_loop.WorkerLoop, ThreadPoolExecutor]:
     """As `worker_process.run_worker` makes one, without links and recording."""
     context = ServiceContext(
         config=config,
@@ -183,7 +154,7 @@ def _worker(
     capacity = capacity_of(config, Role.UNIFIED, runner, context.model_name)
     setup = WorkerSetup("gpu-check", 1, "", "manager", capacity, WorkerSettings.of(config, ()))
     kv = compose.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks)
-    machine = WorkerMachine(setup, compose.iteration(config), kv, random.Random(0))
+    machine = _Watched(setup, compose.iteration(config), kv, random.Random(0))
     engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
     return machine, context, worker_loop.WorkerLoop(context, runner, {}, machine, machine, None, engine), engine
 

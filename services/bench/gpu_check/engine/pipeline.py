@@ -24,10 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.paths import run_dir
 from cohort.services.bench.gpu_check.frame.context import Check
-from cohort.services.bench.gpu_check.frame.predictions import Facts, expect
 from cohort.services.bench.gpu_check.frame.shapes import shape_folder
 
 _MODEL = "Llama-3-8B"
@@ -68,7 +66,7 @@ def _pipeline(check: Check, preset: str, load: Load, *, sampled: bool) -> None:
             before = _metrics(port)
             started = time.monotonic()
             overall = _bench(check, name, port, load, body)
-            _tell(check, name, load, overall, folder)
+            _tell(check, name, load, overall)
             _idle(check, name, before, _metrics(port), time.monotonic() - started)
         if preset != "unified":
             _travelled(check, preset, port)
@@ -117,26 +115,17 @@ def _served(check: Check, preset: str, model: Path) -> Iterator[tuple[int, float
             shutil.copyfile(part, check.logs / f"pipeline-{preset}-{part.name}")
 
 
-def _tell(check: Check, name: str, load: Load, overall: dict[str, Any], folder: Path) -> None:
+def _tell(check: Check, name: str, load: Load, overall: dict[str, Any]) -> None:
     found = check.found
     found.checked(
         f"{name}: every request completed",
         overall["completed"] == load.requests,
         f"{overall['completed']} of {load.requests}, {load.users} users, {load.prompt} + {load.output} tokens",
     )
-    facts = Facts(
-        check.ceilings(),
-        read_geometry(folder),
-        check.dtype_name,
-        rows=load.users,
-        context=load.prompt,
-        tokens=load.output,
-    )
     found.measured(
         f"{name}: output",
         overall["output_tokens_per_s"],
         "tokens/s",
-        expect=expect("pipeline", facts),
         note=f"{load.users} users, {load.prompt} + {load.output} tokens, {check.dtype_name}: for other servers too",
     )
     for key, label in (("ttft_ms", "time to first token"), ("tpot_ms", "time per later token")):
@@ -155,7 +144,6 @@ def _idle(check: Check, name: str, before: dict[str, float], after: dict[str, fl
         f"{name}: idle between steps",
         gaps / (gaps + steps),
         "of the time",
-        expect=expect("idle", Facts(check.ceilings())),
         note=f"by the workers' metrics: {gaps:.2f} s of gaps, {steps:.2f} s of steps in {window_s:.1f} s; the warm-up "
         "requests are in it",
     )

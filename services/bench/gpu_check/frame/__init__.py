@@ -1,4 +1,4 @@
-"""What every section of the check stands in: plan, guard, runner, shapes, bounds, predictions, report.
+"""What every section of the check stands in: plan, guard, runner, tests, shapes, bounds, report.
 
 The room knows no section.
 """

@@ -1,7 +1,7 @@
 """The least time that a device can take: bytes over its bandwidth or operations over its matrix rate, the larger.
 
 The rates are those that the same process has measured (`rates.ceilings`), so an H100 is held against an H100. Called by
-the sections and by `predictions`. Arithmetic only; no torch.
+the sections. Arithmetic only; no torch.
 """
 
 from __future__ import annotations
@@ -28,10 +28,6 @@ class Ceilings:
     def least_s(self, moved_bytes: float, operations: float) -> float:
         """Of one launch."""
         return max(moved_bytes / self.bandwidth, operations / self.matrix)
-
-
-H200 = Ceilings(copy=4.3e12, read=4.5e12, matrix=7.9e14)
-"""Of the order of what an H200 reaches: for tests, and for tables made without a device."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Rows over a shuffled cache, for sections that call attention itself.
 
-The one place here that knows how directions travel to the kernels. Called by `kernels`, `attention` and `smoke`.
+The one place here that knows how directions travel to the kernels. Called by `attention`, and by the tests of served
+shapes.
 """
 
 from __future__ import annotations

@@ -48,24 +48,24 @@ class Part:
 PLANS: dict[PlanName, tuple[Part, ...]] = {
     "A": (
         Part("device", 30, "versions, and the rates that every bound is made of"),
-        Part("smoke", 55, "two layers: if recording or sampling is wrong, no later figure means anything"),
+        Part("smoke", 55, "tests of two layers: if recording or sampling is wrong, no later figure means anything"),
         Part("kernels", 70, "right before fast; the shapes that are served come first"),
         Part("pipeline", 125, "the one end-to-end figure: it must not be what the deadline cuts off"),
         Part("model-8b", 140, "one load: decode, gaps, sampler, mixed steps, drafts, prefill, a head that drafts"),
         Part("products", 30, "the matrix products alone; the model's memory is free again by then"),
-        Part("golden", 70, "token for token against another implementation; smoke has caught what is gross"),
+        Part("golden", 70, "tests token for token against transformers; smoke has caught what is gross"),
     ),
     "B": (
         Part("attention", 80, "every shape, the cache's stride, and the choice of tile, stages and warps"),
-        Part("coded-products", 35, "weights of 8 and 4 bits: right first, then against the bound and 16 bits"),
-        Part("coded-experts", 35, "a mixture's experts in FP8, INT8, 4 bits and MXFP4, the same way"),
-        Part("batch-invariant", 70, "one model, loaded without the option and with it: bits first, then its price"),
+        Part("coded-products", 30, "weights of 8 and 4 bits, against the bound and 16 bits"),
+        Part("coded-experts", 30, "a mixture's experts in FP8, INT8, 4 bits and MXFP4, the same way"),
+        Part("batch-invariant", 50, "one model, loaded without the option and with it: its price"),
         Part("kv-transfer", 60, "two processes, one device; broken links are found early"),
         Part("model-14b", 90, "one load: decode, prefill, mixed steps, compilations, the cache filled"),
         Part("pipelines", 85, "two workers on one device are time-sliced: a check, not a measurement"),
-        Part("golden-presets", 25, "the presets whose rows lie differently in the cache"),
-        Part("memcheck", 10, "only where the tool is installed, and slow"),
-        Part("tests", 30, "the kernels' own tests: as many as the time allows, or all with --only"),
+        Part("golden-presets", 45, "tests of the presets whose rows lie differently in the cache"),
+        Part("memcheck", 20, "only where the tool is installed, and slow"),
+        Part("tests", 30, "all tests of kernels: as many as the time allows, and all with --only and --total-s"),
     ),
 }
 SECTIONS: tuple[Section, ...] = tuple(part.section for plan in PLANS.values() for part in plan)

@@ -1,34 +1,38 @@
-"""The results of a section: rows of metrics against targets, written as they are found, so that a deadline loses none.
+"""The rows of a check, and the folder of four files that a run leaves, whole at every moment.
 
-Written by the sections, read by `runner`, which runs before anything is installed: standard library alone. Pure but for
-the file that rows are appended to.
+    report.json     rows, sections, the run's own facts
+    report.md       the same as tables, the kernels of every profile below
+    profiles.json   the profiles: the kernels that took most of the time
+    logs.tar.gz     what the sections and their processes printed, traces included
+
+A section appends its rows to a file as it finds them (`Findings`); `runner` reads them (`read_rows`) and writes the
+folder (`Results`): the reports whenever a section has found something, the logs after every section. Each file is
+replaced by a rename, so a run that is killed at any moment leaves everything found so far. Standard library alone:
+`runner` works before anything is installed.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+import os
+import tarfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 Verdict = Literal["pass", "miss", "fail", "info", "not run"]
 Bound = Literal["at least", "at most", "equal", "none"]
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What the design expects of a metric, in its unit, and in words how that was derived (`predictions`)."""
-
-    value: float
-    why: str
+_LARGEST_LOG = 4 << 20
+_LOGS_TOGETHER = 14 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One metric. `miss`: correct but slower than wanted; `fail`: wrong, or it broke; `info`: no target. `predicted` is
-    what the design expects there, in the metric's unit; `why` says how that was derived."""
+    """One metric. `miss`: correct but slower than wanted; `fail`: wrong, or it broke; `info`: no target."""
 
     section: str
     name: str
@@ -36,56 +40,8 @@ class Row:
     unit: str = ""
     target: float | None = None
     bound: Bound = "none"
-    predicted: float | None = None
-    why: str = ""
     verdict: Verdict = "info"
     note: str = ""
-
-    @property
-    def off(self) -> float | None:
-        """How far the metric is from its prediction, as a share of that."""
-        if self.figure is None or not self.predicted:
-            return None
-        return self.figure / self.predicted - 1
-
-
-def measured(
-    section: str,
-    name: str,
-    figure: float,
-    unit: str,
-    *,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    expect: Prediction | None = None,
-    note: str = "",
-) -> Row:
-    """A metric, its target and its prediction, if any."""
-    bound: Bound = "none"
-    verdict: Verdict = "info"
-    if at_least is not None:
-        bound, verdict = "at least", "pass" if figure >= at_least else "miss"
-    elif at_most is not None:
-        bound, verdict = "at most", "pass" if figure <= at_most else "miss"
-    if not math.isfinite(figure):
-        note = f"{figure}; {note}" if note else str(figure)
-    return Row(
-        section=section,
-        name=name,
-        figure=figure if math.isfinite(figure) else None,
-        unit=unit,
-        target=at_least if at_least is not None else at_most,
-        bound=bound,
-        predicted=None if expect is None else expect.value,
-        why="" if expect is None else expect.why,
-        verdict=verdict,
-        note=note,
-    )
-
-
-def checked(section: str, name: str, holds: bool, note: str = "") -> Row:
-    """Something that is right or wrong."""
-    return Row(section=section, name=name, bound="equal", verdict="pass" if holds else "fail", note=note)
 
 
 class Findings:
@@ -110,72 +66,58 @@ class Findings:
         *,
         at_least: float | None = None,
         at_most: float | None = None,
-        expect: Prediction | None = None,
         note: str = "",
     ) -> None:
-        self.add(
-            measured(self.section, name, figure, unit, at_least=at_least, at_most=at_most, expect=expect, note=note)
+        """A metric and its target, if any."""
+        target = at_least if at_least is not None else at_most
+        bound: Bound = "at least" if at_least is not None else "at most" if at_most is not None else "none"
+        verdict: Verdict = "info"
+        if target is not None:
+            verdict = "pass" if (figure >= target if bound == "at least" else figure <= target) else "miss"
+        known = math.isfinite(figure)
+        note = note if known else f"{figure}; {note}".removesuffix("; ")
+        row = Row(
+            section=self.section,
+            name=name,
+            figure=figure if known else None,
+            unit=unit,
+            target=target,
+            bound=bound,
+            verdict=verdict,
+            note=note,
         )
+        self.add(row)
 
     def checked(self, name: str, holds: bool, note: str = "") -> None:
-        self.add(checked(self.section, name, holds, note))
+        """Something that is right or wrong."""
+        verdict: Verdict = "pass" if holds else "fail"
+        self.add(Row(section=self.section, name=name, bound="equal", verdict=verdict, note=note))
 
     def said(self, name: str, note: str, verdict: Verdict = "info") -> None:
         """Words without a number."""
         self.add(Row(section=self.section, name=name, verdict=verdict, note=note))
 
 
-_NAMES = {field.name for field in fields(Row)}
-
-
 def read_rows(file: Path) -> list[Row]:
     """The rows that a section wrote before it ended, however it ended."""
-    if not file.is_file():
-        return []
+    names = {each.name for each in fields(Row)}
     rows = []
-    for line in file.read_bytes().splitlines():
+    for line in file.read_bytes().splitlines() if file.is_file() else ():
         try:
             found: dict[str, Any] = json.loads(line)
-            rows.append(Row(**{name: value for name, value in found.items() if name in _NAMES}))
+            rows.append(Row(**{name: value for name, value in found.items() if name in names}))
         except (ValueError, TypeError, AttributeError):  # the line it was killed in
             continue
     return rows
 
 
-_HEADER = ("section", "what", "metric", "target", "expected", "off", "", "note")
+_HEADER = ("section", "what", "metric", "target", "", "note")
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    off = "" if row.off is None else f"{row.off:+.0%}"
-    expected = _number(row.predicted, row.unit)
-    return (row.section, row.name, _number(row.figure, row.unit), _target(row), expected, off, row.verdict, row.note)
-
-
-def table(rows: Iterable[Row]) -> str:
-    """The rows as text, in columns."""
-    cells = [_HEADER, *map(_cells, rows)]
-    last = len(_HEADER) - 1
-    widths = [max(len(cell[column]) for cell in cells) for column in range(last)]
-    return "\n".join(
-        "  ".join([*(cell[column].ljust(widths[column]) for column in range(last)), cell[last]]).rstrip()
-        for cell in cells
-    )
-
-
-def markdown(rows: Iterable[Row]) -> str:
-    """The rows as a Markdown table, and below it how each prediction was derived."""
-    rows = list(rows)
-    lines = [f"| {' | '.join(_HEADER)} |", "|" + "---|" * len(_HEADER)]
-    lines += ["| " + " | ".join(cell.replace("|", "/") for cell in _cells(row)) + " |" for row in rows]
-    derived = dict.fromkeys(row.why for row in rows if row.why)
-    if derived:
-        lines += ["", "Expected:", "", *(f"- {why}" for why in derived)]
-    return "\n".join(lines)
-
-
-def exit_status(rows: Iterable[Row]) -> int:
-    """0 everything passed, 1 something was missed, failed or not run."""
-    return int(any(row.verdict in ("miss", "fail", "not run") for row in rows))
+    sign = {"at least": "≥ ", "at most": "≤ "}.get(row.bound, "")
+    target = _number(row.target, row.unit)
+    return (row.section, row.name, _number(row.figure, row.unit), sign + target, row.verdict, row.note)
 
 
 def _number(value: float | None, unit: str) -> str:
@@ -185,8 +127,143 @@ def _number(value: float | None, unit: str) -> str:
     return f"{number} {unit}".rstrip()
 
 
-def _target(row: Row) -> str:
-    if row.target is None:
-        return ""
-    sign = {"at least": "≥", "at most": "≤"}.get(row.bound, "=")
-    return f"{sign} {_number(row.target, row.unit)}"
+def table(rows: Iterable[Row]) -> str:
+    """The rows as text, in columns; cases of one test that passed are one line."""
+    cells = [_HEADER, *map(_cells, _together(rows))]
+    widths = [max(len(cell[column]) for cell in cells) for column in range(len(_HEADER) - 1)]
+    return "\n".join(
+        "  ".join([*(text.ljust(width) for text, width in zip(cell, widths, strict=False)), cell[-1]]).rstrip()
+        for cell in cells
+    )
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    lines = [f"| {' | '.join(_HEADER)} |", "|" + "---|" * len(_HEADER)]
+    lines += [f"| {' | '.join(cell.replace('|', '/') for cell in _cells(row))} |" for row in _together(rows)]
+    return "\n".join(lines)
+
+
+def _together(rows: Iterable[Row]) -> list[Row]:
+    """`test[a]`, `test[b]` that passed, as `test` with the number of cases."""
+    cases: dict[tuple[str, str], int] = {}
+    found: list[Row | tuple[str, str]] = []
+    for row in rows:
+        key = row.section, row.name.partition("[")[0]
+        if row.verdict != "pass" or row.name == key[1] or row.figure is not None:
+            found.append(row)
+            continue
+        if key not in cases:
+            found.append(key)
+        cases[key] = cases.get(key, 0) + 1
+    return [
+        each
+        if isinstance(each, Row)
+        else Row(section=each[0], name=each[1], bound="equal", verdict="pass", note=f"{cases[each]} cases")
+        for each in found
+    ]
+
+
+def exit_status(rows: Iterable[Row]) -> int:
+    """0 everything passed, 1 something was missed, failed or not run."""
+    return int(any(row.verdict in ("miss", "fail", "not run") for row in rows))
+
+
+@dataclass(slots=True)
+class SectionRun:
+    """`state`: running, ended, killed, not run. `seconds` so far."""
+
+    section: str
+    limit_s: float
+    state: str = "running"
+    seconds: float = 0.0
+    rows: list[Row] = field(default_factory=list)
+
+
+class Results:
+    """`folder`: for the four files. `logs`: what is packed. `profiles`: folder of the sections' profile files."""
+
+    def __init__(self, folder: Path, logs: Path, profiles: Path, facts: dict[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._logs, self._profiles = folder, logs, profiles
+        self._facts = {"date": time.strftime("%Y-%m-%d %H:%M:%S %z"), **facts}
+        self._started_s = time.monotonic()
+        self.sections: list[SectionRun] = []
+        self.state = "running"
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for section in self.sections for row in section.rows]
+
+    @property
+    def seconds(self) -> float:
+        return round(time.monotonic() - self._started_s, 1)
+
+    def write(self, *, logs: bool = False) -> None:
+        """Replace the reports, and with `logs` the packed logs and the profiles."""
+        profiles = self._read_profiles()
+        content = {
+            **self._facts,
+            "state": self.state,
+            "seconds": self.seconds,
+            "sections": [
+                {"section": s.section, "limit_s": round(s.limit_s, 1), "seconds": round(s.seconds, 1), "state": s.state}
+                for s in self.sections
+            ],
+            "rows": [asdict(row) for row in self.rows],
+        }
+        self._replace("report.json", json.dumps(content, indent=1, allow_nan=False).encode())
+        self._replace("report.md", self._markdown(profiles).encode())
+        if logs:
+            self._replace("profiles.json", json.dumps(profiles, indent=1).encode())
+            self._replace("logs.tar.gz", self._packed())
+
+    def _markdown(self, profiles: Sequence[dict[str, Any]]) -> str:
+        lines = [f"# Check of a GPU: {', '.join(f'{key} {value}' for key, value in self._facts.items())}", ""]
+        if self._facts.get("dry_run"):
+            lines += ["Dry run on the processor with tiny shapes: no metric below is a measurement.", ""]
+        lines += [f"State: {self.state}, {self.seconds} s.", "", "| section | limit, s | took, s | state |"]
+        lines += ["|---|---|---|---|"]
+        lines += [f"| {s.section} | {s.limit_s:.0f} | {s.seconds:.0f} | {s.state} |" for s in self.sections]
+        lines += ["", markdown(self.rows)]
+        for profile in profiles:
+            lines += ["", f"## {profile['name']}", "", profile.get("note", ""), ""]
+            lines += ["| kernel | calls | us | share |", "|---|---|---|---|"]
+            lines += [
+                f"| {str(kernel['name'])[:90].replace('|', '/')} | {kernel['calls']} | {kernel['us']:.1f} "
+                f"| {kernel['share']:.1%} |"
+                for kernel in profile["kernels"]
+            ]
+        return "\n".join(lines) + "\n"
+
+    def _read_profiles(self) -> list[dict[str, Any]]:
+        found = []
+        for file in sorted(self._profiles.glob("*.json")):
+            try:
+                found.append(json.loads(file.read_text(encoding="utf-8")))
+            except ValueError:  # being written
+                continue
+        return found
+
+    def _packed(self) -> bytes:
+        """Of every log the end, where it is long; the oldest fall out when all together are too many."""
+        out = io.BytesIO()
+        total = 0
+        with tarfile.open(fileobj=out, mode="w:gz") as archive:
+            files = [file for file in self._logs.rglob("*") if file.is_file()]
+            for file in sorted(files, key=lambda each: each.stat().st_mtime, reverse=True):
+                data = file.read_bytes()
+                if file.suffix == ".gz" and len(data) > _LARGEST_LOG:
+                    continue
+                data = data[-_LARGEST_LOG:]
+                total += len(data)
+                if total > _LOGS_TOGETHER:
+                    break
+                entry = tarfile.TarInfo(str(file.relative_to(self._logs)))
+                entry.size, entry.mtime = len(data), int(file.stat().st_mtime)
+                archive.addfile(entry, io.BytesIO(data))
+        return out.getvalue()
+
+    def _replace(self, name: str, content: bytes) -> None:
+        part = self._folder / f".{name}.part"
+        part.write_bytes(content)
+        os.replace(part, self._folder / name)

@@ -9,8 +9,8 @@ Runs under any Python 3.11 or 3.12 that holds torch, triton and transformers; al
 wheels that `scripts/gpu_pack` made. Every section runs in a process of its own with a deadline, every item of a section
 guarded: one that breaks or hangs is a line of the table and hides nothing else. The output folder holds report.json,
 report.md, profiles.json and logs.tar.gz, rewritten as results come: a run that is killed leaves all it had. A row tells
-metric, target, what the design expects and how far off that is, and a verdict: pass, miss (right, but slower than
-wanted), fail (wrong, or broken), info (no target), not run.
+metric, target and a verdict: pass, miss (right, but slower than wanted), fail (wrong, or broken), info (no target), not
+run.
 
 `cohort bench gpu-check` is the same. Called by both; needs the standard library alone.
 
@@ -36,8 +36,7 @@ import cohort
 from cohort.common.paths import cache_dir
 from cohort.services.bench.gpu_check.frame import report
 from cohort.services.bench.gpu_check.frame.plan import PLANS, SECTIONS, TOTAL_S, Deadline, deadlines, sections_of
-from cohort.services.bench.gpu_check.frame.report import Row, Verdict, read_rows
-from cohort.services.bench.gpu_check.frame.results import Results, SectionRun
+from cohort.services.bench.gpu_check.frame.report import Results, Row, SectionRun, Verdict, read_rows
 
 PACKAGE = Path(cohort.__file__).resolve().parent
 MODULE = "cohort.services.bench.gpu_check"
@@ -189,9 +188,15 @@ def _ended(_signal: int, _frame: object) -> NoReturn:
 def _build_host_kernels(run: Run) -> subprocess.Popen[bytes]:
     """In the background from the start: what needs them waits for the build's lock."""
     cache = run.environment.get("COHORT_CACHE_DIR") or str(cache_dir())
-    with (run.logs / "build.log").open("wb") as out:
+    words = ["nice", "-n", "10", sys.executable, "-P", "-m", "cohort.kernels.cpu.build", cache]
+    return _begun(words, run.logs / "build.log", run)
+
+
+def _begun(words: list[str], log: Path, run: Run) -> subprocess.Popen[bytes]:
+    """In a group of its own."""
+    with log.open("wb") as out:
         return subprocess.Popen(
-            ["nice", "-n", "10", sys.executable, "-P", "-m", "cohort.kernels.cpu.build", cache],
+            words,
             stdout=out,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -297,16 +302,7 @@ def _start(section: str, run: Run, rows: Path, log: Path, seconds: float) -> sub
         "--seconds": f"{seconds:.1f}",
     }
     words = [str(word) for pair in options.items() for word in pair]
-    with log.open("wb") as out:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", MODULE, section, *words],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env=run.environment,
-            cwd=run.work,
-            start_new_session=True,
-        )
+    return _begun([sys.executable, "-P", "-m", MODULE, section, *words], log, run)
 
 
 def _last_words(log: Path) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cohort.common.engine.config.model_config import DTYPE_BYTES, ModelGeometry
+from cohort.common.engine.config.model_config import ModelGeometry
 
 LLAMA_3_8B: Mapping[str, Any] = {
     "model_type": "llama",
@@ -93,12 +93,6 @@ def matrix_elements(geometry: ModelGeometry) -> int:
     heads = (geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim
     attention = geometry.hidden_size * (heads + geometry.num_heads * geometry.head_dim)
     return geometry.num_layers * (attention + 3 * geometry.hidden_size * geometry.intermediate_size)
-
-
-def decode_bytes(geometry: ModelGeometry, dtype: str, rows: int, context: int) -> int:
-    """The least a decode step reads: every weight once (of the embedding only the rows' own), every row's KV once."""
-    weights = (matrix_elements(geometry) + geometry.vocab_size * geometry.hidden_size) * DTYPE_BYTES[dtype]
-    return weights + rows * context * geometry.kv_token_bytes(dtype)
 
 
 def prefill_operations(geometry: ModelGeometry, tokens: int) -> int:

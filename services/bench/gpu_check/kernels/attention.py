@@ -14,7 +14,6 @@ from cohort.services.bench.gpu_check.frame import rates
 from cohort.services.bench.gpu_check.frame.cases import Case, Heads, make_case
 from cohort.services.bench.gpu_check.frame.context import Check
 from cohort.services.bench.gpu_check.frame.guard import DoesNotFit, NotThere
-from cohort.services.bench.gpu_check.frame.predictions import Facts, expect
 
 WANTED = 0.75
 _LONG = 8192
@@ -66,16 +65,10 @@ def _shape(check: Check, name: str, heads: Heads, rows: int, context: int) -> No
             case.read_bytes / taken_s / ceilings.bandwidth,
             "of bandwidth",
             at_least=WANTED if check.real and long else None,
-            expect=expect("attention, long" if long else "attention, short", Facts(ceilings)),
             note=f"{taken_s * 1e6:.0f} us a layer, {case.read_bytes / taken_s / 1e12:.2f} TB/s",
         )
         del case
-    check.found.measured(
-        f"{name}: directed over not",
-        times[True] / times[False],
-        "x",
-        expect=expect("attention, directed", Facts(ceilings)),
-    )
+    check.found.measured(f"{name}: directed over not", times[True] / times[False], "x")
 
 
 def _stride(check: Check, name: str, heads: Heads, rows: int, context: int) -> None:
@@ -83,13 +76,7 @@ def _stride(check: Check, name: str, heads: Heads, rows: int, context: int) -> N
     layers = 32 if check.real else 4
     wide = _time(check, make_case(check.device, check.dtype, heads, *_rows(rows, context), layers=layers))
     dense = _time(check, make_case(check.device, check.dtype, heads, *_rows(rows, context), layers=1))
-    check.found.measured(
-        name,
-        wide / dense,
-        "x",
-        expect=expect("attention, stride", Facts(check.ceilings())),
-        note=f"{wide * 1e6:.0f} and {dense * 1e6:.0f} us a layer",
-    )
+    check.found.measured(name, wide / dense, "x", note=f"{wide * 1e6:.0f} and {dense * 1e6:.0f} us a layer")
 
 
 def _fp8(check: Check, name: str, heads: Heads, rows: int, context: int) -> None:
@@ -104,7 +91,6 @@ def _fp8(check: Check, name: str, heads: Heads, rows: int, context: int) -> None
         name,
         read_bytes / taken_s / ceilings.bandwidth,
         "of bandwidth",
-        expect=expect("attention, FP8", Facts(ceilings)),
         note=f"{taken_s * 1e6:.0f} us a layer; 16 bits take {plain_s * 1e6:.0f} us, {plain_s / taken_s:.2f} times that",
     )
 
@@ -123,13 +109,7 @@ def _with_scores(
 ) -> None:
     case = make_case(check.device, check.dtype, heads, *_rows(rows, context), layers=_layers(check))
     with_s, without_s = _time(check, case, **options), _time(check, case)
-    check.found.measured(
-        name,
-        with_s / without_s,
-        "x",
-        expect=expect(f"attention, {kind}", Facts(check.ceilings())),
-        note=f"{with_s * 1e6:.0f} and {without_s * 1e6:.0f} us a layer",
-    )
+    check.found.measured(name, with_s / without_s, "x", note=f"{with_s * 1e6:.0f} and {without_s * 1e6:.0f} us a layer")
 
 
 def _prompt(check: Check, name: str, kind: str, heads: Heads, options: dict[str, Any], tokens: int) -> None:
@@ -141,7 +121,6 @@ def _prompt(check: Check, name: str, kind: str, heads: Heads, options: dict[str,
         name,
         operations / taken_s / check.ceilings().matrix,
         "of the matrix rate",
-        expect=expect(f"prefill, {kind}", Facts(check.ceilings())),
         note=f"{taken_s * 1e6:.0f} us a layer",
     )
 

@@ -1,7 +1,8 @@
-"""Section: products over weights of 8 and 4 bits: right first, then their time against the bound and against 16 bits.
+"""Section: products over weights of 8 and 4 bits: their time against the bound and against 16 bits.
 
-The layouts are those that published checkpoints have (`quantized_files`). A metric of 1 is a product that takes as long
-as reading its codes and scales; the note says how many times as fast as cuBLAS over 16 bits it is.
+That they are right is shown by tests/kernels/gpu/test_served_shapes.py. The layouts are those that published
+checkpoints have (`quantized_files`). A metric of 1 is a product that takes as long as reading its codes and scales; the
+note says how many times as fast as cuBLAS over 16 bits it is.
 """
 
 from __future__ import annotations
@@ -11,19 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from cohort.common.engine.config.model_config import read_geometry
-from cohort.kernels import reference
 from cohort.kernels.cpu.quantized_panels import Codes
 from cohort.kernels.ops.coded import CodedMatrix
 from cohort.services.bench.gpu_check.frame import rates
 from cohort.services.bench.gpu_check.frame.bounds import Product, products
 from cohort.services.bench.gpu_check.frame.context import Check
-from cohort.services.bench.gpu_check.frame.predictions import Facts, expect
 from cohort.services.bench.gpu_check.frame.shapes import shape_folder
 
-_ALLOWED = 1e-2
 _ROTATED_BYTES = 256 << 20  # several times the second-level cache, as in `products`
 _MOST_COPIES = 16
 
@@ -54,14 +51,6 @@ def run(check: Check) -> None:
     layers = [product for product in found if product.name != "head"]
     for layout in LAYOUTS:
         for product in layers:
-            for rows in (1, 16, 33, 300) if check.real else (1, 5):
-                name = f"{layout.name}: {product.name}, {rows} rows"
-                error = check.guard.item(f"right: {name}", partial(_error, check, layout, product, rows), 10)
-                if error is not None:
-                    told = f"relative error {error:.2g}, allowed {_ALLOWED:g}"
-                    check.found.checked(f"right: {name}", error <= _ALLOWED, told)
-    for layout in LAYOUTS:
-        for product in layers:
             for rows in (1, 16, 64, 256) if check.real else (1,):
                 name = f"{layout.name}: {product.name} {product.outputs} x {product.inputs}, {rows} rows"
                 check.guard.item(name, partial(_measure, check, name, layout, product, rows), 6)
@@ -79,25 +68,6 @@ def make_codes(device: torch.device, layout: Layout, outputs: int, inputs: int) 
     size = {torch.uint8: 5.0, torch.int8: 73.0}.get(layout.codes, 64.0)
     scales = (0.5 + torch.rand((outputs, -(-inputs // group)), device=device)) * inputs**-0.5 / size
     return Codes(codes, scales, -8 * scales if layout.offsets else None, group)
-
-
-def _error(check: Check, layout: Layout, product: Product, rows: int) -> float:
-    """‖ours − truth‖ / ‖truth‖ of a product, and of one that is added; NaN never passes."""
-    part = make_codes(check.device, layout, product.outputs, product.inputs)
-    matrix = CodedMatrix([part])
-    x = torch.randn(rows, product.inputs, device=check.device).to(check.dtype)
-    weight = reference.coded_numbers(part.codes, part.scales, part.offsets, part.group)
-    truth = x.float() @ weight.t()
-    ours = torch.full_like(truth, float("nan"), dtype=check.dtype)
-    matrix.product(x, None, ours)
-    added = torch.ones_like(ours)
-    matrix.add_product(x, added)
-    errors = [_relative(ours, truth), _relative(added, truth + 1)]
-    return max(errors, key=lambda error: float("inf") if error != error else error)
-
-
-def _relative(ours: Tensor, truth: Tensor) -> float:
-    return float((ours.double() - truth.double()).norm() / truth.double().norm())
 
 
 def _measure(check: Check, name: str, layout: Layout, product: Product, rows: int) -> None:
@@ -119,7 +89,6 @@ def _measure(check: Check, name: str, layout: Layout, product: Product, rows: in
         name,
         taken_s / least_s,
         "x the bound",
-        expect=expect("coded product", Facts(ceilings)),
         note=f"{taken_s * 1e6:.1f} us; 16 bits take {plain_s * 1e6:.1f} us, {plain_s / taken_s:.2f} times as long",
     )
 

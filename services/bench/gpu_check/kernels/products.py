@@ -11,7 +11,6 @@ from cohort.services.bench.gpu_check.frame import rates
 from cohort.services.bench.gpu_check.frame.bounds import Product, products
 from cohort.services.bench.gpu_check.frame.context import Check
 from cohort.services.bench.gpu_check.frame.guard import NotThere
-from cohort.services.bench.gpu_check.frame.predictions import Facts, expect
 from cohort.services.bench.gpu_check.frame.shapes import shape_folder
 
 _ROTATED_BYTES = 256 << 20  # several times the second-level cache: every weight comes from memory, as in a step
@@ -59,6 +58,5 @@ def _measure(check: Check, name: str, product: Product, rows: int, library: str)
         name,
         taken_s / least_s,
         "x the bound",
-        expect=expect("product", Facts(ceilings)),
         note=f"{taken_s * 1e6:.1f} us; {weight_bytes / taken_s / ceilings.bandwidth:.0%} of bandwidth",
     )

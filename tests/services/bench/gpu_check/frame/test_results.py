@@ -6,8 +6,7 @@ import json
 import tarfile
 from pathlib import Path
 
-from cohort.services.bench.gpu_check.frame.report import Row, measured
-from cohort.services.bench.gpu_check.frame.results import Results, SectionRun
+from cohort.services.bench.gpu_check.frame.report import Findings, Results, Row, SectionRun
 
 
 def made(folder: Path) -> Results:
@@ -21,7 +20,9 @@ def test_reports_are_rewritten_whole(tmp_path: Path) -> None:
     section = SectionRun("kernels", 70.0)
     results.sections.append(section)
     results.write()
-    section.rows.append(measured("kernels", "first | of all", 2.0, "ms", at_most=3.0, note="a"))
+    found = Findings("kernels", None)
+    found.measured("first | of all", 2.0, "ms", at_most=3.0, note="a")
+    section.rows += found.rows
     results.write()
     content = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [row["name"] for row in content["rows"]] == ["first | of all"] and content["state"] == "running"
@@ -47,8 +48,9 @@ def test_logs_and_profiles_are_packed(tmp_path: Path) -> None:
 
 def test_a_number_that_is_none_is_valid_json(tmp_path: Path) -> None:
     results = made(tmp_path)
-    row = measured("s", "n", float("nan"), "x", at_most=1.0)
-    results.sections.append(SectionRun("s", 1.0, rows=[row, Row(section="s", name="words")]))
+    found = Findings("s", None)
+    found.measured("n", float("nan"), "x", at_most=1.0)
+    results.sections.append(SectionRun("s", 1.0, rows=[*found.rows, Row(section="s", name="words")]))
     results.write()
     rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     assert rows[0]["figure"] is None and rows[0]["verdict"] == "miss" and "nan" in rows[0]["note"]

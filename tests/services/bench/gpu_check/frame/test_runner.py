@@ -12,8 +12,7 @@ import pytest
 
 from cohort.services.bench.gpu_check.frame import runner
 from cohort.services.bench.gpu_check.frame.plan import Deadline
-from cohort.services.bench.gpu_check.frame.report import Findings
-from cohort.services.bench.gpu_check.frame.results import Results
+from cohort.services.bench.gpu_check.frame.report import Findings, Results
 
 
 def made(folder: Path, *, total_s: float) -> tuple[runner.Run, Results]:

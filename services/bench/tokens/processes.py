@@ -1,6 +1,6 @@
 """The processes of a measurement, and the processor time that each of their threads has used.
 
-Gateways, manager and predictor are the product's; workers have a free engine (`inside/worker.py`).
+Gateways, manager and predictor are the product's; workers have a free engine (`worker.py`).
 Called by `measuring.py`.
 """
 

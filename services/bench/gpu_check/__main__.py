@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
@@ -69,6 +70,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, help="for what is to be kept")
     parser.add_argument("--rows", type=Path, help="file to append the findings to")
     parser.add_argument("--seconds", type=float, default=3600.0, help="until the section is to end")
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="process without which it ends")
     options = parser.parse_args()
     # The runner's first word; what a section has started is ended on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -84,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     found = Findings(options.section, options.rows)
     real = chosen.type == "cuda" and not options.tiny
     guard = Guard(found, chosen, options.seconds, patience=1.0 if chosen.type == "cuda" else _PATIENCE)
-    guard.watch()
+    guard.watch(options.parent)
     compiled_kernels.keep_in_cache()
     try:
         with torch.inference_mode():

@@ -159,9 +159,8 @@ class Guard:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
 
-    def watch(self) -> None:
-        """Start the thread that ends this process when an item hangs, or when the one that started it is gone."""
-        parent = os.getppid()
+    def watch(self, parent: int) -> None:
+        """Start the thread that ends this process when an item hangs, or when `parent`, which started it, is gone."""
 
         def keep_watch() -> None:
             while True:

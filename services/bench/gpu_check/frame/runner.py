@@ -300,6 +300,7 @@ def _start(section: str, run: Run, rows: Path, log: Path, seconds: float) -> sub
         "--logs": run.logs,
         "--rows": rows,
         "--seconds": f"{seconds:.1f}",
+        "--parent": os.getpid(),  # which may be gone before the section can ask for it
     }
     words = [str(word) for pair in options.items() for word in pair]
     return _begun([sys.executable, "-P", "-m", MODULE, section, *words], log, run)

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "scripts" / "requirements"
 PYTHONS = ("3.11", "3.12")
 PLATFORM = "x86_64-unknown-linux-gnu"  # decides markers; the hashes are those of every platform's files
-SERVE_EXTRAS = ("engine", "predictor", "bench")
+SERVE_EXTRAS = ("engine", "predictor")
 
 # Packages that differ between accelerators: pinned by version where pyproject.toml names it, else by PyTorch itself.
 ACCELERATOR = re.compile(r"torch|triton|cuda-.*|nvidia-(?!ml-py).*")

@@ -1,6 +1,6 @@
 """`cohort bench links`: the KV links between two processes of this machine, beside UCX's own measure.
 
-Starts `measuring`, where the links are, and publishes its report as a table, JSON and a picture.
+Starts `measuring`, where the links are, and publishes its report as a table and JSON.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterator
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from cohort.common.errors import ConfigError
-from cohort.common.plotting import check_available
 from cohort.services.bench.child import Steps, run_child
 from cohort.services.bench.engine.render import targets
 from cohort.services.bench.links_measuring import LINKS, PERFTEST, ROUNDS, SIZES_MB, TOTAL_MB, LinkReport
-from cohort.services.bench.output import (
-    add_output_arguments,
-    check_output,
-    check_writable,
-    output_console,
-    plain_table,
-    publish_json,
-)
-from cohort.services.bench.picture import COLOURS, picture
+from cohort.services.bench.output import add_output_arguments, check_output, output_console, plain_table, publish_json
 from cohort.services.bench.targets import LINK_OVER_PERFTEST, Target
 
 _CHILD = "cohort.services.bench.links_measuring"
@@ -55,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--through", default="", metavar="COMMAND", help="runs the other process: 'ip netns exec NAME'")
     parser.add_argument("--host", default="127.0.0.1", help="address at which ZeroMQ listens (default: %(default)s)")
     parser.add_argument("--net-devices", default="", metavar="LIST", help="of UCX, as UCX_NET_DEVICES")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="the same as a picture")
     add_output_arguments(parser)
 
 
@@ -68,8 +57,6 @@ def run(args: argparse.Namespace) -> int:
         if value < 1:
             raise ConfigError(f"{option} must be above 0")
     check_output(args)
-    if check_writable(args.plot, "--plot") is not None:
-        check_available()
     quiet = args.quiet or args.json == "-"
     amount = ["--rounds", str(rounds), "--total-mb", str(total_mb)]
     wanted = ["--links", *args.links, "--sizes-mb", *map(str, sizes), *amount]
@@ -81,8 +68,6 @@ def run(args: argparse.Namespace) -> int:
     if not quiet:
         print_links(report, output_console())
     publish_json(args.json, msgspec.json.format(encode(report), indent=2) + b"\n")
-    if args.plot is not None:
-        write_link_plot(args.plot, report)
     return 0 if any(found.name in LINKS for found in report.rates) else 1
 
 
@@ -146,21 +131,3 @@ def _rates(report: LinkReport) -> Table:
             cells = ("–" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
             table.add_row(f"{NAMES[name]} / {PERFTEST}", *cells)
     return table
-
-
-def write_link_plot(path: Path, report: LinkReport) -> None:
-    with picture(path, 1, 1, "KV links between two processes of one machine") as axes:
-        axis = axes[0][0]
-        for colour, (name, title) in zip(cycle(COLOURS), NAMES.items(), strict=False):
-            found = sorted((each for each in report.rates if each.name == name), key=lambda each: each.size_mb)
-            if not found:
-                continue
-            sizes = [each.size_mb for each in found]
-            axis.plot(sizes, [each.median / 1e9 for each in found], marker="o", color=colour, label=title)
-            lows, highs = [min(each.rates) / 1e9 for each in found], [max(each.rates) / 1e9 for each in found]
-            axis.fill_between(sizes, lows, highs, color=colour, alpha=0.15)
-        axis.set(xlabel="message, MB", ylabel="GB/s", xscale="log")
-        axis.set_xticks(sizes_of(report), [str(size) for size in sizes_of(report)])
-        axis.minorticks_off()
-        axis.set_ylim(bottom=0)
-        axis.legend(frameon=False)

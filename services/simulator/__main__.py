@@ -18,10 +18,9 @@ from cohort.common.comparison.comparison import Cell, CellResult
 from cohort.common.comparison.comparison_spec import load_spec
 from cohort.common.errors import CohortError, ConfigError
 from cohort.common.machines.replayer import replay
-from cohort.common.plotting import check_available
 from cohort.common.types import Slo
 from cohort.services.simulator import options as options_
-from cohort.services.simulator import plots, render
+from cohort.services.simulator import render
 from cohort.services.simulator.advise import advise as advise_
 from cohort.services.simulator.advise import planned_command
 from cohort.services.simulator.compare import measure
@@ -50,13 +49,9 @@ _ADVICE_ROWS = 10
 
 
 def run_simulate(options: argparse.Namespace) -> int:
-    if options.plot:
-        check_available()
     what, values = _sweep(options.sweep)
     if options.planner and (what or options.capacity is not None):
         raise ConfigError("--planner compares shapes of its own: give neither --sweep nor --capacity")
-    if options.plot and not what:
-        raise ConfigError("--plot draws a sweep: give --sweep")
     console = _console(quiet=options.json == "-")
     named = values if what == "cluster" else [options.cluster]
     told_of_profiles(options, [cluster_of(options, name) for name in named], _tell)
@@ -84,8 +79,6 @@ def run_simulate(options: argparse.Namespace) -> int:
     else:
         render.print_report(reports[0], console)
     _write_json(options.json, reports)
-    if options.plot:
-        plots.write_plot(Path(options.plot), what, values, reports)
     return 0 if all(report.overall.finished for report in reports) else 1
 
 

@@ -12,7 +12,7 @@ SIMULATE_EPILOG = """\
 examples:
   cohort simulate --trace azure_conv.csv.gz --cluster a100-80:8 --model llama-2-13b --preset unified
   cohort simulate --trace 2048x512 --rate 2.5 --duration 600 --cluster a100-80:2 --model qwen2.5-14b --slo tpot=0.1
-  cohort simulate … --sweep rate=1,2,4,8 --plot rates.png
+  cohort simulate … --sweep rate=1,2,4,8
   cohort simulate … --sweep preset=unified,disaggregated --json -
   cohort simulate … --slo ttft=2,tpot=0.1 --capacity 0.9
   cohort simulate --planner --trace day --cluster a100-80:4 --model qwen2.5-32b --slo ttft=2,tpot=0.1
@@ -133,7 +133,6 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--step-by-step", action="store_true", help="one event per iteration (slower, same result)")
     parser.add_argument("--json", metavar="FILE", help="write everything; - = standard output")
-    parser.add_argument("--plot", metavar="FILE", help="picture of a sweep")
 
 
 def add_advise_arguments(parser: argparse.ArgumentParser) -> None:

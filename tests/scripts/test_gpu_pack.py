@@ -42,7 +42,6 @@ STARTED = (  # with -m, by `pipeline`, `kv_transfer` and the runner, or by what 
     "cohort.services.launcher.processes.template",
     "cohort.services.length_predictor.training",
     "cohort.services.bench.http.measuring",
-    "cohort.services.bench.picture",
     "cohort.common.engine.worker.follower_process",
     "cohort.common.engine.worker.profile_process",
     "cohort.common.transport.ucx_link",

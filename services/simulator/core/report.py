@@ -1,5 +1,4 @@
-"""The results of a simulation, as data: built once a run has ended, printed by `render`, drawn by `plots`, saved as
-JSON.
+"""The results of a simulation, as data: built once a run has ended, printed by `render`, saved as JSON.
 
 Everything but `measured` depends on inputs and seed only. Definitions (docs/guide/simulator.md says the same in prose):
 

@@ -136,7 +136,7 @@ INSTALLED = {
 }
 """Which files a set-up installs for what; torch.txt names what is installed without a hash."""
 WANTED = {
-    "serve": [*PROJECT["dependencies"], *EXTRAS["engine"], *EXTRAS["predictor"], *EXTRAS["bench"]],
+    "serve": [*PROJECT["dependencies"], *EXTRAS["engine"], *EXTRAS["predictor"]],
     "dev": EXTRAS["dev"],
     "ucx12": EXTRAS["ucx12"],
     "ucx13": EXTRAS["ucx13"],

@@ -15,16 +15,15 @@ from cohort.services.bench.links_measuring import LINKS, PERFTEST, LinkRates, Li
 
 
 def test_the_links_are_measured_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    report, picture = tmp_path / "links.json", tmp_path / "links.png"
-    assert main(["links", "--quick", "--json", str(report), "--plot", str(picture)]) == 0
+    report = tmp_path / "links.json"
+    assert main(["links", "--quick", "--json", str(report)]) == 0
     out = capsys.readouterr().out
     found = json.loads(report.read_text())
     assert found["mode"] == "kv_link" and found["rounds"] == 1
     measured = {each["name"]: each for each in found["rates"]}
     assert set(measured) | set(found["missing"]) == {*LINKS, PERFTEST}
     assert measured["zmq"]["size_mb"] == 1 and measured["zmq"]["median"] > 0
-    assert "ZeroMQ link" in out and picture.read_bytes().startswith(b"\x89PNG")
+    assert "ZeroMQ link" in out
     for name in found["missing"]:
         assert f"{NAMES[name]} was not measured" in " ".join(out.split())
 

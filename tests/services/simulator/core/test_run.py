@@ -202,11 +202,10 @@ def test_simulate_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [i["instance"] for i in report["instances"]] == ["prefill-0", "decode-0"]
 
 
-def test_a_sweep_is_a_line_per_value_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    plot = tmp_path / "plot.png"
-    command = ["simulate", "--trace", "64x8", "--count", "30", *CLUSTER, "--sweep", "rate=5,50", "--plot", str(plot)]
-    assert main(command) == 0
-    assert plot.stat().st_size > 1000
+def test_a_sweep_is_a_line_per_value(capsys: pytest.CaptureFixture[str]):
+    assert main(["simulate", "--trace", "64x8", "--count", "30", *CLUSTER, "--sweep", "rate=5,50"]) == 0
+    firsts = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert [first for first in firsts if first in ("5", "50")] == ["5", "50"]
     command = [
         "simulate",
         "--trace",
@@ -219,7 +218,6 @@ def test_a_sweep_is_a_line_per_value_and_a_picture(tmp_path: Path, capsys: pytes
         "--json",
         "-",
     ]
-    capsys.readouterr()
     assert main(command) == 0
     assert [r["preset"] for r in json.loads(capsys.readouterr().out)] == ["unified", "disaggregated"]
 

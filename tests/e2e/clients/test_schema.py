@@ -1,9 +1,9 @@
 """A live pipeline keeps to its own `/openapi.json`, whatever Schemathesis makes of it.
 
 Thousands of requests, valid and invalid, by operation and along links: no 5xx, no hang; every status, type, header,
-body and event is one that the schema names; what violates the schema is refused. Runs in the environment of a client
-(`client_scripts.py`), so it is skipped where there is none. `COHORT_SCHEMA_EXAMPLES` says how many random requests of
-each operation come on top of the systematic ones (2 by default: some 4,500 requests in all).
+body and event is one that the schema names; what violates the schema is refused. Skipped unless `COHORT_CLIENTS` names
+the FOLDER of `scripts/client_venvs FOLDER schemathesis`. `COHORT_SCHEMA_EXAMPLES` says how many random requests of each
+operation come on top of the systematic ones (2 by default: some 4,500 requests in all).
 
 Not asked: that whatever fits the schema is accepted, because rules on more than one field are in no schema.
 """

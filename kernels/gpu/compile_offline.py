@@ -1,10 +1,10 @@
 """Compile every kernel for a GPU that is not here: `python -m cohort.kernels.gpu.compile_offline`.
 
 Triton brings its own assembler, so machine code for any NVIDIA GPU can be made anywhere. Prints, for the models named
-below, each variant's registers, spills and shared memory; `--markdown` writes them as a table, `--all` adds heads of
-64, 128 and 256 in all three types. Of a rank's part of a mixture it compiles the experts, unless `--model` names it.
-The interpreter proves what the kernels compute; this proves that a compiler takes them, as the engine calls them. Runs
-for people and tests; serving never calls it.
+below, each variant's registers, spills and shared memory; `--all` adds heads of 64, 128 and 256 in all three types. Of
+a rank's part of a mixture it compiles the experts, unless `--model` names it. The interpreter proves what the kernels
+compute; this proves that a compiler takes them, as the engine calls them. Runs for people and tests; serving never
+calls it.
 """
 
 from __future__ import annotations
@@ -282,24 +282,6 @@ def _read(kernel: Any, launch: str) -> Compiled:
     )
 
 
-def markdown(shape: str, compiled: list[Compiled]) -> str:
-    """A section with a table; launches that differ in rows alone and came out alike share a line."""
-    lines = [
-        f"## {shape}",
-        "",
-        "| kernel | launches | registers | spilled bytes | shared KiB |",
-        "|---|---|---|---|---|",
-    ]
-    alike: dict[tuple[str, int, int, int], list[str]] = {}
-    for each in compiled:
-        alike.setdefault((each.name, each.registers, each.spilled_bytes, each.shared_bytes), []).append(each.launch)
-    for (name, registers, spilled, shared), names in alike.items():
-        rows = [match.group(1) for launch in names if (match := re.search(r"(\d+) rows", launch))]
-        what = f"{', '.join(rows)} rows" if rows else ", ".join(names)
-        lines.append(f"| `{name}` | {what} | {registers} | {spilled} | {shared / 1024:.1f} |")
-    return "\n".join([*lines, "", ""])
-
-
 def main() -> int:
     """One line per variant; 1 when one spills more than a few registers or does not fit."""
     parser = argparse.ArgumentParser(prog="python -m cohort.kernels.gpu.compile_offline", description=__doc__)
@@ -308,28 +290,18 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="heads of 64, 128 and 256 in three types too")
     parser.add_argument("--max-rows", type=int, default=_MAX_ROWS, help="steps of up to so many rows (default: 256)")
     parser.add_argument("--launch", action="append", help="only launches with this in their names; repeatable")
-    parser.add_argument("--markdown", help="write tables to this file, - for standard output")
     arguments = parser.parse_args()
     fit = True
-    tables = []
     for shape in arguments.model or (SHAPES if arguments.all else {**MODELS, **RANKS}):
-        compiled = []
         named = arguments.launch or (OF_EXPERTS if shape in RANKS and not arguments.model else ("",))
         for each in compile_all(SHAPES[shape], arguments.capability, arguments.max_rows, named):
-            compiled.append(each)
             fit &= each.fits
-            if arguments.markdown != "-":
-                print(
-                    f"{shape:>12} {each.name:<12} {each.launch:<28} {each.registers:3} registers, "
-                    f"{each.spilled_bytes:3} bytes spilled, {each.shared_bytes / 1024:5.1f} KiB shared; "
-                    f"loads of 16 bytes: {each.wide_loads}",
-                    flush=True,
-                )
-        tables.append(markdown(shape, compiled))
-    if arguments.markdown == "-":
-        print("".join(tables))
-    elif arguments.markdown:
-        Path(arguments.markdown).write_text("".join(tables))
+            print(
+                f"{shape:>12} {each.name:<12} {each.launch:<28} {each.registers:3} registers, "
+                f"{each.spilled_bytes:3} bytes spilled, {each.shared_bytes / 1024:5.1f} KiB shared; "
+                f"loads of 16 bytes: {each.wide_loads}",
+                flush=True,
+            )
     return 0 if fit else 1
 
 

@@ -20,8 +20,8 @@ end: nothing copies a row, and log-probabilities come from the raw logits.
 Cost, estimated from the assembler's instructions, not measured, for 256 rows of 128,256 logits on an H200: a pass over
 all rows reads 131 MB, more than the second-level cache holds (50 MB), so 31 us from memory at 4.3 TB/s. Arithmetic is
 more than that: per logit 10 instructions for the maximum, 44 for a pass with pivots, 23 for the copy (47 where it is
-weighed), 10 to 40 for the search aside, 62 for the race. docs/benchmarks-gpu-kernels.md has the sums. What decides is
-that nothing in these loops crosses lanes: counts and masses are kept per lane, and reduced once a pass.
+weighed), 10 to 40 for the search aside, 62 for the race: 10 for a greedy row, 220 at most. What decides is that nothing
+in these loops crosses lanes: counts and masses are kept per lane, and reduced once a pass.
 
 Triton reads annotations, so this file must not postpone them.
 """

@@ -26,6 +26,8 @@ from cohort.services.bench.chaos.exchange import Answered, Broken, Ending, Faile
 from cohort.services.bench.chaos.said import Said
 
 GATEWAY = "gateway"
+ALL = "all"
+"""The processes that a rolling restart is of."""
 REFUSALS = (429, 503)
 _AFTER_S = 3.0
 """A gateway that is ready again may still hear nothing of a manager or worker that it just met."""
@@ -57,6 +59,9 @@ class Fault(msgspec.Struct):
     at_s: float
     back_s: float | None = None
     waits: Waits = msgspec.field(default_factory=Waits)
+
+    def hits(self, kind: str) -> bool:
+        return self.process == ALL or is_of(self.process, kind)
 
     def during(self, from_s: float, to_s: float) -> bool:
         return self.at_s <= to_s and (self.back_s is None or self.back_s + _AFTER_S >= from_s)
@@ -125,7 +130,7 @@ def is_of(name: str, kind: str) -> bool:
 
 def judge(ending: Ending, expected: Said | int | None, under: Sequence[Fault]) -> tuple[Verdict, str]:
     """The verdict, and for one that is bad what came instead."""
-    gateway_down = any(is_of(fault.process, GATEWAY) and fault.action != "stop" for fault in under)
+    gateway_down = any(fault.hits(GATEWAY) and fault.action != "stop" for fault in under)
     match ending:
         case Left():
             return Verdict.LEFT, ""

@@ -18,14 +18,12 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from cohort.services.bench.chaos.accounts import Accounts, Fault, is_of
+from cohort.services.bench.chaos.accounts import ALL, Accounts, Fault, is_of
 from cohort.services.bench.chaos.census import LAUNCHER, Census, Life
 from cohort.services.bench.chaos.users import Place
 from cohort.services.bench.live.pipelines import start_cohort
 
 KILL, STOP, TERM, RESTART = "kill", "stop", "term", "restart"
-ALL = "all"
-"""The processes that a restart is of."""
 _LONGEST_STOP_S = 6.0
 _BACK_TIMEOUT_S = 120.0
 _POLL_S = 0.2

@@ -15,11 +15,11 @@ from itertools import cycle
 from random import Random
 
 from cohort.services.bench.chaos import exchange
-from cohort.services.bench.chaos.accounts import Accounts, Verdict, is_of
+from cohort.services.bench.chaos.accounts import ALL, Accounts, Verdict, is_of
 from cohort.services.bench.chaos.catalogue import Case, words
 from cohort.services.bench.chaos.census import Census
 from cohort.services.bench.chaos.exchange import Broken, Manner
-from cohort.services.bench.chaos.faults import ALL, KILL, RESTART, Faults
+from cohort.services.bench.chaos.faults import KILL, RESTART, Faults
 from cohort.services.bench.chaos.report import RESTARTED, UNDISTURBED, Run
 from cohort.services.bench.chaos.said import Api, Said
 from cohort.services.bench.chaos.users import NotDeterministic, Place, User

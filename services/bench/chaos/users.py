@@ -216,7 +216,7 @@ class User:
         begun_s = self._place.now_s()
         ending, _ = await exchange.tell(http, method, url, **how)
         away = any(
-            fault.process == "monitor" and fault.during(begun_s, self._place.now_s()) for fault in self._accounts.faults
+            fault.hits("monitor") and fault.during(begun_s, self._place.now_s()) for fault in self._accounts.faults
         )
         at_monitor = url.startswith(monitor)
         self._book("look: monitor" if at_monitor else "look", begun_s, Left() if at_monitor and away else ending, 200)

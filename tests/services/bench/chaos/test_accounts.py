@@ -37,7 +37,7 @@ WORKER = Fault("decode-0", "kill", 10.0, 14.0)
         (Failed("the server ends"), KNOWN, [GATEWAY], Verdict.CUT),
         (Broken("reset"), KNOWN, [GATEWAY], Verdict.CUT),
         (Broken("reset"), KNOWN, [SECOND_GATEWAY], Verdict.CUT),
-        (Broken("reset"), KNOWN, [Fault("all", "restart", 10.0)], Verdict.LOST),
+        (Broken("reset"), KNOWN, [Fault("all", "restart", 10.0)], Verdict.CUT),
         (Broken("reset"), KNOWN, [STOPPED], Verdict.LOST),
         (Broken("reset"), KNOWN, [WORKER], Verdict.LOST),
         (Silent(), KNOWN, [GATEWAY], Verdict.LOST),

@@ -2,13 +2,15 @@
 segments to workers, lost attempts and load to gateways.
 
 The machine decides through the policies of the configuration. This host tells it what arrived and when time has passed,
-performs its effects in their order, and turns its decisions into log lines and metrics.
+performs its effects in their order, and turns its decisions into log lines and metrics. `classes_of` is the queue as a
+person sees it, asked only while one looks (`Look`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterable
 from typing import assert_never
 
 from cohort.common.addresses import manager_names
@@ -18,7 +20,6 @@ from cohort.common.machines.events import ManagerEvent, PeerLost, Received, Tick
 from cohort.common.machines.machine import Machine
 from cohort.common.machines.manager.manager import ManagerMachine
 from cohort.common.machines.manager.manager_settings import ManagerSettings
-from cohort.common.machines.manager.manager_view import classes_of
 from cohort.common.machines.recorder import ManagerHeader, config_text
 from cohort.common.messages import (
     AttemptsLost,
@@ -32,6 +33,7 @@ from cohort.common.messages import (
     ToManager,
 )
 from cohort.common.policies import compose
+from cohort.common.policies.interface import WaitingRequest
 from cohort.common.process import garbage
 from cohort.common.process.decision_log import DecisionLog
 from cohort.common.process.guard import guarded
@@ -40,8 +42,8 @@ from cohort.common.process.recording import recorded
 from cohort.common.process.service import MONITOR, ServiceContext
 from cohort.common.tracing.manager import ManagerSpans
 from cohort.common.tracing.observed import traced
-from cohort.common.types import InstanceId, Segment
-from cohort.common.views import MOST_BUCKETS
+from cohort.common.types import InstanceId, Segment, TrafficClass
+from cohort.common.views import MOST_BUCKETS, QueueClass
 from cohort.services.bucketing_manager.measured import MeasuredOrder
 
 _TICK_S = 0.05
@@ -255,3 +257,19 @@ async def serve(context: ServiceContext) -> None:
     service = ManagerService(context)
     garbage.settle()
     await service.run()
+
+
+def classes_of(waiting: Iterable[WaitingRequest], now_s: float) -> list[QueueClass]:
+    """Real-time before best-effort, online before batch work."""
+    found: dict[tuple[bool, bool], list[float]] = {}
+    for item in waiting:
+        request = item.request
+        sums = found.setdefault((request.traffic_class == "be", not request.online), [0.0, 0.0, now_s])
+        sums[0] += 1
+        sums[1] += len(request.tokens)
+        sums[2] = min(sums[2], item.since_s)
+    classes: tuple[TrafficClass, TrafficClass] = ("rt", "be")
+    return [
+        QueueClass(classes[best_effort], not offline, int(count), int(tokens), round(max(0.0, now_s - since_s), 3))
+        for (best_effort, offline), (count, tokens, since_s) in sorted(found.items())
+    ]

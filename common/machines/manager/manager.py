@@ -13,12 +13,13 @@ so a lost message, a dead worker and a restarted manager are one case. A restart
 
 Of several managers one leads (`leadership.py`). The others stand by: they know who is there and decide nothing. To take
 over is to start again without the start. `roster.py` keeps the books; here is what follows from them. The policies
-decide what goes where.
+decide what goes where. Below the machine: the cluster as it shows it, its load to gateways, for admission and readiness
+(`cluster_load`), and to policies, with the monitor's forecast (`Forecast`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import assert_never
 
 import msgspec
@@ -26,7 +27,6 @@ import msgspec
 from cohort.common.errors import InvariantViolated
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import ManagerEvent, PeerLost, Received, Tick, Undelivered
-from cohort.common.machines.manager.cluster_load import DrainRate, Forecast, cluster_load
 from cohort.common.machines.manager.dispatcher import Dispatcher
 from cohort.common.machines.manager.leadership import Leadership
 from cohort.common.machines.manager.lost_attempts import LostAttempts
@@ -41,6 +41,7 @@ from cohort.common.messages import (
     AttemptsLost,
     BindSegment,
     Cancel,
+    ClusterLoad,
     ClusterStats,
     GatewayHello,
     Leaving,
@@ -59,13 +60,16 @@ from cohort.common.messages import (
     WorkerReport,
 )
 from cohort.common.policies import interface as policies
-from cohort.common.policies.interface import WaitingRequest
+from cohort.common.policies.interface import ClusterView, InstanceView, WaitingRequest
 from cohort.common.types import Attempt, InstanceId, Outcome, Request
 
 _LOOK_AGAIN_S = 0.05
 """While requests wait: between two looks at the queue that no message calls for. Policies go by the age of reports."""
 _LEAST_WAIT_S = 0.001  # between two ticks, however far in the past a policy wanted to be asked
 _REGISTERS_S = 3.0  # workers register with a manager that stands by several times in this time
+_WINDOW_S = 1.0  # of which the drain rate's average is made
+_WEIGHT = 0.2
+"""Of the newest window in the average."""
 _Command = StartSegment | BindSegment | PrefetchKv | Cancel
 """To workers, with the epoch of the manager that leads."""
 _TellEpoch = WorkerReport | GatewayHello | RegisterWorker
@@ -510,3 +514,63 @@ class ManagerMachine:
         )
         for gateway in self._roster.gateways:
             self._send(gateway, load)
+
+
+class DrainRate:
+    """Requests finished a second, moving average; 0 until the first second with one has passed."""
+
+    def __init__(self, now_s: float) -> None:
+        self.per_s = 0.0
+        self._at_s = now_s
+        self._finished = 0
+
+    def finished(self, now_s: float, total: int) -> None:
+        """So many have finished in all by now."""
+        passed_s = now_s - self._at_s
+        if passed_s >= _WINDOW_S:
+            rate = (total - self._finished) / passed_s
+            self.per_s = rate if self.per_s == 0.0 else (1 - _WEIGHT) * self.per_s + _WEIGHT * rate
+            self._at_s, self._finished = now_s, total
+
+
+def cluster_load(
+    views: Collection[InstanceView], *, ready: bool, waiting: int, waiting_tokens: int, running: int, drain_rate: float
+) -> ClusterLoad:
+    """`views`: of the workers that take requests."""
+    return ClusterLoad(
+        ready=ready and bool(views),
+        instances=[view.instance for view in views],
+        waiting=waiting,
+        waiting_tokens=waiting_tokens,
+        running=running,
+        free_tokens=sum(view.capacity.geometry.positions(view.free_blocks) for view in views),
+        total_tokens=sum(view.capacity.positions for view in views),
+        max_model_len=max((view.capacity.max_model_len for view in views), default=0),
+        drain_rate=drain_rate,
+        engines=list(dict.fromkeys(view.capacity.engine for view in views if view.capacity.engine is not None)),
+    )
+
+
+class Forecast:
+    """The monitor's last summary; none where it is silent."""
+
+    def __init__(self) -> None:
+        self._stats: ClusterStats | None = None
+        self._heard_s = 0.0
+
+    def heard(self, now_s: float, stats: ClusterStats) -> None:
+        self._stats, self._heard_s = stats, now_s
+
+    def cluster(self, now_s: float, serving: Mapping[InstanceId, InstanceView]) -> ClusterView:
+        """What policies decide by. `serving`: the workers that take requests."""
+        stats = self._stats
+        if stats is None:
+            return ClusterView(serving)
+        return ClusterView(
+            instances=serving,
+            arrival_rate=stats.arrival_rate,
+            arrival_rate_forecast=stats.arrival_rate_forecast,
+            mean_prompt_tokens=stats.mean_prompt_tokens,
+            mean_output_tokens=stats.mean_output_tokens,
+            forecast_age_s=now_s - self._heard_s,
+        )

@@ -7,7 +7,9 @@ aborting and take effect when the step ends. On `PlanAhead` the step after it is
 certain (`plan_ahead.py`); a sequence that ends with the first of the two is then dropped with the second.
 
 The parts: `KvSender` and `KvReceiver` move KV between workers, `ParkedPool` between device and host memory. Only this
-file talks to the scheduler. Messages that are no worker's business are refused by the host; here they are an error.
+file talks to the scheduler. Below the machine: what holds of a plan before its step begins and what a step that ran
+changes in its rows (`assert_plan`, `note_computed`), and which sequence gives way when caches wait for each other's
+blocks (`given_back`). Messages that are no worker's business are refused by the host; here they are an error.
 """
 
 from __future__ import annotations
@@ -39,10 +41,8 @@ from cohort.common.machines.events import (
 )
 from cohort.common.machines.senders import may_say
 from cohort.common.machines.worker.adapter_desk import AdapterDesk
-from cohort.common.machines.worker.computed_rows import assert_plan, note_computed
 from cohort.common.machines.worker.kv_receiver import KvReceiver
 from cohort.common.machines.worker.kv_sender import KvSender, brings_back
-from cohort.common.machines.worker.kv_stall import given_back
 from cohort.common.machines.worker.onward import Onward
 from cohort.common.machines.worker.parked_pool import ParkedPool
 from cohort.common.machines.worker.plan_ahead import AheadPlanner, same_rows
@@ -74,6 +74,8 @@ from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.step_times.learned_times import LearnedTimes
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, FinishReason, InstanceId, Outcome, WorkerStats
+
+_RUNNABLE = (Phase.WAITING, Phase.SWAPPED, Phase.RUNNING)
 
 
 class WorkerMachine:
@@ -513,3 +515,86 @@ class WorkerMachine:
     def _ended(self, sequence: Sequence, outcome: Outcome, reason: str = "") -> None:
         ended = SegmentEnded(self.setup.instance, sequence.key, outcome, sequence.computed, reason)
         self._effects.append(Send(self._reports.manager, ended))
+
+
+def assert_plan(plan: IterationPlan, state: WorkerState, following: IterationPlan | None) -> None:
+    """Its rows are distinct sequences that are held, and go on where these stand; behind the step in flight
+    (`following`) they are among its own."""
+    rows, held_of = plan.rows, state.held
+    sequences = {row.sequence for row in rows}
+    assert len(sequences) == len(rows), f"{len(rows)} rows of {len(sequences)} sequences"
+    if following is not None:
+        assert len(rows) <= len(following.rows), f"{len(rows)} rows behind {len(following.rows)}"
+        return
+    tokens, most = 0, state.setup.capacity.max_step_tokens
+    blocks, size = state.kv.blocks, state.kv.geometry.block_size
+    for row in rows:
+        sequence = row.sequence
+        tokens += row.count
+        assert row.start == sequence.computed and 0 < row.count <= len(sequence.tokens) - row.start, (
+            f"{sequence.key} has {sequence.computed} of {sequence.known} positions, its row {row.start} + {row.count}"
+        )
+        assert row.start + row.count <= len(blocks(sequence.key)) * size, (
+            f"{sequence.key} has {len(blocks(sequence.key))} blocks, its row {row.start} + {row.count}"
+        )
+        assert held_of[sequence.key].sequence is sequence, f"{sequence.key} is in a plan and not held"
+    assert tokens <= max(most, len(rows)), f"{tokens} tokens in one step of {most} at most, in {len(rows)} rows"
+
+
+def note_computed(now_s: float, plan: IterationPlan, state: WorkerState) -> tuple[list[Sequence], int]:
+    """The rows' positions are computed. Returns those of their sequences that another worker takes over at some
+    position, and how many rows yield a token. Rows of sequences that are over count as wasted. Once a step, over all
+    rows: what every decode row runs through is as short as can be."""
+    counters, kv, held_of, aborting = state.counters, state.kv, state.held, state.aborting
+    size, by_block, decoded, due = kv.geometry.block_size, kv.grows_by_block, 0, 0
+    ending: list[Sequence] = []
+    for row in plan.rows:
+        sequence, count = row.sequence, row.count
+        due += row.start + count >= len(sequence.tokens)
+        if aborting and held_of[sequence.key].aborting:
+            counters.wasted_rows += 1
+            continue
+        if sequence.end is not None:
+            ending.append(sequence)
+        assert sequence.computed == row.start, f"{sequence.key} has {sequence.computed} positions, its row {row.start}"
+        sequence.computed = computed = row.start + count
+        if count == 1 and (sequence.prefill_done_s is not None or sequence.output_tokens > 0):
+            decoded += 1
+        else:
+            counters.prefill_tokens += count
+        if sequence.prefill_done_s is None and computed >= len(sequence.request.tokens):
+            sequence.prefill_done_s = now_s
+        if count > 1 or computed % size == 0 or not by_block:
+            kv.committed(sequence)
+    counters.decode_tokens += decoded
+    return ending, due
+
+
+def given_back(
+    now_s: float, state: WorkerState, sender: KvSender, receiver: KvReceiver, adapters: AdapterDesk
+) -> Sequence | None:
+    """The sequence to be given back now; one at a time, as its blocks may be what all others waited for."""
+    if now_s - state.moved_s < state.settings.stall_timeout_s:
+        return None
+    state.moved_s = now_s
+    stalled = holds_up(state, sender, receiver, adapters)
+    state.counters.stalls += stalled is not None
+    return stalled
+
+
+def holds_up(state: WorkerState, sender: KvSender, receiver: KvReceiver, adapters: AdapterDesk) -> Sequence | None:
+    """Nothing has moved here for long although blocks are wanted: they are held for KV that waits, directly or in a
+    ring of workers, for what is held here. The youngest grant goes back, or else the youngest of those that could
+    leave, or that wait for an adapter's slot; its request is placed anew. (A prefill worker whose decode worker is
+    merely full waits on.)"""
+    offers = receiver.offers
+    if not offers and not any(held.sequence.phase in _RUNNABLE for held in state.held.values()):
+        return None
+    holding = receiver.unfinished()
+    if not holding and offers:
+        holding = sender.ungranted()
+    if not holding:  # what only wants to wait here (A6 eviction) may hold up where it is what we wait for
+        wanted = [state.held[offer.attempt].sequence for offer in offers if offer.attempt in state.held]
+        holding = [sequence for sequence in wanted if sequence.end is not None]
+    holding = holding or adapters.stuck()
+    return holding[-1] if holding else None

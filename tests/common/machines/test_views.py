@@ -1,4 +1,4 @@
-"""What people see of a worker's blocks and of the manager's queue agrees with the books, and is bounded."""
+"""What people see of a worker's blocks and of decisions agrees with the books, and is bounded."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import msgspec
 import pytest
 
 from cohort.common.machines.events import Received, Sampled, StepEnded
-from cohort.common.machines.manager.manager_view import classes_of
 from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.machines.worker.worker_view import blocks_of, iteration_of, rows_of
 from cohort.common.messages import StartSegment
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
 from cohort.common.policies.ecoserve.nested_allocation import NestedAllocator
-from cohort.common.policies.interface import KvAllocator, WaitingRequest
+from cohort.common.policies.interface import KvAllocator
 from cohort.common.process.decision_log import DecisionLog
 from cohort.common.types import Role, TrafficClass
 from cohort.common.views import BLOCK_STATES, MOST_DECISIONS, MOST_ROWS
@@ -105,16 +104,6 @@ def test_a_large_cache_and_a_long_list_make_no_large_view() -> None:
     assert sum(one.cells for one in shown.runs) <= 1000 and shown.blocks_per_cell == 100
     assert sum(shown.counts.values()) == 100_000
     assert len(blocks_of(worker, rows, 10**9).runs) <= 4096
-
-
-def test_the_queue_is_summed_by_class() -> None:
-    items = [
-        WaitingRequest(asked(name, traffic_class, tokens).request, since_s, None)
-        for name, traffic_class, tokens, since_s in (("a", "rt", 5, 3.0), ("b", "be", 7, 1.0), ("c", "rt", 6, 2.0))
-    ]
-    found = [(each.traffic_class, each.requests, each.tokens, each.oldest_s) for each in classes_of(items, 4.0)]
-    assert found == [("rt", 2, 11, 2.0), ("be", 1, 7, 3.0)]
-    assert classes_of([], 4.0) == []
 
 
 def test_placements_do_not_sweep_refusals_away() -> None:

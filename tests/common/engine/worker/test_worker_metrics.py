@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from cohort.common.engine.device import compiled_kernels
 from cohort.common.engine.worker.worker_metrics import WorkerMetrics
-from cohort.common.machines.manager.cluster_load import cluster_load
+from cohort.common.machines.manager.manager import cluster_load
 from cohort.common.policies.interface import InstanceView
 from cohort.common.process.metrics import MetricFactory
 from cohort.common.types import EngineFacts, Role, WorkerCapacity, WorkerStats

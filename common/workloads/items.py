@@ -1,14 +1,15 @@
 """The nouns: `WorkItem` (one request to come), `ClosedLoopPart` (users who ask again when answered), `Workload`.
 
 Made by the readers and generators beside this file, consumed by the simulator. Never changed in place: every step
-(arrivals, clipping, classes, SLOs, mixing) returns a new workload and adds to its facts.
+(arrivals, clipping, classes, SLOs, mixing) returns a new workload and adds to its facts. `ClosedLoopUsers` keeps count
+of a closed loop while a run goes on.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cohort.common.errors import ConfigError
 from cohort.common.types import Slo, TrafficClass
@@ -49,7 +50,7 @@ class ClosedLoopPart:
     With `in_batches` they ask together: the next `concurrency` questions come when the last answer of the batch before
     is complete (BROS §7.1, its best-effort class). The users share `items` in order (their `arrival_s` means nothing)
     and begin at `start_s`. With `until_s` finite the list is cycled and no user asks at or after that second; infinite,
-    the part ends with its list. `ClosedLoopUsers` keeps the count while a run goes on.
+    the part ends with its list.
     """
 
     concurrency: int
@@ -57,6 +58,52 @@ class ClosedLoopPart:
     start_s: float = 0.0
     until_s: float = math.inf
     in_batches: bool = False
+
+
+class ClosedLoopUsers:
+    """The running side of a `ClosedLoopPart`: which user asks next when a response ends.
+
+    Pure bookkeeping: the host calls `start` at the part's `start_s` and `answered` whenever a request of this part
+    ended (finished, failed or refused alike, or its user would wait forever), and sends the requests it returns at
+    once."""
+
+    def __init__(self, part: ClosedLoopPart) -> None:
+        self._part = part
+        self._asked = 0
+        self._open = 0
+
+    @property
+    def open_requests(self) -> int:
+        """Questions without an answer yet; never above the part's concurrency."""
+        return self._open
+
+    @property
+    def asked(self) -> int:
+        return self._asked
+
+    def start(self, now_s: float) -> list[WorkItem]:
+        """The first question of every user, arriving now."""
+        return self._ask(now_s, self._part.concurrency)
+
+    def answered(self, now_s: float) -> list[WorkItem]:
+        """One answer is complete: the next requests. Empty in the middle of a batch, and when the part is through."""
+        if self._open == 0:
+            raise ValueError("an answer to a question that was not asked")
+        self._open -= 1
+        if not self._part.in_batches:
+            return self._ask(now_s, 1)
+        return [] if self._open else self._ask(now_s, self._part.concurrency)
+
+    def _ask(self, now_s: float, count: int) -> list[WorkItem]:
+        part, questions = self._part, []
+        for _ in range(count):
+            cycling = part.until_s != float("inf")
+            if now_s >= part.until_s or (self._asked >= len(part.items) and not cycling):
+                break
+            questions.append(replace(part.items[self._asked % len(part.items)], arrival_s=now_s))
+            self._asked += 1
+        self._open += len(questions)
+        return questions
 
 
 @dataclass(frozen=True, slots=True)

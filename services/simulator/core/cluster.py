@@ -29,8 +29,7 @@ from cohort.common.process import garbage
 from cohort.common.types import IfLate, InstanceId, Role
 from cohort.common.virtual_cluster.cluster import GATEWAY, MANAGER, VirtualCluster
 from cohort.common.virtual_cluster.plugins import Cadence, Node
-from cohort.common.workloads.closed_loop import ClosedLoopUsers
-from cohort.common.workloads.items import WorkItem, Workload
+from cohort.common.workloads.items import ClosedLoopUsers, WorkItem, Workload
 from cohort.services.simulator.core.clients import PredictorKind, TraceClients
 from cohort.services.simulator.core.deployment import Deployment, kv_blocks, spread_roles
 from cohort.services.simulator.core.engine import CostEngine, SimWorker

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.errors import ConfigError
-from cohort.common.workloads.closed_loop import ClosedLoopUsers
-from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload
+from cohort.common.workloads.items import ClosedLoopPart, ClosedLoopUsers, WorkItem, Workload
 
 ITEM = WorkItem(1.0, 10, 5)
 

@@ -18,11 +18,13 @@ from cohort.common.comparison.comparison import Cell, CellResult
 from cohort.common.comparison.comparison_spec import load_spec
 from cohort.common.errors import CohortError, ConfigError
 from cohort.common.machines.replayer import replay
+from cohort.common.planning.settings import configured_shape, planner_settings
+from cohort.common.planning.shape import Shape
 from cohort.common.types import Slo
 from cohort.services.simulator import options as options_
 from cohort.services.simulator import render
 from cohort.services.simulator.advise import advise as advise_
-from cohort.services.simulator.advise import planned_command
+from cohort.services.simulator.advise.planned_day import DayReport, planned_day
 from cohort.services.simulator.compare import measure
 from cohort.services.simulator.core import replays
 from cohort.services.simulator.core.run import by_rate, find_capacity, simulate
@@ -46,6 +48,7 @@ from cohort.services.simulator.reproduce.reproduction_results import measured_al
 
 _PIPED_WIDTH = 140
 _ADVICE_ROWS = 10
+_PLANNED_SLO = "ttft=2,tpot=0.2"
 
 
 def run_simulate(options: argparse.Namespace) -> int:
@@ -58,8 +61,8 @@ def run_simulate(options: argparse.Namespace) -> int:
     if options.capacity is not None:
         return _capacity(options, console)
     if options.planner:
-        report = planned_command.run(options, _tell)
-        planned_command.show(report, console)
+        report = _planned(options)
+        render.print_planned(report, console)
         _write_json(options.json, report)
         return 0
     model, traffic, sim_options = load_model(options.model), traffic_of(options), simulation_options(options)
@@ -95,6 +98,36 @@ def _capacity(options: argparse.Namespace, console: Console) -> int:
     console.print(render.capacity_line(capacity), soft_wrap=True)
     _write_json(options.json, capacity)
     return 0 if capacity.rate_per_s else 1
+
+
+def _planned(options: argparse.Namespace) -> DayReport:
+    """A table of shapes. The cluster's instances are the most workers that there may be. Raises `ConfigError`."""
+    cluster = cluster_of(options, options.cluster)
+    if cluster.parts or cluster.shares:
+        raise ConfigError("--planner: instances want to be alike, each with a device of its own")
+    if not options.slo:
+        options.slo = _PLANNED_SLO
+        _tell(f"no --slo: judged by the gateway's defaults for real-time requests, {_PLANNED_SLO}")
+    config = configuration(options, options.preset, cluster=cluster)
+    most = min(config.planner.max_workers or cluster.instances, cluster.instances)
+    planner = msgspec.structs.replace(config.planner, mode="act", max_workers=most)
+    config = msgspec.structs.replace(config, planner=planner)
+    given = parse_roles(options.roles)
+    start = configured_shape(config) if given is None else Shape.of({(role, 1): n for role, n in given.items()})
+    settings = planner_settings(config)
+    if not settings.bounds.allows(start):
+        raise ConfigError(f"--planner: {start} is not within section planner's bounds; name another with --roles")
+    return planned_day(
+        config,
+        cluster,
+        load_model(options.model),
+        traffic_of(options).workload(options.rate),
+        settings,
+        start,
+        start_s=options.worker_start,
+        seed=options.seed,
+        progress=_tell,
+    )
 
 
 def run_advise(options: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cohort.services.simulator.advise.advise import Advice, Trial
+from cohort.services.simulator.advise.planned_day import DayReport, DayRow
 from cohort.services.simulator.core.report import SimReport, Slice
 from cohort.services.simulator.core.run import Capacity
 from cohort.services.simulator.core.statistics import Distribution
@@ -235,3 +236,33 @@ def reproduction(results: Sequence[Reproduced]) -> Table:
             r.note,
         )
     return lines
+
+
+def print_planned(report: DayReport, console: Console) -> None:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("workers")
+    for heading in ("requests", "in time", "devices", "score"):
+        table.add_column(heading, justify="right")
+    for row in (report.planned, *report.fixed):
+        table.add_row(*_planned_cells(row))
+    console.print(table)
+    changes = sum(report.counts.get(action, 0) for action in ("changed", "undone"))
+    error = "unknown" if report.error is None else f"{report.error:.3f}"
+    console.print(
+        f"planned from {report.started_with}: {changes} changes, {report.counts.get('undone', 0)} of them undone; "
+        f"error at the end {error}, simulations took {100 * report.cpu_share:.1f} % of a core",
+        soft_wrap=True,
+    )
+    for decision in report.decisions:
+        after = "" if decision.measured_after is None else f", then {decision.measured_after:.3f}"
+        console.print(
+            f"  {decision.at_s:6.0f} s  {decision.action}: {decision.before} -> {decision.after}; predicted "
+            f"{decision.predicted_before:.3f} -> {decision.predicted:.3f}{after} {decision.verdict}".rstrip(),
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _planned_cells(row: DayRow) -> tuple[str, ...]:
+    less = "< " if row.broken_off else ""
+    return row.name, str(row.requests), f"{less}{row.in_time:.4f}", f"{row.devices:.2f}", f"{less}{row.score:.4f}"

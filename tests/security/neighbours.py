@@ -21,8 +21,8 @@ from cohort.common.policies import compose
 from cohort.common.policies.cost_model import CostModel
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.types import Attempt, Request, Role, SamplingParams, Segment, Slo, WorkerCapacity
-from cohort.services.simulator.core.profile import profile_points
-from cohort.services.simulator.core.work import plan_cost
+from cohort.services.simulator.core.cluster import profile_points
+from cohort.services.simulator.core.engine import plan_cost
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 
 MODEL = "smollm2-135m"

@@ -5,12 +5,13 @@
                   └─────────────────────┘
 
 The same three machines and the policies of `compose.py` as in the live services; only what performs is replaced. The
-processes have met before the first request arrives: virtual time 0 is a cluster at rest.
+processes have met before the first request arrives: virtual time 0 is a cluster at rest. `profile_points` is what
+`cohort profile` would write for a simulated instance: the same shapes, timed by the cost model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,7 +24,7 @@ from cohort.common.machines.gateway.gateway import GatewayMachine
 from cohort.common.machines.manager.manager import ManagerMachine
 from cohort.common.machines.worker.worker_state import REPORT_INTERVAL_S
 from cohort.common.policies import compose
-from cohort.common.policies.cost_model import CostModel, ModelShape
+from cohort.common.policies.cost_model import CostModel, ModelShape, StepWork, prefill_pairs
 from cohort.common.policies.interface import Placement
 from cohort.common.process import garbage
 from cohort.common.types import IfLate, InstanceId, Role
@@ -33,7 +34,6 @@ from cohort.common.workloads.items import ClosedLoopUsers, WorkItem, Workload
 from cohort.services.simulator.core.clients import PredictorKind, TraceClients
 from cohort.services.simulator.core.deployment import Deployment, kv_blocks, spread_roles
 from cohort.services.simulator.core.engine import CostEngine, SimWorker
-from cohort.services.simulator.core.profile import profile_points
 from cohort.services.simulator.core.tally import WallTime, WorkerTally, timed
 from cohort.services.simulator.hardware.acceptance import Acceptance, DraftRates
 from cohort.services.simulator.hardware.draft_price import DraftPrice, Holds, MeasuredPrice, ModelledPrice
@@ -45,6 +45,10 @@ _GATEWAY_BEAT_S = 1.0
 _DRAIN_LOOK_S = 0.1
 _SETTLING_S = 4.0
 """Virtual time before the first arrival, in which processes meet."""
+# The shapes of a simulated profile.
+_CONTEXTS = (128, 512, 2048, 8192)
+_CHUNKS = (16, 64, 256, 512, 1024, 2048)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,3 +361,27 @@ def _device_of(cluster: Cluster, number: int) -> str:
 def _prompts_are_shared(config: Config, workload: Workload) -> bool:
     parts = (workload.items, *(part.items for part in workload.closed_loop))
     return config.kv.prefix_caching and any(item.hash_ids or item.session for items in parts for item in items)
+
+
+def profile_points(cost: CostModel, max_context: int, max_rows: int, max_step_tokens: int) -> bytes:
+    """What `cohort profile` would write for a simulated instance, so that schedulers which learn iteration times start
+    from what they would start from live. JSON with `points`, as the live command's file has them; the shapes are those
+    of `engine.profiler` but for mixed iterations: what mixing costs a scheduler learns while it runs."""
+    points = [
+        {"shape": {"rows": rows, "tokens_per_row": tokens, "context": context}, "median_s": cost.step_s(work)}
+        for rows, tokens, context, work in _shapes(max_context, max_rows, max_step_tokens)
+    ]
+    return msgspec.json.encode({"points": points})
+
+
+def _shapes(max_context: int, max_rows: int, max_tokens: int) -> Iterator[tuple[int, int, int, StepWork]]:
+    contexts = [context for context in _CONTEXTS if context <= max_context]
+    for tokens in _CHUNKS:
+        if tokens <= min(max_tokens, max_context):
+            for context in [tokens, *(context for context in contexts if context >= 2 * tokens)]:
+                pairs = prefill_pairs(context - tokens, tokens)
+                yield 1, tokens, context, StepWork(tokens, 1, 1, pairs, context)
+    for rows in _ROWS:
+        if rows <= min(max_rows, max_tokens):
+            for context in contexts:
+                yield rows, 1, context, StepWork(rows, rows, rows, 0, 0, rows, rows * context, context)

@@ -4,16 +4,18 @@ With `jump`, steps that repeat (`FastForward.repeatable`) become one event, up t
 worker. Decisions and times are the same as one by one; a test demands it. On cores or devices that several workers
 share (`Cluster.shares`) a step takes longer the more of them run, and nothing is run ahead. With `plans_ahead` such
 workers plan a step while the one before it runs, at the moment at which live ones do (`StepEnds`): what arrives later
-waits for both.
+waits for both. `plan_cost` is a plan in the cost model's numbers: what one iteration computes, draws and copies.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
+
+import msgspec
 
 from cohort.common.machines.effects import Send, StartStep
 from cohort.common.machines.events import PlanAhead, Received, ReportDue, RunsReceived, StepEnded, Tick, WorkerEvent
@@ -21,15 +23,15 @@ from cohort.common.machines.worker.fast_forward import FastForward
 from cohort.common.machines.worker.step_ends import StepEnds
 from cohort.common.messages import KvRenew, WorkerReport
 from cohort.common.policies.alignedserve.batch_numbers import batches_of
-from cohort.common.policies.cost_model import CostModel
+from cohort.common.policies.cost_model import CostModel, StepWork, prefill_pairs
 from cohort.common.policies.interface import IterationPlan
-from cohort.common.sequence import Phase
+from cohort.common.policies.kv_interface import goes_beside
+from cohort.common.sequence import Phase, Row
 from cohort.common.types import KvGeometry
 from cohort.common.virtual_cluster.cluster import VirtualCluster
 from cohort.common.virtual_cluster.plugins import Flight, WorkerNode
 from cohort.services.simulator.core.clients import OUTPUT_TOKEN, TraceClients
 from cohort.services.simulator.core.tally import WorkerTally
-from cohort.services.simulator.core.work import PlanCost, plan_cost
 from cohort.services.simulator.hardware.draft_price import DraftPrice
 from cohort.services.simulator.hardware.hardware import Cluster
 from cohort.services.simulator.hardware.scatter import StepScatter
@@ -39,6 +41,18 @@ _HARMLESS = (WorkerReport, KvRenew)
 """Messages that a worker sends at its deadlines without anything having changed."""
 MAX_FAST_FORWARD = 64
 """Steps run ahead at once, at most: something will come in between, and the rest was for nothing."""
+
+
+class PlanCost(msgspec.Struct, frozen=True):
+    """`useful_tokens` without padding; `padded_tokens` are the ones computed for nothing (B2)."""
+
+    work: StepWork
+    useful_tokens: int
+    padded_tokens: int
+    copied_bytes: int
+    """Before the rows."""
+    beside_bytes: int = 0
+    """While the rows are computed (R12)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -392,3 +406,51 @@ class CostEngine:
 def _sim(node: WorkerNode) -> SimWorker:
     assert isinstance(node, SimWorker)
     return node
+
+
+def plan_cost(
+    plan: IterationPlan,
+    geometry: KvGeometry,
+    *,
+    device_stages: bool = False,
+    proposed: Callable[[Row], int] | None = None,
+) -> PlanCost:
+    """`device_stages`: the engine's copies out leave the device beside the rows where they can, as a GPU's do.
+    `proposed`: the drafts of a row, each of which costs what a row of its own would."""
+    tokens = useful = pairs = prefill_context = decode_rows = decode_context = longest = sampled = 0
+    padded_to = plan.padded_to
+    for row in plan.rows:
+        start, count = row.start, row.count
+        useful += count
+        if start + count == len(row.sequence.tokens):
+            sampled += 1
+        if count == 1:
+            tokens += 1
+            decode_rows += 1
+            decode_context += start + 1
+            if start >= longest:
+                longest = start + 1
+            if row.drafts and proposed is not None and (drafted := proposed(row)):
+                tokens, sampled, decode_rows = tokens + drafted, sampled + drafted, decode_rows + drafted
+                decode_context += drafted * (start + 1) + drafted * (drafted + 1) // 2
+        else:
+            computed = max(count, padded_to)
+            tokens += computed
+            pairs += prefill_pairs(start, computed)
+            prefill_context += start + computed
+    tokens += plan.ended_rows
+    sampled += plan.ended_rows
+    decode_rows += plan.ended_rows
+    decode_context += plan.ended_context
+    copied = beside = 0
+    staged = device_stages and bool(plan.copies) and goes_beside(plan.copies, geometry)
+    for copy in plan.copies:
+        size = copy.bytes_of(geometry)
+        if copy.beside or staged:
+            beside += size
+        else:
+            copied += size
+    work = StepWork(
+        tokens, len(plan.rows) + plan.ended_rows, sampled, pairs, prefill_context, decode_rows, decode_context, longest
+    )
+    return PlanCost(work, useful, tokens - useful, copied, beside)

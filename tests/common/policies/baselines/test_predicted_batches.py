@@ -7,7 +7,7 @@ import msgspec
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.predicted_batches import PredictedBatches
 from cohort.common.policies.baselines.reserved_allocation import predicted_positions
-from cohort.services.simulator.core.work import plan_cost
+from cohort.services.simulator.core.engine import plan_cost
 from tests.common.policies.baselines.drive import cache, leave, names, rows, sequence, step
 
 RULE = predicted_positions(0.0)

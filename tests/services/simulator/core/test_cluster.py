@@ -15,9 +15,8 @@ from cohort.common.types import Role, Slo
 from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload
 from cohort.services.simulator.core.cluster import SimCluster, SimOptions
 from cohort.services.simulator.core.deployment import spread_roles
-from cohort.services.simulator.core.engine import MAX_FAST_FORWARD
+from cohort.services.simulator.core.engine import MAX_FAST_FORWARD, plan_cost
 from cohort.services.simulator.core.report import make_report
-from cohort.services.simulator.core.work import plan_cost
 from cohort.services.simulator.hardware.hardware import load_cluster
 from tests.examples import examples
 from tests.services.simulator.lab import MODEL, Recorded, cache_of, cluster, config, run, workload

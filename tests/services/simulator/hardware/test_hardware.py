@@ -21,7 +21,7 @@ from cohort.services.simulator.hardware.hardware import (
     load_link,
     load_model,
 )
-from cohort.services.simulator.hardware.network import Ports
+from cohort.services.simulator.hardware.simulated_network import Ports
 from tests.services.simulator.lab import cluster as small_cluster
 from tests.services.simulator.lab import config, run, workload
 

@@ -202,6 +202,11 @@ def _words(text: str) -> list[str]:
 
 def run_reproduce(options: argparse.Namespace) -> int:
     figures = reproduce.select(options.paper, options.figure)
+    page = Path(options.docs) if options.docs else None
+    kept = KeptNumbers.read(page.with_suffix(".json")) if page is not None else KeptNumbers()
+    if options.list and page is not None:
+        _console().print(render.reproduction(kept.results(figures)))
+        return 0
     if options.list:
         console = _console()
         for figure in figures:
@@ -211,8 +216,6 @@ def run_reproduce(options: argparse.Namespace) -> int:
         raise ConfigError("--jobs and --seeds must be at least 1")
     if options.scatter is not None and options.scatter < 0:
         raise ConfigError(f"--scatter {options.scatter:g}: must not be below 0")
-    page = Path(options.docs) if options.docs else None
-    kept = KeptNumbers.read(page.with_suffix(".json")) if page is not None else KeptNumbers()
     figures = _still_to_run(options, figures, kept)
     results = reproduce.reproduce(
         figures,

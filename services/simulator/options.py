@@ -192,7 +192,7 @@ interrupted goes on where it stopped when it is given the same --results file; a
 def add_reproduce_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--paper", metavar="NAME", help="figures of this system only")
     parser.add_argument("--figure", metavar="ID", help="figures whose id begins so")
-    parser.add_argument("--list", action="store_true", help="name the figures, run nothing")
+    parser.add_argument("--list", action="store_true", help="name the figures, run nothing; with --docs, their numbers")
     parser.add_argument(
         "--seeds", type=int, default=5, metavar="N", help="of rows that chance has a part in (default: 5)"
     )

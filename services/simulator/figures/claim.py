@@ -63,16 +63,14 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """`ids` are ids of figures; `why` says in at most eight words what explains the verdict. `beside`: figures whose
-    numbers the page tells there: anchors of the parameters that were chosen, other readings, other cases.
-    `shown_by`: the command whose numbers show that reason, told where the verdict is another than reproduced."""
+    """`ids` are ids of figures; `why` says in at most eight words what explains the verdict, `shown_by` is the command
+    whose numbers show it: both stand where the verdict is another than reproduced."""
 
     paper: str
     says: str
     kind: Kind
     ids: tuple[str, ...]
     why: str = ""
-    beside: tuple[str, ...] = ()
     shown_by: str = ""
 
 
@@ -92,8 +90,7 @@ def shipped_reasons() -> tuple[Reason, ...]:
 def _claim(paper: str, entry: dict[str, str]) -> Claim:
     """The entry's key for its ids says how they are compared."""
     kind = next(kind for kind in Kind if kind.value in entry)
-    ids, beside = expanded(entry.pop(kind.value)), expanded(entry.pop("beside", ""))
-    return Claim(paper, kind=kind, ids=ids, beside=beside, **entry)
+    return Claim(paper, kind=kind, ids=expanded(entry.pop(kind.value)), **entry)
 
 
 def expanded(patterns: str) -> tuple[str, ...]:

@@ -45,6 +45,15 @@ class KeptNumbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             found[name] = Spread(low, median, high, number[3])
         return found
 
+    def results(self, figures: Iterable[Figure]) -> list[Reproduced]:
+        """Of the figures that have a number."""
+        found, rows = self.spreads(), []
+        for figure in figures:
+            if (ours := found.get(figure.id)) is not None:
+                values = (ours.low, ours.median, ours.high)
+                rows.append(Reproduced.of(figure, values, range(ours.seeds)))
+        return rows
+
     def lacking(self, figures: Iterable[Figure], seeds: int) -> list[str]:
         """Ids of the figures without a number, or with one of fewer seeds."""
         enough = {name for name, found in self.spreads().items() if not 0 < found.seeds < seeds}

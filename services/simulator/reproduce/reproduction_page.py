@@ -1,21 +1,20 @@
-"""docs/reproduction.md: a table of claims for each paper, then every row, then what follows from the rows.
+"""docs/reproduction.md: how many rows agree, then a table of claims for each paper.
 
 Made of our numbers, the figures as they are now, and the claims and reasons of `configs/reproduction/`: every other
-word beside a number is computed, but the rows' notes. Runs nothing.
+word beside a number is computed. Runs nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from cohort.services.simulator.figures.claim import Claim, Reason, Standing
 from cohort.services.simulator.figures.figure import Figure
 from cohort.services.simulator.reproduce.kept_numbers import KeptNumbers
-from cohort.services.simulator.reproduce.reproduce import shown_paper, shown_ratio, shown_spread
 from cohort.services.simulator.reproduce.verdicts import (
     DIRECTION,
     EFFECT,
@@ -30,18 +29,13 @@ from cohort.services.simulator.reproduce.verdicts import (
     worst,
 )
 
-NOTES = "results/reproduction-notes.md"
-"""Written by hand, beside the page: why some differ, and what was tried."""
-_WIDE = 0.1
-"""Lowest to highest over the median: wider ones are named."""
-
 _HEAD = """\
 # Do we reproduce the papers?
 
 Written by `cohort reproduce --docs docs/reproduction.md`; nothing here is edited by hand. Every number comes
 from the simulator: the policies of the live services under virtual time (docs/guide/simulator.md says what
-it models). Ours is the median over seeds, with the lowest and the highest; `ratio` is ours over the paper's.
-`cohort reproduce --figure ID` measures a row again."""
+it models). Ours is the median over seeds, with the lowest and the highest. The figure named in the last column shows
+why: `cohort reproduce --figure NAME` measures it."""
 
 _LACKING = """\
 ## Not measured yet
@@ -49,28 +43,32 @@ _LACKING = """\
 Their settings are new; `cohort reproduce --paper NAME --docs docs/reproduction.md` adds the rows.
 """
 
+_FOOT = """
+## Rows and reasons
+
+`reproduction.json` beside this page keeps the lowest, median and highest number of every row, its seeds, and the
+conditions of the figures. `cohort reproduce --list --docs docs/reproduction.md` prints the rows with the papers'
+numbers and the verdicts, with `--figure ID` some of them; without `--list` it measures them again. Every row that is
+not reproduced has a reason in `configs/reproduction/reasons.yaml`, with the command whose numbers show it.
+
+The authors' engines would decide, or absolute numbers that they do not print: vLLM's time between tokens in
+EcoServe, the capacities in DynaServe, the attainments of BROS by model."""
+
 _MEANINGS = f"""
 - *{REPRODUCED}*: within {100 * WITHIN:g} % of the paper's number or range; or its bound is kept, or who
   wins (*above*, *below*), where it prints no more than that. A gain has to be one here as well, of
-  {100 * EFFECT:g} % at least and with every seed; 1.12 for 1.35 counts, as the factors are that near,
-  although the gain is a third.
+  {100 * EFFECT:g} % at least and with every seed.
 - *{DIRECTION}*: a gain on the paper's side with every seed, of another size.
 - *{MISSED}*: neither, with any seed. Where a claim has several numbers, the worst of them decides.
 - *{UNTOLD}*: the seeds disagree, or it cannot be measured here.
-- A *reading* is a number of the paper once more, in another setting: another reading of what the paper
-  leaves open, a stronger baseline, another model, a part of ours. The setting of the row that counts follows
-  from what the paper says or from its absolute numbers, never from a ratio (`services/simulator/figures/`).
-- An *anchor* is a number of the paper by which a parameter that it does not print was chosen, once for all
-  of its figures: it does not count.
-- Rows with – for a verdict compare nothing: the paper prints no number for them."""
+- A *reading* is the same number in another setting: what the paper leaves open read otherwise, a stronger
+  baseline, another model. The setting of the row that counts follows from what the paper says or from its
+  absolute numbers, never from a ratio (`services/simulator/figures/`). A number of the paper by which a
+  parameter that it does not print was chosen does not count either."""
 
 _CLAIMS = """\
-| claim | theirs | ours | verdict | why |
+| claim | theirs | ours | verdict | why; figure |
 |---|---:|---:|---|---|"""
-
-_ROWS = """\
-| workload | system | metric | paper | ours | spread | ratio | verdict | note | id |
-|---|---|---|---:|---:|---:|---:|---|---|---|"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +91,7 @@ def markdown(kept: KeptNumbers, figures: Sequence[Figure], claims: Sequence[Clai
         for system, group in groupby(sorted(missing, key=_system), key=_system):
             ids = [figure.id for figure in group]
             lines.append(f"- {system}, {len(ids)}: {', '.join(ids)}")
-    for system, of_system in groupby(rows, key=lambda row: row.figure.system):
-        lines += _system_rows(system, list(of_system), kept.conditions.get(system, []), reasons)
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, _FOOT]) + "\n"
 
 
 def rows_of(kept: KeptNumbers, figures: Iterable[Figure], claims: Sequence[Claim]) -> list[Row]:
@@ -121,7 +117,7 @@ def _summary(rows: Sequence[Row], claims: Iterable[Claim], reasons: Sequence[Rea
         if by_id.keys() >= set(claim.ids):
             found = [by_id[name] for name in claim.ids]
             verdicts.append(said := worst(row.said for row in found))
-            tables.setdefault(claim.paper, []).append(_claim_line(claim, found, said, by_id))
+            tables.setdefault(claim.paper, []).append(_claim_line(claim, found, said))
     if not tables:
         return
     yield from ("", "## Summary", "", f"Of {len(verdicts)} claims: {_counted(verdicts)}.")
@@ -131,25 +127,12 @@ def _summary(rows: Sequence[Row], claims: Iterable[Claim], reasons: Sequence[Rea
         yield from ("", f"### {paper}", "", *_in_one_line(paper, rows, reasons), _CLAIMS, *table)
 
 
-def _claim_line(claim: Claim, found: Sequence[Row], said: str, by_id: Mapping[str, Row]) -> str:
+def _claim_line(claim: Claim, found: Sequence[Row], said: str) -> str:
     unit = found[0].figure.unit
     theirs, ours = _range([row.figure.paper for row in found], unit), _ours([row.ours for row in found], unit)
-    why = [claim.why] if claim.why else []
-    why += [_beside(by_id[name], found[0]) for name in claim.beside if name in by_id]
-    if said != REPRODUCED and claim.shown_by:
-        why.append(f"shown by `{claim.shown_by}`")
-    return f"| {claim.says} | {theirs} | {ours} | {said} | {'; '.join(why)} |"
-
-
-def _beside(row: Row, of: Row) -> str:
-    """Another row's number, named by what it has else than the claim's first row, with the paper's if that differs."""
-    named = [word for word, other in zip(_words(row.figure), _words(of.figure), strict=True) if word and word != other]
-    paper = "" if row.figure.paper == of.figure.paper else f", theirs {row.figure.paper:g}"
-    return f"{', '.join(named)}: {row.ours.median:.3g}{paper}"
-
-
-def _words(figure: Figure) -> tuple[str, ...]:
-    return figure.workload, figure.baseline, f"{figure.metric}, {figure.unit}", figure.note
+    shown_by = claim.shown_by.removeprefix("cohort reproduce --figure ")
+    why = "" if said == REPRODUCED else "; ".join(filter(None, (claim.why, shown_by and f"`{shown_by}`")))
+    return f"| {claim.says} | {theirs} | {ours} | {said} | {why} |"
 
 
 def _rows_told(rows: Sequence[Row]) -> Iterator[str]:
@@ -202,59 +185,10 @@ def _lowered(sentence: str) -> str:
     return sentence if first.isupper() and len(first) > 1 else sentence[0].lower() + sentence[1:]
 
 
-def _system_rows(system: str, rows: Sequence[Row], under: Sequence[str], reasons: Sequence[Reason]) -> Iterator[str]:
-    """A table for each figure, then the conditions they were measured under, how many agree, and why some differ."""
-    for figure, group in groupby(rows, key=lambda row: row.figure.figure):
-        yield from ("", f"## {figure} ({system})", "", _ROWS)
-        yield from map(_row_line, sorted(group, key=lambda row: row.standing.value))
-    yield from ("", f"## Why, and what was tried ({system})", "")
-    yield from (f"- {line}" for line in (*under, *_remarks(rows, reasons)))
-
-
-def _row_line(row: Row) -> str:
-    figure, ours = row.figure, row.ours
-    verdict = {
-        Standing.CLAIM: row.said,
-        Standing.READING: f"reading: {row.said}",
-        Standing.ANCHOR: f"anchor: {row.said}",
-        Standing.BESIDE: "–",
-    }[row.standing]
-    return (
-        f"| {figure.workload} | {figure.baseline} | {figure.metric}, {figure.unit} | {shown_paper(figure)} "
-        f"| {ours.median:.4g} | {shown_spread(ours)} | {shown_ratio(figure, ours.median)} | {verdict} | {figure.note} "
-        f"| {figure.id} |"
-    )
-
-
-def _remarks(rows: Sequence[Row], reasons: Sequence[Reason]) -> Iterator[str]:
-    said = _by_standing(rows)
-    for standing, what in ((Standing.CLAIM, "rows"), (Standing.READING, "readings"), (Standing.ANCHOR, "anchors")):
-        if counts := Counter(said[standing]):
-            of_them = ", ".join(f"{counts[each]} {each}" for each in VERDICTS if counts[each])
-            yield f"{of_them}, of {counts.total()} {what}."
-    judged = [row for row in rows if row.standing is not Standing.BESIDE]
-    wide = sorted((row for row in judged if _width(row.ours) > _WIDE), key=lambda row: -_width(row.ours))[:5]
-    if wide:
-        named = [f"{', '.join((r.figure.figure, *_words(r.figure)[:3]))} ({shown_spread(r.ours)})" for r in wide]
-        yield f"Widest spread over the seeds: {'; '.join(named)}."
-    others = [row.figure.id for row in judged if row.said != REPRODUCED]
-    for reason in reasons:
-        if ids := [name for name in others if reason_of(name, reasons) is reason]:
-            yield f"{reason.why}; shown by `{reason.shown_by}`: {', '.join(ids)}."
-    if bare := [name for name in others if reason_of(name, reasons) is None]:
-        yield f"Not explained: {', '.join(bare)}."
-    yield f"More, and what was tried, is written by hand: [{NOTES}]({NOTES})."
-
-
 def reason_of(name: str, reasons: Iterable[Reason]) -> Reason | None:
     """The reason with the longest beginning of a row's id."""
     fitting = [(len(begin), reason) for reason in reasons for begin in reason.begins if name.startswith(begin)]
     return max(fitting, key=lambda found: found[0])[1] if fitting else None
-
-
-def _width(ours: Spread) -> float:
-    """0 where chance is not known to have a part, NaN where nothing finite was measured."""
-    return (ours.high - ours.low) / abs(ours.median) if ours.seeds > 1 and ours.median else 0.0
 
 
 def _counted(said: Iterable[str]) -> str:

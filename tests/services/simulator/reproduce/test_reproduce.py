@@ -152,7 +152,10 @@ def test_the_command_tells_verdicts_and_spread(
     assert main(["reproduce", "--seeds", "3", "--json", "--docs", str(page)]) == 0
     rows = msgspec.json.decode(capsys.readouterr().out, type=list[Reproduced])
     assert [(row.verdict, len(row.seeds)) for row in rows] == [("reproduced", 3), ("not", 0)]
-    assert "4 to 4.2, 3 seeds" in page.read_text() and '"x-1":[4.0,4.1,4.2,3]' in (tmp_path / "page.json").read_text()
+    assert "# Do we reproduce" in page.read_text() and '"x-1":[4.0,4.1,4.2,3]' in (tmp_path / "page.json").read_text()
+    runs.clear()
+    assert main(["reproduce", "--list", "--docs", str(page)]) == 0
+    assert "3 seeds" in capsys.readouterr().out and runs == []
     assert main(["reproduce", "--seeds", "1"]) == 0
     assert "one seed" in capsys.readouterr().out
     for wrong in (["--seeds", "0"], ["--jobs", "0"], ["--scatter", "-1"], ["--lacking"], ["--kept"]):

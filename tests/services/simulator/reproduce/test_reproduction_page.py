@@ -14,8 +14,14 @@ from cohort.common.errors import ConfigError
 from cohort.services.simulator.figures.claim import Claim, Kind, Reason, Standing, shipped_claims, shipped_reasons
 from cohort.services.simulator.figures.figure import Figure
 from cohort.services.simulator.reproduce.kept_numbers import KeptNumbers
-from cohort.services.simulator.reproduce.reproduce import Reproduced, all_figures
-from cohort.services.simulator.reproduce.reproduction_page import NOTES, markdown, reason_of, rows_of
+from cohort.services.simulator.reproduce.reproduce import (
+    Reproduced,
+    all_figures,
+    shown_paper,
+    shown_ratio,
+    shown_spread,
+)
+from cohort.services.simulator.reproduce.reproduction_page import markdown, reason_of, rows_of
 from cohort.services.simulator.reproduce.verdicts import REPRODUCED, Spread
 
 PAGE = Path(__file__).parents[4] / "docs" / "reproduction.md"
@@ -63,11 +69,18 @@ def test_numbers_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert [*numbers.spreads().values()] == [drawn, whole, Spread(0.9975, 0.9975, 0.9975, 1)]
     assert '"Table 1 (baselines)": {"baselines-Table 1":[1.9,2.0,2.2,3]},' in file.read_text().splitlines()
     page = markdown(numbers, FIGURES, [CLAIM], [])
-    assert "| w | b | m, x | 2 | 2 | 1.9 to 2.2, 3 seeds | 1.00 | reproduced | n | baselines-Table 1 |" in page
-    assert "no chance in it" in page and "1 of 3 rows were measured with one seed" in page
+    assert "| gains | 2 x | 0.998 x (one seed) | not | because |" in page
+    assert "1 of 3 rows were measured with one seed" in page
+    rows = numbers.results(FIGURES)
+    assert [(row.ours, row.verdict, len(row.seeds)) for row in rows] == [
+        (2.0, "reproduced", 3),
+        (1.5, "reproduced", 0),
+        (0.9975, "not", 1),
+    ]
+    assert [shown_spread(row.spread) for row in rows] == ["1.9 to 2.2, 3 seeds", "no chance in it", "one seed"]
     file.write_bytes(kept(result("ecoserve", "Fig. 1", 1.0, math.inf)).encoded())
-    page = markdown(KeptNumbers.read(file), FIGURES, [], [])
-    assert "[null,null,null,2]" in file.read_text() and "| nan | 2 seeds | – | cannot be told |" in page
+    (row,) = KeptNumbers.read(file).results(FIGURES)
+    assert "[null,null,null,2]" in file.read_text() and math.isnan(row.ours) and row.verdict == "cannot be told"
     assert KeptNumbers.read(tmp_path / "none.json") == NONE
     file.write_text("{}}")
     with pytest.raises(ConfigError, match=r"page\.json: not written by"):
@@ -78,7 +91,8 @@ def test_claims_stand_first_with_spread_and_verdict() -> None:
     lines = page_of([result("ecoserve", "Fig. 1", 1.3, 1.4, 1.2)], FIGURES).splitlines()
     at = lines.index("### P")
     assert "| gains | 2 x | 1.3 x (1.2 to 1.4) | direction | because |" in lines[at : at + 6]
-    assert at < lines.index("## Fig. 1 (ecoserve)")
+    assert at < lines.index("## Rows and reasons")
+    assert "because" not in page_of([result("ecoserve", "Fig. 1", 1.9)], FIGURES)
     assert "Of 1 claims: 0 reproduced, 1 direction, 0 not, 0 cannot be told." in lines
     assert not [line for line in lines if "one seed:" in line]
 
@@ -95,38 +109,20 @@ def test_a_paper_says_in_one_line_what_is_reproduced_and_why_most_of_the_rest_is
     assert "\n1 of 1 rows reproduced (100 %).\n" in page_of(results[:1], figures, first, *reasons)
 
 
-def test_a_claim_without_all_of_its_rows_is_left_out() -> None:
-    claim = Claim("P", "says", Kind.OVER, ("ecoserve-Fig. 1", "bucketserve-Fig. 5"))
-    assert "### P" not in page_of([result("ecoserve", "Fig. 1", 1.3)], FIGURES, claim)
-
-
 def test_bounds_directions_and_ranges_are_written() -> None:
     bound = replace(figure("ecoserve", "at most"), kind=Kind.AT_MOST)
     wins = replace(figure("ecoserve", "wins", 1.0), kind=Kind.MORE)
     between = replace(figure("ecoserve", "between"), paper_to=4.0)
     none = replace(figure("ecoserve", "none", math.nan), standing=Standing.BESIDE)
-    figures = [bound, wins, between, none]
-    page = page_of([Reproduced.of(each, [5.0], [0]) for each in figures], figures)
-    cells = [line.split(" | ") for line in page.splitlines() if "one seed |" in line]
-    shown = [[row[3], row[6], row[7]] for row in cells]
-    assert shown == [
-        ["at most 2", "2.50", "not"],
-        ["above 1", "–", "reproduced"],
-        ["2 to 4", "1.25", "reproduced"],
-        ["–", "–", "–"],
-    ]
+    shown = [(shown_paper(each), shown_ratio(each, 5.0)) for each in (bound, wins, between, none)]
+    assert shown == [("at most 2", "2.50"), ("above 1", "–"), ("2 to 4", "1.25"), ("–", "–")]
+    verdicts = [Reproduced.of(each, [5.0], [0]).verdict for each in (bound, wins, between)]
+    assert verdicts == ["not", "reproduced", "reproduced"]
 
 
-def test_remarks_follow_from_the_rows() -> None:
-    said = page_of([result("ecoserve", "Fig. 1", 1.2, 0.9, 2.0)], FIGURES)
-    assert "- 1 cannot be told, of 1 rows." in said
-    assert "- Widest spread over the seeds: Fig. 1, w, b, m, x (0.9 to 2, 3 seeds)." in said
-    assert "- Not explained: ecoserve-Fig. 1." in said
-    why = Reason(("ecoserve-",), "Because", "cohort reproduce --figure y")
-    told = page_of([result("ecoserve", "Fig. 1", 1.2)], FIGURES, CLAIM, why)
-    assert "- Because; shown by `cohort reproduce --figure y`: ecoserve-Fig. 1." in told
-    assert "Because" not in page_of([result("ecoserve", "Fig. 1", 1.9)], FIGURES, CLAIM, why)
-    assert NOTES in said and (PAGE.parent / NOTES).is_file()
+def test_a_claim_without_all_of_its_rows_is_left_out() -> None:
+    claim = Claim("P", "says", Kind.OVER, ("ecoserve-Fig. 1", "bucketserve-Fig. 5"))
+    assert "### P" not in page_of([result("ecoserve", "Fig. 1", 1.3)], FIGURES, claim)
 
 
 def test_conditions_stay_with_the_rows_they_belong_to() -> None:
@@ -134,11 +130,11 @@ def test_conditions_stay_with_the_rows_they_belong_to() -> None:
         {"ecoserve": ["Lengths: some."]}, {"Fig. 1 (ecoserve)": {"ecoserve-Fig. 1": (1.0, 1.0, 1.0, 1)}}
     )
     after = kept(result("baselines", "Table 1", 1.3), before=before)
-    assert "- Lengths: some." in markdown(after, FIGURES, [], [])
-    assert "Lengths" not in markdown(kept(result("ecoserve", "Fig. 1", 1.3), before=before), FIGURES, [], [])
+    assert after.conditions["ecoserve"] == ["Lengths: some."]
+    assert kept(result("ecoserve", "Fig. 1", 1.3), before=before).conditions == {"ecoserve": []}
 
 
-def test_the_page_on_disk_is_current_and_has_a_row_for_every_figure() -> None:
+def test_the_page_on_disk_is_current_and_every_figure_has_a_number() -> None:
     text = PAGE.read_text(encoding="utf-8")
     numbers, figures = KeptNumbers.read(PAGE.with_suffix(".json")), all_figures()
     assert markdown(numbers, figures, shipped_claims(), shipped_reasons()) == text
@@ -154,7 +150,7 @@ def test_the_page_on_disk_is_current_and_has_a_row_for_every_figure() -> None:
             assert f"| {claim.says} |" in text and f"### {claim.paper}\n" in text
     summary = text.partition("\n## Summary\n")[2].partition("\n## ")[0]
     unlike = [line for line in summary.splitlines() if re.search(r"\| (not|direction|cannot be told) \|", line)]
-    assert unlike and [line for line in unlike if "shown by `cohort " not in line] == []
+    assert unlike and [line for line in unlike if not line.endswith("` |")] == []
     judged = [row.figure.id for row in found if row.standing is not Standing.BESIDE and row.said != REPRODUCED]
     assert judged and [name for name in judged if reason_of(name, shipped_reasons()) is None] == []
 
@@ -168,7 +164,6 @@ def test_a_figure_without_a_row_is_named() -> None:
 def test_rows_of_figures_that_are_no_more_leave_the_page() -> None:
     now, former = (Figure(name, "s", "Fig. 1", "w", name, "m", "x", 2.0, lambda lab: 0.0) for name in ("now", "former"))
     before = NONE.with_results([Reproduced.of(figure, [1.9], [0]) for figure in (now, former)], [now, former])
-    assert "| former |" in markdown(before, [now, former], [], [])
-    after = markdown(before, [now], [], [])
-    assert "| now |" in after and "| former |" not in after
+    assert [row.figure.id for row in rows_of(before, [now, former], [])] == ["now", "former"]
+    assert [row.figure.id for row in rows_of(before, [now], [])] == ["now"]
     assert [*before.with_results([], [now]).spreads()] == ["now"]

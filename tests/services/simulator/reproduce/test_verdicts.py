@@ -112,7 +112,7 @@ def test_rows_are_compared_as_their_claim_or_unit_says() -> None:
 
 def test_claims_name_figures_that_exist_and_give_short_reasons() -> None:
     known, claims = {figure.id for figure in all_figures()}, shipped_claims()
-    assert claims and [name for claim in claims for name in (*claim.ids, *claim.beside) if name not in known] == []
+    assert claims and [name for claim in claims for name in claim.ids if name not in known] == []
     standing = {figure.id: figure.standing for figure in all_figures()}
     assert [name for claim in claims for name in claim.ids if standing[name] is Standing.ANCHOR] == []
     assert [claim.why for claim in claims if len(claim.why.split()) > 8] == []
@@ -168,20 +168,12 @@ def test_names_are_expanded_as_a_shell_does() -> None:
     assert expanded("{a,b}-{c,d}") == ("a-c", "a-d", "b-c", "b-d") and expanded("") == ()
 
 
-def test_anchors_are_told_beside_the_ratio_they_explain() -> None:
+def test_the_reason_and_what_shows_it_stand_where_a_claim_is_not_reproduced() -> None:
     ratio = _figure("ratio", 2.0)
-    anchor = replace(_figure("anchor", 10.0, "%", "kept"), baseline="other")
-    case = replace(_figure("case", 2.0), workload="another mix")
-    claim = Claim("P", "says", Kind.OVER, ("ratio",), "because", ("anchor", "case"))
-    figures = [ratio, anchor, case]
-    rows = [Reproduced.of(figure, [value], [0]) for figure, value in zip(figures, (1.9, 12.0, 3.0), strict=True)]
-    page = page_of(rows, figures, claim)
-    assert "| because; other, kept, %: 12, theirs 10; another mix: 3 |" in page
-    assert "| because |" in page_of(rows[:1], figures, claim)
-    claim = replace(claim, shown_by="cohort reproduce --figure case")
-    assert "shown by" not in page_of(rows, figures, claim)
-    rows[0] = Reproduced.of(ratio, [0.9], [0])
-    assert "another mix: 3; shown by `cohort reproduce --figure case` |" in page_of(rows, figures, claim)
+    claim = Claim("P", "says", Kind.OVER, ("ratio",), "because", "cohort reproduce --figure case")
+    assert "| reproduced |  |" in page_of([Reproduced.of(ratio, [1.9], [0])], [ratio], claim)
+    page = page_of([Reproduced.of(ratio, [0.9], [0])], [ratio], claim)
+    assert "| not | because; `case` |" in page
 
 
 def test_rows_are_counted_with_those_that_cannot_be_told_and_without() -> None:
@@ -202,5 +194,3 @@ def test_readings_and_what_compares_nothing_are_counted_apart() -> None:
     assert "Of 1 rows, each a number, bound or direction that a paper prints: 1 reproduced" in page
     assert "Of 1 other readings of the same numbers: 1 reproduced" in page and "1 more rows compare nothing." in page
     assert "Of 1 rows that chose a parameter: 1 reproduced" in page
-    cells = [line.split(" | ")[7] for line in page.splitlines() if line.startswith("| w | b |")]
-    assert cells == ["reproduced", "reading: reproduced", "anchor: reproduced", "–"]

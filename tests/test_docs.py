@@ -12,7 +12,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 PAPERS = {"B": "bucketserve", "R": "bros", "A": "alignedserve", "D": "dynaserve", "E": "ecoserve"}
 LIMITS = {
-    "README.md": 900,
+    "README.md": 600,
     "docs/benchmarks.md": 1_500,
     "docs/tutorials/your-own-scheduler.md": 1_200,
     **{f"docs/papers/{name}.md": 1_400 for name in (*PAPERS.values(), "baselines")},

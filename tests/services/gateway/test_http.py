@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import cohort
 from cohort.common.errors import ConfigError
+from cohort.services.gateway.generation.streams import Streams
 from cohort.services.gateway.keys.middleware import resolve_keys
 from tests.examples import examples
 from tests.services.gateway.conftest import OpenSite, Site
@@ -66,6 +67,29 @@ async def test_metrics_are_prometheus_text(site: Site) -> None:
         assert line in text
     stats = site.context.stats()
     assert (stats["finished_total"], stats["generation_tokens_total"], stats["open_streams"]) == (1, 4, 0)
+
+
+async def test_a_rejected_body_is_counted_once(site: Site) -> None:
+    assert (await site.post("/v1/completions", {**ASK, "max_tokens": -1}))[0] == 400
+    async with site.session.get(site.url + "/metrics") as response:
+        lines = [line for line in (await response.text()).splitlines() if line.startswith("cohort_rejections_total{")]
+    [line] = [line for line in lines if not line.endswith(" 0.0")]
+    assert 'reason="invalid"' in line and 'status="400"' in line and line.endswith(" 1.0")
+
+
+async def test_a_body_is_in_flight_until_its_request_is_owned(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies, data = site.gateway.generator.bodies, json.dumps(ASK).encode()
+    offer, seen = Streams.offer, []
+
+    def noted(self: Streams, *arguments: Any) -> Any:
+        seen.append(bodies.in_flight_bytes)
+        return offer(self, *arguments)
+
+    monkeypatch.setattr(Streams, "offer", noted)
+    headers = {"Content-Type": "application/json"}
+    async with site.session.post(site.url + "/v1/completions", data=data, headers=headers) as response:
+        assert response.status == 200
+    assert (seen, bodies.in_flight_bytes) == ([len(data)], 0)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from cohort.services.gateway.apis import openai_api
+from cohort.services.gateway.generation.mailbox import Mailbox
 from cohort.services.gateway.http.sse import EventStream
 from tests.services.gateway.cluster import Gate
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site
@@ -114,6 +116,27 @@ async def test_tokens_that_need_a_look_take_the_usual_way(
     async with open_site(step_s=0.002) as site:
         assert await events_of(site, path, body)
     assert not direct
+
+
+async def test_no_token_overtakes_one_that_waits() -> None:
+    mailbox, direct = Mailbox(), []
+
+    def sends(index: int, tokens: Sequence[int]) -> bool:
+        direct.extend(tokens)
+        return True
+
+    mailbox.direct = sends
+    mailbox.put_plain(0, [1])  # its handler is busy
+    mailbox.put_plain(0, [2])
+    assert not direct
+    assert (await mailbox.next()).tokens == [1, 2]
+    waiting = asyncio.create_task(mailbox.next())
+    await asyncio.sleep(0)
+    mailbox.put_plain(0, [3])
+    mailbox.put(0, tokens=[4])
+    mailbox.put_plain(0, [5])  # its handler was woken, and has not run yet
+    assert direct == [3]
+    assert (await waiting).tokens == [4, 5]
 
 
 async def test_a_client_that_does_not_read_is_not_written_to_for_ever(open_site: OpenSite) -> None:

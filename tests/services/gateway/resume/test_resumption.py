@@ -486,6 +486,31 @@ async def test_a_stream_is_its_keys_and_is_charged_once(open_site: OpenSite, tmp
         )
 
 
+async def test_a_stream_that_is_left_to_the_next_gateway_is_charged_once(open_site: OpenSite, tmp_path: Path) -> None:
+    file = tmp_path / "keys" / "keys.json"
+    alice = add(file, "alice")
+    keys, body = {"file": str(file), "reload_s": 1e-6}, {**PROMPT, "max_tokens": 40}
+    read = Read()
+    async with (
+        open_site(lambda request: [9] * 400, step_s=0.05, drain_s=0.05, keys=keys) as first,
+        reading(first, read, "/v1/completions", body, **alice) as events,
+    ):
+        for _ in range(3):
+            await anext(events)
+        first.context.stopping.set()
+        async for _ in events:
+            pass
+    assert [error["code"] for error in read.errors] == [503]
+    read.errors, read.done = [], False
+    async with open_site(lambda request: [9] * 400, step_s=0.001, keys=keys) as second:
+        await rest(second, read, **alice)
+        await eventually(lambda: not budget_of(second, "alice").open)
+        [row], [told] = await usage(second, alice), read.usage
+        assert row["prompt_tokens"] == told["prompt_tokens"]
+        # A token that comes together with the end of the first gateway is written, not rendered: nobody pays for it.
+        assert told["completion_tokens"] - 1 <= row["completion_tokens"] <= told["completion_tokens"]
+
+
 async def test_a_stream_without_a_reader_counts_as_open(open_site: OpenSite, tmp_path: Path) -> None:
     file = tmp_path / "keys" / "keys.json"
     alice = add(file, "alice", rt=OwnLimits(concurrent_requests=1))

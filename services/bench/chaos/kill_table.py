@@ -57,6 +57,7 @@ class Asker(User):
     """Streams the answers to all its cases, and from the first on again until it is told to stop."""
 
     away_s = 0.1
+    asks_again = True
     resumes = False
 
     async def run(self, stopping: asyncio.Event, mean_pause_s: float = 0.0) -> None:
@@ -124,7 +125,7 @@ class KillTable:
 
 
 def lost(accounts: Accounts, clients: int, kills: int) -> Iterator[str]:
-    """What a soak accounts for, and a row does not."""
+    """What a soak accounts for, and a row does not. Of the clients half are cut; one may meet a dying gateway twice."""
     if refused := accounts.total(Verdict.REFUSED):
         yield f"{refused} requests were refused"
     if (cut := accounts.total(Verdict.CUT)) > clients * kills:

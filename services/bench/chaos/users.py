@@ -93,6 +93,8 @@ async def references(place: Place, cases: Sequence[Case]) -> dict[str, Said]:
 
 class User:
     away_s = AWAY_S
+    asks_again = False
+    """For a stream of which nothing came, not even what it is resumed by."""
 
     def __init__(
         self, place: Place, accounts: Accounts, cases: Sequence[Case], known: dict[str, Said], random: Random
@@ -253,11 +255,11 @@ class User:
             manner = Manner(leave_after_events=random.randint(1, 12) if breaks > 0 else None)
             ending = await exchange.follow_resumed(http, place.url, stream, manner, first)
             breaks -= 1
-            first = None
+            first = None if stream.token else first
             match ending:
                 case Left() if what == "resume":
                     await asyncio.sleep(random.choice([0.0, random.uniform(0, 2)]))
-                case Broken() | Failed() | Refused(429 | 503) if stream.token:  # a shutdown ends it with an error
+                case Broken() | Failed() | Refused(429 | 503) if stream.token or self.asks_again:  # a shutdown ends it
                     broken = True
                     await asyncio.sleep(self.away_s)
                 case _:

@@ -43,16 +43,9 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_output(args: argparse.Namespace) -> None:
-    """Before the measurement, not after it. Raises `ConfigError`."""
-    if args.json not in (None, "-"):
-        check_writable(Path(args.json), "--json")
-
-
-def check_writable(path: Path | None, option: str) -> Path | None:
-    """A result that cannot be written should fail before the run, not after it. Raises `ConfigError`."""
-    if path is not None and not path.parent.is_dir():
-        raise ConfigError(f"{option} {path}: no folder {path.parent}")
-    return path
+    """A result that cannot be written fails before the measurement, not after it. Raises `ConfigError`."""
+    if args.json not in (None, "-") and not (folder := Path(args.json).parent).is_dir():
+        raise ConfigError(f"--json {args.json}: no folder {folder}")
 
 
 def publish_json(path: str | None, document: bytes) -> None:

@@ -48,7 +48,7 @@ from cohort.services.simulator.reproduce.reproduction_results import measured_al
 
 _PIPED_WIDTH = 140
 _ADVICE_ROWS = 10
-_PLANNED_SLO = "ttft=2,tpot=0.2"
+_USUAL_SLO = "ttft=2,tpot=0.2"
 
 
 def run_simulate(options: argparse.Namespace) -> int:
@@ -105,9 +105,7 @@ def _planned(options: argparse.Namespace) -> DayReport:
     cluster = cluster_of(options, options.cluster)
     if cluster.parts or cluster.shares:
         raise ConfigError("--planner: instances want to be alike, each with a device of its own")
-    if not options.slo:
-        options.slo = _PLANNED_SLO
-        _tell(f"no --slo: judged by the gateway's defaults for real-time requests, {_PLANNED_SLO}")
+    _judge_by_usual_slo(options)
     config = configuration(options, options.preset, cluster=cluster)
     most = min(config.planner.max_workers or cluster.instances, cluster.instances)
     planner = msgspec.structs.replace(config.planner, mode="act", max_workers=most)
@@ -130,12 +128,17 @@ def _planned(options: argparse.Namespace) -> DayReport:
     )
 
 
+def _judge_by_usual_slo(options: argparse.Namespace) -> None:
+    """Where `--slo` names none."""
+    if not options.slo:
+        options.slo = _USUAL_SLO
+        _tell(f"no --slo: judged by the gateway's defaults for real-time requests, {_USUAL_SLO}")
+
+
 def run_advise(options: argparse.Namespace) -> int:
     console, errors = _console(quiet=options.json == "-"), Console(stderr=True)
     told_of_profiles(options, [cluster_of(options, options.cluster)], _tell)
-    if not options.slo:
-        options.slo = "ttft=2,tpot=0.2"
-        errors.print("no --slo: judged by the gateway's defaults for real-time requests, ttft=2,tpot=0.2")
+    _judge_by_usual_slo(options)
     presets = [name.strip() for name in options.preset.split(",") if name.strip()] or preset_names()
     traffic = traffic_of(options, count=options.count or options.requests)
     advice = advise_.advise(

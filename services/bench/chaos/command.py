@@ -49,7 +49,7 @@ from cohort.services.bench.chaos.report import RESTARTED, UNDISTURBED, Run
 from cohort.services.bench.chaos.soak import Soak, Terms
 from cohort.services.bench.chaos.users import Place
 from cohort.services.bench.live.pipelines import pipeline
-from cohort.services.bench.output import check_writable, publish_json
+from cohort.services.bench.output import check_output, publish_json
 
 KINDS = ("gateway", "predictor", "manager", "monitor", "prefill", "decode", "unified")
 _TABLE_RESUME_S = 60.0
@@ -111,8 +111,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--clients, --requests, --output-len and --kills must be above 0")
     if args.minutes is not None and (args.minutes <= 0 or args.rate <= 0 or not 0 <= args.kills_for <= 1):
         raise ConfigError("--minutes and --rate must be above 0, --kills-for between 0 and 1")
-    if args.json not in (None, "-"):
-        check_writable(Path(args.json), "--json")
+    check_output(args)
     began, done = datetime.now(UTC).isoformat(timespec="seconds"), list[Run]()
 
     def document(runs: list[Run], *, finished: bool = False) -> report.Document:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from cohort.common.errors import ConfigError
-from cohort.services.bench.output import check_writable
+from cohort.services.bench.output import check_output
 
 if TYPE_CHECKING:
     from cohort.common.workloads.traces import Trace
@@ -77,6 +77,7 @@ def from_args(args: argparse.Namespace) -> BenchOptions:
     if endpoint == "chat" and args.prompt_format == "ids":
         raise ConfigError("--endpoint chat takes no token ids; use --prompt-format text")
     workload = _workload(args)
+    check_output(args)
     settings = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(args).items()
@@ -101,7 +102,7 @@ def from_args(args: argparse.Namespace) -> BenchOptions:
         request_timeout_s=args.request_timeout_s,
         new_connections=args.new_connections,
         prompt_salt=secrets.randbits(31) if args.prompt_salt is None else args.prompt_salt,
-        json_path=args.json if args.json in (None, "-") else str(check_writable(Path(args.json), "--json")),
+        json_path=args.json,
         quiet=args.quiet or args.json == "-",
         settings=settings,
     )

@@ -41,7 +41,6 @@ from cohort.services.simulator.hardware.hardware import Cluster, as_kept
 from cohort.services.simulator.hardware.scatter import StepScatter
 from cohort.services.simulator.hardware.simulated_network import SimNetwork
 
-_GATEWAY_BEAT_S = 1.0
 _DRAIN_LOOK_S = 0.1
 _SETTLING_S = 4.0
 """Virtual time before the first arrival, in which processes meet."""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cohort import __version__
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
@@ -87,6 +89,11 @@ def test_every_mechanism_of_the_index_links_to_its_page() -> None:
 @pytest.mark.parametrize(("page", "words"), LIMITS.items())
 def test_pages_keep_their_length(page: str, words: int) -> None:
     assert len((ROOT / page).read_text(encoding="utf-8").split()) <= words
+
+
+def test_the_changelog_has_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.search(rf"^## {re.escape(__version__)} - \d{{4}}-\d\d-\d\d$", text, re.MULTILINE)
 
 
 def test_every_page_can_be_reached_from_the_readme() -> None:

@@ -6,8 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cohort import __version__
+from cohort.common.config import Config, load_config
+from cohort.services.bench.__main__ import COMMANDS as MEASUREMENTS
+from cohort.services.cli.__main__ import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -25,6 +29,11 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 PATH = re.compile(r"\b(?:common|services|kernels|configs|scripts|tests|docs)/[\w./-]*\w")
 MODULE = re.compile(r"(?<![\w/.])\w+\.py\b")
+PYTHON = re.compile(r"^```(?:python|javascript).*?^```", re.MULTILINE | re.DOTALL)
+YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+OPTION = re.compile(rf"(?<![\w./-])((?:{'|'.join(Config.__struct_fields__)})(?:\.\w+)+)(?![\w(])")
+NO_OPTION = re.compile(r"cohort\.(common|configs|kernels|services)\b|.*\.(json|md|sock|sqlite)$")
+COMMAND = re.compile(r"(?:^|`|bin/)cohort ([a-z][a-z-]*)(?: ([a-z][a-z-]*))?", re.MULTILINE)
 ROW = re.compile(r"^\| (?:\[(?P<linked>[BRADE]\d+)\]\((?P<page>[\w/.]+)\)|(?P<plain>[BRADE]\d+)) \|", re.MULTILINE)
 
 
@@ -94,6 +103,47 @@ def test_pages_keep_their_length(page: str, words: int) -> None:
 def test_the_changelog_has_this_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.search(rf"^## {re.escape(__version__)} - \d{{4}}-\d\d-\d\d$", text, re.MULTILINE)
+
+
+def known(value: object, names: list[str]) -> bool:
+    """Whether a configuration has an option or section of this name; a mapping that operators fill has all."""
+    for name in names:
+        if isinstance(value, dict):
+            return True
+        if not hasattr(value, name):
+            return False
+        value = getattr(value, name)
+    return True
+
+
+def test_named_options_exist() -> None:
+    config, missing = Config(), {}
+    for page in PAGES:
+        named = {match[1] for match in OPTION.finditer(PYTHON.sub("", page.read_text(encoding="utf-8")))}
+        missing[name_of(page)] = {
+            name for name in named if not NO_OPTION.match(name) and not known(config, name.split("."))
+        }
+    assert {page: names for page, names in missing.items() if names} == {}
+
+
+def test_configurations_on_pages_are_read(tmp_path: Path) -> None:
+    blocks = [block for page in PAGES for block in YAML.findall(page.read_text(encoding="utf-8"))]
+    configurations = [block for block in blocks if set(yaml.safe_load(block)) <= set(Config.__struct_fields__)]
+    assert len(configurations) >= 5
+    for block in configurations:
+        (tmp_path / "my.yaml").write_text(block, encoding="utf-8")
+        load_config([tmp_path / "my.yaml"])
+
+
+def test_named_commands_exist() -> None:
+    """But for what the changelog says was left out."""
+    named = {
+        found.groups()
+        for page in PAGES
+        for found in COMMAND.finditer(page.read_text(encoding="utf-8").partition("### Left out")[0])
+    }
+    assert {name for name, _ in named} <= set(COMMANDS)
+    assert {word for name, word in named if name == "bench" and word} <= set(MEASUREMENTS)
 
 
 def test_every_page_can_be_reached_from_the_readme() -> None:

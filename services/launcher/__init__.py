@@ -1,6 +1,6 @@
-"""Starts, watches and ends all processes of one pipeline on one host.
+"""Starts, watches and ends all processes of one pipeline.
 
-    options ──▶ preflight ──▶ plan ──▶ supervisor ──▶ child (one per process)
+    options ──▶ preflight ──▶ plan ──▶ supervisor ──▶ hosts: here (children) │ on_ray (on a cluster's nodes)
                                           │  asks restart_policy
                                           └──▶ console
 

@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+
+_LONGEST_READ_BYTES = 256 << 10
 
 
 class State(enum.StrEnum):
@@ -63,22 +64,6 @@ class Loading:
 
     percent: int
     text: str
-
-
-class View(Protocol):
-    """Where a supervisor shows what happens."""
-
-    def update(self, instance: str, state: State, *, pid: int | None = None, note: str = "") -> None: ...
-
-    def add(self, line: Line) -> None: ...
-
-    def remove(self, instance: str) -> None: ...
-
-    def say(self, text: str, *, style: str = "") -> None: ...
-
-    def echo_log(self, instance: str, raw: str) -> None: ...
-
-    def settle(self) -> None: ...
 
 
 class Console:
@@ -183,6 +168,32 @@ class Console:
         node = f"on {line.node:<15} " if line.node else ""
         where = f"{node}pid {line.pid:<7} port {line.port:<5}"
         return f"{line.instance:<12} {line.state:<10} {where} {_short(line.log)}{note}"
+
+
+class LogFollower:
+    """What was added to a process's log since the last look. Logs are plain files that the processes write themselves,
+    so that a slow terminal or a dead launcher never blocks them; showing their warnings may come a moment late."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._partial = b""
+
+    def new_lines(self) -> list[str]:
+        try:
+            with self._path.open("rb") as file:
+                size = file.seek(0, 2)
+                if size < self._offset:  # it was cut or begun anew
+                    self._offset, self._partial = 0, b""
+                if size - self._offset > _LONGEST_READ_BYTES:  # a flood: the newest will do
+                    self._offset, self._partial = size - _LONGEST_READ_BYTES, b""
+                file.seek(self._offset)
+                data = self._partial + file.read()
+                self._offset = file.tell()
+        except FileNotFoundError:
+            return []
+        *lines, self._partial = data.split(b"\n")
+        return [line.decode("utf-8", "replace") for line in lines]
 
 
 def readable_warning(raw: str) -> str:

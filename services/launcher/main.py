@@ -28,14 +28,15 @@ from cohort.common.keys.private_files import keep_private
 from cohort.services.launcher import control, preflight
 from cohort.services.launcher.box import check_host, on_box, summary
 from cohort.services.launcher.console import Console, Line
-from cohort.services.launcher.keepers import Keeper, MakeKeeper
+from cohort.services.launcher.here import Here
+from cohort.services.launcher.hosts import Hosts, Pipeline
 from cohort.services.launcher.models.default_model import is_complete
 from cohort.services.launcher.models.gguf_folder import served_folder
 from cohort.services.launcher.options import keys_of, overrides_of, ray_address
 from cohort.services.launcher.plan import ProcessPlan, StopStage, api_scheme, http_base, plan, resolve
 from cohort.services.launcher.run_files import LauncherState, ProcessMark, RunFiles, RunFilesError
 from cohort.services.launcher.supervisor import Supervisor
-from cohort.services.launcher.worker_desk import OneMachine, PlannedSupervisor
+from cohort.services.launcher.worker_desk import WorkerDesk
 
 if TYPE_CHECKING:
     from cohort.services.launcher.on_ray.cluster import Cluster
@@ -93,14 +94,9 @@ def _serve(options: argparse.Namespace, arguments: list[str], config: Config, *,
         _check_start(plans)
         preflight.raise_open_file_limit()
         files.write_config(dump_config(config))
-
-        def keeper(files: RunFiles, console: Console, on_change: Callable[[], None]) -> Keeper:
-            supervisor = Supervisor(plans, files, console, on_change=on_change)
-            if config.planner.mode != "act":
-                return supervisor
-            return PlannedSupervisor(config, supervisor, OneMachine(supervisor, files), files)
-
-        return asyncio.run(_supervise(config, plans, files, keeper, options.notify_fd, summary(config, gpus)))
+        return asyncio.run(
+            _supervise(config, plans, files, lambda _: Here(files), options.notify_fd, summary(config, gpus))
+        )
 
 
 def _serve_on_ray(
@@ -133,26 +129,19 @@ def _serve_joined(options: argparse.Namespace, cluster: Cluster, config: Config,
     from cohort.services.launcher.on_ray.serving import settle
 
     model = _named_folder(config) if options.print_config else _model_folder(config)
-    pipeline = settle(cluster, config, model=model, gateways=options.gateways or "1", workers_given=workers_given)
-    config = pipeline.config
+    settled = settle(cluster, config, model=model, gateways=options.gateways or "1", workers_given=workers_given)
+    config = settled.config
     if options.print_config:
         sys.stdout.write(dump_config(config))
         return 0
     preflight.check_exposure(config)
     preflight.check_certificate(config)
     files = RunFiles(paths.run_dir(config.gateway.port))
-    plans = [placement.plan for placement in pipeline.placements]
+    plans = [placement.plan for placement in settled.placements]
     with files.claim():
         _check_start([process for process in plans if not process.passes_metrics_port and process.instance in _HERE])
         files.write_config(dump_config(config))
-
-        def keeper(files: RunFiles, console: Console, on_change: Callable[[], None]) -> Keeper:
-            supervisor = pipeline.supervisor(files, console, on_change)
-            if config.planner.mode != "act":
-                return supervisor
-            return PlannedSupervisor(config, supervisor, supervisor, files)
-
-        return asyncio.run(_supervise(config, plans, files, keeper, options.notify_fd, pipeline.box))
+        return asyncio.run(_supervise(config, plans, files, settled.hosts, options.notify_fd, settled.box))
 
 
 def _named_folder(config: Config) -> Path:
@@ -184,7 +173,12 @@ def _check_start(plans: Sequence[ProcessPlan]) -> None:
 
 
 async def _supervise(
-    config: Config, plans: Sequence[ProcessPlan], files: RunFiles, keeper: MakeKeeper, notify_fd: int, box: str = ""
+    config: Config,
+    plans: Sequence[ProcessPlan],
+    files: RunFiles,
+    hosts_of: Callable[[Pipeline], Hosts],
+    notify_fd: int,
+    box: str,
 ) -> int:
     base = http_base(config.gateway.host, config.gateway.port, api_scheme(config))
     starter = _Starter(notify_fd)
@@ -213,7 +207,11 @@ async def _supervise(
         console.say(ready_text(config))
         starter.ready()
 
-    supervisor = keeper(files, console, record)
+    pipeline = Pipeline(files, console, record)
+    hosts = hosts_of(pipeline)
+    supervisor = Supervisor(pipeline, hosts, plans)
+    acts = config.planner.mode == "act"  # then the monitor refuses to plan where there is nothing to order from
+    desk = WorkerDesk(config, supervisor, hosts).listening(files.folder) if acts else contextlib.nullcontext()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.request_stop)
@@ -223,7 +221,8 @@ async def _supervise(
         console.say(box)
     console.start()
     try:
-        return await supervisor.run(ready)
+        async with desk:
+            return await supervisor.run(ready)
     finally:
         console.settle()
 

@@ -11,11 +11,11 @@ what has ended.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from cohort.services.launcher.console import State, View
+from cohort.services.launcher.console import State
+from cohort.services.launcher.hosts import Pipeline, Supervised
 from cohort.services.launcher.plan import StopStage
-from cohort.services.launcher.processes.supervised import Supervised
 from cohort.services.launcher.run_files import RestartState
 
 _ORDER = (StopStage.OTHERS, StopStage.MANAGER, StopStage.WORKERS, StopStage.GATEWAY)
@@ -24,14 +24,9 @@ READY_TIMEOUT_S = 300.0
 
 
 class RollingRestart:
-    def __init__(
-        self, processes: Sequence[Supervised], stopping: asyncio.Event, console: View, on_change: Callable[[], None]
-    ) -> None:
-        """`on_change` is called when `state` has changed."""
-        self._processes = processes
-        self._stopping = stopping
-        self._console = console
-        self._on_change = on_change
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._processes, self._stopping = pipeline.processes, pipeline.stopping
+        self._console, self._on_change = pipeline.console, pipeline.on_change
         self._asked = asyncio.Event()
         self.state = RestartState(0, [], [])
 

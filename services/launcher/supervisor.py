@@ -1,82 +1,62 @@
 """Keeps the processes of a pipeline running until asked to stop, then ends them in order.
 
-Per process one task:  start ─▶ probe /ready ─▶ wait for its end ─▶ ask the restart policy ─▶ start …
+Per process one task:  begin ─▶ probe /ready ─▶ wait for its end ─▶ ask the restart policy ─▶ begin …
 Stopping: stage by stage (gateway, manager, workers, others) SIGTERM, a deadline, SIGKILL; a second request to stop
-kills at once. A process that is given up stops the pipeline with exit code 1.
+kills at once. A process that is given up stops the pipeline with exit code 1; one that was added later only itself.
 
-Called by `main`. Decides nothing about restarts (`restart_policy`) and knows nothing about what the processes do.
+Called by `main`. Where processes run a back end knows (`hosts`): here, or on the nodes of a cluster. Decides nothing
+about restarts (`restart_policy`) and knows nothing about what the processes do.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import signal
-import socket
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from urllib.parse import urlsplit
 
-from cohort.common.http import listeners
-from cohort.services.launcher.console import Line, State, View, readable_warning
+from cohort.common.errors import CohortError
+from cohort.services.launcher.console import Line, LogFollower, State, readable_warning
+from cohort.services.launcher.hosts import HostLost, Hosts, NotBegun, Pipeline, Supervised
 from cohort.services.launcher.plan import ProcessPlan, StopStage
-from cohort.services.launcher.processes.child import Child
-from cohort.services.launcher.processes.forks import FROM, Fork, Forks
-from cohort.services.launcher.processes.log_follower import LogFollower
 from cohort.services.launcher.processes.probe import answers_ok
-from cohort.services.launcher.processes.restart_policy import GiveUp, exit_reason
-from cohort.services.launcher.processes.supervised import Supervised
+from cohort.services.launcher.processes.restart_policy import GiveUp, RestartPolicy, exit_reason
 from cohort.services.launcher.rolling import RollingRestart
-from cohort.services.launcher.run_files import ProcessMark, RestartState, RunFiles, RunFilesError
+from cohort.services.launcher.run_files import ProcessMark, RestartState, RunFilesError
 
 PROBE_INTERVAL_S = 0.05  # while a process starts; nothing else tells from outside that it is ready
 PROBED_AT_ONCE = 16
 """Processes; of more each is asked less often, or the asking would take the cores that they start on."""
 PROBE_TIMEOUT_S = 2.0
-TEMPLATE_LOG = "workers-template"
 REFRESH_INTERVAL_S = 0.5  # of warnings on the console and of the log size check
 KILL_TIMEOUT_S = 10.0  # for the kernel to end a killed process
 FAILED_STOP_TIMEOUT_S = 3.0  # for each stage when the pipeline is given up: nothing is worth draining for
+LOST_DELAY_S = 0.1  # before what lost its host begins again
 TAIL_LINES = 12
-
-_ALWAYS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-_UNLESS_SET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class Supervisor:
-    def __init__(
-        self,
-        plans: Sequence[ProcessPlan],
-        files: RunFiles,
-        console: View,
-        *,
-        on_change: Callable[[], None],
-        python: str = sys.executable,
-    ) -> None:
-        self._files = files
-        self._console = console
-        self._on_change = on_change
-        self._python = python
-        self._processes = [Supervised(plan) for plan in plans]
-        self._stopping = asyncio.Event()
-        workers = [plan for plan in plans if plan.stage is StopStage.WORKERS]
-        modules = [f"cohort.services.{plan.folder}.service" for plan in workers]
-        self._forks = Forks(python, modules, files.log_file(TEMPLATE_LOG)) if len(workers) >= FROM else None
-        self._probe_interval_s = PROBE_INTERVAL_S * max(1.0, len(plans) / PROBED_AT_ONCE)
-        self._rolling = RollingRestart(self._processes, self._stopping, console, on_change)
-        self._kill_now = asyncio.Event()
+    def __init__(self, pipeline: Pipeline, hosts: Hosts, plans: Sequence[ProcessPlan]) -> None:
+        self._pipeline = pipeline
+        self._hosts = hosts
+        self._files, self._console, self._on_change = pipeline.files, pipeline.console, pipeline.on_change
+        self._stopping, self._kill_now = pipeline.stopping, pipeline.kill_now
+        self._processes = pipeline.processes
+        self._processes += [Supervised(plan) for plan in plans]
+        self._rolling = RollingRestart(pipeline)
         self._failure = ""
         self._cause = ""
-        self._keepers: asyncio.TaskGroup | None = None
+        self._defect: Exception | None = None
+        self._tasks: asyncio.TaskGroup | None = None
         """While processes may be added."""
 
     @property
     def marks(self) -> dict[str, ProcessMark]:
-        """The processes that run now."""
+        """The processes of this machine that run now."""
         marks = {}
         for process in self._processes:
-            if process.child is not None and process.child.running:
+            if process.child is not None and process.child.running and not process.node:
                 mark = ProcessMark.of(process.child.pid)
                 if mark is not None:
                     marks[process.plan.instance] = mark
@@ -84,12 +64,12 @@ class Supervisor:
 
     @property
     def nodes(self) -> dict[str, str]:
-        """All are here."""
-        return {}
+        """Where each process is, as far as it is known; none where all are here."""
+        return {process.plan.instance: process.node for process in self._processes if process.node}
 
     @property
     def ready_urls(self) -> dict[str, str]:
-        return {process.plan.instance: process.plan.ready_url for process in self._processes}
+        return {process.plan.instance: process.ready_url for process in self._processes}
 
     @property
     def failure(self) -> str:
@@ -103,8 +83,11 @@ class Supervisor:
 
     def request_restart(self) -> None:
         """Restart the processes that the run folder names, or all, one after the other."""
-        if self._forks is not None and not self.restart.running:
-            self._forks.renew()
+        if self._hosts.no_restart:
+            self._console.say(self._hosts.no_restart, style="yellow")
+            return
+        if not self.restart.running:
+            self._hosts.renew()
         self._rolling.request(self._files.wanted_restart())
 
     def request_stop(self) -> None:
@@ -114,35 +97,59 @@ class Supervisor:
         self._stopping.set()
 
     async def run(self, on_ready: Callable[[], None]) -> int:
-        """Until everything has ended. `on_ready` is called once, when all processes are ready."""
-        async with asyncio.TaskGroup() as tasks:
-            self._keepers = tasks
+        """Until everything has ended and nothing of it is left. `on_ready` is called once, when all are ready."""
+        try:
             for process in self._processes:
-                tasks.create_task(self._keep(process))
-            watching = (self._announce(on_ready), self._watch_logs(), self._rolling.run())
-            helpers = [tasks.create_task(work) for work in watching]
-            await self._stopping.wait()
-            await self._stop_all()
-            self._keepers = None
-            await _all([process.done for process in self._processes])
-            for task in helpers:
-                task.cancel()
-            if self._forks is not None:
-                self._forks.end()
+                self._files.start_log(process.plan.instance)
+            self._hosts.ask_for(self._processes)
+            async with asyncio.TaskGroup() as self._tasks:
+                for process in self._processes:
+                    process.task = self._tasks.create_task(self._guarded(self._keep(process)))
+                watching = (self._announce(on_ready), self._watch_logs(), self._rolling.run())
+                helpers = [self._tasks.create_task(self._guarded(work)) for work in watching]
+                await self._stopping.wait()
+                await self._stop_all()
+                for task in (*helpers, *(process.task for process in self._processes)):
+                    if task is not None:
+                        task.cancel()
+        finally:
+            self._tasks = None
+            for process in self._processes:
+                self._hosts.release(process)
+            self._hosts.close()
+        if self._defect is not None:
+            raise self._defect
         return 1 if self._failure else 0
+
+    async def _guarded(self, work: Coroutine[None, None, None]) -> None:
+        """A defect of ours must not leave the pipeline to itself."""
+        try:
+            await work
+        except Exception as defect:
+            self._defect = defect
+            self._failure = self._failure or "the launcher failed"
+            self._stopping.set()
 
     # -- processes that come and go ------------------------------------------------------------------------------
 
     async def add(self, plan: ProcessPlan, timeout_s: float) -> None:
-        """Start another process beside the others; returns when it is ready. Raises `RunFilesError` when it ends before
-        that or takes longer: then it is gone."""
-        if self._keepers is None or self._stopping.is_set():
+        """Start another process beside the others; returns when it is ready. Raises `CohortError` when it cannot be
+        had, ends before it is ready or takes longer: then nothing of it stays."""
+        if self._tasks is None or self._stopping.is_set():
             raise RunFilesError("the pipeline is stopping")
         process = Supervised(plan, added=True)
         self._processes.append(process)
         self._console.add(Line(plan.instance, plan.port, self._files.log_file(plan.instance)))
-        self._keepers.create_task(self._keep(process))
-        await wait_any((process.ready, process.done), timeout_s)
+        self._files.start_log(plan.instance)
+        try:
+            self._hosts.ask_for([process])
+        except CohortError:
+            self._forget(process)
+            raise
+        process.task = self._tasks.create_task(self._guarded(self._keep(process)))
+        await wait_any((process.ready, process.done, self._stopping), timeout_s)
+        if self._stopping.is_set():
+            raise RunFilesError("the pipeline is stopping")  # and ends it with the others
         if not process.ready.is_set():
             why = process.failure or f"{plan.instance} is not ready after {timeout_s:.0f} s"
             await self.retire(plan.instance)
@@ -150,93 +157,97 @@ class Supervisor:
         self._on_change()
 
     async def retire(self, instance: str) -> None:
-        """Ask one process to drain and end, for good; returns when it is gone. Killed where it does not end in time."""
+        """Ask one process to drain and end, for good; returns when it is gone. By force where it does not end in time,
+        and where nobody answers for it: its node may be lost, and nobody know it yet."""
         process = next((each for each in self._processes if each.plan.instance == instance), None)
         if process is None:
             raise RunFilesError(f"no process named {instance}")
         process.leaving.set()
-        if process.running and process.child is not None:
-            self._console.update(instance, State.STOPPING)
-            process.child.terminate()
+        self._ask_to_end(process)
         await wait_any((process.done, self._kill_now), process.plan.stop_timeout_s)
-        if not process.done.is_set() and process.child is not None:
-            process.child.kill()
+        if not process.done.is_set():
+            self._kill(process)
             await wait_any((process.done,), KILL_TIMEOUT_S)
-        if process.done.is_set() and not self._stopping.is_set():
+        if process.task is not None:
+            process.task.cancel()
+            await asyncio.gather(process.task, return_exceptions=True)
+        self._forget(process)
+
+    def _forget(self, process: Supervised) -> None:
+        self._hosts.release(process)
+        if not self._stopping.is_set():
             self._processes.remove(process)
-            self._console.remove(instance)
+            self._console.remove(process.plan.instance)
         self._on_change()
 
     # -- keeping one process running -----------------------------------------------------------------------------
 
     async def _keep(self, process: Supervised) -> None:
-        plan = process.plan
-        self._files.start_log(plan.instance)
         try:
-            while not self._stopping.is_set() and not process.leaving.is_set():
+            while not self._ends(process):
                 delay_s = await self._run_once(process)
                 if delay_s is None:
                     return
                 await wait_any((self._stopping, process.leaving), delay_s)
         finally:
-            for listener in process.listeners:
-                listener.close()
             process.done.set()
+            if process.failure and process.added:
+                self._hosts.release(process)
+
+    def _ends(self, process: Supervised) -> bool:
+        return self._stopping.is_set() or process.leaving.is_set()
 
     async def _run_once(self, process: Supervised) -> float | None:
         """One life of the process. Returns the delay before the next, or None if there is none."""
-        plan = process.plan
-        command = plan.command(self._python, self._files.config_file, self._files.folder)
-        child = await self._begin(process, command)
-        process.child, process.renewed = child, False
-        process.policy.started()
-        self._console.update(plan.instance, State.STARTING, pid=child.pid)
-        self._on_change()
-        probe = asyncio.create_task(self._until_ready(process))
+        name = process.plan.instance
+        process.renewed = False
         try:
-            code = await child.wait()
-        finally:
-            probe.cancel()
-        process.ready.clear()
-        if self._stopping.is_set() or process.leaving.is_set():
+            process.child = await self._hosts.begin(process)
+            code = await self._until_ended(process)
+        except (HostLost, NotBegun) as lost:
+            if self._ends(process):
+                self._console.update(name, State.STOPPED, note="lost")
+                return None
+            if isinstance(lost, NotBegun):
+                self._give_up(process, str(lost))
+                return None
+            process.policy = RestartPolicy()  # where it begins again it has proven nothing
+            self._console.update(name, State.WAITING if lost.waits else State.RESTARTING, note=f"({lost})")
+            self._on_change()
+            return LOST_DELAY_S
+        if self._ends(process):
             ended_by_us = code in (0, -signal.SIGTERM) or (process.killed and code == -signal.SIGKILL)
-            note = "" if ended_by_us else exit_reason(code)
-            self._console.update(plan.instance, State.STOPPED, note=note)
+            self._console.update(name, State.STOPPED, note="" if ended_by_us else exit_reason(code))
             return None
         if process.renewed:
-            self._console.update(plan.instance, State.RESTARTING, note="(asked to)")
+            self._console.update(name, State.RESTARTING, note="(asked to)")
             self._on_change()
             return 0.0
         match process.policy.ended(time.monotonic(), code, relieved=self._is_relieved(process)):
             case GiveUp(reason):
-                self._console.update(plan.instance, State.FAILED, note=reason)
-                process.failure = f"{plan.instance}: {reason}"
-                if not process.added:
-                    self._give_up(process, reason)
+                self._give_up(process, reason)
                 return None
             case restart:
                 when = f"in {restart.delay_s:.1f} s" if restart.delay_s else "at once"
-                note = f"({restart.reason}; again {when})"
-                self._console.update(plan.instance, State.RESTARTING, note=note)
+                self._console.update(name, State.RESTARTING, note=f"({restart.reason}; again {when})")
                 self._on_change()
                 return restart.delay_s
 
-    async def _begin(self, process: Supervised, command: Sequence[str]) -> Child | Fork:
-        plan = process.plan
-        log, environment = self._files.log_file(plan.instance), _environment(plan)
-        if self._forks is not None and plan.stage is StopStage.WORKERS:
-            return await self._forks.child(command, log, environment)
-        held = self._held(process)
-        environment = {**environment, **listeners.environment(held)}
-        return Child(command, log, environment, [each.fileno() for each in held])
-
-    @staticmethod
-    def _held(process: Supervised) -> list[socket.socket]:
-        """The sockets that it serves and the launcher keeps; none where they cannot be had: then it says why itself."""
-        if process.plan.held and not process.listeners:
-            with contextlib.suppress(OSError):
-                process.listeners = listeners.bound_everywhere(process.plan.host, process.plan.port)
-        return process.listeners
+    async def _until_ended(self, process: Supervised) -> int:
+        child = process.child
+        assert child is not None
+        process.policy.started()
+        port = urlsplit(process.ready_url).port
+        self._console.update(process.plan.instance, State.STARTING, pid=child.pid, node=process.node, port=port)
+        self._on_change()
+        if self._ends(process):  # asked to while it was being begun
+            self._ask_to_end(process)
+        probe = asyncio.create_task(self._until_ready(process))
+        try:
+            return await child.wait()
+        finally:
+            probe.cancel()
+            process.ready.clear()
 
     def _is_relieved(self, process: Supervised) -> bool:
         """A worker whose requests go on at another one."""
@@ -245,31 +256,53 @@ class Supervisor:
 
     async def _until_ready(self, process: Supervised) -> None:
         """Ends when the process is ready, or is cancelled when it ends before."""
-        while not await answers_ok(process.plan.ready_url, PROBE_TIMEOUT_S):  # noqa: ASYNC110
-            await asyncio.sleep(self._probe_interval_s)
+        pause_s = PROBE_INTERVAL_S * max(1.0, len(self._processes) / PROBED_AT_ONCE)
+        while not await answers_ok(process.ready_url, PROBE_TIMEOUT_S):  # noqa: ASYNC110
+            await asyncio.sleep(pause_s)
         process.policy.became_ready(time.monotonic())
         process.ready.set()
         if not self._stopping.is_set():
             self._console.update(process.plan.instance, State.READY)
 
     def _give_up(self, process: Supervised, reason: str) -> None:
+        name = process.plan.instance
+        self._console.update(name, State.FAILED, note=reason)
+        process.failure = f"{name} on {process.node}: {reason}" if process.node else f"{name}: {reason}"
+        if process.added:
+            self._on_change()
+            return
         if not self._failure:
-            self._failure = f"{process.plan.instance}: {reason}"
-            self._cause = show_failure(self._console, self._files, process.plan.instance, self._failure)
+            self._failure = self._cause = process.failure
+            self._show_failure(name)
         self._stopping.set()
 
+    def _show_failure(self, instance: str) -> None:
+        """Why the pipeline is given up, and what the process said last; the gist of both is the cause."""
+        self._console.settle()
+        self._console.say(f"{self._failure}; the end of {self._files.log_file(instance)}:", style="red")
+        for line in self._files.log_tail(instance, TAIL_LINES):
+            self._console.say(f"  {line}")
+            if (said := readable_warning(line)).startswith(("error: ", "critical: ")):
+                self._cause = f"{instance}: {said.partition(': ')[2]}"
+
     async def _announce(self, on_ready: Callable[[], None]) -> None:
-        while not all(process.ready.is_set() for process in self._processes):
-            for process in self._processes:
-                await process.ready.wait()
+        while not self._stopping.is_set() and (late := [each for each in self._processes if not each.ready.is_set()]):
+            await wait_any((late[0].ready, late[0].done, self._stopping))
         if not self._stopping.is_set():
             on_ready()
 
     async def _watch_logs(self) -> None:
-        await echo_logs(self._files, self._console, self._instances, self._stopping)
-
-    def _instances(self) -> list[str]:
-        return [process.plan.instance for process in self._processes]
+        """Warnings of the processes, with their names, for as long as it runs; and no log grows without end."""
+        followers: dict[str, LogFollower] = {}
+        while True:
+            await asyncio.sleep(REFRESH_INTERVAL_S)
+            names = [process.plan.instance for process in self._processes]
+            followers = {name: followers.get(name) or LogFollower(self._files.log_file(name)) for name in names}
+            for instance, follower in followers.items():
+                for line in follower.new_lines():
+                    if not self._stopping.is_set():  # processes that lose each other while ending are no news
+                        self._console.echo_log(instance, line)
+                self._files.limit_log(instance)
 
     # -- ending ---------------------------------------------------------------------------------------------------
 
@@ -279,46 +312,36 @@ class Supervisor:
             self._console.say("draining: running requests finish; Ctrl-C again ends at once")
         for stage in StopStage:
             group = [process for process in self._processes if process.plan.stage is stage]
-            await self._stop(group)
+            await self._stop([process for process in group if not process.done.is_set()])
         if self._failure:
             self._console.say(f"given up: {self._cause}", style="red")
 
     async def _stop(self, group: Sequence[Supervised]) -> None:
         for process in group:
-            if process.running and process.child is not None:
-                self._console.update(process.plan.instance, State.STOPPING)
-                process.child.terminate()
-        if group and not self._kill_now.is_set():
+            if not process.leaving.is_set():  # a second SIGTERM would end it at once
+                self._ask_to_end(process)
+        if group:
             drain_s = max(process.plan.stop_timeout_s for process in group)
-            timeout_s = FAILED_STOP_TIMEOUT_S if self._failure else drain_s
-            await wait_all_or(self._kill_now, [process.done for process in group], timeout_s)
-        for process in group:
-            if process.running and process.child is not None:
-                if not self._kill_now.is_set():
-                    self._console.say(f"{process.plan.instance} did not end in time; killed", style="red")
-                process.killed = True
-                process.child.kill()
-        await wait_all_or(None, [process.done for process in group], KILL_TIMEOUT_S)
+            await _until_done(group, FAILED_STOP_TIMEOUT_S if self._failure else drain_s, self._kill_now)
+        late = [process for process in group if not process.done.is_set()]
+        for process in late:
+            self._kill(process)
+        await _until_done(late, KILL_TIMEOUT_S)
+
+    def _ask_to_end(self, process: Supervised) -> None:
+        if process.child is not None and process.child.running:
+            self._console.update(process.plan.instance, State.STOPPING)
+            process.child.terminate()
+
+    def _kill(self, process: Supervised) -> None:
+        if process.child is not None and process.child.running:
+            if not self._kill_now.is_set():
+                self._console.say(f"{process.plan.instance} did not end in time; killed", style="red")
+            process.killed = True
+            process.child.kill()
 
 
-def _environment(plan: ProcessPlan) -> Mapping[str, str]:
-    """The process's thread count comes from the configuration, not from the shell that started the launcher."""
-    return {**_UNLESS_SET, **os.environ, **plan.environment, **_ALWAYS}
-
-
-def show_failure(console: View, files: RunFiles, instance: str, failure: str) -> str:
-    """Why the pipeline is given up, and what the process said last; the gist of both."""
-    console.settle()
-    console.say(f"{failure}; the end of {files.log_file(instance)}:", style="red")
-    gist = failure
-    for line in files.log_tail(instance, TAIL_LINES):
-        console.say(f"  {line}")
-        if (said := readable_warning(line)).startswith(("error: ", "critical: ")):
-            gist = f"{instance}: {said.partition(': ')[2]}"
-    return gist
-
-
-async def wait_any(events: Sequence[asyncio.Event], timeout_s: float) -> None:
+async def wait_any(events: Sequence[asyncio.Event], timeout_s: float | None = None) -> None:
     """Until one of the events or the deadline."""
     waiting = [asyncio.ensure_future(event.wait()) for event in events]
     try:
@@ -329,36 +352,8 @@ async def wait_any(events: Sequence[asyncio.Event], timeout_s: float) -> None:
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def wait_all_or(abort: asyncio.Event | None, events: Sequence[asyncio.Event], timeout_s: float) -> None:
-    """Until all events, the abort event, or the deadline."""
-    everything = asyncio.ensure_future(_all(events))
-    waiting: set[asyncio.Future[None] | asyncio.Task[bool]] = {everything}
-    if abort is not None:
-        waiting.add(asyncio.ensure_future(abort.wait()))
-    try:
-        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-
-
-async def _all(events: Sequence[asyncio.Event]) -> None:
-    for event in events:
-        await event.wait()
-
-
-async def echo_logs(
-    files: RunFiles, view: View, instances: Callable[[], Sequence[str]], stopping: asyncio.Event
-) -> None:
-    """Warnings of these processes, with their names, for as long as it runs; and no log grows without end."""
-    followers: dict[str, LogFollower] = {}
-    while True:
-        await asyncio.sleep(REFRESH_INTERVAL_S)
-        names = instances()
-        followers = {name: followers.get(name) or LogFollower(files.log_file(name)) for name in names}
-        for instance, follower in followers.items():
-            for line in follower.new_lines():
-                if not stopping.is_set():  # processes that lose each other while ending are no news
-                    view.echo_log(instance, line)
-            files.limit_log(instance)
+async def _until_done(group: Sequence[Supervised], timeout_s: float, *abort: asyncio.Event) -> None:
+    """Until all have ended, an event to abort, or the deadline."""
+    deadline_s = time.monotonic() + timeout_s
+    for process in group:
+        await wait_any((process.done, *abort), max(0.0, deadline_s - time.monotonic()))

@@ -1,102 +1,53 @@
 """Workers that come and go while the pipeline runs, as the global monitor asks (`planner.mode: act`).
 
-    monitor ──AddWorker, DrainWorker──▶ workers.sock in the run folder ──▶ WorkerDesk ──▶ WorkerHosts.add, .retire
-                                                                              └──▶ .configure: with these workers
+    monitor ──AddWorker, DrainWorker──▶ workers.sock in the run folder ──▶ WorkerDesk ──▶ Supervisor.add, .retire
+                                                                              └──▶ Hosts.configure: with these workers
 
 One order at a time. The configuration that all processes read names the workers there are: a process that is started
-again finds what the others have. Where workers run the desk does not know: this machine (`OneMachine`), or the nodes
-of a cluster (`on_ray/keeper.py`). Called by `main`, which makes it around its supervisor; decides nothing about shapes.
+again finds what the others have. Where workers run the desk does not know (`hosts`). Called by `main`; decides nothing
+about shapes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import assert_never
 
 import msgspec
 
-from cohort.common.config import Config, dump_config
+from cohort.common.config import Config
 from cohort.common.config.serving import WorkerGroup
 from cohort.common.errors import CohortError
 from cohort.common.http import ports
 from cohort.common.planning.orders import AddWorker, Done, DrainWorker, Order, socket_of
 from cohort.common.types import InstanceId, Role
-from cohort.services.launcher.box import check_newcomer
-from cohort.services.launcher.keepers import Keeper, WorkerHosts
-from cohort.services.launcher.plan import ProcessPlan, worker_plan
-from cohort.services.launcher.run_files import ProcessMark, RestartState, RunFiles, RunFilesError
+from cohort.services.launcher.hosts import Hosts
+from cohort.services.launcher.plan import worker_plan
+from cohort.services.launcher.run_files import RunFilesError
 from cohort.services.launcher.supervisor import Supervisor
 
 _LONGEST_LINE = 4096
 
 
-class PlannedSupervisor:
-    """A supervisor that takes orders (`Keeper`)."""
-
-    def __init__(self, config: Config, supervisor: Keeper, hosts: WorkerHosts, files: RunFiles) -> None:
-        self._supervisor = supervisor
-        self._desk = WorkerDesk(config, hosts)
-        self._socket = socket_of(files.folder)
-
-    @property
-    def marks(self) -> dict[str, ProcessMark]:
-        return self._supervisor.marks
-
-    @property
-    def nodes(self) -> dict[str, str]:
-        return self._supervisor.nodes
-
-    @property
-    def ready_urls(self) -> dict[str, str]:
-        return self._supervisor.ready_urls
-
-    @property
-    def restart(self) -> RestartState:
-        return self._supervisor.restart
-
-    def request_restart(self) -> None:
-        self._supervisor.request_restart()
-
-    def request_stop(self) -> None:
-        self._supervisor.request_stop()
-
-    async def run(self, on_ready: Callable[[], None]) -> int:
-        # Before any process starts: the monitor refuses to plan where there is nothing to order from.
-        server = await asyncio.start_unix_server(self._desk.serve, self._socket, limit=_LONGEST_LINE)
-        try:
-            return await self._supervisor.run(on_ready)
-        finally:
-            server.close()
-            self._socket.unlink(missing_ok=True)
-
-
-class OneMachine:
-    """This one (`WorkerHosts`): workers share its memory, and a file has the configuration."""
-
-    def __init__(self, supervisor: Supervisor, files: RunFiles) -> None:
-        self._supervisor = supervisor
-        self._files = files
-
-    def check(self, config: Config, instance: InstanceId) -> None:
-        check_newcomer(config, instance)
-
-    def configure(self, config: Config) -> None:
-        self._files.write_config(dump_config(config))
-
-    async def add(self, plan: ProcessPlan, timeout_s: float) -> None:
-        await self._supervisor.add(plan, timeout_s)
-
-    async def retire(self, instance: str) -> None:
-        await self._supervisor.retire(instance)
-
-
 class WorkerDesk:
-    def __init__(self, config: Config, hosts: WorkerHosts) -> None:
+    def __init__(self, config: Config, supervisor: Supervisor, hosts: Hosts) -> None:
         self._config = config
+        self._supervisor = supervisor
         self._hosts = hosts
         self._one = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def listening(self, folder: Path) -> AsyncIterator[None]:
+        """On the socket in the run folder."""
+        server = await asyncio.start_unix_server(self.serve, socket_of(folder), limit=_LONGEST_LINE)
+        try:
+            yield
+        finally:
+            server.close()
+            socket_of(folder).unlink(missing_ok=True)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, an order a line."""
@@ -133,7 +84,7 @@ class WorkerDesk:
         self._settle(config)
         try:
             plan = worker_plan(config, instance, ports.free_port())
-            await self._hosts.add(plan, config.planner.start_timeout_s)
+            await self._supervisor.add(plan, config.planner.start_timeout_s)
         except BaseException:
             self._settle(before)
             raise
@@ -141,7 +92,7 @@ class WorkerDesk:
 
     async def drain(self, instance: InstanceId) -> None:
         config = without_worker(self._config, instance)
-        await self._hosts.retire(instance)
+        await self._supervisor.retire(instance)
         self._settle(config)
 
     def _settle(self, config: Config) -> None:

@@ -49,29 +49,20 @@ class Place(msgspec.Struct, frozen=True):
     """Where an agent is. Another `incarnation` is another agent, which knows nothing of the one before."""
 
     incarnation: int
-    node_id: str
     ip: str
-    host: str
-    version: str
     endpoint: str
     """Of the process's inbox where others dial it by its name; "" otherwise."""
+    ready_url: str
 
 
 class News(msgspec.Struct, frozen=True):
-    """An agent's process now. `log` are bytes of its log from the asked offset on, `log_end` where they end; `skipped`
-    bytes before them were left out. `said` are lines for the operator from the asked number on."""
+    """`code` once the process has ended. `log` are bytes of its log from the asked offset on, `log_end` where they end;
+    `skipped` bytes before them were left out."""
 
-    incarnation: int
-    state: str
-    pid: int
-    note: str
-    ready_url: str
-    failure: str
-    ended: bool
+    code: int | None
     log: bytes
     log_end: int
     skipped: int
-    said: list[str]
 
 
 def dialled_as(plan: ProcessPlan) -> str:

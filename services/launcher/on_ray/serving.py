@@ -1,4 +1,4 @@
-"""`cohort serve --on ray[=ADDRESS]`: configuration → checks → placements → the keeper. Called by `main`.
+"""`cohort serve --on ray[=ADDRESS]`: configuration → checks → placements → the back end. Called by `main`.
 
 What is settled by this machine on one machine is settled by the cluster here: GPUs, threads, who listens where.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +22,12 @@ from cohort.common.planning.orders import socket_of
 from cohort.common.transport.security import generate_keys
 from cohort.services.launcher import preflight
 from cohort.services.launcher.box import on_box, summary
-from cohort.services.launcher.console import Console
+from cohort.services.launcher.hosts import Pipeline
+from cohort.services.launcher.on_ray.actors import Actors
 from cohort.services.launcher.on_ray.cluster import Cluster, gpus_of
-from cohort.services.launcher.on_ray.keeper import RaySupervisor
 from cohort.services.launcher.on_ray.order import Order, passed_environment
 from cohort.services.launcher.on_ray.placement import Node, Placement, gateway_nodes, place, with_threads
 from cohort.services.launcher.plan import plan, resolve
-from cohort.services.launcher.run_files import RunFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +39,9 @@ class RayPipeline:
     placements: Sequence[Placement]
     box: str
 
-    def supervisor(self, files: RunFiles, console: Console, on_change: Callable[[], None]) -> RaySupervisor:
+    def hosts(self, pipeline: Pipeline) -> Actors:
         key = cluster_key(self.config)
-        desk = str(socket_of(files.folder)) if self.config.planner.mode == "act" else ""
+        desk = str(socket_of(pipeline.files.folder)) if self.config.planner.mode == "act" else ""
 
         def order_of(placement: Placement) -> Order:
             plan = placement.plan
@@ -50,9 +49,7 @@ class RayPipeline:
             orders_at = desk if plan.instance == MONITOR else ""
             return Order(plan, self.config.gateway.port, key, passed, placement.newcomer, orders_at)
 
-        return RaySupervisor(
-            self.cluster.ray, self.placements, order_of, self.config, files, console, on_change=on_change
-        )
+        return Actors(self.cluster.ray, pipeline, self.placements, order_of, self.config)
 
 
 def settle(cluster: Cluster, config: Config, *, model: Path, gateways: str, workers_given: bool) -> RayPipeline:

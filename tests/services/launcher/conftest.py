@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from cohort.common.http.ports import free_port
+from cohort.services.launcher import hosts
 from cohort.services.launcher.console import Console, Line
+from cohort.services.launcher.here import Here
 from cohort.services.launcher.plan import ProcessPlan, StopStage
 from cohort.services.launcher.run_files import RunFiles
 from cohort.services.launcher.supervisor import Supervisor
@@ -35,7 +36,8 @@ class Pipeline:
         self.files = files
         self.ready = asyncio.Event()
         console = Console([Line(plan.instance, plan.port, files.log_file(plan.instance)) for plan in plans])
-        self.supervisor = Supervisor(plans, files, console, on_change=lambda: None, python=sys.executable)
+        pipeline = hosts.Pipeline(files, console, lambda: None)
+        self.supervisor = Supervisor(pipeline, Here(files), plans)
         self.task = asyncio.create_task(self.supervisor.run(self.ready.set))
 
     def pid(self, instance: str) -> int:

@@ -3,8 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cohort.services.launcher.console import Console, Line, State, readable_warning
-from cohort.services.launcher.processes.log_follower import LogFollower
+from cohort.services.launcher.console import Console, Line, LogFollower, State, readable_warning
 
 
 def event(level: str, **more: str) -> str:

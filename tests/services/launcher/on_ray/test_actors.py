@@ -1,15 +1,13 @@
-"""The launcher's side and its agents, with threads of this process in place of Ray's actors and toys in place of the
+"""The launcher's side and its agents, with objects of this process in place of Ray's actors and toys in place of the
 pipeline's processes. `Ray` here loses an actor as Ray does: what was asked of it fails, and it is made anew."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,16 +24,17 @@ from cohort.common.http.ports import PORT_BLOCK, free_port
 from cohort.common.planning.orders import socket_of
 from cohort.common.types import Role
 from cohort.services.global_monitor.launcher_orders import LauncherOrders
-from cohort.services.launcher import worker_desk
+from cohort.services.launcher import here, hosts, supervisor, worker_desk
 from cohort.services.launcher.console import Console, Line
-from cohort.services.launcher.on_ray import agent, keeper
+from cohort.services.launcher.on_ray import actors, agent
+from cohort.services.launcher.on_ray.actors import Actors
 from cohort.services.launcher.on_ray.agent import Agent
-from cohort.services.launcher.on_ray.keeper import RaySupervisor
 from cohort.services.launcher.on_ray.order import Order
 from cohort.services.launcher.on_ray.placement import Placement
 from cohort.services.launcher.plan import StopStage
 from cohort.services.launcher.run_files import ProcessMark, RunFiles, RunFilesError
-from cohort.services.launcher.worker_desk import PlannedSupervisor, WorkerDesk
+from cohort.services.launcher.supervisor import Supervisor
+from cohort.services.launcher.worker_desk import WorkerDesk
 from tests.examples import another_of_its_kind
 from tests.services.launcher.conftest import ToyPlan
 
@@ -66,7 +65,6 @@ class RayTaskError(Exception):
 class Actor:
     def __init__(self, ray: FakeRay, made: type[Agent], order: Order) -> None:
         self._ray, self._made, self._order = ray, made, order
-        self.pool = ThreadPoolExecutor(16)
         self.lost, self.back = asyncio.Event(), asyncio.Event()
         self.back.set()
         self.agent, self.gone = made(order), False
@@ -78,7 +76,7 @@ class Actor:
         """It is gone, and Ray says so to everyone who asks: no node has room for another one."""
         self._ray.full = self.gone = True
         self.lost.set()
-        await asyncio.to_thread(kill, self.agent)
+        kill(self.agent)
 
     def vanish(self) -> None:
         """Nothing that is asked of it is answered, and Ray does not know why."""
@@ -88,7 +86,9 @@ class Actor:
         """The agent is gone, and its process with it; another one takes its place after a while."""
         self.back.clear()
         self.lost.set()
-        await asyncio.to_thread(kill, self.agent)
+        kill(self.agent)
+        if self.agent._life is not None:
+            await self.agent._life
         self.agent, self.lost = self._made(self._order), asyncio.Event()
         self.back.set()
 
@@ -100,21 +100,25 @@ class Actor:
         if self.gone:
             raise RayActorError
         lost = asyncio.ensure_future(self.lost.wait())
-        work = asyncio.get_running_loop().run_in_executor(self.pool, getattr(self.agent, name), *words)
+        work = asyncio.ensure_future(getattr(self.agent, name)(*words))
         await asyncio.wait((lost, work), return_when=asyncio.FIRST_COMPLETED)
         if lost.done():
             raise RayActorError
         lost.cancel()
-        return await work
+        try:
+            return await work
+        except Exception as raised:
+            error = RayTaskError()
+            error.cause = raised
+            raise error from raised
 
 
 def kill(agent: Agent) -> None:
-    supervisor, loop = agent._supervisor, agent._loop
-    if supervisor is not None and loop is not None and agent._thread is not None and agent._thread.is_alive():
-        for _ in range(2):
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(supervisor.request_stop)
-        agent._thread.join(10)
+    """As the end of its process does: its child ends, its ports are free."""
+    if agent._process.child is not None:
+        agent._process.child.kill()
+    for held in agent._held:
+        held.close()
 
 
 class FakeRay:
@@ -150,7 +154,6 @@ class FakeRay:
     def kill(self, actor: Actor, *, no_restart: bool) -> None:
         self.killed += no_restart
         kill(actor.agent)
-        actor.pool.shutdown(wait=False)
 
 
 class Running:
@@ -171,12 +174,15 @@ class Running:
         spread = managers if len(managers) > 1 else []
         placements = [Placement(each, {"CPU": 1.0}, spread=each in spread) for each in plans]
         self.ready = asyncio.Event()
-        self.supervisor = RaySupervisor(
-            ray, placements, self.order_of, CONFIG, self.files, console, on_change=lambda: None
-        )
-        self.desk = WorkerDesk(CONFIG, self.supervisor)
-        planned = PlannedSupervisor(CONFIG, self.supervisor, self.supervisor, self.files)
-        self.task = asyncio.create_task(planned.run(self.ready.set))
+        pipeline = hosts.Pipeline(self.files, console, lambda: None)
+        self.hosts = Actors(ray, pipeline, placements, self.order_of, CONFIG)
+        self.supervisor = Supervisor(pipeline, self.hosts, plans)
+        self.desk = WorkerDesk(CONFIG, self.supervisor, self.hosts)
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> int:
+        async with self.desk.listening(self.files.folder):
+            return await self.supervisor.run(self.ready.set)
 
     def order_of(self, placement: Placement) -> Order:
         desk = str(socket_of(self.files.folder)) if placement.plan.instance == "monitor" else ""
@@ -195,9 +201,8 @@ class Running:
         return list(load_config([self.ray.actors[name].agent._files.config_file]).instance_roles)
 
     def pid(self, name: str) -> int:
-        supervisor = self.ray.actors[name].agent._supervisor
-        mark = supervisor.marks.get(name) if supervisor is not None else None
-        return mark.pid if mark is not None else 0
+        process = self.ray.actors[name].agent._process
+        return process.child.pid if process.running and process.child is not None else 0
 
     async def stop(self) -> int:
         self.supervisor.request_stop()
@@ -207,9 +212,6 @@ class Running:
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeRay]:
-    # Five agents share this process, which Ray gives one each: what msgspec learns of the sections at their first
-    # conversion, it may not learn in several threads at once.
-    load_config(overrides={"name": "warm"})
     made = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", made)  # type: ignore[arg-type]
     first = free_port()
@@ -221,7 +223,7 @@ def ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeRay]:
 async def test_all_start_with_the_addresses_come_back_and_end_in_order_and_nothing_is_left(
     ray: FakeRay, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A killed process is its agent's to start again; a manager that moves is made known to all."""
+    """A killed process starts again at its agent; a manager that moves is made known to all."""
     running = Running(ray, tmp_path)
     await running.until(running.ready.is_set, "ready")
     assert ray.groups == [([{"CPU": 1.0}], "STRICT_PACK")] * len(FOLDERS)
@@ -262,13 +264,13 @@ async def test_no_two_agents_of_a_node_have_the_same_port() -> None:
     plan = ToyPlan("decode-0", *FOLDERS["decode-0"], "127.0.0.1", 1, 3.0)
     agents = [Agent(Order(plan, 8000)) for _ in range(PORT_BLOCK // 2)]
     try:
-        taken = [port for each in agents for port in (each._inbox_port, each._plan.port)]
+        taken = [port for each in agents for port in (each._inbox_port, each._process.plan.port)]
         assert sorted(taken) == list(agent._PORTS)
         with pytest.raises(ConfigError, match="no free port"):
             Agent(Order(plan, 8000))
     finally:
         for each in agents:
-            each.stop()
+            kill(each)
 
 
 async def test_managers_are_spread_and_all_of_them_known_to_all(ray: FakeRay, tmp_path: Path) -> None:
@@ -317,7 +319,7 @@ def toy(made: type[ToyPlan] = ToyPlan, behaviour: str = "ready", drain_s: float 
 @pytest.fixture
 def comes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """What the next worker that is added is. A toy has no model that wants memory."""
-    monkeypatch.setattr(agent, "check_newcomer", lambda config, instance: None)
+    monkeypatch.setattr(here, "check_newcomer", lambda config, instance: None)
     return lambda *words, **options: monkeypatch.setattr(worker_desk, "worker_plan", toy(*words, **options))
 
 
@@ -357,12 +359,14 @@ async def test_a_worker_that_cannot_be_had_ends_nothing_else_and_leaves_nothing(
         assert len(ray.groups) == len(FOLDERS) and "decode-1" not in running.supervisor.ready_urls
         assert list(load_config([running.files.config_file]).instance_roles) == ["decode-0"]
 
-    wide = WorkerDesk(msgspec.structs.replace(CONFIG, workers=(WorkerGroup(Role.DECODE, 1, 5),)), running.supervisor)
+    wide = WorkerDesk(
+        msgspec.structs.replace(CONFIG, workers=(WorkerGroup(Role.DECODE, 1, 5),)), running.supervisor, running.hosts
+    )
     with pytest.raises(ConfigError, match="no node of the Ray cluster has 5 CPUs"):
         await wide.add(Role.DECODE, 1)
     comes(behaviour="config_error")
     await fails("decode-1 on 127.0.0.1: exit code 2: its configuration is wrong")
-    monkeypatch.setattr(keeper, "NO_PLACE_S", 0.2)
+    monkeypatch.setattr(actors, "NO_PLACE_S", 0.2)
     ray.full = True
     comes()
     await fails("decode-1: for 1 CPU: no node has it to spare")
@@ -377,7 +381,7 @@ async def test_a_worker_that_cannot_be_had_ends_nothing_else_and_leaves_nothing(
     def too_small(config: Config, instance: str) -> None:
         raise ConfigError(f"no memory for {instance}")
 
-    monkeypatch.setattr(agent, "check_newcomer", too_small)
+    monkeypatch.setattr(here, "check_newcomer", too_small)
     await fails("on 127.0.0.1: no memory for decode-1")
     assert running.supervisor.nodes == dict.fromkeys(FOLDERS, "127.0.0.1")
     assert not running.task.done() and await running.stop() == 0
@@ -387,7 +391,7 @@ async def test_a_worker_that_cannot_be_had_ends_nothing_else_and_leaves_nothing(
 async def test_what_dies_while_it_comes_or_goes_is_waited_for_no_longer_than_it_may_take(
     ray: FakeRay, tmp_path: Path, comes: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "KILL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(supervisor, "KILL_TIMEOUT_S", 0.3)
     running = Running(ray, tmp_path)
     await running.until(running.ready.is_set, "ready")
 

@@ -1,0 +1,87 @@
+"""Processes on this machine: children of the launcher, or forks of the workers' template. A back end (`hosts.Hosts`).
+
+Called by the supervisor, and by an agent on its node. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+
+from cohort.common.config import Config, dump_config
+from cohort.common.http import listeners
+from cohort.common.types import InstanceId
+from cohort.services.launcher.box import check_newcomer
+from cohort.services.launcher.hosts import Supervised
+from cohort.services.launcher.plan import ProcessPlan, StopStage
+from cohort.services.launcher.processes.child import Child
+from cohort.services.launcher.processes.forks import FROM, Fork, Forks
+from cohort.services.launcher.run_files import RunFiles
+
+TEMPLATE_LOG = "workers-template"
+
+_ALWAYS = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+_UNLESS_SET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class Here:
+    no_restart = ""
+
+    def __init__(self, files: RunFiles) -> None:
+        self._files = files
+        self._forks: Forks | None = None
+        self._held: dict[str, list[socket.socket]] = {}
+        """Sockets that a process serves and the launcher keeps, so that connections wait while the process is away."""
+
+    def ask_for(self, processes: Sequence[Supervised]) -> None:
+        """Many workers that begin together are forks of one template."""
+        workers = [each.plan for each in processes if each.plan.stage is StopStage.WORKERS]
+        if len(workers) >= FROM:
+            modules = [f"cohort.services.{plan.folder}.service" for plan in workers]
+            self._forks = Forks(sys.executable, modules, self._files.log_file(TEMPLATE_LOG))
+
+    async def begin(self, process: Supervised) -> Child | Fork:
+        plan = process.plan
+        command = plan.command(sys.executable, self._files.config_file, self._files.folder)
+        log, environment = self._files.log_file(plan.instance), _environment(plan)
+        if self._forks is not None and plan.stage is StopStage.WORKERS:
+            return await self._forks.child(command, log, environment)
+        held = self._held_of(plan)
+        environment = {**environment, **listeners.environment(held)}
+        return Child(command, log, environment, [each.fileno() for each in held])
+
+    def _held_of(self, plan: ProcessPlan) -> list[socket.socket]:
+        """None where they cannot be had: then the process says why itself."""
+        if plan.held and plan.instance not in self._held:
+            with contextlib.suppress(OSError):
+                self._held[plan.instance] = listeners.bound_everywhere(plan.host, plan.port)
+        return self._held.get(plan.instance, [])
+
+    def renew(self) -> None:
+        if self._forks is not None:
+            self._forks.renew()
+
+    def release(self, process: Supervised) -> None:
+        if process.child is not None:
+            process.child.kill()
+        for listener in self._held.pop(process.plan.instance, ()):
+            listener.close()
+
+    def close(self) -> None:
+        if self._forks is not None:
+            self._forks.end()
+
+    def check(self, config: Config, instance: InstanceId) -> None:
+        """Against the memory that the others have left."""
+        check_newcomer(config, instance)
+
+    def configure(self, config: Config) -> None:
+        self._files.write_config(dump_config(config))
+
+
+def _environment(plan: ProcessPlan) -> Mapping[str, str]:
+    """The process's thread count comes from the configuration, not from the shell that started the launcher."""
+    return {**_UNLESS_SET, **os.environ, **plan.environment, **_ALWAYS}

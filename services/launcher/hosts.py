@@ -1,0 +1,126 @@
+"""Where the processes of a pipeline run: what the supervisor asks of a back end, and what both see of them.
+
+    Supervisor ── ask_for, begin, release ──▶ Hosts ─┬─ Here     children of this process      (here.py)
+         └──────▶ Pipeline ◀─────────────────────────┴─ Actors   agents on a cluster's nodes   (on_ray/actors.py)
+
+Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cohort.common.config import Config
+from cohort.common.errors import CohortError
+from cohort.common.types import InstanceId
+from cohort.services.launcher.console import Console
+from cohort.services.launcher.plan import ProcessPlan
+from cohort.services.launcher.processes.restart_policy import RestartPolicy
+from cohort.services.launcher.run_files import RunFiles
+
+
+class HostLost(CohortError):
+    """What was to run a process, or ran it, is gone and comes again. `waits`: for a place on any node."""
+
+    def __init__(self, reason: str, *, waits: bool = False) -> None:
+        super().__init__(reason)
+        self.waits = waits
+
+
+class NotBegun(CohortError):
+    """A process cannot be begun, and another try would end the same."""
+
+
+class Life(Protocol):
+    """What runs for a process: a `Child`, a `Fork` of the workers' template, or a child of an agent on a node."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def running(self) -> bool: ...
+
+    async def wait(self) -> int:
+        """Exit code, negative for a signal. Raises `HostLost`, `NotBegun` where what ran it is gone."""
+        ...
+
+    def terminate(self) -> None: ...
+
+    def hand_over(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Supervised:
+    """One process and its history."""
+
+    def __init__(self, plan: ProcessPlan, *, added: bool = False) -> None:
+        """`added` while the pipeline runs: it goes on without it, where this one cannot start."""
+        self.plan = plan
+        self.added = added
+        self.task: asyncio.Task[None] | None = None
+        self.policy = RestartPolicy()
+        self.child: Life | None = None
+        self.node, self.ready_url = "", plan.ready_url
+        """Where it is, where there are several machines, and how it is reached; the back end may set them anew."""
+        self.leaving = asyncio.Event()
+        """Asked to end, and not to come back."""
+        self.ready = asyncio.Event()
+        self.done = asyncio.Event()
+        self.failure = ""
+        self.renewed = False
+        """It was asked to end, to be started again at once."""
+        self.killed = False
+        """By us: it did not end in time."""
+
+    @property
+    def running(self) -> bool:
+        return self.child is not None and self.child.running
+
+
+@dataclass(slots=True)
+class Pipeline:
+    """`on_change` is called when what the launcher's state file says has changed."""
+
+    files: RunFiles
+    console: Console
+    on_change: Callable[[], None]
+    processes: list[Supervised] = field(default_factory=list)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    kill_now: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Hosts(Protocol):
+    no_restart: str
+    """Why there is no rolling restart; "" where there is one."""
+
+    def ask_for(self, processes: Sequence[Supervised]) -> None:
+        """Places for these, all of them at once. Raises `CohortError` where one cannot be had."""
+        ...
+
+    async def begin(self, process: Supervised) -> Life:
+        """Begin one life of it. Raises `HostLost`, `NotBegun`."""
+        ...
+
+    def renew(self) -> None:
+        """What is begun from now on is of the files as they are now."""
+        ...
+
+    def release(self, process: Supervised) -> None:
+        """Whatever happened: nothing of it stays. May be called again."""
+        ...
+
+    def close(self) -> None:
+        """After the last release."""
+        ...
+
+    def check(self, config: Config, instance: InstanceId) -> None:
+        """Raises `CohortError` where this worker of `config`, which is to come, cannot be had."""
+        ...
+
+    def configure(self, config: Config) -> None:
+        """Every process that is started from now on reads this, wherever it is."""
+        ...

@@ -1,0 +1,263 @@
+"""Processes on the nodes of a Ray cluster, each a child of an agent there: a back end (`hosts.Hosts`).
+
+One life:  place ─▶ book, configuration ─▶ begin ─▶ news … ─▶ exit code │ its agent is lost; Ray starts it anew
+
+A place may be another one than before: its address goes into the book, and the book to every agent; so does the
+configuration when workers come or go. Made by `serving`, called by the supervisor. Decides nothing about restarts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from cohort.common.address_book import AddressBook
+from cohort.common.config import Config, dump_config
+from cohort.common.keys.private_files import open_private
+from cohort.common.types import InstanceId
+from cohort.services.launcher.console import State
+from cohort.services.launcher.hosts import HostLost, NotBegun, Pipeline, Supervised
+from cohort.services.launcher.on_ray.agent import Agent
+from cohort.services.launcher.on_ray.order import Briefing, News, Order, Place, dialled_as
+from cohort.services.launcher.on_ray.placement import Placement, check_possible, newcomer, said, worker_bundle
+from cohort.services.launcher.run_files import RunFilesError
+from cohort.services.launcher.supervisor import wait_any
+
+PATIENCE_S = 5.0
+"""From then on the console says what a process waits for."""
+NO_PLACE_S = 10.0
+"""So long Ray may look for a place for a worker that comes to others: what a drained one leaves is free in less."""
+DEATHS_AT_START = 3
+
+
+class OnNode:
+    """A process and its agent."""
+
+    def __init__(self, process: Supervised, placement: Placement) -> None:
+        self.process = process
+        self.placement = placement
+        self.group: Any = None
+        self.actor: Any = None
+        self.place: Place | None = None
+        self.incarnation = 0
+        """Of the agent whose log is here as far as `log_end`."""
+        self.log_end = 0
+        self.deaths = 0
+        """Of agents in a row that never got as far as to say where they are."""
+        self.homeless_s = time.monotonic()
+        """Since then it has had no place, where it has none."""
+        self.joined = not placement.newcomer
+        """It has been ready, or everything waits for it."""
+
+
+class Distant:
+    """A process that an agent has begun: to the supervisor what a `Child` is. Awaited by one task."""
+
+    def __init__(self, hosts: Actors, node: OnNode, pid: int) -> None:
+        self._hosts = hosts
+        self._node = node
+        self.pid = pid
+        self.running = True
+
+    async def wait(self) -> int:
+        """Also for all of its log to be here."""
+        try:
+            return await self._hosts.followed(self._node)
+        finally:
+            self.running = False
+
+    def terminate(self) -> None:
+        self._node.actor.terminate.remote()
+
+    hand_over = terminate
+
+    def kill(self) -> None:
+        self._node.actor.kill.remote()
+
+
+class Actors:
+    no_restart = "a pipeline on Ray is not restarted process by process"
+
+    def __init__(
+        self,
+        ray: Any,
+        pipeline: Pipeline,
+        placements: Sequence[Placement],
+        order_of: Callable[[Placement], Order],
+        config: Config,
+    ) -> None:
+        self._ray = ray
+        self._pipeline = pipeline
+        self._placements = {each.plan.instance: each for each in placements}
+        self._order_of = order_of
+        self._config = config
+        self._nodes: dict[Supervised, OnNode] = {}
+        self._briefing = Briefing(0, AddressBook(), dump_config(config))
+        self._located = asyncio.Event()
+        """All that are dialled by their role are known."""
+
+    def check(self, config: Config, instance: InstanceId) -> None:
+        """Of the nodes that there are now. Whether one has it to spare is for Ray to find, and whether its memory has
+        room for the model, for the agent there."""
+        nodes = [each["Resources"] for each in self._ray.nodes() if each["Alive"]]
+        check_possible(worker_bundle(config, instance), nodes)
+
+    def configure(self, config: Config) -> None:
+        self._config = config
+        text = dump_config(config)
+        self._pipeline.files.write_config(text)
+        self._brief(self._briefing.book, text)
+
+    def renew(self) -> None:
+        """Every process is begun from the files as they are."""
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+    def ask_for(self, processes: Sequence[Supervised]) -> None:
+        for process in processes:
+            added, plan = process.added, process.plan
+            placement = newcomer(self._config, plan) if added else self._placements[plan.instance]
+            self._nodes[process] = OnNode(process, placement)
+        for process in processes:
+            try:
+                self._ask_for(self._nodes[process])
+            except Exception as error:  # of many kinds, none of them its own
+                raise RunFilesError(f"{process.plan.instance}: Ray does not take it: {error}") from error
+
+    def _ask_for(self, node: OnNode) -> None:
+        """A group with one bundle is one node's, whole: STRICT_PACK says so also of bundles to come. Processes that are
+        spread share a group, each with a bundle of its own."""
+        util, placement, plan = self._ray.util, node.placement, node.process.plan
+        others = [each for each in self._nodes.values() if each.placement.spread]
+        together = [each for each in others if each.process.plan.folder == plan.folder] if placement.spread else [node]
+        if node is together[0]:
+            bundles = [dict(each.placement.bundle) for each in together]
+            node.group = util.placement_group(bundles, strategy="SPREAD" if len(together) > 1 else "STRICT_PACK")
+        node.group = together[0].group
+        where = util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            node.group, placement_group_bundle_index=together.index(node), placement_group_capture_child_tasks=False
+        )
+        actor = self._ray.remote(Agent).options(
+            num_cpus=placement.bundle.get("CPU", 0.0),
+            num_gpus=placement.bundle.get("GPU", 0.0),
+            max_restarts=-1,
+            scheduling_strategy=where,
+        )
+        node.actor = actor.remote(self._order_of(placement))
+        self._pipeline.console.update(plan.instance, State.WAITING)
+
+    def release(self, process: Supervised) -> None:
+        """No actor, no group, no process of it stays. A group that several share ends with the first of them, which is
+        when all do."""
+        node = self._nodes.pop(process, None)
+        process.node = ""
+        if node is not None and node.actor is not None:
+            with suppress(Exception):
+                self._ray.kill(node.actor, no_restart=True)
+        if node is not None and node.group is not None:
+            with suppress(Exception):
+                self._ray.util.remove_placement_group(node.group)
+
+    # -- one life ------------------------------------------------------------------------------------------------
+
+    async def begin(self, process: Supervised) -> Distant:
+        errors, node = self._ray.exceptions, self._nodes[process]
+        try:
+            await self._welcome(node, await self._placed(node))
+            return Distant(self, node, await node.actor.begin.remote(self._briefing))
+        except errors.RayTaskError as error:
+            raise NotBegun(str(error.cause or error)) from error
+        except errors.RayActorError as error:
+            raise self._lost(node, error) from error
+
+    async def _placed(self, node: OnNode) -> Place:
+        """Where its agent is, once Ray has found a place and started it. Raises `NotBegun` where a worker comes to
+        others and no node has room for it: it is not waited for; `HostLost` when it is not wanted any more."""
+        asked = asyncio.ensure_future(node.actor.place.remote())
+        unwanted = [asyncio.ensure_future(each.wait()) for each in self._ends(node)]
+        waited: list[asyncio.Future[Any]] = [asked, *unwanted]
+        try:
+            patience_s = PATIENCE_S if node.joined else max(0.0, node.homeless_s + NO_PLACE_S - time.monotonic())
+            done, _ = await asyncio.wait(waited, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                if note := self._lacking(node):
+                    if not node.joined:
+                        raise NotBegun(note)
+                    self._pipeline.console.update(node.process.plan.instance, State.WAITING, note=f"({note})")
+                done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if asked not in done:
+                raise HostLost("it is not wanted any more")
+            place: Place = await asked
+            return place
+        finally:
+            for each in waited:
+                each.cancel()
+
+    def _ends(self, node: OnNode) -> tuple[asyncio.Event, asyncio.Event]:
+        return self._pipeline.stopping, node.process.leaving
+
+    def _lacking(self, node: OnNode) -> str:
+        """What it waits for, where Ray has no place for it."""
+        if self._ray.util.placement_group_table(node.group)["state"] not in ("PENDING", "RESCHEDULING"):
+            return ""
+        return f"for {said(node.placement.bundle)}: no node has it to spare"
+
+    async def _welcome(self, node: OnNode, place: Place) -> None:
+        """It begins once it can be told the addresses of those it dials; a moved one is made known to all."""
+        if node.incarnation != place.incarnation:
+            node.incarnation, node.log_end = place.incarnation, 0
+        node.place, node.deaths, process = place, 0, node.process
+        process.node, process.ready_url = place.ip, place.ready_url
+        name = dialled_as(process.plan)
+        book = self._briefing.book
+        if name and book.named().get(name) != place.endpoint:
+            book = book.entered(name, place.endpoint)
+            self._brief(book, self._briefing.config, but=node)
+            if book.named().keys() >= {dialled_as(each.plan) for each in self._pipeline.processes} - {""}:
+                self._located.set()
+        await wait_any((self._located, *self._ends(node)))
+        if not self._located.is_set():
+            raise HostLost("it is not wanted any more")
+
+    def _brief(self, book: AddressBook, config: str, *, but: OnNode | None = None) -> None:
+        """Not waited for: one that is lost meanwhile is told when it is back."""
+        self._briefing = Briefing(self._briefing.edition + 1, book, config)
+        for other in self._nodes.values():
+            if other is not but and other.place is not None and self._located.is_set():
+                other.actor.brief.remote(self._briefing)
+
+    async def followed(self, node: OnNode) -> int:
+        """News until its process has ended and all of its log is here; the exit code. Raises `HostLost`, `NotBegun`."""
+        process = node.process
+        log = self._pipeline.files.log_file(process.plan.instance)
+        try:
+            while True:
+                news: News = await node.actor.news.remote(node.log_end)
+                node.log_end = news.log_end
+                node.joined = node.joined or process.ready.is_set()
+                if news.log:
+                    with open_private(log, "ab") as file:
+                        file.write(f"[{news.skipped} bytes left out]\n".encode() if news.skipped else b"")
+                        file.write(news.log)
+                elif news.code is not None:
+                    return news.code
+        except self._ray.exceptions.RayActorError as error:
+            raise self._lost(node, error) from error
+
+    def _lost(self, node: OnNode, error: Exception) -> HostLost | NotBegun:
+        where = f" on {node.process.node}" if node.place is not None else ""
+        node.deaths += node.place is None
+        node.homeless_s = time.monotonic() if node.place is not None else node.homeless_s
+        node.place, node.process.node = None, ""
+        if node.deaths >= DEATHS_AT_START and isinstance(error, self._ray.exceptions.ActorDiedError):
+            return NotBegun(f"its agent cannot be started: {str(error).strip().rpartition(chr(10))[2]}")
+        # Of an agent that Ray has no place for every question fails within seconds, as of one that was just lost.
+        late = time.monotonic() - node.homeless_s > (PATIENCE_S if node.joined else NO_PLACE_S)
+        lacking = self._lacking(node) if late else ""
+        if late and not node.joined:
+            return NotBegun(lacking or "its agent was lost and did not come back")
+        return HostLost(lacking or f"its agent{where} is lost; Ray starts it anew", waits=bool(lacking))

@@ -1,7 +1,7 @@
 """`python -m cohort.services.bench`, and what `cohort bench` runs: finds what is to be measured and hands over to it.
 
 The first word says what; where there is none, a server is measured over HTTP. To add a measurement: a module with
-`add_arguments(parser)` and `run(args) -> int`, and a line in `COMMANDS`. Called by `services/cli/offline.py`.
+`add_arguments(parser)` and `run(args) -> int`, and a line in `COMMANDS`. Called by `services/cli/__main__.py`.
 
 Exit status: 0 measured, 1 nothing could be, 2 wrong options or no usable server, 130 interrupted.
 """

@@ -3,8 +3,10 @@
 Subcommands are listed here and imported when the command line names them (help needs only their summaries), so that
 `cohort --help` answers at once and a part that is not installed breaks only itself.
 
-To add one: a module beside this one with `add_parser(subparsers)` and `run(options) -> int`, and a line in `COMMANDS`.
-What has `main(words) -> int` instead has commands of its own and parses the words after its name itself (`bench`).
+To add one: a module beside this one with `add_arguments(parser)`, `run(options) -> int`, `DESCRIPTION` and `EPILOG`
+where there is more to say; and a line in `COMMANDS`. What has `main(words) -> int` instead has commands of its own and
+parses the words after its name itself (`bench`). Commands that need no running pipeline are programs of
+`services/simulator/` and `services/bench/`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from cohort import __version__
@@ -36,8 +40,9 @@ COMMANDS = {
     "profile": "measure this machine: a device and a cluster for the simulator",
 }
 
-OFFLINE = ("advise", "bench", "chaos", "compare", "replay", "reproduce", "simulate")
-"""Commands of `offline.py`."""
+_SIMULATED = ("advise", "compare", "replay", "reproduce", "simulate")
+_MEASURED = {"bench": (), "chaos": ("chaos",)}
+"""Commands of `services.bench`, and how it calls them."""
 
 DESCRIPTION = """\
 Cohort serves large language models as a pipeline of small processes: a gateway with the OpenAI API, workers that run
@@ -90,28 +95,52 @@ def _parser(named: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"cohort {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, summary in COMMANDS.items():
-        if name == named:
-            module = _module(name)
-            if hasattr(module, "add_parser"):
-                module.add_parser(subparsers)
-                continue
-        subparsers.add_parser(name, help=summary, add_help=False)
+        module = _module(name) if name == named else None
+        add_arguments = getattr(module, "add_arguments", None)
+        command = subparsers.add_parser(
+            name,
+            help=summary,
+            add_help=add_arguments is not None,
+            description=getattr(module, "DESCRIPTION", None),
+            epilog=getattr(module, "EPILOG", None),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if add_arguments is not None:
+            add_arguments(command)
     return parser
 
 
 def _module(name: str) -> Any:
     """The subcommand's module, or what stands for one. Raises `CohortError` where this installation lacks a part."""
     try:
-        if name in OFFLINE:
-            from cohort.services.cli.offline import front
+        if name in _MEASURED:
+            from cohort.services.bench.__main__ import main
 
-            return front(name, COMMANDS[name])
+            return SimpleNamespace(main=lambda words: main([*_MEASURED[name], *words]))
+        if name in _SIMULATED:
+            from cohort.services.simulator import options
+
+            return SimpleNamespace(
+                add_arguments=getattr(options, f"add_{name}_arguments"),
+                EPILOG=getattr(options, f"{name.upper()}_EPILOG", None),
+                run=partial(_simulated, name),
+            )
         return importlib.import_module(f"cohort.services.cli.{name.replace('-', '_')}")
     except ImportError as error:
         raise CohortError(
             f"`cohort {name}` is not usable in this installation: {error} "
             "(install the missing part, or run the repository's ./scripts/setup)"
         ) from error
+
+
+def _simulated(name: str, options: argparse.Namespace) -> int:
+    work = getattr(importlib.import_module("cohort.services.simulator.__main__"), f"run_{name}")
+    if getattr(options, "live", False):  # `cohort compare --live`: pipelines run what the simulator would
+        from cohort.services.bench.live.measured import measure
+
+        work = partial(work, live=partial(measure, port=options.port))
+    code: int = work(options)
+    return code
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -36,14 +35,10 @@ examples:
 Exit codes: 0 nothing is wrong (warnings may be), 1 there is a problem, 2 a wrong option or configuration."""
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "doctor",
-        help="what is wrong with this machine or a running pipeline, and the cure",
-        description="Look at this machine and at a running pipeline: what does not work, what works badly, what helps.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+DESCRIPTION = "Look at this machine and at a running pipeline: what does not work, what works badly, what helps."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="FOLDER", help="as for `cohort serve`")
     parser.add_argument("--kv-cache-dtype", metavar="NAME", help="likewise")
     parser.add_argument("--preset", default="", metavar="NAME", help="likewise")
@@ -52,9 +47,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--port", type=int, metavar="PORT", help="likewise; of the pipeline that is looked at, too")
     parser.add_argument("--url", default="", help="only the pipeline whose monitor answers here, not this machine")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON")
-    parser.set_defaults(
-        served_name=None, quantization=None, speculation=None, lora=[], host=None, tls_cert=None, tls_key=None
-    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -11,7 +11,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from cohort.services.cli import api_keys
 
@@ -38,17 +37,6 @@ Make the key with which the processes of a pipeline know each other and encrypt 
 and KV that travels over zmq. Or, with one of the words below, keep the API keys of clients."""
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "keys",
-        help="API keys of clients; and the key that a pipeline over TCP encrypts with",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_arguments(parser)
-
-
 def main(words: Sequence[str]) -> int:
     """`cohort keys WORDS`."""
     if words and words[0] in api_keys.COMMANDS:
@@ -56,11 +44,6 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="cohort keys", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    _add_arguments(parser)
-    return run(parser.parse_args(words))
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         metavar="FILE|FOLDER",
@@ -69,10 +52,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--keep", action="store_true", help="succeed also if a usable key is there already, for set-ups that run twice"
     )
-    parser.set_defaults(run=run)
+    return _make(parser.parse_args(words))
 
 
-def run(options: argparse.Namespace) -> int:
+def _make(options: argparse.Namespace) -> int:
     """0 made or kept, 2 (through `CohortError`) it exists, is not usable, or cannot be written."""
     from cohort.common.errors import ConfigError
     from cohort.common.transport.security import generate_keys, load_keys

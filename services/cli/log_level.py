@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from cohort.common import paths
 from cohort.common.process.log_levels import LEVELS, Level, ask_for_level
@@ -36,14 +35,10 @@ A level lasts until the process ends; `logging.level` is what it starts with.
 Exit codes: 0 all of them changed, 1 a process did not, 2 no process has that name, 3 no pipeline is running."""
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "log-level",
-        help="change what running processes write into their logs",
-        description="Change the log level of running processes: all, one, or those of one kind.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+DESCRIPTION = "Change the log level of running processes: all, one, or those of one kind."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "service",
         nargs="?",

@@ -68,13 +68,7 @@ class _Profile(msgspec.Struct, frozen=True):
     units: int = 0
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
-    parser = subparsers.add_parser(
-        "profile",
-        help="measure this machine: a device and a cluster for the simulator",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", default="", metavar="NAME", help="make a device and a cluster of this name")
     parser.add_argument("--to", metavar="DIR", help="write them there, not where --cluster finds them by name")
     parser.add_argument("--output", metavar="FILE", help="where the points go, as JSON")

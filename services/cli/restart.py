@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 DEFAULT_PORT = 8000
 
+DESCRIPTION = "Restart the processes of a running pipeline one after the other, without a lost request."
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "restart",
-        help="restart the processes of a running pipeline one after the other",
-        description="Restart the processes of a running pipeline one after the other, without a lost request.",
-        epilog="""\
+EPILOG = """\
 examples:
   cohort restart                    all: monitor, predictor, manager, workers, gateways
   cohort restart decode-0 gateway   these, in that order
@@ -24,9 +19,10 @@ Requests that run on a worker go on at another one; responses that a gateway has
 gateway.drain_s, and new connections wait at the port meanwhile (with gateway.processes=2 none waits).
 docs/guide/operations.md#upgrades has the rest.
 
-Exit codes: 0 all are ready again, 1 one did not come back (the others were left as they were), 3 nothing runs.""",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+Exit codes: 0 all are ready again, 1 one did not come back (the others were left as they were), 3 nothing runs."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("processes", nargs="*", metavar="PROCESS", help="decode-0, gateway … (default: all)")
     parser.add_argument(
         "--port", type=int, default=DEFAULT_PORT, help="of the pipeline's gateway (default: %(default)s)"

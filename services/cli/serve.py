@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
 
-from cohort.services.launcher.options import EPILOG, add_arguments
+from cohort.services.launcher.options import DESCRIPTION, EPILOG, add_arguments
 
-
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "serve",
-        help="start a whole pipeline on this machine",
-        description="Serve a language model: start all processes of a pipeline on this machine and watch over them.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
-    parser.set_defaults(run=run)
+__all__ = ["DESCRIPTION", "EPILOG", "add_arguments", "run"]
 
 
 def run(options: argparse.Namespace) -> int:

@@ -54,13 +54,12 @@ class Reading:
     metrics: Scraped
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "status",
-        help="what is running: throughput, latencies, SLOs, processes, queues, KV use",
-        description="Show a running pipeline: throughput, latencies, SLO attainment, and its processes with their "
-        "state, queues, KV cache use, step time and restarts.",
-        epilog="""\
+DESCRIPTION = (
+    "Show a running pipeline: throughput, latencies, SLO attainment, and its processes with their state, queues, KV "
+    "cache use, step time and restarts."
+)
+
+EPILOG = """\
 examples:
   cohort status                                   once, latencies and SLOs of all since the start
   cohort status --watch                           again every second, of the last minute, until Ctrl-C
@@ -69,9 +68,10 @@ examples:
 
 Of a worker: sequences that run and wait, mean rows of an iteration; with --watch also tokens computed a second
 (prefill, decode) and preemptions a second.
-Exit codes: 0 all processes up, 1 a process is down or no monitor answers.""",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+Exit codes: 0 all processes up, 1 a process is down or no monitor answers."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=DEFAULT_URL, help="address of the global monitor (default: %(default)s)")
     parser.add_argument("--watch", action="store_true", help="keep showing, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="print the state as JSON, one line per reading")

@@ -6,13 +6,13 @@ import argparse
 import sys
 
 from cohort.services.launcher.main import run
-from cohort.services.launcher.options import EPILOG, add_arguments
+from cohort.services.launcher.options import DESCRIPTION, EPILOG, add_arguments
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="cohort serve",
-        description="Serve a language model: start all processes of a pipeline on this machine and watch over them.",
+        description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

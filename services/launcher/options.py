@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+DESCRIPTION = "Serve a language model: start all processes of a pipeline on this machine and watch over them."
 EPILOG = """\
 examples:
   cohort serve                                       the small default model on http://127.0.0.1:8000
@@ -24,6 +25,17 @@ examples:
 Ctrl-C drains and ends all processes; a second Ctrl-C ends them at once.
 Logs: one file per process, named at start. Live figures: `cohort status`, or the monitor's page named at start.
 """
+
+
+_KEYS = {
+    "model": "model.path",
+    "served_name": "model.served_name",
+    "quantization": "model.quantization",
+    "speculation": "speculation.mode",
+    "kv_cache_dtype": "kv.cache_dtype",
+    "host": "gateway.host",
+}
+"""Options that stand for one of the configuration. `cohort doctor` has some of them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -124,21 +136,10 @@ def overrides_of(options: argparse.Namespace, file_keys: set[str]) -> dict[str, 
     from cohort.common.config import nested
     from cohort.services.launcher.plan import METRICS_OFFSET, MONITOR_OFFSET
 
-    flat: dict[str, Any] = {}
-    if options.model is not None:
-        flat["model.path"] = options.model
-    if options.served_name is not None:
-        flat["model.served_name"] = options.served_name
-    if options.quantization is not None:
-        flat["model.quantization"] = options.quantization
-    if options.speculation is not None:
-        flat["speculation.mode"] = options.speculation
-    if options.kv_cache_dtype is not None:
-        flat["kv.cache_dtype"] = options.kv_cache_dtype
-    if options.host is not None:
-        flat["gateway.host"] = options.host
+    named = {option: getattr(options, option, None) for option in _KEYS}
+    flat: dict[str, Any] = {_KEYS[option]: value for option, value in named.items() if value is not None}
     for half in ("tls_cert", "tls_key"):
-        if (path := getattr(options, half)) is not None:
+        if (path := getattr(options, half, None)) is not None:
             flat[f"gateway.{half}"] = str(Path(path).expanduser().absolute()) if path else ""
     assigned = assigned_by(options.assignments)
     if options.port is not None:
@@ -149,9 +150,9 @@ def overrides_of(options: argparse.Namespace, file_keys: set[str]) -> dict[str, 
             if key not in settled:
                 flat[key] = port + offset if port else 0
     merged = nested({**flat, **assigned}, "--set")
-    if options.lora:
+    if lora := getattr(options, "lora", []):
         section = merged.setdefault("model", {})
-        section["lora"] = {**(section.get("lora") or {}), **adapters_of(options.lora)}
+        section["lora"] = {**(section.get("lora") or {}), **adapters_of(lora)}
     return merged
 
 

@@ -1,7 +1,7 @@
 """A cell of `cohort compare --live`, measured: its pipeline from start to end, and one client for each of its parts.
 
 A part is written as a trace and sent by `cohort bench`, so that live pipelines and simulations get the same requests at
-the same moments. Called by `services/cli/offline.py`. What only a simulation can do is a `ConfigError`.
+the same moments. Called by `services/cli/__main__.py`. What only a simulation can do is a `ConfigError`.
 """
 
 from __future__ import annotations

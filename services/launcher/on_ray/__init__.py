@@ -9,8 +9,8 @@
     └────────────────────┘        └────────────────────┘
 
 Ray finds nodes for the processes, starts their agents, and starts an agent anew on another node when its own is lost.
-An agent (`agent.py`) is an actor that owns one process as the launcher owns its processes on one machine; when it begins
-again the launcher's supervisor says. Everything between the processes is the pipeline's own: Ray sees no request.
+An agent (`agent.py`) is an actor that owns one process as the launcher owns its processes on one machine; the
+supervisor begins it again. Everything between the processes is the pipeline's own: Ray sees no request.
 
 Imported only when it is asked for; `ray` itself by `cluster` and `actors` alone, when they are called.
 """

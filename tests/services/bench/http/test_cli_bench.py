@@ -378,7 +378,7 @@ def test_cohort_bench_is_the_same_command(server: FakeServer, tmp_path: Path) ->
 
 def test_adding_the_options_imports_nothing_heavy() -> None:
     code = (
-        "import sys, cohort.services.cli.offline, cohort.services.bench.__main__; "
+        "import sys, cohort.services.bench.__main__; "
         "import cohort.services.bench.http.command; "
         "print([m for m in ('numpy', 'aiohttp', 'rich', 'matplotlib', 'torch', 'tokenizers') if m in sys.modules])"
     )

@@ -14,6 +14,12 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import msgspec
+
+from cohort.common.errors import ConfigError
+from cohort.common.keys.key_file import OwnLimits, editing, new_key, read_keys, revoked
+from cohort.common.keys.key_usage import UsageStore, day_of, default_path
+
 COMMANDS = ("add", "list", "show", "set", "revoke", "usage")
 FILE_VARIABLE = "COHORT_KEYS_FILE"
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrent_requests")
@@ -93,8 +99,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _limits(given: Sequence[str]) -> dict[str, dict[str, int | None]]:
     """By class, what is named; None: take it away. Raises `ConfigError`."""
-    from cohort.common.errors import ConfigError
-
     named: dict[str, dict[str, int | None]] = {"rt": {}, "be": {}}
     for text in given:
         place, _, value = text.partition("=")
@@ -109,8 +113,6 @@ def _limits(given: Sequence[str]) -> dict[str, dict[str, int | None]]:
 
 
 def _add(options: argparse.Namespace) -> int:
-    from cohort.common.keys.key_file import OwnLimits, editing, new_key
-
     limits = _limits(options.limit)
     with editing(options.file) as held:
         held[0], stored, secret = new_key(
@@ -131,8 +133,6 @@ def _add(options: argparse.Namespace) -> int:
 
 
 def _weight(options: argparse.Namespace, otherwise: float) -> float:
-    from cohort.common.errors import ConfigError
-
     weight = otherwise if options.weight is None else float(options.weight)
     if not 0 < weight <= 1e6:  # also for NaN
         raise ConfigError(f"--weight {weight:g}: above 0, and at most a million")
@@ -140,8 +140,6 @@ def _weight(options: argparse.Namespace, otherwise: float) -> float:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from cohort.common.keys.key_file import read_keys
-
     for key in read_keys(options.file, option="--file").keys:
         state = "active" if key.revoked_s is None else f"revoked {_day(key.revoked_s)}"
         more = " admin" if key.admin else ""
@@ -150,9 +148,6 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from cohort.common.errors import ConfigError
-    from cohort.common.keys.key_file import read_keys
-
     key = read_keys(options.file, option="--file").named(options.name)
     if key is None:
         raise ConfigError(f"{options.file}: no key is named {options.name}")
@@ -170,11 +165,6 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _set(options: argparse.Namespace) -> int:
-    import msgspec
-
-    from cohort.common.errors import ConfigError
-    from cohort.common.keys.key_file import editing
-
     limits = _limits(options.limit)
     with editing(options.file) as held:
         key = held[0].named(options.name)
@@ -193,8 +183,6 @@ def _set(options: argparse.Namespace) -> int:
 
 
 def _revoke(options: argparse.Namespace) -> int:
-    from cohort.common.keys.key_file import editing, revoked
-
     with editing(options.file) as held:
         held[0], key = revoked(held[0], options.name, int(time.time()))
     sys.stdout.write(f"{key.name} ({key.id}) is revoked; gateways refuse it within keys.reload_s\n")
@@ -202,10 +190,6 @@ def _revoke(options: argparse.Namespace) -> int:
 
 
 def _usage(options: argparse.Namespace) -> int:
-    import msgspec
-
-    from cohort.common.keys.key_usage import UsageStore, day_of, default_path
-
     store = UsageStore(options.usage_file or default_path(), read_only=True)
     try:
         rows = store.rows(since=day_of(time.time() - 86_400 * max(0, options.days)))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from cohort.common import paths
 from cohort.common.process.log_levels import LEVELS, Level, ask_for_level
+from cohort.services.launcher.control import EXIT_NOT_RUNNING, running
 from cohort.services.launcher.run_files import ProcessMark, RunFiles
 
 DEFAULT_PORT = 8000
@@ -55,10 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     files = RunFiles(paths.run_dir(options.port))
-    state = files.state()
-    if state is None or not files.claimed:
-        sys.stderr.write(f"no pipeline is running on port {options.port}\n")
-        return 3
+    if (state := running(files, options.port)) is None:
+        return EXIT_NOT_RUNNING
     if state.nodes:
         sys.stderr.write(
             "the processes of this pipeline are on several machines: send SIGUSR2 to one on its own, "

@@ -27,7 +27,7 @@ def on_box(config: Config, gpus: Sequence[Gpu], *, workers_given: bool, model: P
     """`workers_given`: a file or the command line names workers; else a GPU box has as many as it wants (`auto`), since
     a preset's count is the smallest arrangement that works. Raises `ConfigError`, `ModelError`."""
     if config.engine.device == "auto" and gpus:
-        config = _with_device(config, "cuda")
+        config = msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, device="cuda"))
     grouped = any(group.tensor_parallel != 1 for group in config.workers)
     if grouped and (model / "config.json").is_file():  # else not made yet, or no model: checked elsewhere
         memories = [gpu.memory_bytes for gpu in gpus] if config.on_gpu else []
@@ -89,7 +89,3 @@ def _fitting(config: Config, gpus: Sequence[Gpu], model: Path) -> list[Gpu]:
     smallest = fitting[0]
     check_fit(config, model.name, wanted, smallest.name, smallest.memory_bytes, sharers)
     return fitting
-
-
-def _with_device(config: Config, device: str) -> Config:
-    return msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, device=device))

@@ -32,15 +32,8 @@ class State(enum.StrEnum):
     FAILED = "failed"
 
 
-_COLOUR = {
-    State.READY: "green",
-    State.STARTING: "yellow",
-    State.RESTARTING: "yellow",
-    State.FAILED: "red",
-    State.STOPPING: "yellow",
-    State.STOPPED: "dim",
-    State.WAITING: "dim",
-}
+_COLOUR = {State.READY: "green", State.FAILED: "red", State.STOPPED: "dim", State.WAITING: "dim"}
+"""The others are on their way: yellow."""
 
 
 @dataclass(slots=True)
@@ -56,14 +49,6 @@ class Line:
     shown_percent: int = 0  # of the weights, as the last line said
     node: str = ""
     """The machine it is on, where there are several."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """How far a worker's weights are read."""
-
-    percent: int
-    text: str
 
 
 class Console:
@@ -136,18 +121,18 @@ class Console:
         if text:
             self.say(f"{instance}: {text}", style="yellow")
         elif (loading := read_loading(raw)) is not None:
-            self._show_loading(self._lines[instance], loading)
+            self._show_loading(self._lines[instance], *loading)
 
-    def _show_loading(self, line: Line, loading: Loading) -> None:
+    def _show_loading(self, line: Line, percent: int, text: str) -> None:
         """In the table as it comes; as lines one a tenth. What is read within a second is never mentioned."""
-        if line.state is not State.STARTING or (loading.percent == 100 and not line.note):
+        if line.state is not State.STARTING or (percent == 100 and not line.note):
             return
-        tenth = loading.percent // 10 > line.shown_percent // 10
-        line.note = loading.text
+        tenth = percent // 10 > line.shown_percent // 10
+        line.note = text
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
         elif tenth or not line.shown_percent:
-            line.shown_percent = max(1, loading.percent)
+            line.shown_percent = max(1, percent)
             self.say(self._as_text(line))
 
     def _table(self) -> Table:
@@ -156,7 +141,7 @@ class Console:
         for heading in ("process", "state", *(("node",) if elsewhere else ()), "pid", "port", "log"):
             table.add_column(heading, justify="right" if heading in ("pid", "port") else "left")
         for line in self._lines.values():
-            colour = _COLOUR[line.state]
+            colour = _COLOUR.get(line.state, "yellow")
             state = f"[{colour}]{line.state}[/{colour}]" + (f" {escape(line.note)}" if line.note else "")
             place = (escape(line.node),) if elsewhere else ()
             table.add_row(line.instance, state, *place, str(line.pid or ""), str(line.port), escape(_short(line.log)))
@@ -210,19 +195,19 @@ def readable_warning(raw: str) -> str:
     return " ".join(part for part in (f"{event['level']}: {event.get('event', '')}", rest, last) if part)
 
 
-def read_loading(raw: str) -> Loading | None:
-    """What a worker's log line says about the reading of its weights; None for any other line."""
+def read_loading(raw: str) -> tuple[int, str] | None:
+    """How far a worker's log line says that its weights are read: percent, and in words; None for any other line."""
     if '"loading weights"' not in raw and '"weights read"' not in raw:
         return None
     try:
         event = json.loads(raw)
         rate = f"{event['gigabytes_per_s']:.2f} GB/s"
         if event["event"] == "weights read":
-            return Loading(100, f"weights read: {event['gigabytes']} GB in {event['seconds']} s, {rate}")
+            return 100, f"weights read: {event['gigabytes']} GB in {event['seconds']} s, {rate}"
         percent = int(event["percent"])
     except (ValueError, KeyError, TypeError):
         return None
-    return Loading(percent, f"reading weights: {percent} %, {rate}")
+    return percent, f"reading weights: {percent} %, {rate}"
 
 
 def _short(path: Path) -> str:

@@ -86,11 +86,18 @@ def _follow(descriptor: int, deadline_s: float) -> str:
                 sys.stdout.flush()
 
 
+def running(files: RunFiles, port: int, number: signal.Signals | None = None) -> LauncherState | None:
+    """The pipeline of this folder, its launcher sent this signal; None, with a line for a person, where none runs."""
+    state = files.state()
+    if state is not None and files.claimed and (number is None or state.launcher.send(number)):
+        return state
+    sys.stderr.write(f"no pipeline is running on port {port}\n")
+    return None
+
+
 def stop(files: RunFiles, port: int) -> int:
     """Drain and end the pipeline; kills it when it does not end in its own time."""
-    state = files.state()
-    if state is None or not files.claimed or not state.launcher.send(signal.SIGTERM):
-        sys.stderr.write(f"no pipeline is running on port {port}\n")
+    if (state := running(files, port, signal.SIGTERM)) is None:
         return EXIT_NOT_RUNNING
     longest = f"up to {state.stop_timeout_s:.0f} s if requests are running"
     sys.stdout.write(f"stopping {state.name} on port {port} ({longest})\n")
@@ -107,9 +114,7 @@ def stop(files: RunFiles, port: int) -> int:
 
 def status(files: RunFiles, port: int) -> int:
     """A line per process. Exit code 0: all ready; 1: some are not; 3: nothing runs."""
-    state = files.state()
-    if state is None or not files.claimed:
-        sys.stderr.write(f"no pipeline is running on port {port}\n")
+    if (state := running(files, port)) is None:
         return EXIT_NOT_RUNNING
     ready = asyncio.run(_probe(state))
     lines = []
@@ -129,16 +134,13 @@ def status(files: RunFiles, port: int) -> int:
 def restart(files: RunFiles, port: int, instances: Sequence[str]) -> int:
     """Its processes one after the other, or these. Exit code 0: all are ready again; 1: one did not come back, or
     there is no such process; 3: nothing runs."""
-    state = files.state()
-    if state is None or not files.claimed:
-        sys.stderr.write(f"no pipeline is running on port {port}\n")
+    if (state := running(files, port)) is None:
         return EXIT_NOT_RUNNING
     if why := _no_restart(state, instances):
         sys.stderr.write(f"{why}\n")
         return 1
     files.want_restart(list(instances))
-    if not state.launcher.send(signal.SIGUSR1):
-        sys.stderr.write(f"no pipeline is running on port {port}\n")
+    if running(files, port, signal.SIGUSR1) is None:
         return EXIT_NOT_RUNNING
     return _follow_restart(files, state)
 

@@ -45,7 +45,6 @@ class Life(Protocol):
 
     async def wait(self) -> int:
         """Exit code, negative for a signal. Raises `HostLost`, `NotBegun` where what ran it is gone."""
-        ...
 
     def terminate(self) -> None: ...
 
@@ -99,28 +98,21 @@ class Hosts(Protocol):
 
     def ask_for(self, processes: Sequence[Supervised]) -> None:
         """Places for these, all of them at once. Raises `CohortError` where one cannot be had."""
-        ...
 
     async def begin(self, process: Supervised) -> Life:
         """Begin one life of it. Raises `HostLost`, `NotBegun`."""
-        ...
 
     def renew(self) -> None:
         """What is begun from now on is of the files as they are now."""
-        ...
 
     def release(self, process: Supervised) -> None:
         """Whatever happened: nothing of it stays. May be called again."""
-        ...
 
     def close(self) -> None:
         """After the last release."""
-        ...
 
     def check(self, config: Config, instance: InstanceId) -> None:
         """Raises `CohortError` where this worker of `config`, which is to come, cannot be had."""
-        ...
 
     def configure(self, config: Config) -> None:
         """Every process that is started from now on reads this, wherever it is."""
-        ...

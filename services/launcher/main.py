@@ -85,13 +85,9 @@ def _serve(options: argparse.Namespace, arguments: list[str], config: Config, *,
     plans = plan(config, preflight.usable_cores())
     files = RunFiles(paths.run_dir(config.gateway.port))
     if options.detach:
-        _check(files, plans)
-        again = [argument for argument in arguments if argument != "--detach"]
-        if any_port:
-            again += ["--port", str(config.gateway.port)]  # the one found here
-        return control.detach(again, files, options.ready_timeout)
+        return _detach(options, arguments, files, plans, config.gateway.port if any_port else 0)
     with files.claim():
-        _check_start(plans)
+        preflight.check_ports(plans)
         preflight.raise_open_file_limit()
         files.write_config(dump_config(config))
         return asyncio.run(
@@ -110,12 +106,7 @@ def _serve_on_ray(
         config = load_config(options.config, preset=options.preset, overrides=overrides)
         ray_cluster.check_installed()
         port = config.gateway.port or ports.free_port()
-        files = RunFiles(paths.run_dir(port))
-        _check(files, [])
-        again = [argument for argument in arguments if argument != "--detach"]
-        return control.detach(
-            [*again, *([] if config.gateway.port else ["--port", str(port)])], files, options.ready_timeout
-        )
+        return _detach(options, arguments, RunFiles(paths.run_dir(port)), [], 0 if config.gateway.port else port)
     cluster = ray_cluster.join(address)
     try:
         machine = ray_cluster.machine_of(cluster.look())
@@ -139,7 +130,7 @@ def _serve_joined(options: argparse.Namespace, cluster: Cluster, config: Config,
     files = RunFiles(paths.run_dir(config.gateway.port))
     plans = [placement.plan for placement in settled.placements]
     with files.claim():
-        _check_start([process for process in plans if not process.passes_metrics_port and process.instance in _HERE])
+        preflight.check_ports(each for each in plans if not each.passes_metrics_port and each.instance in _HERE)
         files.write_config(dump_config(config))
         return asyncio.run(_supervise(config, plans, files, settled.hosts, options.notify_fd, settled.box))
 
@@ -160,16 +151,18 @@ def _model_folder(config: Config) -> Path:
     return folder
 
 
-def _check(files: RunFiles, plans: Sequence[ProcessPlan]) -> None:
-    """Errors that would end the background process are raised here, where the operator reads them."""
+def _detach(
+    options: argparse.Namespace, arguments: list[str], files: RunFiles, plans: Sequence[ProcessPlan], found_port: int
+) -> int:
+    """`found_port`: one that was chosen here, or 0. Errors that would end the background process are raised here, where
+    the operator reads them."""
     if files.claimed:
         with files.claim():  # raises with the message that names the other one
             pass
-    _check_start(plans)
-
-
-def _check_start(plans: Sequence[ProcessPlan]) -> None:
     preflight.check_ports(plans)
+    again = [argument for argument in arguments if argument != "--detach"]
+    again += ["--port", str(found_port)] if found_port else []
+    return control.detach(again, files, options.ready_timeout)
 
 
 async def _supervise(

@@ -7,13 +7,13 @@ that two of them could make differently: model folder, threads per worker, ports
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
 
 import msgspec
 
-from cohort.common.addresses import GATEWAY, gateway_names, manager_names, metrics_port
+from cohort.common.addresses import GATEWAY, MONITOR, gateway_names, manager_names, metrics_port
 from cohort.common.config import Config
 from cohort.common.config.serving import PlannerConfig
 from cohort.common.types import Role
@@ -96,25 +96,18 @@ def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
     unless only one of them computes at a time.
     """
     single = _threads_environment(1)
-    host, base = config.metrics.host, config.metrics.base_port
-    short_drain_s = 5.0
+    host, base, drain_s = config.metrics.host, config.metrics.base_port, 5.0
+    folder, page = "bucketing_manager", config.monitor
+
+    def manager(name: str) -> ProcessPlan:
+        port = metrics_port(config, folder, name)
+        return ProcessPlan(name, folder, StopStage.MANAGER, host, port, drain_s, environment=single)
+
     plans = [
         *_gateways(config, single),
-        ProcessPlan("predictor", "length_predictor", StopStage.OTHERS, host, base, short_drain_s, environment=single),
-        ProcessPlan(
-            "manager", "bucketing_manager", StopStage.MANAGER, host, base + 1, short_drain_s, environment=single
-        ),
-        *_standbys(config, short_drain_s, single),
-        ProcessPlan(
-            "monitor",
-            "global_monitor",
-            StopStage.OTHERS,
-            config.monitor.host,
-            config.monitor.port,
-            short_drain_s,
-            passes_metrics_port=False,
-            environment=single,
-        ),
+        ProcessPlan("predictor", "length_predictor", StopStage.OTHERS, host, base, drain_s, environment=single),
+        *map(manager, manager_names(config)),
+        ProcessPlan(MONITOR, "global_monitor", StopStage.OTHERS, page.host, page.port, drain_s, False, single),
     ]
     threads = {instance: config.rank_threads(instance, 1) for instance in config.instance_roles}
     busy = max if config.gathers else sum  # threads that compute at one time
@@ -124,23 +117,6 @@ def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
         environment = _threads_environment(threads[instance], crowded=crowded)
         plans.append(worker_plan(config, instance, base + 2 + index, environment))
     return plans
-
-
-def _standbys(config: Config, drain_s: float, environment: Mapping[str, str]) -> list[ProcessPlan]:
-    """Managers beside the first."""
-    folder, host = "bucketing_manager", config.metrics.host
-    return [
-        ProcessPlan(
-            instance,
-            folder,
-            StopStage.MANAGER,
-            host,
-            metrics_port(config, folder, instance),
-            drain_s,
-            environment=environment,
-        )
-        for instance in manager_names(config)[1:]
-    ]
 
 
 def worker_plan(config: Config, instance: str, port: int, environment: Mapping[str, str] | None = None) -> ProcessPlan:
@@ -155,47 +131,25 @@ def worker_plan(config: Config, instance: str, port: int, environment: Mapping[s
 
 def _gateways(config: Config, environment: Mapping[str, str]) -> list[ProcessPlan]:
     """Where several share the port, each is asked for readiness and metrics on a port of its own."""
-    gateway = config.gateway
+    gateway, folder, stage = config.gateway, "gateway", StopStage.GATEWAY
     if gateway.processes == 1:
-        return [
-            ProcessPlan(
-                GATEWAY,
-                "gateway",
-                StopStage.GATEWAY,
-                gateway.host,
-                gateway.port,
-                gateway.drain_s,
-                passes_metrics_port=False,
-                environment=environment,
-                scheme=api_scheme(config),
-                held=True,
-                hands_over=True,
-            )
-        ]
-    return [
-        ProcessPlan(
-            instance,
-            "gateway",
-            StopStage.GATEWAY,
-            config.metrics.host,
-            metrics_port(config, "gateway", instance),
-            gateway.drain_s,
-            environment=environment,
-            shared=(gateway.host, gateway.port),
-            hands_over=True,
-        )
-        for instance in gateway_names(config)
-    ]
+        one = ProcessPlan(GATEWAY, folder, stage, gateway.host, gateway.port, gateway.drain_s, False, environment)
+        return [replace(one, scheme=api_scheme(config), held=True, hands_over=True)]
+    host, shared = config.metrics.host, (gateway.host, gateway.port)
+    several = []
+    for name in gateway_names(config):
+        port = metrics_port(config, folder, name)
+        each = ProcessPlan(name, folder, stage, host, port, gateway.drain_s, environment=environment)
+        several.append(replace(each, shared=shared, hands_over=True))
+    return several
 
 
 def resolve(config: Config, *, model: Path, cores: int, free_port: Callable[[], int]) -> Config:
     """Settle the options left open. `free_port` is asked at most once, for the first of a block of free ports; ports
     configured as 0 take their usual distance from it."""
-    groups = tuple(
-        msgspec.structs.replace(group, threads=group.threads or config.default_threads(cores))
-        for group in config.workers
-    )
     replace = msgspec.structs.replace
+    default = config.default_threads(cores)
+    groups = tuple(replace(group, threads=group.threads or default) for group in config.workers)
     ports = (config.gateway.port, config.monitor.port, config.metrics.base_port)
     block = 0 if all(ports) else free_port()
     return replace(

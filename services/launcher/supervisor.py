@@ -45,7 +45,8 @@ class Supervisor:
         self._processes = pipeline.processes
         self._processes += [Supervised(plan) for plan in plans]
         self._rolling = RollingRestart(pipeline)
-        self._failure = ""
+        self.failure = ""
+        """Why the pipeline was given up; "" if it was not."""
         self._cause = ""
         self._defect: Exception | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -70,11 +71,6 @@ class Supervisor:
     @property
     def ready_urls(self) -> dict[str, str]:
         return {process.plan.instance: process.ready_url for process in self._processes}
-
-    @property
-    def failure(self) -> str:
-        """Why the pipeline was given up; "" if it was not."""
-        return self._failure
 
     @property
     def restart(self) -> RestartState:
@@ -119,7 +115,7 @@ class Supervisor:
             self._hosts.close()
         if self._defect is not None:
             raise self._defect
-        return 1 if self._failure else 0
+        return 1 if self.failure else 0
 
     async def _guarded(self, work: Coroutine[None, None, None]) -> None:
         """A defect of ours must not leave the pipeline to itself."""
@@ -127,7 +123,7 @@ class Supervisor:
             await work
         except Exception as defect:
             self._defect = defect
-            self._failure = self._failure or "the launcher failed"
+            self.failure = self.failure or "the launcher failed"
             self._stopping.set()
 
     # -- processes that come and go ------------------------------------------------------------------------------
@@ -271,15 +267,15 @@ class Supervisor:
         if process.added:
             self._on_change()
             return
-        if not self._failure:
-            self._failure = self._cause = process.failure
+        if not self.failure:
+            self.failure = self._cause = process.failure
             self._show_failure(name)
         self._stopping.set()
 
     def _show_failure(self, instance: str) -> None:
         """Why the pipeline is given up, and what the process said last; the gist of both is the cause."""
         self._console.settle()
-        self._console.say(f"{self._failure}; the end of {self._files.log_file(instance)}:", style="red")
+        self._console.say(f"{self.failure}; the end of {self._files.log_file(instance)}:", style="red")
         for line in self._files.log_tail(instance, TAIL_LINES):
             self._console.say(f"  {line}")
             if (said := readable_warning(line)).startswith(("error: ", "critical: ")):
@@ -308,12 +304,12 @@ class Supervisor:
 
     async def _stop_all(self) -> None:
         self._console.settle()
-        if not self._failure:
+        if not self.failure:
             self._console.say("draining: running requests finish; Ctrl-C again ends at once")
         for stage in StopStage:
             group = [process for process in self._processes if process.plan.stage is stage]
             await self._stop([process for process in group if not process.done.is_set()])
-        if self._failure:
+        if self.failure:
             self._console.say(f"given up: {self._cause}", style="red")
 
     async def _stop(self, group: Sequence[Supervised]) -> None:
@@ -322,7 +318,7 @@ class Supervisor:
                 self._ask_to_end(process)
         if group:
             drain_s = max(process.plan.stop_timeout_s for process in group)
-            await _until_done(group, FAILED_STOP_TIMEOUT_S if self._failure else drain_s, self._kill_now)
+            await _until_done(group, FAILED_STOP_TIMEOUT_S if self.failure else drain_s, self._kill_now)
         late = [process for process in group if not process.done.is_set()]
         for process in late:
             self._kill(process)

@@ -4,7 +4,7 @@ Opened by `weights.open_weights` for a folder that holds `model.gguf`. A matrix 
 (`gguf_blocks`), F32, F16 and BF16 as plain tensors. llama.cpp stores the queries and keys of the architecture `llama`
 with another order of rows (pairs of neighbouring elements are rotated there, halves of a head here); rows move back,
 which changes no code. What the file's metadata say of the model is read elsewhere
-(`services/launcher/models/gguf_config.py`).
+(`services/launcher/models/gguf_folder.py`).
 """
 
 from __future__ import annotations

@@ -168,14 +168,14 @@ def _convert(source: Path, target: Path) -> None:
     _keep_end_tokens(clean, loaded.generation_config, tokenizer)
     clean.save_pretrained(target)
     tokenizer.save_pretrained(target)
-    _readable_by_older_transformers(target)
+    # Benchmark clients load the tokenizer from this folder, some with transformers 4: name a class both know.
+    tidy_tokenizer(target, tokenizer_class="PreTrainedTokenizerFast")
 
 
-def _readable_by_older_transformers(folder: Path) -> None:
-    """Benchmark clients load the tokenizer from this folder, some with transformers 4: name a class both know."""
+def tidy_tokenizer(folder: Path, **more: str) -> None:
+    """Without what transformers writes of the machine that made it."""
     path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8"))
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    settings = json.loads(path.read_text(encoding="utf-8")) | more
     for key in ("backend", "is_local", "local_files_only"):
         settings.pop(key, None)
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

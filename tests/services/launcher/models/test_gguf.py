@@ -11,8 +11,13 @@ from tokenizers import Tokenizer
 from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.errors import ModelError
 from cohort.services.launcher import preflight
-from cohort.services.launcher.models.gguf_config import generation_config, model_config
-from cohort.services.launcher.models.gguf_folder import gguf_file, make_folder, served_folder
+from cohort.services.launcher.models.gguf_folder import (
+    generation_config,
+    gguf_file,
+    make_folder,
+    model_config,
+    served_folder,
+)
 from tests.gguf_models import CONFIGS, VOCABULARY, add_tokenizer, random_model, write_gguf
 
 FIELDS: dict[str, Any] = {

@@ -78,6 +78,11 @@ class Actor:
         self.lost.set()
         kill(self.agent)
 
+    def stumble(self) -> None:
+        """What is asked now fails, as of a lost actor, and it was none."""
+        self.lost.set()
+        self.lost = asyncio.Event()
+
     def vanish(self) -> None:
         """Nothing that is asked of it is answered, and Ray does not know why."""
         self.back.clear()
@@ -299,6 +304,33 @@ async def test_a_wrong_configuration_ends_all_and_shows_the_log_that_came_over(
     said = capsys.readouterr().out
     assert "decode-0 on 127.0.0.1: " in said and "kv.block_size: 7 is none of 8, 16" in said
     assert ray.groups == [] and ray.killed == len(FOLDERS)
+
+
+async def test_what_never_starts_is_given_up_after_as_many_attempts_as_on_one_machine(
+    ray: FakeRay, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cohort.services.launcher.processes.restart_policy.SECOND_DELAY_S", 0.01)
+    running = Running(ray, tmp_path, decode="crash")
+    async with asyncio.timeout(60):
+        assert await running.task == 1
+    said = capsys.readouterr().out
+    assert "decode-0 on 127.0.0.1: exit code 1: it never became ready in 5 attempts" in said
+    assert said.count("decode-0     starting") == 5 and ray.groups == []
+
+
+async def test_an_agent_that_did_not_answer_has_the_same_process_and_its_log_comes_over_once(
+    ray: FakeRay, tmp_path: Path
+) -> None:
+    running = Running(ray, tmp_path, decode="helper")  # it writes a line
+    await running.until(running.ready.is_set, "ready")
+    its_agent, pid = ray.actors["decode-0"].agent, running.pid("decode-0")
+    ray.actors["decode-0"].stumble()
+    await running.until(lambda: "decode-0" not in running.supervisor.nodes, "lost")
+    await running.until(lambda: "decode-0" in running.supervisor.nodes, "found")
+    assert ray.actors["decode-0"].agent is its_agent and running.pid("decode-0") == pid
+    assert await running.stop() == 0
+    log = its_agent._files.log_file("decode-0").read_bytes()
+    assert log and running.files.log_file("decode-0").read_bytes() == log
 
 
 @dataclass(frozen=True)

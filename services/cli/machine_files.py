@@ -20,7 +20,7 @@ import yaml
 
 from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import DeviceShape, ModelShape
-from cohort.services.bench.fit.cost_model import Errors, Point
+from cohort.services.bench.fit.cost_model import Point
 from cohort.services.bench.fit.machine import Machine
 from cohort.services.simulator.hardware.data_files import locate
 from cohort.services.simulator.hardware.hardware import load_model
@@ -183,7 +183,9 @@ def error_lines(machine: Machine) -> list[str]:
     return [
         f"{of:7s} {kind:8s} median {middle:6.1%}   p90 {p90:6.1%}   worst {worst:6.1%} ({where})"
         for of, table in (("engine", machine.engine_errors), ("live", machine.live_errors))
-        for kind, (middle, p90, worst, where) in _ordered(table)
+        for kind in ("prefill", "decode", "mixed")
+        if kind in table
+        for middle, p90, worst, where in (table[kind],)
     ]
 
 
@@ -208,10 +210,6 @@ def disturbed(machine: Machine) -> str:
         f"warning: half of the points held out are over {_DISTURBED:.0%} off: the machine was busy, or is one that "
         "the cost model does not fit; measure again when nothing else runs"
     )
-
-
-def _ordered(table: Errors) -> list[tuple[str, tuple[float, float, float, str]]]:
-    return [(kind, table[kind]) for kind in ("prefill", "decode", "mixed") if kind in table]
 
 
 def _check_point(point: Point) -> CheckPoint:

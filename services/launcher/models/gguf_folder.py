@@ -170,6 +170,8 @@ def model_config(
     head_dim = int(of("attention.key_length", hidden // heads))
     if int(of("attention.value_length", head_dim)) != head_dim or int(of("rope.dimension_count", head_dim)) != head_dim:
         raise ModelError("heads whose keys, values and rotated parts differ in size are not served")
+    if "token_embd.weight" not in tensors:
+        raise ModelError("the GGUF file lacks tensor token_embd.weight")
     context = int(of("context_length"))
     config = {
         "architectures": [_CLASSES[arch]],
@@ -182,7 +184,7 @@ def model_config(
         "head_dim": head_dim,
         "rms_norm_eps": float(of("attention.layer_norm_rms_epsilon")),
         "max_position_embeddings": context,
-        "vocab_size": _shape(tensors, "token_embd.weight")[0],
+        "vocab_size": tensors["token_embd.weight"][0],
         "tie_word_embeddings": "output.weight" not in tensors,
         "hidden_act": "silu",
         "rope_theta": float(of("rope.freq_base", 10000.0)),
@@ -192,9 +194,9 @@ def model_config(
     }
     if scaling := _rope_scaling(fields, arch, context, rope_factors):
         config["rope_scaling"] = scaling
-    for name, key in (("bos_token_id", "bos_token_id"), ("eos_token_id", "eos_token_id")):
-        if f"tokenizer.ggml.{key}" in fields:
-            config[name] = int(fields[f"tokenizer.ggml.{key}"])
+    for name in ("bos_token_id", "eos_token_id"):
+        if f"tokenizer.ggml.{name}" in fields:
+            config[name] = int(fields[f"tokenizer.ggml.{name}"])
     return config
 
 
@@ -203,12 +205,6 @@ def generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:
     ends = [fields.get(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id")]
     found = list(dict.fromkeys(int(end) for end in ends if end is not None))
     return {"eos_token_id": found} if found else {}
-
-
-def _shape(tensors: Mapping[str, Sequence[int]], name: str) -> Sequence[int]:
-    if name not in tensors:
-        raise ModelError(f"the GGUF file lacks tensor {name}")
-    return tensors[name]
 
 
 def _bias(arch: str, tensors: Mapping[str, Sequence[int]]) -> bool:

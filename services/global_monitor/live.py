@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from cohort.common.messages import ManagerView, WorkerView
+from cohort.common.messages import GatewayView, ManagerView, WorkerView
 from cohort.common.types import QueueBucket, RequestId
 from cohort.common.views import (
     BLOCK_STATES,
@@ -27,7 +27,7 @@ from cohort.common.views import (
     Row,
     SloTally,
 )
-from cohort.services.global_monitor.looking import RATED, Looking, draft_counters
+from cohort.services.global_monitor.looking import RATED, Aged, Looking, draft_counters
 from cohort.services.global_monitor.page import ClusterState, ProcessState
 from cohort.services.global_monitor.planner import PlannerState
 
@@ -107,16 +107,16 @@ def live_state(cluster: ClusterState, looking: Looking, request_id: RequestId, n
     """`cluster` as `/api/state` has it; `now_s` on the monitor's clock, which a planner's decisions are dated by."""
     shown = cluster.processes[:MOST_PROCESSES]
     requests = sorted(
-        (_older(brief, age_s) for age_s, view in looking.gateways() for brief in view.requests),
+        (_older(brief, age_s) for age_s, view in looking.fresh(GatewayView) for brief in view.requests),
         key=lambda brief: (brief.ended_s is not None, brief.ended_s if brief.ended_s is not None else brief.age_s),
     )
     lives = [
         msgspec.structs.replace(life, age_s=life.age_s + age_s)
-        for age_s, view in looking.gateways()
+        for age_s, view in looking.fresh(GatewayView)
         for life in view.chosen
         if life.request_id == request_id
     ]
-    queue = next((LiveQueue(view.order, view.classes, view.buckets) for _, view in looking.managers()), None)
+    queue = next((LiveQueue(view.order, view.classes, view.buckets) for _, view in looking.fresh(ManagerView)), None)
     return LiveState(
         cluster=_bounded(cluster),
         live=[_process(process, index, looking) for index, process in enumerate(shown)],
@@ -125,7 +125,7 @@ def live_state(cluster: ClusterState, looking: Looking, request_id: RequestId, n
         queue=queue,
         workers=_workers(looking),
         requests=requests[:MOST_REQUESTS],
-        open_requests=sum(view.open for _, view in looking.gateways()),
+        open_requests=sum(view.open for _, view in looking.fresh(GatewayView)),
         life=lives[0] if lives else None,
         slo=_tallies(looking),
         decisions=_decisions(looking, planned(cluster.planner, now_s)),
@@ -155,7 +155,7 @@ def _process(process: ProcessState, index: int, looking: Looking) -> LiveProcess
 
 
 def _workers(looking: Looking) -> list[LiveWorker]:
-    views = looking.workers()
+    views = looking.fresh(WorkerView)
     rows = max(_LEAST_ROWS, _ALL_ROWS // max(1, len(views)))
     meter = looking.view_meter
     return [
@@ -193,7 +193,7 @@ def _older(brief: RequestBrief, by_s: float) -> RequestBrief:
 def _tallies(looking: Looking) -> list[SloTally]:
     """Of all gateways together."""
     sums: dict[tuple[str, str, str], SloTally] = {}
-    for _, view in looking.gateways():
+    for _, view in looking.fresh(GatewayView):
         for tally in view.slo:
             place = (tally.key, tally.traffic_class, tally.objective)
             before = sums.get(place)
@@ -231,7 +231,7 @@ def planned(planner: PlannerState | None, now_s: float) -> list[LiveDecision]:
 
 def _decisions(looking: Looking, planned: Iterable[LiveDecision] = ()) -> list[LiveDecision]:
     """The last one first. Ordinary placements are the many, and kept apart where they are made."""
-    views: list[tuple[float, ManagerView | WorkerView]] = [*looking.managers(), *looking.workers()]
+    views: list[Aged[ManagerView] | Aged[WorkerView]] = [*looking.fresh(ManagerView), *looking.fresh(WorkerView)]
     found = [
         LiveDecision(view.instance, msgspec.structs.replace(each, age_s=round(each.age_s + age_s, 3)))
         for age_s, view in views

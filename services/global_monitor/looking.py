@@ -14,11 +14,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
 
-from cohort.common.messages import GatewayView, Look, ManagerView, Message, View, WorkerView
+from cohort.common.messages import Look, Message, View, WorkerView
 from cohort.common.types import InstanceId, RequestId
 from cohort.common.views import MOST_CHOSEN, MOST_ID, DraftTally
 from cohort.services.global_monitor.aggregate import Cluster, Process
+
+V = TypeVar("V", bound=View)
 
 LOOK_S = 1.0
 """Between two questions, and two updates of the page."""
@@ -56,28 +59,41 @@ class TooManyViewers(Exception):
     """`MOST_VIEWERS` look already."""
 
 
+class _Seen(NamedTuple):
+    at_s: float
+    incarnation: int
+    counters: dict[str, float]
+
+
+class Aged(NamedTuple, Generic[V]):
+    """A view of a process that is up."""
+
+    age_s: float
+    view: V
+
+
 class Meter:
     """Rates of growing counters over the last seconds, by process; a new incarnation starts anew."""
 
     def __init__(self) -> None:
-        self._seen: dict[InstanceId, deque[tuple[float, int, dict[str, float]]]] = {}
+        self._seen: dict[InstanceId, deque[_Seen]] = {}
 
     def note(self, now_s: float, instance: InstanceId, incarnation: int, counters: dict[str, float]) -> None:
         seen = self._seen.setdefault(instance, deque(maxlen=64))
-        if seen and seen[-1][1] != incarnation:
+        if seen and seen[-1].incarnation != incarnation:
             seen.clear()
-        if not seen or now_s > seen[-1][0]:
-            seen.append((now_s, incarnation, counters))
-        while len(seen) > 2 and seen[1][0] <= now_s - RATE_WINDOW_S:
+        if not seen or now_s > seen[-1].at_s:
+            seen.append(_Seen(now_s, incarnation, counters))
+        while len(seen) > 2 and seen[1].at_s <= now_s - RATE_WINDOW_S:
             seen.popleft()
 
     def rate(self, instance: InstanceId, name: str) -> float | None:
         """Per second; None while it cannot be known."""
         seen = self._seen.get(instance)
-        if not seen or len(seen) < 2 or name not in seen[-1][2]:
+        if not seen or len(seen) < 2 or name not in seen[-1].counters:
             return None
-        (first_s, _, before), (last_s, _, now) = seen[0], seen[-1]
-        return max(0.0, now[name] - before.get(name, 0.0)) / (last_s - first_s)
+        before, now = seen[0], seen[-1]
+        return max(0.0, now.counters[name] - before.counters.get(name, 0.0)) / (now.at_s - before.at_s)
 
     def keep(self, instances: Iterable[InstanceId]) -> None:
         """Forget all others."""
@@ -155,22 +171,13 @@ class Looking:
         for viewer in self._viewers:
             viewer.news.set()
 
-    def gateways(self) -> list[tuple[float, GatewayView]]:
-        return [(age_s, view) for age_s, view in self._fresh() if isinstance(view, GatewayView)]
-
-    def managers(self) -> list[tuple[float, ManagerView]]:
-        return [(age_s, view) for age_s, view in self._fresh() if isinstance(view, ManagerView)]
-
-    def workers(self) -> list[tuple[float, WorkerView]]:
-        return [(age_s, view) for age_s, view in self._fresh() if isinstance(view, WorkerView)]
-
-    def _fresh(self) -> list[tuple[float, View]]:
-        """With their ages, by instance; of processes that are up."""
+    def fresh(self, kind: type[V]) -> list[Aged[V]]:
+        """The views of this kind, by instance."""
         now_s, up = self._now_s(), {process.instance for process in self._cluster.up()}
         return [
-            (now_s - heard_s, view)
+            Aged(now_s - heard_s, view)
             for name, (heard_s, view) in sorted(self._views.items())
-            if name in up and now_s - heard_s <= _KEPT_S
+            if name in up and now_s - heard_s <= _KEPT_S and isinstance(view, kind)
         ]
 
     def _ask(self) -> None:

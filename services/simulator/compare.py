@@ -7,8 +7,8 @@ import msgspec
 from cohort.common.comparison.columns import columns_of
 from cohort.common.comparison.comparison import Cell, CellResult, configuration
 from cohort.common.comparison.comparison_traffic import traffic
-from cohort.services.simulator.core.cluster import SimOptions
 from cohort.services.simulator.core.run import simulate
+from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 
 

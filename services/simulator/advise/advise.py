@@ -15,6 +15,7 @@ import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,11 +24,11 @@ from cohort.common.errors import ConfigError
 from cohort.common.policies.compose import groups_layers
 from cohort.common.policies.cost_model import ModelShape
 from cohort.common.types import Role
-from cohort.services.simulator.core.cluster import SimOptions
 from cohort.services.simulator.core.deployment import kv_blocks, spread_roles
 from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.core.run import Capacity, by_rate, find_capacity, simulate
 from cohort.services.simulator.core.setup import configuration
+from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.core.traffic import Traffic
 from cohort.services.simulator.hardware.data_files import read_yaml
 from cohort.services.simulator.hardware.hardware import Cluster, as_kept
@@ -78,6 +79,11 @@ class Candidate:
         )
 
 
+class Tried(NamedTuple):
+    candidate: Candidate
+    report: SimReport
+
+
 class Trial(msgspec.Struct, frozen=True):
     """`whole` false: a first look only, on fewer requests. `cost`: share of the time that instances compute."""
 
@@ -124,7 +130,7 @@ class _Run:
     def cannot(self, label: str, error: ConfigError) -> None:
         self.impossible.setdefault(str(error), []).append(label)
 
-    def reports(self, candidates: Iterable[Candidate], requests: int | None) -> list[tuple[Candidate, SimReport]]:
+    def reports(self, candidates: Iterable[Candidate], requests: int | None) -> list[Tried]:
         """Best first; `requests`: so many of them, None for all."""
         workload = self.traffic.workload(self.options.rate)
         if requests is not None:
@@ -139,8 +145,8 @@ class _Run:
             except ConfigError as error:
                 self.cannot(candidate.label, error)
             else:
-                found.append((candidate, report))
-        return sorted(found, key=lambda trial: _merit(trial[1]), reverse=True)
+                found.append(Tried(candidate, report))
+        return sorted(found, key=lambda trial: _merit(trial.report), reverse=True)
 
     def capacity(self, candidate: Candidate, start_per_s: float) -> Capacity:
         self.progress(f"capacity of {candidate.label}")
@@ -171,21 +177,20 @@ def advise(
         for preset in presets
         for candidate in _candidates(run, preset, grouped)
     ]
-    firsts: list[tuple[Candidate, SimReport]] = []
+    firsts: list[Tried] = []
     if len(candidates) > _SECOND_LOOKS:
         count = len(traffic.workload(options.rate).items)
         firsts = run.reports(candidates, max(_FEWEST, round(_FIRST_LOOK * count)))
-        candidates = shortlist([candidate for candidate, _ in firsts])
+        candidates = shortlist([first.candidate for first in firsts])
     trials = told_apart(run.reports((each for candidate in candidates for each in _chunked(run, candidate)), None))
     if not trials:
         raise ConfigError(_nothing_runs(run.impossible))
-    start = options.rate or traffic.own_rate_per_s or trials[0][1].overall.requests_per_s
-    finalists = final(trials)
-    capacities = {candidate.label: run.capacity(candidate, start) for candidate, _ in finalists}
+    start = options.rate or traffic.own_rate_per_s or trials[0].report.overall.requests_per_s
+    capacities = {candidate.label: run.capacity(candidate, start) for candidate, _ in final(trials)}
     best, why = choose(trials, {name: found.rate_per_s for name, found in capacities.items()})
-    trials.sort(key=lambda trial: trial[0] is not best)
+    trials.sort(key=lambda trial: trial.candidate is not best)
     seen = {(candidate.preset, candidate.label) for candidate, _ in trials}
-    left = [trial for trial in firsts if (trial[0].preset, trial[0].label) not in seen]
+    left = [trial for trial in firsts if (trial.candidate.preset, trial.candidate.label) not in seen]
     return Advice(
         [_trial(candidate, report, capacities.get(candidate.label), whole=True) for candidate, report in trials]
         + [_trial(candidate, report, None, whole=False) for candidate, report in left],
@@ -278,14 +283,13 @@ def shortlist(ranked: Sequence[Candidate]) -> list[Candidate]:
     return found if default is None or default in found else [*found, default]
 
 
-def told_apart(trials: Sequence[tuple[Candidate, SimReport]]) -> list[tuple[Candidate, SimReport]]:
+def told_apart(trials: Sequence[Tried]) -> list[Tried]:
     """Without candidates whose settings change nothing: their preset does not heed them."""
-    plain = [(replace(candidate, settings=()), report) for candidate, report in trials if not candidate.settings]
+    plain = [(candidate, report.overall) for candidate, report in trials if not candidate.settings]
     return [
-        (candidate, report)
-        for candidate, report in trials
-        if not candidate.settings
-        or all((other, same.overall) != (replace(candidate, settings=()), report.overall) for other, same in plain)
+        trial
+        for trial in trials
+        if not trial.candidate.settings or (replace(trial.candidate, settings=()), trial.report.overall) not in plain
     ]
 
 
@@ -300,45 +304,42 @@ def _options_of(preset: str) -> int:
 # -- the choice ------------------------------------------------------------------------------------------------------
 
 
-def as_good(trials: Sequence[tuple[Candidate, SimReport]]) -> list[tuple[Candidate, SimReport]]:
+def as_good(trials: Sequence[Tried]) -> list[Tried]:
     """Those that the best does not beat by more than one seed can say."""
-    kept, goodput, _ = _merit(trials[0][1])
-    return [
-        (candidate, report)
-        for candidate, report in trials
-        if _merit(report)[0] >= kept - _EQUAL_KEPT and _merit(report)[1] >= goodput * (1.0 - _EQUAL_GOODPUT)
-    ]
+    kept, goodput, _ = _merit(trials[0].report)
+    merits = [(trial, _merit(trial.report)) for trial in trials]
+    least_kept, least_goodput = kept - _EQUAL_KEPT, goodput * (1.0 - _EQUAL_GOODPUT)
+    return [trial for trial, merit in merits if merit[0] >= least_kept and merit[1] >= least_goodput]
 
 
-def final(trials: Sequence[tuple[Candidate, SimReport]]) -> list[tuple[Candidate, SimReport]]:
+def final(trials: Sequence[Tried]) -> list[Tried]:
     """Those whose capacity is worth a search: one of each preset, least busy first; the default preset's if it is as
     good."""
-    found: dict[str, tuple[Candidate, SimReport]] = {}
-    for candidate, report in sorted(as_good(trials), key=lambda each: (round(_cost(each[1]), 2), each[0].simplicity)):
-        found.setdefault(candidate.preset, (candidate, report))
+    found: dict[str, Tried] = {}
+    for trial in sorted(as_good(trials), key=lambda each: (round(_cost(each.report), 2), each.candidate.simplicity)):
+        found.setdefault(trial.candidate.preset, trial)
     chosen = list(found.values())[:_FINALISTS]
     default = found.get(DEFAULT_PRESET)
     return chosen if default is None or default in chosen else [*chosen, default]
 
 
-def choose(trials: Sequence[tuple[Candidate, SimReport]], capacities: dict[str, float]) -> tuple[Candidate, str]:
+def choose(trials: Sequence[Tried], capacities: dict[str, float]) -> tuple[Candidate, str]:
     """Among those that are as good as the best and whose capacity is known: capacity, then cost, then simplicity."""
-    left = [trial for trial in as_good(trials) if trial[0].label in capacities]
+    left = [trial for trial in as_good(trials) if trial.candidate.label in capacities]
     others = len(as_good(trials)) - 1
     if not others:
-        return left[0][0], "no other candidate keeps as much"
+        return left[0].candidate, "no other candidate keeps as much"
     said = f"{others} other{'s' if others > 1 else ''} as good here; it has "
     most = max(capacities[candidate.label] for candidate, _ in left)
-    able = [trial for trial in left if capacities[trial[0].label] >= (1.0 - _EQUAL) * most]
+    able = [trial for trial in left if capacities[trial.candidate.label] >= (1.0 - _EQUAL) * most]
     if len(able) == 1:
-        return able[0][0], said + "the highest capacity"
+        return able[0].candidate, said + "the highest capacity"
     least = min(_cost(report) for _, report in able)
-    cheap = [trial for trial in able if _cost(trial[1]) <= (1.0 + _EQUAL) * least]
+    cheap = [trial for trial in able if _cost(trial.report) <= (1.0 + _EQUAL) * least]
     if len(cheap) == 1:
-        return cheap[0][0], said + "no less capacity, and computes least"
-    return min(cheap, key=lambda trial: trial[0].simplicity)[
-        0
-    ], said + "no less capacity, costs no more and is simplest"
+        return cheap[0].candidate, said + "no less capacity, and computes least"
+    simplest = min(cheap, key=lambda trial: trial.candidate.simplicity).candidate
+    return simplest, said + "no less capacity, costs no more and is simplest"
 
 
 def command(options: argparse.Namespace, best: Candidate, model: str) -> str:

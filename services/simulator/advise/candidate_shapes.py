@@ -21,7 +21,8 @@ from cohort.common.policies import compose
 from cohort.common.policies.cost_model import ModelShape, StackShape
 from cohort.common.workloads.items import WorkItem, Workload
 from cohort.services.simulator.core.clients import InFlight
-from cohort.services.simulator.core.cluster import Measured, SimCluster, SimOptions
+from cohort.services.simulator.core.cluster import Measured, SimCluster
+from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.hardware.hardware import Cluster, load_link
 from cohort.services.simulator.hardware.learned_cost import LearnedCost, learned_device
 

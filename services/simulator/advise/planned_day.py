@@ -39,7 +39,8 @@ from cohort.common.virtual_cluster.cluster import GATEWAY
 from cohort.common.workloads.items import Workload
 from cohort.services.simulator.advise.candidate_shapes import foresee, timing_of, without_planner
 from cohort.services.simulator.core.clients import InFlight
-from cohort.services.simulator.core.cluster import SimCluster, SimOptions
+from cohort.services.simulator.core.cluster import SimCluster
+from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.hardware.hardware import Cluster
 
 _TICK_S = 1.0

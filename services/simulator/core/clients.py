@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from random import Random
-from typing import Literal
 
 import msgspec
 
@@ -23,18 +22,16 @@ from cohort.common.machines.events import Drafted, Offered, Received, Sampled
 from cohort.common.messages import Message, TokenBatch, TokenUpdate
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.sequence import Row
-from cohort.common.types import Attempt, DraftSource, IfLate, Prediction, Request, SamplingParams
+from cohort.common.types import Attempt, DraftSource, Prediction, Request, SamplingParams
 from cohort.common.virtual_cluster.cluster import GATEWAY, VirtualCluster
 from cohort.common.virtual_cluster.plugins import Node
 from cohort.common.workloads.items import WorkItem
+from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.core.statistics import Histogram
 from cohort.services.simulator.hardware.acceptance import Acceptance
 
 OUTPUT_TOKEN, STOP_TOKEN = 1, 2
 _FIRST_PROMPT_TOKEN = 16
-
-PredictorKind = Literal["oracle", "noisy", "lognormal", "none"]
-"""The true length; with normal errors of `sigma` tokens; with errors by a log-normal factor of `sigma`; silence."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,19 +108,14 @@ class TraceClients:
     def __init__(
         self,
         virtual: VirtualCluster,
+        options: SimOptions,
         *,
         max_model_len: int,
-        max_tokens: int,
-        predictor: PredictorKind,
-        predictor_sigma: float,
         distinct_prompts: bool,
-        seed: int,
-        if_late: IfLate = "refuse",
-        acceptance: Acceptance | None = None,
-        asks_model: bool = False,
+        acceptance: Acceptance,
+        asks_model: bool,
     ) -> None:
-        """`acceptance`: of drafts; None: there are none. `asks_model`: a model makes them, when it is asked.
-        `if_late`: of requests with a TTFT SLO of their own; by default as the gateway understands them."""
+        """`acceptance`: of drafts. `asks_model`: a model makes them, when it is asked."""
         self.classes: dict[str, ClassStats] = {}
         self.live: dict[str, InFlight] = {}
         self.first_arrival_s = math.inf
@@ -132,13 +124,13 @@ class TraceClients:
         self._virtual = virtual
         self._events = virtual.events
         self._max_model_len = max_model_len
-        self._max_tokens = max_tokens
-        self._predictor = predictor
-        self._sigma = predictor_sigma
+        self._max_tokens = options.max_tokens
+        self._predictor = options.predictor
+        self._sigma = options.predictor_sigma
         self._distinct = distinct_prompts
-        self._if_late = if_late
-        self._random = Random(seed)
-        self._acceptance = acceptance or Acceptance(0.0, seed)
+        self._if_late = options.if_late
+        self._random = Random(options.seed)
+        self._acceptance = acceptance
         self._asks_model = asks_model
         self._count = 0
         self._under_way: deque[tuple[Node, list[TokenUpdate], list[float]]] = deque()

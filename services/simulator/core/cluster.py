@@ -27,18 +27,18 @@ from cohort.common.policies import compose
 from cohort.common.policies.cost_model import CostModel, ModelShape, StepWork, prefill_pairs
 from cohort.common.policies.interface import Placement
 from cohort.common.process import garbage
-from cohort.common.types import IfLate, InstanceId, Role
+from cohort.common.types import InstanceId, Role
 from cohort.common.virtual_cluster.cluster import GATEWAY, MANAGER, VirtualCluster
 from cohort.common.virtual_cluster.plugins import Cadence, Node
 from cohort.common.workloads.items import ClosedLoopUsers, WorkItem, Workload
-from cohort.services.simulator.core.clients import PredictorKind, TraceClients
-from cohort.services.simulator.core.deployment import Deployment, kv_blocks, spread_roles
+from cohort.services.simulator.core.clients import TraceClients
+from cohort.services.simulator.core.deployment import Deployment, Instances, kv_blocks, spread_roles
 from cohort.services.simulator.core.engine import CostEngine, SimWorker
+from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.core.tally import WallTime, WorkerTally, timed
-from cohort.services.simulator.hardware.acceptance import Acceptance, DraftRates
+from cohort.services.simulator.hardware.acceptance import Acceptance
 from cohort.services.simulator.hardware.draft_price import DraftPrice, Holds, MeasuredPrice, ModelledPrice
 from cohort.services.simulator.hardware.hardware import Cluster, as_kept
-from cohort.services.simulator.hardware.scatter import StepScatter
 from cohort.services.simulator.hardware.simulated_network import SimNetwork
 
 _DRAIN_LOOK_S = 0.1
@@ -48,43 +48,6 @@ _SETTLING_S = 4.0
 _CONTEXTS = (128, 512, 2048, 8192)
 _CHUNKS = (16, 64, 256, 512, 1024, 2048)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-
-
-@dataclass(frozen=True, slots=True)
-class SimOptions:
-    """`max_tokens`: what clients ask for at most; 0 = what the context leaves. `horizon_s`: virtual time after which
-    the run ends even if requests are left. `warmup_s`: metrics count from then on."""
-
-    seed: int = 0
-    predictor: PredictorKind = "oracle"
-    predictor_sigma: float = 0.0
-    max_tokens: int = 0
-    horizon_s: float = float("inf")
-    warmup_s: float = 0.0
-    jump: bool = True
-    slo_defaults: bool = False
-    """Real-time requests that name no SLO get the gateway's default, as live ones do (`cohort simulate`, `advise`).
-    Without: an SLO is what the workload says and nothing else, as in the papers' figures."""
-    if_late: IfLate = "refuse"
-    """What clients with a TTFT SLO prefer where it cannot be kept. Only placements that test for it ask."""
-    scatter: float | None = None
-    """Coefficient of variation of an iteration's time; None: each instance's own, as profiled."""
-    blocking_transfers: bool = False
-    """An instance computes nothing while KV arrives: the next iteration takes that much longer, as in engines whose
-    decode loop itself waits for KV transfers."""
-    acceptance: float = 0.0
-    """Where the configuration lets rows carry drafts (`speculation.mode`): the chance of a drafted token to be right,
-    on average over requests, which differ (`acceptance.py`)."""
-    draft_rates: tuple[DraftRates, ...] = ()
-    """The same of a recorded worker's requests, in the place of a mean."""
-    draft_model: ModelShape | None = None
-    """With `speculation.mode` model: the one that drafts. Every draft is its own then."""
-    draft_s: float = 0.0
-    """The same by what one draft of each row takes, where no shape says it."""
-    adapter_load_s: float = 0.1
-    """What an instance takes to load a LoRA adapter of the workload."""
-    profiled: bool = True
-    """Schedulers that learn step times start from a profile of their instance, as after `cohort profile`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,23 +102,19 @@ class SimCluster:
         if len(named) > cluster.instances or (len(named) < cluster.instances and not grows):
             raise ConfigError(f"roles name {len(named)} instances, the cluster has {cluster.instances}")
         shared = _prompts_are_shared(config, workload)
-        deployment = Deployment(
-            config,
+        asks_model = config.speculation.mode == "model"
+        instances = Instances(
             model,
             self.geometry,
             blocks,
             longest,
             named,
-            shared_prompts=shared,
-            predicted=options.predictor != "none",
-            slo_defaults=options.slo_defaults,
-            placement=placement,
             profile=partial(self._profile, longest) if options.profiled else None,
-            seed=options.seed,
             device_of=partial(_device_of, cluster) if measured else None,
-            draft_price=self._draft_price if config.speculation.mode == "model" else None,
-            foresees_steps=config.engine.plan_ahead and cluster.shares,
+            draft_price=self._draft_price if asks_model else None,
+            foresee_steps=config.engine.plan_ahead and cluster.shares,
         )
+        deployment = Deployment(config, options, instances, placement, shared_prompts=shared)
         self.wall = {"worker": WallTime(), "manager": WallTime()}
         network = SimNetwork(cluster, self.geometry)
         self.ports = network.ports
@@ -179,29 +138,13 @@ class SimCluster:
         self._places = cluster.instances - len(named)
         self.clients = TraceClients(
             self.virtual,
+            options,
             max_model_len=longest,
-            max_tokens=options.max_tokens,
-            predictor=options.predictor,
-            predictor_sigma=options.predictor_sigma,
             distinct_prompts=shared,
-            seed=options.seed,
-            if_late=options.if_late,
             acceptance=acceptance,
-            asks_model=config.speculation.mode == "model",
+            asks_model=asks_model,
         )
-        self.engine = CostEngine(
-            self.virtual,
-            self.clients,
-            cluster,
-            self.costs,
-            self.geometry,
-            scatter=[_scatter(part, options) for part in parts],
-            jump=options.jump,
-            late_binding=config.policies.waiting_kv != "none",
-            together=not options.warmup_s,
-            blocking_transfers=options.blocking_transfers,
-            plans_ahead=config.engine.plan_ahead,
-        )
+        self.engine = CostEngine(self.virtual, self.clients, cluster, self.costs, self.geometry, config, options)
         self.virtual.clients, self.virtual.engine = self.clients, self.engine
         self._arrivals = iter(workload.items)
         self._arrivals_left = True
@@ -329,13 +272,6 @@ class SimCluster:
     def _send_next(self, users: ClosedLoopUsers) -> None:
         for item in users.answered(self.events.now_s):
             self._arrive(item, users)
-
-
-def _scatter(part: Cluster, options: SimOptions) -> StepScatter:
-    """As measured, or as asked for: alike for all iterations then."""
-    if options.scatter is not None:
-        return StepScatter(options.scatter, options.seed, part.scatter_lasting)
-    return StepScatter(part.scatter, options.seed, part.scatter_lasting, part.scatter_prompts)
 
 
 def _cost_model(model: ModelShape, part: Cluster) -> CostModel:

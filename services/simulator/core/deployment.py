@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 
 import msgspec
@@ -23,55 +23,54 @@ from cohort.common.policies.interface import Placement
 from cohort.common.types import InstanceId, KvGeometry, Role, WorkerCapacity
 from cohort.common.virtual_cluster.cluster import MANAGER
 from cohort.services.simulator.core.engine import SimWorker
+from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.hardware.draft_price import DraftPrice, Holds
 from cohort.services.simulator.hardware.hardware import Cluster
 
 
+@dataclass(frozen=True, slots=True)
+class Instances:
+    """What is simulated; by instance number where it may differ."""
+
+    model: ModelShape
+    geometry: KvGeometry
+    blocks: Sequence[tuple[int, int]]
+    """On devices, in host memory."""
+    longest: int
+    roles: Mapping[InstanceId, Role]
+    profile: Callable[[int], bytes] | None
+    """The start of schedulers that learn step times, if they do."""
+    device_of: Callable[[int], str] | None
+    """What policies are told of its device; None: each has its own."""
+    draft_price: Callable[[int, Holds], DraftPrice] | None
+    """Of its draft model, by whether that holds a sequence."""
+    foresee_steps: bool
+    """They plan ahead, also of steps with prompts, so they learn what these take."""
+
+
 class Deployment:
-    """Makes the machines of a simulation, as the live services make theirs (`Builder`). `profile`: the start of
-    schedulers that learn step times, if they do. It and `blocks` (on devices, in host memory): by instance number."""
+    """Makes the machines of a simulation, as the live services make theirs (`Builder`)."""
 
     def __init__(
         self,
         config: Config,
-        model: ModelShape,
-        geometry: KvGeometry,
-        blocks: Sequence[tuple[int, int]],
-        longest: int,
-        roles: Mapping[InstanceId, Role],
+        options: SimOptions,
+        instances: Instances,
+        placement: Placement | None,
         *,
         shared_prompts: bool,
-        predicted: bool,
-        slo_defaults: bool,
-        placement: Placement | None,
-        profile: Callable[[int], bytes] | None,
-        seed: int,
-        device_of: Callable[[int], str] | None = None,
-        draft_price: Callable[[int, Holds], DraftPrice] | None = None,
-        foresees_steps: bool = False,
     ) -> None:
-        """`device_of`: what policies are told of the device of an instance, by number; None: each has its own.
-        `draft_price`: of the draft model of an instance, by number and by whether that holds a sequence.
-        `foresees_steps`: workers plan ahead, also of steps with prompts, so they learn what these take."""
         # Where no prompt shares anything the prefix cache can only miss: hashing every block would change nothing. And
         # the prompts are all made of the same token then: nothing may look for common prefixes.
         self._config = config = config if shared_prompts else _without_prefix_cache(config)
-        self._model = model
-        self._geometry = geometry
-        self._blocks = blocks
-        self._longest = longest
-        self._roles = roles
-        self._predicted = predicted
-        self._slo_defaults = slo_defaults
+        self._options = options
+        self._instances = instances
         self._placement = placement
         self._lists_queue = compose.reads_queues(config, placement or compose.placement(config))
         self._learns = compose.wants_step_times(config) or (placement is not None and placement.wants_step_times)
-        self._learns = self._learns or config.planner.mode != "off" or config.speculation.drafts or foresees_steps
-        self._profile = profile
-        self._random = Random(seed)
+        self._learns |= config.planner.mode != "off" or config.speculation.drafts or instances.foresee_steps
+        self._random = Random(options.seed)
         self._numbers = itertools.count()
-        self._device_of = device_of
-        self._draft_price = draft_price
 
     def make_gateway(self, name: InstanceId, incarnation: int, now_s: float) -> GatewayMachine:
         config = self._config
@@ -80,10 +79,10 @@ class Deployment:
             name,
             incarnation,
             "",
-            settings if self._slo_defaults else replace(settings, rt_ttft_slo_s=0.0, rt_tpot_slo_s=0.0),
+            settings if self._options.slo_defaults else replace(settings, rt_ttft_slo_s=0.0, rt_tpot_slo_s=0.0),
             compose.admission(config),
             now_s,
-            predictor="predictor" if self._predicted else "",
+            predictor="" if self._options.predictor == "none" else "predictor",
         )
 
     def make_manager(self, name: InstanceId, incarnation: int, now_s: float) -> ManagerMachine:
@@ -99,13 +98,13 @@ class Deployment:
         )
 
     def make_worker(self, name: InstanceId, incarnation: int, now_s: float) -> SimWorker:
-        config, geometry, number = self._config, self._geometry, next(self._numbers)
-        num_blocks, host_blocks = self._blocks[number]
+        config, instances, number = self._config, self._instances, next(self._numbers)
+        geometry, (num_blocks, host_blocks) = instances.geometry, instances.blocks[number]
         kv = compose.allocation(config, geometry, num_blocks, host_blocks)
         capacity = WorkerCapacity(
-            self._roles[name],
-            self._model.name,
-            min(self._longest, geometry.positions(num_blocks)),
+            instances.roles[name],
+            instances.model.name,
+            min(instances.longest, geometry.positions(num_blocks)),
             geometry.num_layers,
             geometry.num_kv_heads,
             geometry.head_dim,
@@ -115,7 +114,7 @@ class Deployment:
             host_blocks,
             config.engine.max_rows,
             config.engine.max_step_tokens,
-            device=name if self._device_of is None else self._device_of(number),
+            device=name if instances.device_of is None else instances.device_of(number),
             window=kv.geometry.window,
             groups=kv.geometry.groups,
         )
@@ -128,12 +127,12 @@ class Deployment:
             kv,
             Random(self._random.getrandbits(32)),
         )
-        if self._profile is not None:
+        if instances.profile is not None:
             for learned in (machine.scheduler.learned, machine.observed):
                 if learned is not None:
-                    learned.import_state(self._profile(number))
+                    learned.import_state(instances.profile(number))
         machine.handle(now_s, LinkAddresses({"link": b""}))
-        price = None if self._draft_price is None else self._draft_price(number, machine.state.holds)
+        price = None if instances.draft_price is None else instances.draft_price(number, machine.state.holds)
         return SimWorker(name, machine, number=number, draft_price=price)
 
 

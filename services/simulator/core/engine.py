@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from cohort.common.config import Config
 from cohort.common.machines.effects import Send, StartStep
 from cohort.common.machines.events import PlanAhead, Received, ReportDue, RunsReceived, StepEnded, Tick, WorkerEvent
 from cohort.common.machines.worker.fast_forward import FastForward
@@ -31,6 +32,7 @@ from cohort.common.types import KvGeometry
 from cohort.common.virtual_cluster.cluster import VirtualCluster
 from cohort.common.virtual_cluster.plugins import Flight, WorkerNode
 from cohort.services.simulator.core.clients import OUTPUT_TOKEN, TraceClients
+from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.core.tally import WorkerTally
 from cohort.services.simulator.hardware.draft_price import DraftPrice
 from cohort.services.simulator.hardware.hardware import Cluster
@@ -112,17 +114,11 @@ class CostEngine:
         cluster: Cluster,
         costs: Sequence[CostModel],
         geometry: KvGeometry,
-        *,
-        scatter: Sequence[StepScatter],
-        jump: bool,
-        late_binding: bool,
-        together: bool = True,
-        blocking_transfers: bool = False,
-        plans_ahead: bool = False,
+        config: Config,
+        options: SimOptions,
     ) -> None:
-        """`costs`, `scatter`: of every instance, by number. `together`: see the attribute. `plans_ahead`: where steps
-        run one by one."""
-        self.together = together
+        """`costs`: of every instance, by number."""
+        self.together = not options.warmup_s
         """Tokens of steps run ahead are told as late as the next step's, however often the steps were applied in
         between. Until metrics count (`warmup_s`) each time at once: what came before that moment is none of theirs."""
         self._virtual = virtual
@@ -131,13 +127,13 @@ class CostEngine:
         self._cluster = cluster
         self._costs = costs
         self._geometry = geometry
-        self._scatter = scatter
-        self._late_binding = late_binding
+        self._scatter = [_scatter(cluster.of(number), options) for number in range(cluster.instances)]
+        self._late_binding = config.policies.waiting_kv != "none"
         # On shared cores and devices the others decide how long the next step takes: none is run ahead.
         self._shares = cluster.shares
-        self._jump = jump and not self._shares
-        self._blocking_transfers = blocking_transfers
-        self._plans_ahead = plans_ahead and self._shares
+        self._jump = options.jump and not self._shares
+        self._blocking_transfers = options.blocking_transfers
+        self._plans_ahead = config.engine.plan_ahead and self._shares
         shape = costs[0].model
         self._row_flops = 2.0 * (shape.active_parameters + shape.head_parameters)
         self._position_flops = 4.0 * shape.layers * shape.heads * (shape.pair_dim or shape.head_dim)
@@ -401,6 +397,13 @@ class CostEngine:
             del worker.ends_s[holding + 1 :]
             del worker.latencies_s[holding + 1 :]
             self._schedule_end(worker)
+
+
+def _scatter(part: Cluster, options: SimOptions) -> StepScatter:
+    """As measured, or as asked for: alike for all iterations then."""
+    if options.scatter is not None:
+        return StepScatter(options.scatter, options.seed, part.scatter_lasting)
+    return StepScatter(part.scatter, options.seed, part.scatter_lasting, part.scatter_prompts)
 
 
 def _sim(node: WorkerNode) -> SimWorker:

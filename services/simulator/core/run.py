@@ -11,8 +11,9 @@ from cohort.common.policies.cost_model import ModelShape
 from cohort.common.policies.interface import Placement
 from cohort.common.types import Role
 from cohort.common.workloads.items import Workload
-from cohort.services.simulator.core.cluster import SimCluster, SimOptions
+from cohort.services.simulator.core.cluster import SimCluster
 from cohort.services.simulator.core.report import SimReport, make_report
+from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.core.traffic import Traffic
 from cohort.services.simulator.hardware.hardware import Cluster
 

@@ -11,7 +11,7 @@ from cohort.common.config import CONFIGS_DIR, Config, load_config, nested, parse
 from cohort.common.config.device_defaults import Machine
 from cohort.common.errors import ConfigError
 from cohort.common.types import Role
-from cohort.services.simulator.core.cluster import SimOptions
+from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.core.traffic import Traffic, parse_slo
 from cohort.services.simulator.hardware import measuring, profile_note
 from cohort.services.simulator.hardware.hardware import Cluster, load_cluster, load_model

@@ -38,9 +38,9 @@ from cohort.common.workloads.changes import clip, mixture, with_slos
 from cohort.common.workloads.items import Workload
 from cohort.common.workloads.papers import paper_workload
 from cohort.common.workloads.slos import per_token
-from cohort.services.simulator.core.cluster import SimOptions
 from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.core.run import find_capacity, simulate
+from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.figures.claim import Kind, Standing
 from cohort.services.simulator.figures.figure import Figure, Lab
 from cohort.services.simulator.hardware.hardware import Cluster, load_cluster, load_model

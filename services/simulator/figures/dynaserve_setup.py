@@ -41,9 +41,9 @@ from cohort.common.workloads.items import Workload
 from cohort.common.workloads.papers import paper_workload
 from cohort.common.workloads.slos import dynaserve as slo_of
 from cohort.common.workloads.traces import read_trace
-from cohort.services.simulator.core.cluster import SimOptions
 from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.core.run import simulate
+from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.figures.baselines import MIXED_SHARE
 from cohort.services.simulator.figures.figure import Lab
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from cohort import __version__
-from cohort.services.simulator.core.cluster import SimOptions
 from cohort.services.simulator.core.report import SimReport
+from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.figures.claim import Kind, Standing
 
 

@@ -19,9 +19,9 @@ import msgspec
 
 from cohort.common.types import Slo
 from cohort.common.workloads.items import WorkItem, Workload
-from cohort.services.simulator.core.cluster import SimOptions
 from cohort.services.simulator.core.report import make_report
 from cohort.services.simulator.core.setup import preset_names
+from cohort.services.simulator.core.sim_options import SimOptions
 from tests.services.simulator.lab import MODEL, Recorded, cache_of, cluster, config
 
 INSTANCES = 4

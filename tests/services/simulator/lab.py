@@ -8,8 +8,9 @@ from cohort.common.config import Config, load_config
 from cohort.common.policies.cost_model import ModelShape
 from cohort.common.types import Slo
 from cohort.common.workloads.items import WorkItem, Workload
-from cohort.services.simulator.core.cluster import SimCluster, SimOptions
+from cohort.services.simulator.core.cluster import SimCluster
 from cohort.services.simulator.core.engine import SimWorker
+from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.hardware.hardware import Cluster, load_cluster
 
 # Big enough to be worth batching, small enough that a few blocks fill the cache.

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from cohort.common.policies.interface import ClusterView, Placed, Placement, WaitingRequest
 from cohort.common.types import Segment, Slo
 from cohort.common.workloads.items import WorkItem, Workload
-from cohort.services.simulator.core.cluster import SimCluster, SimOptions
+from cohort.services.simulator.core.cluster import SimCluster
+from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.hardware.hardware import load_model
 from tests.examples import examples
 from tests.services.simulator.core.test_cluster import lengths, outcome

@@ -21,6 +21,7 @@ from cohort.services.simulator.advise import advise
 from cohort.services.simulator.advise.advise import (
     DEFAULT_PRESET,
     Candidate,
+    Tried,
     choose,
     final,
     groups,
@@ -42,14 +43,14 @@ def trial(
     goodput: float = 100.0,
     busy: float = 0.5,
     settings: Any = (),
-) -> tuple[Candidate, Any]:
+) -> Tried:
     slo = SimpleNamespace(kept_of_sent=kept, goodput_tokens_per_s=goodput)
     overall = SimpleNamespace(slo=slo, ttft_ms=SimpleNamespace(p99=1.0), output_tokens_per_s=goodput)
-    report = SimpleNamespace(overall=overall, instances=[SimpleNamespace(busy=busy)])
-    return Candidate(preset, CLUSTER, roles, tuple(settings)), report
+    report: Any = SimpleNamespace(overall=overall, instances=[SimpleNamespace(busy=busy)])
+    return Tried(Candidate(preset, CLUSTER, roles, tuple(settings)), report)
 
 
-def chosen(*trials: tuple[Candidate, Any], **capacities: float) -> tuple[str, str]:
+def chosen(*trials: Tried, **capacities: float) -> tuple[str, str]:
     by_label = {candidate.label: capacities.get(candidate.preset.replace("-", "_"), 10.0) for candidate, _ in trials}
     best, why = choose(trials, by_label)
     return best.label, why
@@ -79,8 +80,8 @@ def test_the_default_preset_is_simpler_than_others_and_they_by_what_they_set() -
 
 def test_settings_that_a_preset_does_not_heed_are_no_candidates() -> None:
     plain, other = trial("a", ONE), trial("a", ONE, settings=["engine.prefill_chunk=512"])
-    assert told_apart([plain, (other[0], plain[1]), trial("b", ONE, settings=["x.y=1"])]) != [plain]
-    assert [candidate.label for candidate, _ in told_apart([(other[0], plain[1]), plain])] == [plain[0].label]
+    assert told_apart([plain, Tried(other[0], plain[1]), trial("b", ONE, settings=["x.y=1"])]) != [plain]
+    assert [candidate.label for candidate, _ in told_apart([Tried(other[0], plain[1]), plain])] == [plain[0].label]
     assert len(told_apart([plain, trial("a", ONE, goodput=50.0, settings=["engine.prefill_chunk=512"])])) == 2
 
 

@@ -13,10 +13,11 @@ from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.kv_interface import KvCopy
 from cohort.common.types import Role, Slo
 from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload
-from cohort.services.simulator.core.cluster import SimCluster, SimOptions
+from cohort.services.simulator.core.cluster import SimCluster
 from cohort.services.simulator.core.deployment import spread_roles
 from cohort.services.simulator.core.engine import MAX_FAST_FORWARD, plan_cost
 from cohort.services.simulator.core.report import make_report
+from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.hardware.hardware import load_cluster
 from tests.examples import examples
 from tests.services.simulator.lab import MODEL, Recorded, cache_of, cluster, config, run, workload

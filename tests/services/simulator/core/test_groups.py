@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cohort.common.policies.compose import groups_layers
-from cohort.services.simulator.core.cluster import SimOptions
+from cohort.services.simulator.core.sim_options import SimOptions
 from tests.services.simulator.lab import MODEL, Recorded, cache_of, cluster, config, workload
 
 MIXED = replace(MODEL, window=64, full_layers=1)

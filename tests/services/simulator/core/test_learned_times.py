@@ -15,7 +15,7 @@ from cohort.common.policies.step_times.learned_times import LearnedTimes
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import StepTimes
 from cohort.common.workloads.items import WorkItem, Workload
-from cohort.services.simulator.core.cluster import SimOptions
+from cohort.services.simulator.core.sim_options import SimOptions
 from tests.examples import examples
 from tests.services.simulator.core.test_cluster import lengths, outcome
 from tests.services.simulator.lab import MODEL, Recorded, cache_of, cluster, config

@@ -7,7 +7,7 @@ import pytest
 from cohort.common.policies import compose
 from cohort.common.policies.baselines.placements import Colocated
 from cohort.common.policies.interface import ClusterView, Impossible, Placed, Wait, WaitingRequest
-from cohort.services.simulator.core.cluster import SimOptions
+from cohort.services.simulator.core.sim_options import SimOptions
 from tests.services.simulator.lab import MODEL, Recorded, cluster, config, workload
 
 

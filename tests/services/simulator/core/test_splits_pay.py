@@ -11,9 +11,9 @@ from cohort.common.workloads.changes import mixture, with_slos
 from cohort.common.workloads.items import Workload
 from cohort.common.workloads.papers import paper_workload
 from cohort.common.workloads.slos import dynaserve as slo_of
-from cohort.services.simulator.core.cluster import SimOptions
 from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.core.run import simulate
+from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 from tests.examples import another_of_its_kind
 

@@ -9,7 +9,7 @@ import pytest
 from cohort.common.policies.cost_model import StepWork, prefill_pairs
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, Request, SamplingParams
-from cohort.services.simulator.core.cluster import SimOptions
+from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.hardware.acceptance import DraftRates
 from cohort.services.simulator.hardware.draft_price import DraftingTime, MeasuredPrice, ModelledPrice
 from cohort.services.simulator.hardware.hardware import load_model

@@ -32,12 +32,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from random import Random
+from statistics import fmean
 from typing import Literal
 
 import msgspec
 
 from cohort.common.config import Config, load_config
-from cohort.common.policies.cost_model import DecodeAttention
+from cohort.common.policies.cost_model import CostModel, DecodeAttention, StepWork
 from cohort.common.types import Role
 from cohort.common.workloads.arrivals import AllAtOnce, RandomArrivals
 from cohort.common.workloads.changes import mixture
@@ -45,7 +47,6 @@ from cohort.common.workloads.items import Workload
 from cohort.common.workloads.papers import longbench_workload, paper_workload
 from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.core.run import simulate
-from cohort.services.simulator.figures.alignment_ceiling import CEILINGS
 from cohort.services.simulator.figures.claim import Kind, Standing
 from cohort.services.simulator.figures.figure import Figure, Lab
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
@@ -67,6 +68,7 @@ _NAMES = {
     "sharegpt": "ShareGPT",
     "azure": "Azure",
 }
+_ATTENTIONS: tuple[DecodeAttention, ...] = ("split_kv", "unit_per_row", "unit_last")
 _ROWS = 1024
 """More than memory holds with any of these lengths."""
 _R_MIN = 36
@@ -176,6 +178,25 @@ def _over(lab: Lab, other: str, run: _Run, *, latency: bool = False) -> float:
     return _p99_tpot(theirs) / _p99_tpot(ours) if latency else _throughput(ours) / _throughput(theirs)
 
 
+def _row(
+    id_: str,
+    workload: str,
+    baseline: str,
+    metric: str,
+    unit: str,
+    paper: float,
+    measure: Callable[[Lab], float],
+    note: str = "",
+    standing: Standing = Standing.CLAIM,
+    kind: Kind | None = None,
+    where: str = "",
+) -> Figure:
+    """`id_` begins with the figure's number, unless `where` says otherwise."""
+    where = f"AlignedServe {where or 'Fig. ' + id_.split('-')[0]}"
+    id_ = f"alignedserve-{id_}"
+    return Figure(id_, "alignedserve", where, workload, baseline, metric, unit, paper, measure, note, standing, kind)
+
+
 def _gain(
     figure: str,
     other: str,
@@ -186,9 +207,10 @@ def _gain(
     note: str = "",
     standing: Standing = Standing.READING,
 ) -> Figure:
-    metric = "P99 time between tokens, times lower" if latency else "decode throughput"
+    def measure(lab: Lab) -> float:
+        return _over(lab, other, run, latency=latency)
 
-    kind = {"unit_per_row": "unit", "split_kv": "split", "unit_last": "last"}[run.attention]
+    kernels = {"unit_per_row": "unit", "split_kv": "split", "unit_last": "last"}[run.attention]
     changed = {
         "plain": not run.waits,
         "waited": run.waits and other in _UNIFIED,
@@ -197,21 +219,12 @@ def _gain(
         "bounded": run.starvation_s < _NEVER_S,
     }
     marks = "".join(f"-{mark}" for mark, on in changed.items() if on)
-    id_ = f"alignedserve-{figure}-{run.workload}-{other.removeprefix('baseline-')}-{'tpot' if latency else 'rate'}"
-    return Figure(
-        f"{id_}-{kind}-{run.model}{marks}",
-        "alignedserve",
-        f"AlignedServe Fig. {figure}",
-        f"{_NAMES[run.workload]}, {run.model}",
-        other,
-        metric,
-        "x",
-        paper,
-        lambda lab: _over(lab, other, run, latency=latency),
-        "; ".join(part for part in (_said(run), note) if part),
-        standing,
-        Kind.MORE if paper == 1.0 else None,
-    )
+    against = f"{other.removeprefix('baseline-')}-{'tpot' if latency else 'rate'}"
+    id_ = f"{figure}-{run.workload}-{against}-{kernels}-{run.model}{marks}"
+    note = "; ".join(part for part in (_said(run), note) if part)
+    kind = Kind.MORE if paper == 1.0 else None
+    workload, metric = f"{_NAMES[run.workload]}, {run.model}", _TIMES_LOWER if latency else _DECODED
+    return _row(id_, workload, other, metric, "x", paper, measure, note, standing, kind)
 
 
 def _best(workload: str, paper: float) -> Figure:
@@ -221,18 +234,13 @@ def _best(workload: str, paper: float) -> Figure:
         (_DISTSERVE, _Run(workload, model="opt-13b")),
         (_FASTGEN, _Run(workload, devices=_THREE_DECODE)),
     ]
-    return Figure(
-        f"alignedserve-8-{workload}-best",
-        "alignedserve",
-        "AlignedServe Fig. 8",
-        _NAMES[workload],
-        "the others, the largest factor",
-        "decode throughput",
-        "x",
-        paper,
-        lambda lab: max(_over(lab, other, run) for other, run in runs),
-        "of DistServe (opt-2.7b, opt-13b) and FastGen (opt-2.7b)",
-    )
+
+    def measure(lab: Lab) -> float:
+        return max(_over(lab, other, run) for other, run in runs)
+
+    note = "of DistServe (opt-2.7b, opt-13b) and FastGen (opt-2.7b)"
+    others = "the others, the largest factor"
+    return _row(f"8-{workload}-best", _NAMES[workload], others, _DECODED, "x", paper, measure, note)
 
 
 def _tpot_range(id_: str, choose: Callable[[list[float]], float], paper: float) -> Figure:
@@ -243,18 +251,13 @@ def _tpot_range(id_: str, choose: Callable[[list[float]], float], paper: float) 
         (_VLLM, replace(_SYNTHETIC, devices=_THREE_DECODE)),
         (_FASTGEN, replace(_SYNTHETIC, devices=_THREE_DECODE)),
     ]
-    return Figure(
-        f"alignedserve-9-synthetic-{id_}",
-        "alignedserve",
-        "AlignedServe Fig. 9",
-        _NAMES["synthetic"],
-        f"the others, the {id_}",
-        "P99 time between tokens, times lower",
-        "x",
-        paper,
-        lambda lab: choose([_over(lab, other, run, latency=True) for other, run in runs]),
-        "of DistServe (opt-2.7b, opt-13b), vLLM and FastGen (opt-2.7b)",
-    )
+
+    def measure(lab: Lab) -> float:
+        return choose([_over(lab, other, run, latency=True) for other, run in runs])
+
+    note = "of DistServe (opt-2.7b, opt-13b), vLLM and FastGen (opt-2.7b)"
+    id_, others = f"9-synthetic-{id_}", f"the others, the {id_}"
+    return _row(id_, _NAMES["synthetic"], others, _TIMES_LOWER, "x", paper, measure, note)
 
 
 def _ablation(
@@ -265,19 +268,8 @@ def _ablation(
     def measure(lab: Lab) -> float:
         return 100.0 * (1.0 - _throughput(after.report(lab)) / _throughput(before.report(lab)))
 
-    return Figure(
-        f"alignedserve-14-{id_}",
-        "alignedserve",
-        "AlignedServe Fig. 14",
-        _NAMES[before.workload],
-        f"without {without}",
-        "decode throughput lost",
-        "%",
-        paper,
-        measure,
-        _said(before),
-        standing,
-    )
+    workload, lost = _NAMES[before.workload], "decode throughput lost"
+    return _row(f"14-{id_}", workload, f"without {without}", lost, "%", paper, measure, _said(before), standing)
 
 
 def _forward(
@@ -292,20 +284,9 @@ def _forward(
             return math.nan
         return (found.p90 if kind is Kind.AT_MOST else found.p50) - 1e3 * _WAIT_S[run.preset]
 
-    return Figure(
-        f"alignedserve-13-{id_}",
-        "alignedserve",
-        "AlignedServe Fig. 13",
-        f"{_NAMES[run.workload]}, {run.model}",
-        "itself",
-        "forward of an iteration, P90" if kind is Kind.AT_MOST else "forward of an iteration, median",
-        "ms",
-        30.0,
-        measure,
-        note,
-        standing,
-        kind,
-    )
+    workload = f"{_NAMES[run.workload]}, {run.model}"
+    metric = "forward of an iteration, " + ("P90" if kind is Kind.AT_MOST else "median")
+    return _row(f"13-{id_}", workload, "itself", metric, "ms", 30.0, measure, note, standing, kind)
 
 
 def _mixed_figure(name: str, paper: float) -> Figure:
@@ -315,19 +296,9 @@ def _mixed_figure(name: str, paper: float) -> Figure:
         reports = [each for each in _Run(name, model="opt-6.7b").report(lab).instances if each.decode_steps]
         return 100.0 * sum(each.mixed_steps for each in reports) / sum(each.decode_steps for each in reports)
 
-    return Figure(
-        f"alignedserve-mixed-{name}",
-        "alignedserve",
-        "AlignedServe §4.4",
-        f"{_NAMES[name]}, opt-6.7b",
-        "itself",
-        "iterations that hold more than one batch",
-        "%",
-        paper,
-        measure,
-        "ours: answers end at different times, the last keep a batch alive",
-        kind=Kind.AT_MOST,
-    )
+    note = "ours: answers end at different times, the last keep a batch alive"
+    workload, metric = f"{_NAMES[name]}, opt-6.7b", "iterations that hold more than one batch"
+    return _row(f"mixed-{name}", workload, "itself", metric, "%", paper, measure, note, kind=Kind.AT_MOST, where="§4.4")
 
 
 def _ttft_figure(name: str, paper: float, *, second: bool = False) -> Figure:
@@ -338,40 +309,86 @@ def _ttft_figure(name: str, paper: float, *, second: bool = False) -> Figure:
         found = overall.second_ms if second else overall.ttft_ms
         return found.mean / 1000.0 if found is not None else math.nan
 
-    return Figure(
-        f"alignedserve-15-{name}{'-second' if second else ''}",
-        "alignedserve",
-        "AlignedServe Fig. 15",
-        _NAMES[name],
-        "itself",
-        "mean time to the second token" if second else "mean TTFT",
-        "s",
-        paper,
-        measure,
-        "paper: mean TTFT; ours waits in the pool between the two" if second else "ours leaves before the wait",
-        Standing.ANCHOR if second else Standing.READING,  # `_DEPTH` was chosen by them
-    )
+    if not second:
+        note = "ours leaves before the wait"
+        return _row(f"15-{name}", _NAMES[name], "itself", "mean TTFT", "s", paper, measure, note, Standing.READING)
+    note, metric = "paper: mean TTFT; ours waits in the pool between the two", "mean time to the second token"
+    # `_DEPTH` was chosen by them.
+    return _row(f"15-{name}-second", _NAMES[name], "itself", metric, "s", paper, measure, note, Standing.ANCHOR)
 
 
 def _deciding() -> Figure:
     def measure(lab: Lab) -> float:
         return _Run("synthetic").report(lab).measured.manager_mean_us / 1000.0
 
-    return Figure(
-        "alignedserve-11-deciding",
-        "alignedserve",
-        "AlignedServe Fig. 11",
-        _NAMES["synthetic"],
-        "itself",
-        "deciding about batches, an event at the manager",
-        "ms",
-        5.0,
-        measure,
-        "95 % of iterations; ours: mean, wall time of the machine that simulated, and no iteration waits for it",
-        kind=Kind.AT_MOST,
-    )
+    note = "95 % of iterations; ours: mean, wall time of the machine that simulated, and no iteration waits for it"
+    workload, metric = _NAMES["synthetic"], "deciding about batches, an event at the manager"
+    return _row("11-deciding", workload, "itself", metric, "ms", 5.0, measure, note, kind=Kind.AT_MOST)
 
 
+# -- what alignment could gain ---------------------------------------------------------------------------------------
+
+# A1 · Full iterations of each kind of batch, by the cost model alone: no policy, no queue, no KV transfer, memory full,
+# batches of the synthetic mix drawn at random. `served alike`: short and long requests are decoded in batches of their
+# own, in the shares in which they come. `short ones first`: the long ones wait for ever, as they do in the density
+# first search while short ones keep coming and starvation is not handled.
+_FILLED, _BATCHES, _SHORT = 0.97, 20, 0.95
+
+
+def _prefixes(name: str) -> list[int]:
+    """Prefix lengths that rows have in the middle of their decoding: a random part of the answer is there."""
+    random = Random(0)
+    items = paper_workload(name, AllAtOnce(), count=2000).items
+    return [item.prompt_tokens + random.randrange(item.output_tokens) for item in items]
+
+
+def _batch(random: Random, kinds: list[tuple[float, list[int]]], most_positions: float) -> list[int]:
+    """Rows at random until an iteration or the memory is full."""
+    rows: list[int] = []
+    while len(rows) < _ROWS:
+        (lengths,) = random.choices([lengths for _, lengths in kinds], [share for share, _ in kinds])
+        row = random.choice(lengths)
+        if sum(rows) + row > most_positions:
+            break
+        rows.append(row)
+    return rows
+
+
+def _tokens_per_s(cost: CostModel, kinds: list[tuple[float, list[int]]], most_positions: float) -> float:
+    random = Random(1)
+    batches = [_batch(random, kinds, most_positions) for _ in range(_BATCHES)]
+    seconds = [
+        cost.step_s(StepWork(len(b), len(b), len(b), decode_rows=len(b), decode_context=sum(b), longest_context=max(b)))
+        for b in batches
+    ]
+    return fmean(len(b) for b in batches) / fmean(seconds)
+
+
+def ceiling(model_name: str, attention: DecodeAttention, *, fair: bool) -> float:
+    """Decode throughput of aligned full batches over that of mixed ones."""
+    cluster, model = load_cluster("h100-80"), load_model(model_name)
+    cost = CostModel(model, cluster.device, cluster.stack, decode_attention=attention)
+    left = 0.9 * cluster.device.memory_bytes - model.weights_total_bytes - cluster.device_reserve_bytes
+    positions = _FILLED * left / model.kv_geometry(1).token_bytes
+    short, long = _prefixes("alignedserve-short"), _prefixes("alignedserve-long")
+    mixed = _tokens_per_s(cost, [(_SHORT, short), (1.0 - _SHORT, long)], positions)
+    of_short = _tokens_per_s(cost, [(1.0, short)], positions)
+    if not fair:
+        return of_short / mixed
+    return 1.0 / (_SHORT / of_short + (1.0 - _SHORT) / _tokens_per_s(cost, [(1.0, long)], positions)) / mixed
+
+
+def _ceiling(model: str, attention: DecodeAttention, *, fair: bool) -> Figure:
+    def measure(lab: Lab) -> float:
+        return ceiling(model, attention, fair=fair)
+
+    note = f"{attention.replace('_', ' ').replace('kv', 'KV')}, {'served alike' if fair else 'short ones first'}"
+    id_, workload = f"ceiling-{model}-{attention}-{'alike' if fair else 'short'}", f"synthetic, 95 % short, {model}"
+    metric, where = "decode throughput of full aligned batches", "Fig. 7, ceiling by the cost model"
+    return _row(id_, workload, "mixed batches", metric, "x", 1.35, measure, note, Standing.BESIDE, where=where)
+
+
+_DECODED, _TIMES_LOWER = "decode throughput", "P99 time between tokens, times lower"
 _VLLM, _DISTSERVE, _FASTGEN = "baseline-vllm", "baseline-distserve", "baseline-chunked-prefill"
 _BEST = "the paper's best case"
 _SYNTHETIC, _AZURE = _Run("synthetic"), _Run("azure")
@@ -396,7 +413,12 @@ FIGURES: tuple[Figure, ...] = (
     _gain("7", _DISTSERVE, 1.35, replace(_SYNTHETIC, blocks=True)),
     _gain("7", _DISTSERVE, 1.35, replace(_SYNTHETIC, model="opt-13b"), note="paper: on OPT-2.7B"),
     _gain("7", _DISTSERVE, 1.35, replace(_PLAIN, model="opt-13b"), note="paper: on OPT-2.7B"),
-    *CEILINGS,
+    *(
+        _ceiling(model, attention, fair=fair)
+        for model in ("opt-2.7b", "opt-13b")
+        for attention in _ATTENTIONS
+        for fair in (True, False)
+    ),
     *(_best(workload, paper) for workload, paper in (("longbench", 1.98), ("sharegpt", 1.35), ("azure", 1.98))),
     _gain("8", _DISTSERVE, 1.98, _Run("longbench"), note=_BEST),
     _gain("8", _DISTSERVE, 1.98, _Run("longbench", model="opt-13b"), note=_BEST),

@@ -19,6 +19,8 @@ Figures count after `_WARMUP_S`, so neither the empty start nor the drained end 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from cohort.common.config import load_config
 from cohort.common.workloads.arrivals import RandomArrivals
 from cohort.common.workloads.papers import paper_workload
@@ -80,39 +82,24 @@ def _between_tokens(lab: Lab, shape: str, preset: str, quantile: str) -> float:
 
 def _cell(shape: str, preset: str) -> list[Figure]:
     requests_per_s, p50_ms, p99_ms = _TABLE_1[shape, preset]
-    where, name = f"dynaserve-table1-{shape.removeprefix('dynaserve-')}-{preset}", _PRESETS[preset]
-    common = ("baselines", "DynaServe Table 1", _SHAPES[shape], name)
+    where = f"dynaserve-table1-{shape.removeprefix('dynaserve-')}-{preset}"
+    head, standing = ("baselines", "DynaServe Table 1", _SHAPES[shape], _PRESETS[preset]), _standing(shape, preset)
+
+    of_p99 = _standing(shape, preset, p99=True)
+
+    def throughput(lab: Lab) -> float:
+        return _saturated(lab, shape, preset)
+
+    def between(quantile: str) -> Callable[[Lab], float]:
+        return lambda lab: _between_tokens(lab, shape, preset, quantile)
+
+    fitted, note = _FITTED if preset == "unified" else "", _P99_NOTES.get((shape, preset), "")
+    offered, pressed = (f"offered {of}the paper's throughput{fitted}" for of in ("", f"{_OVERLOAD} x "))
+    rate = ("throughput", "requests/s", requests_per_s)
     return [
-        Figure(
-            f"{where}-throughput",
-            *common,
-            "throughput",
-            "requests/s",
-            requests_per_s,
-            lambda lab: _saturated(lab, shape, preset),
-            f"offered {_OVERLOAD} x the paper's throughput{_FITTED if preset == 'unified' else ''}",
-            _standing(shape, preset),
-        ),
-        Figure(
-            f"{where}-p50-tbt",
-            *common,
-            "p50 TBT",
-            "ms",
-            p50_ms,
-            lambda lab: _between_tokens(lab, shape, preset, "p50"),
-            f"offered the paper's throughput{_FITTED if preset == 'unified' else ''}",
-            _standing(shape, preset),
-        ),
-        Figure(
-            f"{where}-p99-tbt",
-            *common,
-            "p99 TBT",
-            "ms",
-            p99_ms,
-            lambda lab: _between_tokens(lab, shape, preset, "p99"),
-            _P99_NOTES.get((shape, preset), ""),
-            _standing(shape, preset, p99=True),
-        ),
+        Figure(f"{where}-throughput", *head, *rate, throughput, pressed, standing),
+        Figure(f"{where}-p50-tbt", *head, "p50 TBT", "ms", p50_ms, between("p50"), offered, standing),
+        Figure(f"{where}-p99-tbt", *head, "p99 TBT", "ms", p99_ms, between("p99"), note, of_p99),
     ]
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
 
 from cohort.common.config import load_config
@@ -58,11 +59,6 @@ class _System:
 
 
 _AS_PRINTED: Mapping[str, Mapping[str, object]] = {"bros": {"rt_starvation_s": _NEVER_S}}
-_BOUND: Mapping[str, Mapping[str, object]] = {
-    "bros": {"rt_starvation_s": _NEVER_S, "ablation": {"bound_real_time": True}}
-}
-_DOOR: Mapping[str, Mapping[str, object]] = {"policies": {"placement": "least_ttft"}}
-_RARELY: Mapping[str, Mapping[str, object]] = {"bros": {"ablation": {"starving_every": 100}}}
 _UNSHARED: Mapping[str, Mapping[str, object]] = {
     **_AS_PRINTED,
     "policies": {"allocation": "paged"},
@@ -74,10 +70,6 @@ _UNMANAGED: Mapping[str, Mapping[str, object]] = {
 }
 _SYSTEMS = {
     "bros": _System("bros", _AS_PRINTED),
-    "bros-guarded": _System("bros", {}),
-    "bros-door": _System("bros", _DOOR),
-    "bros-rarely": _System("bros", _RARELY),
-    "bros-bound": _System("bros", _BOUND),
     "bros-unshared": _System("bros", _UNSHARED),
     "bros-unmanaged": _System("bros", _UNMANAGED),
     "vllm": _System("baseline-vllm", {}),
@@ -165,17 +157,25 @@ def _times(lab: Lab, metric: Metric, other: str, cases: list[_Case]) -> float:
     return fmean(found) if found else math.nan
 
 
-def _kept(lab: Lab, metric: Metric, system: str, cases: list[_Case]) -> float:
-    return 100.0 * fmean(metric(_run(lab, system, case)) for case in cases)
-
-
-def _without(lab: Lab, system: str, cases: list[_Case]) -> float:
-    """Cases in which a system keeps no TTFT target to speak of."""
-    return sum(_ttft(_run(lab, system, case)) < _KEEPS for case in cases)
-
-
 def _figure(number: int, shape: str, what: str = "") -> str:
-    return f"BROS Fig. {number}{what}, {_NAMES_OF_SETS[shape]}"
+    return f"Fig. {number}{what}, {_NAMES_OF_SETS[shape]}"
+
+
+def _row(
+    id_: str,
+    figure: str,
+    workload: str,
+    baseline: str,
+    metric: str,
+    unit: str,
+    paper: float,
+    measure: Callable[[Lab], float],
+    note: str = "",
+    standing: Standing = Standing.CLAIM,
+    kind: Kind | None = None,
+) -> Figure:
+    id_, figure = f"bros-{id_}", f"BROS {figure}"
+    return Figure(id_, "bros", figure, workload, baseline, metric, unit, paper, measure, note, standing, kind)
 
 
 _NAMES_OF_SETS = {"sharegpt": "ShareGPT", "lmsys": "LMSYS"}
@@ -190,35 +190,23 @@ _HEADLINES: dict[tuple[str, str], tuple[float, float, float, float]] = {
     ("lmsys", "vllm"): (-69.61, -17.67, 21.42, 2.62),
     ("lmsys", "rr"): (-25.77, -15.18, 14.23, 2.28),
 }
-_FINISHED = "finished requests, as the paper's"
+_LATENCY, _SERVED = "normalised latency, change", "best-effort requests/s, change"
 _TO_END = "with requests unserved after 600 s"
 _CASES_RATIO = "mean of the cases in which the other keeps 0.5 % at least"
 
 
 def _headlines(shape: str, other: str) -> list[Figure]:
     latency, best_effort, ttft, tpot = _HEADLINES[shape, other]
-    where, baseline, cases = f"{shape}-{other}", _BASELINES[other], _cases(shape)
-    ten, eleven = (("bros", _figure(number, shape), _WORKLOADS[shape], baseline) for number in (10, 11))
-    change, kept = "normalised latency, change", "best-effort requests/s, change"
-
-    def row(name: str, head: tuple[str, str, str, str], metric: str, unit: str, paper: float, note: str) -> Figure:
-        measure = {
-            "latency": lambda lab: _change(lab, _finished, other, cases),
-            "latency-to-end": lambda lab: _change(lab, _latency, other, cases),
-            "be": lambda lab: _change(lab, _best_effort, other, cases),
-            "ttft": lambda lab: _times(lab, _ttft, other, cases),
-            "tpot": lambda lab: _times(lab, _tpot, other, cases),
-        }[name]
-        number = 10 if head is ten else 11
-        standing = Standing.READING if name == "latency-to-end" else Standing.CLAIM
-        return Figure(f"bros-{number}-{name}-{where}", *head, metric, unit, paper, measure, note, standing)
-
+    where, cases = f"{shape}-{other}", _cases(shape)
+    ten, eleven = ((_figure(number, shape), _WORKLOADS[shape], _BASELINES[other]) for number in (10, 11))
+    changed, times = partial(_change, other=other, cases=cases), partial(_times, other=other, cases=cases)
+    finished, to_end = partial(changed, metric=_finished), partial(changed, metric=_latency)
     return [
-        row("latency", ten, change, "%", latency, _FINISHED),
-        row("latency-to-end", ten, change, "%", latency, _TO_END),
-        row("be", ten, kept, "%", best_effort, ""),
-        row("ttft", eleven, "TTFT attainment", "x", ttft, _CASES_RATIO),
-        row("tpot", eleven, "TPOT attainment", "x", tpot, _CASES_RATIO),
+        _row(f"10-latency-{where}", *ten, _LATENCY, "%", latency, finished, "finished requests, as the paper's"),
+        _row(f"10-latency-to-end-{where}", *ten, _LATENCY, "%", latency, to_end, _TO_END, Standing.READING),
+        _row(f"10-be-{where}", *ten, _SERVED, "%", best_effort, partial(changed, metric=_best_effort)),
+        _row(f"11-ttft-{where}", *eleven, "TTFT attainment", "x", ttft, partial(times, metric=_ttft), _CASES_RATIO),
+        _row(f"11-tpot-{where}", *eleven, "TPOT attainment", "x", tpot, partial(times, metric=_tpot), _CASES_RATIO),
     ]
 
 
@@ -237,91 +225,33 @@ _METRICS: Mapping[str, Metric] = {"ttft": _ttft, "tpot": _tpot}
 def _anchor(metric: str, system: str, shape: str, paper: float, batch: int = 0) -> Figure:
     """`batch`: another size than the one chosen. What vLLM keeps, and round robin on ShareGPT, chose it."""
     cases = _cases(shape, batch=batch or _BATCH)
-    return Figure(
-        f"bros-11-kept-{metric}-{system}-{shape}" + (f"-{batch}" if batch else ""),
-        "bros",
-        _figure(11, shape, ", anchors by batch size" if batch else ", anchors"),
-        _WORKLOADS[shape],
-        _NAMES[system],
-        f"{metric.upper()} kept of all sent",
-        "%",
-        paper,
-        lambda lab: _kept(lab, _METRICS[metric], system, cases),
-        f"{batch} best-effort requests at a time" if batch else "",
-        standing=Standing.READING if batch else Standing.ANCHOR if _chose(system, shape) else Standing.CLAIM,
-    )
 
+    def measure(lab: Lab) -> float:
+        return 100.0 * fmean(_METRICS[metric](_run(lab, system, case)) for case in cases)
 
-def _chose(system: str, shape: str) -> bool:
-    """The paper's numbers of its baselines that chose `_BATCH`."""
-    return system != "bros" and shape == "sharegpt"
-
-
-_EIGHT = Figure(
-    "bros-11-none-vllm",
-    "bros",
-    _figure(11, "sharegpt", ", anchors"),
-    _WORKLOADS["sharegpt"],
-    "baseline-vllm",
-    "cases of 15 without TTFT attainment",
-    "cases",
-    8.0,
-    lambda lab: _without(lab, "vllm", _cases("sharegpt")),
-    "ours: below 0.5 %",
-    standing=Standing.ANCHOR,
-)
+    id_ = f"11-kept-{metric}-{system}-{shape}" + (f"-{batch}" if batch else "")
+    figure = _figure(11, shape, ", anchors by batch size" if batch else ", anchors")
+    note = f"{batch} best-effort requests at a time" if batch else ""
+    chose = system != "bros" and shape == "sharegpt"
+    standing = Standing.READING if batch else Standing.ANCHOR if chose else Standing.CLAIM
+    kept = f"{metric.upper()} kept of all sent"
+    return _row(id_, figure, _WORKLOADS[shape], _NAMES[system], kept, "%", paper, measure, note, standing)
 
 
 def _of_model(shape: str, other: str, model: str) -> list[Figure]:
     """The paper prints no number of one model, but that latency falls with each."""
-    best_effort = _HEADLINES[shape, other][1]
-    where, cases = f"{shape}-{other}-{model}", _cases(shape, (model,))
-    common = ("bros", _figure(10, shape, " by model"), f"{_WORKLOADS[shape]}, {model}", _BASELINES[other])
+    where, mean = f"{shape}-{other}-{model}", _HEADLINES[shape, other][1]
+    head = (_figure(10, shape, " by model"), f"{_WORKLOADS[shape]}, {model}", _BASELINES[other])
+    changed = partial(_change, other=other, cases=_cases(shape, (model,)))
+    latency, served = partial(changed, metric=_finished), partial(changed, metric=_best_effort)
+    note = "paper: its mean of all models"
     return [
-        Figure(
-            f"bros-10-model-{name}-{where}",
-            *common,
-            metric,
-            "%",
-            paper,
-            lambda lab, of=of: _change(lab, of, other, cases),  # type: ignore[misc]
-            note,
-            standing,
-            kind,
-        )
-        for name, metric, paper, of, note, standing, kind in (
-            ("latency", "normalised latency, change", 0.0, _finished, "", Standing.CLAIM, Kind.LESS),
-            (
-                "be",
-                "best-effort requests/s, change",
-                best_effort,
-                _best_effort,
-                "paper: its mean of all models",
-                Standing.BESIDE,
-                None,
-            ),
-        )
+        _row(f"10-model-latency-{where}", *head, _LATENCY, "%", 0.0, latency, kind=Kind.LESS),
+        _row(f"10-model-be-{where}", *head, _SERVED, "%", mean, served, note, Standing.BESIDE),
     ]
 
 
-def _variant(name: str, model: str, metric: str, of: Metric, unit: str, note: str) -> Figure:
-    """BROS with another rule over BROS as printed."""
-    cases = _cases("sharegpt", (model,))
-
-    def measure(lab: Lab) -> float:
-        theirs, ours = (fmean(of(_run(lab, each, case)) for case in cases) for each in (name, "bros"))
-        return theirs / ours if ours else math.nan
-
-    workload = f"{_WORKLOADS['sharegpt']}, {model}"
-    id_ = f"bros-rules-{name.removeprefix('bros-')}-{metric.split(' ')[0].lower()}-{model}"
-    standing = Standing.BESIDE
-    return Figure(id_, "bros", "BROS, rules of ours", workload, name, metric, unit, math.nan, measure, note, standing)
-
-
-_GUARD_NOTE = "`bros.rt_starvation_s` 5 s, the preset's default, over none"
-_RARELY_NOTE = "guarded in one iteration of 100 (`bros.ablation.starving_every`) instead of 10, over not guarded"
-_DOOR_NOTE = "guarded, and refused what is predicted late (`policies.placement=least_ttft`), over neither"
-_BOUND_NOTE = "`bros.ablation.bound_real_time`: the batch size (R6) bounds real-time rows, too, over not"
+_SHARED = ("Fig. 13", "ShareGPT + batches, OPT-30B, 10/s", "without shared blocks")
 
 
 def _ablation(name: str, paper: float, of: Metric, *, drops: bool = False) -> Figure:
@@ -332,19 +262,9 @@ def _ablation(name: str, paper: float, of: Metric, *, drops: bool = False) -> Fi
         with_, without = (of(_run(lab, each, case)) for each in ("bros", other))
         return with_ / without if without else math.inf
 
-    return Figure(
-        f"bros-13-{name}" + ("-drops" if drops else ""),
-        "bros",
-        "BROS Fig. 13",
-        "ShareGPT + batches, OPT-30B, 10/s",
-        "without shared blocks",
-        f"{name.upper()} attainment",
-        "x",
-        paper,
-        measure,
-        "without them best-effort requests are dropped for real-time ones" if drops else "paper: 10/s",
-        Standing.READING if drops else Standing.CLAIM,
-    )
+    id_, attained = f"13-{name}{'-drops' if drops else ''}", f"{name.upper()} attainment"
+    note = "without them best-effort requests are dropped for real-time ones" if drops else "paper: 10/s"
+    return _row(id_, *_SHARED, attained, "x", paper, measure, note, Standing.READING if drops else Standing.CLAIM)
 
 
 def _recomputed(lab: Lab) -> float:
@@ -353,12 +273,18 @@ def _recomputed(lab: Lab) -> float:
     return 100.0 * sum(each.preemptions for each in report.instances) / max(1, report.overall.finished)
 
 
-def _overhead(lab: Lab, model: str) -> float:
+def _overhead(model: str, paper: float) -> Figure:
     """Measured time of a decision over the mean iteration it decides on."""
-    report = _run(lab, "bros", _Case("sharegpt", model, 9.0))
-    instance = report.instances[0]
-    iteration_s = instance.busy * report.duration_s / max(1, instance.steps)
-    return 100.0 * report.measured.worker_mean_us * 1e-6 / iteration_s
+
+    def measure(lab: Lab) -> float:
+        report = _run(lab, "bros", _Case("sharegpt", model, 9.0))
+        instance = report.instances[0]
+        iteration_s = instance.busy * report.duration_s / max(1, instance.steps)
+        return 100.0 * report.measured.worker_mean_us * 1e-6 / iteration_s
+
+    id_, note = f"14-overhead-{model}", "wall time of the machine that simulated"
+    head = ("Fig. 14", f"ShareGPT + batches, {model}, 9/s", "itself", "decision over iteration", "%")
+    return _row(id_, *head, paper, measure, note, kind=Kind.AT_MOST)
 
 
 def _of_shape(shape: str) -> list[Figure]:
@@ -373,18 +299,26 @@ def _of_shape(shape: str) -> list[Figure]:
 
 FIGURES: tuple[Figure, ...] = (
     *_of_shape("sharegpt"),
-    _EIGHT,
+    _row(
+        "11-none-vllm",
+        _figure(11, "sharegpt", ", anchors"),
+        _WORKLOADS["sharegpt"],
+        "baseline-vllm",
+        "cases of 15 without TTFT attainment",
+        "cases",
+        8.0,
+        lambda lab: sum(_ttft(_run(lab, "vllm", case)) < _KEEPS for case in _cases("sharegpt")),
+        "ours: below 0.5 %",
+        Standing.ANCHOR,
+    ),
     *(
         _ablation(name, paper, of, drops=drops)
         for drops in (False, True)
         for name, paper, of in (("ttft", 1.23, _ttft), ("tpot", 1.63, _tpot))
     ),
-    Figure(
-        "bros-13-recomputed",
-        "bros",
-        "BROS Fig. 13",
-        "ShareGPT + batches, OPT-30B, 10/s",
-        "without shared blocks",
+    _row(
+        "13-recomputed",
+        *_SHARED,
         "requests computed again, of those that ended",
         "%",
         math.nan,
@@ -392,31 +326,9 @@ FIGURES: tuple[Figure, ...] = (
         "the paper prints none",
         Standing.BESIDE,
     ),
-    *(
-        Figure(
-            f"bros-14-overhead-{model}",
-            "bros",
-            "BROS Fig. 14",
-            f"ShareGPT + batches, {model}, 9/s",
-            "itself",
-            "decision over iteration",
-            "%",
-            paper,
-            lambda lab, model=model: _overhead(lab, model),  # type: ignore[misc]
-            "wall time of the machine that simulated",
-            kind=Kind.AT_MOST,
-        )
-        for model, paper in (("opt-13b", 9.52), ("opt-30b", 8.42))
-    ),
+    _overhead("opt-13b", 9.52),
+    _overhead("opt-30b", 8.42),
     *_of_shape("lmsys"),
-    _variant("bros-guarded", _ONE, "TTFT attainment", _ttft, "x", _GUARD_NOTE),
-    _variant("bros-guarded", _ONE, "latency of finished requests", _finished, "x", _GUARD_NOTE),
-    _variant("bros-door", _ONE, "TTFT attainment", _ttft, "x", _DOOR_NOTE),
-    _variant("bros-door", _ONE, "latency of finished requests", _finished, "x", _DOOR_NOTE),
-    _variant("bros-rarely", _ONE, "TTFT attainment", _ttft, "x", _RARELY_NOTE),
-    _variant("bros-rarely", _ONE, "latency of finished requests", _finished, "x", _RARELY_NOTE),
-    _variant("bros-bound", "llama-3-70b", "TPOT attainment", _tpot, "x", _BOUND_NOTE),
-    _variant("bros-bound", "llama-3-70b", "best-effort requests/s", _best_effort, "x", _BOUND_NOTE),
     *(
         _anchor(metric, system, shape, paper, batch)
         for batch in _SIZES

@@ -13,15 +13,18 @@ import math
 from collections.abc import Callable, Mapping
 from statistics import fmean
 
+import numpy as np
+
+from cohort.common.policies.interface import ClusterView, Placed, Placement, Wait, WaitingRequest
+from cohort.common.types import Segment
+from cohort.common.workloads.arrivals import RandomArrivals
+from cohort.common.workloads.changes import with_slos
+from cohort.common.workloads.generate import Stream, stream
+from cohort.common.workloads.items import WorkItem, Workload
+from cohort.common.workloads.papers import paper_workload
+from cohort.common.workloads.slos import dynaserve as slo_of
 from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.figures.claim import Kind, Standing
-from cohort.services.simulator.figures.dynaserve_parts import (
-    against_oracle,
-    at_share,
-    exposed_less,
-    varied_goodput,
-    varied_run,
-)
 from cohort.services.simulator.figures.dynaserve_setup import (
     COLOCATED,
     DISAGGREGATED,
@@ -36,9 +39,11 @@ from cohort.services.simulator.figures.dynaserve_setup import (
     highest,
     rate_of,
     run,
+    simulated,
     split_share,
     times,
     traced,
+    within_per_s,
 )
 from cohort.services.simulator.figures.figure import Figure, Lab
 
@@ -84,6 +89,7 @@ def _own_pressure(lab: Lab, name: str, scale: Scale = SMALL) -> float:
     return _PRESSURE * _capacity(lab, SPLIT, name, scale)
 
 
+_CAPACITY, _GOODPUT = "serving capacity", "goodput"
 _FOUR = ("azure-code", "burstgpt", "arxiv", "reasoning")
 
 
@@ -91,41 +97,49 @@ def _capacity_over(lab: Lab, name: str, other: str) -> float:
     return _capacity(lab, SPLIT, name) / max(_capacity(lab, other, name), 1e-9)
 
 
-def _of_four(which: str, other: str, paper: float, standing: Standing = Standing.CLAIM) -> Figure:
-    """Fig. 9's text prints the mean, the least and the most of the four workloads."""
-    choices: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "least": min, "most": max}
-    choose = choices[which]
+def _over(
+    id_: str,
+    metric: str,
+    workload: str,
+    other: str,
+    measure: Callable[[Lab], float],
+    note: str = "",
+    paper: float = 1.0,
+    standing: Standing = Standing.CLAIM,
+) -> Figure:
+    """DynaServe over the other; `id_` begins with the figure's number. Of a single workload the paper prints no number
+    but who wins: `paper` 1."""
     return Figure(
-        f"dynaserve-9-{which}-{_SHORT[other]}",
+        f"dynaserve-{id_}-{_SHORT[other]}",
         "dynaserve",
-        "DynaServe Fig. 9",
-        f"{which} of the four workloads",
+        f"DynaServe Fig. {id_.split('-')[0]}",
+        workload,
         other,
-        "serving capacity, DynaServe over it",
+        f"{metric}, DynaServe over it",
         "x",
         paper,
-        lambda lab: choose([_capacity_over(lab, name, other) for name in _FOUR]),
-        "",
-        standing,
-    )
-
-
-def _capacity_ratio(name: str, other: str, note: str, standing: Standing = Standing.CLAIM) -> Figure:
-    """Who wins: of a single workload the paper prints no number but Azure Code's, which is its largest."""
-    return Figure(
-        f"dynaserve-9-capacity-{name}-{_SHORT[other]}",
-        "dynaserve",
-        "DynaServe Fig. 9",
-        _NAMES[name],
-        other,
-        "serving capacity, DynaServe over it",
-        "x",
-        1.0,
-        lambda lab: _capacity_over(lab, name, other),
+        measure,
         note,
         standing,
-        Kind.MORE,
+        Kind.MORE if paper == 1.0 else None,
     )
+
+
+def _of_four(which: str, other: str, paper: float) -> Figure:
+    """Fig. 9's text prints the mean, the least and the most of the four workloads."""
+    choices: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "least": min, "most": max}
+
+    def measure(lab: Lab) -> float:
+        return choices[which]([_capacity_over(lab, name, other) for name in _FOUR])
+
+    return _over(f"9-{which}", _CAPACITY, f"{which} of the four workloads", other, measure, paper=paper)
+
+
+def _capacity_ratio(name: str, other: str, note: str = "", standing: Standing = Standing.CLAIM) -> Figure:
+    def measure(lab: Lab) -> float:
+        return _capacity_over(lab, name, other)
+
+    return _over(f"9-capacity-{name}", _CAPACITY, _NAMES[name], other, measure, note, standing=standing)
 
 
 def _goodput_over(lab: Lab, other: str) -> float:
@@ -144,51 +158,21 @@ def _best_goodput(other: str, paper: float) -> Figure:
         large = (_large_over(lab, size, name, other) for size in _LARGE for name in _LARGE_WORKLOADS)
         return max(_goodput_over(lab, other), *large)
 
-    return Figure(
-        f"dynaserve-8-best-{_SHORT[other]}",
-        "dynaserve",
-        "DynaServe Fig. 8",
-        "best of all workloads and models",
-        other,
-        "goodput, DynaServe over it",
-        "x",
-        paper,
-        measure,
-        "paper: up to",
-    )
+    return _over("8-best", _GOODPUT, "best of all workloads and models", other, measure, "paper: up to", paper)
 
 
 def _goodput_ratio(other: str) -> Figure:
-
-    return Figure(
-        f"dynaserve-8-goodput-{_SHORT[other]}",
-        "dynaserve",
-        "DynaServe Fig. 8",
-        "14B, best of four workloads",
-        other,
-        "goodput, DynaServe over it",
-        "x",
-        1.0,
-        lambda lab: _goodput_over(lab, other),
-        f"at {_PRESSURE} x the best capacity, the chunk tuned there",
-        kind=Kind.MORE,
-    )
+    note = f"at {_PRESSURE} x the best capacity, the chunk tuned there"
+    workload = "14B, best of four workloads"
+    return _over("8-goodput", _GOODPUT, workload, other, lambda lab: _goodput_over(lab, other), note)
 
 
 def _large_ratio(size: str, name: str, other: str) -> Figure:
-    return Figure(
-        f"dynaserve-8-goodput-{size.lower()}-{name}-{_SHORT[other]}",
-        "dynaserve",
-        "DynaServe Fig. 8",
-        f"{size}, {_NAMES[name]}",
-        other,
-        "goodput, DynaServe over it",
-        "x",
-        1.0,
-        lambda lab: _large_over(lab, size, name, other),
-        f"{_LARGE[size].devices} devices an instance, at {_PRESSURE} x DynaServe's capacity",
-        kind=Kind.MORE,
-    )
+    def measure(lab: Lab) -> float:
+        return _large_over(lab, size, name, other)
+
+    note = f"{_LARGE[size].devices} devices an instance, at {_PRESSURE} x DynaServe's capacity"
+    return _over(f"8-goodput-{size.lower()}-{name}", _GOODPUT, f"{size}, {_NAMES[name]}", other, measure, note)
 
 
 def _replay(other: str) -> Figure:
@@ -199,63 +183,27 @@ def _replay(other: str) -> Figure:
         mine = goodput_at(lab, SPLIT, "burstgpt", rate, cv=_TRACE_CV)
         return mine / max(goodput_at(lab, other, "burstgpt", rate, cv=_TRACE_CV), 1e-9)
 
-    return Figure(
-        f"dynaserve-10-replay-{_SHORT[other]}",
-        "dynaserve",
-        "DynaServe Fig. 10",
-        "BurstGPT, bursts",
-        other,
-        "goodput, DynaServe over it",
-        "x",
-        1.0,
-        measure,
-        f"gaps vary as the trace's; at {_PRESSURE} x DynaServe's capacity",
-        kind=Kind.MORE,
-    )
+    note = f"gaps vary as the trace's; at {_PRESSURE} x DynaServe's capacity"
+    return _over("10-replay", _GOODPUT, "BurstGPT, bursts", other, measure, note)
 
 
-def _splits(id_: str, figure: str, workload: str, report: Callable[[Lab], SimReport]) -> Figure:
-    """How many requests the figure's own run of DynaServe split. The paper prints no number."""
+def _splits(name: str, size: str = "") -> Figure:
+    """How many requests Fig. 8's own run of DynaServe split."""
+    scale = _LARGE[size] if size else SMALL
+
+    def measure(lab: Lab) -> float:
+        rate = _own_pressure(lab, name, scale) if size else _pressure(lab, name)
+        return split_share(run(lab, DYNASERVE, name, rate, scale))
+
+    head = ("dynaserve", "DynaServe Fig. 8", f"{size or '14B'}, {_NAMES[name]}", "itself", "requests split", "%")
     return Figure(
-        f"dynaserve-splits-{id_}",
-        "dynaserve",
-        f"DynaServe {figure}",
-        workload,
-        "itself",
-        "requests split",
-        "%",
+        f"dynaserve-splits-8-{size.lower() + '-' if size else ''}{name}",
+        *head,
         math.nan,
-        lambda lab: split_share(report(lab)),
+        measure,
         "of the requests placed; the paper prints no number",
         Standing.BESIDE,
     )
-
-
-def _split_figures() -> list[Figure]:
-    """Beside every figure that an unforced placement has a part in."""
-
-    def at_capacity(name: str) -> Callable[[Lab], SimReport]:
-        return lambda lab: run(lab, DYNASERVE, name, _capacity(lab, SPLIT, name))
-
-    def pressed(name: str) -> Callable[[Lab], SimReport]:
-        return lambda lab: run(lab, DYNASERVE, name, _pressure(lab, name))
-
-    def own(name: str, scale: Scale, cv: float = 1.0) -> Callable[[Lab], SimReport]:
-        return lambda lab: run(lab, DYNASERVE, name, _own_pressure(lab, name, scale), scale, cv)
-
-    return [
-        *(_splits(f"9-{name}", "Fig. 9", _NAMES[name], at_capacity(name)) for name in _FOUR),
-        *(_splits(f"8-{name}", "Fig. 8", f"14B, {_NAMES[name]}", pressed(name)) for name in _FOUR),
-        *(
-            _splits(f"8-{size.lower()}-{name}", "Fig. 8", f"{size}, {_NAMES[name]}", own(name, scale))
-            for size, scale in _LARGE.items()
-            for name in _LARGE_WORKLOADS
-        ),
-        _splits("10-replay", "Fig. 10", "BurstGPT, bursts", own("burstgpt", SMALL, _TRACE_CV)),
-        _splits("table2", "Table 2", _NAMES["hybrid"], at_capacity("hybrid")),
-        _splits("table4", "Table 4", "219 + N(1467, 100)", lambda lab: varied_run(lab, 100.0)),
-        _splits("oracle", "§4.1", "prompt 2048, output 512", lambda lab: at_share(lab, None)),
-    ]
 
 
 # -- §6.6 ------------------------------------------------------------------------------------------------------------
@@ -280,6 +228,97 @@ def _decision_ms(lab: Lab) -> float:
 def _own_goodput(lab: Lab, preset: str) -> float:
     """At its own capacity, which is where the paper's goodput and capacity of one row go together."""
     return goodput_at(lab, preset, HYBRID, _capacity(lab, preset, HYBRID))
+
+
+# -- §4.1, §6.6 and Table 4: search of the split, transfers in chunks, wrong predictions -------------------------------
+
+
+def _varied(sigma: float, seed: int) -> Workload:
+    """Table 4: prompts of 219, outputs normal around 1,467; 3 requests a second, close to saturation here."""
+    count = 900
+    drawn = stream(seed, Stream.OUTPUT_LENGTHS).normal(1467.0, max(sigma, 1e-9), count)
+    outputs = np.clip(np.rint(drawn), 1, 4000).astype(int)
+    base = paper_workload("dynaserve-reasoning", RandomArrivals(3.0), count=count, seed=seed)
+    items = tuple(WorkItem(item.arrival_s, 219, int(output)) for item, output in zip(base.items, outputs, strict=True))
+    return with_slos(Workload(f"sigma {sigma:g}", items, base.facts), slo_of)
+
+
+def _varied_goodput(lab: Lab, sigma: float) -> float:
+    def of_sigma() -> SimReport:
+        system = System(SPLIT, settings=(("gateway", "default_prediction_tokens", 1467),))
+        return simulated(
+            system, _varied(sigma, lab.seed), lab.options(predictor="none", warmup_s=100.0, horizon_s=220.0)
+        )
+
+    return within_per_s(lab.run(("varied", sigma), of_sigma))
+
+
+class _Alternating(Placement):
+    """Splits every request at the same share of its tokens, first segment on either instance in turn.
+
+    With this, an offline search over shares knows the whole future of a workload of equal requests.
+    """
+
+    def __init__(self, share: float, output: int) -> None:
+        self._share, self._output, self._turn = share, output, 0
+
+    def place(
+        self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: str | None
+    ) -> Placed | Wait:
+        names = sorted(cluster.instances)
+        self._turn += 1
+        first, second = (names if self._turn % 2 else reversed(names)) if len(names) == 2 else (names[0], names[0])
+        total = len(waiting.request.tokens) + self._output
+        position = round(self._share * total)
+        if first == second or not 0 < position < total:
+            return Placed((Segment(0, None, first),), "whole")
+        return Placed((Segment(0, position, first), Segment(position, None, second)), "at a fixed share")
+
+
+def _at_share(lab: Lab, share: float | None) -> SimReport:
+    """Equal requests, saturated: all split at this share of their tokens, or as the preset does."""
+    rate, end_s = 3.6, 120.0
+    placement = None if share is None else _Alternating(share, 512)
+    return lab.run(
+        ("oracle", share),
+        lambda: simulated(
+            DYNASERVE,
+            with_slos(paper_workload("dynaserve-balanced", RandomArrivals(rate), count=700, seed=lab.seed), slo_of),
+            lab.options(warmup_s=50.0, horizon_s=end_s),
+            placement,
+        ),
+    )
+
+
+def _against_oracle(lab: Lab) -> float:
+    """Throughput on equal requests over the best of all fixed splits, both saturated, in percent."""
+    best = max(within_per_s(_at_share(lab, share)) for share in (0.0, 0.6, 0.8, 0.9))
+    return 100.0 * within_per_s(_at_share(lab, None)) / best
+
+
+def _exposed_less(lab: Lab) -> float:
+    """Percent of the exposed transfer time per KV transfer that pushing chunks removes; every request handed over in
+    the middle of its answer."""
+
+    def per_kv_transfer(chunked: bool) -> float:
+        system = System(SPLIT, settings=(("transfer.ablation", "chunked", chunked),))
+        report = lab.run(
+            ("exposed", chunked),
+            lambda: simulated(
+                system,
+                with_slos(paper_workload("dynaserve-reasoning", RandomArrivals(1.5), count=150, seed=lab.seed), slo_of),
+                lab.options(horizon_s=120.0),
+                _Alternating(0.5, 1467),
+                across=True,
+            ),
+        )
+        handed = sum(instance.kv_transfers for instance in report.instances)
+        return sum(instance.exposed_transfer_s for instance in report.instances) / max(handed, 1)
+
+    return 100.0 * (1.0 - per_kv_transfer(True) / per_kv_transfer(False))
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
 
 
 def _hybrid(preset: str, per_s: float, goodput: float) -> list[Figure]:
@@ -325,8 +364,8 @@ FIGURES: tuple[Figure, ...] = (
     _of_four("least", DISAGGREGATED, 1.09),
     _of_four("most", DISAGGREGATED, 1.67),
     *(_capacity_ratio(name, COLOCATED, "its chunk tuned for each workload") for name in _FOUR),
-    *(_capacity_ratio(name, DISAGGREGATED, "") for name in _FOUR),
-    _capacity_ratio("azure-code", _DEFAULT, "", Standing.READING),
+    *(_capacity_ratio(name, DISAGGREGATED) for name in _FOUR),
+    _capacity_ratio("azure-code", _DEFAULT, standing=Standing.READING),
     _best_goodput(COLOCATED, 1.91),
     _best_goodput(DISAGGREGATED, 1.61),
     _goodput_ratio(COLOCATED),
@@ -337,7 +376,8 @@ FIGURES: tuple[Figure, ...] = (
         for name in _LARGE_WORKLOADS
         for other in (COLOCATED, DISAGGREGATED)
     ),
-    *_split_figures(),
+    *(_splits(name) for name in _FOUR),
+    *(_splits(name, size) for size in _LARGE for name in _LARGE_WORKLOADS),
     _replay(COLOCATED),
     _replay(DISAGGREGATED),
     *_hybrid(COLOCATED, 4.6, 316.32),
@@ -377,7 +417,7 @@ FIGURES: tuple[Figure, ...] = (
             "goodput against sigma 0",
             "%",
             paper,
-            lambda lab, s=float(sigma): 100.0 * varied_goodput(lab, s) / varied_goodput(lab, 0.0),  # type: ignore[misc]
+            lambda lab, s=float(sigma): 100.0 * _varied_goodput(lab, s) / _varied_goodput(lab, 0.0),  # type: ignore[misc]
             "prediction: always 1,467; ours leaves these requests whole, so little depends on it",
         )
         for sigma, paper in ((10, 99.56), (50, 98.83), (100, 97.09))
@@ -391,7 +431,7 @@ FIGURES: tuple[Figure, ...] = (
         "exposed transfer time removed",
         "%",
         94.0,
-        exposed_less,
+        _exposed_less,
         "over RDMA, every request handed over; control messages not counted",
     ),
     Figure(
@@ -403,7 +443,7 @@ FIGURES: tuple[Figure, ...] = (
         "goodput of its",
         "%",
         99.0,
-        against_oracle,
+        _against_oracle,
         "paper: within 1 %; ours: the best of four fixed shares",
     ),
     Figure(

@@ -66,9 +66,7 @@ _SIGMA = {"alpaca": math.log(1.10) / 0.755, "sharegpt": math.log(1.15) / 0.619, 
 NEVER_S = 1e9
 PATIENCE_S = 30.0
 """Of the preset."""
-DEVICE_FILE = "device file"
-"""The stack whose iterations take as long as the device file says, without `_STEP_S`."""
-BY_DEVICE: dict[str, Any] = {"stack": DEVICE_FILE, "headroom": True}
+BY_DEVICE: dict[str, Any] = {"by_device": True, "headroom": True}
 """What of `Case` is then different: nothing that is chosen by the paper's numbers."""
 _STEP_S = 0.07
 """More an iteration. Chosen by EcoServe's time between tokens alone, at the rates of Table 2 (`ecoserve-11-anchor`)."""
@@ -112,12 +110,11 @@ class Model:
     start_per_s: dict[str, float] = field(hash=False)
     windows: float = 1.0
 
-    def cluster(self, stack: str = "") -> Cluster:
-        named = None if stack in ("", DEVICE_FILE) else stack
-        found = load_cluster("a100-80:1", {"tensor_parallel": self.devices, "stack": named})
-        if not stack:
-            found = structs.replace(found, stack=replace(found.stack, step_s=found.stack.step_s + _STEP_S))
-        return found
+    def cluster(self, *, by_device: bool) -> Cluster:
+        found = load_cluster("a100-80:1", {"tensor_parallel": self.devices})
+        if by_device:
+            return found
+        return structs.replace(found, stack=replace(found.stack, step_s=found.stack.step_s + _STEP_S))
 
 
 OPT13 = Model("opt-13b", "OPT-13B", 1, 12_000_000_000, 8, {"alpaca": 50.0, "sharegpt": 3.4, "bookcorpus": 0.3})
@@ -134,8 +131,8 @@ def _forward_tokens(model: str, devices: int) -> int:
 
 
 @cache
-def _full_iteration_s(model: Model, stack: str) -> float:
-    cluster = model.cluster(stack)
+def _full_iteration_s(model: Model, *, by_device: bool) -> float:
+    cluster = model.cluster(by_device=by_device)
     cost = CostModel(load_model(model.name), cluster.device, cluster.stack, tensor_parallel=model.devices)
     size = _forward_tokens(model.name, model.devices)
     return cost.step_s(StepWork(size, 1, 1, prefill_pairs(0, size), size))
@@ -143,8 +140,8 @@ def _full_iteration_s(model: Model, stack: str) -> float:
 
 def _bound_ms(case: Case) -> float:
     """Mean normalised latency up to which a rate is sustained."""
-    stack = DEVICE_FILE if case.stack else ""
-    return 100.0 * _full_iteration_s(case.model, stack) / _full_iteration_s(OPT13, DEVICE_FILE)
+    full_s = _full_iteration_s(case.model, by_device=case.by_device)
+    return 100.0 * full_s / _full_iteration_s(OPT13, by_device=True)
 
 
 @dataclass(frozen=True)
@@ -157,14 +154,13 @@ class Case:
     eco: tuple[tuple[str, Any], ...] = ()
     oracle: bool = False
     slo: tuple[float, float] | None = None
-    preemption: str = ""
-    """Empty: recomputation for FastGen and swapping for the others, as §2.1 says."""
-    stack: str = ""
+    by_device: bool = False
+    """Iterations take as long as the device file says, without `_STEP_S`."""
     headroom: bool = False
 
     @property
     def windows(self) -> float:
-        return self.model.windows if self.stack else _LONGER
+        return self.model.windows if self.by_device else _LONGER
 
     def config(self) -> Config:
         model, data = self.model, self.data
@@ -189,7 +185,7 @@ class Case:
                     "max_rows": 256,
                     "max_step_tokens": 2048,
                     "prefill_chunk": 2048,
-                    "preemption": self.preemption or ("recompute" if self.preset == FASTGEN else "swap"),
+                    "preemption": "recompute" if self.preset == FASTGEN else "swap",
                     "target_forward_tokens": tokens,
                 },
                 "kv": {
@@ -219,7 +215,9 @@ class Case:
             horizon_s=end_s,
             warmup_s=_WARMUP_S[data] * self.windows,
         )
-        return simulate(self.config(), model.cluster(self.stack), load_model(model.name), workload, options)
+        return simulate(
+            self.config(), model.cluster(by_device=self.by_device), load_model(model.name), workload, options
+        )
 
 
 def patient(case: Case) -> Case:
@@ -250,7 +248,7 @@ def sustained(lab: Lab, case: Case, *, to_end: bool = False) -> float:
             return (overall.normalised_to_end_ms or math.inf) <= bound_ms
         return mean_ms(overall.normalised_ms) <= bound_ms
 
-    good, bad, rate = 0.0, math.inf, case.model.start_per_s[case.data] / (1.0 if case.stack else 2.5)
+    good, bad, rate = 0.0, math.inf, case.model.start_per_s[case.data] / (1.0 if case.by_device else 2.5)
     while not (good and bad < math.inf) and rate > 0.01:
         if keeps(rate):
             good, rate = rate, rate * 2
@@ -262,10 +260,10 @@ def sustained(lab: Lab, case: Case, *, to_end: bool = False) -> float:
     return good
 
 
-def loaded(lab: Lab, preset: str, data: str, eco: dict[str, Any] | None = None, **other: Any) -> SimReport:
-    """OPT-13B where EcoServe saturates on the same stack; no request overtakes one that is overdue by `PATIENCE_S`."""
-    rate = _OVERLOAD * sustained(lab, patient(Case(ECOSERVE, data, stack=other.get("stack", ""))))
-    return run_at(lab, patient(Case(preset, data, eco=tuple(sorted((eco or {}).items())), **other)), rate)
+def loaded(lab: Lab, preset: str, data: str, eco: dict[str, Any] | None = None) -> SimReport:
+    """OPT-13B where EcoServe saturates; no request overtakes one that is overdue by `PATIENCE_S`."""
+    rate = _OVERLOAD * sustained(lab, patient(Case(ECOSERVE, data)))
+    return run_at(lab, patient(Case(preset, data, eco=tuple(sorted((eco or {}).items())))), rate)
 
 
 def printed(lab: Lab, preset: str, data: str, eco: dict[str, Any] | None = None, **other: Any) -> SimReport:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cohort.common.policies.cost_model import CostModel, StepWork
-from cohort.services.simulator.figures.alignment_ceiling import _tokens_per_s, ceiling
+from cohort.services.simulator.figures.alignedserve import _tokens_per_s, ceiling
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 
 

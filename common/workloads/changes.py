@@ -1,4 +1,4 @@
-"""Workload → workload: rate, window, clipping, classes, SLOs, mixing. Lost items are counted.
+"""Workload → workload: clipping, classes, SLOs, mixing.
 
 Pure. Each returns a new workload whose facts name the change.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 
@@ -21,42 +20,10 @@ _ID_SPACE = 1 << 48
 """Ids of the workloads that are mixed are moved this far apart, so that equal ids of two sources share nothing."""
 
 
-def at_rate(workload: Workload, rate_per_s: float) -> Workload:
-    """The same arrivals stretched or pressed to another mean rate; closed loops keep their own pace."""
-    base = workload.rate_per_s
-    if base is None or rate_per_s <= 0:
-        raise ConfigError(f"{workload.name}: a rate needs at least two arrivals at different times, and is above 0")
-    factor = base / rate_per_s
-    items = tuple(replace(item, arrival_s=item.arrival_s * factor) for item in workload.items)
-    facts = replace(workload.facts, arrivals=f"{workload.facts.arrivals}, scaled to {rate_per_s:g}/s")
-    return replace(workload, items=items, facts=facts)
-
-
-def window(workload: Workload, start_s: float, end_s: float) -> Workload:
-    """The requests that arrive in [start_s, end_s), from second 0 on; closed loops run as long."""
-    kept = tuple(
-        replace(item, arrival_s=item.arrival_s - start_s)
-        for item in workload.items
-        if start_s <= item.arrival_s < end_s
-    )
-    parts = tuple(
-        replace(part, start_s=max(0.0, part.start_s - start_s), until_s=min(part.until_s, end_s) - start_s)
-        for part in workload.closed_loop
-        if part.start_s < end_s and part.until_s > start_s
-    )
-    facts = replace(workload.facts, notes=(*workload.facts.notes, f"seconds {start_s:g} to {end_s:g}"))
-    return replace(workload, items=kept, closed_loop=parts, facts=facts)
-
-
 def clip(
-    workload: Workload,
-    *,
-    max_prompt: int | None = None,
-    max_output: int | None = None,
-    max_total: int | None = None,
-    how: Literal["truncate", "drop"] = "truncate",
+    workload: Workload, *, max_prompt: int | None = None, max_output: int | None = None, max_total: int | None = None
 ) -> Workload:
-    """Bounds on tokens: longer requests are cut, or dropped. Counted in the facts either way.
+    """Bounds on tokens: longer requests are cut, and counted in the facts.
 
     Cut to `max_total`, the output goes first (a context must hold at least one prompt token), then the prompt, whose
     hash ids are shortened with it.
@@ -65,34 +32,10 @@ def clip(
     for name, bound, least in bounds:
         if bound is not None and bound < least:
             raise ConfigError(f"{name} is {bound}, must be at least {least}")
-    clipper = _Clipper(max_prompt, max_output, max_total, how)
-    items = clipper.apply(workload.items)
-    parts = []
-    for part in workload.closed_loop:
-        kept = clipper.apply(part.items)
-        if not kept:
-            raise ConfigError(f"{workload.name}: clipping drops every request of a closed loop")
-        parts.append(replace(part, items=kept))
-    facts = replace(
-        workload.facts,
-        clipped_prompts=workload.facts.clipped_prompts + clipper.prompts,
-        clipped_outputs=workload.facts.clipped_outputs + clipper.outputs,
-        dropped=workload.facts.dropped + clipper.dropped,
-    )
-    return replace(workload, items=items, closed_loop=tuple(parts), facts=facts)
+    prompts = outputs = 0
 
-
-class _Clipper:
-    def __init__(self, max_prompt: int | None, max_output: int | None, max_total: int | None, how: str) -> None:
-        self._bounds = (max_prompt, max_output, max_total)
-        self._how = how
-        self.prompts = self.outputs = self.dropped = 0
-
-    def apply(self, items: Sequence[WorkItem]) -> tuple[WorkItem, ...]:
-        return tuple(kept for item in items if (kept := self._one(item)) is not None)
-
-    def _one(self, item: WorkItem) -> WorkItem | None:
-        max_prompt, max_output, max_total = self._bounds
+    def cut(item: WorkItem) -> WorkItem:
+        nonlocal prompts, outputs
         prompt = item.prompt_tokens if max_prompt is None else min(item.prompt_tokens, max_prompt)
         output = item.output_tokens if max_output is None else min(item.output_tokens, max_output)
         if max_total is not None:
@@ -100,13 +43,16 @@ class _Clipper:
             prompt = min(prompt, max_total - output)
         if (prompt, output) == (item.prompt_tokens, item.output_tokens):
             return item
-        if self._how == "drop":
-            self.dropped += 1
-            return None
-        self.prompts += prompt < item.prompt_tokens
-        self.outputs += output < item.output_tokens
+        prompts += prompt < item.prompt_tokens
+        outputs += output < item.output_tokens
         ids = item.hash_ids[: -(-prompt // item.hash_block)] if item.hash_ids else ()
         return replace(item, prompt_tokens=prompt, output_tokens=output, hash_ids=ids)
+
+    clipped, facts = _each(workload, cut), workload.facts
+    facts = replace(
+        facts, clipped_prompts=facts.clipped_prompts + prompts, clipped_outputs=facts.clipped_outputs + outputs
+    )
+    return replace(clipped, facts=facts)
 
 
 def with_class(workload: Workload, traffic_class: TrafficClass) -> Workload:
@@ -205,6 +151,5 @@ def _joined(facts: Sequence[WorkloadFacts]) -> WorkloadFacts:
         skipped_rows=sum(one.skipped_rows for one in facts),
         clipped_prompts=sum(one.clipped_prompts for one in facts),
         clipped_outputs=sum(one.clipped_outputs for one in facts),
-        dropped=sum(one.dropped for one in facts),
         notes=tuple(note for one in facts for note in one.notes),
     )

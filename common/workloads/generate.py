@@ -6,14 +6,14 @@ one of them leaves the others as they were.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import assert_never
 
 import numpy as np
 
 from cohort.common.errors import ConfigError
-from cohort.common.types import Slo, TrafficClass
+from cohort.common.types import TrafficClass
 from cohort.common.workloads.arrivals import (
     Arrivals,
     ClosedLoop,
@@ -23,7 +23,7 @@ from cohort.common.workloads.arrivals import (
     due_times,
     enough_for,
 )
-from cohort.common.workloads.items import NO_SLO, ClosedLoopPart, WorkItem, Workload, WorkloadFacts
+from cohort.common.workloads.items import ClosedLoopPart, WorkItem, Workload, WorkloadFacts
 from cohort.common.workloads.lengths import LengthDistribution, Shape, describe_length, draw, draw_shapes
 from cohort.common.workloads.traces import Trace, TraceRow
 
@@ -61,11 +61,10 @@ class Mixed:
 
 @dataclass(frozen=True, slots=True)
 class FromTrace:
-    """Rows of a trace in their order, or shuffled, or (`resample`) drawn with replacement, so any number of them."""
+    """Rows of a trace in their order, or (`resample`) drawn with replacement, so any number of them."""
 
     trace: Trace
     name: str
-    shuffle: bool = False
     resample: bool = False
 
 
@@ -82,18 +81,11 @@ def draw_rows(source: Source, count: int, seed: int) -> list[TraceRow]:
         case Mixed(shapes):
             picked = draw_shapes(shapes, stream(seed, Stream.SHAPES), count)
             return [TraceRow(None, shape.prompt_tokens, shape.output_tokens) for shape in picked]
-        case FromTrace(trace, _, shuffle, resample):
-            rows, rng = trace.rows, stream(seed, Stream.SHUFFLE)
+        case FromTrace(trace, _, resample):
+            rows = trace.rows
             if resample:
-                order = [int(at) for at in rng.random(count) * len(rows)]
-            elif shuffle:
-                order = [int(at) for at in rng.permutation(len(rows))]
-            else:
-                order = list(range(len(rows)))
-            return [
-                TraceRow(None, row.prompt_tokens, row.output_tokens, row.hash_ids, row.session, row.adapter)
-                for row in (rows[at] for at in order[:count])
-            ]
+                rows = tuple(rows[int(at)] for at in stream(seed, Stream.SHUFFLE).random(count) * len(rows))
+            return [replace(row, arrival_s=None) for row in rows[:count]]
         case _:
             assert_never(source)
 
@@ -107,19 +99,15 @@ def generate(
     duration_s: float | None = None,
     seed: int = 0,
     traffic_class: TrafficClass = "rt",
-    slo: Slo = NO_SLO,
-    hash_block: int | None = None,
 ) -> Workload:
     """`count` requests, or as many as arrive within `duration_s`, or a whole trace.
 
-    A closed loop becomes the workload's `closed_loop` part (with `duration_s`: cycled until then). `hash_block`: tokens
-    per hash id of a trace; None = found from its rows. Raises `ConfigError`.
+    A closed loop becomes the workload's `closed_loop` part (with `duration_s`: cycled until then). Raises
+    `ConfigError`.
     """
     trace = source.trace if isinstance(source, FromTrace) else None
     rows = draw_rows(source, _count(source, arrivals, count, duration_s), seed)
-    block = 0
-    if trace is not None and any(row.hash_ids for row in rows):
-        block = trace.hash_block() if hash_block is None else hash_block
+    block = trace.hash_block() if trace is not None and any(row.hash_ids for row in rows) else 0
     facts = WorkloadFacts(
         source=describe_source(source),
         arrivals=describe(arrivals),
@@ -129,8 +117,8 @@ def generate(
     if isinstance(arrivals, TraceTimes):
         if not isinstance(source, FromTrace) or source.trace.arrival_s is None:
             raise ConfigError(f"{name}: trace times need a trace with arrival times; give a rate or a closed loop")
-        if source.shuffle or source.resample:
-            raise ConfigError(f"{name}: shuffling tears the trace's lengths from its times; give a rate")
+        if source.resample:
+            raise ConfigError(f"{name}: drawing tears the trace's lengths from its times; give a rate")
     trace_s = trace.arrival_s[: len(rows)] if trace is not None and trace.arrival_s is not None else None
     due = due_times(arrivals, len(rows), stream(seed, Stream.ARRIVALS), trace_s)
 
@@ -140,11 +128,10 @@ def generate(
             row.prompt_tokens,
             row.output_tokens,
             traffic_class,
-            slo,
-            row.hash_ids,
-            block if row.hash_ids else 0,
-            row.session,
-            row.adapter,
+            hash_ids=row.hash_ids,
+            hash_block=block if row.hash_ids else 0,
+            session=row.session,
+            adapter=row.adapter,
         )
 
     if isinstance(arrivals, ClosedLoop) or due is None:
@@ -178,8 +165,7 @@ def describe_source(source: Source) -> str:
         case Mixed(shapes):
             total = sum(shape.weight for shape in shapes)
             return "mix " + ", ".join(f"{100 * shape.weight / total:.3g} % {shape.label}" for shape in shapes)
-        case FromTrace(trace, name, shuffle, resample):
-            how = ", resampled" if resample else ", shuffled" if shuffle else ""
-            return f"trace {name} ({trace.format}{how})"
+        case FromTrace(trace, name, resample):
+            return f"trace {name} ({trace.format}{', resampled' if resample else ''})"
         case _:
             assert_never(source)

@@ -38,10 +38,6 @@ class WorkItem:
     session: str = ""
     adapter: str = ""
 
-    @property
-    def total_tokens(self) -> int:
-        return self.prompt_tokens + self.output_tokens
-
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoopPart:
@@ -76,10 +72,6 @@ class ClosedLoopUsers:
     def open_requests(self) -> int:
         """Questions without an answer yet; never above the part's concurrency."""
         return self._open
-
-    @property
-    def asked(self) -> int:
-        return self._asked
 
     def start(self, now_s: float) -> list[WorkItem]:
         """The first question of every user, arriving now."""
@@ -120,7 +112,6 @@ class WorkloadFacts:
     skipped_rows: int = 0
     clipped_prompts: int = 0
     clipped_outputs: int = 0
-    dropped: int = 0
     notes: tuple[str, ...] = ()
 
 

@@ -13,13 +13,10 @@ from cohort.common.workloads.items import NO_SLO, WorkItem
 SloRule = Callable[[WorkItem], Slo]
 
 
-def per_token(ttft_s: float = 0.0, tpot_s: float = 0.0, *, scale: float = 1.0) -> SloRule:
-    """First token and tokens after it, both times `scale`; 0 = no SLO.
-
-    BucketServe (§V-B) varies "SLO requirements" without naming figures: its experiments are this rule over several
-    scales, with targets the caller must choose and state.
-    """
-    slo = Slo(ttft_s=ttft_s * scale, tpot_s=tpot_s * scale)
+def per_token(ttft_s: float, tpot_s: float) -> SloRule:
+    """First token and tokens after it. BucketServe (§V-B) varies "SLO requirements" without naming figures: the caller
+    must choose and state its targets."""
+    slo = Slo(ttft_s=ttft_s, tpot_s=tpot_s)
     return lambda item: slo
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, TextIO, get_args
+from typing import Literal, TextIO
 
 import msgspec
 
@@ -20,11 +20,6 @@ from cohort.common.errors import ConfigError
 from cohort.common.workloads.files import reading
 
 TraceFormat = Literal["mooncake", "azure", "burstgpt", "cohort", "prompts"]
-TRACE_FORMATS: tuple[TraceFormat, ...] = get_args(TraceFormat)
-
-MOONCAKE_HASH_BLOCK = 512
-"""Tokens per hash id in Mooncake's own traces."""
-
 _HEADERS: Mapping[TraceFormat, frozenset[str]] = {
     "azure": frozenset({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}),
     "burstgpt": frozenset({"Timestamp", "Request tokens", "Response tokens"}),

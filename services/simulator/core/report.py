@@ -164,7 +164,6 @@ def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
         "rows without usable lengths": facts.skipped_rows,
         "prompts clipped": facts.clipped_prompts,
         "outputs clipped": facts.clipped_outputs,
-        "rows dropped": facts.dropped,
     }
     notes += [f"workload: {count} {what}" for what, count in counts.items() if count]
     return SimReport(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cohort.common.errors import ConfigError
-from cohort.common.workloads.arrivals import AllAtOnce, ClosedLoop, RandomArrivals, TraceTimes
+from cohort.common.workloads.arrivals import ClosedLoop, RandomArrivals, TraceTimes
 from cohort.common.workloads.generate import Drawn, FromTrace, Mixed, generate
 from cohort.common.workloads.lengths import Shape, Uniform
 from cohort.common.workloads.traces import Trace, TraceRow
@@ -27,14 +27,12 @@ def test_a_trace_keeps_its_times_lengths_and_prefixes() -> None:
     assert (workload.facts.skipped_rows, workload.facts.arrivals) == (2, "the trace's times x 2")
 
 
-def test_rows_of_a_trace_at_another_rate_shuffled_or_resampled() -> None:
-    shuffled = generate("t", FromTrace(TRACE, "f", shuffle=True), AllAtOnce(), seed=3)
-    assert sorted(i.prompt_tokens for i in shuffled.items) == [512, 1024, 1536]
+def test_rows_of_a_trace_at_another_rate_resampled() -> None:
     many = generate("t", FromTrace(TRACE, "f", resample=True), RandomArrivals(5.0), count=3000)
     counts = np.bincount([i.output_tokens for i in many.items])[5:]
     assert all(abs(int(count) - 1000) < 130 for count in counts)
     with pytest.raises(ConfigError, match="tears"):
-        generate("t", FromTrace(TRACE, "f", shuffle=True), TraceTimes())
+        generate("t", FromTrace(TRACE, "f", resample=True), TraceTimes(), count=3)
     with pytest.raises(ConfigError, match="trace times need"):
         generate("t", DRAWN, TraceTimes(), count=3)
 

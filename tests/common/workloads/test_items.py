@@ -56,7 +56,7 @@ def test_each_user_asks_again_when_answered() -> None:
     assert prompts(users.start(10.0)) == [(10.0, 1), (10.0, 2)]
     assert prompts(users.answered(11.0)) == [(11.0, 3)]
     assert users.answered(12.0) == users.answered(13.0) == []
-    assert (users.open_requests, users.asked) == (0, 3)
+    assert users.open_requests == 0
     with pytest.raises(ValueError, match="was not asked"):
         users.answered(14.0)
 

@@ -113,7 +113,7 @@ def _check_fits() -> None:
 
 
 def _engine(args: argparse.Namespace, config: Config, output: Path) -> int:
-    from cohort.services.simulator.hardware.measuring import run_engine
+    from cohort.services.simulator.hardware.profile_note import run_engine
 
     return run_engine(
         config,

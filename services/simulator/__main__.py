@@ -40,11 +40,9 @@ from cohort.services.simulator.core.setup import (
 )
 from cohort.services.simulator.core.traffic import parse_slo
 from cohort.services.simulator.figures.claim import shipped_claims, shipped_reasons
-from cohort.services.simulator.figures.figure import Figure
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 from cohort.services.simulator.reproduce import reproduce, reproduction_page
 from cohort.services.simulator.reproduce.kept_numbers import KeptNumbers
-from cohort.services.simulator.reproduce.reproduction_results import measured_already
 
 _PIPED_WIDTH = 140
 _ADVICE_ROWS = 10
@@ -219,7 +217,11 @@ def run_reproduce(options: argparse.Namespace) -> int:
         raise ConfigError("--jobs and --seeds must be at least 1")
     if options.scatter is not None and options.scatter < 0:
         raise ConfigError(f"--scatter {options.scatter:g}: must not be below 0")
-    figures = _still_to_run(options, figures, kept)
+    if options.lacking:
+        if page is None:
+            raise ConfigError("--lacking needs --docs: the page whose rows are looked at")
+        lacking = set(kept.lacking(figures, options.seeds))
+        figures = [figure for figure in figures if figure.id in lacking]
     results = reproduce.reproduce(
         figures,
         _tell,
@@ -239,22 +241,6 @@ def run_reproduce(options: argparse.Namespace) -> int:
         written = reproduction_page.markdown(kept, known, shipped_claims(), shipped_reasons())
         page.write_text(written, encoding="utf-8")
     return 0
-
-
-def _still_to_run(options: argparse.Namespace, figures: list[Figure], kept: KeptNumbers) -> list[Figure]:
-    """Raises `ConfigError`."""
-    if options.lacking:
-        if not options.docs:
-            raise ConfigError("--lacking needs --docs: the page whose rows are looked at")
-        chosen = set(kept.lacking(figures, options.seeds))
-    elif options.kept:
-        if not options.results:
-            raise ConfigError("--kept needs --results: the file whose numbers are told")
-        seeds = range(options.seeds)
-        chosen = set(measured_already(figures, seeds, Path(options.results), options.scatter))
-    else:
-        return figures
-    return [figure for figure in figures if figure.id in chosen]
 
 
 def run_replay(options: argparse.Namespace) -> int:

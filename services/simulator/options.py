@@ -131,7 +131,6 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="with --planner: until a worker serves (default: 20)",
     )
-    parser.add_argument("--step-by-step", action="store_true", help="one event per iteration (slower, same result)")
     parser.add_argument("--json", metavar="FILE", help="write everything; - = standard output")
 
 
@@ -198,11 +197,7 @@ def add_reproduce_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: %(default)s)")
     parser.add_argument("--results", metavar="FILE", help="keep every number there, and go on where it stopped")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--lacking", action="store_true", help="only rows that --docs has not, or of fewer seeds")
-    which.add_argument(
-        "--kept", action="store_true", help="measure nothing: only rows that --results has with all seeds"
-    )
+    parser.add_argument("--lacking", action="store_true", help="only rows that --docs has not, or of fewer seeds")
     parser.add_argument(
         "--scatter", type=float, metavar="X", help="iterations' times scatter by this share (default: 0)"
     )

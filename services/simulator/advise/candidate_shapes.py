@@ -18,18 +18,22 @@ from cohort.common.planning.shape import Shape
 from cohort.common.planning.simulation_jobs import Foreseen, Job, WorkerCost
 from cohort.common.planning.traffic import Timing, in_time
 from cohort.common.policies import compose
-from cohort.common.policies.cost_model import ModelShape, StackShape
+from cohort.common.policies.cost_model import CostModel, DeviceShape, ModelShape, StackShape, StepWork
+from cohort.common.policies.step_times.step_cost import BatchShape, linear_seconds, step_seconds
+from cohort.common.types import KvGeometry, StepTimes
 from cohort.common.workloads.items import WorkItem, Workload
 from cohort.services.simulator.core.clients import InFlight
 from cohort.services.simulator.core.cluster import Measured, SimCluster
 from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.hardware.hardware import Cluster, load_link
-from cohort.services.simulator.hardware.learned_cost import LearnedCost, learned_device
 
 _PATIENCE_S = 120.0
 """After the last arrival; what has not ended by then is late by any measure."""
 _LINKS = {"cpu": "shm-shared", "gpu": "pcie4"}
 """KV transfer is not measured by workers: between processes of one box."""
+_ENDLESS_BYTES = 1 << 60
+"""Memory is what a worker says of its blocks, not what a device has."""
+_ANY = 1.0
 
 
 def foresee(
@@ -161,11 +165,7 @@ def live_cluster(config: Config, instances: int, cores: int, threads: int) -> Cl
         across=link,
         stack=StackShape("learned", 0.0, 0.0, 0.0),
         decode_attention="split_kv",
-        host_memory_bytes=0,
-        control_latency_s=0.0003,
         cores=max(1, cores // max(1, threads)) if crowded else 0,
-        service_step_s=0.0,
-        service_row_s=0.0,
         workers_per_device=in_turn,
     )
 
@@ -174,3 +174,61 @@ def _measured(cost: WorkerCost, degree: int, model: ModelShape, config: Config) 
     geometry = model.kv_geometry(config.kv.block_size, grouped=compose.groups_layers(config))
     block_bytes = geometry.block_bytes * model.kv_copies(degree)
     return Measured(LearnedCost(cost.times, model), cost.blocks, config.kv.host_memory_bytes // block_bytes)
+
+
+# -- the time of an iteration as a live worker has learned it, in the place of the cost model --------------------------
+
+
+class LearnedCost(CostModel):
+    """Seconds of an iteration by the constants of a closed form (`step_cost.py`) of a worker's reports; copies to host
+    memory by the learned time of a position."""
+
+    def __init__(self, times: StepTimes, model: ModelShape) -> None:
+        super().__init__(model, learned_device(), StackShape("learned", 0.0, 0.0, 0.0))
+        self._times = times
+        self._copied_byte_s = times.copy_s / model.kv_geometry(1).token_bytes
+
+    def step_s(self, work: StepWork) -> float:
+        if work.rows == 0:
+            return 0.0
+        prefill_tokens, prefill_rows = work.tokens - work.decode_rows, work.rows - work.decode_rows
+        shape = BatchShape(prefill_tokens, prefill_rows, work.pairs, work.decode_rows, work.decode_context)
+        return step_seconds(self._times, shape)
+
+    def repeated_s(self, work: StepWork, steps: int) -> list[float]:
+        times, context, rows = self._times, work.decode_context, work.decode_rows
+        fixed = times.step_s + times.row_s * work.rows + linear_seconds(times, work.tokens)
+        position_s = times.position_s
+        return [fixed + position_s * each for each in range(context, context + steps * rows, rows)]
+
+    def swap_s(self, swapped_bytes: int) -> float:
+        return swapped_bytes * self._copied_byte_s
+
+    def flops(self, work: StepWork) -> float:
+        """Utilisation means nothing without the device's peak."""
+        return 0.0
+
+
+def learned_device() -> DeviceShape:
+    """A device of which nothing is known."""
+    return DeviceShape("learned", _ANY, _ANY, _ENDLESS_BYTES, _ANY, _ANY, _ANY, 1, _ANY, _ANY, 0.0, _ANY)
+
+
+def model_of(geometry: KvGeometry, name: str, max_positions: int) -> ModelShape:
+    """For the sizes of KV; what else a model's shape says is in the learned times."""
+    return ModelShape(
+        name,
+        geometry.num_layers,
+        geometry.head_dim,
+        geometry.num_kv_heads,
+        geometry.num_kv_heads,
+        geometry.head_dim,
+        geometry.head_dim,
+        False,
+        1,
+        True,
+        max_positions,
+        1,
+        geometry.dtype_bytes,
+        geometry.window,
+    )

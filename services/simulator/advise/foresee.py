@@ -25,8 +25,7 @@ from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.planning.simulation_jobs import Answer, Job
 from cohort.common.policies.cost_model import ModelShape
 from cohort.common.types import KvGeometry
-from cohort.services.simulator.advise.candidate_shapes import foresee
-from cohort.services.simulator.hardware.learned_cost import model_of
+from cohort.services.simulator.advise.candidate_shapes import foresee, model_of
 
 _NICEST = 19
 

@@ -13,9 +13,9 @@ from cohort.common.errors import ConfigError
 from cohort.common.types import Role
 from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.core.traffic import Traffic, parse_slo
-from cohort.services.simulator.hardware import measuring, profile_note
+from cohort.services.simulator.hardware import profile_note
+from cohort.services.simulator.hardware.acceptance import RecordedDrafts, recorded_drafts
 from cohort.services.simulator.hardware.hardware import Cluster, load_cluster, load_model
-from cohort.services.simulator.hardware.recorded_drafts import RecordedDrafts, recorded_drafts
 
 
 def configuration(
@@ -65,7 +65,7 @@ def told_of_profiles(options: argparse.Namespace, clusters: Sequence[Cluster], t
         for line in profile_note.warnings(name, part.profile):
             tell(f"warning: {line}")
         if getattr(options, "check_profile", False):
-            tell(measuring.check(name, part.profile))
+            tell(profile_note.check(name, part.profile))
 
 
 def traffic_of(options: argparse.Namespace, *, count: int | None = None) -> Traffic:
@@ -100,7 +100,6 @@ def simulation_options(options: argparse.Namespace) -> SimOptions:
         max_tokens=options.max_tokens,
         horizon_s=getattr(options, "horizon", None) or float("inf"),
         warmup_s=getattr(options, "warmup", 0.0),
-        jump=not getattr(options, "step_by_step", False),
         slo_defaults=True,
         if_late=options.if_late,
         scatter=options.scatter,

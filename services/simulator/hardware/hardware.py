@@ -187,11 +187,11 @@ class Cluster(msgspec.Struct, frozen=True):
     across: LinkShape
     stack: StackShape
     decode_attention: DecodeAttention
-    host_memory_bytes: int
-    control_latency_s: float
-    cores: int
-    service_step_s: float
-    service_row_s: float
+    host_memory_bytes: int = 0
+    control_latency_s: float = 0.0003
+    cores: int = 0
+    service_step_s: float = 0.0
+    service_row_s: float = 0.0
     core_contention: float = 0.0
     memory_contention: float = 0.0
     cache_contention: float = 0.0
@@ -370,32 +370,21 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
     if file.instances % file.workers_per_device or (file.cores and file.workers_per_device > 1):
         wrong = "cores are shared already" if file.cores else f"{file.instances} instances do not fill the devices"
         raise ConfigError(f"cluster {text}: workers_per_device: {wrong}")
+    scatter = ("scatter", "scatter_lasting", "scatter_prompts")
+    measured = {name: getattr(device_file if getattr(file, name) is None else file, name) for name in scatter}
+    others = set(Cluster.__struct_fields__) - {"device", "within", "across", "stack", *scatter}
+    copied = {name: getattr(file, name) for name in _ClusterFile.__struct_fields__ if name in others}
     cluster = Cluster(
         name=text,
         device=device,
         device_reserve_bytes=device_file.reserve_bytes,
         cpu=device_file.kind == "cpu",
-        instances=file.instances,
-        tensor_parallel=file.tensor_parallel,
-        per_host=file.per_host,
         within=load_link(file.within or device_file.within),
         across=load_link(file.across),
         stack=StackShape(stack_name, *(getattr(stack, field) for field in _StackFile.__struct_fields__)),
-        decode_attention=file.decode_attention,
-        host_memory_bytes=file.host_memory_bytes,
-        control_latency_s=file.control_latency_s,
-        cores=file.cores,
-        service_step_s=file.service_step_s,
-        service_row_s=file.service_row_s,
-        core_contention=file.core_contention,
-        memory_contention=file.memory_contention,
-        cache_contention=file.cache_contention,
-        scatter=device_file.scatter if file.scatter is None else file.scatter,
-        scatter_lasting=device_file.scatter_lasting if file.scatter_lasting is None else file.scatter_lasting,
-        scatter_prompts=device_file.scatter_prompts if file.scatter_prompts is None else file.scatter_prompts,
         profile=device_file.profile,
-        nics_per_host=file.nics_per_host,
-        workers_per_device=file.workers_per_device,
+        **copied,
+        **measured,
     )
     return paced(cluster, file.pace)
 

@@ -159,11 +159,6 @@ def shown_paper(figure: Figure) -> str:
     return f"{words.get(kind_of(figure), '')}{figure.paper:g}{to}"
 
 
-def shown_ratio(figure: Figure, ours: float) -> str:
-    ratio = ratio_of(figure, ours)
-    return "–" if math.isnan(ratio) else f"{ratio:.2f}"
-
-
 def shown_spread(found: Spread) -> str:
     """What chance has to say of a number, in words."""
     if not found.seeds:

@@ -82,19 +82,6 @@ def measure_all(
     return found
 
 
-def measured_already(
-    figures: Iterable[Figure], seeds: Sequence[int], results: Path, scatter: float | None
-) -> list[str]:
-    """Ids of the figures that a results file has with all seeds, or with the first where chance has no part in them.
-    Raises `ConfigError`."""
-    known, found = read_results(results), []
-    for figure in figures:
-        first = known.get(digest(figure, seeds[0], scatter))
-        if first is not None and (not first.chance or all(digest(figure, seed, scatter) in known for seed in seeds)):
-            found.append(figure.id)
-    return found
-
-
 def read_results(path: Path) -> dict[str, Measurement]:
     """By digest; empty where there is no such file. A last line that was only half written is left out, and cut off.
     Raises `ConfigError`."""

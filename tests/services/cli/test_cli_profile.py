@@ -15,7 +15,7 @@ from cohort.common.engine.worker.profiler import StepPoint, StepShape
 from cohort.services.cli import profile
 from cohort.services.cli.__main__ import main
 from cohort.services.cli.profile import forward_size
-from cohort.services.simulator.hardware import measuring
+from cohort.services.simulator.hardware import profile_note
 from cohort.services.simulator.hardware.hardware import load_cluster, load_device, load_model
 from tests.services.bench.fit import test_machine as made
 
@@ -71,7 +71,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         asked["live"] += 1
         return made.live(0.1)
 
-    monkeypatch.setattr(measuring, "run_engine", run_engine)
+    monkeypatch.setattr(profile_note, "run_engine", run_engine)
     monkeypatch.setattr(profile, "live", live)
     monkeypatch.setattr(profile, "live_together", lambda *_: made.slices(0.2, 0.5))
     return asked

@@ -23,10 +23,9 @@ from cohort.common.policies.cost_model import StepWork
 from cohort.common.types import KvGeometry, Role, Slo, StepTimes
 from cohort.common.workloads.day import morning_share, rate_at, synthetic_day
 from cohort.common.workloads.items import WorkItem, Workload
-from cohort.services.simulator.advise.candidate_shapes import foresee, replay
+from cohort.services.simulator.advise.candidate_shapes import LearnedCost, foresee, model_of, replay
 from cohort.services.simulator.advise.foresee import served_model
 from cohort.services.simulator.advise.planned_day import DayRow, PlannedCluster, all_shapes, planned_day
-from cohort.services.simulator.hardware.learned_cost import LearnedCost, model_of
 from tests.services.simulator import lab
 
 TIMES = StepTimes(0.004, 0.001, 1e-4, 0.006, 1e-8, 1e-7, 0.1, 1e-7)

@@ -14,7 +14,7 @@ from cohort.common import code_fingerprint
 from cohort.common.config import CONFIGS_DIR
 from cohort.common.errors import ConfigError
 from cohort.services.cli.__main__ import main
-from cohort.services.simulator.hardware import measuring, profile_note
+from cohort.services.simulator.hardware import profile_note
 from cohort.services.simulator.hardware.data_files import check_name, names, user_folder
 from cohort.services.simulator.hardware.hardware import load_cluster, load_device
 from cohort.services.simulator.hardware.profile_note import CheckPoint, ProfileNote, moved, warnings
@@ -117,12 +117,12 @@ def test_the_digest_follows_the_source(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_machine_that_has_changed_is_told() -> None:
     assert moved([1.0, 2.0, 4.0], [1.1, 2.2, 40.0]) == pytest.approx(0.1)  # a single wild point says nothing
-    slower = measuring.check("here", note(), lambda known: [1.3 * point.seconds for point in known.points])
+    slower = profile_note.check("here", note(), lambda known: [1.3 * point.seconds for point in known.points])
     assert slower.startswith("warning: here: steps take 30 % more")
-    same = measuring.check("here", note(), lambda known: [0.9 * point.seconds for point in known.points])
+    same = profile_note.check("here", note(), lambda known: [0.9 * point.seconds for point in known.points])
     assert same == "here: steps take 10 % less than when it was profiled"
     with pytest.raises(ConfigError, match="no profile"):
-        measuring.check("a100-80", None)
+        profile_note.check("a100-80", None)
 
 
 def test_simulate_and_advise_warn_and_check(
@@ -130,7 +130,9 @@ def test_simulate_and_advise_warn_and_check(
 ) -> None:
     saved(user, "here", profile=msgspec.to_builtins(note(version="0.0.1")))
     monkeypatch.setattr(profile_note, "MOVED", 0.15)
-    monkeypatch.setattr(measuring.check, "__defaults__", (lambda known: [2 * point.seconds for point in known.points],))
+    monkeypatch.setattr(
+        profile_note.check, "__defaults__", (lambda known: [2 * point.seconds for point in known.points],)
+    )
     traffic = ["--trace", "32x4", "--count", "4", "--model", "smollm2-135m", "--cluster", "here"]
     assert main(["simulate", *traffic, "--preset", "unified", "--check-profile"]) == 0
     said = capsys.readouterr()

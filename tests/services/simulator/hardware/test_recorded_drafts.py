@@ -15,7 +15,7 @@ from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.policies import compose
 from cohort.common.types import Attempt, Role
 from cohort.services.simulator.__main__ import main
-from cohort.services.simulator.hardware.recorded_drafts import recorded_drafts
+from cohort.services.simulator.hardware.acceptance import recorded_drafts
 from tests.common.machines.small_worker import setup, whole
 
 R, S = Attempt("r", 1), Attempt("s", 1)

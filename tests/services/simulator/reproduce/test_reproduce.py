@@ -158,14 +158,12 @@ def test_the_command_tells_verdicts_and_spread(
     assert "3 seeds" in capsys.readouterr().out and runs == []
     assert main(["reproduce", "--seeds", "1"]) == 0
     assert "one seed" in capsys.readouterr().out
-    for wrong in (["--seeds", "0"], ["--jobs", "0"], ["--scatter", "-1"], ["--lacking"], ["--kept"]):
+    for wrong in (["--seeds", "0"], ["--jobs", "0"], ["--scatter", "-1"], ["--lacking"]):
         assert main(["reproduce", *wrong]) == 2
     assert json.loads(msgspec.json.encode(rows[0]))["low"] == pytest.approx(4.0)
 
 
-def test_rows_that_a_page_lacks_run_and_rows_that_are_kept_are_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_a_page_lacks_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     figures = (figure("x-1", drawn), figure("x-2", certain), figure("x-3", drawn))
     monkeypatch.setattr(reproduce_, "all_figures", lambda: figures)
     page, file = str(tmp_path / "page.md"), str(tmp_path / "results.jsonl")
@@ -176,9 +174,4 @@ def test_rows_that_a_page_lacks_run_and_rows_that_are_kept_are_told(
     assert runs == [("certain", 0), ("drawn", 0), ("drawn", 1)]
     runs.clear()
     assert main(["reproduce", "--seeds", "2", "--lacking", "--docs", page]) == 0
-    capsys.readouterr()
-    assert main(["reproduce", "--seeds", "2", "--kept", "--results", file, "--json"]) == 0
-    told = msgspec.json.decode(capsys.readouterr().out, type=list[Reproduced])
-    assert [row.id for row in told] == ["x-2", "x-3"] and runs == []
-    assert main(["reproduce", "--seeds", "3", "--kept", "--results", file, "--json"]) == 0
-    assert [row.id for row in msgspec.json.decode(capsys.readouterr().out, type=list[Reproduced])] == ["x-2"]
+    assert runs == []

@@ -14,13 +14,7 @@ from cohort.common.errors import ConfigError
 from cohort.services.simulator.figures.claim import Claim, Kind, Reason, Standing, shipped_claims, shipped_reasons
 from cohort.services.simulator.figures.figure import Figure
 from cohort.services.simulator.reproduce.kept_numbers import KeptNumbers
-from cohort.services.simulator.reproduce.reproduce import (
-    Reproduced,
-    all_figures,
-    shown_paper,
-    shown_ratio,
-    shown_spread,
-)
+from cohort.services.simulator.reproduce.reproduce import Reproduced, all_figures, ratio_of, shown_paper, shown_spread
 from cohort.services.simulator.reproduce.reproduction_page import markdown, reason_of, rows_of
 from cohort.services.simulator.reproduce.verdicts import REPRODUCED, Spread
 
@@ -114,8 +108,8 @@ def test_bounds_directions_and_ranges_are_written() -> None:
     wins = replace(figure("ecoserve", "wins", 1.0), kind=Kind.MORE)
     between = replace(figure("ecoserve", "between"), paper_to=4.0)
     none = replace(figure("ecoserve", "none", math.nan), standing=Standing.BESIDE)
-    shown = [(shown_paper(each), shown_ratio(each, 5.0)) for each in (bound, wins, between, none)]
-    assert shown == [("at most 2", "2.50"), ("above 1", "–"), ("2 to 4", "1.25"), ("–", "–")]
+    shown = [(shown_paper(each), f"{ratio_of(each, 5.0):.2f}") for each in (bound, wins, between, none)]
+    assert shown == [("at most 2", "2.50"), ("above 1", "nan"), ("2 to 4", "1.25"), ("–", "nan")]
     verdicts = [Reproduced.of(each, [5.0], [0]).verdict for each in (bound, wins, between)]
     assert verdicts == ["not", "reproduced", "reproduced"]
 

@@ -35,7 +35,6 @@ def traffic(spec: TrafficSpec, *, load: float, duration_s: float, seed: int) -> 
 
 
 def traffic_by_part(spec: TrafficSpec, *, load: float, duration_s: float, seed: int) -> list[Workload]:
-    """The same, each part for itself."""
     return [_part(part, load, duration_s, seed + _APART * index) for index, part in enumerate(spec.parts)]
 
 
@@ -71,7 +70,6 @@ def _part(part: Part, load: float, duration_s: float, seed: int) -> Workload:
 
 
 def _lengths(part: Part) -> tuple[str, Source]:
-    """And their name."""
     if part.paper:
         return part.paper, SHAPES[part.paper].lengths
     if part.lengths:

@@ -148,8 +148,6 @@ PlannerEffect = Evaluate | Apply | Decided
 
 
 class _Round(msgspec.Struct):
-    """What is being simulated."""
-
     job: Job
     seen: Sequence[Seen]
     at_s: float

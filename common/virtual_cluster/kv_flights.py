@@ -11,35 +11,19 @@ target written then, so that blocks which were freed or reused too early show.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from cohort.common.machines.effects import ReceiveRuns, Run, SendRuns
 from cohort.common.machines.events import RunsReceived, RunsSent
-from cohort.common.messages import KvChunk, KvRun, Message
-from cohort.common.types import InstanceId
-from cohort.common.virtual_cluster.events import Events
-from cohort.common.virtual_cluster.plugins import Engine, Flight, Network, Node, WorkerNode
+from cohort.common.messages import KvChunk, KvRun
+from cohort.common.virtual_cluster.plugins import Flight, WorkerNode
 
-
-class Carrier(Protocol):
-    """What flights need of the virtual cluster that they are part of."""
-
-    events: Events
-    engine: Engine
-    network: Network
-
-    @property
-    def now_s(self) -> float: ...
-
-    def worker(self, name: InstanceId) -> WorkerNode | None: ...
-
-    def post(self, source: Node, peer: InstanceId, message: Message) -> None: ...
-
-    def tell(self, node: Node, *events: Any) -> None: ...
+if TYPE_CHECKING:
+    from cohort.common.virtual_cluster.cluster import VirtualCluster
 
 
 class KvFlights:
-    def __init__(self, cluster: Carrier) -> None:
+    def __init__(self, cluster: VirtualCluster) -> None:
         self._cluster = cluster
         self._network = cluster.network
         self._flights: dict[int, Flight] = {}

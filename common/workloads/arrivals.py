@@ -86,7 +86,6 @@ def enough_for(arrivals: RandomArrivals, duration_s: float) -> int:
 
 
 def describe(arrivals: Arrivals) -> str:
-    """One line for reports."""
     match arrivals:
         case RandomArrivals(rate_per_s, cv):
             kind = "Poisson" if cv == 1.0 else f"Gamma (cv {cv:g})"

@@ -75,7 +75,6 @@ def with_slos(workload: Workload, rule: Callable[[WorkItem], Slo]) -> Workload:
 
 
 def together(name: str, workloads: Sequence[Workload]) -> Workload:
-    """Several workloads at once, each with its own arrivals and closed loops."""
     parts = [_apart(workload, index) for index, workload in enumerate(workloads)]
     items = sorted((item for part in parts for item in part.items), key=lambda item: item.arrival_s)
     loops = tuple(loop for part in parts for loop in part.closed_loop)

@@ -29,8 +29,6 @@ from cohort.common.workloads.traces import Trace, TraceRow
 
 
 class Stream(IntEnum):
-    """Independent random streams of one seed."""
-
     ARRIVALS = 1
     PROMPT_LENGTHS = 2
     OUTPUT_LENGTHS = 3
@@ -134,13 +132,12 @@ def generate(
             adapter=row.adapter,
         )
 
-    if isinstance(arrivals, ClosedLoop) or due is None:
-        concurrency = arrivals.concurrency if isinstance(arrivals, ClosedLoop) else 1
+    if isinstance(arrivals, ClosedLoop):
         until_s = float("inf") if duration_s is None else duration_s
-        part = ClosedLoopPart(concurrency, tuple(item(row, 0.0) for row in rows), until_s=until_s)
+        part = ClosedLoopPart(arrivals.concurrency, tuple(item(row, 0.0) for row in rows), until_s=until_s)
         workload = Workload(name, (), facts, (part,))
     else:
-        pairs = zip(rows, due, strict=True)
+        pairs = zip(rows, due or [], strict=True)
         items = tuple(item(row, due_s) for row, due_s in pairs if duration_s is None or due_s < duration_s)
         workload = Workload(name, items, facts)
     workload.check()
@@ -158,7 +155,6 @@ def _count(source: Source, arrivals: Arrivals, count: int | None, duration_s: fl
 
 
 def describe_source(source: Source) -> str:
-    """A few words for reports."""
     match source:
         case Drawn(prompt, output):
             return f"prompt {describe_length(prompt)}, output {describe_length(output)}"

@@ -145,7 +145,6 @@ class Workload:
 
 
 def check_items(where: str, items: Sequence[WorkItem], *, ordered: bool = True) -> None:
-    """The checks of `Workload.check` for one list."""
     before = -math.inf
     for index, item in enumerate(items):
         if item.prompt_tokens < 1:

@@ -132,7 +132,6 @@ def _normal_cdf(x: float) -> float:
 
 
 def describe_length(distribution: LengthDistribution) -> str:
-    """A few words for reports."""
     match distribution:
         case Fixed(tokens):
             return f"{tokens} tokens"
@@ -148,7 +147,6 @@ def describe_length(distribution: LengthDistribution) -> str:
 
 
 def draw_shapes(mix: Sequence[Shape], rng: np.random.Generator, count: int) -> list[Shape]:
-    """One shape per request, by weight."""
     edges = np.cumsum([shape.weight for shape in mix])
     picks = np.searchsorted(edges, rng.random(count) * edges[-1], side="right")
     return [mix[min(int(pick), len(mix) - 1)] for pick in picks]

@@ -7,12 +7,13 @@ naming file, line and field. Never clips or scales: that is the workload's busin
 from __future__ import annotations
 
 import csv
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal, TextIO, TypeVar
 
 import msgspec
 
@@ -85,6 +86,9 @@ class _PromptLine(msgspec.Struct):
     ref_output_tokens_approx: int | list[int] | None = None
 
 
+_Line = TypeVar("_Line", _MooncakeLine, _PromptLine)
+
+
 def read_trace(
     path: Path, trace_format: TraceFormat | None = None, limit: int | None = None, *, sort: bool = False
 ) -> Trace:
@@ -129,9 +133,11 @@ def _rows(path: Path, file: TextIO, wanted: TraceFormat | None) -> tuple[TraceFo
     if not first.strip():
         raise ConfigError(f"{path}:1: the first line is empty")
     if wanted == "prompts" or (wanted is None and first.lstrip().startswith("{") and "_tokens_approx" in first):
-        return "prompts", _prompts(path, first, file)
+        lines = itertools.chain([first], file)
+        return "prompts", _json_rows(path, lines, _PromptLine, _prompt, "a prompt with token counts")
     if wanted == "mooncake" or (wanted is None and first.lstrip().startswith("{")):
-        return "mooncake", _mooncake(path, first, file)
+        lines = itertools.chain([first], file)
+        return "mooncake", _json_rows(path, lines, _MooncakeLine, _mooncake, "a Mooncake row")
     columns = [name.strip() for name in next(csv.reader([first]))]
     for name, needed in _HEADERS.items():
         if wanted in (None, name) and needed <= set(columns):
@@ -147,54 +153,38 @@ def _rows(path: Path, file: TextIO, wanted: TraceFormat | None) -> tuple[TraceFo
     )
 
 
-def _mooncake(path: Path, first: str, file: TextIO) -> Iterator[tuple[int, TraceRow]]:
-    decoder = msgspec.json.Decoder(_MooncakeLine)
-    for line, text in enumerate(_chain(first, file), start=1):
+def _json_rows(
+    path: Path, lines: Iterable[str], kind: type[_Line], row_of: Callable[[_Line], TraceRow], what: str
+) -> Iterator[tuple[int, TraceRow]]:
+    decoder = msgspec.json.Decoder(kind)
+    for line, text in enumerate(lines, start=1):
         if not text.strip():
             continue
         try:
-            row = decoder.decode(text)
-            yield (
-                line,
-                TraceRow(
-                    row.timestamp / 1000.0,
-                    _not_negative(row.input_length, "input_length"),
-                    _not_negative(row.output_length, "output_length"),
-                    tuple(row.hash_ids),
-                ),
-            )
+            yield line, row_of(decoder.decode(text))
         except (msgspec.MsgspecError, ValueError) as error:
-            raise ConfigError(f"{path}:{line}: not a Mooncake row: {error}") from error
+            raise ConfigError(f"{path}:{line}: not {what}: {error}") from error
 
 
-def _prompts(path: Path, first: str, file: TextIO) -> Iterator[tuple[int, TraceRow]]:
+def _mooncake(row: _MooncakeLine) -> TraceRow:
+    return TraceRow(
+        row.timestamp / 1000.0,
+        _not_negative(row.input_length, "input_length"),
+        _not_negative(row.output_length, "output_length"),
+        tuple(row.hash_ids),
+    )
+
+
+def _prompt(row: _PromptLine) -> TraceRow:
     """Lengths of the first turn. Rows without a reference answer have output 0, so they are counted as skipped."""
-    decoder = msgspec.json.Decoder(_PromptLine)
-    for line, text in enumerate(_chain(first, file), start=1):
-        if not text.strip():
-            continue
-        try:
-            row = decoder.decode(text)
-            prompt = row.prompt_tokens_approx if row.prompt_tokens_approx is not None else row.first_turn_tokens_approx
-            if prompt is None:
-                raise ValueError("needs prompt_tokens_approx or first_turn_tokens_approx")
-            output = row.ref_output_tokens_approx
-            output = (output[0] if output else None) if isinstance(output, list) else output
-            yield (
-                line,
-                TraceRow(
-                    None,
-                    _not_negative(prompt, "prompt_tokens_approx"),
-                    _not_negative(output or 0, "ref_output_tokens_approx"),
-                ),
-            )
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise ConfigError(f"{path}:{line}: not a prompt with token counts: {error}") from error
-
-
-def _chain(first: str, rest: TextIO) -> Iterator[str]:
-    yield first
-    yield from rest
+    prompt = row.prompt_tokens_approx if row.prompt_tokens_approx is not None else row.first_turn_tokens_approx
+    if prompt is None:
+        raise ValueError("needs prompt_tokens_approx or first_turn_tokens_approx")
+    output = row.ref_output_tokens_approx
+    output = (output[0] if output else None) if isinstance(output, list) else output
+    return TraceRow(
+        None, _not_negative(prompt, "prompt_tokens_approx"), _not_negative(output or 0, "ref_output_tokens_approx")
+    )
 
 
 def _csv_rows(path: Path, file: TextIO, columns: list[str], kind: TraceFormat) -> Iterator[tuple[int, TraceRow]]:

@@ -127,7 +127,6 @@ def _planned(options: argparse.Namespace) -> DayReport:
 
 
 def _judge_by_usual_slo(options: argparse.Namespace) -> None:
-    """Where `--slo` names none."""
     if not options.slo:
         options.slo = _USUAL_SLO
         _tell(f"no --slo: judged by the gateway's defaults for real-time requests, {_USUAL_SLO}")

@@ -13,7 +13,6 @@ from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 
 
 def measure(cell: Cell) -> CellResult:
-    """One simulation."""
     workload = traffic(cell.traffic, load=cell.load, duration_s=cell.duration_s, seed=cell.seed)
     options = SimOptions(
         seed=cell.seed,

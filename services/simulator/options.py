@@ -25,20 +25,6 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cluster", required=True, help=_CLUSTER_HELP)
     group.add_argument("--model", required=True, help="a file of configs/models, or a YAML file")
     group.add_argument("--tensor-parallel", type=int, metavar="N", help="devices of one instance")
-    kernels = ("split_kv", "unit_per_row", "unit_last")
-    group.add_argument("--decode-attention", choices=kernels, help="how decode kernels share work")
-    group.add_argument(
-        "--mixed-share",
-        type=float,
-        metavar="X",
-        help="iterations with prompts and decodes take 1 + X times as long (default: the device file's)",
-    )
-    group.add_argument(
-        "--mixed-reads",
-        type=float,
-        metavar="X",
-        help="share of decode rows' KV that each further query head of a group reads again beside prompts",
-    )
     group.add_argument("--stack", help="serving stack of the device file (default: its first)")
     group.add_argument(
         "--scatter",

@@ -87,7 +87,6 @@ def print_head(report: SimReport, console: Console) -> None:
 
 
 def comparison(label: str, names: Sequence[str], reports: Sequence[SimReport]) -> Table:
-    """One line per run of a sweep."""
     lines = table(
         label,
         "requests /s",
@@ -167,7 +166,6 @@ def _ms(stats: Distribution | None, name: str) -> str:
 
 
 def advice_table(advice: Advice, most: int) -> Table:
-    """Candidates, best first, `most` of them."""
     columns = ("kept", "goodput tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TBT p99", "busy", "capacity /s")
     lines = table("candidate", *columns)
     for trial in advice.trials[:most]:
@@ -198,7 +196,6 @@ def advice_rest(advice: Advice, most: int) -> Iterator[str]:
 
 
 def recommendation(advice: Advice) -> str:
-    """One sentence, why, and what to type."""
     best = advice.best
     whole = best.report.overall
     kept = f"keeps {whole.slo.kept_of_sent:.1%} of the SLOs" if whole.slo else "had no SLO"

@@ -374,7 +374,6 @@ def _merit(report: SimReport) -> tuple[float, float, float]:
 
 
 def _nothing_runs(impossible: dict[str, list[str]]) -> str:
-    """Every reason once."""
     if len(impossible) == 1:
         return f"no candidate can run: {next(iter(impossible))}"
     reasons = "; ".join(f"{len(of)} candidate(s): {reason}" for reason, of in impossible.items())

@@ -10,7 +10,7 @@ times that workers report. Its simulations run at virtual time's expense: a nomi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
@@ -109,14 +109,6 @@ class Tally:
         return self.late > _HOPELESS * self.sent
 
 
-@dataclass(slots=True)
-class _Told:
-    """Requests that the planner has yet to hear of."""
-
-    known: set[int] = field(default_factory=set)
-    ended: list[tuple[InFlight, bool, float]] = field(default_factory=list)
-
-
 class PlannedCluster:
     def __init__(
         self,
@@ -142,7 +134,9 @@ class PlannedCluster:
         self.tally = Tally(settings.best_effort_s, sent=len(workload.items))
         self.tally.devices(0.0, start.devices)
         self._start_s, self._drain_s = start_s, config.engine.drain_s
-        self._told = _Told()
+        self._known: set[int] = set()
+        """Requests that the planner has heard of, and (`_over`) those whose end it has yet to hear of."""
+        self._over: list[tuple[InFlight, bool]] = []
         self._decided = decided
         self._next: dict[Role, int] = {role: start.roles.get(role, 0) for role in Role}
         self._shape = start
@@ -157,7 +151,7 @@ class PlannedCluster:
 
     def _ended(self, live: InFlight, finished: bool) -> None:
         self.tally.ended(live, finished)
-        self._told.ended.append((live, finished, self.sim.events.now_s))
+        self._over.append((live, finished))
 
     def _tick(self) -> None:
         now_s = self.sim.events.now_s
@@ -165,16 +159,15 @@ class PlannedCluster:
         self.sim.events.at(now_s + _TICK_S, self._tick)
 
     def _records(self, now_s: float) -> Iterable[TrafficRecord]:
-        told = self._told
         for live in list(self.sim.clients.live.values()):
-            if live.index not in told.known:
-                told.known.add(live.index)
+            if live.index not in self._known:
+                self._known.add(live.index)
                 yield _record(live, now_s)
-        for live, finished, _ in told.ended:
-            told.known.discard(live.index)
+        for live, finished in self._over:
+            self._known.discard(live.index)
             timing = timing_of(live) if finished else Timing()
             yield msgspec.structs.replace(_record(live, now_s), output_tokens=live.produced, timing=timing)
-        told.ended.clear()
+        self._over.clear()
 
     def _costs(self) -> dict[int, WorkerCost]:
         """The last one that learned says it: all instances are alike."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from random import Random
@@ -36,8 +36,6 @@ _FIRST_PROMPT_TOKEN = 16
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A request on its way: its client's knowledge."""
-
     item: WorkItem
     index: int
     output_tokens: int
@@ -116,7 +114,7 @@ class TraceClients:
         asks_model: bool,
     ) -> None:
         """`acceptance`: of drafts. `asks_model`: a model makes them, when it is asked."""
-        self.classes: dict[str, ClassStats] = {}
+        self.classes: defaultdict[str, ClassStats] = defaultdict(ClassStats)
         self.live: dict[str, InFlight] = {}
         self.first_arrival_s = math.inf
         self.last_end_s = 0.0
@@ -142,7 +140,6 @@ class TraceClients:
 
     @property
     def all(self) -> ClassStats:
-        """The figures of all classes together."""
         together = ClassStats()
         for stats in self.classes.values():
             together.absorb(stats)
@@ -164,7 +161,8 @@ class TraceClients:
 
     def begin_counting(self, now_s: float) -> None:
         """Forget the stats so far, not the requests."""
-        self.classes = {name: ClassStats() for name in self.classes}
+        for name in self.classes:
+            self.classes[name] = ClassStats()
         self.first_arrival_s = now_s
 
     # -- requests ----------------------------------------------------------------------------------------------
@@ -174,7 +172,7 @@ class TraceClients:
         index = self._count
         self._count += 1
         self.first_arrival_s = min(self.first_arrival_s, now_s)
-        self._class(item).sent += 1
+        self.classes[item.traffic_class].sent += 1
         headroom = self._max_model_len - item.prompt_tokens
         if headroom < 1:
             self._refused(now_s, item, "the prompt exceeds the model's context", answered)
@@ -399,7 +397,7 @@ class TraceClients:
         attained_ttft = not slo.ttft_s or ttft_s <= slo.ttft_s
         attained_tpot = not slo.tpot_s or tpot_s <= slo.tpot_s
         attained_deadline = not slo.deadline_s or jct_s <= slo.deadline_s
-        each = self._class(item)
+        each = self.classes[item.traffic_class]
         each.finished += 1
         each.prompt_tokens += item.prompt_tokens
         each.output_tokens += live.produced
@@ -424,17 +422,11 @@ class TraceClients:
             live.answered(now_s)
 
     def _refused(self, now_s: float, item: WorkItem, reason: str, answered: Callable[[float], None] | None) -> None:
-        each = self._class(item)
+        each = self.classes[item.traffic_class]
         each.refused[reason] = each.refused.get(reason, 0) + 1
         each.with_slo += has_slo(item)
         if answered is not None:
             answered(now_s)
-
-    def _class(self, item: WorkItem) -> ClassStats:
-        name = item.traffic_class
-        if name not in self.classes:
-            self.classes[name] = ClassStats()
-        return self.classes[name]
 
 
 def has_slo(item: WorkItem) -> bool:

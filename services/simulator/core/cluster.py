@@ -80,7 +80,11 @@ class SimCluster:
         workload.check()
         compose.check_names(config)
         acceptance = Acceptance(options.acceptance, options.seed, options.draft_rates)
-        config = _with_drafts(config) if acceptance else _without_drafts(config)
+        if acceptance:
+            speculation = config.speculation.settled("cpu")
+        else:  # nothing is ever expected, so nothing is drafted, and steps that repeat are one
+            speculation = msgspec.structs.replace(config.speculation, mode="off")
+        config = msgspec.structs.replace(config, speculation=speculation)
         model = as_kept(model, config, cluster)
         self.config, self.cluster, self.model, self.options = config, cluster, model, options
         self.geometry = model.kv_geometry(config.kv.block_size, grouped=compose.groups_layers(config))
@@ -234,7 +238,6 @@ class SimCluster:
             node.handle = timed(node.handle, self.wall[name])
 
     def _profile(self, longest: int, number: int) -> bytes:
-        """What `cohort profile` would measure on this instance."""
         engine = self.config.engine
         return profile_points(self.costs[number], longest, engine.max_rows, engine.max_step_tokens)
 
@@ -278,15 +281,6 @@ def _cost_model(model: ModelShape, part: Cluster) -> CostModel:
     return CostModel(
         model, part.device, part.stack, tensor_parallel=part.tensor_parallel, decode_attention=part.decode_attention
     )
-
-
-def _with_drafts(config: Config) -> Config:
-    return msgspec.structs.replace(config, speculation=config.speculation.settled("cpu"))
-
-
-def _without_drafts(config: Config) -> Config:
-    """Where nothing is ever expected nothing is drafted: decisions are the same, and steps that repeat are one."""
-    return msgspec.structs.replace(config, speculation=msgspec.structs.replace(config.speculation, mode="off"))
 
 
 def _device_of(cluster: Cluster, number: int) -> str:

@@ -62,7 +62,9 @@ class Deployment:
     ) -> None:
         # Where no prompt shares anything the prefix cache can only miss: hashing every block would change nothing. And
         # the prompts are all made of the same token then: nothing may look for common prefixes.
-        self._config = config = config if shared_prompts else _without_prefix_cache(config)
+        if not shared_prompts:
+            config = msgspec.structs.replace(config, kv=msgspec.structs.replace(config.kv, prefix_caching=False))
+        self._config = config
         self._options = options
         self._instances = instances
         self._placement = placement
@@ -192,7 +194,3 @@ def kv_blocks(
         )
     host = cluster.host_memory_bytes or config.kv.host_memory_bytes
     return blocks, host // block_bytes
-
-
-def _without_prefix_cache(config: Config) -> Config:
-    return msgspec.structs.replace(config, kv=msgspec.structs.replace(config.kv, prefix_caching=False))

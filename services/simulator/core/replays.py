@@ -95,10 +95,5 @@ def _short(value: Any) -> str:
 
 
 def _nested(value: Any) -> str:
-    match value:
-        case dict():
-            return f"{{{_short(value)}}}"
-        case list():
-            return f"[{_short(value)}]"
-        case _:
-            return _short(value)
+    text = _short(value)
+    return f"{{{text}}}" if isinstance(value, dict) else f"[{text}]" if isinstance(value, list) else text

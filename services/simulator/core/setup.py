@@ -46,15 +46,7 @@ def assigned(texts: Iterable[str]) -> dict[str, Any]:
 
 def cluster_of(options: argparse.Namespace, text: str) -> Cluster:
     return load_cluster(
-        text,
-        {
-            "tensor_parallel": options.tensor_parallel,
-            "decode_attention": options.decode_attention,
-            "stack": options.stack,
-            "mixed_share": options.mixed_share,
-            "mixed_reads": options.mixed_reads,
-            "pace": options.pace,
-        },
+        text, {"tensor_parallel": options.tensor_parallel, "stack": options.stack, "pace": options.pace}
     )
 
 
@@ -64,7 +56,7 @@ def told_of_profiles(options: argparse.Namespace, clusters: Sequence[Cluster], t
     for name, part in parts.items():
         for line in profile_note.warnings(name, part.profile):
             tell(f"warning: {line}")
-        if getattr(options, "check_profile", False):
+        if options.check_profile:
             tell(profile_note.check(name, part.profile))
 
 
@@ -85,8 +77,8 @@ def traffic_of(options: argparse.Namespace, *, count: int | None = None) -> Traf
 def simulation_options(options: argparse.Namespace) -> SimOptions:
     if options.scatter is not None and options.scatter < 0:
         raise ConfigError(f"--scatter {options.scatter:g}: must not be below 0")
-    acceptance, recorded = _acceptance(str(getattr(options, "acceptance", "0")))
-    draft_model, draft_s = getattr(options, "draft_model", None), getattr(options, "draft_seconds", None)
+    acceptance, recorded = _acceptance(options.acceptance)
+    draft_model, draft_s = options.draft_model, options.draft_seconds
     if draft_model and draft_s is not None:
         raise ConfigError("--draft-seconds: a --draft-model has step times of its own; give one of the two")
     if draft_s is None:
@@ -107,12 +99,11 @@ def simulation_options(options: argparse.Namespace) -> SimOptions:
         draft_rates=() if recorded is None else recorded.rates,
         draft_model=load_model(draft_model) if draft_model else None,
         draft_s=draft_s,
-        adapter_load_s=getattr(options, "adapter_load", 0.1),
+        adapter_load_s=options.adapter_load,
     )
 
 
 def _acceptance(text: str) -> tuple[float, RecordedDrafts | None]:
-    """A mean, or the rates of a recording."""
     try:
         mean = float(text)
     except ValueError:

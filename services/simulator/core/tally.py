@@ -26,7 +26,6 @@ class WallTime:
 
 
 def timed(handle: Callable[..., Any], wall: WallTime) -> Callable[..., Any]:
-    """A machine's verb with a stopwatch around it."""
     clock, note = time.perf_counter, wall.note
 
     def measured(now_s: float, *events: Any) -> Any:
@@ -62,5 +61,4 @@ class WorkerTally:
 
     @staticmethod
     def begin(counters: WorkerCounters, allocation_failures: int) -> WorkerTally:
-        """Counting begins now: earlier counts are no result."""
         return WorkerTally(before=replace(counters), failures_before=allocation_failures)

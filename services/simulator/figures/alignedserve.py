@@ -290,8 +290,6 @@ def _forward(
 
 
 def _mixed_figure(name: str, paper: float) -> Figure:
-    """Share of iterations with decodes of more than one batch."""
-
     def measure(lab: Lab) -> float:
         reports = [each for each in _Run(name, model="opt-6.7b").report(lab).instances if each.decode_steps]
         return 100.0 * sum(each.mixed_steps for each in reports) / sum(each.decode_steps for each in reports)

@@ -26,7 +26,7 @@ workload and, where prefill is what binds, with answers of `_SHORT_ANSWER` token
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -92,7 +92,6 @@ _FOUR_MODELS = _Place(1, {Role.UNIFIED: 4})
 _ONE_MODEL = _Place(4, {Role.UNIFIED: 1})
 _LAYERS = _Place(1, {Role.UNIFIED: 1}, layers=True)
 
-Measure = Callable[[Lab], float]
 Overrides = Mapping[str, Mapping[str, object]]
 _PADDED: Overrides = {"policies": {"iteration": "padded_prefill"}, "engine": {"max_step_tokens": _PADDED_TOKENS}}
 _ONE_BUCKET: Overrides = {**_PADDED, "bucketserve": {"ablation": {"max_buckets": 1}}}
@@ -235,14 +234,10 @@ def _ratio(
     ours: str = "bucketserve",
     standing: Standing = Standing.READING,
 ) -> Figure:
+    of = {_THROUGHPUT: _throughput, _RATE: _capacity, _SERVER: _served}[metric]
+
     def measure(lab: Lab) -> float:
-        match metric:
-            case "throughput":
-                found, theirs = _throughput(lab, ours, name), _throughput(lab, other, name)
-            case "rate at 80 % attainment":
-                found, theirs = _capacity(lab, ours, name), _capacity(lab, other, name)
-            case _:
-                found, theirs = _served(lab, ours, name), _served(lab, other, name)
+        found, theirs = (of(lab, system, name) for system in (ours, other))
         return found / theirs if theirs else math.nan
 
     id_ = f"bucketserve-{figure.lower()}-{name}-{other}"
@@ -276,20 +271,13 @@ _OTHER_UELLM = (
 )
 
 
-def _single(
-    id_: str,
-    figure: str,
-    workload: str,
-    metric: str,
-    unit: str,
-    paper: float,
-    measure: Measure,
-    note: str = "",
-    standing: Standing = Standing.CLAIM,
-    kind: Kind | None = None,
-) -> Figure:
-    figure = f"BucketServe Fig. {figure}"
-    return Figure(id_, "bucketserve", figure, workload, "itself", metric, unit, paper, measure, note, standing, kind)
+def _decoding_figure(name: str) -> Figure:
+    standing = Standing.READING if name in _MIXES else Standing.CLAIM
+    note = "paper: about; ours: at half of the rate served at most"
+    head = ("bucketserve", "BucketServe Fig. 6a, anchors", _WORKLOADS[name], "itself")
+    metric = ("decoding over a request's time", "%", 90.0)
+    id_ = f"bucketserve-6a-decoding-{name}"
+    return Figure(id_, *head, *metric, lambda lab: _decoding(lab, name), note, standing)
 
 
 FIGURES: tuple[Figure, ...] = (
@@ -304,10 +292,12 @@ FIGURES: tuple[Figure, ...] = (
     _ratio("5a", "mixed", "first-come-padded", _THROUGHPUT, 1.31, _BOTH_PADDED, "bucketserve-padded"),
     _ratio("5a", "mixed-short-answers", "first-come-padded", _THROUGHPUT, 1.31, _BOTH_PADDED, "bucketserve-padded"),
     _ratio("5a", "mixed", "distserve", _THROUGHPUT, 1.31, "memory by p90", "bucketserve-p90"),
-    _single(
+    Figure(
         "bucketserve-5b-utilisation",
-        "5b",
+        "bucketserve",
+        "BucketServe Fig. 5b",
         f"{_WORKLOADS['mixed']}, offline",
+        "itself",
         "GPU utilisation",
         "%",
         81.66,
@@ -328,10 +318,12 @@ FIGURES: tuple[Figure, ...] = (
     _ratio("5f", "mixed", "uellm", _SERVER, 3.47, _HELR, standing=_CLAIM),
     *(_ratio("5f", "mixed", other, _SERVER, 3.47, note) for other, note in _OTHER_UELLM),
     *(_ratio("5f", mix, "uellm", _SERVER, 3.47, _HELR) for mix in _MIXES),
-    _single(
+    Figure(
         "bucketserve-5f-mixed-line",
-        "5f",
+        "bucketserve",
+        "BucketServe Fig. 5f",
         _WORKLOADS["mixed"],
+        "itself",
         "served over offered",
         "x",
         1.0,
@@ -339,24 +331,13 @@ FIGURES: tuple[Figure, ...] = (
         "on y = x where DistServe is full; ours: a window of 250 s",
         kind=Kind.VALUE,
     ),
-    *(
-        _single(
-            f"bucketserve-6a-decoding-{name}",
-            "6a, anchors",
-            _WORKLOADS[name],
-            "decoding over a request's time",
-            "%",
-            90.0,
-            lambda lab, name=name: _decoding(lab, name),  # type: ignore[misc]
-            "paper: about; ours: at half of the rate served at most",
-            Standing.READING if name in _MIXES else Standing.CLAIM,
-        )
-        for name in ("alpaca", "mixed", *_MIXES)
-    ),
-    _single(
+    *(_decoding_figure(name) for name in ("alpaca", "mixed", *_MIXES)),
+    Figure(
         "bucketserve-6a-overhead",
-        "6a",
+        "bucketserve",
+        "BucketServe Fig. 6a",
         f"{_WORKLOADS['mixed']}, offline",
+        "itself",
         "share of time spent deciding",
         "%",
         1.0,

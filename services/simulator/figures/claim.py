@@ -19,8 +19,6 @@ FOLDER = CONFIGS_DIR / "reproduction"
 
 
 class Kind(enum.Enum):
-    """How the paper's number and ours are compared."""
-
     OVER = "over"
     """A factor against another system: 1 = no effect."""
     CHANGE = "change"
@@ -37,8 +35,6 @@ class Kind(enum.Enum):
 
 
 class Standing(enum.Enum):
-    """What a row is."""
-
     CLAIM = enum.auto()
     """A number, a bound or a direction that the paper prints, in the setting chosen for it."""
     READING = enum.auto()
@@ -76,7 +72,6 @@ class Claim:
 
 @cache
 def shipped_claims() -> tuple[Claim, ...]:
-    """In the file's order."""
     papers = msgspec.yaml.decode((FOLDER / "claims.yaml").read_bytes(), type=dict[str, list[dict[str, str]]])
     return tuple(_claim(paper, entry) for paper, entries in papers.items() for entry in entries)
 

@@ -122,7 +122,6 @@ DYNASERVE = System(SPLIT)
 
 
 def traced() -> bool:
-    """Whether lengths are the traces' own."""
     return all(_rows(name) is not None for name in _TRACES)
 
 
@@ -205,7 +204,6 @@ def run(lab: Lab, system: System, name: str, rate: float, scale: Scale = SMALL, 
 
 
 def split_share(report: SimReport) -> float:
-    """Percent of the requests placed that were split."""
     split, whole = report.manager["splits_total"], report.manager["whole_total"]
     return 100.0 * split / max(split + whole, 1.0)
 

@@ -146,8 +146,6 @@ def _spared_otherwise(preset: str, paper: float, also: str, note: str, how: dict
 
 
 def _anchor(preset: str, paper: float, note: str, standing: Standing) -> Figure:
-    """Mean time between tokens."""
-
     def measure(lab: Lab) -> float:
         return sum(mean_ms(printed(lab, preset, data).overall.tbt_ms) for data in NAMES) / len(NAMES)
 
@@ -155,8 +153,6 @@ def _anchor(preset: str, paper: float, note: str, standing: Standing) -> Figure:
 
 
 def _spared_of(preset: str, data: str) -> Figure:
-    """Of one data set, beside the mean of three that the paper prints."""
-
     def measure(lab: Lab) -> float:
         return 100.0 * (1.0 - _failed(printed(lab, preset, data), preset))
 

@@ -267,7 +267,6 @@ def loaded(lab: Lab, preset: str, data: str, eco: dict[str, Any] | None = None) 
 
 
 def printed(lab: Lab, preset: str, data: str, eco: dict[str, Any] | None = None, **other: Any) -> SimReport:
-    """OPT-13B at the rate of Table 2."""
     return run_at(lab, Case(preset, data, eco=tuple(sorted((eco or {}).items())), **other), TABLE_2_PER_S[data])
 
 

@@ -1,4 +1,4 @@
-"""A reproduced figure: the paper's number, and how ours comes about: runs of a `Lab`, kept in a folder (`KeptRuns`)."""
+"""A reproduced figure: the paper's number, and how ours comes about: runs of a `Lab`, kept in a folder."""
 
 from __future__ import annotations
 
@@ -22,39 +22,6 @@ class _Kept(msgspec.Struct, frozen=True):
     asked: bool
     """The seed had a part in it."""
     report: SimReport
-
-
-@dataclass(frozen=True, slots=True)
-class KeptRuns:
-    """Reports of simulations in a folder: a file for each run and seed, written as soon as it has ended.
-
-    Under a digest of what names the run, as `reproduction_results` does with the figures' numbers: a folder belongs to
-    one version of the code."""
-
-    folder: Path
-    seed: int
-    scatter: float | None
-
-    def read(self, key: Hashable) -> tuple[SimReport, bool] | None:
-        """The report of that run and whether the seed had a part in it. None: not kept, or of an earlier form."""
-        try:
-            kept = msgspec.msgpack.decode(self._path(key).read_bytes(), type=_Kept)
-        except (FileNotFoundError, msgspec.MsgspecError):
-            return None
-        return (kept.report, kept.asked) if kept.key == repr(key) else None
-
-    def write(self, key: Hashable, report: SimReport, asked: bool) -> None:
-        """Whole or not at all: other processes read the folder. Raises `OSError`."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self._path(key)
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_bytes(msgspec.msgpack.encode(_Kept(repr(key), asked, report)))
-        partial.replace(path)
-
-    def _path(self, key: Hashable) -> Path:
-        """Traces that are at hand or not make other workloads."""
-        parts = [__version__, repr(key), self.seed, self.scatter, bool(os.environ.get("COHORT_TRACES"))]
-        return self.folder / f"{hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:24]}.run"
 
 
 @dataclass(slots=True)
@@ -88,20 +55,34 @@ class Lab:
         self._asked |= asked
         return report
 
-    def _kept(self, key: Hashable) -> tuple[SimReport, bool] | None:
-        return self._runs.read(key) if self._runs is not None else None
-
     def _ran(self, key: Hashable, simulation: Callable[[], SimReport]) -> tuple[SimReport, bool]:
         before, self._asked = self._asked, False
         found = simulation(), self._asked
         self._asked = before
-        if self._runs is not None:
-            self._runs.write(key, *found)
+        if self.folder is not None:  # whole or not at all: other processes read the folder
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self._path(self.folder, key)
+            partial = path.with_suffix(f".{os.getpid()}")
+            report, asked = found
+            partial.write_bytes(msgspec.msgpack.encode(_Kept(repr(key), asked, report)))
+            partial.replace(path)
         return found
 
-    @property
-    def _runs(self) -> KeptRuns | None:
-        return KeptRuns(self.folder, self.chosen_seed, self.scatter) if self.folder is not None else None
+    def _kept(self, key: Hashable) -> tuple[SimReport, bool] | None:
+        """The report of that run and whether the seed had a part in it. None: not kept, or of an earlier form."""
+        if self.folder is None:
+            return None
+        try:
+            kept = msgspec.msgpack.decode(self._path(self.folder, key).read_bytes(), type=_Kept)
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return None
+        return (kept.report, kept.asked) if kept.key == repr(key) else None
+
+    def _path(self, folder: Path, key: Hashable) -> Path:
+        """A file for each run and seed, under a digest of what names the run: a folder belongs to one version of the
+        code. Traces that are at hand or not make other workloads."""
+        parts = [__version__, repr(key), self.chosen_seed, self.scatter, bool(os.environ.get("COHORT_TRACES"))]
+        return folder / f"{hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:24]}.run"
 
     def measured(self, measure: Callable[[Lab], float]) -> tuple[float, bool]:
         """The number, and whether the seed had a part in it."""

@@ -48,7 +48,6 @@ class Acceptance:
         return self._mean > 0.0 or any(each.expected * each.right > 0.0 for each in self._recorded)
 
     def expects(self, request: int, position: int) -> bool:
-        """Something is expected from this position on."""
         share = self.rates(request).expected
         return share >= 1.0 or Random(f"{self._seed} {request} {position}").random() < share
 

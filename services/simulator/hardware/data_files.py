@@ -25,7 +25,6 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 
 
 def user_folder() -> Path:
-    """Of profiles of this machine, and of others copied here."""
     return paths.cache_dir() / "profiles"
 
 
@@ -40,7 +39,6 @@ def check_name(name: str) -> None:
 
 
 def names(folder: str) -> list[str]:
-    """All names of a folder, shipped ones and the user's."""
     return sorted({path.stem for base in (CONFIGS_DIR, user_folder()) for path in (base / folder).glob("*.yaml")})
 
 

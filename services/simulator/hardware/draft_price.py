@@ -49,7 +49,6 @@ class ModelledPrice:
         self._computed: dict[Sequence, int] = {}
 
     def take(self, drafted: Seq[tuple[Sequence, int]]) -> DraftingTime:
-        """As of `MeasuredPrice`."""
         if len(self._computed) > _REMEMBERED:
             self._computed = {each: known for each, known in self._computed.items() if self._holds(each)}
         filling_s, drafts_s, before = 0.0, 0.0, self._computed

@@ -206,7 +206,6 @@ class Cluster(msgspec.Struct, frozen=True):
     Empty: all are equal."""
 
     def of(self, number: int) -> Cluster:
-        """The equal instances among which this one is."""
         return self._place(number)[0]
 
     def _place(self, number: int) -> tuple[Cluster, int, int]:
@@ -219,7 +218,6 @@ class Cluster(msgspec.Struct, frozen=True):
 
     @property
     def hardware(self) -> str:
-        """In words."""
         each = self.parts or (self,)
         return " + ".join(f"{part.instances} x {part.tensor_parallel} {part.device.name}" for part in each)
 
@@ -411,7 +409,6 @@ def paced(cluster: Cluster, pace: float) -> Cluster:
 
 
 def _joined(text: str, parts: list[Cluster]) -> Cluster:
-    """Numbered through, in this order."""
     if any(part.cores for part in parts):
         raise ConfigError(f"cluster {text}: cores: only equal instances can share cores")
     if any(part.tensor_parallel != parts[0].tensor_parallel for part in parts):

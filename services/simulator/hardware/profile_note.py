@@ -52,7 +52,6 @@ class ProfileNote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def fingerprint(folder: Path) -> dict[str, Any]:
-        """The fields that say which code and model were measured."""
         return {
             "version": __version__,
             "engine": engine_digest(),
@@ -91,8 +90,6 @@ class _Point(msgspec.Struct, frozen=True):
 
 
 class _Points(msgspec.Struct, frozen=True):
-    """The part of a profile that a check reads."""
-
     points: list[_Point]
 
 

@@ -38,7 +38,6 @@ class KeptNumbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"{path}: not written by `cohort reproduce --docs`: {error}") from error
 
     def spreads(self) -> dict[str, Spread]:
-        """By the figure's id."""
         found = {}
         for name, number in self._numbers().items():
             low, median, high = (math.nan if value is None else value for value in number[:3])
@@ -46,7 +45,6 @@ class KeptNumbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return found
 
     def results(self, figures: Iterable[Figure]) -> list[Reproduced]:
-        """Of the figures that have a number."""
         found, rows = self.spreads(), []
         for figure in figures:
             if (ours := found.get(figure.id)) is not None:

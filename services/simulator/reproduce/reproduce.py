@@ -50,24 +50,17 @@ class Reproduced(msgspec.Struct, frozen=True):
     def of(cls, figure: Figure, values: Sequence[float], seeds: Sequence[int]) -> Reproduced:
         """`values`: what was measured, in the figure's unit; one, and no seeds, where chance has no part in it."""
         found = Spread.of(values, deterministic=not seeds)
+        same = ("id", "system", "figure", "workload", "baseline", "metric", "unit", "paper", "note")
         return cls(
-            figure.id,
-            figure.system,
-            figure.figure,
-            figure.workload,
-            figure.baseline,
-            figure.metric,
-            figure.unit,
-            figure.paper,
-            shown_paper(figure),
-            found.median,
-            found.low,
-            found.high,
-            ratio_of(figure, found.median),
-            row_verdict(kind_of(figure), figure.paper, found, figure.paper_to),
-            figure.note,
-            list(seeds),
-            list(values),
+            **{name: getattr(figure, name) for name in same},
+            shown_paper=shown_paper(figure),
+            ours=found.median,
+            low=found.low,
+            high=found.high,
+            ratio=ratio_of(figure, found.median),
+            verdict=row_verdict(kind_of(figure), figure.paper, found, figure.paper_to),
+            seeds=list(seeds),
+            values=list(values),
         )
 
     @property
@@ -151,7 +144,6 @@ def ratio_of(figure: Figure, ours: float) -> float:
 
 
 def shown_paper(figure: Figure) -> str:
-    """What the paper prints: a number, a range, a bound, who wins, or nothing."""
     if math.isnan(figure.paper):
         return "–"
     words = {Kind.AT_MOST: "at most ", Kind.AT_LEAST: "at least ", Kind.MORE: "above ", Kind.LESS: "below "}
@@ -160,7 +152,6 @@ def shown_paper(figure: Figure) -> str:
 
 
 def shown_spread(found: Spread) -> str:
-    """What chance has to say of a number, in words."""
     if not found.seeds:
         return "no chance in it"
     if found.seeds == 1 or math.isnan(found.median):

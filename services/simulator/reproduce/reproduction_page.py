@@ -83,7 +83,6 @@ class Row:
 
 
 def markdown(kept: KeptNumbers, figures: Sequence[Figure], claims: Sequence[Claim], reasons: Sequence[Reason]) -> str:
-    """The page; figures of one system stand together."""
     rows = rows_of(kept, figures, claims)
     lines = [_HEAD, *_summary(rows, claims, reasons)]
     if missing := [figure for figure in figures if figure.id not in {row.figure.id for row in rows}]:
@@ -95,7 +94,6 @@ def markdown(kept: KeptNumbers, figures: Sequence[Figure], claims: Sequence[Clai
 
 
 def rows_of(kept: KeptNumbers, figures: Iterable[Figure], claims: Sequence[Claim]) -> list[Row]:
-    """Figures that have a number, in their order, with the verdict on it."""
     spreads = kept.spreads()
     return [
         Row(figure, ours, row_verdict(kind_of(figure, claims), figure.paper, ours, figure.paper_to))
@@ -156,7 +154,6 @@ def _rows_told(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _by_standing(rows: Iterable[Row]) -> dict[Standing, list[str]]:
-    """The verdicts."""
     found: dict[Standing, list[str]] = {standing: [] for standing in Standing}
     for row in rows:
         found[row.standing].append(row.said)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cohort.common.comparison.columns import columns_of
-from cohort.common.comparison.comparison import Cell, CellResult, configuration
+from cohort.common.comparison.comparison import Cell, CellResult, columns_of, configuration
 from cohort.common.comparison.comparison_traffic import traffic
 from cohort.services.simulator.core.run import simulate
 from cohort.services.simulator.core.sim_options import SimOptions

@@ -87,20 +87,8 @@ def print_head(report: SimReport, console: Console) -> None:
 
 
 def comparison(label: str, names: Sequence[str], reports: Sequence[SimReport]) -> Table:
-    lines = table(
-        label,
-        "requests /s",
-        "tokens /s",
-        "TTFT p50",
-        "TTFT p99",
-        "TPOT p50",
-        "TBT p99",
-        "JCT p50",
-        "kept",
-        "KV",
-        "busy",
-        "preempted",
-    )
+    latencies = ("TTFT p50", "TTFT p99", "TPOT p50", "TBT p99", "JCT p50")
+    lines = table(label, "requests /s", "tokens /s", *latencies, "kept", "KV", "busy", "preempted")
     for name, report in zip(names, reports, strict=True):
         whole = report.overall
         instances = report.instances

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cohort.common.comparison.columns import columns_of
-from cohort.common.comparison.comparison import Cell, CellResult
+from cohort.common.comparison.comparison import Cell, CellResult, columns_of
 from cohort.common.comparison.comparison_spec import Part
 from cohort.common.comparison.comparison_traffic import traffic_by_part
 from cohort.common.config import nested

@@ -48,7 +48,7 @@ from cohort.common.workloads.papers import longbench_workload, paper_workload
 from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.core.run import simulate
 from cohort.services.simulator.figures.claim import Kind, Standing
-from cohort.services.simulator.figures.figure import Figure, Lab
+from cohort.services.simulator.figures.figure import Figure, Lab, Paper
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 
 _WARMUP_S, _END_S = 30.0, 90.0
@@ -178,23 +178,7 @@ def _over(lab: Lab, other: str, run: _Run, *, latency: bool = False) -> float:
     return _p99_tpot(theirs) / _p99_tpot(ours) if latency else _throughput(ours) / _throughput(theirs)
 
 
-def _row(
-    id_: str,
-    workload: str,
-    baseline: str,
-    metric: str,
-    unit: str,
-    paper: float,
-    measure: Callable[[Lab], float],
-    note: str = "",
-    standing: Standing = Standing.CLAIM,
-    kind: Kind | None = None,
-    where: str = "",
-) -> Figure:
-    """`id_` begins with the figure's number, unless `where` says otherwise."""
-    where = f"AlignedServe {where or 'Fig. ' + id_.split('-')[0]}"
-    id_ = f"alignedserve-{id_}"
-    return Figure(id_, "alignedserve", where, workload, baseline, metric, unit, paper, measure, note, standing, kind)
+_row = Paper("alignedserve", "AlignedServe").row
 
 
 def _gain(

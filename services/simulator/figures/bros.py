@@ -35,7 +35,7 @@ from cohort.common.workloads.papers import paper_workload
 from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.core.run import simulate
 from cohort.services.simulator.figures.claim import Kind, Standing
-from cohort.services.simulator.figures.figure import Figure, Lab
+from cohort.services.simulator.figures.figure import Figure, Lab, Paper
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 
 _RATES = (3.0, 6.0, 9.0, 12.0, 15.0)
@@ -161,23 +161,7 @@ def _figure(number: int, shape: str, what: str = "") -> str:
     return f"Fig. {number}{what}, {_NAMES_OF_SETS[shape]}"
 
 
-def _row(
-    id_: str,
-    figure: str,
-    workload: str,
-    baseline: str,
-    metric: str,
-    unit: str,
-    paper: float,
-    measure: Callable[[Lab], float],
-    note: str = "",
-    standing: Standing = Standing.CLAIM,
-    kind: Kind | None = None,
-) -> Figure:
-    id_, figure = f"bros-{id_}", f"BROS {figure}"
-    return Figure(id_, "bros", figure, workload, baseline, metric, unit, paper, measure, note, standing, kind)
-
-
+_row = Paper("bros", "BROS").row
 _NAMES_OF_SETS = {"sharegpt": "ShareGPT", "lmsys": "LMSYS"}
 _WORKLOADS = {"sharegpt": "ShareGPT + batches", "lmsys": "LMSYS-Chat-1M + batches"}
 _BASELINES = {"vllm": "baseline-vllm", "rr": "baseline-round-robin"}
@@ -197,16 +181,16 @@ _CASES_RATIO = "mean of the cases in which the other keeps 0.5 % at least"
 
 def _headlines(shape: str, other: str) -> list[Figure]:
     latency, best_effort, ttft, tpot = _HEADLINES[shape, other]
-    where, cases = f"{shape}-{other}", _cases(shape)
-    ten, eleven = ((_figure(number, shape), _WORKLOADS[shape], _BASELINES[other]) for number in (10, 11))
+    name, about, cases = f"{shape}-{other}", (_WORKLOADS[shape], _BASELINES[other]), _cases(shape)
+    ten, eleven = (partial(_row, where=_figure(number, shape)) for number in (10, 11))
     changed, times = partial(_change, other=other, cases=cases), partial(_times, other=other, cases=cases)
     finished, to_end = partial(changed, metric=_finished), partial(changed, metric=_latency)
     return [
-        _row(f"10-latency-{where}", *ten, _LATENCY, "%", latency, finished, "finished requests, as the paper's"),
-        _row(f"10-latency-to-end-{where}", *ten, _LATENCY, "%", latency, to_end, _TO_END, Standing.READING),
-        _row(f"10-be-{where}", *ten, _SERVED, "%", best_effort, partial(changed, metric=_best_effort)),
-        _row(f"11-ttft-{where}", *eleven, "TTFT attainment", "x", ttft, partial(times, metric=_ttft), _CASES_RATIO),
-        _row(f"11-tpot-{where}", *eleven, "TPOT attainment", "x", tpot, partial(times, metric=_tpot), _CASES_RATIO),
+        ten(f"10-latency-{name}", *about, _LATENCY, "%", latency, finished, "finished requests, as the paper's"),
+        ten(f"10-latency-to-end-{name}", *about, _LATENCY, "%", latency, to_end, _TO_END, Standing.READING),
+        ten(f"10-be-{name}", *about, _SERVED, "%", best_effort, partial(changed, metric=_best_effort)),
+        eleven(f"11-ttft-{name}", *about, "TTFT attainment", "x", ttft, partial(times, metric=_ttft), _CASES_RATIO),
+        eleven(f"11-tpot-{name}", *about, "TPOT attainment", "x", tpot, partial(times, metric=_tpot), _CASES_RATIO),
     ]
 
 
@@ -234,24 +218,25 @@ def _anchor(metric: str, system: str, shape: str, paper: float, batch: int = 0) 
     note = f"{batch} best-effort requests at a time" if batch else ""
     chose = system != "bros" and shape == "sharegpt"
     standing = Standing.READING if batch else Standing.ANCHOR if chose else Standing.CLAIM
-    kept = f"{metric.upper()} kept of all sent"
-    return _row(id_, figure, _WORKLOADS[shape], _NAMES[system], kept, "%", paper, measure, note, standing)
+    about = (_WORKLOADS[shape], _NAMES[system], f"{metric.upper()} kept of all sent")
+    return _row(id_, *about, "%", paper, measure, note, standing, where=figure)
 
 
 def _of_model(shape: str, other: str, model: str) -> list[Figure]:
     """The paper prints no number of one model, but that latency falls with each."""
-    where, mean = f"{shape}-{other}-{model}", _HEADLINES[shape, other][1]
-    head = (_figure(10, shape, " by model"), f"{_WORKLOADS[shape]}, {model}", _BASELINES[other])
+    name, mean = f"{shape}-{other}-{model}", _HEADLINES[shape, other][1]
+    about = (f"{_WORKLOADS[shape]}, {model}", _BASELINES[other])
+    row = partial(_row, where=_figure(10, shape, " by model"))
     changed = partial(_change, other=other, cases=_cases(shape, (model,)))
     latency, served = partial(changed, metric=_finished), partial(changed, metric=_best_effort)
     note = "paper: its mean of all models"
     return [
-        _row(f"10-model-latency-{where}", *head, _LATENCY, "%", 0.0, latency, kind=Kind.LESS),
-        _row(f"10-model-be-{where}", *head, _SERVED, "%", mean, served, note, Standing.BESIDE),
+        row(f"10-model-latency-{name}", *about, _LATENCY, "%", 0.0, latency, kind=Kind.LESS),
+        row(f"10-model-be-{name}", *about, _SERVED, "%", mean, served, note, Standing.BESIDE),
     ]
 
 
-_SHARED = ("Fig. 13", "ShareGPT + batches, OPT-30B, 10/s", "without shared blocks")
+_SHARED = ("ShareGPT + batches, OPT-30B, 10/s", "without shared blocks")
 
 
 def _ablation(name: str, paper: float, of: Metric, *, drops: bool = False) -> Figure:
@@ -283,7 +268,7 @@ def _overhead(model: str, paper: float) -> Figure:
         return 100.0 * report.measured.worker_mean_us * 1e-6 / iteration_s
 
     id_, note = f"14-overhead-{model}", "wall time of the machine that simulated"
-    head = ("Fig. 14", f"ShareGPT + batches, {model}, 9/s", "itself", "decision over iteration", "%")
+    head = (f"ShareGPT + batches, {model}, 9/s", "itself", "decision over iteration", "%")
     return _row(id_, *head, paper, measure, note, kind=Kind.AT_MOST)
 
 
@@ -301,7 +286,6 @@ FIGURES: tuple[Figure, ...] = (
     *_of_shape("sharegpt"),
     _row(
         "11-none-vllm",
-        _figure(11, "sharegpt", ", anchors"),
         _WORKLOADS["sharegpt"],
         "baseline-vllm",
         "cases of 15 without TTFT attainment",
@@ -310,6 +294,7 @@ FIGURES: tuple[Figure, ...] = (
         lambda lab: sum(_ttft(_run(lab, "vllm", case)) < _KEEPS for case in _cases("sharegpt")),
         "ours: below 0.5 %",
         Standing.ANCHOR,
+        where=_figure(11, "sharegpt", ", anchors"),
     ),
     *(
         _ablation(name, paper, of, drops=drops)

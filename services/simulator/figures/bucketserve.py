@@ -42,7 +42,7 @@ from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.core.run import find_capacity, simulate
 from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.figures.claim import Kind, Standing
-from cohort.services.simulator.figures.figure import Figure, Lab
+from cohort.services.simulator.figures.figure import Figure, Lab, Paper
 from cohort.services.simulator.hardware.hardware import Cluster, load_cluster, load_model
 
 _OFFLINE_REQUESTS = 400
@@ -224,6 +224,9 @@ def _decoding(lab: Lab, name: str) -> float:
 _THROUGHPUT, _RATE, _SERVER = "throughput", "rate at 80 % attainment", "server rate"
 
 
+_row = Paper("bucketserve", "BucketServe").row
+
+
 def _ratio(
     figure: str,
     name: str,
@@ -240,12 +243,11 @@ def _ratio(
         found, theirs = (of(lab, system, name) for system in (ours, other))
         return found / theirs if theirs else math.nan
 
-    id_ = f"bucketserve-{figure.lower()}-{name}-{other}"
+    id_ = f"{figure}-{name}-{other}"
     if ours != "bucketserve":
         id_ += f"-by-{ours.removeprefix('bucketserve-')}"
     workload = _WORKLOADS[name] + (", offline" if metric == _THROUGHPUT else "")
-    head = ("bucketserve", f"BucketServe Fig. {figure}", workload, other)
-    return Figure(id_, *head, metric, "x", paper, measure, note, standing)
+    return _row(id_, workload, other, metric, "x", paper, measure, note, standing)
 
 
 _WORKLOADS = {
@@ -274,10 +276,12 @@ _OTHER_UELLM = (
 def _decoding_figure(name: str) -> Figure:
     standing = Standing.READING if name in _MIXES else Standing.CLAIM
     note = "paper: about; ours: at half of the rate served at most"
-    head = ("bucketserve", "BucketServe Fig. 6a, anchors", _WORKLOADS[name], "itself")
-    metric = ("decoding over a request's time", "%", 90.0)
-    id_ = f"bucketserve-6a-decoding-{name}"
-    return Figure(id_, *head, *metric, lambda lab: _decoding(lab, name), note, standing)
+    id_, metric, where = f"6a-decoding-{name}", "decoding over a request's time", "Fig. 6a, anchors"
+
+    def measure(lab: Lab) -> float:
+        return _decoding(lab, name)
+
+    return _row(id_, _WORKLOADS[name], "itself", metric, "%", 90.0, measure, note, standing, where=where)
 
 
 FIGURES: tuple[Figure, ...] = (
@@ -292,10 +296,8 @@ FIGURES: tuple[Figure, ...] = (
     _ratio("5a", "mixed", "first-come-padded", _THROUGHPUT, 1.31, _BOTH_PADDED, "bucketserve-padded"),
     _ratio("5a", "mixed-short-answers", "first-come-padded", _THROUGHPUT, 1.31, _BOTH_PADDED, "bucketserve-padded"),
     _ratio("5a", "mixed", "distserve", _THROUGHPUT, 1.31, "memory by p90", "bucketserve-p90"),
-    Figure(
-        "bucketserve-5b-utilisation",
-        "bucketserve",
-        "BucketServe Fig. 5b",
+    _row(
+        "5b-utilisation",
         f"{_WORKLOADS['mixed']}, offline",
         "itself",
         "GPU utilisation",
@@ -318,10 +320,8 @@ FIGURES: tuple[Figure, ...] = (
     _ratio("5f", "mixed", "uellm", _SERVER, 3.47, _HELR, standing=_CLAIM),
     *(_ratio("5f", "mixed", other, _SERVER, 3.47, note) for other, note in _OTHER_UELLM),
     *(_ratio("5f", mix, "uellm", _SERVER, 3.47, _HELR) for mix in _MIXES),
-    Figure(
-        "bucketserve-5f-mixed-line",
-        "bucketserve",
-        "BucketServe Fig. 5f",
+    _row(
+        "5f-mixed-line",
         _WORKLOADS["mixed"],
         "itself",
         "served over offered",
@@ -332,10 +332,8 @@ FIGURES: tuple[Figure, ...] = (
         kind=Kind.VALUE,
     ),
     *(_decoding_figure(name) for name in ("alpaca", "mixed", *_MIXES)),
-    Figure(
-        "bucketserve-6a-overhead",
-        "bucketserve",
-        "BucketServe Fig. 6a",
+    _row(
+        "6a-overhead",
         f"{_WORKLOADS['mixed']}, offline",
         "itself",
         "share of time spent deciding",

@@ -45,7 +45,7 @@ from cohort.services.simulator.figures.dynaserve_setup import (
     traced,
     within_per_s,
 )
-from cohort.services.simulator.figures.figure import Figure, Lab
+from cohort.services.simulator.figures.figure import Figure, Lab, Paper
 
 _PRESSURE = 1.2
 _NAMES: Mapping[str, str] = {
@@ -97,6 +97,9 @@ def _capacity_over(lab: Lab, name: str, other: str) -> float:
     return _capacity(lab, SPLIT, name) / max(_capacity(lab, other, name), 1e-9)
 
 
+_row = Paper("dynaserve", "DynaServe").row
+
+
 def _over(
     id_: str,
     metric: str,
@@ -109,20 +112,8 @@ def _over(
 ) -> Figure:
     """DynaServe over the other; `id_` begins with the figure's number. Of a single workload the paper prints no number
     but who wins: `paper` 1."""
-    return Figure(
-        f"dynaserve-{id_}-{_SHORT[other]}",
-        "dynaserve",
-        f"DynaServe Fig. {id_.split('-')[0]}",
-        workload,
-        other,
-        f"{metric}, DynaServe over it",
-        "x",
-        paper,
-        measure,
-        note,
-        standing,
-        Kind.MORE if paper == 1.0 else None,
-    )
+    id_, metric, kind = f"{id_}-{_SHORT[other]}", f"{metric}, DynaServe over it", Kind.MORE if paper == 1.0 else None
+    return _row(id_, workload, other, metric, "x", paper, measure, note, standing, kind)
 
 
 def _of_four(which: str, other: str, paper: float) -> Figure:
@@ -195,15 +186,10 @@ def _splits(name: str, size: str = "") -> Figure:
         rate = _own_pressure(lab, name, scale) if size else _pressure(lab, name)
         return split_share(run(lab, DYNASERVE, name, rate, scale))
 
-    head = ("dynaserve", "DynaServe Fig. 8", f"{size or '14B'}, {_NAMES[name]}", "itself", "requests split", "%")
-    return Figure(
-        f"dynaserve-splits-8-{size.lower() + '-' if size else ''}{name}",
-        *head,
-        math.nan,
-        measure,
-        "of the requests placed; the paper prints no number",
-        Standing.BESIDE,
-    )
+    id_, workload = f"splits-8-{size.lower() + '-' if size else ''}{name}", f"{size or '14B'}, {_NAMES[name]}"
+    note = "of the requests placed; the paper prints no number"
+    beside = Standing.BESIDE
+    return _row(id_, workload, "itself", "requests split", "%", math.nan, measure, note, beside, where="Fig. 8")
 
 
 # -- §6.6 ------------------------------------------------------------------------------------------------------------
@@ -322,7 +308,7 @@ def _exposed_less(lab: Lab) -> float:
 
 
 def _hybrid(preset: str, per_s: float, goodput: float) -> list[Figure]:
-    common = ("dynaserve", "DynaServe Table 2", _NAMES["hybrid"], preset)
+    head = (_NAMES["hybrid"], preset)
     capacity_, rates, tokens = "serving capacity", "requests/s", "tokens/s"
     anchored, traced_ = "the paper's answers: its goodput over its capacity", "answers of the traces, twice as long"
     of = _SHORT[preset]
@@ -331,7 +317,7 @@ def _hybrid(preset: str, per_s: float, goodput: float) -> list[Figure]:
         id_: str, metric: str, unit: str, paper: float, measure: Callable[[Lab], float], note: str, claim: bool = False
     ) -> Figure:
         standing = Standing.CLAIM if claim else Standing.READING
-        return Figure(f"dynaserve-table2-{id_}-{of}", *common, metric, unit, paper, measure, note, standing)
+        return _row(f"table2-{id_}-{of}", *head, metric, unit, paper, measure, note, standing, where="Table 2")
 
     return [
         row("requests", capacity_, rates, per_s, lambda lab: _capacity(lab, preset, HYBRID), anchored, True),
@@ -384,10 +370,8 @@ FIGURES: tuple[Figure, ...] = (
     *_hybrid(DISAGGREGATED, 5.9, 399.31),
     *_hybrid(SPLIT, 7.4, 473.84),
     *(
-        Figure(
-            f"dynaserve-11-{name}",
-            "dynaserve",
-            "DynaServe Fig. 11",
+        _row(
+            f"11-{name}",
             _NAMES["hybrid"],
             batches,
             "tokens within 100 ms",
@@ -402,10 +386,8 @@ FIGURES: tuple[Figure, ...] = (
         )
     ),
     *(
-        Figure(
-            f"dynaserve-table4-sigma-{sigma}",
-            "dynaserve",
-            "DynaServe Table 4",
+        _row(
+            f"table4-sigma-{sigma}",
             f"219 + N(1467, {sigma})",
             "itself",
             "goodput against sigma 0",
@@ -413,13 +395,12 @@ FIGURES: tuple[Figure, ...] = (
             paper,
             lambda lab, s=float(sigma): 100.0 * _varied_goodput(lab, s) / _varied_goodput(lab, 0.0),  # type: ignore[misc]
             "prediction: always 1,467; ours leaves these requests whole, so little depends on it",
+            where="Table 4",
         )
         for sigma, paper in ((10, 99.56), (50, 98.83), (100, 97.09))
     ),
-    Figure(
-        "dynaserve-transfer",
-        "dynaserve",
-        "DynaServe §6.6",
+    _row(
+        "transfer",
         _NAMES["reasoning"],
         "without chunked transfer",
         "exposed transfer time removed",
@@ -427,11 +408,10 @@ FIGURES: tuple[Figure, ...] = (
         94.0,
         _exposed_less,
         "over RDMA, every request handed over; control messages not counted",
+        where="§6.6",
     ),
-    Figure(
-        "dynaserve-oracle",
-        "dynaserve",
-        "DynaServe §4.1",
+    _row(
+        "oracle",
         "prompt 2048, output 512",
         "offline search of the split",
         "goodput of its",
@@ -439,11 +419,10 @@ FIGURES: tuple[Figure, ...] = (
         99.0,
         _against_oracle,
         "paper: within 1 %; ours: the best of four fixed shares",
+        where="§4.1",
     ),
-    Figure(
-        "dynaserve-table3-overhead",
-        "dynaserve",
-        "DynaServe Table 3",
+    _row(
+        "table3-overhead",
         "BurstGPT at 10/s",
         "itself",
         "scheduling of a request",
@@ -452,6 +431,7 @@ FIGURES: tuple[Figure, ...] = (
         _decision_ms,
         "wall time of the machine that simulated, all of the manager's; paper: 13.7 to 17.5, below 20",
         kind=Kind.AT_MOST,
+        where="Table 3",
     ),
 )
 

@@ -39,27 +39,10 @@ from cohort.services.simulator.figures.ecoserve_setup import (
     printed,
     sustained,
 )
-from cohort.services.simulator.figures.figure import Figure, Lab
+from cohort.services.simulator.figures.figure import Figure, Lab, Paper
 
-
-def _row(
-    id_: str,
-    baseline: str,
-    metric: str,
-    unit: str,
-    paper: float,
-    measure: Callable[[Lab], float],
-    note: str = "",
-    standing: Standing = Standing.CLAIM,
-    workload: str = "all three, mean, OPT-13B",
-    paper_to: float | None = None,
-    kind: Kind | None = None,
-) -> Figure:
-    """`id_` begins with the figure's number."""
-    id_, figure = f"ecoserve-{id_}", f"EcoServe Fig. {id_.split('-')[0]}"
-    return Figure(
-        id_, "ecoserve", figure, workload, baseline, metric, unit, paper, measure, note, standing, kind, paper_to
-    )
+_row = Paper("ecoserve", "EcoServe").row
+_ALL = "all three, mean, OPT-13B"
 
 
 def _metric(report: SimReport, metric: str) -> float:
@@ -105,7 +88,7 @@ def _part(part: str, metric: str, *, saturated: bool = False) -> Figure:
     standing = Standing.READING if part == "forecast" or saturated else Standing.CLAIM
     standing = Standing.BESIDE if math.isnan(paper) else standing
     id_, note = f"11-{of}-{part.lower()}{'' if saturated else '-printed'}", "; ".join(text for text in said if text)
-    return _row(id_, f"{name} against vLLM", metric, "x", paper, measure, note, standing, paper_to=to)
+    return _row(id_, _ALL, f"{name} against vLLM", metric, "x", paper, measure, note, standing, paper_to=to)
 
 
 def _failed(report: SimReport, preset: str) -> float:
@@ -129,6 +112,7 @@ _SPARED = "requests without allocation failure"
 def _spared_figure(id_: str, system: str, preset: str, paper: float, eco: dict[str, Any], *, oracle: bool) -> Figure:
     return _row(
         f"1d-failures{id_}",
+        _ALL,
         system,
         _SPARED,
         "%",
@@ -149,7 +133,7 @@ def _anchor(preset: str, paper: float, note: str, standing: Standing) -> Figure:
     def measure(lab: Lab) -> float:
         return sum(mean_ms(printed(lab, preset, data).overall.tbt_ms) for data in NAMES) / len(NAMES)
 
-    return _row(f"11-anchor-{SHORT[preset]}", preset, "time between tokens", "ms", paper, measure, note, standing)
+    return _row(f"11-anchor-{SHORT[preset]}", _ALL, preset, "time between tokens", "ms", paper, measure, note, standing)
 
 
 def _spared_of(preset: str, data: str) -> Figure:
@@ -158,7 +142,7 @@ def _spared_of(preset: str, data: str) -> Figure:
 
     id_, note = f"1d-failures-{SHORT[preset]}-{data}", "the paper prints their mean"
     workload = f"{NAMES[data]}, OPT-13B"
-    return _row(id_, preset, _SPARED, "%", math.nan, measure, note, Standing.BESIDE, workload)
+    return _row(id_, workload, preset, _SPARED, "%", math.nan, measure, note, Standing.BESIDE)
 
 
 def _throughput_ratio(id_: str, over: tuple[str, str], under: tuple[str, str], paper: float, note: str = "") -> Figure:
@@ -175,7 +159,7 @@ def _throughput_ratio(id_: str, over: tuple[str, str], under: tuple[str, str], p
         names = {"SD": "SyncDecoupled", "coupled": "SyncCoupled"}
         return names[part] if preset == ECOSERVE else preset
 
-    return _row(f"1-{id_}", f"{shown(over)} over {shown(under)}", "throughput", "x", paper, measure, note)
+    return _row(f"1-{id_}", _ALL, f"{shown(over)} over {shown(under)}", "throughput", "x", paper, measure, note)
 
 
 def _filled_figure(
@@ -186,7 +170,7 @@ def _filled_figure(
         return 100.0 * sum(report.instances[0].kv_filled for report in reports) / len(reports)
 
     note, standing = ("the paper prints no number", Standing.BESIDE) if math.isnan(paper) else ("", Standing.CLAIM)
-    return _row(f"1-kv-{id_}", system, "KV slots filled", "%", paper, measure, note, standing, paper_to=paper_to)
+    return _row(f"1-kv-{id_}", _ALL, system, "KV slots filled", "%", paper, measure, note, standing, paper_to=paper_to)
 
 
 def _deciding(lab: Lab, preset: str) -> float:
@@ -217,7 +201,7 @@ def _sweep(option: str, data: str, paper: float) -> Figure:
 
     note = f"of {', '.join(f'{100 * value:g}' for value in _SWEEPS[option])}, by mean JCT"
     workload = f"{NAMES[data]}, OPT-13B"
-    return _row(f"12-{option}-{data}", "itself", f"best {option}", "%", paper, measure, note, workload=workload)
+    return _row(f"12-{option}-{data}", workload, "itself", f"best {option}", "%", paper, measure, note)
 
 
 def _spread(option: str, data: str) -> Figure:
@@ -228,7 +212,7 @@ def _spread(option: str, data: str) -> Figure:
 
     note, metric = "the paper prints its sweeps as curves without numbers", f"JCT at the worst {option} over the best"
     id_, workload = f"12-{option}-{data}-spread", f"{NAMES[data]}, OPT-13B"
-    return _row(id_, "itself", metric, "x", 1.0, measure, note, Standing.BESIDE, workload)
+    return _row(id_, workload, "itself", metric, "x", 1.0, measure, note, Standing.BESIDE)
 
 
 # -- Fig. 10 ---------------------------------------------------------------------------------------------------------
@@ -287,6 +271,7 @@ def _rate_ratio(
 
     return _row(
         "-".join(part for part in ("10-rate", data, SHORT[baseline], *parts) if part),
+        f"{NAMES[data]}, {model.shown}",
         f"{ours} over {baseline}",
         "sustained rate",
         "x",
@@ -294,7 +279,6 @@ def _rate_ratio(
         measure,
         also,
         Standing.READING if also or ours == FORECAST else Standing.CLAIM,
-        workload=f"{NAMES[data]}, {model.shown}",
         paper_to=high,
     )
 
@@ -315,13 +299,13 @@ def _oracle(model: Model, paper: float) -> Figure:
 
     return _row(
         f"10-oracle{'' if model is OPT13 else f'-{model.name}'}",
+        f"all three, mean, {model.shown}",
         "Oracle over ecoserve",
         "sustained rate",
         "x",
         paper,
         measure,
         "true lengths, no padding; paper: only so much higher",
-        workload=f"all three, mean, {model.shown}",
         kind=Kind.AT_MOST,
     )
 
@@ -340,7 +324,7 @@ def _slo_ratio(ours: str, baseline: str, paper: float) -> Figure:
     )
     id_ = f"10-slo-{SHORT[baseline]}{'-forecast' if ours == FORECAST else ''}"
     standing = Standing.READING if ours == FORECAST else Standing.CLAIM
-    return _row(id_, f"{ours} over {baseline}", "SLO satisfaction", "x", paper, measure, note, standing)
+    return _row(id_, _ALL, f"{ours} over {baseline}", "SLO satisfaction", "x", paper, measure, note, standing)
 
 
 _OTHERWISE: dict[str, dict[str, Any]] = {
@@ -399,10 +383,8 @@ FIGURES: tuple[Figure, ...] = (
     _filled_figure("sdo", "EcoServe-SDO", ECOSERVE, "SDO"),
     _filled_figure("full", "EcoServe", ECOSERVE, "full"),
     _filled_figure("forecast", "EcoServe by forecast", ECOSERVE, "forecast"),
-    Figure(
-        "ecoserve-11-scheduling",
-        "ecoserve",
-        "EcoServe Fig. 11j",
+    _row(
+        "11-scheduling",
         "ShareGPT, OPT-13B",
         VLLM,
         "deciding time per token",
@@ -411,6 +393,7 @@ FIGURES: tuple[Figure, ...] = (
         lambda lab: _deciding(lab, ECOSERVE) / _deciding(lab, VLLM),
         "ours: wall-clock of the worker's decisions, jumps over certain iterations included",
         kind=Kind.VALUE,
+        where="Fig. 11j",
     ),
     *(_sweep("padding", data, 100.0 * PADDING[data]) for data in NAMES),
     *(_sweep("reserve", data, 100.0 * RESERVE[data]) for data in NAMES),

@@ -110,3 +110,31 @@ class Figure:
     """How it is compared, where neither its claim nor its unit says it."""
     paper_to: float | None = None
     """The other end, where the paper prints a range; `paper` is the one nearer to no effect."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """Makes the rows of one system; `name` is the paper's, in the rows' headings."""
+
+    system: str
+    name: str
+
+    def row(
+        self,
+        id_: str,
+        workload: str,
+        baseline: str,
+        metric: str,
+        unit: str,
+        paper: float,
+        measure: Callable[[Lab], float],
+        note: str = "",
+        standing: Standing = Standing.CLAIM,
+        kind: Kind | None = None,
+        paper_to: float | None = None,
+        where: str = "",
+    ) -> Figure:
+        """`id_` begins with the figure's number, unless `where` says where in the paper the number stands."""
+        figure = f"{self.name} {where or 'Fig. ' + id_.split('-')[0]}"
+        about = (self.system, figure, workload, baseline, metric, unit, paper)
+        return Figure(f"{self.system}-{id_}", *about, measure, note, standing, kind, paper_to)

@@ -63,7 +63,6 @@ class SimWorker(WorkerNode):
 
     fast_forward: FastForward = field(init=False)
     tally: WorkerTally = field(default_factory=WorkerTally)
-    plan: IterationPlan | None = None
     epoch: int = 0
     ends_s: list[float] = field(default_factory=list)
     """When the step in flight ends, and those that will repeat it."""
@@ -166,7 +165,6 @@ class CostEngine:
             worker.drafting_share, worker.step_share = drafting.drafts_s / whole_s, latency_s / whole_s
             latency_s = whole_s
             worker.tally.drafting_s += drafting.drafts_s + drafting.filling_s
-        worker.plan = plan
         worker.ends_s, worker.latencies_s = [now_s + latency_s], [latency_s]
         if self._late_binding:
             worker.aligned_batches = batches_of(plan.rows)

@@ -56,7 +56,7 @@ def told_of_profiles(options: argparse.Namespace, clusters: Sequence[Cluster], t
     for name, part in parts.items():
         for line in profile_note.warnings(name, part.profile):
             tell(f"warning: {line}")
-        if options.check_profile:
+        if getattr(options, "check_profile", False):  # `cohort compare` has none
             tell(profile_note.check(name, part.profile))
 
 

@@ -1,6 +1,6 @@
 """One measurement: workload → prepared requests → warm-up → run → report.
 
-Called by `modes`, which decide only what is measured next. Owns the HTTP session's use and the negotiated servers.
+Called by `measuring`, which decides only what is measured next. Owns the HTTP session's use and the negotiated servers.
 Draws prompts before the clock starts and keeps the garbage collector out of the run.
 """
 
@@ -25,7 +25,7 @@ from cohort.services.bench.http.load.client import HttpStreamClient, PreparedReq
 from cohort.services.bench.http.load.driver import Driver, RunLog
 from cohort.services.bench.http.load.prompts import PromptFactory, Vocabulary
 from cohort.services.bench.http.load.target import Dialect, Preferences, RequestBuilder, Target
-from cohort.services.bench.http.load.workload import FromDataset, Workload
+from cohort.services.bench.http.load.workload import Workload
 from cohort.services.bench.http.options import BenchOptions
 from cohort.services.bench.http.results import report as report_
 from cohort.services.bench.http.results.report import RunReport
@@ -99,16 +99,8 @@ class Harness:
     async def _negotiate(self, target: Target, prompt_format: target_.PromptFormat | None) -> Dialect:
         assert self._vocabulary is not None
         options = self.options
-        plan = target_.PROBE_PLAN
-        source = options.workload.source
-        if isinstance(source, FromDataset):
-            plan = replace(plan, row=source.rows[0])
-            prompt_format = "text"
         preferences = Preferences(
-            options.endpoint,
-            prompt_format,
-            options.ignore_eos,
-            text_possible=isinstance(source, FromDataset) or bool(self._vocabulary.words),
+            options.endpoint, prompt_format, options.ignore_eos, text_possible=bool(self._vocabulary.words)
         )
         return await target_.negotiate(
             self._session,
@@ -117,7 +109,6 @@ class Harness:
             self._prompts(derive_salt(options.prompt_salt, "probe")),
             self._builder,
             options.request_timeout_s,
-            plan,
         )
 
     def _choose_vocabulary(self, targets: list[Target]) -> Vocabulary:

@@ -1,5 +1,9 @@
 """`cohort bench` against a server: read options, measure, print and write the result.
 
+Servers are compared round by round: A B B A …, the same requests for all within a round. Every other round goes
+backwards: which server comes first in a round is worth some percent on a shared machine. Rounds repeat lengths and
+arrivals but not words, so that spread is the servers' and no round meets a warm prefix cache.
+
 Exit status: 0 something completed, 1 nothing did, 2 wrong options or no usable server, 130 Ctrl-C (the partial report
 is printed and written all the same).
 """
@@ -16,11 +20,11 @@ import aiohttp
 from rich.console import Console
 
 from cohort.services.bench.http import options as options_
-from cohort.services.bench.http.harness import Harness, Interrupted
-from cohort.services.bench.http.modes import measured
+from cohort.services.bench.http.harness import Harness, Interrupted, derive_salt
 from cohort.services.bench.http.options import BenchOptions
-from cohort.services.bench.http.results.export import BenchResult, to_json
+from cohort.services.bench.http.results.figures import BenchResult, compare, to_json
 from cohort.services.bench.http.results.render import print_result
+from cohort.services.bench.http.results.report import RunReport
 from cohort.services.bench.output import output_console, publish_json
 
 EXIT_NOTHING_COMPLETED = 1
@@ -60,8 +64,40 @@ async def _measure(options: BenchOptions) -> tuple[BenchResult, bool]:
         harness = Harness(options, session, stop)
         with _ctrl_c_sets(stop):
             await harness.connect()
-            result = await measured(harness)
+            result = await _runs(harness)
     return result, stop.is_set()
+
+
+async def _runs(harness: Harness) -> BenchResult:
+    """Every run, in the order they were made."""
+    options = harness.options
+    if len(harness.servers) > 1:
+        return await _in_turn(harness)
+    report = await harness.measure(harness.servers[0], label="run", salt=options.prompt_salt)
+    return BenchResult(mode="single", settings=options.settings, runs=[report])
+
+
+async def _in_turn(harness: Harness) -> BenchResult:
+    options = harness.options
+    found: list[RunReport] = []
+    by_name: dict[str, list[RunReport]] = {server.target.name: [] for server in harness.servers}
+    try:
+        for number in range(1, options.rounds + 1):
+            label = f"round {number}"
+            for server in harness.servers[:: 1 if number % 2 else -1]:
+                if harness.stop.is_set():
+                    raise Interrupted
+                report = await harness.measure(server, label=label, salt=derive_salt(options.prompt_salt, label))
+                found.append(report)
+                if not report.interrupted:
+                    by_name[server.target.name].append(report)
+    except Interrupted:
+        if not found:
+            raise
+    # After Ctrl-C the last round may lack a server: only whole rounds are compared.
+    whole = min(len(reports) for reports in by_name.values())
+    compared = compare({name: reports[:whole] for name, reports in by_name.items()}) if whole else []
+    return BenchResult(mode="compare", settings=options.settings, runs=found, comparison=compared)
 
 
 def _publish(options: BenchOptions, result: BenchResult, errors: Console) -> None:

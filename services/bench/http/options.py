@@ -1,6 +1,6 @@
-"""The frozen settings of a measurement over HTTP, made of its command line (`arguments`).
+"""The frozen settings of a measurement over HTTP, made of its command line (`command`).
 
-Called by `command`. Anything wrong is a `ConfigError` that names the option, before a request is sent.
+Called by `measuring`. Anything wrong is a `ConfigError` that names the option, before a request is sent.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from cohort.common.errors import ConfigError
 from cohort.services.bench.output import check_output
 
 if TYPE_CHECKING:
+    from cohort.common.workloads.generate import Source
     from cohort.common.workloads.traces import Trace
-    from cohort.services.bench.http.load.workload import Source, WorkloadSpec
+    from cohort.services.bench.http.load.workload import WorkloadSpec
     from cohort.services.bench.http.results.report import SloLimits
 
 
@@ -71,10 +72,7 @@ def from_args(args: argparse.Namespace) -> BenchOptions:
         value = getattr(args, name)
         if value is not None and not value >= 0:
             raise ConfigError(f"{_flag(name)} must not be negative")
-    if args.dataset is not None and args.prompt_format == "ids":
-        raise ConfigError("--dataset holds texts; --prompt-format ids cannot be had")
-    endpoint: Literal["completions", "chat"] | None = args.endpoint or ("chat" if args.dataset is not None else None)
-    if endpoint == "chat" and args.prompt_format == "ids":
+    if args.endpoint == "chat" and args.prompt_format == "ids":
         raise ConfigError("--endpoint chat takes no token ids; use --prompt-format text")
     workload = _workload(args)
     check_output(args)
@@ -90,12 +88,12 @@ def from_args(args: argparse.Namespace) -> BenchOptions:
         slo=_slo(args, {name for name, _ in workload.class_mix}),
         model=args.model,
         api_key=args.api_key,
-        endpoint=endpoint,
+        endpoint=args.endpoint,
         prompt_format=None if args.prompt_format == "auto" else args.prompt_format,
         tokenizer=args.tokenizer,
         token_range=_token_range(args.token_range),
         hash_block_tokens=args.hash_block,
-        ignore_eos=args.dataset is None if args.ignore_eos is None else args.ignore_eos,
+        ignore_eos=args.ignore_eos,
         temperature=args.temperature,
         extra_body=_extra_body(args.extra_body),
         warmup_requests=args.warmup,
@@ -167,27 +165,21 @@ def _source(args: argparse.Namespace) -> Source:
     from cohort.common.workloads.generate import Drawn, FromTrace, Mixed
     from cohort.common.workloads.lengths import parse_distribution, parse_mix
     from cohort.common.workloads.traces import read_trace
-    from cohort.services.bench.http.load.datasets import read_dataset
-    from cohort.services.bench.http.load.workload import FromDataset
 
-    sources = (("--mix", args.mix), ("--trace", args.trace), ("--dataset", args.dataset))
-    chosen = [flag for flag, value in sources if value]
-    if len(chosen) > 1:
-        raise ConfigError(f"{' and '.join(chosen)} each say what requests look like; give one")
-    if chosen and args.input_len is not None:
-        raise ConfigError(f"--input-len and {chosen[0]} each say how long prompts are; give one")
-    if chosen and chosen[0] != "--dataset" and args.output_len is not None:
-        raise ConfigError(f"--output-len and {chosen[0]} each say how long outputs are; give one")
+    if args.mix and args.trace:
+        raise ConfigError("--mix and --trace each say what requests look like; give one")
+    if chosen := "--mix" if args.mix else "--trace" if args.trace else "":
+        for option, value in (("--input-len", args.input_len), ("--output-len", args.output_len)):
+            if value is not None:
+                raise ConfigError(f"{option} and {chosen} each say how long requests are; give one")
     if args.trace is not None:
         trace = read_trace(args.trace, args.trace_format, args.limit, sort=True)
         _check_hash_block(trace, args.hash_block)
         return FromTrace(trace, args.trace.name)
-    output = parse_distribution(args.output_len or ("256" if args.dataset else "64"), "--output-len")
-    if args.dataset is not None:
-        return FromDataset(read_dataset(args.dataset, args.limit), args.dataset.name, output)
     if args.mix is not None:
         return Mixed(parse_mix(args.mix))
-    return Drawn(parse_distribution(args.input_len or "128", "--input-len"), output)
+    lengths = (("--input-len", args.input_len or "128"), ("--output-len", args.output_len or "64"))
+    return Drawn(*(parse_distribution(text, option) for option, text in lengths))
 
 
 def _slo(args: argparse.Namespace, classes: set[str]) -> SloLimits:

@@ -1,4 +1,4 @@
-"""The load: clients, prompts and datasets, the connection to the server, a record of each request.
+"""The load: clients and prompts, the connection to the server, a record of each request.
 
 The room knows no report.
 """

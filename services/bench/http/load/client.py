@@ -21,10 +21,10 @@ import aiohttp
 import msgspec
 
 from cohort.services.bench.http.load.records import RequestRecord
-from cohort.services.bench.http.load.sse import DONE, EventParser
 from cohort.services.bench.http.load.workload import RequestPlan
 
 MAX_DETAIL_CHARS = 300
+DONE = b"[DONE]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,24 @@ class _Chunk(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: Any = None
+
+
+class EventParser:
+    """Server-sent events as OpenAI-style streams use them: bytes in, payloads of complete `data:` lines out; keeps an
+    unfinished line for the next call. One line is one event: comments and other fields are skipped."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        lines = (self._rest + data if self._rest else data).split(b"\n")
+        self._rest = lines.pop()
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+    def finish(self) -> list[bytes]:
+        """A last line that the server did not end."""
+        rest, self._rest = self._rest, b""
+        return [rest[5:].strip()] if rest.startswith(b"data:") else []
 
 
 def now_s() -> float:

@@ -1,4 +1,4 @@
-"""One request as the client saw it. Written by `client` and `driver`, read by `report` and `export`.
+"""One request as the client saw it. Written by `client` and `driver`, read by `report`.
 
 All times are seconds of one monotonic clock, relative to the start of the run.
 """

@@ -21,7 +21,6 @@ from cohort.common import paths
 from cohort.common.config import load_config
 from cohort.common.errors import CohortError, ConfigError
 from cohort.services.bench.http.load.client import HttpStreamClient, PreparedRequest, error_message
-from cohort.services.bench.http.load.datasets import DatasetRow
 from cohort.services.bench.http.load.prompts import PromptFactory
 from cohort.services.bench.http.load.records import RequestRecord
 from cohort.services.bench.http.load.workload import RequestPlan
@@ -30,7 +29,7 @@ PromptFormat = Literal["ids", "text"]
 Endpoint = Literal["completions", "chat"]
 
 PROBE_PLAN = RequestPlan(index=0, due_s=None, prompt_tokens=8, output_tokens=2)
-"""The request of a negotiation, unless the workload has texts of its own."""
+"""The request of a negotiation."""
 _REFUSED_STATUS = ("http_400", "http_404", "http_405", "http_415", "http_422", "http_501")
 """Answers that may mean 'not in this form'; anything else ends the negotiation."""
 
@@ -154,14 +153,13 @@ async def negotiate(
     prompts: PromptFactory,
     request: RequestBuilder,
     timeout_s: float,
-    plan: RequestPlan = PROBE_PLAN,
 ) -> Dialect:
     """The richest dialect the server answers to."""
     refusals: list[str] = []
     for dialect in _dialects(preferences):
         client = HttpStreamClient(session, target.base_url + dialect.path, timeout_s)
-        record = RequestRecord(plan)
-        await client.stream(request.build(target, dialect, prompts, plan, "probe"), record, 0.0)
+        record = RequestRecord(PROBE_PLAN)
+        await client.stream(request.build(target, dialect, prompts, PROBE_PLAN, "probe"), record, 0.0)
         if record.status == "completed" or record.error_kind == "empty":
             return dialect
         refusal = f"{dialect.path} with {dialect.prompt_format}: {record.error_kind}: {record.error_detail}"
@@ -208,10 +206,7 @@ class RequestBuilder:
         if dialect.ignore_eos:
             body["ignore_eos"] = True
         if dialect.endpoint == "chat":
-            row = plan.row or DatasetRow((("user", prompts.text(plan)),))
-            body["messages"] = [{"role": role, "content": content} for role, content in row.messages]
-        elif plan.row is not None:
-            body["prompt"] = plan.row.text
+            body["messages"] = [{"role": "user", "content": prompts.text(plan)}]
         else:
             body["prompt"] = prompts.token_ids(plan) if dialect.prompt_format == "ids" else prompts.text(plan)
         body.update(self.extra_body or {})

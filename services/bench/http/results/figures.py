@@ -1,15 +1,19 @@
-"""The headline figures of a run and how several runs of the same thing are put together. Pure.
+"""The headline figures of a run, how several runs of the same thing are put together, and the document of all. Pure.
 
-Called by `modes` and `render`, so that a table and a comparison name and compute a figure alike.
+Called by `measuring` and `render`, so that a table and a comparison name and compute a figure alike.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
+from cohort import __version__
 from cohort.services.bench.http.results.report import Distribution, RunReport
 from cohort.services.bench.spread import Spread, spread
 
@@ -112,3 +116,27 @@ def compare(rounds: Mapping[str, Sequence[RunReport]]) -> list[ComparedFigure]:
             )
         )
     return compared
+
+
+class ClientFacts(msgspec.Struct, frozen=True):
+    """The machine that measured."""
+
+    cohort: str = __version__
+    python: str = platform.python_version()
+    system: str = f"{platform.system()} {platform.machine()}"
+    cpus: int = os.cpu_count() or 0
+
+
+class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The document behind `--json`."""
+
+    schema_version: int = 1
+    mode: Literal["single", "compare"]
+    client: ClientFacts = ClientFacts()
+    settings: dict[str, Any]
+    runs: list[RunReport]
+    comparison: list[ComparedFigure] | None = None
+
+
+def to_json(result: BenchResult) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n"

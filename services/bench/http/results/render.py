@@ -7,8 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cohort.services.bench.http.results.export import BenchResult
-from cohort.services.bench.http.results.figures import ComparedFigure
+from cohort.services.bench.http.results.figures import BenchResult, ComparedFigure
 from cohort.services.bench.http.results.report import RunReport, Slice, SloReport
 from cohort.services.bench.output import plain_table
 from cohort.services.bench.spread import Spread

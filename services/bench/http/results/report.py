@@ -249,8 +249,7 @@ def length_check(records: Sequence[RequestRecord]) -> LengthCheck | None:
     counted = [r for r in records if r.status == "completed" and r.reported_output_tokens is not None]
     if not counted:
         return None
-    # The length of a real text is not planned in tokens; there is nothing to compare.
-    planned = [r for r in counted if r.plan.row is None and r.reported_prompt_tokens is not None]
+    planned = [r for r in counted if r.reported_prompt_tokens is not None]
     prompt = [(r.reported_prompt_tokens or 0) - r.plan.prompt_tokens for r in planned] or [0]
     output = [(r.reported_output_tokens or 0) - r.plan.output_tokens for r in counted]
     cached = [r.cached_tokens for r in counted if r.cached_tokens is not None]

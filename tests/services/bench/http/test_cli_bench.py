@@ -16,7 +16,7 @@ import pytest
 
 from cohort.common.errors import ConfigError
 from cohort.services.bench.__main__ import main
-from cohort.services.bench.http import arguments, options
+from cohort.services.bench.http import command, options
 from cohort.services.cli import __main__ as cli
 
 from .conftest import FakeServer
@@ -118,23 +118,6 @@ def test_trace_prefixes_reach_the_server(server: FakeServer, tmp_path: Path) -> 
     assert len({tuple(p[:8]) for p in prompts}) == 1 and len({tuple(p[8:]) for p in prompts}) == 3
     # Arrivals are 0.05 s apart; the clock starts when the first has been sent.
     assert 0.08 <= found["runs"][0]["duration_s"] < 2
-
-
-def test_dataset_is_chat(server: FakeServer, tmp_path: Path) -> None:
-    data = tmp_path / "prompts.jsonl"
-    data.write_text('{"prompt": "hello", "output_tokens": 5}\n{"turns": ["what?", "more"]}\n')
-    server.behaviour.stops_after = 2
-    found = result(
-        server, tmp_path, "--dataset", str(data), "--num-requests", "4", "--output-len", "9", "--warmup", "0"
-    )
-    run = found["runs"][0]
-    assert run["dialect"]["endpoint"] == "chat"
-    assert run["overall"]["output_tokens"] == 8
-    assert run["warnings"] == []
-    sent = server.measured()
-    assert [b["messages"][0]["content"] for b in sent].count("what?") == 2
-    assert sorted(b["max_tokens"] for b in sent) == [5, 5, 9, 9]
-    assert not any("ignore_eos" in b for b in sent)
 
 
 def test_failures_are_reported_not_hidden(
@@ -320,7 +303,7 @@ def test_too_long_for_the_context(server: FakeServer, capsys: pytest.CaptureFixt
 
 def parse(*args: str) -> options.BenchOptions:
     parser = argparse.ArgumentParser()
-    arguments.add_arguments(parser)
+    command.add_arguments(parser)
     return options.from_args(parser.parse_args(args))
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.services.bench.http.load.sse import EventParser
+from cohort.services.bench.http.load.client import EventParser
 
 STREAM = (
     b': keep-alive\r\n\r\nevent: x\r\ndata: {"a":"\xc3\xa9"}\r\n\r\n'

@@ -9,5 +9,5 @@
     fit         a machine's constants for the simulator, by `cohort profile`
 
 Every other package has a module with `add_arguments(parser)` and `run(args)` that is cheap to import; modules that need
-torch are imported, or started as a process, only when it runs. `spread`, `output` and `child` are shared by all.
+torch are imported, or started as a process, only when it runs. `rounds`, `output` and `child` are shared by all.
 """

@@ -23,7 +23,6 @@ _HERE = "cohort.services.bench"
 COMMANDS = {
     HTTP: (f"{_HERE}.http.command", "any OpenAI-style server (the same as without a command)"),
     "chaos": (f"{_HERE}.chaos.command", "processes broken under clients that compare (the same as `cohort chaos`)"),
-    "soak": (f"{_HERE}.chaos.soak_command", "mixed traffic while processes are killed: what is lost, what grows"),
     "engine": (f"{_HERE}.engine.command", "the CPU engine's steps against their floors, and taken apart"),
     "host-time": (f"{_HERE}.engine.host_time_command", "the host's part of a decode step, by rows"),
     "token-cost": (f"{_HERE}.tokens.command", "processor time per streamed token, around an engine that costs nothing"),

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cohort.common.errors import CohortError
 
@@ -28,34 +27,9 @@ class MeasurementFailed(CohortError):
     """The measuring process ended without a result."""
 
 
-class Steps:
-    """The progress of a measurement: a bar on a terminal, lines elsewhere, nothing on a quiet console."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=console, transient=True, refresh_per_second=2)
-        self._task = self._bar.add_task("starting", total=None)
-
-    def __enter__(self) -> Steps:
-        if self._console.is_terminal:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._console.is_terminal:
-            self._bar.stop()
-
-    @property
-    def live(self) -> bool:
-        """It shows a bar, and may be told often."""
-        return self._console.is_terminal
-
-    def report(self, done: int, total: int, what: str) -> None:
-        if self._console.is_terminal:
-            self._bar.update(self._task, completed=done, total=total, description=what)
-        else:
-            self._console.print(f"{done + 1}/{total} {what}", highlight=False, markup=False)
+def shown_on(console: Console) -> Report:
+    """Progress as lines; none on a quiet console."""
+    return lambda done, total, what: console.print(f"{done + 1}/{total} {what}", highlight=False, markup=False)
 
 
 def run_child(module: str, arguments: Sequence[str], report: Report) -> None:

@@ -6,6 +6,7 @@ Starts `measuring`, where the links are, and publishes its report as a table and
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +18,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from cohort.common.errors import ConfigError
-from cohort.services.bench.child import Steps, run_child
-from cohort.services.bench.engine.render import targets
+from cohort.services.bench.child import run_child, shown_on
+from cohort.services.bench.engine.render import LINK_OVER_PERFTEST, Target, targets
 from cohort.services.bench.links_measuring import LINKS, PERFTEST, ROUNDS, SIZES_MB, TOTAL_MB, LinkReport
 from cohort.services.bench.output import add_output_arguments, check_output, output_console, plain_table, publish_json
-from cohort.services.bench.targets import LINK_OVER_PERFTEST, Target
 
 _CHILD = "cohort.services.bench.links_measuring"
 _QUICK_TOTAL_MB = 16
@@ -58,12 +58,12 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{option} must be above 0")
     check_output(args)
     quiet = args.quiet or args.json == "-"
-    amount = ["--rounds", str(rounds), "--total-mb", str(total_mb)]
-    wanted = ["--links", *args.links, "--sizes-mb", *map(str, sizes), *amount]
-    wanted += ["--through", args.through, "--host", args.host, "--net-devices", args.net_devices]
-    with tempfile.TemporaryDirectory() as folder, Steps(Console(stderr=True, quiet=quiet)) as steps:
+    report_to = shown_on(Console(stderr=True, quiet=quiet))
+    wanted = {"through": args.through, "host": args.host, "net_devices": args.net_devices}
+    amounts = {"links": args.links, "sizes_mb": sizes, "rounds": rounds, "total_mb": total_mb}
+    with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "links.json"
-        run_child(_CHILD, ["--output", str(output), *wanted], steps.report)
+        run_child(_CHILD, [json.dumps({**wanted, "amounts": amounts, "output": str(output)})], report_to)
         report = msgspec.json.decode(output.read_bytes(), type=LinkReport)
     if not quiet:
         print_links(report, output_console())

@@ -7,9 +7,9 @@ brought it: all run in turn, so that other load on the machine hits all alike.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -124,7 +125,7 @@ async def measure(
         for name in links:
             try:
                 pairs.append(await LinkPair.open(name, ends))
-                contenders[name] = _link_contender(pairs[-1], total_mb)
+                contenders[name] = partial(_link_rate, pairs[-1], total_mb)
             except (TransferError, ConfigError) as error:
                 missing[name] = str(error)
         tool = None if ends.through else find_perftest()
@@ -133,7 +134,7 @@ async def measure(
         elif tool is None:
             missing[PERFTEST] = "this installation has no libucx wheel with bin/ucx_perftest"
         else:
-            contenders[PERFTEST] = _perftest_contender(tool, total_mb)
+            contenders[PERFTEST] = partial(_perftest_rate, tool, total_mb)
         for done, size_mb in enumerate(sizes_mb):
             progress(done, len(sizes_mb), f"{size_mb} MB")
             found: dict[str, list[float]] = {name: [] for name in contenders}
@@ -264,21 +265,15 @@ async def _pipelined(transfers: Sequence[Awaitable[object]]) -> None:
             tasks.create_task(lane())
 
 
-def _link_contender(pair: LinkPair, total_mb: int) -> Contender:
-    async def run(size_mb: int) -> float:
-        try:
-            return await pair.rate(size_mb, _count(size_mb, total_mb))
-        except ExceptionGroup as group:
-            raise TransferError(f"{pair.name}: {group.exceptions[0]}") from group
-
-    return run
+async def _link_rate(pair: LinkPair, total_mb: int, size_mb: int) -> float:
+    try:
+        return await pair.rate(size_mb, _count(size_mb, total_mb))
+    except ExceptionGroup as group:
+        raise TransferError(f"{pair.name}: {group.exceptions[0]}") from group
 
 
-def _perftest_contender(tool: Path, total_mb: int) -> Contender:
-    async def run(size_mb: int) -> float:
-        return await asyncio.to_thread(perftest_rate, tool, size_mb, _count(size_mb, total_mb))
-
-    return run
+async def _perftest_rate(tool: Path, total_mb: int, size_mb: int) -> float:
+    return await asyncio.to_thread(perftest_rate, tool, size_mb, _count(size_mb, total_mb))
 
 
 def find_perftest() -> Path | None:
@@ -349,30 +344,22 @@ def _say_progress(done: int, total: int, what: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m cohort.services.bench.links_measuring", description="Measure the KV links on this host."
-    )
-    parser.add_argument("--links", nargs="+", choices=LINKS, default=LINKS)
-    parser.add_argument("--sizes-mb", nargs="+", type=int, default=SIZES_MB, help="message sizes in MB (2^20 bytes)")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="all run in turn (default: %(default)s)")
-    parser.add_argument("--total-mb", type=int, default=TOTAL_MB, help="megabytes per measurement (default: 512)")
-    parser.add_argument("--output", type=Path, help="where the report goes, as JSON")
-    parser.add_argument("--host", default="127.0.0.1", help="address at which ZeroMQ listens (default: %(default)s)")
-    parser.add_argument("--through", default="", help="command that runs the other process: 'ip netns exec NAME'")
-    parser.add_argument("--net-devices", default="", help="of UCX, as UCX_NET_DEVICES")
-    parser.add_argument("--sender", nargs=4, metavar=("LINK", "ADDRESS", "KEYS", "DEVICES"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.sender:
-        link, address, keys_file, net_devices = options.sender
+    """`--sender LINK ADDRESS KEYS DEVICES`: the other process; else the keywords of `_report` in JSON."""
+    if sys.argv[1] == "--sender":
+        link, address, keys_file, net_devices = sys.argv[2:]
         ends = Ends(keys_file=keys_file, net_devices=net_devices)
         asyncio.run(send_there(link, bytes.fromhex(address), ends))
         return
+    _report(**json.loads(sys.argv[1]))
+
+
+def _report(amounts: dict[str, Any], output: str, through: str, host: str, net_devices: str) -> None:
+    """Measure with `amounts` (links, sizes_mb, rounds, total_mb) and write the report."""
     with tempfile.TemporaryDirectory() as folder:
         generate_keys(Path(folder) / "keys")
-        ends = Ends(options.host, tuple(shlex.split(options.through)), str(Path(folder) / "keys"), options.net_devices)
-        amounts = options.links, options.sizes_mb, options.rounds, options.total_mb
-        report = asyncio.run(measure(*amounts, _say_progress, ends))
-    options.output.write_bytes(msgspec.json.encode(report))
+        ends = Ends(host, tuple(shlex.split(through)), str(Path(folder) / "keys"), net_devices)
+        report = asyncio.run(measure(progress=_say_progress, ends=ends, **amounts))
+    Path(output).write_bytes(msgspec.json.encode(report))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -28,6 +31,22 @@ def markdown_table(words: Sequence[str], numbers: Sequence[str], rows: Sequence[
     """Rows of cells under two kinds of columns: `words` to the left, `numbers` to the right."""
     head = "| " + " | ".join([*words, *numbers]) + " |\n" + "|---" * len(words) + "|---:" * len(numbers) + "|\n"
     return head + "".join("| " + " | ".join(row) + " |\n" for row in rows)
+
+
+def cells(found: Iterable[object], columns: Mapping[str, str]) -> list[list[str]]:
+    """A row for each; a column's text names its attribute and form: `{0.median_us:.0f}`."""
+    return [[text.format(each) for text in columns.values()] for each in found]
+
+
+def print_costs(costs: Sequence[Any], columns: Mapping[str, str], *, as_json: bool) -> None:
+    """Dataclasses as a table of these `cells`, or as a list of objects in JSON."""
+    if as_json:
+        json.dump([asdict(cost) for cost in costs], sys.stdout, indent=1)
+        return
+    table = Table(*columns)
+    for row in cells(costs, columns):
+        table.add_row(*row)
+    output_console().print(table)
 
 
 def output_console() -> Console:

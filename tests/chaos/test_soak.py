@@ -1,5 +1,5 @@
 """A short soak: mixed traffic while processes are killed, everything accounted for, nothing left. An hour of it is a
-command: `cohort bench soak --minutes 60`."""
+command: `cohort chaos --minutes 60`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,18 @@ pytestmark = [
 
 def test_every_request_is_accounted_for_and_nothing_is_left(tmp_path: Path) -> None:
     document = tmp_path / "soak.json"
-    options = {"minutes": 0.25, "kill-every-s": 3, "kills-for": 0.6, "quiet-s": 12, "sample-s": 2, "port": free_port()}
+    options = {
+        "preset": "disaggregated",
+        "clients": 12,
+        "minutes": 0.25,
+        "kill-every-s": 3,
+        "kills-for": 0.6,
+        "quiet-s": 12,
+        "sample-s": 2,
+        "port": free_port(),
+    }
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "cohort.services.cli", "bench", "soak", *words, "--json", str(document)]
+    command = [sys.executable, "-m", "cohort.services.cli", "chaos", *words, "--json", str(document)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_document(document)

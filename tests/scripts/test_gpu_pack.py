@@ -36,7 +36,7 @@ SECTIONS = sorted(
 )
 STARTED = (  # with -m, by `pipeline`, `kv_transfer` and the runner, or by what these start
     *(f"cohort.services.{name}.__main__" for name in ("bench", "launcher", "gateway", "global_monitor", "rank_host")),
-    *(f"cohort.services.{name}.__main__" for name in ("bucketing_manager", "length_predictor")),
+    *(f"cohort.services.{name}.__main__" for name in ("bucketing_manager", "cli", "length_predictor")),
     *(f"cohort.services.{name}.__main__" for name in ("decode_worker", "prefill_worker")),
     *(f"cohort.services.gateway.text.{name}_process" for name in ("grammar", "template")),
     "cohort.services.launcher.processes.template",

@@ -33,7 +33,6 @@ class Sample(msgspec.Struct, frozen=True):
 
     at_s: float
     rss_bytes: int
-    anonymous_bytes: int
     threads: int
     descriptors: dict[str, int]
 
@@ -145,13 +144,7 @@ def _sample(pid: int, now_s: float) -> Sample:
     for link in (_PROC / str(pid) / "fd").iterdir():
         with contextlib.suppress(OSError):
             kinds[_kind(os.readlink(link))] += 1
-    return Sample(
-        round(now_s, 2),
-        _kib(status["VmRSS"]),
-        _kib(status["RssAnon"]),
-        int(status["Threads"]),
-        dict(sorted(kinds.items())),
-    )
+    return Sample(round(now_s, 2), _kib(status["VmRSS"]), int(status["Threads"]), dict(sorted(kinds.items())))
 
 
 def _kib(text: str) -> int:

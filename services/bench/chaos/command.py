@@ -11,8 +11,8 @@ process, one of which is killed at a moment that the seed draws. The launcher st
 streams on its own connections along; half of the clients ask for streams that can be resumed, and resume them. Of a
 kind with several processes one is killed.
 
-With `--minutes` a soak, which is also `cohort bench soak`: clients of all APIs ask for what a quiet run has answered
-before, and must get the same: greedy and seeded text, forms, tools, choices, batches. Some leave, read slowly, resume
+With `--minutes` a soak: clients of all APIs ask for what a quiet run has answered
+before, and must get the same: greedy and seeded text, forms, tools, choices. Some leave, read slowly, resume
 their streams, or ask for what must be refused. Faults of all processes come for the first part of the time
 (`--kills-for`), one at a time; the rest is undisturbed, so that every process has a life that is long enough for its
 memory to be judged. Then all clients go, and after a quiet time no process may hold a request, block, lease or stream,
@@ -36,15 +36,16 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from cohort.common.config import load_config
 from cohort.common.errors import ConfigError
-from cohort.common.paths import run_dir
-from cohort.services.bench.chaos import report
+from cohort.common.paths import default_model_dir, run_dir
+from cohort.services.bench.chaos import report, tiny_model
+from cohort.services.bench.chaos.catalogue import SERVED
 from cohort.services.bench.chaos.census import Census
 from cohort.services.bench.chaos.kill_table import KillTable, Load
 from cohort.services.bench.chaos.leftovers import unknown_files
-from cohort.services.bench.chaos.own_state import TINY, own_state
 from cohort.services.bench.chaos.report import RESTARTED, UNDISTURBED, Run
 from cohort.services.bench.chaos.soak import Soak, Terms
 from cohort.services.bench.chaos.users import Place
@@ -55,6 +56,8 @@ KINDS = ("gateway", "predictor", "manager", "monitor", "prefill", "decode", "uni
 _TABLE_RESUME_S = 60.0
 _TABLE_DRAIN_S = 30.0
 _SOAK_DRAIN_S = 5.0
+TINY = "tiny"
+_TINY_KV_BYTES = 16 << 20
 
 Publish = Callable[[list[Run]], None]
 """Of the runs of this preset, so far."""
@@ -73,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: all of the preset; without a word none)",
     )
     parser.add_argument("--rolling-restart", action="store_true", help="`cohort restart` is a fault, too")
-    parser.add_argument("--clients", type=int, default=8, help="at once; of a soak besides one that runs batches")
+    parser.add_argument("--clients", type=int, default=8, help="at once")
     parser.add_argument("--seed", type=int, default=0, help="of requests, of moments and of which process is killed")
     parser.add_argument(
         "--model", default=TINY, metavar="FOLDER", help="default: a tiny one; `default`: the default model"
@@ -140,7 +143,7 @@ def _table(args: argparse.Namespace, preset: str, publish: Publish) -> list[Run]
     load = Load(args.clients, args.requests, args.output_len, args.seed)
     runs = list[Run]()
     with tempfile.TemporaryDirectory(prefix="cohort-chaos-") as folder:
-        overlay = own_state(args.model, Path(folder), [], _TABLE_RESUME_S, _TABLE_DRAIN_S)
+        overlay = _own_state(args.model, Path(folder), [], _TABLE_RESUME_S, _TABLE_DRAIN_S)
         with pipeline(preset, overlay, args.port, ["engine.threads=1", *args.settings]) as served:
             place = Place(served.url, served.monitor_url, [""], time.monotonic())
             table = KillTable(preset, place, Census(run_dir(args.port)), len(_workers(args.port)), load, _say)
@@ -152,23 +155,14 @@ def _table(args: argparse.Namespace, preset: str, publish: Publish) -> list[Run]
 
 
 def _soak(args: argparse.Namespace, preset: str, publish: Publish) -> list[Run]:
-    terms = Terms(
-        seconds=60 * args.minutes,
-        clients=args.clients,
-        rate=args.rate,
-        kill_every_s=args.kill_every_s,
-        kills_for_s=60 * args.minutes * args.kills_for,
-        victims=args.kill,
-        restarts=args.rolling_restart,
-        sample_s=args.sample_s,
-        quiet_s=args.quiet_s,
-        seed=args.seed,
-    )
+    seconds = 60 * args.minutes
+    given = {name: getattr(args, name) for name in Terms.__dataclass_fields__ if hasattr(args, name)}
+    terms = Terms(seconds=seconds, kills_for_s=seconds * args.kills_for, **given)
     with tempfile.TemporaryDirectory(prefix="cohort-soak-") as folder, _temporary(Path(folder)) as temporary:
         keys = [secrets.token_hex(8), secrets.token_hex(8)]
         census = Census(run_dir(args.port))
         resume_s = max(15.0, min(20.0, args.quiet_s / 2))
-        overlay = own_state(args.model, Path(folder), keys, resume_s, _SOAK_DRAIN_S)
+        overlay = _own_state(args.model, Path(folder), keys, resume_s, _SOAK_DRAIN_S)
         with pipeline(preset, overlay, args.port, ["engine.threads=1", *args.settings]) as served:
             place = Place(served.url, served.monitor_url, keys, time.monotonic())
             soak = Soak(place, census, terms, _workers(args.port), say=_say)
@@ -193,6 +187,37 @@ def _run_of(args: argparse.Namespace, preset: str, soak: Soak, left: list[str]) 
         short_lives=report.short(census.series),
         counters=soak.counters,
     )
+
+
+def _own_state(model: str, folder: Path, keys: list[str], resume_s: float, drain_s: float) -> dict[str, Any]:
+    """Of a pipeline that is broken on purpose: its configuration, with all that it keeps in a folder of its own. `model`: a
+    folder, `tiny` (written here) or `default`. The waits are short, so that what a client leaves behind soon ends."""
+    state = folder / "state"
+    state.mkdir(exist_ok=True)
+    kv: dict[str, Any] = {}
+    match model:
+        case "tiny":
+            path, kv = tiny_model.write(folder / "model"), {"memory_bytes": _TINY_KV_BYTES}
+        case "default":
+            path = default_model_dir()
+        case _:
+            path = Path(model)
+    return {
+        "model": {"path": str(path), "dtype": "float32", "served_name": SERVED},
+        "kv": kv,
+        "gateway": {
+            "api_keys": keys,
+            "resume_file": str(state / "streams.sqlite3"),
+            "resume_s": resume_s,
+            "write_timeout_s": 10.0,
+            "body_timeout_s": 10.0,
+            "drain_s": drain_s,
+        },
+        "keys": {"usage_file": str(state / "usage.sqlite3")},
+        "batch": {"folder": str(state / "batches"), "concurrency": 4},
+        "predictor": {"state_path": str(state / "lengths.npz"), "save_every_s": 10.0},
+        "engine": {"state_dir": str(state / "learned"), "drain_s": drain_s},
+    }
 
 
 def _workers(port: int) -> frozenset[str]:

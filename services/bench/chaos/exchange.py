@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,7 +92,6 @@ class Stream:
     reader: Reader
     token: str = ""
     last_id: str = ""
-    events: int = 0
     times_s: list[float] = field(default_factory=list)
     """When each event came, of the monotonic clock."""
 
@@ -114,79 +113,75 @@ def session(key: str, *, keep_alive: bool, small_buffers: bool = False) -> aioht
 
 async def ask(http: aiohttp.ClientSession, url: str, api: Api, body: Mapping[str, Any], manner: Manner) -> Ending:
     """One request for an answer, read in this manner."""
+    asking = asyncio.create_task(_ended(_ask(http, url, api, body, manner)))
     if manner.leave_after_events == 0:
-        asking = asyncio.create_task(_ask(http, url, api, body, manner))
         done, _ = await asyncio.wait([asking], timeout=manner.leave_s)
         if not done:
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
             return Left()
-        return asking.result()
-    return await _ask(http, url, api, body, manner)
+    return await asking
 
 
 async def _ask(http: aiohttp.ClientSession, url: str, api: Api, body: Mapping[str, Any], manner: Manner) -> Ending:
-    stream = Stream(Reader(api))
-    try:
-        async with http.post(url + api, json={**body, "stream": True} if manner.stream else body) as response:
-            if response.status != 200:
-                return await _refused(response)
-            if not manner.stream:
-                return Answered(whole(api, await response.json()))
-            return await _follow(response, stream, manner)
-    except (aiohttp.ClientError, ConnectionError) as error:
-        return Broken(f"{type(error).__name__}: {error}")
-    except TimeoutError:
-        return Silent()
-    except (StreamFailed, KeyError, TypeError, ValueError) as error:
-        return Failed(f"{type(error).__name__}: {error}")
+    async with http.post(url + api, json={**body, "stream": True} if manner.stream else body) as response:
+        if response.status != 200:
+            return await _refused(response)
+        if not manner.stream:
+            return Answered(whole(api, await response.json()))
+        return await _follow(response, Stream(Reader(api)), manner)
 
 
 async def follow_resumed(
     http: aiohttp.ClientSession, url: str, stream: Stream, manner: Manner, first: tuple[str, Mapping[str, Any]] | None
 ) -> Ending:
     """One connection of a resumable stream: the first one with `first` (path and body), a later one by its token."""
+    return await _ended(_follow_resumed(http, url, stream, manner, first))
+
+
+async def _follow_resumed(
+    http: aiohttp.ClientSession, url: str, stream: Stream, manner: Manner, first: tuple[str, Mapping[str, Any]] | None
+) -> Ending:
+    if first is not None:
+        path, body = first
+        request = http.post(url + path, json={**body, "stream": True}, headers={"x-cohort-resume": "keep"})
+    else:
+        request = http.get(
+            f"{url}/v1/streams/{stream.token}", headers={"Last-Event-ID": stream.last_id} if stream.last_id else {}
+        )
+    async with request as response:
+        if response.status != 200:
+            return await _refused(response)
+        stream.token = response.headers.get("x-cohort-resume", stream.token)
+        return await _follow(response, stream, manner)
+
+
+async def tell(http: aiohttp.ClientSession, method: str, url: str, **how: Any) -> Ending:
+    """A request that generates nothing."""
+    return await _ended(_tell(http, method, url, **how))
+
+
+async def _tell(http: aiohttp.ClientSession, method: str, url: str, **how: Any) -> Ending:
+    async with http.request(method, url, **how) as response:
+        if response.status >= 400:
+            return await _refused(response)
+        data = await response.read()
+        try:
+            return Told(response.status, json.loads(data))
+        except ValueError:  # a page, metrics
+            return Told(response.status, None)
+
+
+async def _ended(exchange: Awaitable[Ending]) -> Ending:
+    """Its ending, that of a broken connection and of an answer that cannot be read included."""
     try:
-        if first is not None:
-            path, body = first
-            request = http.post(url + path, json={**body, "stream": True}, headers={"x-cohort-resume": "keep"})
-        else:
-            request = http.get(
-                f"{url}/v1/streams/{stream.token}", headers={"Last-Event-ID": stream.last_id} if stream.last_id else {}
-            )
-        async with request as response:
-            if response.status != 200:
-                return await _refused(response)
-            stream.token = response.headers.get("x-cohort-resume", stream.token)
-            return await _follow(response, stream, manner)
+        return await exchange
     except (aiohttp.ClientError, ConnectionError) as error:
         return Broken(f"{type(error).__name__}: {error}")
     except TimeoutError:
         return Silent()
     except (StreamFailed, KeyError, TypeError, ValueError) as error:
         return Failed(f"{type(error).__name__}: {error}")
-
-
-async def tell(http: aiohttp.ClientSession, method: str, url: str, **how: Any) -> tuple[Ending, bytes]:
-    """A request that generates nothing, and the body of what came."""
-    try:
-        async with http.request(method, url, **how) as response:
-            if response.status >= 400:
-                return await _refused(response), b""
-            data = await response.read()
-            return Told(response.status, _json(data)), data
-    except (aiohttp.ClientError, ConnectionError) as error:
-        return Broken(f"{type(error).__name__}: {error}"), b""
-    except TimeoutError:
-        return Silent(), b""
-
-
-def _json(data: bytes) -> Any:
-    """None for pages, metrics and lines of JSON."""
-    try:
-        return json.loads(data)
-    except ValueError:
-        return None
 
 
 async def half_a_body(host: str, port: int, key: str, wait_s: float) -> Ending:
@@ -218,7 +213,6 @@ async def _follow(response: aiohttp.ClientResponse, stream: Stream, manner: Mann
         stream.times_s.append(time.monotonic())
         stream.reader.take(data)
         stream.last_id = identity or stream.last_id
-        stream.events += 1
         events_here += 1
         if stream.reader.done:
             return Answered(stream.reader.said(), stream.times_s)

@@ -1,6 +1,9 @@
 """The result of a kill table or a soak: a document of one or more runs, its tables, and whether they passed.
 
 Memory is judged where a life was long enough: it grows when the lower end of its slope's interval is above the limit.
+The life's first part is left out: pools fill, caches and heaps find their size. What is left is cut into equal bins,
+each its median, and the line is Theil's and Sen's: the median of the slopes between all pairs of bins. The 95 %
+interval is Sen's, from the distribution of Kendall's statistic (Sen, JASA 63, 1968, §4).
 Written once a minute while a soak runs (`finished` false), so that a long one can be looked at.
 Called by `command` and `kill_table`.
 """
@@ -9,6 +12,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from math import sqrt
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,9 +23,12 @@ import msgspec
 from cohort.common.errors import ConfigError
 from cohort.services.bench.chaos.accounts import Accounts, Fault, Unaccounted, Verdict, Waits
 from cohort.services.bench.chaos.census import Life, Sample
-from cohort.services.bench.chaos.slopes import MEGABYTE, Slope, slope
 from cohort.services.bench.output import markdown_table
 
+MEGABYTE = 1e6
+_BIN_S = 30.0
+_LEAST_BINS = 8
+_Z = 1.959964
 BOUNDED = {"predictor/trainer_process": 300e6}
 """Bytes at most of processes that fill up by design, and are judged by that: the trainer keeps 20,000 finished
 requests, with about 2 kB each, and what it learns from them once more."""
@@ -37,6 +45,15 @@ _TOLD = 5
 """Requests that are not accounted for, in words; the document has more."""
 
 
+class Slope(msgspec.Struct, frozen=True):
+    """Megabytes (1e6 bytes) an hour, with the ends of the 95 % interval; `over_s`: of how long a time."""
+
+    mb_per_h: float
+    low: float
+    high: float
+    over_s: float
+
+
 class LifeReport(msgspec.Struct, frozen=True):
     """One life of one process. Megabytes are 1e6 bytes; the slopes leave out `skipped_s` at its begin. `rss_mb` every
     minute, and at the end."""
@@ -48,7 +65,6 @@ class LifeReport(msgspec.Struct, frozen=True):
     cpu_s: float
     skipped_s: float
     rss: Slope | None
-    anonymous: Slope | None
     rss_mb: list[float]
     threads: tuple[int, int]
     descriptors: tuple[int, int]
@@ -150,13 +166,39 @@ def lives(series: Mapping[Life, Sequence[Sample]], cpu_s: Mapping[Life, float], 
                 cpu_s.get(life, 0.0),
                 skip_s,
                 slope(samples, skip_s),
-                slope(samples, skip_s, anonymous=True),
                 [round(sample.rss_bytes / MEGABYTE, 2) for sample in (*minutes, samples[-1])],
                 (ends[0].threads, ends[1].threads),
                 (sum(ends[0].descriptors.values()), sum(ends[1].descriptors.values())),
             )
         )
     return found
+
+
+def slope(samples: Sequence[Sample], skip_s: float) -> Slope | None:
+    """Of a life without its first `skip_s` seconds; None where too little is left."""
+    if not samples:
+        return None
+    begin_s = samples[0].at_s + skip_s
+    bins: dict[int, list[float]] = {}
+    for sample in samples:
+        if sample.at_s >= begin_s:
+            bins.setdefault(int((sample.at_s - begin_s) // _BIN_S), []).append(sample.rss_bytes)
+    points = [((number + 0.5) * _BIN_S, median(sizes)) for number, sizes in sorted(bins.items())]
+    if len(points) < _LEAST_BINS:
+        return None
+    middle, low, high = theil_sen(points)
+    scale = 3600 / MEGABYTE
+    return Slope(middle * scale, low * scale, high * scale, points[-1][0] - points[0][0] + _BIN_S)
+
+
+def theil_sen(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """The slope of these (x, y) with different x, and the ends of its 95 % interval."""
+    slopes = sorted((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2))
+    count, number = len(points), len(slopes)
+    spread = _Z * sqrt(count * (count - 1) * (2 * count + 5) / 18)
+    low = max(0, int((number - spread) / 2))
+    high = min(number - 1, int((number + spread) / 2) + 1)
+    return median(slopes), slopes[low], slopes[high]
 
 
 def growing(found: Sequence[LifeReport], limit_mb_per_h: float) -> list[str]:

@@ -1,6 +1,6 @@
 """A soak from its first request to its last look: references, a quiet moment, traffic and faults, a quiet moment.
 
-Decides when; what is done is `users`', `batch_user`'s and `faults`'. Called by `command`, which has started the
+Decides when; what is done is `users`' and `faults`'. Called by `command`, which has started the
 pipeline and ends it.
 """
 
@@ -18,12 +18,11 @@ import msgspec
 
 from cohort.services.bench.chaos import exchange
 from cohort.services.bench.chaos.accounts import Accounts, Verdict
-from cohort.services.bench.chaos.batch_user import BatchUser
 from cohort.services.bench.chaos.catalogue import catalogue
 from cohort.services.bench.chaos.census import Census
 from cohort.services.bench.chaos.faults import Faults
 from cohort.services.bench.chaos.leftovers import Moment, grown, held, stats_of
-from cohort.services.bench.chaos.slopes import MEGABYTE
+from cohort.services.bench.chaos.report import MEGABYTE
 from cohort.services.bench.chaos.users import Place, User, references
 
 _SAY_EVERY_S = 30.0
@@ -32,7 +31,6 @@ _PUBLISH_EVERY_S = 60.0
 _WARM_S = 10.0
 _SETTLE_S = 6.0
 _LAST_ANSWER_S = 300.0
-_BATCH_PAUSE_S = 20.0
 _COUNTERS = (
     "preemptions_total",
     "kv_transfers_in_total",
@@ -51,16 +49,16 @@ _COUNTERS = (
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Of the whole soak. `kill_every_s` 0: no faults; `victims`: by name or kind, None for every process; `restarts`:
-    of all of them are in the deck."""
+    """Of the whole soak. `kill_every_s` 0: no faults; `kill`: by name or kind, None for every process;
+    `rolling_restart`: of all of them are in the deck."""
 
     seconds: float
+    kills_for_s: float
     clients: int
     rate: float
     kill_every_s: float
-    kills_for_s: float
-    victims: Sequence[str] | None
-    restarts: bool
+    kill: Sequence[str] | None
+    rolling_restart: bool
     sample_s: float
     quiet_s: float
     seed: int
@@ -87,11 +85,10 @@ class Soak:
         self._tell(f"{len(cases)} requests have known answers")
         looking = asyncio.create_task(self._look(publish))
         try:
-            users: list[User | BatchUser] = [
+            users = [
                 User(self.place, self.accounts, cases, known, self._random(f"client {number}"))
                 for number in range(terms.clients)
             ]
-            users.append(BatchUser(self.place, self.accounts, cases, known, self._random("batches")))
             await self._traffic(users, _WARM_S)
             start = await self._moment(_SETTLE_S)
             self._tell(
@@ -111,10 +108,10 @@ class Soak:
     def _random(self, name: str) -> Random:
         return Random(f"{self._terms.seed}/{name}")
 
-    async def _soak(self, users: list[User | BatchUser]) -> None:
+    async def _soak(self, users: list[User]) -> None:
         terms, over = self._terms, asyncio.Event()
         faults = Faults(self.place, self.census, self.accounts, len(self._workers), self._random("faults"), self._tell)
-        faults.victims, faults.restarts = terms.victims, terms.restarts
+        faults.victims, faults.restarts = terms.kill, terms.rolling_restart
         breaking = asyncio.create_task(faults.run(over, terms.kill_every_s)) if terms.kill_every_s else None
         ending = asyncio.get_running_loop().call_later(terms.kills_for_s, over.set)
         try:
@@ -126,7 +123,7 @@ class Soak:
                 await breaking
         self.findings += faults.missing
 
-    async def _traffic(self, users: list[User | BatchUser], seconds: float) -> None:
+    async def _traffic(self, users: list[User], seconds: float) -> None:
         """Raises whatever a client raises: that is a defect of the soak."""
         terms, stopping = self._terms, asyncio.Event()
         timer = asyncio.get_running_loop().call_later(seconds, stopping.set)
@@ -134,7 +131,7 @@ class Soak:
         try:
             async with asyncio.timeout(seconds + _LAST_ANSWER_S), asyncio.TaskGroup() as tasks:
                 for user in users:
-                    tasks.create_task(user.run(stopping, _BATCH_PAUSE_S if isinstance(user, BatchUser) else pause_s))
+                    tasks.create_task(user.run(stopping, pause_s))
         except TimeoutError:
             self.findings.append(f"a client was not done {_LAST_ANSWER_S:.0f} s after the end")
         finally:

@@ -1,7 +1,7 @@
 """A Llama of two layers with fixed random weights: what is broken are processes, not the matrix products.
 
 Half a core serves some thousand of its tokens a second. Its text is noise, but greedy and seeded text is the same in
-every run, forms and tools bind it like any model's, and noise is full of broken UTF-8. Called by `own_state`; written
+every run, forms and tools bind it like any model's, and noise is full of broken UTF-8. Called by `command`; written
 without torch.
 """
 

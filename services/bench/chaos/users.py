@@ -193,9 +193,9 @@ class User:
         headers = {"Authorization": "", **wrong.headers}
         if not headers["Authorization"]:  # the session's own key would be sent in its place
             async with aiohttp.ClientSession(timeout=http.timeout) as bare:
-                ending, _ = await exchange.tell(bare, "POST", url, data=wrong.data, headers=wrong.headers)
+                ending = await exchange.tell(bare, "POST", url, data=wrong.data, headers=wrong.headers)
         else:
-            ending, _ = await exchange.tell(http, "POST", url, data=wrong.data, headers=headers)
+            ending = await exchange.tell(http, "POST", url, data=wrong.data, headers=headers)
         self._book(wrong.name, begun_s, ending, wrong.status)
 
     async def _look(self, http: aiohttp.ClientSession) -> None:
@@ -216,7 +216,7 @@ class User:
             ]
         )
         begun_s = self._place.now_s()
-        ending, _ = await exchange.tell(http, method, url, **how)
+        ending = await exchange.tell(http, method, url, **how)
         away = any(
             fault.hits("monitor") and fault.during(begun_s, self._place.now_s()) for fault in self._accounts.faults
         )
@@ -229,7 +229,7 @@ class User:
         body: dict[str, Any] = {"input": "clock river", "temperature": 0, "max_output_tokens": 8}
         for part in ("first", "second"):
             begun_s = self._place.now_s()
-            ending, _ = await exchange.tell(http, "POST", url, json=body)
+            ending = await exchange.tell(http, "POST", url, json=body)
             self._book(f"chain: {part}", begun_s, ending, 200)
             if not isinstance(ending, Told) or ending.status != 200:
                 break
@@ -240,7 +240,7 @@ class User:
         for method in ("GET", "DELETE"):
             for identity in ids:
                 begun_s = self._place.now_s()
-                ending, _ = await exchange.tell(http, method, f"{url}/{identity}")
+                ending = await exchange.tell(http, method, f"{url}/{identity}")
                 self._book(f"chain: {method}", begun_s, ending, 200)
 
     async def _resumable(self, what: str, http: aiohttp.ClientSession, case: Case, breaks: int) -> Ending:
@@ -269,6 +269,6 @@ class User:
         self._book_case(what, begun_s, ending, case, timed=timed)
         if what == "delete" and isinstance(ending, Left) and stream.token:
             begun_s = place.now_s()
-            told, _ = await exchange.tell(http, "DELETE", f"{place.url}/v1/streams/{stream.token}")
+            told = await exchange.tell(http, "DELETE", f"{place.url}/v1/streams/{stream.token}")
             self._book("delete: its end", begun_s, told, None)
         return ending

@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         one = which.add_parser(name, help=summary, description=module.__doc__)
         one.formatter_class = argparse.RawDescriptionHelpFormatter
         module.add_arguments(one)
+        one.add_argument("--json", action="store_true", help="a list of objects instead of the table")
         one.set_defaults(execute=module.execute)
 
 

@@ -9,16 +9,10 @@ time of a decision, the collected copies included. One core.
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import random
-import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean, median
-
-from rich.console import Console
-from rich.table import Table
 
 from cohort.common.config import load_config
 from cohort.common.policies import compose
@@ -26,6 +20,8 @@ from cohort.common.policies.interface import IterationPlan, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
+from cohort.services.bench.output import print_costs
+from cohort.services.bench.rounds import no_collection
 
 _STEP_S = 0.02
 _TOKEN_S = 0.0001
@@ -105,9 +101,7 @@ def measure(preset: str, queued: int, blocks: int, decisions: int, seed: int = 0
     seconds: list[float] = []
     rows: list[int] = []
     shared: list[float] = []
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collection():
         for _ in range(decisions):
             started = time.perf_counter()
             plan = load.decide()
@@ -115,8 +109,6 @@ def measure(preset: str, queued: int, blocks: int, decisions: int, seed: int = 0
             rows.append(len(plan.rows))
             shared.append(load.kv.metrics().get("shared_blocks", 0.0))
             load.perform(plan)
-    finally:
-        gc.enable()
     seconds.sort()
     return DecisionCost(
         preset,
@@ -135,7 +127,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--queued", nargs="*", type=int, default=[100, 1000], help="requests on the worker")
     parser.add_argument("--blocks", type=int, default=1500, help="KV blocks of 16 tokens on the device and on the host")
     parser.add_argument("--decisions", type=int, default=400, help="iterations measured, after a quarter as many")
-    parser.add_argument("--json", action="store_true", help="a list of objects instead of the table")
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -145,18 +136,13 @@ def execute(options: argparse.Namespace) -> int:
         for preset in options.preset
         for queued in options.queued
     ]
-    if options.json:
-        json.dump([asdict(cost) for cost in costs], sys.stdout, indent=1)
-        return 0
-    table = Table("preset", "queued", "rows", "shared blocks", "µs/decision", "p99")
-    for cost in costs:
-        table.add_row(
-            cost.preset,
-            f"{cost.queued:,}",
-            f"{cost.rows:.0f}",
-            f"{cost.shared_blocks:.0f}",
-            f"{cost.median_us:.0f}",
-            f"{cost.p99_us:.0f}",
-        )
-    Console().print(table)
+    columns = {
+        "preset": "{0.preset}",
+        "queued": "{0.queued:,}",
+        "rows": "{0.rows:.0f}",
+        "shared blocks": "{0.shared_blocks:.0f}",
+        "µs/decision": "{0.median_us:.0f}",
+        "p99": "{0.p99_us:.0f}",
+    }
+    print_costs(costs, columns, as_json=options.json)
     return 0

@@ -9,18 +9,12 @@ One core, no processes, no model.
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import random
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from cohort.common.config import load_config, nested, parse_yaml
 from cohort.common.policies import compose
@@ -37,8 +31,10 @@ from cohort.common.types import (
     WorkerCapacity,
     WorkerStats,
 )
+from cohort.services.bench.output import print_costs
+from cohort.services.bench.rounds import no_collection
 
-_TIMES = StepTimes(1.3e-3, 1.06e-4, 1.3e-4, 0.022, 6e-9, 1.5e-7)
+STEP_TIMES = StepTimes(1.3e-3, 1.06e-4, 1.3e-4, 0.022, 6e-9, 1.5e-7)
 """Roughly Qwen2.5-14B on an A100."""
 
 
@@ -78,9 +74,7 @@ def measure(
     cluster = ClusterView(views)
     taken: list[float] = []
     splits = 0
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collection():
         for round_ in range(rounds):
             prompt, output = draw.randint(16, 8000), float(draw.randint(1, 1500))
             prediction = Prediction(output, output, output, output)
@@ -102,8 +96,6 @@ def measure(
             placement.finished(0.2 * round_, request.request_id)
             for view in draw.sample(list(views.values()), max(1, round(reporting * instances))):
                 view.stats = _report(draw, view.instance, queued // instances)
-    finally:
-        gc.enable()
     settled = sorted(taken[len(taken) // 10 :])
     return Cost(
         preset, balance, instances, queued, median(settled), settled[int(0.99 * len(settled))], settled[-1], splits
@@ -123,7 +115,7 @@ def _report(draw: random.Random, name: str, count: int) -> WorkerStats:
         free_blocks=80_000,
         running=count,
         queue=queue,
-        step_times=_TIMES,
+        step_times=STEP_TIMES,
         queued_prefill_tokens=sum(work.prefill_left for work in queue),
     )
 
@@ -136,7 +128,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reporting", type=float, default=0.5, metavar="SHARE", help=share)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.OPTION=VALUE", help="may repeat")
     parser.add_argument("--rounds", type=int, default=2000)
-    parser.add_argument("--json", action="store_true", help="a list of objects instead of the table")
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -155,20 +146,15 @@ def execute(options: argparse.Namespace) -> int:
         for instances in options.instances
         for queued in options.queued
     ]
-    if options.json:
-        json.dump([asdict(cost) for cost in costs], sys.stdout, indent=1)
-        return 0
-    table = Table("preset", "balance", "instances", "queued", "µs/request", "p99", "worst", "split")
-    for cost in costs:
-        table.add_row(
-            cost.preset,
-            cost.balance,
-            str(cost.instances),
-            f"{cost.queued:,}",
-            f"{cost.median_us:.0f}",
-            f"{cost.p99_us:.0f}",
-            f"{cost.worst_us:.0f}",
-            f"{cost.splits}",
-        )
-    Console().print(table)
+    columns = {
+        "preset": "{0.preset}",
+        "balance": "{0.balance}",
+        "instances": "{0.instances}",
+        "queued": "{0.queued:,}",
+        "µs/request": "{0.median_us:.0f}",
+        "p99": "{0.p99_us:.0f}",
+        "worst": "{0.worst_us:.0f}",
+        "split": "{0.splits}",
+    }
+    print_costs(costs, columns, as_json=options.json)
     return 0

@@ -8,22 +8,18 @@ Measures a `PrefillOrder` as the manager uses it: every arrival is one `add` and
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import random
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-
-from rich.console import Console
-from rich.table import Table
 
 from cohort.common.config import load_config
 from cohort.common.policies import compose
 from cohort.common.policies.interface import ClusterView, InstanceView, PrefillOrder, WaitingRequest
 from cohort.common.types import Attempt, Prediction, Request, Role, SamplingParams, WorkerCapacity, WorkerStats
+from cohort.services.bench.output import print_costs
+from cohort.services.bench.rounds import no_collection
 
 _LIMIT = 8192
 _REPORT_EVERY = 8
@@ -74,9 +70,7 @@ def measure(order: PrefillOrder, name: str, waiting: int, rounds: int, seed: int
     busy, roomy = _cluster(queued=1 << 20), _cluster(queued=0)
     served: list[float] = []
     adding: list[float] = []
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collection():
         for round_ in range(rounds + rounds // 10):
             arrivals = [arrival(now_s + 0.001 * index) for index in range(_REPORT_EVERY)]
             add_s = busy_s = roomy_s = 0.0
@@ -103,8 +97,6 @@ def measure(order: PrefillOrder, name: str, waiting: int, rounds: int, seed: int
             if round_ >= rounds // 10:
                 served.append(((add_s + busy_s) / _REPORT_EVERY + roomy_s / max(1, gone)) * 1e6)
                 adding.append(add_s / _REPORT_EVERY * 1e6)
-    finally:
-        gc.enable()
     served.sort()
     return Cost(
         name,
@@ -149,24 +141,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--waiting", nargs="*", type=int, default=[10, 1000, 100_000], help="queue lengths")
     parser.add_argument("--buckets", nargs="*", type=int, default=[1, 4, 16, 64], help="bounds on the bucket count")
     parser.add_argument("--rounds", type=int, default=500, help=f"of {_REPORT_EVERY} requests each")
-    parser.add_argument("--json", action="store_true", help="a list of objects instead of the table")
 
 
 def execute(options: argparse.Namespace) -> int:
     """Everything from parsed options."""
     costs = run(options.preset, options.waiting, options.buckets, options.rounds)
-    if options.json:
-        json.dump([asdict(cost) for cost in costs], sys.stdout, indent=1)
-        return 0
-    table = Table("order", "waiting", "buckets", "µs/request", "p99", "of it add")
-    for cost in costs:
-        table.add_row(
-            cost.order,
-            f"{cost.waiting:,}",
-            str(cost.buckets),
-            f"{cost.median_us:.1f}",
-            f"{cost.p99_us:.1f}",
-            f"{cost.add_us:.1f}",
-        )
-    Console().print(table)
+    columns = {
+        "order": "{0.order}",
+        "waiting": "{0.waiting:,}",
+        "buckets": "{0.buckets}",
+        "µs/request": "{0.median_us:.1f}",
+        "p99": "{0.p99_us:.1f}",
+        "of it add": "{0.add_us:.1f}",
+    }
+    print_costs(costs, columns, as_json=options.json)
     return 0

@@ -10,17 +10,14 @@ core, no processes, no model. Exit status 1 where a decision is not flat (`--wit
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import cycle, islice
 from statistics import median
-
-from rich.table import Table
 
 from cohort.common.config import load_config
 from cohort.common.machines.effects import ManagerEffect, Send
@@ -47,15 +44,13 @@ from cohort.common.types import (
     Request,
     Role,
     SamplingParams,
-    StepTimes,
     WorkerCapacity,
     WorkerStats,
 )
-from cohort.services.bench.no_collection import no_collection
-from cohort.services.bench.output import output_console
+from cohort.services.bench.decisions.placement import STEP_TIMES
+from cohort.services.bench.output import print_costs
+from cohort.services.bench.rounds import no_collection
 
-_TIMES = StepTimes(1.3e-3, 1.06e-4, 1.3e-4, 0.022, 6e-9, 1.5e-7)
-"""Roughly Qwen2.5-14B on an A100."""
 _FIRST = 2_000
 """Requests that wait and are placed one by one; the others are on workers when the manager starts."""
 _BLOCKS, _BLOCK_SIZE = 1_000_000, 16
@@ -207,7 +202,7 @@ class _Cluster:
             running=min(len(held), _ROWS),
             waiting=max(0, len(held) - _ROWS),
             queue=queue,
-            step_times=_TIMES,
+            step_times=STEP_TIMES,
             step_s=0.03,
             queued_prefill_tokens=sum([work.prefill_left for work in queue]),
         )
@@ -267,7 +262,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=float, default=1000.0, help="requests a second")
     parser.add_argument("--seconds", type=float, default=1.0, help="of virtual time, for each point")
     parser.add_argument("--within", type=float, default=0.0, metavar="FACTOR", help="largest median / smallest at most")
-    parser.add_argument("--json", action="store_true", help="a list of objects instead of the table")
 
 
 def execute(options: argparse.Namespace) -> int:
@@ -277,20 +271,17 @@ def execute(options: argparse.Namespace) -> int:
         for workers in options.workers
         for waiting in options.waiting
     ]
-    if options.json:
-        json.dump([asdict(cost) for cost in costs], sys.stdout, indent=1)
-    else:
-        table = Table("preset", "workers", "waiting", "µs/decision", "p99", "µs/end", "µs/report", "of a core")
-        for cost in costs:
-            times = (cost.decision_us, cost.decision_p99_us, cost.end_us, cost.report_us)
-            table.add_row(
-                cost.preset,
-                f"{cost.workers:,}",
-                f"{cost.waiting:,}",
-                *(f"{each:.0f}" for each in times),
-                f"{cost.core_share:.2f}",
-            )
-        output_console().print(table)
+    columns = {
+        "preset": "{0.preset}",
+        "workers": "{0.workers:,}",
+        "waiting": "{0.waiting:,}",
+        "µs/decision": "{0.decision_us:.0f}",
+        "p99": "{0.decision_p99_us:.0f}",
+        "µs/end": "{0.end_us:.0f}",
+        "µs/report": "{0.report_us:.0f}",
+        "of a core": "{0.core_share:.2f}",
+    }
+    print_costs(costs, columns, as_json=options.json)
     medians = [cost.decision_us for cost in costs]
     spread = max(medians) / min(medians)
     sys.stderr.write(f"a decision: largest median / smallest = {spread:.2f}\n")

@@ -6,6 +6,7 @@ Starts the measuring process, where torch is, and publishes tables and JSON.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -16,11 +17,10 @@ from rich.console import Console
 
 from cohort.common.config import dump_config, load_config
 from cohort.common.errors import ConfigError
-from cohort.services.bench.child import Report, Steps, run_child
-from cohort.services.bench.engine.render import EngineBench, encode, print_engine
+from cohort.services.bench.child import Report, run_child, shown_on
+from cohort.services.bench.engine.render import EngineBench, encode, engine_targets, print_engine
 from cohort.services.bench.engine.report import EngineReport, Section
 from cohort.services.bench.output import add_output_arguments, check_output, output_console, publish_json
-from cohort.services.bench.targets import engine_targets
 
 _CHILD = "cohort.services.bench.engine.inside.measuring"
 _SECTIONS: tuple[Section, ...] = get_args(Section)
@@ -41,20 +41,15 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--threads must be above 0")
     check_output(args)
     quiet = args.quiet or args.json == "-"
-    with Steps(Console(stderr=True, quiet=quiet)) as steps:
-        result = measure(args, steps.report)
+    engine = _engine(args, shown_on(Console(stderr=True, quiet=quiet)))
+    findings = list(engine.notes)
+    if args.quick:
+        findings.append("--quick shows that everything runs; its memory is small enough for caches and its rounds few")
+    result = EngineBench(quick=args.quick, engine=engine, targets=list(engine_targets(engine)), findings=findings)
     if not quiet:
         print_engine(result, output_console())
     publish_json(args.json, msgspec.json.format(encode(result), indent=2) + b"\n")
     return 0
-
-
-def measure(args: argparse.Namespace, report: Report) -> EngineBench:
-    engine = _engine(args, report)
-    findings = list(engine.notes)
-    if args.quick:
-        findings.append("--quick shows that everything runs; its memory is small enough for caches and its rounds few")
-    return EngineBench(quick=args.quick, engine=engine, targets=list(engine_targets(engine)), findings=findings)
 
 
 def _engine(args: argparse.Namespace, report: Report) -> EngineReport:
@@ -69,15 +64,12 @@ def _engine(args: argparse.Namespace, report: Report) -> EngineReport:
     with tempfile.TemporaryDirectory() as folder:
         merged, output = Path(folder) / "config.yaml", Path(folder) / "report.json"
         merged.write_text(dump_config(config), encoding="utf-8")
-        arguments = [
-            "--config",
-            str(merged),
-            "--threads",
-            str(args.threads or config.default_threads(cores)),
-            "--output",
-            str(output),
-            "--sections",
-            *args.only,
-        ]
-        run_child(_CHILD, [*arguments, "--quick"] if args.quick else arguments, report)
+        given = {
+            "config": str(merged),
+            "threads": args.threads or config.default_threads(cores),
+            "output": str(output),
+            "sections": args.only,
+            "quick": args.quick,
+        }
+        run_child(_CHILD, [json.dumps(given)], report)
         return msgspec.json.decode(output.read_bytes(), type=EngineReport)

@@ -12,12 +12,8 @@ import contextlib
 import json
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
-from cohort.services.bench.output import markdown_table
-
-if TYPE_CHECKING:
-    from cohort.services.bench.engine.inside.host_time import HostTime
+from cohort.services.bench.output import cells, markdown_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,21 +52,16 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         json.dump([asdict(each) for each in found], sys.stdout, indent=1)
         return 0
-    rows = [
-        [
-            str(each.rows),
-            "ahead" if each.ahead else "after",
-            *(f"{us:.0f}" for us in _parts(each, bool(args.drafts))),
-            f"{each.whole_us:.0f}",
-        ]
-        for each in found
-    ]
-    looked = ["looked, µs"] if args.drafts else []
-    header = ["completed, µs", "planned, µs", "built, µs", "filled, µs", *looked, "together, µs"]
-    sys.stdout.write(markdown_table(["rows", "planned"], header, rows) + "\n")
+    columns = {
+        "rows": "{0.rows}",
+        "planned": "{0.planned}",
+        "completed, µs": "{0.completed_us:.0f}",
+        "planned, µs": "{0.planned_us:.0f}",
+        "built, µs": "{0.built_us:.0f}",
+        "filled, µs": "{0.filled_us:.0f}",
+        **({"looked, µs": "{0.looked_us:.0f}"} if args.drafts else {}),
+        "together, µs": "{0.whole_us:.0f}",
+    }
+    words, numbers = list(columns)[:2], list(columns)[2:]
+    sys.stdout.write(markdown_table(words, numbers, cells(found, columns)) + "\n")
     return 0
-
-
-def _parts(found: HostTime, drafts: bool) -> list[float]:
-    parts = [found.completed_us, found.planned_us, found.built_us, found.filled_us]
-    return [*parts, found.looked_us] if drafts else parts

@@ -1,4 +1,5 @@
-"""An engine measurement as JSON, and as tables for a person that hold no more. Called by `command`.
+"""An engine measurement as JSON, and as tables for a person that hold no more; its targets, and whether they were met.
+Called by `command`. A target is named, so that a missed one can be looked for in docs/benchmarks.md.
 
 "prepacked" is torch with weights reordered for oneDNN, "ours" the engine's own form, "memory" reading the weights once.
 """
@@ -15,17 +16,14 @@ from rich.table import Table
 
 from cohort.services.bench.engine.report import (
     KERNEL_PARTS,
-    Allocations,
     AttentionPoint,
     Comparison,
     EngineReport,
     Form,
-    MemoryUse,
     StepPart,
     StepShares,
 )
 from cohort.services.bench.output import plain_table
-from cohort.services.bench.targets import Target
 
 FORMS: dict[Form, str] = {"linear": "F.linear", "prepacked": "prepacked", "ours": "ours", "memory": "memory"}
 PARTS: dict[StepPart, str] = {
@@ -41,6 +39,51 @@ PARTS: dict[StepPart, str] = {
     "completed": "bookkeeping",
     "glue": "loop",
 }
+
+
+DECODE_OVER_PREPACKED = {(16, 128): 1.5, (64, 128): 1.4}
+"""(rows, context): a step is at most so many times the prepacked products alone."""
+PREFILL_OVER_PREPACKED = {512: 1.25}
+OUTSIDE_KERNELS = {16: 0.15}
+"""rows: at most this share of a step."""
+ATTENTION_BANDWIDTH = {(16, 512): 0.60}
+LINK_OVER_PERFTEST = 0.70
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """`found` should be at most, or at least, `wanted`."""
+
+    name: str
+    wanted: float
+    found: float
+    at_most: bool
+
+    @property
+    def met(self) -> bool:
+        return self.found <= self.wanted if self.at_most else self.found >= self.wanted
+
+
+def engine_targets(report: EngineReport) -> Iterator[Target]:
+    """Those whose figure was measured."""
+    for comparison in report.comparisons:
+        for point in comparison.steps:
+            ratio = point.ratios.get("prepacked")
+            if comparison.kind == "decode":
+                name = f"decode, {point.rows} rows x {point.context}: step / prepacked products"
+                wanted = DECODE_OVER_PREPACKED.get((point.rows, point.context))
+            else:
+                name = f"prefill, {point.tokens_per_row} tokens: step / prepacked products"
+                wanted = PREFILL_OVER_PREPACKED.get(point.tokens_per_row)
+            if wanted is not None and ratio is not None:
+                yield Target(name=name, wanted=wanted, found=ratio, at_most=True)
+    for shares in report.shares:
+        if (share := OUTSIDE_KERNELS.get(shares.rows)) is not None:
+            name = f"decode, {shares.rows} rows x {shares.context}: share of a step outside kernels"
+            yield Target(name=name, wanted=share, found=shares.outside_kernels, at_most=True)
+    for attention in report.attention:
+        if (share := ATTENTION_BANDWIDTH.get((attention.rows, attention.context))) is not None:
+            name = f"attention, {attention.rows} rows x {attention.context}: share of the read bandwidth"
+            yield Target(name=name, wanted=share, found=attention.share, at_most=False)
 
 
 class EngineBench(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,8 +124,6 @@ def _engine(report: EngineReport) -> Iterator[str | Table]:
         yield _shares(report.shares)
     if report.attention:
         yield _attention(report.attention)
-    yield from (_allocations(each) for each in report.allocations)
-    yield _memory(report.memory)
 
 
 def _heads(report: EngineReport) -> str:
@@ -142,7 +183,7 @@ def _shares(shares: Sequence[StepShares]) -> Table:
 
 
 def _attention(points: Sequence[AttentionPoint]) -> Table:
-    found = plain_table("decode attention", "µs/layer", "KV GB/s", "memory GB/s", "share", "reversed", "gather + SDPA")
+    found = plain_table("decode attention", "µs/layer", "KV GB/s", "memory GB/s", "share", "reversed")
     for point in points:
         found.add_row(
             f"{point.rows} rows x {point.context}",
@@ -151,28 +192,8 @@ def _attention(points: Sequence[AttentionPoint]) -> Table:
             f"{point.bandwidth / 1e9:.1f}",
             f"{100 * point.share:.0f} %",
             f"{100 * (point.reversed_ratio - 1):+.1f} %",
-            f"{point.gathered_ratio:.1f}x",
         )
     return found
-
-
-def _allocations(found: Allocations) -> str:
-    head = f"torch allocations in a decode step of {found.rows} rows x {found.context}: [bold]{found.count}[/bold]"
-    if not found.count:
-        return head
-    named = ", ".join(f"{each.count} by {escape(each.operator)} ({each.total_bytes} B)" for each in found.by_operator)
-    return f"{head}; {named}"
-
-
-def _memory(memory: MemoryUse) -> str:
-    def mib(size: int) -> str:
-        return f"{size / 2**20:.0f} MiB"
-
-    return (
-        f"memory: weights {mib(memory.weights)}, step buffers {mib(memory.buffers)}, KV cache up to "
-        f"{mib(memory.kv_reserved)}, host pool {mib(memory.host_reserved)}; resident {mib(memory.rss_before)} before "
-        f"the model, {mib(memory.rss_loaded)} with it, {mib(memory.rss_stepped)} after first steps"
-    )
 
 
 def targets(every: Sequence[Target]) -> Table:

@@ -14,7 +14,7 @@ Form = Literal["linear", "prepacked", "ours", "memory"]
 """References for a step: the model's matrix products by torch's `F.linear`; by torch over weights prepacked for
 oneDNN, the fastest form PyTorch has on a CPU; in the engine's own form; and the time to read the weights once."""
 
-Section = Literal["decode", "prefill", "shares", "attention", "allocations"]
+Section = Literal["decode", "prefill", "shares", "attention"]
 """Parts of the measurement that can be had alone."""
 
 StepPart = Literal[
@@ -131,8 +131,7 @@ class StepShares(msgspec.Struct, frozen=True, kw_only=True):
 
 class AttentionPoint(msgspec.Struct, frozen=True, kw_only=True):
     """Decode attention alone: `rate`, bytes of keys and values a second, and its `share` of the memory's `bandwidth`;
-    how many times as long it takes over blocks filled right to left (`reversed_ratio`), and gather + torch's
-    scaled_dot_product_attention (`gathered_ratio`)."""
+    how many times as long it takes over blocks filled right to left (`reversed_ratio`)."""
 
     rows: int
     context: int
@@ -143,39 +142,6 @@ class AttentionPoint(msgspec.Struct, frozen=True, kw_only=True):
     bandwidth: float
     share: float
     reversed_ratio: float
-    gathered_ratio: float
-
-
-class Allocation(msgspec.Struct, frozen=True, kw_only=True):
-    """Allocations by one torch operator in one step."""
-
-    operator: str
-    count: int
-    total_bytes: int
-
-
-class Allocations(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory that torch's CPU allocator handed out during one decode step. NumPy's arrays are not torch's."""
-
-    rows: int
-    context: int
-    count: int
-    total_bytes: int
-    by_operator: list[Allocation]
-
-
-class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes. `rss_*`: resident set of the measuring process before the model, after it was loaded, after first steps.
-    `weights`: tensors the model's layers, head and embedding hold; `buffers`: what else it holds, reused by every step;
-    `kv_reserved`, `host_reserved`: the cache and the host pool for swapped KV, at their largest."""
-
-    rss_before: int
-    rss_loaded: int
-    rss_stepped: int
-    weights: int
-    buffers: int
-    kv_reserved: int
-    host_reserved: int
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,6 +152,4 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     comparisons: list[Comparison]
     shares: list[StepShares]
     attention: list[AttentionPoint]
-    allocations: list[Allocations]
-    memory: MemoryUse
     notes: list[str]

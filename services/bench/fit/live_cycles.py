@@ -97,7 +97,7 @@ def measure_together(overlay: dict[str, Any], workers: int, seconds: float) -> l
             numbers = count(1)
             asyncio.run(_ask(served.url, workers, 1.0, numbers))  # as `observe` does
             began_s = time.monotonic()
-            asyncio.run(_come_and_go(served.url, 2 * workers, seconds, numbers))
+            asyncio.run(_ask(served.url, 2 * workers, seconds, numbers, thinking=True))
         runs = [list(iterations(path)) for path in sorted(Path(folder).glob("unified-*.jsonl"))]
     starts = [began_s + at * _SLICE_S for at in range(int(seconds / _SLICE_S))]
     return slices(_within(runs, start_s, start_s + _SLICE_S) for start_s in starts)
@@ -149,36 +149,25 @@ def phases(ran: Sequence[Iteration], spans: Iterable[Span]) -> list[Phase]:
     return found
 
 
-async def _ask(url: str, users: int, seconds: float, numbers: Iterable[int]) -> None:
-    """So many users, each with one request at a time, until the time is over: what runs then is read to its end."""
-    ends_s, following = time.monotonic() + seconds, iter(numbers)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session:
-
-        async def user() -> None:
-            while time.monotonic() < ends_s:
-                await _read(session, url, next(following))
-
-        await asyncio.gather(*(user() for _ in range(users)))
-
-
-async def _come_and_go(url: str, users: int, seconds: float, numbers: Iterable[int]) -> None:
-    """Users who ask, and then think for about as long as they waited: some engines compute, at times none, at times
-    all. What runs when the time is over is read to its end."""
+async def _ask(url: str, users: int, seconds: float, numbers: Iterable[int], *, thinking: bool = False) -> None:
+    """So many users, each with one request at a time, until the time is over: what runs then is read to its end. With
+    `thinking` they ask for other lengths each time and then think for about as long as they waited: some engines
+    compute, at times none, at times all."""
     ends_s, following, random = time.monotonic() + seconds, iter(numbers), Random(0)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session:
 
         async def user() -> None:
             while (asked_s := time.monotonic()) < ends_s:
-                await _read(session, url, next(following), random.choice(_PROMPTS), random.choice(_OUTPUTS))
-                thinks_s = random.expovariate(1.0) * (time.monotonic() - asked_s)
-                await asyncio.sleep(min(thinks_s, max(0.0, ends_s - time.monotonic())))
+                lengths = (random.choice(_PROMPTS), random.choice(_OUTPUTS)) if thinking else (_PROMPT, _OUTPUT)
+                await _read(session, url, next(following), *lengths)
+                if thinking:
+                    thinks_s = random.expovariate(1.0) * (time.monotonic() - asked_s)
+                    await asyncio.sleep(min(thinks_s, max(0.0, ends_s - time.monotonic())))
 
         await asyncio.gather(*(user() for _ in range(users)))
 
 
-async def _read(
-    session: aiohttp.ClientSession, url: str, number: int, prompt: int = _PROMPT, output: int = _OUTPUT
-) -> None:
+async def _read(session: aiohttp.ClientSession, url: str, number: int, prompt: int, output: int) -> None:
     body = {
         "prompt": [3 + (1000 + number * _LONGEST + 7 * at) % 40_000 for at in range(prompt)],  # none that is cached
         "max_tokens": output,

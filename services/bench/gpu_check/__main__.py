@@ -16,10 +16,10 @@ import torch
 from cohort.common.engine.device import compiled_kernels
 from cohort.services.bench.gpu_check.engine import invariant, kv_transfer, model, pipeline
 from cohort.services.bench.gpu_check.frame.context import Check
-from cohort.services.bench.gpu_check.frame.guard import Guard
-from cohort.services.bench.gpu_check.frame.plan import SECTIONS, Section
+from cohort.services.bench.gpu_check.frame.guard import Guard, end_with
+from cohort.services.bench.gpu_check.frame.plan import SECTIONS
 from cohort.services.bench.gpu_check.frame.report import Findings, table
-from cohort.services.bench.gpu_check.kernels import attention, coded, device, experts, products
+from cohort.services.bench.gpu_check.kernels import attention, device, experts, matrices
 
 
 def tests_of(*chosen: str) -> Callable[[Check], None]:
@@ -31,31 +31,27 @@ def tests_of(*chosen: str) -> Callable[[Check], None]:
         except ImportError as error:
             check.found.said("tests", str(error), "not run")
             return
-        if chosen == ("memcheck",):
-            tests.memcheck(check)
-        else:
-            tests.run(check, *chosen)
+        tests.run(check, *chosen)
 
     return run
 
 
-RUN: dict[Section, Callable[[Check], None]] = {
+RUN: dict[str, Callable[[Check], None]] = {
     "device": device.run,
     "smoke": tests_of("test_recorded_steps.py", "sampling/test_sampling.py::test_many_rows_of_a_kind"),
     "kernels": tests_of("test_served_shapes.py", "test_slots.py"),
     "pipeline": pipeline.run,
     "model-8b": model.run_8b,
-    "products": products.run,
+    "products": matrices.run,
     "golden": tests_of("test_presets.py", "-k", "unified or probabilities"),
     "attention": attention.run,
-    "coded-products": coded.run,
+    "coded-products": matrices.run_coded,
     "coded-experts": experts.run,
     "batch-invariant": invariant.run,
     "kv-transfer": kv_transfer.run,
     "model-14b": model.run_14b,
     "pipelines": pipeline.run_others,
     "golden-presets": tests_of("test_presets.py", "-k", "not unified and not probabilities"),
-    "memcheck": tests_of("memcheck"),
     "tests": tests_of(),
 }
 _PATIENCE = 50.0  # on a processor, which may be a busy one
@@ -65,7 +61,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("section", choices=SECTIONS)
     parser.add_argument("--device", default="cuda:0", help="with its number (default: %(default)s), or cpu")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes on a GPU too")
     parser.add_argument("--folder", type=Path, help="for models and run files")
     parser.add_argument("--logs", type=Path, help="for what is to be kept")
     parser.add_argument("--rows", type=Path, help="file to append the findings to")
@@ -84,9 +79,9 @@ def run(options: argparse.Namespace) -> int:
     logs = options.logs or folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     found = Findings(options.section, options.rows)
-    real = chosen.type == "cuda" and not options.tiny
-    guard = Guard(found, chosen, options.seconds, patience=1.0 if chosen.type == "cuda" else _PATIENCE)
-    guard.watch(options.parent)
+    real = chosen.type == "cuda"
+    guard = Guard(found, chosen, options.seconds, patience=1.0 if real else _PATIENCE)
+    end_with(options.parent)
     compiled_kernels.keep_in_cache()
     try:
         with torch.inference_mode():

@@ -123,22 +123,19 @@ class Harness:
     def _prompts(self, salt: int) -> PromptFactory:
         assert self._vocabulary is not None
         return PromptFactory(
-            self._vocabulary,
-            seed=self.options.workload.seed,
-            salt=salt,
-            hash_block_tokens=self.options.hash_block_tokens,
+            self._vocabulary, seed=self.options.workload.seed, salt=salt, hash_block_tokens=self.options.hash_block
         )
 
     async def _warm_up(self, server: Server, salt: int) -> None:
         """Once per server; drawn from the workload's own lengths but with other words, and forgotten."""
-        if server.target.name in self._warm or not self.options.warmup_requests:
+        if server.target.name in self._warm or not self.options.warmup:
             return
         self._warm.add(server.target.name)
         spec, short = self.options.workload, WARMUP_MAX_OUTPUT_TOKENS
         planned = workload_.build(
             replace(
                 spec,
-                num_requests=self.options.warmup_requests,
+                num_requests=self.options.warmup,
                 duration_s=None,
                 arrivals=ClosedLoop(WARMUP_CONCURRENCY),
                 max_output_tokens=min(spec.max_output_tokens or short, short),

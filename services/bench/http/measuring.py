@@ -103,9 +103,9 @@ async def _in_turn(harness: Harness) -> BenchResult:
 def _publish(options: BenchOptions, result: BenchResult, errors: Console) -> None:
     if not options.quiet:
         print_result(result, output_console())
-    publish_json(options.json_path, to_json(result))
-    if options.json_path not in (None, "-") and not options.quiet:
-        errors.print(f"written: {options.json_path}", highlight=False)
+    publish_json(options.json, to_json(result))
+    if options.json not in (None, "-") and not options.quiet:
+        errors.print(f"written: {options.json}", highlight=False)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import argparse
 import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
 class BenchOptions:
     """Everything a run needs, checked. `servers` are (name, URL); several are compared, in so many `rounds`."""
 
-    rounds: int
     servers: tuple[tuple[str, str], ...]
     workload: WorkloadSpec
     slo: SloLimits
+    prompt_format: Literal["ids", "text"] | None
+    token_range: tuple[int, int] | None
+    extra_body: dict[str, Any]
+    prompt_salt: int
+    quiet: bool
+    settings: dict[str, Any]
+    rounds: int
     model: str | None
     api_key: str | None
     endpoint: Literal["completions", "chat"] | None
-    prompt_format: Literal["ids", "text"] | None
     tokenizer: Path | None
-    token_range: tuple[int, int] | None
-    hash_block_tokens: int
+    hash_block: int
     ignore_eos: bool
     temperature: float
-    extra_body: dict[str, Any]
-    warmup_requests: int
+    warmup: int
     request_timeout_s: float
     new_connections: bool
-    prompt_salt: int
-    json_path: str | None
-    quiet: bool
-    settings: dict[str, Any]
+    json: str | None
 
 
 def from_args(args: argparse.Namespace) -> BenchOptions:
@@ -81,29 +81,19 @@ def from_args(args: argparse.Namespace) -> BenchOptions:
         for name, value in vars(args).items()
         if name != "api_key" and isinstance(value, str | int | float | bool | list | Path | None)
     }
-    return BenchOptions(
-        rounds=args.rounds,
-        servers=_servers(args.compare) if args.compare else (("server", args.url),),
-        workload=workload,
-        slo=_slo(args, {name for name, _ in workload.class_mix}),
-        model=args.model,
-        api_key=args.api_key,
-        endpoint=args.endpoint,
-        prompt_format=None if args.prompt_format == "auto" else args.prompt_format,
-        tokenizer=args.tokenizer,
-        token_range=_token_range(args.token_range),
-        hash_block_tokens=args.hash_block,
-        ignore_eos=args.ignore_eos,
-        temperature=args.temperature,
-        extra_body=_extra_body(args.extra_body),
-        warmup_requests=args.warmup,
-        request_timeout_s=args.request_timeout_s,
-        new_connections=args.new_connections,
-        prompt_salt=secrets.randbits(31) if args.prompt_salt is None else args.prompt_salt,
-        json_path=args.json,
-        quiet=args.quiet or args.json == "-",
-        settings=settings,
-    )
+    made: dict[str, Any] = {
+        "servers": _servers(args.compare) if args.compare else (("server", args.url),),
+        "workload": workload,
+        "slo": _slo(args, {name for name, _ in workload.class_mix}),
+        "prompt_format": None if args.prompt_format == "auto" else args.prompt_format,
+        "token_range": _token_range(args.token_range),
+        "extra_body": _extra_body(args.extra_body),
+        "prompt_salt": secrets.randbits(31) if args.prompt_salt is None else args.prompt_salt,
+        "quiet": args.quiet or args.json == "-",
+        "settings": settings,
+    }
+    given = {field.name: getattr(args, field.name) for field in fields(BenchOptions) if field.name not in made}
+    return BenchOptions(**made, **given)
 
 
 def _servers(pairs: Sequence[str]) -> tuple[tuple[str, str], ...]:

@@ -85,17 +85,10 @@ class Clients:
             if stream.ended:
                 raise MeasurementFailed(f"a stream ended early: {stream.ended[:500]}")
 
-    @property
-    def events(self) -> int:
-        return sum(stream.events for stream in self._streams)
-
-    @property
-    def reads(self) -> int:
-        return sum(stream.reads for stream in self._streams)
-
-    @property
-    def bytes(self) -> int:
-        return sum(stream.bytes for stream in self._streams)
+    def counts(self) -> tuple[int, int, int]:
+        """Events, reads and bytes of all."""
+        events, reads, sizes = zip(*((each.events, each.reads, each.bytes) for each in self._streams), strict=True)
+        return sum(events), sum(reads), sum(sizes)
 
     def close(self) -> None:
         for stream in self._streams:

@@ -16,8 +16,20 @@ from dataclasses import asdict
 import msgspec
 
 from cohort.common.errors import ConfigError
-from cohort.services.bench.output import markdown_table, publish_json
-from cohort.services.bench.tokens.measuring import Cost, Load, measure
+from cohort.services.bench.output import cells, check_output, markdown_table, publish_json
+from cohort.services.bench.tokens.measuring import Load, measure
+
+_COLUMNS = {
+    "streams": "{0.streams}",
+    "tokens/s": "{0.tokens_per_s:.0f}",
+    "tokens/read": "{0.tokens_per_read:.2f}",
+    "gateway": "{0.gateway_us:.1f}",
+    "worker loop": "{0.worker_us:.1f}",
+    "bus": "{0.bus_us:.1f}",
+    "together, µs": "{0.path_us:.1f}",
+    "manager": "{0.manager_us:.1f}",
+    "free engine": "{0.engine_us:.1f}",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """Everything from parsed options. Raises `CohortError`."""
     if min(*args.streams, args.rounds, args.workers, args.gateways) < 1 or min(args.tokens_per_s, args.seconds) <= 0:
         raise ConfigError("--streams, --tokens-per-s, --seconds, --rounds, --workers and --gateways must be above 0")
+    check_output(args)
     found = [
         measure(
             args.preset,
@@ -53,24 +66,5 @@ def run(args: argparse.Namespace) -> int:
     ]
     publish_json(args.json, msgspec.json.format(msgspec.json.encode([asdict(cost) for cost in found])))
     if args.json != "-":
-        sys.stdout.write(_table(found))
+        sys.stdout.write(markdown_table(["streams"], list(_COLUMNS)[1:], cells(found, _COLUMNS)))
     return 0
-
-
-def _table(found: list[Cost]) -> str:
-    header = ["tokens/s", "tokens/read", "gateway", "worker loop", "bus", "together, µs", "manager", "free engine"]
-    rows = [
-        [
-            str(cost.streams),
-            f"{cost.tokens_per_s:.0f}",
-            f"{cost.tokens_per_read:.2f}",
-            f"{cost.gateway_us:.1f}",
-            f"{cost.worker_us:.1f}",
-            f"{cost.bus_us:.1f}",
-            f"{cost.path_us:.1f}",
-            f"{cost.manager_us:.1f}",
-            f"{cost.engine_us:.1f}",
-        ]
-        for cost in found
-    ]
-    return markdown_table(["streams"], header, rows)

@@ -90,11 +90,11 @@ async def _measured(config: Config, processes: Processes, load: Load) -> Cost:
         await asyncio.sleep(_SETTLE_S)
         loop = asyncio.get_running_loop()
         before, began_s = processes.times(), loop.time()
-        events, reads, nbytes = clients.events, clients.reads, clients.bytes
+        counted = clients.counts()
         await asyncio.sleep(load.seconds)
         after, ended_s = processes.times(), loop.time()
         clients.check()
-        tokens, reads, nbytes = clients.events - events, clients.reads - reads, clients.bytes - nbytes
+        tokens, reads, nbytes = (now - then for now, then in zip(clients.counts(), counted, strict=True))
     finally:
         clients.close()
     spent = {instance: times.since(before[instance]) for instance, times in after.items()}

@@ -22,8 +22,7 @@ from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import GREEDY, SamplingRow, StepBatch, StepOutput
 from cohort.common.sampling_inputs import TokenHistory
 from cohort.kernels.cpu import native
-from cohort.services.bench.gpu_check.frame.batches import rows_of, sampled_with, with_tokens
-from cohort.services.bench.gpu_check.frame.context import random_model
+from cohort.services.bench.gpu_check.frame.context import random_model, rows_of
 from cohort.services.bench.gpu_check.frame.shapes import LLAMA_3_8B, TINY
 from tests.kernels.gpu.conftest import DEVICE, REAL
 
@@ -52,6 +51,16 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     if made.ranks is not None:  # NCCL waits for the end of everything that was recorded with it
         made._device_steps.forget()
         made.ranks.close()
+
+
+def with_tokens(batch: StepBatch, vocabulary: int) -> StepBatch:
+    """The batch with different tokens in all rows."""
+    tokens = np.arange(3, 3 + batch.num_tokens, dtype=np.int64) * 7919 % vocabulary
+    return replace(batch, token_ids=tokens)
+
+
+def sampled_with(batch: StepBatch, sampling: SamplingRow) -> StepBatch:
+    return replace(batch, sampling=tuple(replace(sampling, position=row) for row in range(len(batch.sample_rows))))
 
 
 def fresh(runner: ModelRunner, batch: StepBatch) -> StepOutput:

@@ -19,10 +19,10 @@ from cohort.kernels.ops.coded import CodedMatrix
 from cohort.kernels.ops.latent_attention import latent_attention
 from cohort.kernels.ops.paged_attention import paged_attention
 from cohort.kernels.types import ExpertCodes
-from cohort.services.bench.gpu_check.frame.bounds import products
-from cohort.services.bench.gpu_check.frame.cases import BLOCK_SIZE, Heads, make_case
+from cohort.services.bench.gpu_check.frame.rates import products
 from cohort.services.bench.gpu_check.frame.shapes import LLAMA_3_8B, TINY, shape_folder
-from cohort.services.bench.gpu_check.kernels import coded, experts
+from cohort.services.bench.gpu_check.kernels import experts, matrices
+from cohort.services.bench.gpu_check.kernels.attention import BLOCK_SIZE, Heads, make_case
 from tests.kernels.gpu.conftest import DEVICE, REAL
 
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
@@ -140,12 +140,12 @@ def test_attention_over_latents(heads: int, rows: tuple[list[int], list[int]]) -
 
 @pytest.mark.parametrize("count", [1, 16, 33, 300] if REAL else [1, 5])
 @pytest.mark.parametrize("name", CODED)
-@pytest.mark.parametrize("layout", coded.LAYOUTS, ids=lambda layout: layout.name)
-def test_a_product_over_codes(layout: coded.Layout, name: str, count: int, tmp_path: Any) -> None:
+@pytest.mark.parametrize("layout", matrices.LAYOUTS, ids=lambda layout: layout.name)
+def test_a_product_over_codes(layout: matrices.Layout, name: str, count: int, tmp_path: Any) -> None:
     """And one that is added, against the dequantised weight."""
     geometry = read_geometry(shape_folder(tmp_path, LLAMA_3_8B if REAL else TINY))
     product = next(each for each in products(geometry) if each.name == name)
-    part = coded.make_codes(DEVICE, layout, product.outputs, product.inputs)
+    part = matrices.make_codes(DEVICE, layout, product.outputs, product.inputs)
     matrix = CodedMatrix([part])
     x = torch.randn(count, product.inputs, device=DEVICE).to(SERVED_TYPE)
     truth = x.float() @ reference.coded_numbers(part.codes, part.scales, part.offsets, part.group).t()

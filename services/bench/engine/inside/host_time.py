@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -39,9 +39,11 @@ from cohort.common.policies import compose
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, Role, SamplingParams, Segment, WorkerCapacity
-from cohort.services.bench.no_collection import no_collection
+from cohort.services.bench.rounds import no_collection
 
 Texts = Literal["new", "misleading"]
+P = ParamSpec("P")
+Made = TypeVar("Made")
 
 _BLOCK = 16
 _VOCABULARY = 128_256
@@ -71,6 +73,10 @@ class HostTime:
     built_us: float
     filled_us: float
     looked_us: float = 0.0
+
+    @property
+    def planned(self) -> str:
+        return "ahead" if self.ahead else "after"
 
     @property
     def whole_us(self) -> float:
@@ -142,9 +148,7 @@ class _Worker:
         plan: Callable[[float], None] = self.machine._plan
 
         def clocked(now_s: float) -> None:
-            began_s = time.thread_time()
-            plan(now_s)
-            self.planned_s = time.thread_time() - began_s
+            _, self.planned_s = _timed(plan, now_s)
 
         machine: Any = self.machine
         machine._plan = clocked
@@ -177,6 +181,13 @@ class _Looking:
     def judged(self, sampling: list[Sequence], tokens: list[int]) -> list[Drafted]:
         output = StepOutput(np.array(tokens, dtype=np.int64), (None,) * len(tokens))
         return self._drafting.judged(sampling, None, output)
+
+
+def _timed(call: Callable[P, Made], *args: P.args, **kwargs: P.kwargs) -> tuple[Made, float]:
+    """What it returns, and the seconds that this thread computed."""
+    began_s = time.thread_time()
+    made = call(*args, **kwargs)
+    return made, time.thread_time() - began_s
 
 
 def measure(
@@ -225,44 +236,30 @@ def measure(
             before_plan = plan
             if ahead:
                 if looking is not None and plan.watched:
-                    began_s = time.thread_time()
-                    expected = looking.expected(sampling)
-                    looked_s = time.thread_time() - began_s
+                    expected, looked_s = _timed(looking.expected, sampling)
                 worker.planned_s = 0.0
-                began_s = time.thread_time()
-                worker.tell(PlanAhead(expected))
-                planned_s = time.thread_time() - began_s
+                _, planned_s = _timed(worker.tell, PlanAhead(expected))
             else:
                 if looking is not None and plan.watched:
-                    began_s = time.thread_time()
-                    judged = looking.judged(sampling, tokens)
-                    looked_s = time.thread_time() - began_s
-                began_s = time.thread_time()
-                worker.ended(sampling, tokens, judged)
+                    judged, looked_s = _timed(looking.judged, sampling, tokens)
+                _, ended_s = _timed(worker.ended, sampling, tokens, judged)
                 planned_s = worker.planned_s
-                completed_s = time.thread_time() - began_s - planned_s
+                completed_s = ended_s - planned_s
             if worker.plan is None or len(worker.plan.rows) != rows:
                 raise RuntimeError(f"{preset} does not plan these rows {'ahead' if ahead else 'again'}")
             plan = worker.next_plan(preset)
-            began_s = time.thread_time()
-            batch, following = builder.build(plan, sampling if ahead else None)
-            built_s = time.thread_time() - began_s
+            (batch, following), built_s = _timed(builder.build, plan, sampling if ahead else None)
             rows_class = decode.takes(batch)
             if rows_class is None:
                 raise RuntimeError("no class of recorded steps takes these rows")
             before = torch.zeros(rows, dtype=torch.int64) if ahead else None
-            began_s = time.thread_time()
-            decode.run(batch, rows_class, before)
-            decode.sampler.fill(batch.sampling, batch.sample_rows, rows_class)
-            filled_s = time.thread_time() - began_s
+            _, run_s = _timed(decode.run, batch, rows_class, before)
+            _, fill_s = _timed(decode.sampler.fill, batch.sampling, batch.sample_rows, rows_class)
             if ahead:
                 if looking is not None and before_plan.watched:
-                    began_s = time.thread_time()
-                    judged = looking.judged(sampling, tokens)
-                    looked_s += time.thread_time() - began_s
-                began_s = time.thread_time()
-                worker.ended(sampling, tokens, judged)
-                completed_s = time.thread_time() - began_s
+                    judged, judged_s = _timed(looking.judged, sampling, tokens)
+                    looked_s += judged_s
+                _, completed_s = _timed(worker.ended, sampling, tokens, judged)
             sampling = following
-            parts.append((completed_s, planned_s, built_s, filled_s, looked_s))
+            parts.append((completed_s, planned_s, built_s, run_s + fill_s, looked_s))
     return HostTime(preset, rows, context, ahead, steps, *(1e6 * median(part) for part in zip(*parts, strict=True)))

@@ -1,16 +1,17 @@
 """The measuring side of `cohort bench engine`: load the model as a worker would, measure, write an `EngineReport`.
 
-    python -m cohort.services.bench.engine.inside.measuring --config FILE --threads N --output FILE [--quick]
-
-A process of its own because the command line never loads torch. Says on stderr what it is measuring, one line
-`progress DONE TOTAL WHAT` each; serves nothing. The CPU path is what is measured.
+A process of its own because the command line never loads torch; its one argument is what `_write` takes, in JSON. Says
+on stderr what it is measuring, one line `progress DONE TOTAL WHAT` each; serves nothing. The CPU path is what is
+measured.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import gc
+import json
 import os
+import platform
 import random
 import sys
 import time
@@ -23,28 +24,27 @@ from statistics import median
 from typing import get_args
 
 import msgspec
+import torch
 
+from cohort import __version__
 from cohort.common import paths
 from cohort.common.config import Config, load_config
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch_builder import BatchBuilder
 from cohort.common.engine.worker.worker_process import load_runner
 from cohort.common.errors import CohortError
+from cohort.kernels.cpu import native
 from cohort.services.bench.engine.inside import in_process
-from cohort.services.bench.engine.inside.allocations import decode_allocations, profiler_available
-from cohort.services.bench.engine.inside.attention import measure_attention
 from cohort.services.bench.engine.inside.clocks import StepClock, Target, clocked, engine_targets
-from cohort.services.bench.engine.inside.comparisons import READ_BYTES, decode_comparison, prefill_comparison
+from cohort.services.bench.engine.inside.comparisons import READ_BYTES, compared, measure_attention
 from cohort.services.bench.engine.inside.in_process import InProcessEngine
 from cohort.services.bench.engine.inside.lower_bounds import LowerBounds, model_products
-from cohort.services.bench.engine.inside.resident import available_bytes, machine, rss_bytes, weights_and_buffers
 from cohort.services.bench.engine.report import (
     KERNEL_PARTS,
-    Allocations,
     AttentionPoint,
     Comparison,
     EngineReport,
-    MemoryUse,
+    Machine,
     ModelFacts,
     Section,
     StepPart,
@@ -52,6 +52,7 @@ from cohort.services.bench.engine.report import (
 )
 
 _OUTSIDE_EXECUTE: frozenset[StepPart] = frozenset({"plan", "build", "completed", "glue"})
+_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve", "bf16")
 _FEWER_ROUNDS_FROM_TOKENS = 512  # a prefill of so many takes its time
 
 
@@ -59,28 +60,17 @@ _FEWER_ROUNDS_FROM_TOKENS = 512  # a prefill of so many takes its time
 class Scale:
     """How much is measured."""
 
-    rounds: int
-    decode_rows: tuple[int, ...]
-    contexts: tuple[int, ...]
-    prefill_tokens: tuple[int, ...]
-    shares_rows: tuple[int, ...]
-    shares_context: int
-    shares_steps: int
-    attention: tuple[tuple[int, int], ...]
-    read_bytes: int
+    rounds: int = 7
+    decode_rows: tuple[int, ...] = (1, 4, 16, 64, 256)
+    contexts: tuple[int, ...] = (32, 128, 512, 2048)
+    prefill_tokens: tuple[int, ...] = (64, 128, 512, 1024, 2048)
+    shares_rows: tuple[int, ...] = (1, 16, 64)
+    shares_context: int = 128
+    shares_steps: int = 20
+    attention: tuple[tuple[int, int], ...] = ((16, 512), (1, 2048))
+    read_bytes: int = READ_BYTES
 
 
-FULL = Scale(
-    rounds=7,
-    decode_rows=(1, 4, 16, 64, 256),
-    contexts=(32, 128, 512, 2048),
-    prefill_tokens=(64, 128, 512, 1024, 2048),
-    shares_rows=(1, 16, 64),
-    shares_context=128,
-    shares_steps=20,
-    attention=((16, 512), (1, 2048)),
-    read_bytes=READ_BYTES,
-)
 QUICK = Scale(
     rounds=2,
     decode_rows=(1, 4),
@@ -99,18 +89,14 @@ class _Found:
     comparisons: list[Comparison] = field(default_factory=list)
     shares: list[StepShares] = field(default_factory=list)
     attention: list[AttentionPoint] = field(default_factory=list)
-    allocations: list[Allocations] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def measure(config: Config, threads: int, scale: Scale, sections: frozenset[Section]) -> EngineReport:
     """Everything in `sections`, in one process, one after the other."""
     load_before = os.getloadavg()[0]
-    rss_before = rss_bytes()
     runner = load_runner(config, threads)
-    rss_loaded = rss_bytes()
     runner.warm_up()
-    rss_stepped = rss_bytes()
     found = _Found()
     dtype = runner.numbers
     products = model_products(runner.geometry)
@@ -124,7 +110,6 @@ def measure(config: Config, threads: int, scale: Scale, sections: frozenset[Sect
         sys.stderr.flush()
         gc.collect()  # between two tasks, not within one
         task()
-    weights, buffers = weights_and_buffers(runner)
     geometry = runner.geometry
     return EngineReport(
         machine=machine(threads, runner.dtype, load_before),
@@ -143,16 +128,6 @@ def measure(config: Config, threads: int, scale: Scale, sections: frozenset[Sect
         comparisons=found.comparisons,
         shares=found.shares,
         attention=found.attention,
-        allocations=found.allocations,
-        memory=MemoryUse(
-            rss_before=rss_before,
-            rss_loaded=rss_loaded,
-            rss_stepped=rss_stepped,
-            weights=weights,
-            buffers=buffers,
-            kv_reserved=len(runner.kv.blocks) * runner.kv.block_bytes,
-            host_reserved=len(runner.kv.host_blocks) * runner.kv.block_bytes,
-        ),
         notes=found.notes,
     )
 
@@ -168,13 +143,13 @@ def _tasks(
     tasks: list[tuple[str, Callable[[], None]]] = []
 
     def decode(rows: int) -> None:
-        found.comparisons.append(
-            decode_comparison(runner, lower_bounds, rows, scale.contexts, scale.rounds, scale.read_bytes)
-        )
+        found.comparisons.append(compared(runner, lower_bounds, rows, scale.contexts, scale.rounds, scale.read_bytes))
 
     def prefill(tokens: int) -> None:
         rounds = scale.rounds if tokens < _FEWER_ROUNDS_FROM_TOKENS else max(2, scale.rounds // 2)
-        found.comparisons.append(prefill_comparison(runner, lower_bounds, tokens, rounds, scale.read_bytes))
+        found.comparisons.append(
+            compared(runner, lower_bounds, 1, (tokens,), rounds, scale.read_bytes, tokens_per_row=tokens)
+        )
 
     def shares(rows: int) -> None:
         one = measure_shares(config, runner, rows, scale.shares_context, scale.shares_steps)
@@ -185,12 +160,6 @@ def _tasks(
 
     def attention(rows: int, context: int) -> None:
         found.attention.append(measure_attention(runner, rows, context, scale.rounds, scale.read_bytes))
-
-    def allocations(rows: int, context: int) -> None:
-        if not profiler_available():
-            found.notes.append("no allocations: this torch has no profiler")
-        elif (one := decode_allocations(runner, rows, context)) is not None:
-            found.allocations.append(one)
 
     # Bounds on the steps of a worker of this configuration
     max_rows = min(config.engine.max_rows, config.engine.max_step_tokens)
@@ -203,9 +172,6 @@ def _tasks(
         tasks += [(f"where a step of {n} rows goes", partial(shares, n)) for n in scale.shares_rows]
     if "attention" in sections:
         tasks += [(f"attention, {r} x {c}", partial(attention, r, c)) for r, c in scale.attention]
-    if "allocations" in sections:
-        rows = next((n for n in (16, *scale.decode_rows) if n <= max_rows), 1)
-        tasks.append((f"allocations of a step of {rows} rows", partial(allocations, rows, scale.shares_context)))
     return tasks
 
 
@@ -263,23 +229,64 @@ def measure_shares(config: Config, runner: ModelRunner, rows: int, context: int,
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="engine.inside.measuring")
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="fewer shapes and rounds: that it runs, not how fast")
-    parser.add_argument("--sections", nargs="+", choices=get_args(Section), default=get_args(Section))
-    options = parser.parse_args()
+def available_bytes() -> int:
+    """Memory of this host that a process can still have; 0 where /proc does not say."""
+    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def machine(threads: int, dtype: str, load_before: float) -> Machine:
+    """Of this process, at the end of a measurement that began at `load_before`."""
+    name, flags = _processor()
+    return Machine(
+        processor=name,
+        features=[feature for feature in _FEATURES if feature in flags],
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=threads,
+        dtype=dtype,
+        kernels=native.implementation(),
+        cohort=__version__,
+        torch=str(torch.__version__),
+        python=platform.python_version(),
+        omp_wait_policy=os.environ.get("OMP_WAIT_POLICY", ""),
+        load_1m=[load_before, os.getloadavg()[0]],
+    )
+
+
+def _processor() -> tuple[str, set[str]]:
+    """Name and instruction sets of the first core."""
+    name, flags = platform.processor() or platform.machine(), set[str]()
     try:
-        config = load_config([options.config])
-        sections: frozenset[Section] = frozenset(options.sections)
-        report = measure(config, options.threads, QUICK if options.quick else FULL, sections)
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                key, _, value = line.partition(":")
+                if key.strip() == "model name":
+                    name = value.strip()
+                elif key.strip().lower() in ("flags", "features"):
+                    flags = set(value.split())
+                elif not line.strip():
+                    break
+    except OSError:
+        pass
+    return name, flags
+
+
+def main() -> int:
+    try:
+        _write(**json.loads(sys.argv[1]))
     except CohortError as error:
         sys.stderr.write(f"cohort bench: {error}\n")
         return 2
-    options.output.write_bytes(msgspec.json.encode(report))
     return 0
+
+
+def _write(config: str, threads: int, output: str, sections: list[Section], quick: bool) -> None:
+    """Measure under this configuration file, and write the report."""
+    report = measure(load_config([Path(config)]), threads, QUICK if quick else Scale(), frozenset(sections))
+    Path(output).write_bytes(msgspec.json.encode(report))
 
 
 if __name__ == "__main__":

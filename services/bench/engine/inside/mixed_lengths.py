@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from cohort.common.engine.runner.model_runner import ModelRunner
-from cohort.common.engine.step.batch import StepBatch
-from cohort.common.engine.step.trial_batch import trial_batch
+from cohort.common.engine.step.batch import GREEDY, StepBatch
 from cohort.services.bench.engine.inside.comparisons import each_s
 
 
@@ -29,28 +28,31 @@ class Timed:
     step_s: float
 
 
-def decode_batch(contexts: Sequence[int], *, block_size: int, num_blocks: int) -> StepBatch | None:
-    """A greedy decode step of one row per context, each over blocks of its own; None when the cache cannot hold it."""
+def decode_batch(
+    contexts: Sequence[int], *, block_size: int, num_blocks: int, queries: Sequence[int] | None = None
+) -> StepBatch | None:
+    """A greedy step of one row per context, each over blocks of its own; None when the cache cannot hold it. `queries`:
+    tokens of each row, prompts first; one of each unless given."""
+    rows, counts = len(contexts), np.array(queries or [1] * len(contexts))
     held = [-(-context // block_size) for context in contexts]
-    uniform = trial_batch(1, 1, 1, block_size=block_size, num_blocks=num_blocks)
-    if sum(held) > num_blocks or min(contexts) < 1 or uniform is None:
+    if sum(held) > num_blocks or min(contexts) < 1:
         return None
-    rows, firsts = len(contexts), np.cumsum([0, *held[:-1]])
     tables = np.zeros((rows, max(held)), dtype=np.int32)
-    for row, (first, count) in enumerate(zip(firsts, held, strict=True)):
+    for row, (first, count) in enumerate(zip(np.cumsum([0, *held[:-1]]), held, strict=True)):
         tables[row, :count] = np.arange(first, first + count)
-    positions = np.array(contexts, dtype=np.int64) - 1
-    blocks = tables[np.arange(rows), positions // block_size].astype(np.int64)
+    spans = [np.arange(context - count, context) for context, count in zip(contexts, counts, strict=True)]
+    positions, of_row = np.concatenate(spans).astype(np.int64), np.repeat(np.arange(rows), counts)
+    blocks = tables[of_row, positions // block_size].astype(np.int64)
     return StepBatch(
-        token_ids=np.ones(rows, dtype=np.int64),
+        token_ids=np.ones(len(positions), dtype=np.int64),
         positions=positions,
-        query_start=np.arange(rows + 1, dtype=np.int32),
+        query_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
         context_lens=np.array(contexts, dtype=np.int32),
         block_tables=tables,
         directions=None,
         slot_mapping=blocks * block_size + positions % block_size,
         sample_rows=np.arange(rows, dtype=np.int32),
-        sampling=uniform.sampling * rows,
+        sampling=(GREEDY,) * rows,
     )
 
 

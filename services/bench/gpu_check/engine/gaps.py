@@ -1,8 +1,8 @@
 """The share of the time in which the GPU is idle between two decode steps of a real `WorkerLoop`, and how many of them
 were begun ahead.
 
-The loop runs as in a worker, on the loaded model, with a bus on which requests have arrived and nobody listens. Idle is
-a step's wall time less the recorded step alone, so it holds whatever the loop overlaps.
+The loop runs as in a worker, on the loaded model, with a bus on which requests have arrived and which loses what is
+sent. Idle is a step's wall time less the recorded step alone, so it holds whatever the loop overlaps.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import random
 import statistics
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -24,7 +22,8 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from cohort.common.clock import SystemClock
-from cohort.common.config import Config
+from cohort.common.codec import encode
+from cohort.common.config import Config, load_config
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.worker import worker_loop
 from cohort.common.engine.worker.worker_process import capacity_of
@@ -35,10 +34,10 @@ from cohort.common.machines.worker.worker_state import WorkerSettings, WorkerSet
 from cohort.common.messages import Message, StartSegment
 from cohort.common.policies import compose
 from cohort.common.process.service import ServiceContext
+from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
 from cohort.common.types import Attempt, InstanceId, Request, Role, SamplingParams, Segment
-from cohort.services.bench.gpu_check.engine import fill, steps
-from cohort.services.bench.gpu_check.frame.batches import rows_of
-from cohort.services.bench.gpu_check.frame.context import Check
+from cohort.services.bench.gpu_check.engine import steps
+from cohort.services.bench.gpu_check.frame.context import Check, rows_of
 from cohort.services.bench.gpu_check.frame.guard import NotThere
 
 WANTED_IDLE = 0.02
@@ -59,31 +58,12 @@ class _Watched(WorkerMachine):
         return effects
 
 
-class SilentBus:
-    """Delivers what it was given, then nothing; takes what is sent and forgets it (`transport.bus.Bus`)."""
-
-    def __init__(self, arrived: list[Message]) -> None:
-        self.identity: InstanceId = "gpu-check"
-        self.endpoint = ""
-        self._arrived = deque(arrived)
+class _SilentBus(MemoryBus):
+    """Delivers what has arrived, then nothing; takes what is sent and forgets it."""
 
     def connect(self, peer: InstanceId, endpoint: str) -> None: ...
 
-    def disconnect(self, peer: InstanceId) -> None: ...
-
     def send(self, peer: InstanceId, message: Message) -> None: ...
-
-    async def receive(self) -> tuple[InstanceId, Message]:
-        if not self._arrived:
-            await asyncio.Event().wait()
-        return "manager", self._arrived.popleft()
-
-    def take(self) -> tuple[InstanceId, Message] | None:
-        return ("manager", self._arrived.popleft()) if self._arrived else None
-
-    def watch(self, lost: Callable[[InstanceId], None]) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 def run(check: Check, runner: ModelRunner, folder: str) -> None:
@@ -97,7 +77,7 @@ def _measure(check: Check, runner: ModelRunner, folder: str, name: str, rows: in
     alone_s = steps.recorded_s(check, runner, rows_of(runner, rows, 1, context))
     if alone_s is None:
         raise NotThere("a recorded step for this many rows")
-    config = fill.serving(check, runner, folder)
+    config = _serving(check, runner, folder)
     wall_s, chunks, decodes = asyncio.run(_serve(config, runner, rows, context - count, count))
     check.found.measured(
         f"{name}: GPU idle",
@@ -108,6 +88,24 @@ def _measure(check: Check, runner: ModelRunner, folder: str, name: str, rows: in
     )
     check.found.measured(f"{name}: steps begun ahead", decodes, "of the steps")
     check.found.measured(f"{name}: steps begun ahead while prompts are computed", chunks, "of the steps")
+
+
+def _serving(check: Check, runner: ModelRunner, folder: str) -> Config:
+    """The configuration under which a worker would have loaded this runner."""
+    return load_config(
+        preset="unified",
+        overrides={
+            "model": {"path": folder, "weights": "random", "dtype": check.dtype_name},
+            "engine": {
+                "device": str(check.device),
+                "max_rows": runner.max_rows,
+                "prefill_chunk": runner.max_step_tokens,
+                "max_step_tokens": runner.max_step_tokens,
+                "drain_s": 0.1,
+            },
+            "kv": {"host_memory_bytes": 0, "prefix_caching": False},
+        },
+    )
 
 
 async def _serve(config: Config, runner: ModelRunner, rows: int, prompt: int, count: int) -> tuple[float, float, float]:
@@ -140,12 +138,15 @@ def _worker(
     config: Config, runner: ModelRunner, arrived: list[Message]
 ) -> tuple[_Watched, ServiceContext, worker_loop.WorkerLoop, ThreadPoolExecutor]:
     """As `worker_process.run_worker` makes one, without links and recording."""
+    bus = _SilentBus(MemoryNetwork(), "gpu-check")
+    for message in arrived:
+        bus.deliver("manager", encode(message))
     context = ServiceContext(
         config=config,
         instance="gpu-check",
         role="worker",
         incarnation=1,
-        bus=SilentBus(arrived),
+        bus=bus,
         log=structlog.get_logger("gpu-check"),
         clock=SystemClock(),
         registry=CollectorRegistry(),

@@ -14,8 +14,7 @@ from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.services.bench.gpu_check.engine import steps
 from cohort.services.bench.gpu_check.frame import rates
-from cohort.services.bench.gpu_check.frame.batches import rows_of
-from cohort.services.bench.gpu_check.frame.context import Check
+from cohort.services.bench.gpu_check.frame.context import Check, rows_of
 
 _MODEL = "Llama-3-8B"
 _MEASURED_KV = 12 << 30  # 64 rows of 1,024 tokens of an 8B model, and what they grow by

@@ -1,7 +1,7 @@
 """Sections: one model, loaded and recorded once, and everything that is measured with it.
 
-    model-8b    decode by kernel, gaps between steps, sampler, mixed steps, rows with drafts, prefill, a head
-    model-14b   decode, prefill, mixed steps, the cache filled
+    model-8b    decode by kernel, gaps between steps, sampler, mixed steps, prefill
+    model-14b   decode, prefill, mixed steps
 
 Only the batch sizes that are measured are recorded; what recording all of them takes is part of the pipeline's start.
 """
@@ -13,7 +13,7 @@ import time
 from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.device import compiled_kernels
 from cohort.common.engine.runner.model_runner import ModelRunner
-from cohort.services.bench.gpu_check.engine import fill, gaps, steps
+from cohort.services.bench.gpu_check.engine import gaps, steps
 from cohort.services.bench.gpu_check.frame.context import Check
 from cohort.services.bench.gpu_check.frame.shapes import shape_folder
 from cohort.services.bench.gpu_check.kernels import sampling
@@ -28,13 +28,11 @@ def run_8b(check: Check) -> None:
         return
     before = compiled_kernels.compilations()
     steps.decode(check, runner, model)
-    gaps.run(check, runner, _folder(check, model))
+    gaps.run(check, runner, str(shape_folder(check.folder / model, check.shape(model))))
     sampling.run(check, runner.geometry.vocab_size)
     steps.mixed(check, runner, model)
-    steps.drafts(check, runner, model)
     steps.prefill(check, runner, model)
     _compiled(check, before)
-    steps.head(check, runner, model)
 
 
 def run_14b(check: Check) -> None:
@@ -46,12 +44,7 @@ def run_14b(check: Check) -> None:
     steps.decode(check, runner, model, profiled=False)
     steps.mixed(check, runner, model)
     steps.prefill(check, runner, model, profiled=False)
-    fill.run(check, runner, _folder(check, model), 60)
     _compiled(check, before)
-
-
-def _folder(check: Check, model: str) -> str:
-    return str(shape_folder(check.folder / model, check.shape(model)))
 
 
 def _load(check: Check, model: str, most_kv: int = 0) -> ModelRunner:

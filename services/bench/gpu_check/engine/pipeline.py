@@ -7,12 +7,10 @@ pipelines   prefill and decode worker sharing the device: `disaggregated`, `coho
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,9 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cohort.common.http.ports import free_port
 from cohort.common.paths import run_dir
 from cohort.services.bench.gpu_check.frame.context import Check
 from cohort.services.bench.gpu_check.frame.shapes import shape_folder
+from cohort.services.bench.live.pipelines import ClientCommand, Served
 
 _MODEL = "Llama-3-8B"
 _STOP_S = 12.0
@@ -43,6 +43,12 @@ class Load:
     prompt: int
     output: int
 
+    def words(self, body: str) -> tuple[str, ...]:
+        """Of `cohort bench`."""
+        lengths = (f"--input-len={self.prompt}", f"--output-len={self.output}")
+        users = (f"--concurrency={self.users}", f"--num-requests={self.requests}", f"--warmup={self.users}")
+        return (*users, *lengths, f"--extra-body={body}")
+
 
 def run(check: Check) -> None:
     load = Load(64, 256, 512, 128) if check.real else Load(2, 4, 24, 6)
@@ -58,18 +64,16 @@ def run_others(check: Check) -> None:
 def _pipeline(check: Check, preset: str, load: Load, *, sampled: bool) -> None:
     folder = shape_folder(check.folder / _MODEL, check.shape(_MODEL))
     kinds = [("greedy", "{}")] + ([("temperature 0.8, top-p 0.95", _SAMPLED)] if sampled else [])
-    with _served(check, preset, folder) as (port, ready_s):
+    with _served(check, preset, folder) as (served, ready_s):
         check.found.measured(f"{preset}: ready", ready_s, "s", note="all batch sizes recorded")
         compiled = _compiled_kernels()
         for label, body in kinds:
             name = f"{preset}, {label}"
-            before = _metrics(port)
-            started = time.monotonic()
-            overall = _bench(check, name, port, load, body)
-            _tell(check, name, load, overall)
-            _idle(check, name, before, _metrics(port), time.monotonic() - started)
+            before = _metrics(served)
+            _tell(check, name, load, served.load([ClientCommand(name, load.words(body), 0.0)])[name])
+            _idle(check, name, before, _metrics(served))
         if preset != "unified":
-            _travelled(check, preset, port)
+            _travelled(check, preset, served)
         if check.device.type == "cuda":
             new = _compiled_kernels() - compiled
             note = "new kernels in Triton's cache folder since the workers were ready"
@@ -77,9 +81,9 @@ def _pipeline(check: Check, preset: str, load: Load, *, sampled: bool) -> None:
 
 
 @contextmanager
-def _served(check: Check, preset: str, model: Path) -> Iterator[tuple[int, float]]:
-    """A pipeline that is ready: its port, and the seconds it took. Ended on leaving."""
-    port, real = _free_ports(), check.real
+def _served(check: Check, preset: str, model: Path) -> Iterator[tuple[Served, float]]:
+    """A pipeline that is ready, and the seconds it took. Ended on leaving."""
+    port, real = free_port(), check.real
     log = check.logs / f"pipeline-{preset}.log"
     options = {
         "model.weights": "random",
@@ -103,7 +107,7 @@ def _served(check: Check, preset: str, model: Path) -> Iterator[tuple[int, float
         )
     try:
         _wait_ready(server, port, log, check.guard.left_s - 5)
-        yield port, time.monotonic() - started
+        yield Served(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"), time.monotonic() - started
     finally:
         server.send_signal(signal.SIGTERM)
         try:
@@ -134,66 +138,47 @@ def _tell(check: Check, name: str, load: Load, overall: dict[str, Any]) -> None:
             found.measured(f"{name}: {label}, median", overall[key]["p50"], "ms", note=note)
 
 
-def _idle(check: Check, name: str, before: dict[str, float], after: dict[str, float], window_s: float) -> None:
+def _idle(check: Check, name: str, before: str, after: str) -> None:
     """The share of a busy worker's time in which no step runs: gaps between steps, of gaps and steps together."""
-    gaps, steps = (_grown(before, after, what) for what in ("iteration_gap_seconds_sum", "step_seconds_sum"))
+    gaps, steps = (_total(after, what) - _total(before, what) for what in ("iteration_gap_seconds", "step_seconds"))
     if not before or not steps:
         check.found.said(f"{name}: idle between steps", "the workers' metrics do not tell")
         return
-    check.found.measured(
-        f"{name}: idle between steps",
-        gaps / (gaps + steps),
-        "of the time",
-        note=f"by the workers' metrics: {gaps:.2f} s of gaps, {steps:.2f} s of steps in {window_s:.1f} s; the warm-up "
-        "requests are in it",
-    )
+    note = f"by the workers' metrics: {gaps:.2f} s of gaps, {steps:.2f} s of steps; the warm-up requests are in it"
+    check.found.measured(f"{name}: idle between steps", gaps / (gaps + steps), "of the time", note=note)
 
 
-def _grown(before: dict[str, float], after: dict[str, float], name: str) -> float:
-    return sum(value - before.get(key, 0.0) for key, value in after.items() if key.partition("{")[0].endswith(name))
+def _total(metrics: str, name: str) -> float:
+    """Of a histogram's sums, over all processes."""
+    return sum(float(value) for value in re.findall(rf"^\w*{name}_sum(?:{{.*}})? (\S+)$", metrics, re.MULTILINE))
 
 
-def _travelled(check: Check, preset: str, port: int) -> None:
-    """Bytes per link and direction, of all processes together; the monitor may not have asked them all yet."""
+def _travelled(check: Check, preset: str, served: Served) -> None:
+    """Bytes per link, of all processes together; the monitor may not have asked them all yet."""
     until = time.monotonic() + (_METRICS_S if check.real else 10 * _METRICS_S)
-    while not any((totals := _moved(_metrics(port))).values()) and time.monotonic() < until:
+    while not any((totals := _moved(_metrics(served))).values()) and time.monotonic() < until:
         time.sleep(0.5)
-    words = (
-        "; ".join(f"{link}: {value / 2**20:.1f} MiB" for link, value in totals.items()) or "the metrics name no bytes"
-    )
+    words = "; ".join(f"{link}: {value / 2**20:.1f} MiB" for link, value in totals.items())
     if preset == "disaggregated":
         check.found.checked(f"{preset}: KV travelled", any(totals.values()), words)
     else:  # where the first token comes soonest may be where the request is
-        check.found.said(f"{preset}: KV travelled", words)
+        check.found.said(f"{preset}: KV travelled", words or "the metrics name no bytes")
 
 
-def _moved(metrics: dict[str, float]) -> dict[str, float]:
+def _moved(metrics: str) -> dict[str, float]:
     """Bytes by link."""
     totals: dict[str, float] = {}
-    for key, value in metrics.items():
-        if "transfer" in key and "bytes_total" in key:
-            found = re.search(r'link="(\w+)"', key)
-            link = found.group(1) if found else "?"
-            totals[link] = totals.get(link, 0.0) + value
+    for link, value in re.findall(r'^\w*transfer\w*bytes_total{.*link="(\w+)".*} (\S+)$', metrics, re.MULTILINE):
+        totals[link] = totals.get(link, 0.0) + float(value)
     return totals
 
 
-def _metrics(port: int) -> dict[str, float]:
-    """Samples by name and labels, of all processes together; empty where they cannot be read."""
+def _metrics(served: Served) -> str:
+    """Of all processes; empty where they cannot be read yet."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port + 1}/metrics", timeout=5) as answer:
-            lines = answer.read().decode().splitlines()
+        return served.metrics()
     except OSError:
-        return {}
-    found = {}
-    for line in lines:
-        key, _, value = line.rpartition(" ")
-        if key and not line.startswith("#"):
-            try:
-                found[key] = float(value)
-            except ValueError:
-                continue
-    return found
+        return ""
 
 
 def _compiled_kernels() -> int:
@@ -202,58 +187,13 @@ def _compiled_kernels() -> int:
     return sum(1 for _ in folder.rglob("*.cubin")) if folder.is_dir() else 0
 
 
-def _free_ports() -> int:
-    """A port whose neighbours, which the pipeline's other processes take, are free too."""
-    for port in range(18700, 28700, 100):
-        if all(_is_free(port + offset) for offset in (0, 1, *range(10, 18))):
-            return port
-    raise RuntimeError("no free ports from 18700 on")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
-
-
 def _wait_ready(server: subprocess.Popen[bytes], port: int, log: Path, seconds: float) -> None:
     until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if server.poll() is not None:
-            break
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=2) as answer:
-                if answer.status == 200:
-                    return
+    while time.monotonic() < until and server.poll() is None:
+        try:  # an answer that is no 200 is an OSError, too
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=2).close()
+            return
         except OSError:
             time.sleep(0.3)
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     raise RuntimeError(f"not ready: {' / '.join(lines[-4:])}")
-
-
-def _bench(check: Check, name: str, port: int, load: Load, body: str) -> dict[str, Any]:
-    report = check.folder / f"bench-{name.replace(' ', '-').replace(',', '')}.json"
-    options = {
-        "--url": f"http://127.0.0.1:{port}",
-        "--concurrency": load.users,
-        "--num-requests": load.requests,
-        "--input-len": load.prompt,
-        "--output-len": load.output,
-        "--warmup": load.users,
-        "--extra-body": body,
-        "--json": report,
-    }
-    words = [str(word) for pair in options.items() for word in pair]
-    subprocess.run(
-        [sys.executable, "-P", "-m", "cohort.services.bench", *words, "--quiet"],
-        check=True,
-        timeout=max(5.0, check.guard.left_s),
-        stdout=subprocess.DEVNULL,
-        stdin=subprocess.DEVNULL,
-    )
-    overall: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))["runs"][0]["overall"]
-    return overall

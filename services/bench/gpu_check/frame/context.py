@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.step.batch import StepBatch
+from cohort.common.engine.step.trial_batch import trial_batch
 from cohort.services.bench.gpu_check.frame import rates
-from cohort.services.bench.gpu_check.frame.bounds import Ceilings
-from cohort.services.bench.gpu_check.frame.guard import Guard
+from cohort.services.bench.gpu_check.frame.guard import DoesNotFit, Guard
+from cohort.services.bench.gpu_check.frame.rates import Ceilings
 from cohort.services.bench.gpu_check.frame.report import Findings
 from cohort.services.bench.gpu_check.frame.shapes import LLAMA_3_8B, QWEN25_14B, TINY, shape_folder
+
+_ROTATED_BYTES = 256 << 20  # several times the second-level cache
+
+Made = TypeVar("Made")
 
 
 @dataclass(slots=True)
@@ -47,20 +52,26 @@ class Check:
             print(f"ceilings: {self._ceilings}", flush=True)
         return self._ceilings
 
+    def over_copies_s(
+        self, first: Made, size: int, another: Callable[[], Made], call: Callable[[Made], object], most: int = 16
+    ) -> float:
+        """Seconds of `call`, each time over another copy of `first`, which has so many bytes: all of them come from
+        memory, as in a step."""
+        count = max(1, min(most, -(-_ROTATED_BYTES // size))) if self.real else min(most, 2)
+        copies = [first, *(another() for _ in range(count - 1))]
+
+        def every() -> None:
+            for each in copies:
+                call(each)
+
+        return rates.seconds(rates.replayed(every, self.device), self.device) / count
+
     def shape(self, name: str) -> Mapping[str, Any]:
         """A model shape to measure; on the processor there is one for all."""
         return {"Llama-3-8B": LLAMA_3_8B, "Qwen2.5-14B": QWEN25_14B}[name] if self.real else TINY
 
     def runner(self, name: str, config: Mapping[str, Any], **overrides: Any) -> ModelRunner:
         return random_model(self.folder / name, config, self.device, real=self.real, **overrides)
-
-    def keep_profile(self, name: str, note: str, kernels: list[dict[str, Any]]) -> None:
-        """A profile's table, for the report."""
-        folder = self.folder / "profiles"
-        folder.mkdir(parents=True, exist_ok=True)
-        content = {"name": name, "note": note, "kernels": kernels}
-        file = folder / f"{self.found.section}-{len(list(folder.iterdir())):02}.json"
-        file.write_text(json.dumps(content), encoding="utf-8")
 
 
 def random_model(
@@ -81,3 +92,12 @@ def random_model(
         "share": DeviceShare(graphs=2 << 30),
     }
     return ModelRunner(shape_folder(folder, config), **{**options, **overrides})
+
+
+def rows_of(runner: ModelRunner, rows: int, tokens_per_row: int, context: int) -> StepBatch:
+    """A greedy batch. Raises `DoesNotFit` where the cache cannot hold it."""
+    batch = trial_batch(rows, tokens_per_row, context, block_size=runner.block_size, num_blocks=len(runner.kv.blocks))
+    if batch is None:
+        needed = rows * -(-context // runner.block_size)
+        raise DoesNotFit(f"{needed} blocks of a cache of {len(runner.kv.blocks)}")
+    return batch

@@ -4,8 +4,8 @@
       it answers             the next item runs
       it does not            its context is dead: all later items are "not run", with the cause; the process may end
     memory does not suffice  "does not fit", no verdict: another card would hold it
-    deadline passed          an exception in the item; if that does not stop it (a kernel that never ends), the process
-                             is ended after a grace period, its rows written
+    deadline passed          an exception in the item; what that does not stop (a kernel that never ends) `runner` ends
+                             with the section, its rows written
 
 Made by `__main__` for each section's process, used by the sections. Decides verdicts of failures, never of metrics.
 """
@@ -16,22 +16,20 @@ import contextlib
 import gc
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 
 from cohort.services.bench.gpu_check.frame.report import Findings
 
-GRACE_S = 5.0
 _LEAST_S = 0.5
 _POLL_S = 0.5
 _KEPT_BYTES = 4 << 30
-EXIT_OVERRUN = 3
+EXIT_ALONE = 3
 
 Found = TypeVar("Found")
 
@@ -67,17 +65,14 @@ class Guard:
         *,
         patience: float = 1.0,
         probe: Callable[[torch.device], None] = probe_device,
-        end: Callable[[int], NoReturn] = os._exit,
     ) -> None:
         self._found = found
         self._device = device
         self._until_s = time.monotonic() + seconds
         self._patience = patience
         self._probe = probe
-        self._end = end
         self.dead = ""
         """Why the device no longer answers; "" = it does."""
-        self._running: tuple[str, float] | None = None
 
     @property
     def left_s(self) -> float:
@@ -92,7 +87,7 @@ class Guard:
         print(f"-- {name}", flush=True)
         started = time.monotonic()
         try:
-            with self.deadline(name, seconds):
+            with self.deadline(seconds):
                 found = call()
             self.settle()
             return found
@@ -141,9 +136,8 @@ class Guard:
             print(f"the device's context is dead: {self.dead}", flush=True)
 
     @contextlib.contextmanager
-    def deadline(self, name: str, seconds: float) -> Iterator[None]:
-        """SIGALRM stops what runs Python; `watch` ends a process that does not come back to Python. For the main
-        thread."""
+    def deadline(self, seconds: float) -> Iterator[None]:
+        """SIGALRM stops what runs Python. For the main thread."""
         seconds = max(_LEAST_S, min(seconds * self._patience, self.left_s))
 
         def passed(_signal: int, _frame: object) -> None:
@@ -151,37 +145,24 @@ class Guard:
 
         before = signal.signal(signal.SIGALRM, passed)
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        self._running = (name, time.monotonic() + seconds + GRACE_S)
         try:
             yield
         finally:
-            self._running = None
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
 
-    def watch(self, parent: int) -> None:
-        """Start the thread that ends this process when an item hangs, or when `parent`, which started it, is gone."""
 
-        def keep_watch() -> None:
-            while True:
-                time.sleep(_POLL_S)
-                if os.getppid() != parent:
-                    with contextlib.suppress(OSError):
-                        os.killpg(0, signal.SIGTERM)
-                    self._end(EXIT_OVERRUN)
-                self.check()
+def end_with(parent: int) -> None:
+    """Start the thread that ends this process and all that it started when `parent`, which started it, is gone."""
 
-        threading.Thread(target=keep_watch, name="watch", daemon=True).start()
+    def keep_watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_POLL_S)
+        with contextlib.suppress(OSError):
+            os.killpg(0, signal.SIGTERM)
+        os._exit(EXIT_ALONE)
 
-    def check(self) -> None:
-        """End the process if an item is past its deadline and its grace."""
-        running = self._running
-        if running is not None and time.monotonic() > running[1]:
-            name = running[0]
-            self._found.said(name, "hangs past its deadline: the process was ended", "fail")
-            self._found.said("the section's other items", f"'{name}' hangs", "not run")
-            sys.stdout.flush()
-            self._end(EXIT_OVERRUN)
+    threading.Thread(target=keep_watch, name="watch", daemon=True).start()
 
 
 def _words(error: BaseException) -> str:

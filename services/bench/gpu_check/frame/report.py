@@ -1,9 +1,8 @@
-"""The rows of a check, and the folder of four files that a run leaves, whole at every moment.
+"""The rows of a check, and the folder of three files that a run leaves, whole at every moment.
 
     report.json     rows, sections, the run's own facts
-    report.md       the same as tables, the kernels of every profile below
-    profiles.json   the profiles: the kernels that took most of the time
-    logs.tar.gz     what the sections and their processes printed, traces included
+    report.md       the same as tables
+    logs.tar.gz     what the sections and their processes printed; of every profile the trace and the longest kernels
 
 A section appends its rows to a file as it finds them (`Findings`); `runner` reads them (`read_rows`) and writes the
 folder (`Results`): the reports whenever a section has found something, the logs after every section. Each file is
@@ -19,8 +18,8 @@ import math
 import os
 import tarfile
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,8 +51,8 @@ class Findings:
         self.rows: list[Row] = []
         self._file = file
 
-    def add(self, row: Row) -> None:
-        self.rows.append(row)
+    def _add(self, name: str, note: str, verdict: Verdict, **more: Any) -> None:
+        self.rows.append(row := Row(section=self.section, name=name, note=note, verdict=verdict, **more))
         if self._file is not None:
             with self._file.open("ab") as out:
                 out.write(json.dumps(asdict(row)).encode() + b"\n")
@@ -69,44 +68,31 @@ class Findings:
         note: str = "",
     ) -> None:
         """A metric and its target, if any."""
-        target = at_least if at_least is not None else at_most
-        bound: Bound = "at least" if at_least is not None else "at most" if at_most is not None else "none"
         verdict: Verdict = "info"
+        target, bound = (at_most, "at most") if at_least is None else (at_least, "at least")
         if target is not None:
-            verdict = "pass" if (figure >= target if bound == "at least" else figure <= target) else "miss"
+            verdict = "pass" if (figure <= target if at_least is None else figure >= target) else "miss"
         known = math.isfinite(figure)
         note = note if known else f"{figure}; {note}".removesuffix("; ")
-        row = Row(
-            section=self.section,
-            name=name,
-            figure=figure if known else None,
-            unit=unit,
-            target=target,
-            bound=bound,
-            verdict=verdict,
-            note=note,
-        )
-        self.add(row)
+        bound = "none" if target is None else bound
+        self._add(name, note, verdict, figure=figure if known else None, unit=unit, target=target, bound=bound)
 
     def checked(self, name: str, holds: bool, note: str = "") -> None:
         """Something that is right or wrong."""
-        verdict: Verdict = "pass" if holds else "fail"
-        self.add(Row(section=self.section, name=name, bound="equal", verdict=verdict, note=note))
+        self._add(name, note, "pass" if holds else "fail", bound="equal")
 
     def said(self, name: str, note: str, verdict: Verdict = "info") -> None:
         """Words without a number."""
-        self.add(Row(section=self.section, name=name, verdict=verdict, note=note))
+        self._add(name, note, verdict)
 
 
 def read_rows(file: Path) -> list[Row]:
     """The rows that a section wrote before it ended, however it ended."""
-    names = {each.name for each in fields(Row)}
     rows = []
     for line in file.read_bytes().splitlines() if file.is_file() else ():
         try:
-            found: dict[str, Any] = json.loads(line)
-            rows.append(Row(**{name: value for name, value in found.items() if name in names}))
-        except (ValueError, TypeError, AttributeError):  # the line it was killed in
+            rows.append(Row(**json.loads(line)))
+        except (ValueError, TypeError):  # the line it was killed in
             continue
     return rows
 
@@ -137,29 +123,17 @@ def table(rows: Iterable[Row]) -> str:
     )
 
 
-def markdown(rows: Iterable[Row]) -> str:
-    lines = [f"| {' | '.join(_HEADER)} |", "|" + "---|" * len(_HEADER)]
-    lines += [f"| {' | '.join(cell.replace('|', '/') for cell in _cells(row))} |" for row in _together(rows)]
-    return "\n".join(lines)
-
-
 def _together(rows: Iterable[Row]) -> list[Row]:
     """`test[a]`, `test[b]` that passed, as `test` with the number of cases."""
-    cases: dict[tuple[str, str], int] = {}
-    found: list[Row | tuple[str, str]] = []
-    for row in rows:
-        key = row.section, row.name.partition("[")[0]
-        if row.verdict != "pass" or row.name == key[1] or row.figure is not None:
-            found.append(row)
-            continue
-        if key not in cases:
-            found.append(key)
-        cases[key] = cases.get(key, 0) + 1
+    found: dict[object, list[Row]] = {}
+    for number, row in enumerate(rows):
+        case = row.verdict == "pass" and "[" in row.name and row.figure is None
+        found.setdefault((row.section, row.name.partition("[")[0]) if case else number, []).append(row)
     return [
-        each
-        if isinstance(each, Row)
-        else Row(section=each[0], name=each[1], bound="equal", verdict="pass", note=f"{cases[each]} cases")
-        for each in found
+        Row(section=key[0], name=key[1], bound="equal", verdict="pass", note=f"{len(each)} cases")
+        if isinstance(key, tuple)
+        else each[0]
+        for key, each in found.items()
     ]
 
 
@@ -180,11 +154,11 @@ class SectionRun:
 
 
 class Results:
-    """`folder`: for the four files. `logs`: what is packed. `profiles`: folder of the sections' profile files."""
+    """`folder`: for the three files. `logs`: what is packed."""
 
-    def __init__(self, folder: Path, logs: Path, profiles: Path, facts: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, logs: Path, facts: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._logs, self._profiles = folder, logs, profiles
+        self._folder, self._logs = folder, logs
         self._facts = {"date": time.strftime("%Y-%m-%d %H:%M:%S %z"), **facts}
         self._started_s = time.monotonic()
         self.sections: list[SectionRun] = []
@@ -199,64 +173,36 @@ class Results:
         return round(time.monotonic() - self._started_s, 1)
 
     def write(self, *, logs: bool = False) -> None:
-        """Replace the reports, and with `logs` the packed logs and the profiles."""
-        profiles = self._read_profiles()
-        content = {
-            **self._facts,
-            "state": self.state,
-            "seconds": self.seconds,
-            "sections": [
-                {"section": s.section, "limit_s": round(s.limit_s, 1), "seconds": round(s.seconds, 1), "state": s.state}
-                for s in self.sections
-            ],
-            "rows": [asdict(row) for row in self.rows],
-        }
+        """Replace the reports, and with `logs` the packed logs."""
+        sections = [
+            {"section": s.section, "limit_s": round(s.limit_s, 1), "seconds": round(s.seconds, 1), "state": s.state}
+            for s in self.sections
+        ]
+        rows = [asdict(row) for row in self.rows]
+        content = {**self._facts, "state": self.state, "seconds": self.seconds, "sections": sections, "rows": rows}
         self._replace("report.json", json.dumps(content, indent=1, allow_nan=False).encode())
-        self._replace("report.md", self._markdown(profiles).encode())
+        self._replace("report.md", self._markdown().encode())
         if logs:
-            self._replace("profiles.json", json.dumps(profiles, indent=1).encode())
             self._replace("logs.tar.gz", self._packed())
 
-    def _markdown(self, profiles: Sequence[dict[str, Any]]) -> str:
+    def _markdown(self) -> str:
         lines = [f"# Check of a GPU: {', '.join(f'{key} {value}' for key, value in self._facts.items())}", ""]
         if self._facts.get("dry_run"):
             lines += ["Dry run on the processor with tiny shapes: no metric below is a measurement.", ""]
-        lines += [f"State: {self.state}, {self.seconds} s.", "", "| section | limit, s | took, s | state |"]
-        lines += ["|---|---|---|---|"]
-        lines += [f"| {s.section} | {s.limit_s:.0f} | {s.seconds:.0f} | {s.state} |" for s in self.sections]
-        lines += ["", markdown(self.rows)]
-        for profile in profiles:
-            lines += ["", f"## {profile['name']}", "", profile.get("note", ""), ""]
-            lines += ["| kernel | calls | us | share |", "|---|---|---|---|"]
-            lines += [
-                f"| {str(kernel['name'])[:90].replace('|', '/')} | {kernel['calls']} | {kernel['us']:.1f} "
-                f"| {kernel['share']:.1%} |"
-                for kernel in profile["kernels"]
-            ]
-        return "\n".join(lines) + "\n"
-
-    def _read_profiles(self) -> list[dict[str, Any]]:
-        found = []
-        for file in sorted(self._profiles.glob("*.json")):
-            try:
-                found.append(json.loads(file.read_text(encoding="utf-8")))
-            except ValueError:  # being written
-                continue
-        return found
+        lines += [f"State: {self.state}, {self.seconds} s.", "", "```"]
+        lines += [f"{s.section:<16}{s.state}, {s.seconds:.0f} of {s.limit_s:.0f} s" for s in self.sections]
+        return "\n".join([*lines, "", table(self.rows), "```", ""])
 
     def _packed(self) -> bytes:
         """Of every log the end, where it is long; the oldest fall out when all together are too many."""
         out = io.BytesIO()
-        total = 0
+        left = _LOGS_TOGETHER
         with tarfile.open(fileobj=out, mode="w:gz") as archive:
             files = [file for file in self._logs.rglob("*") if file.is_file()]
             for file in sorted(files, key=lambda each: each.stat().st_mtime, reverse=True):
-                data = file.read_bytes()
-                if file.suffix == ".gz" and len(data) > _LARGEST_LOG:
-                    continue
-                data = data[-_LARGEST_LOG:]
-                total += len(data)
-                if total > _LOGS_TOGETHER:
+                data = file.read_bytes()[-_LARGEST_LOG:]
+                left -= len(data)
+                if left < 0:
                     break
                 entry = tarfile.TarInfo(str(file.relative_to(self._logs)))
                 entry.size, entry.mtime = len(data), int(file.stat().st_mtime)

@@ -8,9 +8,8 @@
 Runs under any Python 3.11 or 3.12 that holds torch, triton and transformers; all other packages come from the folder of
 wheels that `scripts/gpu_pack` made. Every section runs in a process of its own with a deadline, every item of a section
 guarded: one that breaks or hangs is a line of the table and hides nothing else. The output folder holds report.json,
-report.md, profiles.json and logs.tar.gz, rewritten as results come: a run that is killed leaves all it had. A row tells
-metric, target and a verdict: pass, miss (right, but slower than wanted), fail (wrong, or broken), info (no target), not
-run.
+report.md and logs.tar.gz, rewritten as results come: a run that is killed leaves all it had. A row tells metric, target
+and a verdict: pass, miss (right, but slower than wanted), fail (wrong, or broken), info (no target), not run.
 
 `cohort bench gpu-check` is the same. Called by both; needs the standard library alone.
 
@@ -25,7 +24,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from dataclasses import dataclass
@@ -35,7 +33,7 @@ from typing import NoReturn
 import cohort
 from cohort.common.paths import cache_dir
 from cohort.services.bench.gpu_check.frame import report
-from cohort.services.bench.gpu_check.frame.plan import PLANS, SECTIONS, TOTAL_S, Deadline, deadlines, sections_of
+from cohort.services.bench.gpu_check.frame.plan import PLANS, SECTIONS, TOTAL_S, deadlines, sections_of
 from cohort.services.bench.gpu_check.frame.report import Results, Row, SectionRun, Verdict, read_rows
 
 PACKAGE = Path(cohort.__file__).resolve().parent
@@ -57,10 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder for results (default: %(default)s)")
     parser.add_argument(
         "--total-s", type=float, help=f"seconds for everything (default: {TOTAL_S:.0f}; a dry run: 3600)"
-    )
-    parser.add_argument("--triton-cache", type=Path, help="folder or .tar.gz of compiled kernels to begin with")
-    parser.add_argument(
-        "--keep-triton-cache", action="store_true", help="leave triton-cache.tar.gz in the output folder"
     )
     parser.add_argument("--dry-run", action="store_true", help="on the processor, with tiny shapes; needs no GPU")
 
@@ -96,11 +90,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _prepare(options: argparse.Namespace, work: Path, started_s: float) -> Run:
     """Raises `_Refused`."""
-    if not options.dry_run and (reason := no_gpu()) is not None:
-        raise _Refused(f"{reason}. With --dry-run the sections run on the processor.")
-    for name, path in (("--wheels", options.wheels), ("--triton-cache", options.triton_cache)):
-        if path is not None and not path.exists():
-            raise _Refused(f"{name}: no {path}")
     # Not the folder it lies in: that one's folders would hide other people's packages of the same names.
     source = work / "source"
     source.mkdir()
@@ -111,9 +100,9 @@ def _prepare(options: argparse.Namespace, work: Path, started_s: float) -> Run:
         if (problem := unpack(options.wheels, site)) is not None:
             raise _Refused(problem)
         paths.append(str(site))
-    environment = _environment(options, work, paths)
-    if (missing := lacking(environment)) != "":
-        raise _Refused(f"{sys.executable} lacks {missing}. Give --wheels, or run scripts/setup.")
+    environment = _environment(options.dry_run, work, paths)
+    if (reason := refusal(environment, dry_run=options.dry_run)) != "":
+        raise _Refused(reason)
     logs = work / "logs"
     logs.mkdir()
     total_s = options.total_s or (3600.0 if options.dry_run else TOTAL_S)
@@ -124,15 +113,13 @@ class _Refused(Exception):
     """It cannot be run here, and why."""
 
 
-def _environment(options: argparse.Namespace, work: Path, paths: list[str]) -> dict[str, str]:
+def _environment(dry_run: bool, work: Path, paths: list[str]) -> dict[str, str]:
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
     environment["PYTHONUNBUFFERED"] = "1"
     environment["HF_HUB_OFFLINE"] = environment["TRANSFORMERS_OFFLINE"] = "1"
-    cache = environment["TRITON_CACHE_DIR"] = str(work / "triton")
-    if options.triton_cache is not None:
-        _bring(options.triton_cache, Path(cache))
-    if options.dry_run:  # there the cache folder's kernels serve as they are
+    environment["TRITON_CACHE_DIR"] = str(work / "triton")
+    if dry_run:  # there the cache folder's kernels serve as they are
         environment["CUDA_VISIBLE_DEVICES"] = ""
         environment["TRITON_INTERPRET"] = "1"
     else:
@@ -140,33 +127,22 @@ def _environment(options: argparse.Namespace, work: Path, paths: list[str]) -> d
     return environment
 
 
-def _bring(source: Path, folder: Path) -> None:
-    """Compiled kernels of an earlier run: copied, so that the source stays as it is."""
-    if source.is_dir():
-        shutil.copytree(source, folder)
-        return
-    with tarfile.open(source) as archive:
-        archive.extractall(folder, filter="data")
-
-
 def _run(options: argparse.Namespace, run: Run) -> int:
     """The sections in their order."""
     plan = "of sections" if options.only else options.plan
     facts = {"plan": plan, "dry_run": run.dry_run, "total_s": run.total_s}
-    results = Results(options.out, run.logs, run.work / "profiles", facts)
+    results = Results(options.out, run.logs, facts)
     signal.signal(signal.SIGTERM, _ended)
     kernels = _build_host_kernels(run)
     try:
-        for deadline in deadlines(sections_of(options.plan, options.only), run.total_s):
-            _section(deadline, run, results)
+        for section, until_s in deadlines(sections_of(options.plan, options.only), run.total_s):
+            _section(section, until_s, run, results)
         results.state = "complete"
     except (KeyboardInterrupt, _Ended):
         results.state = "ended by a signal"
     finally:
         end_group(kernels)
         results.write(logs=True)
-        if options.keep_triton_cache:
-            _keep(Path(run.environment["TRITON_CACHE_DIR"]), options.out / "triton-cache.tar.gz")
     rows = results.rows
     if run.dry_run:
         print("Dry run on the processor with tiny shapes: no metric below is a measurement.\n")
@@ -206,34 +182,20 @@ def _begun(words: list[str], log: Path, run: Run) -> subprocess.Popen[bytes]:
         )
 
 
-def _keep(cache: Path, file: Path) -> None:
-    part = file.with_name(f".{file.name}.part")
-    with tarfile.open(part, "w:gz") as archive:
-        if cache.is_dir():
-            archive.add(cache, arcname=".")
-    os.replace(part, file)
-
-
-def no_gpu() -> str | None:
-    """Why nothing can be measured here. Asks in another process: this one stays small."""
-    code = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
+def refusal(environment: dict[str, str], *, dry_run: bool) -> str:
+    """Why nothing can be measured here; "" = it can. Asks in another process: this one stays small."""
+    wanted = ("torch", "transformers", "llguidance", "msgspec", "structlog", "yaml", "zmq", "aiohttp")
+    code = "import importlib.util as u, sys; print(*(n for n in sys.argv[1:] if u.find_spec(n) is None), sep=', ')"
+    asked = "" if dry_run else "\nimport torch; sys.exit(0 if torch.cuda.is_available() else 3)"
+    command = [sys.executable, "-c", code + asked, *wanted]
     try:
-        status = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=False).returncode
+        found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     except subprocess.TimeoutExpired:
         return "torch does not answer within two minutes"
-    if status == 0:
-        return None
-    return "torch finds no CUDA device here" if status == 3 else f"{sys.executable} holds no torch"
-
-
-def lacking(environment: dict[str, str]) -> str:
-    """Which packages that every section needs cannot be found."""
-    code = "import importlib.util as u, sys; print(*(n for n in sys.argv[1:] if u.find_spec(n) is None), sep=', ')"
-    wanted = ("torch", "transformers", "llguidance", "msgspec", "structlog", "yaml", "zmq", "aiohttp")
-    found = subprocess.run(
-        [sys.executable, "-c", code, *wanted], env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
-    return found.stdout.strip()
+    if missing := found.stdout.strip():
+        return f"{sys.executable} lacks {missing}. Give --wheels, or run scripts/setup."
+    no_device = "torch finds no CUDA device here. With --dry-run the sections run on the processor."
+    return {0: "", 3: no_device}.get(found.returncode, found.stderr.strip()[-500:])
 
 
 def unpack(wheels: Path, site: Path) -> str | None:
@@ -252,11 +214,10 @@ def unpack(wheels: Path, site: Path) -> str | None:
     return None if done.returncode == 0 else f"the wheels cannot be installed: {done.stderr.strip()[-500:]}"
 
 
-def _section(deadline: Deadline, run: Run, results: Results) -> None:
+def _section(section: str, until_s: float, run: Run, results: Results) -> None:
     """Run one section to its end or its deadline; the results are written while it runs, and when it has ended."""
-    section = deadline.section
     # A dry run measures nothing, so a busy machine may take as long over a section as there is time.
-    seconds = (run.total_s if run.dry_run else deadline.until_s) - run.elapsed_s
+    seconds = (run.total_s if run.dry_run else until_s) - run.elapsed_s
     current = SectionRun(section, seconds)
     results.sections.append(current)
     if seconds < _LEAST_S:

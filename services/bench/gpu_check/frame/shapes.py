@@ -1,7 +1,7 @@
-"""Model shapes that are measured with random weights, and the bytes and operations that bound them.
+"""Model shapes that are measured with random weights.
 
 A shape's folder holds a configuration and a tokenizer of one token per word, and no weights: `model.weights: random`
-draws them. Called by the sections. Arithmetic and small files only.
+draws them. Called by the sections.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from cohort.common.engine.config.model_config import ModelGeometry
 
 LLAMA_3_8B: Mapping[str, Any] = {
     "model_type": "llama",
@@ -33,23 +31,19 @@ LLAMA_3_8B: Mapping[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 QWEN25_14B: Mapping[str, Any] = {
+    **LLAMA_3_8B,
     "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],
     "hidden_size": 5120,
     "num_hidden_layers": 48,
     "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
     "intermediate_size": 13824,
     "vocab_size": 152064,
     "max_position_embeddings": 32768,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
     "bos_token_id": 151643,
     "eos_token_id": 151645,
-    "torch_dtype": "bfloat16",
 }
 TINY: Mapping[str, Any] = {
     **LLAMA_3_8B,
@@ -72,30 +66,12 @@ def shape_folder(folder: Path, config: Mapping[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     vocabulary = {f"t{index}": index for index in range(config["vocab_size"])}
-    tokenizer: dict[str, Any] = {
+    tokenizer = {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [],
-        "normalizer": None,
         "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "post_processor": None,
-        "decoder": None,
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}', encoding="utf-8")
     return folder
-
-
-def matrix_elements(geometry: ModelGeometry) -> int:
-    """Weights of all layers' matrix products; without embedding and vocabulary."""
-    heads = (geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim
-    attention = geometry.hidden_size * (heads + geometry.num_heads * geometry.head_dim)
-    return geometry.num_layers * (attention + 3 * geometry.hidden_size * geometry.intermediate_size)
-
-
-def prefill_operations(geometry: ModelGeometry, tokens: int) -> int:
-    """Multiplications and additions of one prompt: the layers' products, and causal attention's half of the square."""
-    attention = 2 * 2 * geometry.num_heads * geometry.head_dim * tokens * (tokens + 1) // 2 * geometry.num_layers
-    return 2 * matrix_elements(geometry) * tokens + attention

@@ -1,17 +1,14 @@
 """Sections that are tests of this checkout (tests/kernels/gpu): each is an item, its row written when it has ended.
 
-pytest runs within the section's process, so the guard holds for tests as for other items: a test that hangs ends the
-process with its rows written, and behind a dead device none is begun. Needs pytest and hypothesis; no other plugin that
+pytest runs within the section's process, so the guard holds for tests as for other items: behind a dead device none is
+begun. Needs pytest and hypothesis; no other plugin that
 happens to be installed is loaded.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -23,7 +20,6 @@ from cohort.services.bench.gpu_check.frame.context import Check
 
 _FOLDER = "tests/kernels/gpu"
 _TEST_S = 120.0  # some compile dozens of variants
-_SANITIZER_PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
 _OPTIONS = ("-m", "not slow", "-s", "-v", "--tb=no", "--continue-on-collection-errors", "-p", "hypothesispytest")
 """Nothing is captured: what a test has printed is in the log when its process is ended."""
 
@@ -36,8 +32,6 @@ def run(check: Check, *chosen: str) -> None:
         return
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ.setdefault("COHORT_TEST_CACHES", str(check.folder))  # its cache folder is the run's own already
-    if check.device.type == "cuda" and not check.real:
-        os.environ["COHORT_TINY_SHAPES"] = "1"
     folder = source / _FOLDER
     words = [str(folder / word) if ".py" in word else word for word in chosen] or [str(folder)]
     words += ["--rootdir", str(source), "-o", f"cache_dir={check.folder / 'pytest'}"]
@@ -49,38 +43,6 @@ def run(check: Check, *chosen: str) -> None:
     check.found.said("tests", ", ".join(f"{count} {what}" for what, count in rows.counts.items()))
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
         check.found.checked("pytest", False, f"ended with {status!r}")
-
-
-def memcheck(check: Check) -> None:
-    """Section `kernels` at tiny shapes under NVIDIA's compute-sanitizer; on a processor without it, which shows that
-    the command runs."""
-    name, tool = "memcheck over the kernels", list[str]()
-    if check.device.type == "cuda":
-        found = shutil.which("compute-sanitizer", path=os.pathsep.join((os.environ["PATH"], *_SANITIZER_PLACES)))
-        if found is None:
-            check.found.said(name, "not there: compute-sanitizer")
-            return
-        tool = [found, "--tool", "memcheck", "--error-exitcode", "9"]
-    command = [*tool, sys.executable, "-P", "-m", "cohort.services.bench.gpu_check", "kernels", "--tiny"]
-    command += ["--device", str(check.device), "--folder", str(check.folder / "memcheck"), "--logs", str(check.logs)]
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else torch's pools hide what lies outside
-    seconds, log = max(5.0, check.guard.left_s - 3), check.logs / "memcheck-tests.log"
-    with log.open("wb") as out:
-        try:
-            status = subprocess.run(
-                command,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                timeout=seconds,
-                check=False,
-                env=environment,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            check.found.said(name, f"not done after {seconds:.0f} s", "not run")
-            return
-    words = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
-    check.found.checked(name, status == 0, f"{'' if tool else 'without the tool, '}status {status}: {words}"[:300])
 
 
 def _linked(folder: Path) -> Path | None:
@@ -105,12 +67,12 @@ class _Rows:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None]:
-        with self._guard.deadline(_name(item.nodeid), _TEST_S):
+        with self._guard.deadline(_TEST_S):
             yield
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None]:
-        with self._guard.deadline(_name(item.nodeid), _TEST_S):
+        with self._guard.deadline(_TEST_S):
             yield
             self._guard.settle()
 

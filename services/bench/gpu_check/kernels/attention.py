@@ -1,26 +1,119 @@
 """Section: the bandwidth that decode attention reaches: every shape, with directions and without, in a cache of one
-layer and of thirty-two, and with other tiles, stages and warps than it chooses by itself."""
+layer and of thirty-two. Its rows over a shuffled cache are also what the tests of served shapes take."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from cohort.kernels.ops.paged_attention import paged_attention
+from cohort.kernels.fp8_cache import PLANE_SCALE_BYTES, SCALE_BYTES, planes
+from cohort.kernels.gpu.workspace import Workspace
+from cohort.kernels.ops.paged_attention import AttentionMeta, paged_attention
 from cohort.services.bench.gpu_check.frame import rates
-from cohort.services.bench.gpu_check.frame.cases import Case, Heads, make_case
 from cohort.services.bench.gpu_check.frame.context import Check
-from cohort.services.bench.gpu_check.frame.guard import DoesNotFit, NotThere
 
 WANTED = 0.75
 _LONG = 8192
-_LLAMA, _QWEN, _TINY = Heads(32, 8, 128), Heads(40, 8, 128), Heads(4, 2, 16)
+BLOCK_SIZE = 16
+_SCALE_OF_A_64TH = 114  # of a row: 2^(byte - 120)
 _SHAPES = ((64, 8192), (256, 2048), (64, 1024), (16, 32768), (1, 131072), (64, 512))
 _LAYERS = 4  # in turn, so that no input is still in the second-level cache
-_SWEEP = [(tile, stages, warps) for tile in (32, 64, 128) for stages in (3, 5) for warps in (4, 8)]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """A model as attention sees it."""
+
+    query: int
+    kv: int
+    dim: int
+
+    def __str__(self) -> str:
+        return f"{self.query}/{self.kv} heads of {self.dim}"
+
+
+@dataclass(slots=True)
+class Case:
+    """One call of attention; `kv` [blocks, layers, 2, kv heads, block size, dim]."""
+
+    query: Tensor
+    kv: Tensor
+    meta: AttentionMeta
+    scale: float
+    read_bytes: int
+    """Keys and values that one layer reads."""
+
+
+def make_case(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: Heads,
+    contexts: Sequence[int],
+    queries: Sequence[int],
+    *,
+    layers: int = 2,
+    directed: bool = True,
+    fp8: bool = False,
+) -> Case:
+    """Rows of these contexts, of which the last `queries` tokens are computed, over random keys in shuffled blocks;
+    `fp8`: kept so, as this device does."""
+    blocks = [-(-context // BLOCK_SIZE) for context in contexts]
+    shape = (sum(blocks) + 1, layers, 2, heads.kv, BLOCK_SIZE)
+    kv = random_fp8(shape, heads.dim, device) if fp8 else torch.empty((*shape, heads.dim), device=device, dtype=dtype)
+    if not fp8:
+        kv.normal_()
+    order = torch.randperm(sum(blocks), dtype=torch.int32)
+    tables = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
+    for row, part in enumerate(torch.split(order, blocks)):
+        tables[row, : len(part)] = part
+    directions = torch.randint(0, 2, tables.shape, dtype=torch.uint8)
+    prefill = sum(count > 1 for count in queries)
+    workspace = None
+    if device.type == "cuda":
+        workspace = Workspace(
+            max_rows=len(contexts),
+            query_heads=heads.query,
+            kv_heads=heads.kv,
+            head_dim=heads.dim,
+            dtype=dtype,
+            device=device,
+            staging_tokens=max(1, sum(contexts[:prefill])),
+        )
+    meta = AttentionMeta(
+        query_start=torch.tensor([0, *queries]).cumsum(0).to(torch.int32).to(device),
+        context_lens=torch.tensor(list(contexts), dtype=torch.int32, device=device),
+        block_tables=tables.to(device),
+        directions=directions.to(device) if directed else None,
+        block_size=BLOCK_SIZE,
+        max_query_len=max(queries),
+        num_prefill_rows=prefill,
+        max_context_len=max(contexts),
+        prefill_context=sum(contexts[:prefill]),
+        workspace=workspace,
+    ).as_signed()
+    query = torch.randn(sum(queries), heads.query, heads.dim, device=device).to(dtype)
+    read = 2 * sum(contexts) * heads.kv * kv.shape[5] * kv.element_size()
+    return Case(query, kv, meta, heads.dim**-0.5, read)
+
+
+def random_fp8(shape: Sequence[int], head_dim: int, device: torch.device) -> Tensor:
+    """A cache [*shape, row] in FP8 of numbers up to 4 of either sign: in planes on a GPU, in rows on a processor."""
+    apart = device.type == "cuda"
+    kv = torch.empty(
+        (*shape, head_dim + (PLANE_SCALE_BYTES if apart else SCALE_BYTES)), device=device, dtype=torch.uint8
+    )
+    codes, scales = planes(kv) if apart else (kv[..., :head_dim], kv[..., head_dim])
+    codes.random_(0, 256).bitwise_and_(0xF7).bitwise_or_(0x40)  # neither zero nor NaN
+    scales.fill_(2.0**-6 if apart else _SCALE_OF_A_64TH)
+    return kv
+
+
+_LLAMA, _QWEN, _TINY = Heads(32, 8, 128), Heads(40, 8, 128), Heads(4, 2, 16)
 
 
 def run(check: Check) -> None:
@@ -44,10 +137,6 @@ def run(check: Check) -> None:
     for rows, context in ((64, 4096), (256, 1024)) if check.real else ((3, 40),):
         name = f"{rows} x {context}: 32 layers in a block against 1"
         check.guard.item(name, partial(_stride, check, name, heads, rows, context), 15)
-    for rows, context in ((64, 8192), (256, 1024), (1, 32768)) if check.real else ((2, 20),):
-        for tile, stages, warps in _SWEEP if check.real else [(16, 2, 4)]:
-            name = f"{rows} x {context}: tile {tile}, {stages} stages, {warps} warps"
-            check.guard.item(name, partial(_chosen, check, name, heads, rows, context, tile, stages, warps), 8)
 
 
 def _shape(check: Check, name: str, heads: Heads, rows: int, context: int) -> None:
@@ -55,9 +144,7 @@ def _shape(check: Check, name: str, heads: Heads, rows: int, context: int) -> No
     ceilings = check.ceilings()
     times = {}
     for directed in (False, True):
-        case = make_case(
-            check.device, check.dtype, heads, *_rows(rows, context), layers=_layers(check), directed=directed
-        )
+        case = _case(check, heads, rows, context, directed=directed)
         taken_s = times[directed] = _time(check, case)
         long = context >= _LONG
         check.found.measured(
@@ -74,18 +161,17 @@ def _shape(check: Check, name: str, heads: Heads, rows: int, context: int) -> No
 def _stride(check: Check, name: str, heads: Heads, rows: int, context: int) -> None:
     """As many bytes from blocks of 32 layers as from blocks of one: the former touch 32 times the memory's pages."""
     layers = 32 if check.real else 4
-    wide = _time(check, make_case(check.device, check.dtype, heads, *_rows(rows, context), layers=layers))
-    dense = _time(check, make_case(check.device, check.dtype, heads, *_rows(rows, context), layers=1))
+    wide = _time(check, _case(check, heads, rows, context, layers=layers))
+    dense = _time(check, _case(check, heads, rows, context, layers=1))
     check.found.measured(name, wide / dense, "x", note=f"{wide * 1e6:.0f} and {dense * 1e6:.0f} us a layer")
 
 
 def _fp8(check: Check, name: str, heads: Heads, rows: int, context: int) -> None:
     """Of its own bytes, codes and scales; and how much sooner it is done than 16 bits are."""
-    layers, at = _layers(check), _rows(rows, context)
-    fp8 = make_case(check.device, check.dtype, heads, *at, layers=layers, fp8=True)
+    fp8 = _case(check, heads, rows, context, fp8=True)
     taken_s, read_bytes = _time(check, fp8), fp8.read_bytes
     del fp8
-    plain_s = _time(check, make_case(check.device, check.dtype, heads, *at, layers=layers))
+    plain_s = _time(check, _case(check, heads, rows, context))
     ceilings = check.ceilings()
     check.found.measured(
         name,
@@ -107,7 +193,7 @@ def _scores(check: Check) -> dict[str, tuple[Heads, dict[str, Any]]]:
 def _with_scores(
     check: Check, name: str, kind: str, heads: Heads, options: dict[str, Any], rows: int, context: int
 ) -> None:
-    case = make_case(check.device, check.dtype, heads, *_rows(rows, context), layers=_layers(check))
+    case = _case(check, heads, rows, context)
     with_s, without_s = _time(check, case, **options), _time(check, case)
     check.found.measured(name, with_s / without_s, "x", note=f"{with_s * 1e6:.0f} and {without_s * 1e6:.0f} us a layer")
 
@@ -125,51 +211,13 @@ def _prompt(check: Check, name: str, kind: str, heads: Heads, options: dict[str,
     )
 
 
-def _chosen(check: Check, name: str, heads: Heads, rows: int, context: int, tile: int, stages: int, warps: int) -> None:
-    """Another plan than the kernel's own; `MIN_PART_KEYS` stays, and a tile never spans parts."""
-    try:
-        from triton.runtime.errors import OutOfResources
-
-        from cohort.kernels.gpu.attention import attention as own
-        from cohort.kernels.gpu.plan import decode_plan
-        from cohort.kernels.gpu.workspace import multiprocessors
-    except ImportError as error:
-        raise NotThere(str(error)) from None
-    if check.device.type != "cuda" and not own.WIDEN_PRODUCTS:
-        raise NotThere("Triton needs a GPU, or its interpreter (TRITON_INTERPRET=1)")
-    plan = decode_plan(
-        head_dim=heads.dim, element_bytes=check.dtype.itemsize, multiprocessors=multiprocessors(check.device)
-    )
-    chosen = replace(plan, tile_keys=tile, stages=stages, warps=warps, min_part_keys=max(plan.min_part_keys, tile))
-    case = make_case(check.device, check.dtype, heads, *_rows(rows, context), layers=_layers(check))
-    out = torch.empty_like(case.query)
-    layers = case.kv.shape[1]
-
-    def every_layer() -> None:
-        for layer in range(layers):
-            own.decode(case.query, case.kv, layer, case.meta, case.scale, out, plan=chosen)
-
-    repeats = 20 if check.real else 1
-    try:
-        taken_s = rates.seconds(rates.replayed(every_layer, check.device), check.device, repeats=repeats, warm_ups=1)
-    except OutOfResources as error:
-        raise DoesNotFit(f"a multiprocessor's shared memory: {error}") from None
-    taken_s /= layers
-    chosen_here = (plan.tile_keys, plan.stages, plan.warps) == (tile, stages, warps)
-    check.found.measured(
-        name,
-        case.read_bytes / taken_s / check.ceilings().bandwidth,
-        "of bandwidth",
-        note=f"{taken_s * 1e6:.0f} us a layer{'; the plan chooses this' if chosen_here else ''}",
-    )
-
-
 def _layers(check: Check) -> int:
     return _LAYERS if check.real else 2
 
 
-def _rows(rows: int, context: int) -> tuple[list[int], list[int]]:
-    return [context] * rows, [1] * rows
+def _case(check: Check, heads: Heads, rows: int, context: int, **more: Any) -> Case:
+    given = {"layers": _layers(check), **more}
+    return make_case(check.device, check.dtype, heads, [context] * rows, [1] * rows, **given)
 
 
 def _time(check: Check, case: Case, **options: Any) -> float:

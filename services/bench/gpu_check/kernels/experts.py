@@ -7,7 +7,6 @@ drawn routing takes, read once, and what goes in and out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,10 +16,9 @@ from torch import Tensor
 from cohort.kernels.code_dtypes import E2M1, E4M3, E8M0
 from cohort.kernels.ops.experts import expert_outputs
 from cohort.kernels.types import ClampedSwiglu, ExpertCodes
-from cohort.services.bench.gpu_check.frame import rates
 from cohort.services.bench.gpu_check.frame.context import Check
+from cohort.services.bench.gpu_check.kernels.matrices import random_codes
 
-_ROTATED_BYTES = 256 << 20  # several times the second-level cache, as in `products`
 _MOST_COPIES = 4
 _ITEM_S = 10
 _GPT_OSS = ClampedSwiglu(alpha=1.702, limit=7.0)
@@ -118,22 +116,14 @@ def make_weights(layout: Layout, device: torch.device, dtype: torch.dtype, *, pl
 
 def make_codes(layout: Layout, experts: int, outputs: int, inputs: int, device: torch.device) -> ExpertCodes:
     """Random codes, and scales that leave sums of the order of 1."""
-    group = min(layout.group or inputs, inputs)
-    shape = (experts, outputs, -(-inputs // group))
     if layout.codes == E2M1:  # a code is 2.6 in the mean of squares
         codes = torch.randint(0, 256, (experts, outputs, inputs // 2), dtype=torch.uint8, device=device)
         size = 127 - round(0.5 * torch.tensor(float(inputs)).log2().item() + 1.4)
+        shape = (experts, outputs, inputs // layout.group)
         scales = torch.randint(size - 1, size + 2, shape, dtype=torch.uint8, device=device)
-        return ExpertCodes(codes.view(E2M1), scales.view(E8M0), None, group)
-    if layout.codes == torch.uint8:
-        codes = torch.randint(0, 256, (experts, outputs, inputs // 2), dtype=torch.uint8, device=device)
-    elif layout.codes == torch.int8:
-        codes = torch.randint(-127, 128, (experts, outputs, inputs), dtype=torch.int8, device=device)
-    else:
-        codes = (64 * torch.randn((experts, outputs, inputs), device=device)).clamp(-448, 448).to(layout.codes)
-    size_of = {torch.uint8: 5.0, torch.int8: 73.0}.get(layout.codes, 64.0)
-    factors = (0.5 + torch.rand(shape, device=device)) * inputs**-0.5 / size_of
-    return ExpertCodes(codes, factors, -8 * factors if layout.offsets else None, group)
+        return ExpertCodes(codes.view(E2M1), scales.view(E8M0), None, layout.group)
+    shape = (experts, outputs, inputs)
+    return ExpertCodes(*random_codes(layout.codes, layout.group, layout.offsets, shape, device))
 
 
 def routed(mixture: Mixture, tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -146,11 +136,13 @@ def routed(mixture: Mixture, tokens: int, device: torch.device, dtype: torch.dty
 def _measure(check: Check, name: str, layout: Layout, tokens: int) -> None:
     m, element = layout.mixture, check.dtype.itemsize
     x, chosen = routed(m, tokens, check.device, check.dtype)
-    first = make_weights(layout, check.device, check.dtype)
-    taken_s = _seconds(check, first, lambda: make_weights(layout, check.device, check.dtype), x, chosen)
+    make, call = partial(make_weights, layout, check.device, check.dtype), lambda each: each.outputs(x, chosen)
+    first = make()
     coded_bytes = first.num_bytes
+    taken_s = check.over_copies_s(first, coded_bytes, make, call, most=_MOST_COPIES)
     del first
-    plain_s = _seconds(check, make_weights(layout, check.device, check.dtype, plain=True), None, x, chosen)
+    plain = make(plain=True)
+    plain_s = check.over_copies_s(plain, plain.num_bytes, make, call, most=1)
     experts, rows = len(set(chosen.flatten().tolist())), tokens * m.per_token
     moved = coded_bytes * experts // m.count + (tokens * m.hidden + rows * (4 * m.inner + m.hidden)) * element
     ceilings = check.ceilings()
@@ -162,17 +154,3 @@ def _measure(check: Check, name: str, layout: Layout, tokens: int) -> None:
         note=f"{taken_s * 1e6:.0f} us, {experts} experts; 16 bits take {plain_s * 1e6:.0f} us, "
         f"{plain_s / taken_s:.2f} times as long",
     )
-
-
-def _seconds(check: Check, first: Weights, another: Callable[[], Weights] | None, x: Tensor, chosen: Tensor) -> float:
-    """Of one layer's experts, each time over another copy of the weights where one fits the second-level cache."""
-    wanted = -(-_ROTATED_BYTES // first.num_bytes) if check.real else 2
-    layers = [first]
-    if another is not None:
-        layers += [another() for _ in range(min(_MOST_COPIES, wanted) - 1)]
-
-    def every() -> None:
-        for layer in layers:
-            layer.outputs(x, chosen)
-
-    return rates.seconds(rates.replayed(every, check.device), check.device) / len(layers)

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cohort.common.workloads.arrivals import Arrivals, ClosedLoop
-from cohort.services.bench.http.load.client import PreparedRequest, StreamClient, now_s
-from cohort.services.bench.http.load.records import RequestRecord
+from cohort.services.bench.http.load.client import HttpStreamClient, PreparedRequest, RequestRecord, now_s
 
 LAG_PERIOD_S = 0.01
 
@@ -32,7 +31,7 @@ class Driver:
 
     def __init__(
         self,
-        client: StreamClient,
+        client: HttpStreamClient,
         requests: Sequence[PreparedRequest],
         arrivals: Arrivals,
         *,

@@ -20,9 +20,8 @@ import msgspec
 from cohort.common import paths
 from cohort.common.config import load_config
 from cohort.common.errors import CohortError, ConfigError
-from cohort.services.bench.http.load.client import HttpStreamClient, PreparedRequest, error_message
+from cohort.services.bench.http.load.client import HttpStreamClient, PreparedRequest, RequestRecord, error_message
 from cohort.services.bench.http.load.prompts import PromptFactory
-from cohort.services.bench.http.load.records import RequestRecord
 from cohort.services.bench.http.load.workload import RequestPlan
 
 PromptFormat = Literal["ids", "text"]

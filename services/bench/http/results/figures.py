@@ -15,7 +15,7 @@ import msgspec
 
 from cohort import __version__
 from cohort.services.bench.http.results.report import Distribution, RunReport
-from cohort.services.bench.spread import Spread, spread
+from cohort.services.bench.rounds import Spread, spread
 
 
 @dataclass(frozen=True, slots=True)

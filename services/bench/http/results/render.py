@@ -10,7 +10,7 @@ from rich.table import Table
 from cohort.services.bench.http.results.figures import BenchResult, ComparedFigure
 from cohort.services.bench.http.results.report import RunReport, Slice, SloReport
 from cohort.services.bench.output import plain_table
-from cohort.services.bench.spread import Spread
+from cohort.services.bench.rounds import Spread
 
 SERVERS_SIDE_BY_SIDE = 3
 

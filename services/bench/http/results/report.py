@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from cohort.services.bench.http.load.client import RequestRecord
 from cohort.services.bench.http.load.driver import RunLog
-from cohort.services.bench.http.load.records import RequestRecord
 from cohort.services.bench.http.load.target import Dialect
 from cohort.services.bench.http.load.workload import WorkloadFacts
 

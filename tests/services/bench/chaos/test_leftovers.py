@@ -12,7 +12,7 @@ FREE = {"total_blocks": 100.0, "free_blocks": 60.0, "cached_blocks": 40.0, "held
 
 
 def sample(threads: int = 3, **descriptors: int) -> Sample:
-    return Sample(0.0, 1, 1, threads, descriptors)
+    return Sample(0.0, 1, threads, descriptors)
 
 
 def test_nothing_is_held() -> None:

@@ -16,7 +16,7 @@ from cohort.services.bench.chaos.kill_table import lost
 
 def life(name: str, mb_per_h: float, at_start_mb: float = 100.0) -> dict[Life, list[Sample]]:
     sizes = [(float(t), round((at_start_mb + t * mb_per_h / 3600) * 1e6)) for t in range(0, 1500, 5)]
-    return {Life(name, 7, 1): [Sample(t, size, size, 3, {"socket": 4, "pipe": 2}) for t, size in sizes]}
+    return {Life(name, 7, 1): [Sample(t, size, 3, {"socket": 4, "pipe": 2}) for t, size in sizes]}
 
 
 def test_certain_growth_is_a_finding_and_a_flat_life_is_none() -> None:
@@ -44,7 +44,7 @@ def test_a_process_that_fills_up_is_judged_by_its_bound() -> None:
 
 
 def test_a_short_life_is_counted_and_not_listed() -> None:
-    series = {Life("gateway", 9, 1): [Sample(0.0, 1, 1, 1, {}), Sample(60.0, 1, 1, 1, {})]}
+    series = {Life("gateway", 9, 1): [Sample(0.0, 1, 1, {}), Sample(60.0, 1, 1, {})]}
     assert report.lives(series, {}, 0) == [] and report.short(series) == {"gateway": 1}
 
 

@@ -9,11 +9,11 @@ from statistics import median
 import pytest
 
 from cohort.services.bench.chaos.census import Sample
-from cohort.services.bench.chaos.slopes import slope, theil_sen
+from cohort.services.bench.chaos.report import slope, theil_sen
 
 
 def samples(mb_at: dict[float, float]) -> list[Sample]:
-    return [Sample(at_s, round(mb * 1e6), round(mb * 5e5), 1, {}) for at_s, mb in mb_at.items()]
+    return [Sample(at_s, round(mb * 1e6), 1, {}) for at_s, mb in mb_at.items()]
 
 
 def test_the_line_is_the_median_of_all_pairs() -> None:
@@ -48,8 +48,3 @@ def test_the_begin_of_a_life_is_left_out_and_a_short_life_has_no_slope() -> None
     assert found is not None and found.mb_per_h == 0
     assert slope(samples(filling), skip_s=700) is None
     assert slope([], skip_s=0) is None
-
-
-def test_anonymous_memory_is_a_series_of_its_own() -> None:
-    found = slope(samples({float(t): t / 100 for t in range(0, 600, 5)}), skip_s=0, anonymous=True)
-    assert found is not None and found.mb_per_h == pytest.approx(18, rel=0.02)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
 import torch
 
 from cohort.services.bench.gpu_check.frame.guard import DoesNotFit, Guard, NotThere
@@ -82,26 +81,3 @@ def test_no_item_begins_when_no_time_is_left() -> None:
     guard = Guard(found, CPU, 0.1)
     assert guard.item("late", lambda: 1) is None
     assert told(found) == [("late", "not run")]
-
-
-def test_a_hanging_item_ends_the_process_with_its_rows_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that never ends does not come back to Python: the watching thread writes the rows, then ends it."""
-
-    class ProcessEnded(BaseException):
-        pass
-
-    def end(code: int):  # type: ignore[no-untyped-def]
-        raise ProcessEnded(code)
-
-    found = Findings("s", None)
-    guard = Guard(found, CPU, 60, end=end)
-
-    def hangs() -> None:
-        real = time.monotonic
-        guard.check()  # in time: nothing happens
-        monkeypatch.setattr(time, "monotonic", lambda: real() + 3600)
-        guard.check()
-
-    with pytest.raises(ProcessEnded):
-        guard.item("hangs", hangs)
-    assert told(found) == [("hangs", "fail"), ("the section's other items", "not run")]

@@ -10,9 +10,8 @@ from cohort.services.bench.gpu_check.frame.report import Findings, Results, Row,
 
 
 def made(folder: Path) -> Results:
-    for name in ("logs", "profiles"):
-        (folder / name).mkdir()
-    return Results(folder / "out", folder / "logs", folder / "profiles", {"plan": "A", "dry_run": True})
+    (folder / "logs").mkdir()
+    return Results(folder / "out", folder / "logs", {"plan": "A", "dry_run": True})
 
 
 def test_reports_are_rewritten_whole(tmp_path: Path) -> None:
@@ -27,20 +26,15 @@ def test_reports_are_rewritten_whole(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [row["name"] for row in content["rows"]] == ["first | of all"] and content["state"] == "running"
     text = (tmp_path / "out" / "report.md").read_text()
-    assert "| kernels | first / of all | 2 ms | ≤ 3 ms |" in text and "Dry run" in text
+    assert "kernels  first | of all  2 ms    ≤ 3 ms  pass  a" in text and "Dry run" in text
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"report.json", "report.md"}
 
 
-def test_logs_and_profiles_are_packed(tmp_path: Path) -> None:
+def test_logs_are_packed(tmp_path: Path) -> None:
     results = made(tmp_path)
     (tmp_path / "logs" / "kernels.log").write_text("words")
-    kernels = [{"name": "decode | rows", "calls": 32.0, "us": 12.5, "share": 0.5}]
-    (tmp_path / "profiles" / "a.json").write_text(json.dumps({"name": "64 rows", "note": "n", "kernels": kernels}))
-    (tmp_path / "profiles" / "b.json").write_text('{"name": "being wri')
     results.write(logs=True)
     out = tmp_path / "out"
-    assert json.loads((out / "profiles.json").read_text())[0]["kernels"] == kernels
-    assert "| decode / rows | 32.0 | 12.5 | 50.0% |" in (out / "report.md").read_text()
     with tarfile.open(out / "logs.tar.gz") as archive:
         member = archive.extractfile("kernels.log")
         assert member is not None and member.read() == b"words"

@@ -1,4 +1,4 @@
-"""The runner: a section that outlasts its deadline is ended and keeps its rows; compiled kernels travel."""
+"""The runner: a section that outlasts its deadline is ended and keeps its rows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from pathlib import Path
 import pytest
 
 from cohort.services.bench.gpu_check.frame import runner
-from cohort.services.bench.gpu_check.frame.plan import Deadline
 from cohort.services.bench.gpu_check.frame.report import Findings, Results
 
 
 def made(folder: Path, *, total_s: float) -> tuple[runner.Run, Results]:
-    for name in ("logs", "profiles"):
-        (folder / name).mkdir()
+    (folder / "logs").mkdir()
     run = runner.Run(folder, folder / "logs", {}, False, time.monotonic(), total_s)
-    return run, Results(folder / "out", run.logs, folder / "profiles", {"plan": "A"})
+    return run, Results(folder / "out", run.logs, {"plan": "A"})
 
 
 def start_as(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
@@ -39,7 +37,7 @@ def start_as(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
 def test_a_section_past_its_deadline_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start_as(monkeypatch, "import time; time.sleep(600)")
     run, results = made(tmp_path, total_s=1.5)
-    runner._section(Deadline("kernels", 1.5, 1.5), run, results)
+    runner._section("kernels", 1.5, run, results)
     (section,) = results.sections
     assert section.state == "killed"
     assert [(row.name, row.verdict) for row in section.rows] == [
@@ -56,7 +54,7 @@ def test_a_section_that_breaks_is_a_failure_with_its_last_words(
 ) -> None:
     start_as(monkeypatch, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     run, results = made(tmp_path, total_s=600)
-    runner._section(Deadline("kernels", 600, 600), run, results)
+    runner._section("kernels", 600, run, results)
     (section,) = results.sections
     assert (section.state, section.rows[-1].verdict) == ("ended", "fail")
     assert "status -11" in section.rows[-1].note and "the last words" in section.rows[-1].note
@@ -65,19 +63,5 @@ def test_a_section_that_breaks_is_a_failure_with_its_last_words(
 def test_a_section_without_time_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start_as(monkeypatch, "raise SystemExit")
     run, results = made(tmp_path, total_s=0.0)
-    runner._section(Deadline("golden", 60, 0.0), run, results)
+    runner._section("golden", 0.0, run, results)
     assert [row.verdict for row in results.rows] == ["not run"] and results.sections[0].state == "not run"
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_compiled_kernels_travel(tmp_path: Path, packed: bool) -> None:
-    cache = tmp_path / "triton"
-    (cache / "KEY").mkdir(parents=True)
-    (cache / "KEY" / "decode_rows.cubin").write_bytes(b"code")
-    source = cache
-    if packed:
-        source = tmp_path / "triton-cache.tar.gz"
-        runner._keep(cache, source)
-    runner._bring(source, tmp_path / "next")
-    assert (tmp_path / "next" / "KEY" / "decode_rows.cubin").read_bytes() == b"code"
-    assert (cache / "KEY" / "decode_rows.cubin").is_file()

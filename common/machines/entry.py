@@ -1,6 +1,6 @@
 """One owned request, as its gateway knows it: kept by the ledger, referred to by the gateway's effects.
 
-Changed by `ledger.py` and `prediction_desk.py` alone. Hosts read it for answers, metrics and log lines.
+Changed by `ledger.py` and `peers.py` alone. Hosts read it for answers, metrics and log lines.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from cohort.common.machines.events import (
     Tick,
     Undelivered,
 )
-from cohort.common.machines.gateway.prediction_desk import PATIENCE
+from cohort.common.machines.gateway.peers import PATIENCE
 from cohort.common.messages import (
     AttemptsLost,
     Cancel,

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from cohort.common.machines.gateway.manager_link import ManagerLink
+from cohort.common.machines.gateway.peers import ManagerLink
 from cohort.common.messages import ClusterLoad, GatewayHello, ManagerHello
 
 HELLO = GatewayHello("gateway", 1, "memory://gateway")

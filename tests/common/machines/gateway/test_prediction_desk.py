@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from cohort.common.machines.entry import Entry
-from cohort.common.machines.gateway.prediction_desk import PATIENCE, PredictionDesk, default_prediction
+from cohort.common.machines.gateway.peers import PATIENCE, PredictionDesk, default_prediction
 from cohort.common.messages import LengthFacts, ObserveLength, Predicted, PredictLength
 from cohort.common.types import Attempt, FinishReason, Prediction, Request, SamplingParams
 

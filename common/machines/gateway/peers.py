@@ -1,0 +1,346 @@
+"""The other processes that a gateway talks to: the length predictor and the bucketing managers.
+
+Called by `gateway.py`. Neither class submits a request: the first says which ones have their prediction now, the
+second whether any may be submitted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from cohort.common.machines.entry import Entry
+from cohort.common.messages import (
+    ClusterLoad,
+    GatewayHello,
+    LengthFacts,
+    ManagerHello,
+    ObserveLength,
+    Predicted,
+    PredictLength,
+)
+from cohort.common.types import FinishReason, InstanceId, Prediction, RequestId
+
+PATIENCE = 8  # questions in a row without an answer in time
+PROBE_INTERVAL_S = 1.0
+
+# Of manager.load_interval_s. Without a message for so many of them the manager is greeted anew, and new requests wait
+# until it says something: a manager that was started again takes nothing from a gateway that has not greeted it.
+OVERDUE_LOADS = 3
+LEAST_OVERDUE_S = 0.5
+GREETING_INTERVAL_S = 0.2
+# For so many of them: the gateway counts as not ready.
+MISSED_LOADS = 10
+LEAST_SILENCE_S = 2.0
+
+STANDBY_GREETING_S = 1.0
+"""Between two greetings of managers that stand by."""
+_LIVES_S = 1.5 * STANDBY_GREETING_S
+"""A manager that has said nothing for so long is not asked to lead: it would find the question when it is back."""
+
+
+def default_prediction(tokens: int, max_tokens: int) -> Prediction:
+    length = float(max(1, min(tokens, max_tokens)))
+    return Prediction(mean=length, p50=length, p90=length, p99=length, source="default")
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """One prompt whose length was asked for. `entries`: its choices that are not over."""
+
+    entries: list[Entry]
+    asked_s: float
+    waiting: bool = True
+    """No request of it was submitted yet."""
+
+
+class PredictionDesk:
+    """The gateway's side of length prediction: ask, wait a few milliseconds at most, go on with a default.
+
+    Asked when requests come in, with every answer, on ticks and when requests end. A silent predictor never costs more
+    than `wait_s`. After a few silences in a row it counts as away: then no request waits and only one question a second
+    is sent, to notice its return (and so that nothing piles up in front of a process that is not there).
+    """
+
+    def __init__(self, *, wait_s: float, default_tokens: int, there: bool) -> None:
+        """`there`: whether a predictor exists at all."""
+        self._wait_s = wait_s
+        self._default_tokens = default_tokens
+        self._there = there
+        self._questions: dict[RequestId, _Question] = {}
+        """By the id of the prompt's first choice: waited for, or (later) welcome as a correction."""
+        self._due: deque[tuple[float, RequestId]] = deque()
+        """When to stop waiting for which; in the order they were asked, which is the order of time."""
+        self._silences = 0
+        self._probe_s = float("-inf")
+        self.defaults_total = 0
+        """Requests that were submitted with a default prediction, by us or by a predictor that has no model yet."""
+
+    @property
+    def away(self) -> bool:
+        return self._silences >= PATIENCE
+
+    def due_s(self) -> float:
+        """When the oldest question has waited long enough; infinite when no request waits."""
+        due = self._due
+        while due and not self._waits(due[0][1]):
+            due.popleft()
+        return due[0][0] if due else float("inf")
+
+    def ask(self, now_s: float, choices: Sequence[Entry], facts: LengthFacts) -> PredictLength | None:
+        """All choices of one prompt share one question: the message to send, if there is one. Entries that have no
+        prediction afterwards wait for `answered` or `overdue`."""
+        for entry in choices:
+            entry.facts = facts
+        if choices[0].prediction is not None:
+            return None
+        name = choices[0].request_id
+        if not self._asks(now_s):
+            self._silent(choices)
+            return None
+        question = self._questions[name] = _Question(list(choices), now_s)
+        for entry in choices:
+            entry.asked_as = name
+        if self.away or self._wait_s <= 0:
+            self._give_up(question)
+        else:
+            self._due.append((now_s + self._wait_s, name))
+        return PredictLength(name, facts, choices[0].request.traceparent)
+
+    def answered(self, now_s: float, message: Predicted) -> tuple[list[Entry], bool]:
+        """The entries that the answer is about, and whether it is late: they have been submitted without it."""
+        self._silences = 0
+        question = self._questions.pop(message.request_id, None)
+        if question is None:
+            return [], False
+        self._set(question, message.prediction)
+        if not question.waiting:
+            return question.entries, True
+        self._came(now_s, question)
+        return question.entries, False
+
+    def unreachable(self, now_s: float, request_id: RequestId) -> list[Entry]:
+        """The question could not be sent: the entries that go on without an answer."""
+        question = self._questions.pop(request_id, None)
+        if question is None or not question.waiting:
+            return []
+        self._silent(question.entries)
+        self._came(now_s, question)
+        return question.entries
+
+    def overdue(self, now_s: float) -> list[Entry]:
+        """Entries that have waited long enough and go on with a default."""
+        ready: list[Entry] = []
+        while self.due_s() <= now_s:
+            question = self._questions[self._due.popleft()[1]]
+            self._give_up(question)
+            self._came(now_s, question)
+            ready += question.entries
+        return ready
+
+    def ended(self, entry: Entry, finish: FinishReason) -> ObserveLength | None:
+        """A request is over: the lesson for the predictor. One that is away learns nothing."""
+        question = self._questions.get(entry.asked_as)
+        if question is not None:
+            question.entries = [other for other in question.entries if other is not entry]
+            if not question.entries:
+                del self._questions[entry.asked_as]
+        if finish not in (FinishReason.STOP, FinishReason.LENGTH) or not entry.output or entry.facts is None:
+            return None
+        if not self._there or self.away:
+            return None
+        return ObserveLength(
+            entry.request_id, entry.facts, output_tokens=len(entry.output), truncated=finish is FinishReason.LENGTH
+        )
+
+    def observation_lost(self) -> None:
+        """An observation could not be sent."""
+        self._silences += 1
+
+    # -- Within ----------------------------------------------------------------------------------------------------
+
+    def _waits(self, name: RequestId) -> bool:
+        question = self._questions.get(name)
+        return question is not None and question.waiting
+
+    def _asks(self, now_s: float) -> bool:
+        if not self._there:
+            return False
+        if self.away:
+            if now_s - self._probe_s < PROBE_INTERVAL_S:
+                return False
+            self._probe_s = now_s
+        return True
+
+    def _give_up(self, question: _Question) -> None:
+        assert question.waiting, "its requests have been submitted"
+        question.waiting = False
+        self._silent(question.entries)
+
+    def _silent(self, entries: Sequence[Entry]) -> None:
+        self._silences += 1
+        for entry in entries:
+            entry.prediction = default_prediction(self._default_tokens, entry.request.sampling.max_tokens)
+        self.defaults_total += len(entries)
+
+    def _set(self, question: _Question, prediction: Prediction) -> None:
+        for entry in question.entries:
+            entry.prediction = prediction
+        if question.waiting and prediction.source == "default":
+            self.defaults_total += len(question.entries)
+
+    def _came(self, now_s: float, question: _Question) -> None:
+        for entry in question.entries:
+            entry.predict_s = now_s - question.asked_s
+
+
+class ManagerLink:
+    """The conversation with the bucketing managers: greeting, liveness, readiness, whom this gateway follows.
+
+        lost ──GatewayHello, several a second──▶ ManagerHello ──▶ known ──a few loads overdue──▶ lost
+                                                     │ new incarnation, or another that leads: its predecessor's queue
+                                                     │ is submitted anew and all that runs is named
+
+    Of several managers it follows the one that leads, and greets the others now and then: they know it then, and it
+    knows that they are there. While none leads it asks the first that lives, in the configured order, to lead.
+
+    Decides when to greet and whom to ask, whether requests may be submitted, when the manager counts as silent and what
+    `/ready` says. Called with every message of a manager and on every tick.
+    """
+
+    def __init__(
+        self, hello: GatewayHello, *, load_interval_s: float, managers: tuple[InstanceId, ...] = ("manager",)
+    ) -> None:
+        """`managers`: in the order in which they are asked to lead."""
+        self._hello = hello
+        self.managers = managers
+        self.manager = managers[0]
+        """The one that is followed, or was last."""
+        self._overdue_s = max(LEAST_OVERDUE_S, OVERDUE_LOADS * load_interval_s)
+        self._silence_s = max(LEAST_SILENCE_S, MISSED_LOADS * load_interval_s)
+        self._incarnation: int | None = None
+        self._leads = False
+        """The manager that is followed has not said that it leads no more."""
+        self._followed_epoch = 0
+        self.epoch = 0
+        """The highest that was heard of."""
+        self._heard_s = float("-inf")
+        self._greeted_s = float("-inf")
+        self._standbys_greeted_s = float("-inf")
+        self._corrected_s = float("-inf")
+        self._leaderless_s = float("inf")
+        """Since when no manager is known to lead, silence apart; infinite before the first greeting."""
+        self._served_until_s = float("-inf")
+        """The manager before this one could serve: so long this one may take to hear of its workers."""
+        self._spoke_s: dict[InstanceId, float] = {}
+        self._stand_by: set[InstanceId] = set()
+        """Managers that said so since none is known to lead."""
+        self.load: ClusterLoad | None = None
+        self._workers: list[InstanceId] = []
+        """As the last load of any incarnation named them: a new manager waits for their registrations."""
+
+    def known(self, now_s: float) -> bool:
+        """It has answered, and spoke not long ago."""
+        return self._leads and now_s - self._heard_s < self._overdue_s
+
+    def due_s(self) -> float:
+        """When there may be something to say: a greeting."""
+        spoken_s = self._heard_s + self._overdue_s if self._leads else float("-inf")
+        lost_s = max(spoken_s, self._greeted_s + GREETING_INTERVAL_S)
+        return min(lost_s, self._standbys_greeted_s + STANDBY_GREETING_S) if len(self.managers) > 1 else lost_s
+
+    def greetings(self, now_s: float) -> list[tuple[InstanceId, GatewayHello]]:
+        """The greetings that are due, and to whom."""
+        if now_s < self.due_s():
+            return []
+        several = len(self.managers) > 1
+        if several and now_s >= self._standbys_greeted_s + STANDBY_GREETING_S:
+            self._standbys_greeted_s = now_s
+            if self.known(now_s):
+                return [(name, self._said(lead=False)) for name in self.managers if name != self.manager]
+        if self._leaderless_s == float("inf"):
+            self._leaderless_s = now_s
+        asked = self._asked(now_s) if several else None
+        self._greeted_s = now_s
+        return [(name, self._said(lead=name == asked)) for name in self.managers]
+
+    def hello(self, now_s: float) -> GatewayHello:
+        """A greeting of the manager that is followed, whether it is due or not."""
+        self._greeted_s = now_s
+        return self._said(lead=False)
+
+    def correction(self, now_s: float) -> GatewayHello | None:
+        """For a manager that speaks as if it were followed; None: it may have been told already."""
+        if now_s - self._corrected_s < GREETING_INTERVAL_S:
+            return None
+        self._corrected_s = now_s
+        return self._said(lead=False)
+
+    def heard(self, now_s: float, manager: InstanceId) -> bool:
+        """Any message of the manager shows that it lives. False: it is not the one that is followed."""
+        self._spoke_s[manager] = now_s
+        if manager != self.manager:
+            return False
+        self._heard_s = now_s
+        return True
+
+    def on_hello(self, now_s: float, manager: InstanceId, message: ManagerHello) -> bool:
+        """True when this manager is to be followed and does not know us: another one, or a new incarnation."""
+        self._spoke_s[manager] = now_s
+        stale = message.epoch < self.epoch
+        self.epoch = max(self.epoch, message.epoch)
+        if not message.leads:
+            if manager == self.manager and self._leads:  # started again, or replaced
+                self._leads, self._leaderless_s, self._stand_by = False, now_s, set()
+                self._greeted_s = float("-inf")
+            self._stand_by.add(manager)
+            return False
+        if stale:
+            return False
+        led = self._leads and manager == self.manager
+        changed = not led or message.incarnation != self._incarnation or message.epoch != self._followed_epoch
+        assert message.epoch == self.epoch, f"epoch {message.epoch} is followed, {self.epoch} was heard of"
+        self._leads, self._heard_s = True, now_s
+        if changed:
+            if self.load is not None and self.load.ready:
+                self._served_until_s = now_s + self._silence_s
+            self.manager, self._incarnation, self._followed_epoch = manager, message.incarnation, message.epoch
+            self._stand_by = set()
+            self.load = None  # the predecessor's view
+        return changed
+
+    def on_load(self, message: ClusterLoad) -> None:
+        self.load = message
+        self._workers = message.instances
+
+    def not_ready_because(self, now_s: float) -> str | None:
+        """Why no request could be served now; None when one could. A manager that takes over from one that could serve
+        has as long to hear of its workers as a silent one has to speak: balancers are not told of a takeover."""
+        if self._incarnation is None:
+            return "the bucketing manager has not answered yet"
+        if now_s - self._heard_s >= self._silence_s:
+            return f"the bucketing manager has been silent for {now_s - self._heard_s:.1f} s"
+        if now_s < self._served_until_s:
+            return None  # requests that come now wait here or there for the workers to register
+        if self.load is None:
+            return "the bucketing manager has not reported its workers yet"
+        if not self.load.ready:
+            return "no worker could take a request now"
+        return None
+
+    # -- Within ----------------------------------------------------------------------------------------------------
+
+    def _said(self, *, lead: bool) -> GatewayHello:
+        return msgspec.structs.replace(self._hello, workers=self._workers, epoch=self.epoch, lead=lead)
+
+    def _asked(self, now_s: float) -> InstanceId | None:
+        """The manager to lead from now on; None: one may lead already that has not been heard yet."""
+        since_s = self._heard_s + self._overdue_s if self._leads else self._leaderless_s + self._overdue_s
+        if now_s < since_s and not self._stand_by.issuperset(self.managers):
+            return None
+        alive = [name for name in self.managers if now_s - self._spoke_s.get(name, float("-inf")) < _LIVES_S]
+        silent = self.manager if self._leads else ""
+        return min(alive, key=lambda name: name == silent, default=None)

@@ -16,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from cohort.common.engine.config.runner_options import RunnerOptions
 from cohort.common.engine.device import compiled_kernels
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.paths import default_model_dir
@@ -260,7 +261,7 @@ def as_mxfp4(folder: Path) -> Path:
     return folder
 
 
-def make_runner(folder: Path, **overrides: Any) -> ModelRunner:
+def runner_options(**overrides: Any) -> RunnerOptions:
     options: dict[str, Any] = {
         "dtype": "float32",
         "device": "cpu",
@@ -271,7 +272,11 @@ def make_runner(folder: Path, **overrides: Any) -> ModelRunner:
         "max_rows": 16,
         "max_step_tokens": 256,
     }
-    return ModelRunner(folder, **{**options, **overrides})
+    return RunnerOptions(**{**options, **overrides})
+
+
+def make_runner(folder: Path, **overrides: Any) -> ModelRunner:
+    return ModelRunner(folder, runner_options(**overrides))
 
 
 @pytest.fixture(scope="session", autouse=True)

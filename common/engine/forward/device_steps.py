@@ -16,7 +16,7 @@ are then taken on the device, and host memory that the device copies from exists
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 import torch
@@ -110,6 +110,14 @@ class Launched:
         return self._sampled.on_device
 
 
+class StepLimits(NamedTuple):
+    """The most that a step may have; `max_context`: positions of a row."""
+
+    max_rows: int
+    max_step_tokens: int
+    max_context: int
+
+
 class DeviceSteps:
     """`launch` only after the step before the last one has finished: one runs, and one waits behind it."""
 
@@ -119,11 +127,8 @@ class DeviceSteps:
         geometry: ModelGeometry,
         kv: KvTensors,
         *,
-        device: torch.device,
         dtype: torch.dtype,
-        max_rows: int,
-        max_step_tokens: int,
-        max_context: int,
+        limits: StepLimits,
         lora: LoraStore,
         places: Places | None = None,
         batch_invariant: bool = False,
@@ -131,6 +136,7 @@ class DeviceSteps:
     ) -> None:
         """`geometry`: of what this process computes. `places`: of layers in several groups. `batch_invariant`: the
         model was made so (`kernels.batch_invariance`), and attention is to be. `group`: of a rank of several."""
+        device, (max_rows, max_step_tokens, max_context) = kv.device, limits
         self._group = group
         self._batch_invariant = batch_invariant
         self._places = places

@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 
 from cohort.common.config import LoggingConfig
+from cohort.common.engine.config.runner_options import RunnerOptions
 from cohort.common.engine.step.batch import GREEDY, ScoringRow, StepBatch
 from cohort.common.engine.step.decode_classes import RecordedClasses, StepClass
-from cohort.common.engine.weights.weights import WeightKind
 from cohort.common.errors import CohortError
 from cohort.common.policies.kv_interface import KvCopy
 
@@ -32,33 +32,17 @@ class RankLost(CohortError):
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """All that a follower needs to load its share; fields as `ModelRunner` takes them. `store`: a file, "" = rank 0 is
-    asked; `interface` as of a `RankGroup`."""
+    """All that a follower needs to load its share. `store`: a file, "" = rank 0 is asked; `interface` as of a
+    `RankGroup`."""
 
     instance: str
     rank: int
     degree: int
     store: str
     model_dir: str
-    dtype: str
-    device: str
-    threads: int
-    block_size: int
-    num_blocks: int
-    host_blocks: int
-    max_rows: int
-    max_step_tokens: int
-    max_context: int
-    memory_fraction: float
-    sharers: int
-    most_kv: int
-    weights: WeightKind
+    options: RunnerOptions
     logging: LoggingConfig
-    cache_dtype: str = "auto"
-    grouped: bool = False
     interface: str = ""
-    graphs: int = 0
-    device_steps: bool | None = None
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):

@@ -21,17 +21,17 @@ from cohort.common.engine.config.device_memory import step_bytes
 from cohort.common.engine.config.kv_dtype import FP8_PLANES, SCALE_BYTES, kv_dtype
 from cohort.common.engine.config.model_config import DTYPE_BYTES, ModelGeometry, read_geometry
 from cohort.common.engine.config.quantization_config import rounding_of
+from cohort.common.engine.config.runner_options import WeightKind
 from cohort.common.engine.drafts.batch_drafts import FILLED_AT_ONCE, BatchDrafter
 from cohort.common.engine.drafts.draft_model import DraftModel
 from cohort.common.engine.drafts.eagle_head import EagleHead
 from cohort.common.engine.drafts.next_token_module import NextTokenModule, module_geometry
 from cohort.common.engine.drafts.states_drafter import HeadModel, StatesDrafter, StatesHead
-from cohort.common.engine.forward.device_steps import DeviceSteps
+from cohort.common.engine.forward.device_steps import DeviceSteps, StepLimits
 from cohort.common.engine.models.lora import LoraStore
 from cohort.common.engine.models.model_forms import load_model
 from cohort.common.engine.models.step_inputs import Model
 from cohort.common.engine.runner.model_runner import ModelRunner
-from cohort.common.engine.weights.weights import WeightKind
 from cohort.common.errors import ConfigError
 from cohort.common.types import KvGeometry
 
@@ -209,15 +209,13 @@ def load_draft(
             )
     steps = None
     if on_device:
+        positions = kv.geometry.positions(len(kv.blocks))
         steps = DeviceSteps(
             model,
             plan.geometry,
             kv,
-            device=device,
             dtype=dtype,
-            max_rows=_MOST_ROWS,
-            max_step_tokens=FILLED_AT_ONCE,
-            max_context=min(plan.geometry.max_positions, kv.geometry.positions(len(kv.blocks))),
+            limits=StepLimits(_MOST_ROWS, FILLED_AT_ONCE, min(plan.geometry.max_positions, positions)),
             lora=LoraStore((), plan.geometry, dtype, device),
         )
     graphs = plan.graph_bytes

@@ -29,10 +29,11 @@ from cohort.common.engine.config.kv_dtype import FP8_PLANES, SCALE_BYTES, kv_dty
 from cohort.common.engine.config.lora_checkpoint import LoraOptions, check_lora
 from cohort.common.engine.config.model_config import DTYPE_BYTES, ModelGeometry, read_geometry
 from cohort.common.engine.config.rank_shares import check_degree, exchange_bytes
+from cohort.common.engine.config.runner_options import RunnerOptions
 from cohort.common.engine.device import compiled_kernels
 from cohort.common.engine.device.streams import HostStream, Stream
 from cohort.common.engine.drafts.batch_drafts import BatchDrafter
-from cohort.common.engine.forward.device_steps import DeviceSteps, Launched
+from cohort.common.engine.forward.device_steps import DeviceSteps, Launched, StepLimits
 from cohort.common.engine.models.generic import GenericModel
 from cohort.common.engine.models.lean_deepseek import LeanDeepseek
 from cohort.common.engine.models.lean_llama import LeanLlama
@@ -50,9 +51,7 @@ from cohort.common.engine.step.sampler import sample
 from cohort.common.engine.step.trial_batch import trial_batch
 from cohort.common.engine.step.verification import joined, sample_drafted
 from cohort.common.engine.transfer.transfer_memory import STAGING_BYTES
-from cohort.common.engine.weights.matrices import Rounding
 from cohort.common.engine.weights.resolved import TORCH_DTYPES, resolve_device, resolve_dtype
-from cohort.common.engine.weights.weights import WeightKind
 from cohort.common.errors import ConfigError, InvariantViolated, ModelError
 from cohort.common.kv.layer_groups import in_groups, layer_groups
 from cohort.common.policies.kv_interface import KvCopy
@@ -78,120 +77,64 @@ class ModelRunner:
     def __init__(
         self,
         model_dir: Path,
-        *,
-        dtype: str,
-        device: str,
-        threads: int,
-        block_size: int,
-        num_blocks: int,
-        host_blocks: int,
-        max_rows: int,
-        max_step_tokens: int,
-        max_context: int = 0,
-        share: DeviceShare | None = None,
-        weights: WeightKind = "files",
-        device_steps: bool | None = None,
+        options: RunnerOptions,
         group: RankGroup | None = None,
         followers: Followers | None = None,
-        lora: LoraOptions | None = None,
-        rounding: Rounding | None = None,
-        cache_dtype: str = "auto",
-        grouped: bool = False,
-        batch_invariant: bool = False,
     ) -> None:
-        """Loads the model; `threads` 0 leaves torch's own choice. Raises `ModelError` or `ConfigError`.
-
-        `num_blocks` 0: as many KV blocks as `share` has memory for once the weights are there; only on a GPU.
-        `rounding`: of plain matrices, at load, on a processor; None = they stay as they are. `cache_dtype`: as the
-        option. `max_context`: no request is longer; 0 = the model's. `device_steps`: run as on a GPU; None = on one.
-        `group`: this is one rank of a worker, whose `followers` rank 0 has; blocks are counted as the worker's.
-        `lora`: adapters that requests may name; they are checked before the model is loaded. `grouped`: blocks of
-        groups of layers, where their windows differ (`layer_groups`); steps then have tables for each.
-        `batch_invariant`: as the option; refused where it cannot be kept.
-        """
+        """Loads the model. Raises `ModelError` or `ConfigError`. `group`: this is one rank of a worker, whose
+        `followers` rank 0 has; blocks are counted as the worker's."""
         compiled_kernels.keep_in_cache()
-        self.device = resolve_device(device)
+        self.device = resolve_device(options.device)
         self.geometry: ModelGeometry = read_geometry(model_dir)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.dtype = resolve_dtype(dtype, self.device)
-        self.kv_dtype = kv_dtype(cache_dtype, self.dtype, self.geometry, self.device.type)
-        self.batch_invariant, degree = batch_invariant, 1 if group is None else group.degree
-        if batch_invariant:
-            workers = threads or torch.get_num_threads()
-            check_invariant(self.geometry, self.device, self.dtype, ranks=degree, threads=workers, model=model_dir.name)
+        self.dtype = resolve_dtype(options.dtype, self.device)
+        self.kv_dtype = kv_dtype(options.cache_dtype, self.dtype, self.geometry, self.device.type)
+        self.batch_invariant, degree = options.batch_invariant, 1 if group is None else group.degree
+        if self.batch_invariant:
+            threads = options.threads or torch.get_num_threads()
+            check_invariant(self.geometry, self.device, self.dtype, ranks=degree, threads=threads, model=model_dir.name)
         self.ranks: Ranks | None = None
         self.followers = followers
         if group is not None:
             check_degree(self.geometry, degree, model_dir.name)
             self.ranks = Ranks(group, self.geometry, self.device)
         self._group = None if self.ranks is None else GroupSteps(self.ranks, followers)
-        self.block_size = block_size
-        groups = layer_groups(self.geometry.sliding_windows) if grouped else None
+        self.block_size = options.block_size
+        groups = layer_groups(self.geometry.sliding_windows) if options.grouped else None
         self._places = None if groups is None else groups.places
-        self.max_rows = max_rows
-        self.max_step_tokens = max_step_tokens
+        self.max_rows, self.max_step_tokens = options.max_rows, options.max_step_tokens
         self._model_dir = model_dir
         self.drafter: BatchDrafter | None = None  # its maker's to load, beside this one
         self._grammars: GrammarMasks | None = None
         self._sampled: Int64Array | None = None
         """Tokens of the last step, where the host has them when it is launched."""
         self.memory_retries = 0  # steps the device refused memory for and that ran in halves
-        self._threads = threads
+        self._threads = options.threads
         self._prepared_thread = 0
         self._prepare_thread()
-        torch_dtype = TORCH_DTYPES[self.dtype]
-        self.lora, self._lora_bytes = self._lora_store(lora or LoraOptions({}, 1, 1), torch_dtype)
-        share = share or DeviceShare()
-        with torch.inference_mode(), invariance(batch_invariant):
+        self.lora, self._lora_bytes = self._lora_store(options.lora)
+        with torch.inference_mode(), invariance(self.batch_invariant):
             self._model = load_model(
                 model_dir,
                 self.geometry,
                 device=self.device,
-                dtype=torch_dtype,
-                max_rows=max_rows,
-                max_step_tokens=max_step_tokens,
-                weights=weights,
+                dtype=self.numbers,
+                max_rows=self.max_rows,
+                max_step_tokens=self.max_step_tokens,
+                weights=options.weights,
                 ranks=self.ranks,
-                rounding=rounding,
+                rounding=options.rounding,
             )
         if self.ranks is not None:
             self.ranks.connect()
-        num_blocks = num_blocks or self._blocks_that_fit(share)
-        on_device = self.device.type == "cuda" if device_steps is None else device_steps
-        if self.ranks is not None:
-            num_blocks = self.ranks.least(num_blocks)
-        self.kv = KvTensors(
-            self._block_geometry(self._held),
-            num_blocks=num_blocks,
-            host_blocks=host_blocks,
-            dtype=torch.uint8 if self.kv_dtype in SCALE_BYTES else torch_dtype,
-            device=self.device,
-            spare=on_device,
-            latent=self.geometry.latent is not None,
-            apart=self.kv_dtype == FP8_PLANES,
-        )
-        self._device_steps: DeviceSteps | None = None
-        self._graph_bytes = share.graphs
+        on_device = self.device.type == "cuda" if options.device_steps is None else options.device_steps
+        self.kv = self._made_cache(options, on_device)
+        self._graph_bytes = options.share.graphs
         if on_device and isinstance(self._model, GenericModel) and self._model.hindrances:
             self._graph_bytes = 0
             log.warning("steps cannot be recorded", model=model_dir.name, operations=list(self._model.hindrances))
-        if on_device:
-            longest = min(max_context or self.geometry.max_positions, self.geometry.max_positions)
-            self._device_steps = DeviceSteps(
-                self._model,
-                self._working,
-                self.kv,
-                device=self.device,
-                dtype=torch_dtype,
-                max_rows=max_rows,
-                max_step_tokens=max_step_tokens,
-                max_context=min(longest, self.kv.geometry.positions(num_blocks)),
-                lora=self.lora,
-                places=self._places,
-                batch_invariant=batch_invariant,
-                group=self._group,
-            )
+        self._device_steps = self._made_steps(options.max_context) if on_device else None
         log.info(
             "model loaded",
             model=model_dir.name,
@@ -200,10 +143,38 @@ class ModelRunner:
             quantization="none" if self.geometry.quantization is None else self.geometry.quantization.method,
             device=str(self.device),
             kv_dtype=self.kv_dtype,
-            kv_blocks=num_blocks,
-            kv_mebibytes=num_blocks * self.kv.block_bytes >> 20,
-            host_blocks=host_blocks,
+            kv_blocks=len(self.kv.blocks),
+            kv_mebibytes=len(self.kv.blocks) * self.kv.block_bytes >> 20,
+            host_blocks=options.host_blocks,
             kv_groups=self.kv.geometry.groups,
+        )
+
+    def _made_cache(self, options: RunnerOptions, on_device: bool) -> KvTensors:
+        num_blocks = options.num_blocks or self._blocks_that_fit(options.share)
+        return KvTensors(
+            self._block_geometry(self._held),
+            num_blocks=num_blocks if self.ranks is None else self.ranks.least(num_blocks),
+            host_blocks=options.host_blocks,
+            dtype=torch.uint8 if self.kv_dtype in SCALE_BYTES else self.numbers,
+            device=self.device,
+            spare=on_device,
+            latent=self.geometry.latent is not None,
+            apart=self.kv_dtype == FP8_PLANES,
+        )
+
+    def _made_steps(self, max_context: int) -> DeviceSteps:
+        longest = min(max_context or self.geometry.max_positions, self.geometry.max_positions)
+        positions = self.kv.geometry.positions(len(self.kv.blocks))
+        return DeviceSteps(
+            self._model,
+            self._working,
+            self.kv,
+            dtype=self.numbers,
+            limits=StepLimits(self.max_rows, self.max_step_tokens, min(longest, positions)),
+            lora=self.lora,
+            places=self._places,
+            batch_invariant=self.batch_invariant,
+            group=self._group,
         )
 
     @property
@@ -481,12 +452,12 @@ class ModelRunner:
             )
         return blocks
 
-    def _lora_store(self, options: LoraOptions, dtype: torch.dtype) -> tuple[LoraStore, int]:
+    def _lora_store(self, options: LoraOptions) -> tuple[LoraStore, int]:
         """The adapters, checked, of which none is loaded yet; and what those held at once take at most."""
         if options.adapters and self.geometry.family == "moe" and self.device.type != "cpu":
             raise ModelError(f"model.lora: no adapters for {self.geometry.model_type} models on {self.device.type}")
         checked = check_lora(options.adapters, self.geometry, options.max_rank)
-        store = LoraStore(checked, self.geometry, dtype, self.device, fixed=self.batch_invariant)
+        store = LoraStore(checked, self.geometry, self.numbers, self.device, fixed=self.batch_invariant)
         return store, store.most_bytes(options.held)
 
     def _prepare_thread(self) -> None:

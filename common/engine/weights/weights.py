@@ -12,18 +12,17 @@ import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from cohort.common.engine.config.quantization_config import Quantization
+from cohort.common.engine.config.runner_options import WeightKind as WeightKind
 from cohort.common.engine.weights.gguf_files import GgufFiles
 from cohort.common.engine.weights.quantized_files import QuantizedFiles
 from cohort.common.engine.weights.weight_files import WeightFiles
 from cohort.common.paths import GGUF_FILE
-
-WeightKind = Literal["files", "random"]
 
 
 class Weights(Protocol):

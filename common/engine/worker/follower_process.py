@@ -26,7 +26,6 @@ import structlog
 import torch
 
 from cohort.common.engine.cache.kv_copies import KvCopier
-from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.ranks import rank_transfers
 from cohort.common.engine.ranks.group_store import StoreOfRankZero
 from cohort.common.engine.ranks.rank_hosts import Place, joined
@@ -127,9 +126,8 @@ def follow(control: socket.socket, orders: socket.socket, store: socket.socket, 
     if not isinstance(setup, Setup):
         raise RankLost("rank 0 says something else first")
     if place is not None:
-        setup = msgspec.structs.replace(
-            setup, model_dir=place.model_dir, device=place.device, threads=place.threads, interface=place.interface
-        )
+        options = msgspec.structs.replace(setup.options, device=place.device, threads=place.threads)
+        setup = msgspec.structs.replace(setup, model_dir=place.model_dir, options=options, interface=place.interface)
     configure_logging(setup.logging, service="rank", instance=f"{setup.instance}.{setup.rank}")
     try:
         runner = _runner(setup, control, store)
@@ -170,26 +168,9 @@ def _runner(setup: Setup, control: socket.socket, store: socket.socket) -> Model
         if not isinstance(receive_command(control), Connect):
             raise RankLost("rank 0 does not connect")
 
-    return ModelRunner(
-        Path(setup.model_dir),
-        dtype=setup.dtype,
-        device=setup.device,
-        threads=setup.threads,
-        block_size=setup.block_size,
-        num_blocks=setup.num_blocks,
-        host_blocks=setup.host_blocks,
-        max_rows=setup.max_rows,
-        max_step_tokens=setup.max_step_tokens,
-        max_context=setup.max_context,
-        share=DeviceShare(setup.memory_fraction, setup.sharers, setup.most_kv, setup.graphs),
-        weights=setup.weights,
-        cache_dtype=setup.cache_dtype,
-        grouped=setup.grouped,
-        device_steps=setup.device_steps,
-        group=RankGroup(
-            setup.rank, setup.degree, setup.store or StoreOfRankZero(store), meet, interface=setup.interface
-        ),
-    )
+    place = setup.store or StoreOfRankZero(store)
+    group = RankGroup(setup.rank, setup.degree, place, meet, interface=setup.interface)
+    return ModelRunner(Path(setup.model_dir), setup.options, group)
 
 
 def _move_kv(runner: ModelRunner, orders: socket.socket) -> None:

@@ -29,6 +29,7 @@ from cohort.common.engine.config.lora_checkpoint import LoraOptions
 from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.engine.config.quantization_config import rounding_of
 from cohort.common.engine.config.rank_shares import RankShare
+from cohort.common.engine.config.runner_options import RunnerOptions
 from cohort.common.engine.device.compiled_kernels import KernelBuild
 from cohort.common.engine.device.device_name import device_name, own_cores
 from cohort.common.engine.ranks.followers import Followers
@@ -157,58 +158,37 @@ def load_runner(
             raise ConfigError(
                 f"kv.memory_bytes: {memory_bytes} bytes hold {num_blocks} blocks of {block_bytes} bytes; give it more"
             )
-    graphs = config.engine.cuda_graph_memory_bytes  # of each rank
-    share = DeviceShare(config.kv.memory_fraction, sharers, memory_bytes // degree, graphs)
-    if draft is not None:
-        share = dataclasses.replace(share, beside=draft.device_bytes, beside_block=draft.block_bytes)
-    host_blocks, group = config.kv.host_memory_bytes // block_bytes, None
-    if followers is not None and own is not None:
-        setup = Setup(
-            instance=instance,
-            rank=0,
-            degree=degree,
-            store=followers.store,
-            model_dir=str(model_dir),
-            dtype=dtype,
-            device=str(device),
-            threads=threads,
-            block_size=config.kv.block_size,
-            num_blocks=num_blocks,
-            host_blocks=host_blocks,
-            max_rows=config.engine.max_rows,
-            max_step_tokens=config.engine.max_step_tokens,
-            max_context=config.model.max_model_len,
-            memory_fraction=share.fraction,
-            sharers=share.sharers,
-            most_kv=share.most_kv,
-            weights=config.model.weights,
-            cache_dtype=config.kv.cache_dtype,
-            grouped=grouped,
-            graphs=graphs,
-            logging=config.logging,
-        )
-        group = _group(setup, followers, own)
-    runner = ModelRunner(
-        model_dir,
+    shared = RunnerOptions(
         dtype=dtype,
         device=str(device),
         threads=threads,
         block_size=config.kv.block_size,
         num_blocks=num_blocks,
-        host_blocks=host_blocks,
+        host_blocks=config.kv.host_memory_bytes // block_bytes,
         max_rows=config.engine.max_rows,
         max_step_tokens=config.engine.max_step_tokens,
         max_context=config.model.max_model_len,
-        share=share,
         weights=config.model.weights,
-        group=group,
-        followers=followers,
-        lora=LoraOptions(config.model.lora, config.engine.max_loras, config.engine.max_lora_rank),
-        rounding=rounding_of(config.model.quantization),
         cache_dtype=config.kv.cache_dtype,
         grouped=grouped,
+        share=DeviceShare(
+            config.kv.memory_fraction, sharers, memory_bytes // degree, config.engine.cuda_graph_memory_bytes
+        ),
+    )
+    group = None
+    if followers is not None and own is not None:
+        setup = Setup(instance, 0, degree, followers.store, str(model_dir), shared, config.logging)
+        group = _group(setup, followers, own)
+    options = msgspec.structs.replace(
+        shared,
+        lora=LoraOptions(config.model.lora, config.engine.max_loras, config.engine.max_lora_rank),
+        rounding=rounding_of(config.model.quantization),
         batch_invariant=config.engine.batch_invariant,
     )
+    if draft is not None:
+        share = dataclasses.replace(shared.share, beside=draft.device_bytes, beside_block=draft.block_bytes)
+        options = msgspec.structs.replace(options, share=share)
+    runner = ModelRunner(model_dir, options, group, followers)
     if draft is not None:
         runner.drafter = load_draft(draft, config, runner)
     return runner
@@ -218,8 +198,12 @@ def _group(setup: Setup, followers: Followers, own: WorkerDevice) -> RankGroup:
     """Has the other ranks load their shares, each for a device of its own; rank 0's place among them."""
     devices = [str(device) for device, _ in own.others] + [""] * own.elsewhere  # other hosts' ranks choose their own
     interface = "" if followers.elsewhere is None else followers.elsewhere.interface
-    setup = msgspec.structs.replace(setup, interface=interface)
-    followers.set_up(lambda rank: msgspec.structs.replace(setup, rank=rank, device=devices[rank - 1]))
+
+    def of(rank: int) -> Setup:
+        options = msgspec.structs.replace(setup.options, device=devices[rank - 1])
+        return msgspec.structs.replace(setup, rank=rank, options=options, interface=interface)
+
+    followers.set_up(of)
     return RankGroup(setup.rank, setup.degree, followers.place, followers.meet, followers.end, interface)
 
 

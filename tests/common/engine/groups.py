@@ -7,13 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from cohort.common.config import LoggingConfig
 from cohort.common.engine.config.device_memory import DeviceShare
+from cohort.common.engine.config.runner_options import RunnerOptions
 from cohort.common.engine.ranks.followers import Followers
 from cohort.common.engine.ranks.rank_messages import Setup
 from cohort.common.engine.ranks.ranks import RankGroup
 from cohort.common.engine.runner.model_runner import ModelRunner
-from tests.engine_models import BLOCK_SIZE, make_runner
+from tests.engine_models import make_runner, runner_options
 
 
 @contextmanager
@@ -25,42 +28,21 @@ def group_runner(
     if degree == 1:
         yield make_runner(folder, **overrides)
         return
-    options: dict[str, Any] = {
-        "dtype": "float32",
-        "num_blocks": 96,
-        "host_blocks": 8,
-        "max_rows": 16,
-        "max_step_tokens": 256,
-        "weights": "files",
-        "device_steps": bool(graphs),
-        **overrides,
-    }
+    options = runner_options(device_steps=bool(graphs), **overrides)
+
+    def of_rank(rank: int) -> RunnerOptions:
+        share = DeviceShare(graphs=graphs[rank] if graphs else 0)
+        return structs.replace(options, share=share, device=devices[rank] if devices else "cpu")
+
     with Followers(degree, threads=1) as followers:
 
         def setup(rank: int) -> Setup:
-            return Setup(
-                instance="test",
-                rank=rank,
-                degree=degree,
-                store=followers.store,
-                model_dir=str(folder),
-                device=devices[rank] if devices else "cpu",
-                threads=1,
-                block_size=BLOCK_SIZE,
-                max_context=0,
-                memory_fraction=0.9,
-                sharers=1,
-                most_kv=0,
-                logging=LoggingConfig(level="warning"),
-                graphs=graphs[rank] if graphs else 0,
-                **options,
-            )
+            logging = LoggingConfig(level="warning")
+            return Setup("test", rank, degree, followers.store, str(folder), of_rank(rank), logging)
 
         followers.set_up(setup)
         group = RankGroup(0, degree, followers.store, followers.meet)
-        share = DeviceShare(graphs=graphs[0] if graphs else 0)
-        own = {**options, "device": devices[0]} if devices else options
-        runner = make_runner(folder, group=group, followers=followers, share=share, **own)
+        runner = ModelRunner(folder, of_rank(0), group, followers)
         try:
             yield runner
         finally:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from cohort.common.engine.config.device_memory import DeviceShare
+from cohort.common.engine.config.runner_options import RunnerOptions
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import StepBatch
 from cohort.common.engine.step.trial_batch import trial_batch
@@ -78,7 +79,7 @@ def random_model(
     folder: Path, config: Mapping[str, Any], device: torch.device, *, real: bool, **overrides: Any
 ) -> ModelRunner:
     """A model of this shape with random weights, as a worker would load it; where not `real`, with a small cache."""
-    options: dict[str, Any] = {
+    given: dict[str, Any] = {
         "dtype": "bfloat16" if real else "float32",
         "device": str(device),
         "threads": 0,
@@ -91,7 +92,7 @@ def random_model(
         "device_steps": True,
         "share": DeviceShare(graphs=2 << 30),
     }
-    return ModelRunner(shape_folder(folder, config), **{**options, **overrides})
+    return ModelRunner(shape_folder(folder, config), RunnerOptions(**{**given, **overrides}))
 
 
 def rows_of(runner: ModelRunner, rows: int, tokens_per_row: int, context: int) -> StepBatch:

@@ -20,23 +20,14 @@ from cohort.common.policies.interface import IterationPlan
 from cohort.common.sequence import Row, Sequence
 from cohort.common.types import Attempt, Request, SamplingParams
 from tests.common.engine.driver import VOCAB
+from tests.engine_models import make_runner
 
 MAX_ROWS = 4
 SIZE = 16
 
 
 def runner_of(folder: Path) -> ModelRunner:
-    return ModelRunner(
-        folder,
-        dtype="float32",
-        device="cpu",
-        threads=1,
-        block_size=SIZE,
-        num_blocks=32,
-        host_blocks=0,
-        max_rows=MAX_ROWS,
-        max_step_tokens=64,
-    )
+    return make_runner(folder, block_size=SIZE, num_blocks=32, host_blocks=0, max_rows=MAX_ROWS, max_step_tokens=64)
 
 
 def sequence_of(name: str, length: int, *, prompt_logprobs: int) -> Sequence:

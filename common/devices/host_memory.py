@@ -17,7 +17,7 @@ _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 def available_bytes(sources: Sources = HOST) -> int:
     """What may be allocated now without swapping, the narrowest container's limit included; 0 where nothing tells."""
-    known = [*_host(sources.proc), *(max(0, left) for left in _left_in_cgroups(sources))]
+    known = [*host_bytes(sources.proc), *(max(0, left) for left in _left_in_cgroups(sources))]
     return min(known, default=0)
 
 
@@ -32,7 +32,8 @@ def computes_bfloat16(sources: Sources = HOST) -> bool:
     return False
 
 
-def _host(proc: Path) -> Iterator[int]:
+def host_bytes(proc: Path) -> Iterator[int]:
+    """MemAvailable of this host, containers apart; none where the kernel does not say."""
     try:
         for line in (proc / "meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):

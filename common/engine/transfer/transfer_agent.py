@@ -21,6 +21,7 @@ from typing import TypeVar
 import structlog
 
 from cohort.common.clock import Clock
+from cohort.common.config import TransferConfig
 from cohort.common.engine.transfer.link_rates import LinkRates
 from cohort.common.engine.transfer.run_checksum import JOINED, of_ranks, ranks_of, sum_of
 from cohort.common.engine.transfer.transfer_memory import SLOT_BYTES, SLOTS, Message, RunMemory, Slots, Span
@@ -55,10 +56,8 @@ class TransferAgent:
         self,
         links: Mapping[str, KvLink],
         memory: RunMemory,
+        options: TransferConfig,
         *,
-        checksums: bool,
-        run_timeout_s: float,
-        runs_at_once: int,
         clock: Clock,
         metrics: TransferMetrics,
         announce: Callable[[str, KvChunk], None],
@@ -69,15 +68,15 @@ class TransferAgent:
         """`memory` has 2 · `SLOTS` slots: the first half is for sending, the second for receiving."""
         self._links = links
         self._memory = memory
-        self._checksums = checksums
-        self._run_timeout_s = run_timeout_s
-        self._runs_at_once = runs_at_once
+        self._checksums = options.checksum != "off"
+        self._run_timeout_s = options.run_timeout_s
+        self._runs_at_once = options.runs_at_once
         self._clock = clock
         self._metrics = metrics
         self._announce = announce
         self._on_sent = on_sent
         self._on_received = on_received
-        self._rates = LinkRates(run_timeout_s, clock.now_s, self._measured)
+        self._rates = LinkRates(options.run_timeout_s, clock.now_s, self._measured)
         self._on_measured = on_measured
         self._arriving: dict[str, set[asyncio.Timeout]] = {}
         """Deadlines of runs that are waited for, by the peer that sends them."""

@@ -1,8 +1,7 @@
-"""A worker's device: which GPU, by a claim, with how many sharers, what is refused before a byte is loaded, how much
-memory is left.
+"""A worker's device: which GPU, by a claim, with how many sharers, what is refused before a byte is loaded.
 
-Called once by `worker_process`, and by the worker loop for each report. `common/devices` has the rules; this module
-asks torch, and says in the log what was chosen.
+Called once by `worker_process`. `common/devices` has the rules; this module asks torch, and says in the log what was
+chosen.
 """
 
 from __future__ import annotations
@@ -291,34 +290,3 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-class FreeMemory:
-    """How much memory the device has left, as the worker's reports say: `bytes` as of the last `refresh`, 0 before the
-    first. A GPU's driver may take milliseconds to answer, or wait for a lock that a launch holds: it is asked in a
-    thread."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.bytes = 0
-
-    async def refresh(self) -> None:
-        if self._device.type == "cuda":
-            self.bytes = await asyncio.to_thread(self._of_device)
-        else:
-            self.bytes = available_memory_bytes()
-
-    def _of_device(self) -> int:
-        return int(torch.cuda.mem_get_info(self._device)[0])
-
-
-def available_memory_bytes() -> int:
-    """MemAvailable of this host; 0 where /proc does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as meminfo:
-            for line in meminfo:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0

@@ -21,8 +21,9 @@ from typing import TypeVar
 from cohort.common.engine.cache.kv_copies import KvCopier
 from cohort.common.engine.cache.stream_copies import StreamCopier
 from cohort.common.engine.forward.device_steps import Launched
-from cohort.common.engine.runner.model_runner import Done, ModelRunner
+from cohort.common.engine.runner.model_runner import Done
 from cohort.common.engine.step.batch import StepBatch, StepOutput
+from cohort.common.engine.worker.hosts import CpuHost
 from cohort.common.engine.worker.iteration_gaps import IterationGaps
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.sequence import Sequence
@@ -49,10 +50,11 @@ class StepUnderWay:
 
 class EngineThreads:
     def __init__(
-        self, runner: ModelRunner, copier: KvCopier | StreamCopier, gaps: IterationGaps, engine: ThreadPoolExecutor
+        self, host: CpuHost, copier: KvCopier | StreamCopier, gaps: IterationGaps, engine: ThreadPoolExecutor
     ) -> None:
         """`engine`: one thread, its maker's to end."""
-        self._runner = runner
+        self._host = host
+        self._runner = host.runner
         self._copier = copier
         self._gaps = gaps
         self._engine = engine
@@ -84,7 +86,7 @@ class EngineThreads:
         self, plan: IterationPlan, batch: StepBatch, at_it: Callable[[], None], computed: Future[StepOutput | None]
     ) -> None:
         """On the engine thread: the plan's rows, after its copies or beside those that may run so."""
-        if self._runner.device.type != "cuda":
+        if not self._host.overlaps:
             at_it()
         step: Launched | Done | None = None
         try:

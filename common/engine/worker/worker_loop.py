@@ -18,9 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import assert_never
 
-from cohort.common.engine.cache.kv_copies import KvCopier
-from cohort.common.engine.cache.stream_copies import StreamCopier
-from cohort.common.engine.device.streams import stream_for
 from cohort.common.engine.drafts.prompt_lookup import PromptLookup
 from cohort.common.engine.drafts.recent_answers import AnswerMemory
 from cohort.common.engine.ranks.group_links import GroupLink
@@ -33,8 +30,8 @@ from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.step.batch_builder import BatchBuilder
 from cohort.common.engine.transfer.transfer_agent import TransferAgent
-from cohort.common.engine.worker.devices import FreeMemory
 from cohort.common.engine.worker.engine_threads import EngineThreads, StepUnderWay
+from cohort.common.engine.worker.hosts import CpuHost
 from cohort.common.engine.worker.iteration_gaps import IterationGaps
 from cohort.common.engine.worker.learned_state import LearnedState
 from cohort.common.engine.worker.prompt_states import prompt_states
@@ -93,7 +90,7 @@ class WorkerLoop:
     def __init__(
         self,
         context: ServiceContext,
-        runner: ModelRunner,
+        host: CpuHost,
         links: dict[str, KvLink],
         machine: WorkerMachine,
         told: Machine[WorkerEvent, WorkerEffect],
@@ -101,10 +98,10 @@ class WorkerLoop:
         engine: ThreadPoolExecutor,
     ) -> None:
         """`told`: the machine itself, or its recorder. `engine`: one thread, the caller's to end."""
-        config = context.config
+        config, runner = context.config, host.runner
+        self._host = host
         self._context = context
         self._config = config
-        self._runner = runner
         self._machine = machine
         self._told = told
         self._learned = learned
@@ -112,16 +109,14 @@ class WorkerLoop:
         self._clock = context.clock
         self._log = context.log
         self._metrics = WorkerMetrics(context.metrics, machine, lambda: runner.memory_retries)
-        if runner.device.type == "cuda":
-            self._metrics.engine.decode_classes_recorded().set(len(runner.recorded_classes))
+        if (recorded := host.recorded_classes) is not None:
+            self._metrics.engine.decode_classes_recorded().set(recorded)
         self._show = WorkerShow(context, machine, self._metrics.transfer)
         memory = _transfer_memory(runner, links)
         self._agent = TransferAgent(
             {name: GroupLink(link, memory) for name, link in links.items()},
             memory,
-            checksums=config.transfer.checksum != "off",
-            run_timeout_s=config.transfer.run_timeout_s,
-            runs_at_once=config.transfer.runs_at_once,
+            config.transfer,
             clock=context.clock,
             metrics=self._metrics.transfer,
             announce=self._announce,
@@ -129,20 +124,12 @@ class WorkerLoop:
             on_received=self._run_received,
             on_measured=self._link_measured,
         )
-        # A GPU's step leaves the processor free: the results of the step before are told while it computes. On a
-        # processor that would only take the step's own time.
-        self._overlaps = runner.device.type == "cuda"
-        self._copier: KvCopier | StreamCopier
         self._builder = BatchBuilder(machine.kv, numbered=runner.drafter is not None)
         self._drafting = _drafting(context, runner)
-        if runner.device.type == "cuda":
-            self._copier = StreamCopier(runner.kv, runner.stream, stream_for(runner.device))
-        else:
-            self._copier = KvCopier(runner.kv)
         self._loras = LoraLoader(runner.lora, self._tell)
-        self._free_memory = FreeMemory(runner.device)
         self._gaps = IterationGaps(self._clock.now_s, self._metrics.engine.gap_seconds().observe)
-        self._engine = EngineThreads(runner, self._copier, self._gaps, engine)
+        self._copier = host.copier()
+        self._engine = EngineThreads(host, self._copier, self._gaps, engine)
         self._step_ends = StepEnds()
         self._forgotten = 0
         """Requests that had ended when drafts of those that are here no more were forgotten."""
@@ -393,7 +380,7 @@ class WorkerLoop:
             self._drafting.forget(holds)  # between two steps: one that runs is judged by what was expected
         if self._config.predictor.refine_after_prefill and not step.batch.scoring:
             self._tell_predictor(step.sampling)
-        if alone and self._overlaps and self._next is not None:
+        if alone and self._host.overlaps and self._next is not None:
             self._put_off = effects
         else:
             self._perform(effects)
@@ -409,7 +396,7 @@ class WorkerLoop:
 
     def _tell_predictor(self, sampling: list[Sequence]) -> None:
         """The states in which prompts ended; nothing waits for what the predictor makes of them."""
-        for state in prompt_states(self._runner, sampling):
+        for state in prompt_states(self._host.runner, sampling):
             with contextlib.suppress(PeerUnreachable):
                 self._bus.send(PREDICTOR, state)
 
@@ -426,8 +413,8 @@ class WorkerLoop:
         """Often while the manager does not know this worker, else at the configured interval."""
         while True:
             pause_s = _REGISTER_EVERY_S
-            await self._free_memory.refresh()
-            for effect in self._tell(ReportDue(self._free_memory.bytes)):
+            await self._host.count_free()
+            for effect in self._tell(ReportDue(self._host.free_bytes)):
                 match effect:
                     case Send(message=WorkerReport(stats=stats)):
                         pause_s = REPORT_INTERVAL_S
@@ -442,7 +429,7 @@ class WorkerLoop:
         """Finish the sequences here, but for those that the manager, told at once, moves to other workers. Those left
         at the deadline are rescheduled by the leave."""
         self._tell(DrainStarted())
-        self._tell(ReportDue(self._free_memory.bytes))
+        self._tell(ReportDue(self._host.free_bytes))
         deadline_s = self._clock.now_s() + self._config.engine.drain_s
         while not self._machine.idle and self._clock.now_s() < deadline_s:
             self._something.clear()
@@ -452,7 +439,7 @@ class WorkerLoop:
         self._tell(DrainEnded())
 
     def _heartbeat(self) -> dict[str, float]:
-        stats = self._machine.stats(self._free_memory.bytes)
+        stats = self._machine.stats(self._host.free_bytes)
         links = {f"link_bytes_per_s.{peer}": rate for peer, rate in stats.link_rates.items()}
         return self._metrics.heartbeat(stats, self._agent.quarantined_blocks) | to_stats(stats.step_times) | links
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import torch
 
 from cohort.common import paths
 from cohort.common.addresses import manager_names
@@ -48,6 +47,7 @@ from cohort.common.engine.worker.devices import (
     engine_facts,
     engine_warnings,
 )
+from cohort.common.engine.worker.hosts import host_of
 from cohort.common.engine.worker.learned_state import LearnedState
 from cohort.common.engine.worker.worker_loop import WorkerLoop
 from cohort.common.errors import ConfigError
@@ -341,10 +341,8 @@ async def _serve(
     if followers is not None:
         followers.watch(asyncio.get_running_loop())
     await asyncio.get_running_loop().run_in_executor(engine, runner.use_grammars)
-    if runner.device.type == "cuda":
-        # UCX finds out what it can do, and moves bytes, on the event loop's thread: the device must be current there.
-        torch.cuda.set_device(runner.device)
-        torch.cuda.synchronize(runner.device)
+    host = host_of(runner)
+    host.enter_loop()
     warnings = engine_warnings(runner, config, own.sharers)
     for warning in warnings:
         context.log.warning(warning)
@@ -369,7 +367,7 @@ async def _serve(
     start = learned.imported if learned is not None else b""
     told = guarded(context, recorded(context, machine, lambda: WorkerHeader(setup, seed, config_text(config), start)))
     told = traced(context, told, WorkerSpans)
-    loop = WorkerLoop(context, runner, links, machine, told, learned, engine)
+    loop = WorkerLoop(context, host, links, machine, told, learned, engine)
     facts = msgspec.to_builtins(capacity.engine)
     context.facts, context.warnings = (lambda: facts), (lambda: warnings)
     context.log.info(

@@ -17,6 +17,7 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
+from cohort.common.config import TransferConfig
 from cohort.common.engine.cache.kv_tensors import KvTensors
 from cohort.common.engine.config.rank_shares import kv_heads_of
 from cohort.common.engine.ranks.group_links import GroupLink
@@ -83,9 +84,7 @@ class AgentEnd:
         self.agent = TransferAgent(
             {"zmq": self.link},
             self.memory,
-            checksums=checksums,
-            run_timeout_s=run_timeout_s,
-            runs_at_once=4,
+            TransferConfig(checksum="crc32" if checksums else "off", run_timeout_s=run_timeout_s, runs_at_once=4),
             clock=Clock(),
             metrics=TransferMetrics(MetricFactory(CollectorRegistry(), model_name="m", instance="w")),
             announce=self._announce,

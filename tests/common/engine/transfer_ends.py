@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from prometheus_client import CollectorRegistry
 
+from cohort.common.config import TransferConfig
 from cohort.common.engine.cache.kv_tensors import KvTensors
 from cohort.common.engine.transfer import transfer_memory
 from cohort.common.engine.transfer.transfer_agent import TransferAgent
@@ -121,12 +122,12 @@ class End:
         self.received: list[str | None] = []
         self.announced: list[KvChunk] = []
         self.other: End | None = None
+        checksum: Literal["off", "crc32"] = "crc32" if checksums else "off"
+        options = TransferConfig(checksum=checksum, run_timeout_s=TIMEOUT_S, runs_at_once=runs_at_once)
         self.agent = TransferAgent(
             {link.name: link},
             self.memory,
-            checksums=checksums,
-            run_timeout_s=TIMEOUT_S,
-            runs_at_once=runs_at_once,
+            options,
             clock=Clock(),
             metrics=TransferMetrics(MetricFactory(CollectorRegistry(), model_name="m", instance="w")),
             announce=self._announce,

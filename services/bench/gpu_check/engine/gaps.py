@@ -26,6 +26,7 @@ from cohort.common.codec import encode
 from cohort.common.config import Config, load_config
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.worker import worker_loop
+from cohort.common.engine.worker.hosts import host_of
 from cohort.common.engine.worker.worker_process import capacity_of
 from cohort.common.machines.effects import WorkerEffect
 from cohort.common.machines.events import StepEnded, WorkerEvent
@@ -157,7 +158,12 @@ def _worker(
     kv = compose.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks)
     machine = _Watched(setup, compose.iteration(config), kv, random.Random(0))
     engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
-    return machine, context, worker_loop.WorkerLoop(context, runner, {}, machine, machine, None, engine), engine
+    return (
+        machine,
+        context,
+        worker_loop.WorkerLoop(context, host_of(runner), {}, machine, machine, None, engine),
+        engine,
+    )
 
 
 def _requests(runner: ModelRunner, rows: int, prompt: int, output: int) -> list[Message]:

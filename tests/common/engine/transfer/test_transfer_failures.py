@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from cohort.common.engine.transfer import transfer_memory
 from cohort.common.engine.transfer.transfer_memory import Message, Slots
-from cohort.common.engine.worker.devices import FreeMemory
+from cohort.common.engine.worker.hosts import CpuHost, GpuHost
 from cohort.common.errors import BufferStranded, TransferError
 from cohort.common.machines.effects import ReceiveRuns, Run
 from tests.common.engine.transfer_ends import LEASE, check_arrived, check_over, extents, held_ends, scattered, until
@@ -196,17 +197,17 @@ async def test_the_loop_turns_while_the_driver_counts_free_memory(monkeypatch: p
         return 5, 9
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", slow)
-    memory = FreeMemory(torch.device("cuda", 0))
-    asking = asyncio.create_task(memory.refresh())
+    host = GpuHost(SimpleNamespace(device=torch.device("cuda", 0)))  # type: ignore[arg-type]
+    asking = asyncio.create_task(host.count_free())
     assert await turns_while(free, began) == 100
     await asking
-    assert memory.bytes == 5
+    assert host.free_bytes == 5
 
 
 async def test_the_processors_memory_is_counted() -> None:
-    memory = FreeMemory(torch.device("cpu"))
-    await memory.refresh()
-    assert memory.bytes > 0
+    host = CpuHost(SimpleNamespace(device=torch.device("cpu")))  # type: ignore[arg-type]
+    await host.count_free()
+    assert host.free_bytes > 0
 
 
 async def test_slots_are_handed_on_and_never_lost() -> None:

@@ -25,6 +25,7 @@ from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.runner.draft_loading import load_draft, plan_draft
 from cohort.common.engine.step.batch import StepBatch
 from cohort.common.engine.worker.engine_threads import StepUnderWay
+from cohort.common.engine.worker.hosts import host_of
 from cohort.common.engine.worker.worker_loop import WorkerLoop
 from cohort.common.engine.worker.worker_process import capacity_of
 from cohort.common.machines.worker.worker import WorkerMachine
@@ -159,7 +160,7 @@ async def worker(
         compose.allocation(config, capacity.geometry, capacity.num_blocks, 0),
         Random(0),
     )
-    loop = asyncio.create_task(WorkerLoop(context, runner, {}, machine, machine, None, engine).run())
+    loop = asyncio.create_task(WorkerLoop(context, host_of(runner), {}, machine, machine, None, engine).run())
     try:
         yield Running(bus, machine, registry, runner)
     finally:

@@ -68,7 +68,7 @@ from cohort.common.machines.events import (
     WorkerEvent,
 )
 from cohort.common.machines.machine import Machine
-from cohort.common.machines.worker.step_ends import StepEnds
+from cohort.common.machines.worker.plan_ahead import StepEnds
 from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.machines.worker.worker_state import REPORT_INTERVAL_S
 from cohort.common.messages import KvChunk, Look, Message, SegmentEnded, TokenLogprob, ToWorker, WorkerReport

@@ -15,7 +15,7 @@ from prometheus_client import Counter, Gauge
 
 from cohort.common.engine.device import compiled_kernels
 from cohort.common.machines.worker.worker import WorkerMachine
-from cohort.common.machines.worker.worker_counters import NotAhead, WorkerCounters
+from cohort.common.machines.worker.worker_state import NotAhead, WorkerCounters
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.step_times.profile_table import IterationKind
 from cohort.common.process.metrics import EngineMetrics, MetricFactory, TransferMetrics

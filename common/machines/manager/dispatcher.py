@@ -1,43 +1,77 @@
-"""The manager's dispatch: requests that the order lets go, the placement's answer to each, segments to workers.
+"""Where the manager sends requests: what the order lets go (`Dispatcher`), what waits parked on a worker
+(`ParkedRequests`), what runs on a worker that drains (`Vacating`).
 
-    order ─ Dispatch ─▶ placement ─┬▶ segments: StartSegment to each worker, Placed to the gateway
-                                   ├▶ wait: back to the order
-                                   └▶ impossible, refused: Refused to the gateway
-
-Called by `ManagerMachine`, which says when; `ParkedRequests` starts later segments by it. Decides nothing that a policy
-decides.
+Called by `ManagerMachine`, which says when and owns the requests. Decides nothing that a policy decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import assert_never
 
 import msgspec
 
-from cohort.common.machines.manager.manager_counters import ManagerCounters
 from cohort.common.machines.manager.roster import Managed, Roster
-from cohort.common.messages import Message, Placed, Refused, StartSegment
+from cohort.common.messages import BindSegment, Message, Placed, PrefetchKv, Refused, StartSegment
 from cohort.common.policies import interface as policies
-from cohort.common.policies.interface import ClusterView, WaitingRequest
-from cohort.common.types import InstanceId
+from cohort.common.policies.interface import (
+    Bind,
+    ClusterView,
+    InstanceView,
+    LateBinding,
+    ParkedKv,
+    Prefetch,
+    WaitingRequest,
+)
+from cohort.common.types import Attempt, InstanceId, RequestId, Segment
 
 
+@dataclass(slots=True)
+class ManagerCounters:
+    """`refused`: by cause, as in `Refused`. `demoted`: placed as best-effort, as their TTFT could not be kept."""
+
+    submitted: int = 0
+    dispatched: int = 0
+    finished: int = 0
+    attempts_lost: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    demoted: int = 0
+    workers_lost: int = 0
+    takeovers: int = 0
+    """Times that it began to lead in place of another manager."""
+    misnamed: int = 0
+    """Messages dropped because another peer than their sender would have to say them."""
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "dispatched_total": float(self.dispatched),
+            "finished_total": float(self.finished),
+            "attempts_lost_total": float(self.attempts_lost),
+            "refused_total": float(sum(self.refused.values())),
+            **{f"refused_{cause}_total": float(count) for cause, count in sorted(self.refused.items())},
+            "demoted_total": float(self.demoted),
+            "workers_lost_total": float(self.workers_lost),
+            "takeovers_total": float(self.takeovers),
+            "misnamed_total": float(self.misnamed),
+        }
+
+
+@dataclass(slots=True, eq=False)
 class Dispatcher:
-    def __init__(
-        self,
-        roster: Roster,
-        order: policies.PrefillOrder,
-        placement: policies.Placement,
-        counters: ManagerCounters,
-        send: Callable[[InstanceId, Message], None],
-    ) -> None:
-        self._roster = roster
-        self._order = order
-        self._placement = placement
-        self._counters = counters
-        self._send = send
+    """Requests that the order lets go, the placement's answer to each, segments to workers.
+
+    order ─ Dispatch ─▶ placement ─┬▶ segments: StartSegment to each worker, Placed to the gateway
+                                   ├▶ wait: back to the order
+                                   └▶ impossible, refused: Refused to the gateway
+    """
+
+    _roster: Roster
+    _order: policies.PrefillOrder
+    _placement: policies.Placement
+    _counters: ManagerCounters
+    _send: Callable[[InstanceId, Message], None]
 
     def dispatch(self, now_s: float, cluster: ClusterView) -> None:
         """Place what the order lets go now."""
@@ -72,8 +106,6 @@ class Dispatcher:
     def refuse(self, gateway: InstanceId, refused: Refused) -> None:
         self._counters.refused[refused.cause] = self._counters.refused.get(refused.cause, 0) + 1
         self._send(gateway, refused)
-
-    # -- within ------------------------------------------------------------------------------------------------
 
     def _place(
         self, now_s: float, managed: Managed, item: WaitingRequest, dispatch: policies.Dispatch, cluster: ClusterView
@@ -113,3 +145,163 @@ class Dispatcher:
                 self._send(managed.gateway, Placed(managed.attempt, instances, queued_s, reason, demoted, forecast_s))
             case _:
                 assert_never(decision)
+
+
+@dataclass(slots=True, eq=False)
+class ParkedRequests:
+    """Late binding: computed segments that wait on a worker until a policy says where they go on.
+
+        SegmentEnded(parked) ─▶ parked ─ `LateBinding.decide` ─┬▶ bound: StartSegment to the next worker, BindSegment
+                                                               │  to the holder
+                                                               └▶ prefetched: PrefetchKv to the holder
+
+    Without a policy nothing is ever parked on purpose, and every method does nothing.
+    """
+
+    _roster: Roster
+    _policy: LateBinding | None
+    _send: Callable[[InstanceId, Message], None]
+    _start: Callable[[float, Managed, WaitingRequest, int, int], None]
+    """Sends a segment to its worker, by its index and batch."""
+    _lost: Callable[[float, Managed, str], None]
+    """Gives an attempt back."""
+
+    @property
+    def binds(self) -> bool:
+        """Whether there is a policy to ask at all."""
+        return self._policy is not None
+
+    def came(self, now_s: float, managed: Managed, instance: InstanceId, positions: int) -> bool:
+        """A worker says that it keeps so many computed positions. False: it has said so before."""
+        if managed.parked_at == instance:
+            return False
+        managed.parked_at, managed.parked_positions = instance, positions
+        self._tell(now_s, managed)
+        return True
+
+    def moved(self, now_s: float, managed: Managed) -> None:
+        """A KV transfer of this request has arrived."""
+        if self._policy is not None:
+            self._policy.moved(now_s, managed.request_id)
+            self._tell(now_s, managed)
+
+    def removed(self, now_s: float, request_id: RequestId) -> None:
+        """The request ended or was lost."""
+        if self._policy is not None:
+            self._policy.removed(now_s, request_id)
+
+    def decide(self, now_s: float, cluster: ClusterView) -> None:
+        if self._policy is None:
+            return
+        for action in self._policy.decide(now_s, cluster):
+            match action:
+                case Bind():
+                    self._bind(now_s, action)
+                case Prefetch():
+                    self._prefetch(action)
+                case _:
+                    assert_never(action)
+
+    def metrics(self) -> dict[str, float]:
+        return {} if self._policy is None else self._policy.metrics()
+
+    def _tell(self, now_s: float, managed: Managed) -> None:
+        """Once no other worker holds any of it: one on the way here may not have let go yet."""
+        if self._policy is None or list(managed.live) != [managed.parked_at]:
+            return
+        if managed.item is None:  # placed by a former manager: nothing to tell the next worker
+            self._lost(now_s, managed, "parked for a former manager")
+            return
+        request = managed.item.request
+        self._policy.parked(now_s, ParkedKv(request, managed.parked_at, managed.parked_positions, now_s))
+
+    def _bind(self, now_s: float, action: Bind) -> None:
+        managed = self._roster.requests.get(action.request_id)
+        worker = self._roster.workers.get(action.instance)
+        if managed is None or managed.item is None or worker is None or list(managed.live) != [managed.parked_at]:
+            return
+        holder, at = managed.parked_at, managed.parked_positions
+        assert holder, f"{managed.attempt} is bound and not parked"
+        managed.parked_at = ""
+        # A parked segment ends where it was parked; an open end only has the segment that goes on.
+        done = [msgspec.structs.replace(each, end=at if each.end is None else each.end) for each in managed.segments]
+        if done[-1].instance is None:
+            del done[-1]
+        following = Segment(at, at if action.parks else None, action.instance)
+        managed.segments = (*done, following, Segment(at, None, None)) if action.parks else (*done, following)
+        if holder != action.instance:
+            self._start(now_s, managed, managed.item, len(done), action.batch_id)
+        self._send(holder, BindSegment(managed.attempt, following, worker.endpoint, action.batch_id))
+
+    def _prefetch(self, action: Prefetch) -> None:
+        """To each holder its own, in the order wanted."""
+        attempts: dict[InstanceId, list[Attempt]] = {}
+        for request_id in action.request_ids:
+            managed = self._roster.requests.get(request_id)
+            if managed is not None and managed.parked_at:
+                attempts.setdefault(managed.parked_at, []).append(managed.attempt)
+        for holder, wanted in attempts.items():
+            self._send(holder, PrefetchKv(wanted))
+
+
+@dataclass(slots=True, eq=False)
+class Vacating:
+    """A worker drains: what runs there goes on at another one, with its KV.
+
+        WorkerReport(draining) ─▶ each request that is on that worker alone ─┬▶ StartSegment to the worker that takes it
+                                                                             └▶ BindSegment to the one that drains
+
+    A request that no other worker has the blocks for stays, is looked at again with the next report, and at the end of
+    the drain is placed anew like that of any lost worker. One whose next segment is elsewhere goes there by itself.
+    Where placements move no KV there are no links, and all stay.
+    """
+
+    _roster: Roster
+    _send: Callable[[InstanceId, Message], None]
+    _start: Callable[[float, Managed, WaitingRequest, int, int], None]
+    """As of `ParkedRequests`."""
+    _moves_kv: bool
+
+    def reported(self, now_s: float, instance: InstanceId) -> None:
+        """Of this worker a report has come."""
+        worker = self._roster.workers.get(instance)
+        if worker is None or not worker.view.draining or not self._moves_kv:
+            return
+        others = self._roster.serving()
+        for managed in list(worker.live.values()):
+            # One that is parked goes on where late binding says.
+            if managed.item is None or managed.parked_at or list(managed.live) != [instance]:
+                continue
+            target = _target(managed.item, others)
+            if target is not None:
+                self._move(now_s, managed, managed.item, instance, target)
+
+    def _move(
+        self, now_s: float, managed: Managed, item: WaitingRequest, holder: InstanceId, target: InstanceId
+    ) -> None:
+        """Where exactly it goes on the holder knows; until its offer comes, the tokens that were submitted stand for
+        it."""
+        assert target != holder and holder in managed.live, f"{managed.attempt} goes from {holder} to {target}"
+        last = managed.segments[-1]
+        at = max(last.start, len(item.request.tokens))
+        here, following = msgspec.structs.replace(last, end=at, instance=holder), Segment(at, None, target)
+        managed.segments = (*managed.segments[:-1], here, following)
+        self._start(now_s, managed, item, len(managed.segments) - 1, 0)
+        self._send(holder, BindSegment(managed.attempt, following, self._roster.workers[target].endpoint))
+
+
+def _target(item: WaitingRequest, others: Mapping[InstanceId, InstanceView]) -> InstanceId | None:
+    """The least busy worker that has blocks for all of it; one that decodes by its role before one that does not."""
+    need = len(item.request.tokens) + item.expected_output(0.0)
+    able = [
+        view
+        for view in others.values()
+        if view.capacity.geometry.positions(view.free_blocks) - view.assigned_context_tokens >= need
+        and item.request.max_positions <= view.capacity.max_model_len
+    ]
+    best = min(able, key=lambda view: (not view.role.decodes, _busy(view), view.instance), default=None)
+    return None if best is None else best.instance
+
+
+def _busy(view: InstanceView) -> int:
+    return view.stats.running + view.stats.waiting + view.stats.awaiting_kv + view.assigned_requests

@@ -9,7 +9,7 @@ repairs the loss of any message:
 
 so a lost message, a dead worker and a restarted manager are one case. A restarted manager first listens:
 
-    start ── listens ──▶ places ──settled──▶ displaces what no worker holds      (`settling.py`)
+    start ── listens ──▶ places ──settled──▶ displaces what no worker holds      (`Settling`)
 
 Of several managers one leads (`leadership.py`). The others stand by: they know who is there and decide nothing. To take
 over is to start again without the start. `roster.py` keeps the books; here is what follows from them. The policies
@@ -27,15 +27,10 @@ import msgspec
 from cohort.common.errors import InvariantViolated
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import ManagerEvent, PeerLost, Received, Tick, Undelivered
-from cohort.common.machines.manager.dispatcher import Dispatcher
-from cohort.common.machines.manager.leadership import Leadership
-from cohort.common.machines.manager.lost_attempts import LostAttempts
-from cohort.common.machines.manager.manager_counters import ManagerCounters
+from cohort.common.machines.manager.dispatcher import Dispatcher, ManagerCounters, ParkedRequests, Vacating
+from cohort.common.machines.manager.leadership import Leadership, Settling
 from cohort.common.machines.manager.manager_settings import ManagerSettings
-from cohort.common.machines.manager.parked_requests import ParkedRequests
-from cohort.common.machines.manager.roster import Managed, Roster
-from cohort.common.machines.manager.settling import Settling
-from cohort.common.machines.manager.vacating import Vacating
+from cohort.common.machines.manager.roster import LostAttempts, Managed, Roster
 from cohort.common.machines.senders import may_say
 from cohort.common.messages import (
     AttemptsLost,
@@ -101,7 +96,7 @@ class ManagerMachine:
         self._dispatcher = Dispatcher(self._roster, order, placement, self.counters, self._send)
         start = self._dispatcher.start
         self._parked = ParkedRequests(self._roster, late_binding, self._send, start, self._reschedule)
-        self._vacating = Vacating(self._roster, self._send, start, moves_kv=placement.moves_kv)
+        self._vacating = Vacating(self._roster, self._send, start, placement.moves_kv)
         self._lost = LostAttempts()
         self._forecast = Forecast()
         self._next_load_s = 0.0

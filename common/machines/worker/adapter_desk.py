@@ -19,8 +19,7 @@ from collections.abc import Callable
 from cohort.common.errors import InvariantViolated
 from cohort.common.machines.effects import LoadAdapter
 from cohort.common.machines.events import AdapterFailed, AdapterLoaded
-from cohort.common.machines.worker.worker_counters import mix
-from cohort.common.machines.worker.worker_state import WorkerState
+from cohort.common.machines.worker.worker_state import WorkerState, mix
 from cohort.common.sequence import Phase, Sequence
 
 _PATIENCE_S = 2.0

@@ -1,24 +1,35 @@
-"""A2, A9 · Parked KV between device and host memory: which of it moves beside the next step.
-
-Asked by `WorkerMachine` once per plan. Nothing it moves is in a row of the plan, and freed blocks go to no other
-sequence until the step has ended. Knows where parked KV lies; frees nothing but by moving it. With an allocator whose
-KV cannot be sent from host memory there is no pool: parked KV then stays on the device.
+"""What is parked on a worker: where its KV lies (`ParkedPool`), and where it goes on (`Onward`). Parts of
+`WorkerMachine`.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from cohort.common.errors import InvariantViolated
+from cohort.common.machines.effects import Dial
+from cohort.common.machines.worker.adapter_desk import AdapterDesk
+from cohort.common.machines.worker.kv_sender import KvSender
 from cohort.common.machines.worker.worker_state import Held, WorkerState
-from cohort.common.sequence import Phase
-from cohort.common.types import Attempt
+from cohort.common.messages import BindSegment
+from cohort.common.policies.interface import IterationScheduler
+from cohort.common.sequence import Phase, Sequence
+from cohort.common.types import Attempt, InstanceId
 
 _GRACE_S = 0.25
 """Parked KV stays on the device so long, unless space is short: where load is low it is sent on sooner."""
 
 
 class ParkedPool:
+    """A2, A9 · Parked KV between device and host memory: which of it moves beside the next step.
+
+    Asked once per plan. Nothing it moves is in a row of the plan, and freed blocks go to no other sequence until the
+    step has ended. Knows where parked KV lies; frees nothing but by moving it. With an allocator whose KV cannot be
+    sent from host memory there is no pool: parked KV then stays on the device.
+    """
+
     def __init__(self, state: WorkerState) -> None:
         self._state = state
         self._on_device: dict[Attempt, Held] = {}
@@ -134,3 +145,73 @@ class ParkedPool:
         sequences = (held.sequence for held in self._state.held.values())
         wanted = kv.geometry.blocks_for(max((s.target for s in sequences if s.phase is Phase.WAITING), default=0))
         return kv.free_blocks + kv.cached_blocks - wanted - kv.total_blocks // 20
+
+
+@dataclass(slots=True, eq=False)
+class Onward:
+    """Where a sequence goes on that the manager binds to a worker: one that waits parked for it, or one that runs here
+    while this worker drains. Told of each message and, between two iterations, of the moment. Never decides where.
+
+        parked  ─ BindSegment(here) ──▶ running
+        parked  ─ BindSegment(other) ─▶ leaving: its KV is offered
+        running ─ BindSegment(other) ─▶ after the iterations in flight: leaving, from where it is
+        waiting ─ BindSegment(other) ─▶ given back: nothing of it is computed, the manager places it anew
+    """
+
+    _state: WorkerState
+    _scheduler: IterationScheduler
+    _pool: ParkedPool
+    _sender: KvSender
+    _adapters: AdapterDesk
+    _lost: Callable[[float, Sequence, str], None]
+    """Gives an attempt back."""
+    _running: dict[Attempt, BindSegment] = field(default_factory=dict)
+    """Bound to another worker while they run here."""
+
+    @property
+    def pending(self) -> bool:
+        """Some wait for the end of the iterations in flight; nothing may be planned behind these."""
+        return bool(self._running)
+
+    def bound(self, now_s: float, message: BindSegment) -> None:
+        held, segment = self._state.held.get(message.attempt), message.segment
+        if held is None or segment.instance is None:
+            return
+        sequence, setup = held.sequence, self._state.setup
+        if sequence.phase is not Phase.PARKED:
+            if segment.instance != setup.instance:
+                self._running[message.attempt] = message
+            return
+        self._pool.bound(sequence.key)
+        if segment.instance == setup.instance:  # what was parked here runs on here
+            sequence.end, sequence.batch_id = segment.end, message.batch_id
+            sequence.phase = Phase.SWAPPED if held.pooled else Phase.RUNNING
+            held.pooled = False
+            self._adapters.admit(now_s, sequence)
+            return
+        self._leave(now_s, sequence, segment.instance, message.next_endpoint, segment.start)
+
+    def between_iterations(self, now_s: float) -> None:
+        """Nothing computes: what was bound elsewhere while it ran leaves from where it is."""
+        assert self._state.in_flight is None, "a step is in flight"
+        running, self._running = self._running, {}
+        for key, message in running.items():
+            held, peer = self._state.held.get(key), message.segment.instance
+            if held is None or held.aborting or peer is None or key in self._sender:
+                continue
+            sequence = held.sequence
+            if sequence.end is not None or sequence.phase not in (Phase.RUNNING, Phase.WAITING):
+                continue  # it goes where its own segment ends, or comes back from host memory first
+            if sequence.phase is Phase.WAITING or not sequence.computed or sequence.scores_prompt:
+                self._lost(now_s, sequence, "the worker drains")
+                continue
+            self._adapters.withdraw(sequence)
+            self._scheduler.remove(now_s, sequence)
+            sequence.end = sequence.computed
+            self._leave(now_s, sequence, peer, message.next_endpoint, sequence.computed)
+
+    def _leave(self, now_s: float, sequence: Sequence, peer: InstanceId, endpoint: str, positions: int) -> None:
+        assert peer != self._state.setup.instance, f"{sequence.key} leaves to where it is"
+        self._state.effects.append(Dial(peer, endpoint))
+        sequence.phase = Phase.LEAVING
+        self._sender.offer(now_s, sequence, peer, positions).computed_at_s = now_s

@@ -16,13 +16,19 @@ ends. The reasons are counted (`NotAhead`).
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 
 from cohort.common.machines.worker.kv_receiver import KvReceiver
 from cohort.common.machines.worker.parked_pool import ParkedPool
-from cohort.common.machines.worker.worker_counters import NotAhead
-from cohort.common.machines.worker.worker_state import WorkerState
+from cohort.common.machines.worker.worker_state import NotAhead, WorkerState
 from cohort.common.policies.interface import IterationPlan, IterationScheduler
+from cohort.common.policies.step_times.learned_times import LearnedTimes, plan_shape
 from cohort.common.sequence import Phase, Row
+
+_LEAD_S = 0.0025
+"""To plan a step, build its arrays and hand it to the engine thread, with the timer's own delay."""
+_MEAN, _DEVIATION = 1 / 8, 1 / 4
+"""Weights of the last step in the moving averages: those of TCP's round-trip estimate (RFC 6298)."""
 
 
 def same_rows(plan: IterationPlan, behind: IterationPlan) -> bool:
@@ -31,19 +37,17 @@ def same_rows(plan: IterationPlan, behind: IterationPlan) -> bool:
     return len(first) == len(then) and (not first or first[0].count == then[0].count == 1)  # prompts stand first
 
 
+@dataclass(slots=True, eq=False)
 class AheadPlanner:
-    def __init__(
-        self, state: WorkerState, scheduler: IterationScheduler, receiver: KvReceiver, pool: ParkedPool
-    ) -> None:
-        self._state = state
-        self._scheduler = scheduler
-        self._receiver = receiver
-        self._pool = pool
-        self._undecided = 0
-        self._last: IterationPlan | None = None
-        """The plan that was made last: of its rows all that does not change is known to be well."""
-        self._left = 0
-        """Tokens that the one of its sequences with the fewest may still sample after it."""
+    _state: WorkerState
+    _scheduler: IterationScheduler
+    _receiver: KvReceiver
+    _pool: ParkedPool
+    _undecided: int = 0
+    _last: IterationPlan | None = None
+    """The plan that was made last: of its rows all that does not change is known to be well."""
+    _left: int = 0
+    """Tokens that the one of its sequences with the fewest may still sample after it."""
 
     def decided(self) -> None:
         """The step that begins now was chosen by the scheduler."""
@@ -128,3 +132,39 @@ class AheadPlanner:
             chunks = [Row(row.sequence, row.start, count) for row, count in zip(prompts, counts, strict=True)]
             plan.rows = [row for row in chunks if row.count > 1] + rows + [row for row in chunks if row.count == 1]
         return (None if plan.rows else "ended"), leaving
+
+
+class StepEnds:
+    """When the step in flight will end, so that the next one is planned as late as it can be: of decode steps by the
+    last ones, of steps with prompts by what the worker has learned of such.
+
+    Asked by the worker loop, and by the simulator's engine where it runs iterations one by one. What arrives after the
+    next step was planned waits for that step, too; a step that is planned too late begins late. So the moment lies
+    before the expected end by what planning takes and by how far steps stray.
+    """
+
+    def __init__(self) -> None:
+        self._mean_s = self._deviation_s = 0.0
+
+    def note(self, plan: IterationPlan, latency_s: float) -> None:
+        """It took so long. Only steps of decode rows alone are told from others by it."""
+        if not plan.rows or not _decodes(plan):
+            return
+        if self._mean_s == 0.0:
+            self._mean_s, self._deviation_s = latency_s, latency_s / 2
+            return
+        self._deviation_s += _DEVIATION * (abs(latency_s - self._mean_s) - self._deviation_s)
+        self._mean_s += _MEAN * (latency_s - self._mean_s)
+
+    def plan_after_s(self, plan: IterationPlan, times: LearnedTimes | None) -> float | None:
+        """From this step's beginning until its successor is to be planned; 0 = at once, also while nothing is known of
+        decodes. None: when a step with prompts will end is not foreseen. No allowance for how far such steps stray,
+        which is too far: one that ends before it is followed by a step that is decided."""
+        if _decodes(plan):
+            return max(0.0, self._mean_s - 2 * self._deviation_s - _LEAD_S)
+        foreseen_s = None if times is None else times.table.estimate(plan_shape(plan))
+        return None if foreseen_s is None else max(0.0, foreseen_s - _LEAD_S)
+
+
+def _decodes(plan: IterationPlan) -> bool:
+    return all([row.count == 1 for row in plan.rows])

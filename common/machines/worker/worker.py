@@ -14,7 +14,8 @@ blocks (`given_back`). Messages that are no worker's business are refused by the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from random import Random
 from typing import assert_never, cast
 
@@ -43,10 +44,8 @@ from cohort.common.machines.senders import may_say
 from cohort.common.machines.worker.adapter_desk import AdapterDesk
 from cohort.common.machines.worker.kv_receiver import KvReceiver
 from cohort.common.machines.worker.kv_sender import KvSender, brings_back
-from cohort.common.machines.worker.onward import Onward
-from cohort.common.machines.worker.parked_pool import ParkedPool
+from cohort.common.machines.worker.parked_pool import Onward, ParkedPool
 from cohort.common.machines.worker.plan_ahead import AheadPlanner, same_rows
-from cohort.common.machines.worker.scored_prompts import ScoringTurns
 from cohort.common.machines.worker.speculation_desk import SpeculationDesk
 from cohort.common.machines.worker.token_updates import TokenUpdates
 from cohort.common.machines.worker.worker_report import WorkerReports
@@ -515,6 +514,51 @@ class WorkerMachine:
     def _ended(self, sequence: Sequence, outcome: Outcome, reason: str = "") -> None:
         ended = SegmentEnded(self.setup.instance, sequence.key, outcome, sequence.computed, reason)
         self._effects.append(Send(self._reports.manager, ended))
+
+
+class ScoringTurns:
+    """Scored prompts take turns: one at a time is the scheduler's to plan, and of that one a slice an iteration.
+
+    Every position of a scored prompt goes through the head of the model, its softmax and a selection of the likeliest
+    tokens: several times the work of a position that is only computed, which schedulers, planning by tokens, do not
+    see. `Sequence.uncomputed` shows them a slice (`Sequence.scored_slice`); this keeps the number of such sequences at
+    one, so that a hundred scored prompts take no more of an iteration than one.
+    """
+
+    def __init__(self, is_held: Callable[[Sequence], bool]) -> None:
+        self._is_held = is_held
+        self._current: Sequence | None = None
+        self._waiting: deque[Sequence] = deque()
+
+    def must_wait(self, sequence: Sequence) -> bool:
+        """Whether a sequence that came in is kept from the scheduler until `next` names it."""
+        if not sequence.scores_prompt:
+            return False
+        if self._current is None and not self._waiting:
+            self._current = sequence
+            return False
+        self._waiting.append(sequence)
+        return True
+
+    @property
+    def pending(self) -> bool:
+        """`next` may have something to say."""
+        return bool(self._waiting)
+
+    def next(self) -> Sequence | None:
+        """Before every decision: the sequence whose turn has come, to be added to the scheduler. First come, first
+        served."""
+        current = self._current
+        if current is not None:
+            if self._is_held(current) and current.scores_prompt and current.phase in _RUNNABLE:
+                return None
+            self._current = None
+        while self._waiting:
+            sequence = self._waiting.popleft()
+            if self._is_held(sequence):
+                self._current = sequence
+                return sequence
+        return None
 
 
 def assert_plan(plan: IterationPlan, state: WorkerState, following: IterationPlan | None) -> None:

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from cohort.common.machines.worker.worker import WorkerMachine
-from cohort.common.machines.worker.worker_counters import WorkerCounters
-from cohort.common.machines.worker.worker_state import Held
+from cohort.common.machines.worker.worker_state import Held, WorkerCounters
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.kv_interface import NO_BLOCK, KvAllocator
 from cohort.common.sequence import Phase, Sequence

@@ -21,7 +21,7 @@ from cohort.common.config import Config
 from cohort.common.machines.effects import Send, StartStep
 from cohort.common.machines.events import PlanAhead, Received, ReportDue, RunsReceived, StepEnded, Tick, WorkerEvent
 from cohort.common.machines.worker.fast_forward import FastForward
-from cohort.common.machines.worker.step_ends import StepEnds
+from cohort.common.machines.worker.plan_ahead import StepEnds
 from cohort.common.messages import KvRenew, WorkerReport
 from cohort.common.policies.alignedserve.batch_numbers import batches_of
 from cohort.common.policies.cost_model import CostModel, StepWork, prefill_pairs

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cohort.common.machines.worker.worker_counters import WorkerCounters
+from cohort.common.machines.worker.worker_state import WorkerCounters
 
 
 @dataclass(slots=True)

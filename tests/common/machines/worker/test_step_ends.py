@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from cohort.common.machines.worker.step_ends import StepEnds
+from cohort.common.machines.worker.plan_ahead import StepEnds
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.step_times.learned_times import LearnedTimes, plan_shape
 from cohort.common.sequence import Row

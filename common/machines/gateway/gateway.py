@@ -48,7 +48,7 @@ from cohort.common.machines.events import (
     Tick,
     Undelivered,
 )
-from cohort.common.machines.gateway.ledger import Action, CancelAttempt, Ledger, SubmitAttempt
+from cohort.common.machines.gateway.ledger import Action, CancelAttempt, Ledger, SubmitAttempt, unavailable
 from cohort.common.machines.gateway.peers import ManagerLink, PredictionDesk
 from cohort.common.machines.senders import may_say
 from cohort.common.messages import (
@@ -272,7 +272,8 @@ class GatewayMachine:
                 case DrainStarted():
                     self.draining = True
                 case DrainEnded():
-                    self._act(now_s, self.ledger.fail_all(_shut_down()))
+                    why = "This server shut down before the answer was complete."
+                    self._act(now_s, self.ledger.fail_all(unavailable(why, retry_after_s=1.0)))
                 case _:
                     assert_never(event)
         at_s = max(now_s, min(self._beat_s, self._predictions.due_s(), self.link.due_s()))
@@ -307,12 +308,7 @@ class GatewayMachine:
     def _decided(self, offer_id: RequestId, refusal: Refuse | None) -> list[Entry] | None:
         """Says so; where the entries of an admitted offer go, None for one that was rejected."""
         if self.draining:
-            error = RequestError(
-                "This server is shutting down.",
-                status=503,
-                type_="service_unavailable_error",
-                retry_after_s=self._settings.drain_s,
-            )
+            error = unavailable("This server is shutting down.", self._settings.drain_s)
         elif refusal is not None:
             error = RequestError(
                 f"The server is busy: {refusal.reason}. Please retry later.",
@@ -507,12 +503,3 @@ class GatewayMachine:
         if observation is not None:
             self._effects.append(Send(self._predictor, observation))
         self._effects.append(Ended(entry, finish, reason))
-
-
-def _shut_down() -> RequestError:
-    return RequestError(
-        "This server shut down before the answer was complete.",
-        status=503,
-        type_="service_unavailable_error",
-        retry_after_s=1.0,
-    )

@@ -213,14 +213,7 @@ class Ledger:
     def _judge(self, now_s: float, entry: Entry, sender: InstanceId, update: TokenUpdate) -> list[Action]:
         """Any update of the current attempt."""
         if update.finish is FinishReason.FAILED:
-            return self._fail(
-                entry,
-                RequestError(
-                    f"The request failed on a worker: {update.error or 'no reason given'}",
-                    status=500,
-                    type_="server_error",
-                ),
-            )
+            return self._broken(entry, f"The request failed on a worker: {update.error or 'no reason given'}")
         if update.finish is FinishReason.CANCELLED:
             return self._lost(entry, now_s, "cancelled", f"cancelled by {sender}")
         if update.position > entry.known:
@@ -234,26 +227,13 @@ class Ledger:
         tokens, logprobs = update.tokens[new:], update.logprobs[new:]
         self.dropped_tokens_total += len(update.tokens) - len(tokens)
         if entry.request.sampling.logprobs >= 0 and len(update.logprobs) != len(update.tokens):
-            return self._fail(
-                entry,
-                RequestError(
-                    f"{sender} sent {len(update.tokens)} tokens with {len(update.logprobs)} log-probabilities",
-                    status=500,
-                    type_="server_error",
-                ),
-            )
+            told = f"{len(update.tokens)} tokens with {len(update.logprobs)} log-probabilities"
+            return self._broken(entry, f"{sender} sent {told}")
         if entry.request.sampling.prompt_logprobs >= 0 and not entry.output and tokens:
             entry.prompt_logprobs = update.prompt_logprobs
             if len(entry.prompt_logprobs) != entry.request.prompt_tokens - 1:
-                return self._fail(
-                    entry,
-                    RequestError(
-                        f"{sender} sent {len(entry.prompt_logprobs)} log-probabilities for a prompt of "
-                        f"{entry.request.prompt_tokens} tokens",
-                        status=500,
-                        type_="server_error",
-                    ),
-                )
+                told = f"{len(entry.prompt_logprobs)} log-probabilities for a prompt of"
+                return self._broken(entry, f"{sender} sent {told} {entry.request.prompt_tokens} tokens")
         headroom = entry.request.sampling.max_tokens - len(entry.output)
         tokens, logprobs = tokens[:headroom], logprobs[:headroom]
         if tokens:
@@ -347,15 +327,9 @@ class Ledger:
         actions: list[Action] = []
         for entry in list(self._entries.values()):
             if now_s >= entry.expires_s:
-                actions += self._fail(
-                    entry,
-                    RequestError(
-                        f"The request did not finish within {self._request_timeout_s:g} s "
-                        f"({len(entry.output)} tokens were produced).",
-                        status=504,
-                        type_="timeout_error",
-                    ),
-                )
+                late = f"The request did not finish within {self._request_timeout_s:g} s"
+                why = f"{late} ({len(entry.output)} tokens were produced)."
+                actions += self._fail(entry, RequestError(why, status=504, type_="timeout_error"))
             elif entry.state in (State.PLACED, State.RUNNING) and now_s - entry.last_news_s >= self._stall_timeout_s:
                 actions += self._lost(entry, now_s, "stall", f"no token for {self._stall_timeout_s:g} s")
         return actions
@@ -412,15 +386,8 @@ class Ledger:
             return [*cancel, Deliver(entry, [], [], finish)]
         placed = entry.attempt.number + 1 - entry.unplaced
         if placed >= self._max_attempts:
-            return self._fail(
-                entry,
-                RequestError(
-                    f"The request was placed {placed} times and lost each time (last: {reason}).",
-                    status=503,
-                    type_="service_unavailable_error",
-                    retry_after_s=1.0,
-                ),
-            )
+            why = f"The request was placed {placed} times and lost each time (last: {reason})."
+            return self._fail(entry, unavailable(why, retry_after_s=1.0))
         entry.happened(now_s, "lost", ", ".join(sorted(entry.holders)), reason)
         assert self._entries.get(entry.request_id) is entry, f"{entry} is over, and lost"
         before, entry.attempt = entry.attempt, entry.attempt.next()
@@ -436,6 +403,9 @@ class Ledger:
     def _fail(self, entry: Entry, error: RequestError) -> list[Action]:
         self._end(entry)
         return [*self._release(entry, error.message), Fail(entry, error)]
+
+    def _broken(self, entry: Entry, why: str) -> list[Action]:
+        return self._fail(entry, RequestError(why, status=500, type_="server_error"))
 
     def _end(self, entry: Entry) -> None:
         assert self._entries.get(entry.request_id) is entry, f"{entry} ends a second time"
@@ -464,6 +434,10 @@ class Ledger:
         if entry.state is State.OPEN and not entry.holders:
             return []  # this attempt never left the gateway
         return [CancelAttempt(entry.attempt, tuple(sorted(entry.holders)), reason)]
+
+
+def unavailable(why: str, retry_after_s: float) -> RequestError:
+    return RequestError(why, status=503, type_="service_unavailable_error", retry_after_s=retry_after_s)
 
 
 def _refusal(entry: Entry, message: Refused) -> RequestError:

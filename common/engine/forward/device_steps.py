@@ -16,6 +16,7 @@ are then taken on the device, and host memory that the device copies from exists
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
@@ -80,21 +81,16 @@ def _nobody_waits() -> None:
     """Of a device by itself: its steps end."""
 
 
+@dataclass(frozen=True, slots=True)
 class Launched:
     """A step under way."""
 
-    def __init__(
-        self,
-        sampled: SampledOnDevice,
-        mark: Mark,
-        drafted: StepBatch | None = None,
-        over: Callable[[], None] = _nobody_waits,
-    ) -> None:
-        """`drafted`: the batch, if it has drafts. `over`: to be told when the device is through."""
-        self._sampled = sampled
-        self._mark = mark
-        self._drafted = drafted
-        self._over = over
+    _sampled: SampledOnDevice
+    _mark: Mark
+    _drafted: StepBatch | None = None
+    """The batch, if it has drafts."""
+    _over: Callable[[], None] = _nobody_waits
+    """To be told when the device is through."""
 
     def finish(self) -> StepOutput:
         """Wait for the device, then its answer. Everything the step wrote is there afterwards, KV included. Any
@@ -326,7 +322,7 @@ class DeviceSteps:
                 self._states = None if done.states is None else self._of_sampled(done.states, batch)
                 self._look_back(batch, last)
                 if not batch.grammars and (sampled := self.decode.sample(batch, taken, done)) is not None:
-                    return Launched(sampled, self.stream.mark(), over=over)
+                    return Launched(sampled, self.stream.mark(), None, over)
                 logits = self._of_sampled(done.logits, batch)
             sampled = sample_on_device(logits, batch.sampling, self._uploads, masks())
             return Launched(sampled, self.stream.mark(), None if batch.drafts is None else batch, over)

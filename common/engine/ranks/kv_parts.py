@@ -6,7 +6,7 @@
     1 ─ heads 4,5 ─▶ 2 …            2 ─ heads 4,5 ─▶ 1 …            2 ─ head 1 ─▶ 1
 
 Both ends know both degrees (the receiver's is in its address, the sender's in the sums it announces) and compute the
-same list. Called by `group_memory` and `group_links`. No torch; never reads a byte of KV.
+same list. Called by `group_memory`. No torch; never reads a byte of KV.
 """
 
 from __future__ import annotations

@@ -79,11 +79,6 @@ class RankMemory:
         for known in [known for known in self._cut if known[0] == key]:
             self._cut.pop(known, None)
 
-    @property
-    def cut_bytes(self) -> int:
-        """Host memory of messages under way."""
-        return sum(part.nbytes for part in self._cut.values())
-
     def _part(self, keyed: Keyed, heads: Heads) -> Tensor:
         """uint8 [blocks, layers, planes, heads, bytes of a block's head], from its first mention until `drop`."""
         found = self._cut.get((keyed.key, heads))

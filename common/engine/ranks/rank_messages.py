@@ -24,7 +24,7 @@ from cohort.common.engine.step.decode_classes import RecordedClasses, StepClass
 from cohort.common.errors import CohortError
 from cohort.common.policies.kv_interface import KvCopy
 
-_LENGTH = struct.Struct("<Q")
+LENGTH = struct.Struct("<Q")
 
 
 class RankLost(CohortError):
@@ -133,7 +133,7 @@ def encoded(message: Command | Answer) -> bytes:
 
 
 def framed(body: bytes) -> bytes:
-    return _LENGTH.pack(len(body)) + body
+    return LENGTH.pack(len(body)) + body
 
 
 def send(peer: socket.socket, frame: bytes) -> None:
@@ -167,9 +167,9 @@ def receive_exactly(peer: socket.socket, target: memoryview) -> None:
 
 def receive_frame(peer: socket.socket) -> bytearray:
     """A body that `framed` made. Raises `RankLost`."""
-    head = bytearray(_LENGTH.size)
+    head = bytearray(LENGTH.size)
     receive_exactly(peer, memoryview(head))
-    body = bytearray(_LENGTH.unpack(head)[0])
+    body = bytearray(LENGTH.unpack(head)[0])
     receive_exactly(peer, memoryview(body))
     return body
 

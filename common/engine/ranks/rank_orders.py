@@ -14,6 +14,7 @@ from enum import StrEnum
 
 import msgspec
 
+from cohort.common.engine.ranks import rank_messages
 from cohort.common.engine.ranks.kv_parts import Heads
 from cohort.common.engine.transfer.transfer_memory import Message
 
@@ -145,16 +146,13 @@ Move = SendPart | ReceivePart
 Order = OpenLinks | Work | Move | Cancel | Drop | Forget
 Answer = Opened | Summed | Ended | Settled | Moved
 
-HEAD_BYTES = 8
 _encoder = msgspec.msgpack.Encoder()
 _orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def framed(message: Order | Answer) -> bytes:
-    """With its length before it, in `HEAD_BYTES`, little-endian."""
-    body = _encoder.encode(message)
-    return len(body).to_bytes(HEAD_BYTES, "little") + body
+    return rank_messages.framed(_encoder.encode(message))
 
 
 def order_of(body: bytes) -> Order:

@@ -24,9 +24,8 @@ import torch
 from cohort.common.engine.cache.kv_tensors import KvTensors
 from cohort.common.engine.ranks.kv_parts import Heads
 from cohort.common.engine.ranks.rank_memory import RankMemory, filled
-from cohort.common.engine.ranks.rank_messages import RankLost
+from cohort.common.engine.ranks.rank_messages import LENGTH, RankLost
 from cohort.common.engine.ranks.rank_orders import (
-    HEAD_BYTES,
     Answer,
     Cancel,
     Drop,
@@ -110,8 +109,8 @@ class _Server:
     async def run(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                head = await reader.readexactly(HEAD_BYTES)
-                self._follow(order_of(await reader.readexactly(int.from_bytes(head, "little"))))
+                (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                self._follow(order_of(await reader.readexactly(size)))
         except (asyncio.IncompleteReadError, OSError) as error:
             raise RankLost("rank 0 has ended") from error
         finally:

@@ -1,7 +1,7 @@
 """Another rank's end of KV transfers as rank 0 sees it: orders go out, answers come back, each order has one.
 
 Two threads for each follower move the frames, so that neither the event loop nor the agent's threads wait for a socket.
-Made by `followers`; called by `group_memory` in threads and by `group_links` on the event loop. Once the rank is lost
+Made by `followers`; called by `group_memory` in threads and on the event loop. Once the rank is lost
 every order fails: the process's end lets go of all its memory. Decides nothing.
 """
 
@@ -17,9 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar, assert_never
 
-from cohort.common.engine.ranks.rank_messages import RankLost, receive_exactly
+from cohort.common.engine.ranks.rank_messages import RankLost, receive_frame
 from cohort.common.engine.ranks.rank_orders import (
-    HEAD_BYTES,
     Answer,
     Cancel,
     Ended,
@@ -169,11 +168,7 @@ class RemoteRank:
     def _read(self) -> None:
         try:
             while True:
-                head = bytearray(HEAD_BYTES)
-                receive_exactly(self._peer, memoryview(head))
-                body = bytearray(int.from_bytes(head, "little"))
-                receive_exactly(self._peer, memoryview(body))
-                self._hear(answer_of(body))
+                self._hear(answer_of(receive_frame(self._peer)))
         except RankLost as error:
             self._end(error)
 

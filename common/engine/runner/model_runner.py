@@ -216,11 +216,6 @@ class ModelRunner:
         """Row counts whose decode steps are recorded; none on a processor, or where recording failed."""
         return () if self._device_steps is None else self._device_steps.decode.classes
 
-    @staticmethod
-    def plan_kv_blocks(geometry: ModelGeometry, dtype: str, block_size: int, memory_bytes: int) -> int:
-        """How many KV blocks of all layers fit into `memory_bytes`; dtype as `kv_dtype` answers it."""
-        return memory_bytes // geometry.kv_geometry(dtype, block_size).block_bytes
-
     def execute(self, batch: StepBatch) -> StepOutput:
         """Compute one step: write its tokens' KV, sample the next tokens of their rows."""
         return self.launch(batch).finish()

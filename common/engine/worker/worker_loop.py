@@ -20,8 +20,7 @@ from typing import assert_never
 
 from cohort.common.engine.drafts.prompt_lookup import PromptLookup
 from cohort.common.engine.drafts.recent_answers import AnswerMemory
-from cohort.common.engine.ranks.group_links import GroupLink
-from cohort.common.engine.ranks.group_memory import GroupMemory
+from cohort.common.engine.ranks.group_memory import GroupLink, GroupMemory
 from cohort.common.engine.ranks.rank_memory import RankMemory
 from cohort.common.engine.ranks.rank_transfers import RankTransfers
 from cohort.common.engine.runner.drafting import Drafting
@@ -34,9 +33,7 @@ from cohort.common.engine.worker.engine_threads import EngineThreads, StepUnderW
 from cohort.common.engine.worker.hosts import CpuHost
 from cohort.common.engine.worker.iteration_gaps import IterationGaps
 from cohort.common.engine.worker.learned_state import LearnedState
-from cohort.common.engine.worker.prompt_states import prompt_states
 from cohort.common.engine.worker.worker_metrics import WorkerMetrics
-from cohort.common.engine.worker.worker_show import WorkerShow
 from cohort.common.errors import PeerUnreachable
 from cohort.common.machines.effects import (
     CancelRuns,
@@ -71,10 +68,23 @@ from cohort.common.machines.machine import Machine
 from cohort.common.machines.worker.plan_ahead import StepEnds
 from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.machines.worker.worker_state import REPORT_INTERVAL_S
-from cohort.common.messages import KvChunk, Look, Message, SegmentEnded, TokenLogprob, ToWorker, WorkerReport
+from cohort.common.machines.worker.worker_view import blocks_of, drafts_of, iteration_of, rows_of
+from cohort.common.messages import (
+    KvChunk,
+    Look,
+    Message,
+    PromptState,
+    SegmentEnded,
+    TokenLogprob,
+    ToWorker,
+    WorkerReport,
+    WorkerView,
+)
 from cohort.common.planning.simulation_jobs import to_stats
 from cohort.common.policies.interface import IterationPlan
-from cohort.common.process.service import PREDICTOR, ServiceContext
+from cohort.common.process.decision_log import DecisionLog
+from cohort.common.process.metrics import TransferMetrics
+from cohort.common.process.service import MONITOR, PREDICTOR, ServiceContext
 from cohort.common.sequence import Sequence
 from cohort.common.transport.kv_link import KvLink
 from cohort.common.types import InstanceId
@@ -487,3 +497,64 @@ def scores_of(plan: IterationPlan, batch: StepBatch, output: StepOutput | None) 
 
 def _to_wire(logprobs: TokenLogprobs) -> TokenLogprob:
     return TokenLogprob(logprobs.logprob, list(logprobs.top_ids), list(logprobs.top_logprobs))
+
+
+class WorkerShow:
+    """Shows a worker to a person who looks at the live page: answers `Look` with a `WorkerView`. While nobody looks it
+    keeps the latest sequences that lost their KV to an iteration and nothing else."""
+
+    def __init__(self, context: ServiceContext, machine: WorkerMachine, transfers: TransferMetrics) -> None:
+        self._context = context
+        self._machine = machine
+        self._transfers = transfers
+        self._decisions = DecisionLog()
+
+    def ran(self, plan: IterationPlan) -> None:
+        """An iteration is over: keep which sequences had to leave the device for it."""
+        if not plan.preempted and not plan.evicted:
+            return
+        now_s, here = self._context.clock.now_s(), (self._context.instance,)
+        for preempt in plan.preempted:
+            name = preempt.sequence.request_id
+            self._decisions.note(now_s, "preempted", name, instances=here, reason=preempt.how)
+        for sequence in plan.evicted:
+            self._decisions.note(now_s, "evicted", sequence.request_id, instances=here, reason="parked for later")
+
+    def look(self, sender: InstanceId, asked: Look) -> None:
+        """The monitor's alone to ask. A view that cannot be sent is not missed: the next one is fresher."""
+        if sender != MONITOR:
+            return
+        with contextlib.suppress(PeerUnreachable):
+            self._context.bus.send(MONITOR, self._view(asked.cells))
+
+    def _view(self, cells: int) -> WorkerView:
+        machine, now_s = self._machine, self._context.clock.now_s()
+        rows = rows_of(machine, now_s)
+        sent = received = 0.0
+        for labels, amount in self._transfers.bytes.values():
+            if labels.get("direction") == "sent":
+                sent += amount
+            else:
+                received += amount
+        return WorkerView(
+            instance=self._context.instance,
+            role=machine.setup.capacity.role.value,
+            sequences=len(machine.state.held),
+            rows=rows,
+            blocks=blocks_of(machine, rows, cells),
+            decisions=self._decisions.latest(now_s),
+            iteration=iteration_of(machine.state.in_flight),
+            kv_sent_bytes=sent,
+            kv_received_bytes=received,
+            drafts=drafts_of(machine.state.counters),
+        )
+
+
+def prompt_states(runner: ModelRunner, sampled: list[Sequence]) -> list[PromptState]:
+    """The model's final hidden states at the end of prompts, for the length predictor: one message per sequence that
+    has just sampled its very first token. Empty for models that keep no states and for steps that ran in parts."""
+    first = [index for index, each in enumerate(sampled) if each.output_tokens == 1 and not each.request.output_known]
+    states = runner.sampled_states(len(sampled)) if first else None
+    if states is None:
+        return []
+    return [PromptState(sampled[index].key, states[index].tobytes()) for index in first]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 from prometheus_client import Counter, Gauge
@@ -81,7 +81,12 @@ def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
         Stat("quarantined_blocks", "gauge", lambda s: s.quarantined_blocks),
         Stat("step_ms", "gauge", lambda s: s.stats.step_s * 1000),
         *(
-            Stat(f"step_time_error_{kind}", "gauge", partial(_step_time_error, kind), engine.step_time_error(kind))
+            Stat(
+                f"step_time_error_{kind}",
+                "gauge",
+                partial(_of, lambda s: s.step_time_errors, kind),
+                engine.step_time_error(kind),
+            )
             for kind in get_args(IterationKind)
         ),
         Stat("steps_total", "total", lambda s: s.counters.steps),
@@ -93,23 +98,23 @@ def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
         Stat("", "total", lambda s: s.kernel_compilations, engine.kernel_compilations()),
         Stat("planned_ahead_total", "total", lambda s: s.counters.planned_ahead, engine.steps_ahead()),
         *(
-            Stat("", "total", partial(_not_ahead, reason), engine.steps_not_ahead(reason))
+            Stat("", "total", partial(_of, lambda s: s.counters.not_ahead, reason), engine.steps_not_ahead(reason))
             for reason in get_args(NotAhead)
         ),
         *(
-            Stat(f"{name}_{of_class}_total", "total", partial(_of_class, totals, of_class), metric(of_class))
+            Stat(f"{name}_{of_class}_total", "total", partial(_of, totals, of_class), metric(of_class))
             for name, totals, metric in (
-                ("drafted_rows", lambda counters: counters.drafted_rows, engine.drafted_rows),
-                ("drafted_tokens", lambda counters: counters.drafted_tokens, engine.drafted_tokens),
-                ("accepted_tokens", lambda counters: counters.accepted_tokens, engine.accepted_tokens),
+                ("drafted_rows", lambda s: s.counters.drafted_rows, engine.drafted_rows),
+                ("drafted_tokens", lambda s: s.counters.drafted_tokens, engine.drafted_tokens),
+                ("accepted_tokens", lambda s: s.counters.accepted_tokens, engine.accepted_tokens),
             )
             for of_class in get_args(TrafficClass)
         ),
         *(
-            Stat("", "total", partial(_of_source, totals, source), metric(source))
+            Stat("", "total", partial(_of, totals, source), metric(source))
             for totals, metric in (
-                (lambda counters: counters.drafts_of, engine.drafts_of),
-                (lambda counters: counters.right_of, engine.right_drafts_of),
+                (lambda s: s.counters.drafts_of, engine.drafts_of),
+                (lambda s: s.counters.right_of, engine.right_drafts_of),
             )
             for source in get_args(DraftSource)
         ),
@@ -137,24 +142,8 @@ def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
     )
 
 
-def _not_ahead(reason: NotAhead, snapshot: Snapshot) -> float:
-    return snapshot.counters.not_ahead.get(reason, 0)
-
-
-def _of_class(
-    totals: Callable[[WorkerCounters], Mapping[TrafficClass, int]], of_class: TrafficClass, snapshot: Snapshot
-) -> float:
-    return totals(snapshot.counters)[of_class]
-
-
-def _of_source(
-    totals: Callable[[WorkerCounters], Mapping[DraftSource, int]], source: DraftSource, snapshot: Snapshot
-) -> float:
-    return totals(snapshot.counters).get(source, 0)
-
-
-def _step_time_error(kind: IterationKind, snapshot: Snapshot) -> float:
-    return snapshot.step_time_errors[kind]
+def _of(totals: Callable[[Snapshot], Mapping[Any, float]], name: str, snapshot: Snapshot) -> float:
+    return totals(snapshot).get(name, 0)
 
 
 class WorkerMetrics:

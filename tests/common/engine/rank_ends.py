@@ -20,8 +20,7 @@ from torch import Tensor
 from cohort.common.config import TransferConfig
 from cohort.common.engine.cache.kv_tensors import KvTensors
 from cohort.common.engine.config.rank_shares import kv_heads_of
-from cohort.common.engine.ranks.group_links import GroupLink
-from cohort.common.engine.ranks.group_memory import GroupMemory
+from cohort.common.engine.ranks.group_memory import GroupLink, GroupMemory
 from cohort.common.engine.ranks.rank_memory import RankMemory
 from cohort.common.engine.ranks.rank_messages import RankLost
 from cohort.common.engine.ranks.rank_orders import OpenLinks

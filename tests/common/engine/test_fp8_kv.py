@@ -187,7 +187,7 @@ def test_ranks_keep_their_heads_so_too(model_folder: Callable[[str], Path]) -> N
 def test_the_same_memory_holds_almost_twice_the_tokens(model_folder: Callable[[str], Path]) -> None:
     """A head of 128 has 129 bytes a row in place of 256."""
     geometry = dataclasses.replace(read_geometry(model_folder("llama")), head_dim=128)
-    blocks = {kept: ModelRunner.plan_kv_blocks(geometry, kept, 16, 1 << 30) for kept in (FP8, "bfloat16", "float32")}
+    blocks = {kept: (1 << 30) // geometry.kv_geometry(kept, 16).block_bytes for kept in (FP8, "bfloat16", "float32")}
     assert blocks[FP8] / blocks["bfloat16"] == pytest.approx(256 / 129, rel=1e-3)
     assert blocks[FP8] / blocks["float32"] == pytest.approx(512 / 129, rel=1e-3)
     assert geometry.kv_token_bytes(FP8) == 2 * 3 * 2 * 129

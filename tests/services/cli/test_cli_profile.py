@@ -10,8 +10,7 @@ import msgspec
 import pytest
 import yaml
 
-from cohort.common.engine.worker.profile_process import Profile
-from cohort.common.engine.worker.profiler import StepPoint, StepShape
+from cohort.common.engine.worker.profile_process import Profile, StepPoint, StepShape
 from cohort.services.cli import profile
 from cohort.services.cli.__main__ import main
 from cohort.services.cli.profile import forward_size

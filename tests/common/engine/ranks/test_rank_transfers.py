@@ -94,7 +94,7 @@ async def test_blocks_arrive_whole_on_every_rank(tmp_path: Path, degrees: tuple[
                 expected = a.block(arrived[index]) if index in arrived else before[index]
                 assert torch.equal(b.block(index), expected)
             b.check_copies(arrived)
-        assert a.memory.own.memory.cut_bytes == b.memory.own.memory.cut_bytes == 0
+        assert a.memory.own.memory._cut == b.memory.own.memory._cut == {}
 
 
 async def test_rank_0_moves_its_own_heads_alone(tmp_path: Path) -> None:

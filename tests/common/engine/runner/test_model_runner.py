@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.engine.runner import model_runner
-from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.trial_batch import trial_batch
 from cohort.common.engine.weights import resolved
 from cohort.common.engine.weights.resolved import resolve_device, resolve_dtype
-from cohort.common.engine.worker.profiler import StepShape, default_shapes, measure
+from cohort.common.engine.worker.profile_process import StepShape, default_shapes, measure
 from cohort.common.errors import ConfigError
 from tests.common.engine.driver import Driver, make_runner, random_prompts, refusing
 
@@ -41,14 +39,6 @@ def test_device() -> None:
         assert resolve_device("auto") == CPU
         with pytest.raises(ConfigError, match="finds no CUDA device"):
             resolve_device("cuda:0")
-
-
-def test_plan_kv_blocks(model_folder: Callable[[str], Path]) -> None:
-    """3 layers · K and V · 2 KV heads · 16 · 8 tokens · 4 bytes = 6144 bytes per block."""
-    geometry = read_geometry(model_folder("llama"))
-    assert ModelRunner.plan_kv_blocks(geometry, "float32", 8, 10 * 6144) == 10
-    assert ModelRunner.plan_kv_blocks(geometry, "float32", 8, 10 * 6144 - 1) == 9
-    assert ModelRunner.plan_kv_blocks(geometry, "bfloat16", 8, 10 * 6144) == 20
 
 
 def test_runs_in_halves_when_the_device_refuses(

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cohort.common.engine.transfer.link_rates import FIRST_WINDOW_BYTES, LinkRates
+from cohort.common.engine.transfer.transfer_agent import FIRST_WINDOW_BYTES, LinkRates
 from tests.common.engine.transfer_ends import extents, held_ends, until
 
 MB = 1 << 20

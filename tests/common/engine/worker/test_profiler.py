@@ -12,8 +12,14 @@ import pytest
 import yaml
 
 from cohort.common.engine.worker import profile_process
-from cohort.common.engine.worker.profile_process import Profile
-from cohort.common.engine.worker.profiler import StepShape, default_shapes, measure, point_of, step_batch
+from cohort.common.engine.worker.profile_process import (
+    Profile,
+    StepShape,
+    default_shapes,
+    measure,
+    point_of,
+    step_batch,
+)
 from cohort.common.policies.step_times.profile_table import ProfileTable
 
 SHAPES = [StepShape(1, 16, 16), StepShape(4, 1, 20), StepShape(1, 8, 8, 2, 20)]

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from cohort.common.engine.step.batch_builder import build_batch
-from cohort.common.engine.worker.prompt_states import prompt_states
+from cohort.common.engine.worker.worker_loop import prompt_states
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.sequence import Row, Sequence

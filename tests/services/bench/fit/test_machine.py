@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("scipy")
 
-from cohort.common.engine.worker.profiler import default_shapes
+from cohort.common.engine.worker.profile_process import default_shapes
 from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import CostModel, StackShape, StepWork, prefill_pairs
 from cohort.services.bench.child import MeasurementFailed

@@ -28,7 +28,7 @@ from cohort.common.engine.config.device_memory import STAGING_TOKENS
 from cohort.common.engine.config.model_config import ModelGeometry
 from cohort.common.engine.device.streams import CudaStream, Mark, Stream, stream_for
 from cohort.common.engine.device.uploads import Uploads
-from cohort.common.engine.forward.static_decode import StaticDecode
+from cohort.common.engine.forward.static_decode import Ground, StaticDecode
 from cohort.common.engine.forward.static_mixed import StaticMixed
 from cohort.common.engine.models.lora import LoraStore
 from cohort.common.engine.models.step_inputs import Model, Places, StepInputs, step_inputs
@@ -147,29 +147,12 @@ class DeviceSteps:
         if self._on_gpu:
             self._workspace = self._made_workspace(max_step_tokens)
         estimated = geometry if group is None else group.widest
-        self.decode = StaticDecode(
-            model,
-            kv.with_spare,
-            spare_block=kv.spare_block,
-            max_rows=max_rows,
-            max_context=max_context,
-            vocabulary=geometry.vocab_size,
-            device=device,
-            workspace=self._workspace,
-            places=places,
+        ground = Ground(model, kv.with_spare, kv.spare_block, max_context, device, self._workspace, places)
+        classes = mixed_classes(
+            max_rows, max_step_tokens, lambda tokens: launching_takes_longer(estimated, dtype.itemsize, tokens)
         )
-        self.mixed = StaticMixed(
-            model,
-            kv.with_spare,
-            spare_block=kv.spare_block,
-            classes=mixed_classes(
-                max_rows, max_step_tokens, lambda tokens: launching_takes_longer(estimated, dtype.itemsize, tokens)
-            ),
-            max_context=max_context,
-            device=device,
-            workspace=self._workspace,
-            places=places,
-        )
+        self.decode = StaticDecode(ground, max_rows, geometry.vocab_size)
+        self.mixed = StaticMixed(ground, classes)
         if device.type == "cuda":  # weights and cache were written on another stream
             torch.cuda.synchronize(device)
 

@@ -12,6 +12,8 @@ special case instead.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +28,7 @@ from cohort.common.engine.models.step_inputs import (
     tables_of_groups,
 )
 from cohort.common.engine.step.batch import StepBatch
-from cohort.common.engine.step.decode_classes import CaptureBudget, batch_classes, capture_order, class_for
+from cohort.common.engine.step.decode_classes import CaptureBudget, MixedClass, batch_classes, capture_order, class_for
 from cohort.common.engine.step.device_sampler import SampledOnDevice, StandingSampler
 from cohort.common.engine.step.recorded_steps import Recorder, StepResult, record_all
 from cohort.common.engine.step.sampled_before import fill_sources, put_tokens
@@ -34,52 +36,98 @@ from cohort.common.engine.step.standing_inputs import Numbers, StandingInputs
 from cohort.kernels.gpu.workspace import Workspace
 from cohort.kernels.ops.paged_attention import AttentionMeta
 
+_Class = TypeVar("_Class", int, MixedClass)
 
-class StaticDecode:
-    """The buffers of all classes (each uses the first rows of the same ones) and the recorded steps."""
 
-    def __init__(
-        self,
-        model: Model,
-        kv: Tensor,
-        *,
-        spare_block: int,
-        max_rows: int,
-        max_context: int,
-        vocabulary: int,
-        device: torch.device,
-        workspace: Workspace | None = None,
-        places: Places | None = None,
-    ) -> None:
-        """`kv` [blocks, layers, 2, kv heads, block size, head dim], of which `spare_block` belongs to no request.
-        `places`: of layers in several groups."""
-        self._model, self._kv = model, kv
-        self._spare = spare_block
-        self._block_size = kv.shape[4]
-        self._workspace, self._places = workspace, places
-        self._slots = slot_names(places)
-        self._width = -(-max_context // self._block_size)
-        self._max_rows = max_rows
-        self._steps: dict[int, Callable[[], StepResult]] = {}
-        self.sampler = StandingSampler(max_rows, vocabulary, device)
-        names64, names32 = ("token_ids", "positions", *self._slots, "sources", "places"), ("context_lens",)
-        layout = [(name, np.int64, max_rows) for name in names64] + [(name, np.int32, max_rows) for name in names32]
-        self._buffers = StandingInputs(
-            layout, rows=max_rows, width=self._width, spare_block=spare_block, device=device, groups=len(self._slots)
-        )
-        self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self._every_row = torch.arange(max_rows, dtype=torch.int64, device=device)
-        self._write_padding(self._buffers.next_numbers(), 0, max_rows)
-        self._buffers.send_numbers()
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What recorded steps of every kind stand on. `kv` [blocks, layers, 2, kv heads, block size, head dim], of which
+    `spare_block` belongs to no request. `places`: of layers in several groups."""
+
+    model: Model
+    kv: Tensor
+    spare_block: int
+    max_context: int
+    device: torch.device
+    workspace: Workspace | None = None
+    places: Places | None = None
+
+
+class StaticSteps(Generic[_Class]):
+    """Standing buffers, of which each class of steps uses the first entries, and the recorded steps."""
+
+    _buffers: StandingInputs
+
+    def __init__(self, ground: Ground) -> None:
+        self._model, self._kv = ground.model, ground.kv
+        self._spare, self._block_size = ground.spare_block, ground.kv.shape[4]
+        self._workspace, self._places = ground.workspace, ground.places
+        self._slots = slot_names(self._places)
+        self._width = -(-ground.max_context // self._block_size)
+        self._steps: dict[_Class, Callable[[], StepResult]] = {}
 
     @property
-    def classes(self) -> tuple[int, ...]:
+    def classes(self) -> tuple[_Class, ...]:
         """Recorded classes, ascending."""
         return tuple(sorted(self._steps))
 
     def forget(self) -> None:
         """Let go of the recorded steps."""
         self._steps.clear()
+
+    def _forward(
+        self, tokens: int, query_start: Tensor, sample_index: Tensor, *, max_query_len: int, num_prefill_rows: int
+    ) -> Callable[[], StepResult]:
+        """Of the buffers' first `tokens` tokens, in as many rows as `query_start` [rows + 1] has."""
+        there, rows = self._buffers.there, len(query_start) - 1
+        metas = [
+            AttentionMeta(
+                query_start=query_start,
+                context_lens=there["context_lens"][:rows],
+                block_tables=tables[:rows],
+                directions=None,
+                block_size=self._block_size,
+                max_query_len=max_query_len,
+                num_prefill_rows=num_prefill_rows,
+                max_context_len=self._width * self._block_size,
+                workspace=self._workspace,
+                signed=True,
+            )
+            for tables in self._buffers.tables
+        ]
+        slots = [there[name][:tokens] for name in self._slots]
+        inputs = StepInputs(
+            token_ids=there["token_ids"][:tokens],
+            positions=there["positions"][:tokens],
+            slot_mapping=slots[0],
+            sample_index=sample_index,
+            meta=metas[0],
+            more=tuple(zip(slots[1:], metas[1:], strict=True)),
+            places=self._places,
+        )
+
+        def forward() -> StepResult:
+            logits = self._model.forward(inputs, self._kv)
+            return StepResult(logits, self._model.sampled_states)
+
+        return forward
+
+
+class StaticDecode(StaticSteps[int]):
+    def __init__(self, ground: Ground, max_rows: int, vocabulary: int) -> None:
+        super().__init__(ground)
+        device = ground.device
+        self._max_rows = max_rows
+        self.sampler = StandingSampler(max_rows, vocabulary, device)
+        names64, names32 = ("token_ids", "positions", *self._slots, "sources", "places"), ("context_lens",)
+        layout = [(name, np.int64, max_rows) for name in names64] + [(name, np.int32, max_rows) for name in names32]
+        self._buffers = StandingInputs(
+            layout, rows=max_rows, width=self._width, spare_block=self._spare, device=device, groups=len(self._slots)
+        )
+        self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._every_row = torch.arange(max_rows, dtype=torch.int64, device=device)
+        self._write_padding(self._buffers.next_numbers(), 0, max_rows)
+        self._buffers.send_numbers()
 
     def record(
         self,
@@ -153,34 +201,5 @@ class StaticDecode:
         return awaited
 
     def _step(self, rows: int) -> Callable[[], StepResult]:
-        there = self._buffers.there
-        metas = [
-            AttentionMeta(
-                query_start=self._starts[: rows + 1],
-                context_lens=there["context_lens"][:rows],
-                block_tables=tables[:rows],
-                directions=None,
-                block_size=self._block_size,
-                max_query_len=1,
-                num_prefill_rows=0,
-                max_context_len=self._width * self._block_size,
-                workspace=self._workspace,
-                signed=True,
-            )
-            for tables in self._buffers.tables
-        ]
-        inputs = StepInputs(
-            token_ids=there["token_ids"][:rows],
-            positions=there["positions"][:rows],
-            slot_mapping=there["slots"][:rows],
-            sample_index=self._every_row[:rows],
-            meta=metas[0],
-            more=tuple((there[name][:rows], meta) for name, meta in zip(self._slots[1:], metas[1:], strict=True)),
-            places=self._places,
-        )
-
-        def forward() -> StepResult:
-            logits = self._model.forward(inputs, self._kv)
-            return StepResult(logits, self._model.sampled_states)
-
-        return forward
+        starts, every_row = self._starts[: rows + 1], self._every_row[:rows]
+        return self._forward(rows, starts, every_row, max_query_len=1, num_prefill_rows=0)

@@ -20,25 +20,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from cohort.common.engine.models.step_inputs import (
-    Model,
-    Places,
-    StepInputs,
-    sampled_tokens,
-    slot_names,
-    slots_of_groups,
-    tables_of_groups,
-)
+from cohort.common.engine.forward.static_decode import Ground, StaticSteps
+from cohort.common.engine.models.step_inputs import sampled_tokens, slots_of_groups, tables_of_groups
 from cohort.common.engine.step.batch import StepBatch
 from cohort.common.engine.step.decode_classes import CaptureBudget, MixedClass, mixed_class_for
 from cohort.common.engine.step.recorded_steps import Recorder, StepResult, record_all
 from cohort.common.engine.step.sampled_before import fill_sources, put_tokens
 from cohort.common.engine.step.standing_inputs import StandingInputs
-from cohort.kernels.gpu.workspace import Workspace
-from cohort.kernels.ops.paged_attention import AttentionMeta
 
 PROMPT_ROWS = 8
 """Prompts that a recorded step holds; each one that a step lacks costs a few programs that end at once."""
@@ -48,32 +38,16 @@ LONGEST_CONTEXT = 2048
 gathering and flash attention do, which is what recording saves a step that hides little."""
 
 
-class StaticMixed:
-    """The buffers of all classes and the recorded steps. While one is filled in, the step before it may still run."""
+class StaticMixed(StaticSteps[MixedClass]):
+    """While a step is filled in, the one before it may still run."""
 
-    def __init__(
-        self,
-        model: Model,
-        kv: Tensor,
-        *,
-        spare_block: int,
-        classes: Sequence[MixedClass],
-        max_context: int,
-        device: torch.device,
-        workspace: Workspace | None = None,
-        places: Places | None = None,
-    ) -> None:
-        """`classes`: those that may be recorded. `kv` and `places` as in `static_decode`."""
-        self._model, self._kv = model, kv
-        self._spare, self._block_size = spare_block, kv.shape[4]
-        self._workspace, self._places = workspace, places
-        self._slots = slot_names(places)
-        self._width = -(-max_context // self._block_size)
+    def __init__(self, ground: Ground, classes: Sequence[MixedClass]) -> None:
+        """`classes`: those that may be recorded."""
+        super().__init__(ground)
         # The padding row is a context of its own.
         self.wanted: Sequence[MixedClass] = sorted(
             each for each in classes if each.prompt_tokens <= self._width * self._block_size
         )
-        self._steps: dict[MixedClass, Callable[[], StepResult]] = {}
         tokens = max((each.tokens for each in self.wanted), default=0)
         rows = max((each.rows for each in self.wanted), default=0)
         all_rows = PROMPT_ROWS + 1 + rows
@@ -86,19 +60,10 @@ class StaticMixed:
             ],
             rows=all_rows,
             width=self._width,
-            spare_block=spare_block,
-            device=device,
+            spare_block=self._spare,
+            device=ground.device,
             groups=len(self._slots),
         )
-
-    @property
-    def classes(self) -> tuple[MixedClass, ...]:
-        """Recorded classes, ascending."""
-        return tuple(sorted(self._steps))
-
-    def forget(self) -> None:
-        """Let go of the recorded steps."""
-        self._steps.clear()
 
     def record(self, recorder: Recorder, budget: CaptureBudget, first_estimate_bytes: int = 0) -> None:
         """Record the classes, largest first, as far as the budget goes."""
@@ -173,39 +138,11 @@ class StaticMixed:
 
     def _step(self, mixed: MixedClass) -> Callable[[], StepResult]:
         there, rows = self._buffers.there, PROMPT_ROWS + 1 + mixed.rows
-        metas = [
-            AttentionMeta(
-                query_start=there["query_start"][: rows + 1],
-                context_lens=there["context_lens"][:rows],
-                block_tables=tables[:rows],
-                directions=None,
-                block_size=self._block_size,
-                max_query_len=mixed.prompt_tokens,
-                num_prefill_rows=PROMPT_ROWS + 1,
-                max_context_len=self._width * self._block_size,
-                workspace=self._workspace,
-                signed=True,
-            )
-            for tables in self._buffers.tables
-        ]
-        inputs = StepInputs(
-            token_ids=there["token_ids"][: mixed.tokens],
-            positions=there["positions"][: mixed.tokens],
-            slot_mapping=there["slots"][: mixed.tokens],
-            sample_index=there["sample_index"][: mixed.rows],
-            meta=metas[0],
-            more=tuple(
-                (there[name][: mixed.tokens], meta) for name, meta in zip(self._slots[1:], metas[1:], strict=True)
-            ),
-            places=self._places,
-        )
+        starts, sampled = there["query_start"][: rows + 1], there["sample_index"][: mixed.rows]
+        prompts = PROMPT_ROWS + 1
+        step = self._forward(mixed.tokens, starts, sampled, max_query_len=mixed.prompt_tokens, num_prefill_rows=prompts)
         self._fill_nothing(mixed)
-
-        def forward() -> StepResult:
-            logits = self._model.forward(inputs, self._kv)
-            return StepResult(logits, self._model.sampled_states)
-
-        return forward
+        return step
 
     def _fill_nothing(self, mixed: MixedClass) -> None:
         """Padding only: what a class computes while it is recorded."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from cohort.common.config import SpeculationConfig, load_config
 from cohort.common.engine.drafts.prompt_lookup import PromptLookup
-from cohort.common.engine.forward.static_decode import StaticDecode
+from cohort.common.engine.forward.static_decode import Ground, StaticDecode
 from cohort.common.engine.models.step_inputs import StepInputs
 from cohort.common.engine.runner.drafting import Drafting
 from cohort.common.engine.step.batch import StepOutput
@@ -206,15 +206,8 @@ def measure(
     worker = _Worker(preset, rows, context, steps, temperature, looking)
     builder = BatchBuilder(worker.machine.kv)
     kv = torch.zeros(worker.machine.kv.total_blocks + 1, 1, 2, 1, _BLOCK, 1)
-    decode = StaticDecode(
-        _NoModel(),
-        kv,
-        spare_block=worker.machine.kv.total_blocks,
-        max_rows=max(rows, 1),
-        max_context=context + _OUTPUT,
-        vocabulary=_VOCABULARY,
-        device=torch.device("cpu"),
-    )
+    ground = Ground(_NoModel(), kv, worker.machine.kv.total_blocks, context + _OUTPUT, torch.device("cpu"))
+    decode = StaticDecode(ground, max(rows, 1), _VOCABULARY)
     decode.record(_NothingRecorder(), CaptureBudget(1 << 40))
     sampling: list[Sequence] = []
     settled = 0

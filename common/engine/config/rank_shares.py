@@ -21,7 +21,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cohort.common.engine.config.model_config import LLAMA_SHAPED, MIXTURES, LatentGeometry, ModelGeometry
 from cohort.common.engine.config.quantization_config import MXFP4_GROUP
@@ -31,13 +31,23 @@ MOST_RANKS = 64
 _DIVIDED = ("llama", "moe", "gpt_oss", "deepseek")
 
 
+class Span(NamedTuple):
+    """[first, end)."""
+
+    first: int
+    end: int
+
+    def behind(self, offset: int) -> Span:
+        return Span(self.first + offset, self.end + offset)
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of a tensor with the extent `of` along `axis`: the elements of these ranges [first, end), one after the other."""
+    """Of a tensor with the extent `of` along `axis`: the elements of these ranges, one after the other."""
 
     axis: int
     of: int
-    ranges: tuple[tuple[int, int], ...]
+    ranges: tuple[Span, ...]
 
     @property
     def extent(self) -> int:
@@ -51,16 +61,16 @@ class Columns:
     count: int
     together: int = 1
 
-    def of(self, rank: int, degree: int) -> tuple[int, int]:
+    def of(self, rank: int, degree: int) -> Span:
         """The columns [first, end) of a rank: equal parts where no group is cut by them, else as many whole groups, of
         which the first ranks have one more."""
         if self.count % degree == 0 and self.count // degree % self.together == 0:
             each = self.count // degree
-            return rank * each, (rank + 1) * each
+            return Span(rank * each, (rank + 1) * each)
         each, more = divmod(self.groups, degree)
         first = rank * each + min(rank, more)
         end = first + each + (rank < more)
-        return min(self.count, first * self.together), min(self.count, end * self.together)
+        return Span(min(self.count, first * self.together), min(self.count, end * self.together))
 
     @property
     def groups(self) -> int:
@@ -104,7 +114,7 @@ class RankShare:
         return dataclasses.replace(
             whole,
             num_heads=whole.num_heads // self.degree,
-            num_kv_heads=self.kv_heads[1] - self.kv_heads[0],
+            num_kv_heads=self.kv_heads.end - self.kv_heads.first,
             intermediate_size=self._width("an MLP") or whole.intermediate_size // self.degree,
             vocab_size=end - first,
             experts=mixture,
@@ -121,13 +131,14 @@ class RankShare:
         return -(-self.geometry.vocab_size // self.degree)
 
     @property
-    def vocabulary(self) -> tuple[int, int]:
+    def vocabulary(self) -> Span:
         """The tokens [first, end) whose rows of embedding and head are here."""
         whole = self.geometry.vocab_size
-        return min(whole, self.rank * self.vocabulary_part), min(whole, (self.rank + 1) * self.vocabulary_part)
+        each, rank = self.vocabulary_part, self.rank
+        return Span(min(whole, rank * each), min(whole, (rank + 1) * each))
 
     @property
-    def kv_heads(self) -> tuple[int, int]:
+    def kv_heads(self) -> Span:
         """The KV heads [first, end) that are here."""
         return kv_heads_of(self.geometry.num_kv_heads, self.rank, self.degree)
 
@@ -142,7 +153,7 @@ class RankShare:
             if "shared_expert" in words or "shared_experts" in words:
                 inside = self._columns["the shared expert"]
         own_query = self._even(query)
-        own_kv = (self.kv_heads[0] * size, self.kv_heads[1] * size)
+        own_kv = Span(self.kv_heads.first * size, self.kv_heads.end * size)
         inner, own_inner = inside.count, inside.of(self.rank, self.degree)
         if whole.latent is not None and (part := self._of_latents(module, kind, whole.latent)) is not None:
             return part
@@ -152,12 +163,12 @@ class RankShare:
             case (("k_proj" | "v_proj"), _):
                 return Part(0, kv, (own_kv,))
             case "qkv_proj", _:
-                ranges = (own_query, _behind(own_kv, query), _behind(own_kv, query + kv))
+                ranges = (own_query, own_kv.behind(query), own_kv.behind(query + kv))
                 return Part(0, query + 2 * kv, ranges)
             case (("gate_proj" | "up_proj"), _):
                 return Part(0, inner, (own_inner,))
             case "gate_up_proj", _:
-                return Part(0, 2 * inner, (own_inner, _behind(own_inner, inner)))
+                return Part(0, 2 * inner, (own_inner, own_inner.behind(inner)))
             case "o_proj", "weight":
                 return Part(1, query, (own_query,))
             case "down_proj", "weight":
@@ -188,14 +199,14 @@ class RankShare:
         gpt-oss has transposed, with every gate beside its up."""
         columns = self._columns["an expert"]
         inner, own = columns.count, columns.of(self.rank, self.degree)
-        pairs = (2 * own[0], 2 * own[1])
+        pairs = Span(2 * own.first, 2 * own.end)
         match self.geometry.family, words:
             case _, [_, ("w1" | "w3" | "gate_proj" | "up_proj"), "weight"]:
                 return Part(0, inner, (own,))
             case _, [_, ("w2" | "down_proj"), "weight"]:
                 return Part(1, inner, (own,))
             case (("moe" | "deepseek"), ["gate_up_proj"]):
-                return Part(1, 2 * inner, (own, _behind(own, inner)))
+                return Part(1, 2 * inner, (own, own.behind(inner)))
             case (("moe" | "deepseek"), ["down_proj"]):
                 return Part(2, inner, (own,))
             case "gpt_oss", ["gate_up_proj"]:
@@ -205,7 +216,7 @@ class RankShare:
             case "gpt_oss", ["down_proj"]:
                 return Part(1, inner, (own,))
             case "gpt_oss", ["down_proj_blocks" | "down_proj_scales"]:
-                return Part(2, inner // MXFP4_GROUP, ((own[0] // MXFP4_GROUP, own[1] // MXFP4_GROUP),))
+                return Part(2, inner // MXFP4_GROUP, (Span(own.first // MXFP4_GROUP, own.end // MXFP4_GROUP),))
             case _:
                 return None
 
@@ -217,15 +228,15 @@ class RankShare:
         first, end = self._columns[what].of(self.rank, self.degree)
         return end - first
 
-    def _even(self, extent: int) -> tuple[int, int]:
+    def _even(self, extent: int) -> Span:
         each = extent // self.degree
-        return self.rank * each, (self.rank + 1) * each
+        return Span(self.rank * each, (self.rank + 1) * each)
 
 
-def kv_heads_of(heads: int, rank: int, degree: int) -> tuple[int, int]:
+def kv_heads_of(heads: int, rank: int, degree: int) -> Span:
     """Which of a model's KV heads, [first, end), rank `rank` of `degree` holds."""
     first = rank * heads // degree
-    return first, first + max(1, heads // degree)
+    return Span(first, first + max(1, heads // degree))
 
 
 def hindrance(geometry: ModelGeometry, degree: int) -> str:
@@ -339,7 +350,3 @@ def exchange_bytes(geometry: ModelGeometry, element_bytes: int, max_rows: int, m
 def reduced_bytes(geometry: ModelGeometry, element_bytes: int, tokens: int) -> int:
     """Of one layer's two sums over the ranks: what every rank puts in, and gets out."""
     return 2 * tokens * geometry.hidden_size * element_bytes
-
-
-def _behind(span: tuple[int, int], offset: int) -> tuple[int, int]:
-    return span[0] + offset, span[1] + offset

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 import torch
@@ -48,6 +49,13 @@ class TorchGpu:
     uuid: str
     name: str
     memory_bytes: int
+
+
+class Claimed(NamedTuple):
+    """`share`: of it, kept as long as this process lives."""
+
+    gpu: TorchGpu
+    share: Held
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,22 +213,20 @@ async def claim_device(
     return WorkerDevice(first, claim.role, wish.sharers, claim, tuple(others), degree - here)
 
 
-def take_together(
-    claims: DeviceClaims, gpus: Sequence[TorchGpu], wish: Wish, degree: int
-) -> list[tuple[TorchGpu, Held]]:
+def take_together(claims: DeviceClaims, gpus: Sequence[TorchGpu], wish: Wish, degree: int) -> list[Claimed]:
     """A share of each of `degree` GPUs for the ranks of one worker, or none at all: two workers that each held a part
     would wait for each other."""
-    held: list[tuple[TorchGpu, Held]] = []
+    held: list[Claimed] = []
     if not isinstance(wish.role, Role):  # every worker of the plan claims as often
         wish = dataclasses.replace(wish, role=tuple(wish.role) * degree)
     while len(held) < degree:
-        left = [gpu for gpu in gpus if all(gpu is not taken for taken, _ in held)]
+        left = [gpu for gpu in gpus if all(gpu is not taken.gpu for taken in held)]
         share = claims.take(left, wish)
         if share is None:
-            for _, taken_share in held:
-                taken_share.release()
+            for taken in held:
+                taken.share.release()
             return []
-        held.append((left[share.gpu], share))
+        held.append(Claimed(left[share.gpu], share))
         wish = dataclasses.replace(wish, role=share.role)
     return held
 

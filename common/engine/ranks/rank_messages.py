@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import socket
 import struct
-from dataclasses import replace
+from dataclasses import fields
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,6 +26,8 @@ from cohort.common.errors import CohortError
 from cohort.common.policies.kv_interface import KvCopy
 
 LENGTH = struct.Struct("<Q")
+_OF_RANK_ZERO = ("sampling", "grammars", "adapters", "numbers")
+_ARRAYS = tuple(each.name for each in fields(StepBatch) if each.name not in (*_OF_RANK_ZERO, "scoring"))
 
 
 class RankLost(CohortError):
@@ -60,27 +63,22 @@ class Record(msgspec.Struct, frozen=True, tag=True):
     classes: tuple[int, ...] | None
 
 
-class Step(msgspec.Struct, frozen=True, tag=True):
-    """A `StepBatch` as far as a forward needs it: arrays as bytes, of the dtypes that they have there. `taken`: the
-    recorded step that computes it. `awaited`: so many tokens were sampled by the step before, and rank 0 hands them out
-    on the devices (`StepBatch.token_source`)."""
+class Named(msgspec.Struct, frozen=True, array_like=True):
+    """An array of a `StepBatch`."""
 
-    rows: int
-    token_ids: bytes
-    positions: bytes
-    query_start: bytes
-    context_lens: bytes
-    block_tables: bytes
-    directions: bytes | None
-    slot_mapping: bytes
-    sample_rows: bytes
-    padding: bytes | None
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """A `StepBatch` as far as a forward needs it. `taken`: the recorded step that computes it. `awaited`: so many
+    tokens were sampled by the step before, and rank 0 hands them out on the devices (`StepBatch.token_source`)."""
+
+    arrays: tuple[Named, ...]
     scoring: tuple[ScoringRow, ...]
-    drafts: bytes | None = None
-    more_tables: bytes | None = None
-    more_slots: bytes | None = None
     taken: StepClass = None
-    token_source: bytes | None = None
     awaited: int = 0
 
 
@@ -175,58 +173,19 @@ def receive_frame(peer: socket.socket) -> bytearray:
 
 
 def step_of(batch: StepBatch, taken: StepClass = None, awaited: int = 0) -> Step:
-    return Step(
-        rows=batch.num_rows,
-        token_ids=batch.token_ids.tobytes(),
-        positions=batch.positions.tobytes(),
-        query_start=batch.query_start.tobytes(),
-        context_lens=batch.context_lens.tobytes(),
-        block_tables=batch.block_tables.tobytes(),
-        directions=None if batch.directions is None else batch.directions.tobytes(),
-        slot_mapping=batch.slot_mapping.tobytes(),
-        sample_rows=batch.sample_rows.tobytes(),
-        padding=None if batch.padding is None else batch.padding.tobytes(),
-        scoring=batch.scoring,
-        drafts=None if batch.drafts is None else batch.drafts.tobytes(),
-        more_tables=None if batch.more_tables is None else batch.more_tables.tobytes(),
-        more_slots=None if batch.more_slots is None else batch.more_slots.tobytes(),
-        taken=taken,
-        token_source=None if batch.token_source is None else batch.token_source.tobytes(),
-        awaited=awaited,
+    arrays = tuple(
+        Named(name, array.dtype.str, array.shape, array.tobytes())
+        for name in _ARRAYS
+        if (array := getattr(batch, name)) is not None
     )
+    return Step(arrays, batch.scoring, taken, awaited)
 
 
 def batch_of(step: Step) -> StepBatch:
     """The batch again; how its tokens are sampled is not in it."""
-
-    def whole(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        return np.frombuffer(bytearray(data), np.int64)
-
-    def half(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        return np.frombuffer(bytearray(data), np.int32)
-
-    sample_rows = half(step.sample_rows)
-    drafts = None if step.drafts is None else half(step.drafts)
-    sampled = len(sample_rows) + (0 if drafts is None else int(drafts[sample_rows].sum()))
-    tables, tokens = half(step.block_tables).reshape(step.rows, -1), whole(step.token_ids)
-    batch = StepBatch(
-        token_ids=tokens,
-        positions=whole(step.positions),
-        query_start=half(step.query_start),
-        context_lens=half(step.context_lens),
-        block_tables=tables,
-        directions=None,
-        slot_mapping=whole(step.slot_mapping),
-        sample_rows=sample_rows,
-        sampling=(GREEDY,) * sampled,
-        padding=None if step.padding is None else half(step.padding),
-        scoring=step.scoring,
-        token_source=None if step.token_source is None else whole(step.token_source),
-        drafts=drafts,
-        more_tables=None if step.more_tables is None else half(step.more_tables).reshape(-1, *tables.shape),
-        more_slots=None if step.more_slots is None else whole(step.more_slots).reshape(-1, len(tokens)),
-    )
-    if step.directions is None:
-        return batch
-    directions = np.frombuffer(bytearray(step.directions), np.uint8).reshape(step.rows, -1)
-    return replace(batch, directions=directions)
+    found: dict[str, Any] = {
+        each.name: np.frombuffer(bytearray(each.data), each.dtype).reshape(each.shape) for each in step.arrays
+    }
+    rows, drafts = found["sample_rows"], found.get("drafts")
+    sampled = len(rows) + (0 if drafts is None else int(drafts[rows].sum()))
+    return StepBatch(**{"directions": None, **found}, sampling=(GREEDY,) * sampled, scoring=step.scoring)

@@ -78,7 +78,6 @@ def config_text(config: Config) -> str:
 
 
 def describe_plan(plan: IterationPlan) -> list[str]:
-    """Everything a plan decides, as text."""
     rows = [
         f"{row.sequence.key} [{row.start}, {row.start + row.count}){f' + {row.drafts}' if row.drafts else ''}"
         for row in plan.rows

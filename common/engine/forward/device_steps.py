@@ -385,7 +385,6 @@ class DeviceSteps:
         return self._inputs(batch)
 
     def sampled_states(self) -> Tensor | None:
-        """Of the last step; see `step_inputs.Model.sampled_states`."""
         return self._states
 
     def _inputs(self, batch: StepBatch) -> StepInputs:

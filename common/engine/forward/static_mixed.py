@@ -66,7 +66,6 @@ class StaticMixed(StaticSteps[MixedClass]):
         )
 
     def record(self, recorder: Recorder, budget: CaptureBudget, first_estimate_bytes: int = 0) -> None:
-        """Record the classes, largest first, as far as the budget goes."""
         wanted = sorted(self.wanted, key=lambda each: (each.tokens, each), reverse=True)
         self._steps |= record_all("mixed steps", wanted, self._step, recorder, budget, first_estimate_bytes)
 

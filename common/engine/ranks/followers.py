@@ -175,7 +175,6 @@ class Followers:
     # -- the worker's life -----------------------------------------------------------------------------------------
 
     def set_up(self, setup: Callable[[int], Setup]) -> None:
-        """Have every rank load its share; returns at once."""
         for follower in self._followers:
             send(follower.control, encoded(setup(follower.rank)))
 

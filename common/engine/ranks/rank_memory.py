@@ -90,7 +90,6 @@ class RankMemory:
         return found
 
     def _copy(self, keyed: Keyed, heads: Heads, *, out: bool) -> None:
-        """Between blocks and host memory. On return it is done."""
         part = self._part(keyed, heads)
         with torch.inference_mode(), self._stream.use():
             for blocks, rows in self._pairs(keyed, heads, part):

@@ -105,7 +105,6 @@ class Ranks:
             dist.destroy_process_group()
 
     def least(self, value: int) -> int:
-        """The smallest of all ranks' values."""
         found = torch.tensor([value], device=self._device)
         dist.all_reduce(found, dist.ReduceOp.MIN)
         return int(found)

@@ -70,9 +70,9 @@ class TransferAgent:
         clock: Clock,
         metrics: TransferMetrics,
         announce: Callable[[str, KvChunk], None],
-        on_sent: Callable[[int, str | None], None],
-        on_received: Callable[[int, int, str | None], None],
-        on_measured: Callable[[str, float], None] = lambda peer, bytes_per_s: None,
+        on_sent: Callable[[int, str | None], object],
+        on_received: Callable[[int, int, str | None], object],
+        on_measured: Callable[[str, float], object] = lambda peer, bytes_per_s: None,
     ) -> None:
         """`memory` has 2 · `SLOTS` slots: the first half is for sending, the second for receiving."""
         self._links = links
@@ -436,7 +436,6 @@ class _Sums:
 
 
 def _joined(runs: Sequence[Run]) -> list[tuple[Run, ...]]:
-    """As their sender grouped them into messages."""
     found: list[list[Run]] = []
     for run in runs:
         if found and run.checksum & JOINED:

@@ -87,8 +87,6 @@ class RunMemory(Protocol):
 class CacheMemory:
     """The cache tensors as transfer buffers: of a worker of one rank to another such, or of one rank of a group."""
 
-    ranks = 1
-
     def __init__(self, kv: KvTensors, *, staged: bool = True) -> None:
         """Slots on the device take their memory here; on the host a page costs nothing until it is used. Without
         `staged` there are none: for a worker that moves no KV."""
@@ -103,12 +101,6 @@ class CacheMemory:
     def regions(self) -> list[Tensor]:
         """All that messages are sent from and received into."""
         return [self._kv.with_spare, self._kv.host_blocks, self._slots]
-
-    def ranks_at(self, address: bytes) -> int:
-        return 1
-
-    def in_parts(self, message: Message) -> bool:
-        return False
 
     def buffer(self, message: Message) -> object:
         view = self._view(message)
@@ -138,9 +130,6 @@ class CacheMemory:
             self._copy(message, into_slot=False)
             self._stream.mark().wait()
         return True
-
-    def release(self, message: Message) -> None:
-        return None
 
     def _view(self, message: Message) -> Tensor:
         """The message's bytes, uint8."""

@@ -79,7 +79,6 @@ class EngineThreads:
         return await asyncio.get_running_loop().run_in_executor(self._engine, work)
 
     def close(self) -> None:
-        """After the last step."""
         self._waiter.shutdown(wait=True)
 
     def _launch(

@@ -174,7 +174,6 @@ def _runner(setup: Setup, control: socket.socket, store: socket.socket) -> Model
 
 
 def _move_kv(runner: ModelRunner, orders: socket.socket) -> None:
-    """KV transfers, beside the steps."""
     try:
         if runner.ranks is None:
             raise RankLost("this process is no rank of a group")

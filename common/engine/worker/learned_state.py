@@ -59,7 +59,6 @@ class LearnedState:
         self.imported = data
 
     def forget(self) -> None:
-        """The next start begins without what was learned."""
         with contextlib.suppress(OSError):
             self._path.unlink()
 

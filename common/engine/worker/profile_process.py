@@ -219,7 +219,6 @@ def _shape(name: str, runner: ModelRunner) -> ShapeFields:
 
 
 def _device(runner: ModelRunner, threads: int) -> tuple[int, int]:
-    """Its memory, and what runs work units at a time."""
     if runner.device.type == "cuda":
         found = torch.cuda.get_device_properties(runner.device)
         return int(found.total_memory), int(found.multi_processor_count)

@@ -70,7 +70,6 @@ from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.machines.worker.worker_state import REPORT_INTERVAL_S
 from cohort.common.machines.worker.worker_view import blocks_of, drafts_of, iteration_of, rows_of
 from cohort.common.messages import (
-    KvChunk,
     Look,
     Message,
     PromptState,
@@ -129,10 +128,10 @@ class WorkerLoop:
             config.transfer,
             clock=context.clock,
             metrics=self._metrics.transfer,
-            announce=self._announce,
-            on_sent=self._run_sent,
-            on_received=self._run_received,
-            on_measured=self._link_measured,
+            announce=self._send,
+            on_sent=lambda lease_id, error: self._tell(RunsSent(lease_id, error)),
+            on_received=lambda lease_id, round_, error: self._tell(RunsReceived(lease_id, round_, error)),
+            on_measured=lambda peer, bytes_per_s: self._tell(LinkMeasured(peer, bytes_per_s)),
         )
         self._builder = BatchBuilder(machine.kv, numbered=runner.drafter is not None)
         self._drafting = _drafting(context, runner)
@@ -252,18 +251,6 @@ class WorkerLoop:
             # A message lost here is repaired: workers by deadlines, gateway and manager by their reconciliation.
             self._log.warning("peer unreachable", peer=peer, type=type(message).__name__, error=str(error))
             asyncio.get_running_loop().call_soon(self._tell, Undelivered(peer, message))
-
-    def _announce(self, peer: InstanceId, chunk: KvChunk) -> None:
-        self._send(peer, chunk)
-
-    def _run_sent(self, lease_id: int, error: str | None) -> None:
-        self._tell(RunsSent(lease_id, error))
-
-    def _link_measured(self, peer: str, bytes_per_s: float) -> None:
-        self._tell(LinkMeasured(peer, bytes_per_s))
-
-    def _run_received(self, lease_id: int, round_: int, error: str | None) -> None:
-        self._tell(RunsReceived(lease_id, round_, error))
 
     async def _receive(self) -> None:
         """Messages that arrived together are handed over together, so that the machine plans once."""
@@ -462,7 +449,6 @@ def _transfer_memory(runner: ModelRunner, links: dict[str, KvLink]) -> GroupMemo
 
 
 def _drafting(context: ServiceContext, runner: ModelRunner) -> Drafting | None:
-    """None: nothing is ever drafted."""
     speculation = context.config.speculation
     if not speculation.drafts:
         return None
@@ -473,7 +459,6 @@ def _drafting(context: ServiceContext, runner: ModelRunner) -> Drafting | None:
 
 
 def sampled_of(sampling: list[Sequence], output: StepOutput | None) -> list[Sampled]:
-    """What a step gave, as the machine is told it."""
     if output is None:
         return []
     if output.counts is not None:

@@ -161,7 +161,6 @@ class WorkerMetrics:
         """Totals as last exported, by their place in the table: a counter only ever grows by what is new."""
 
     def export(self, stats: WorkerStats, quarantined_blocks: int) -> None:
-        """Into this process's metrics."""
         now = self._snapshot(stats, quarantined_blocks)
         for place, stat in enumerate(self._stats):
             match stat.metric:
@@ -182,7 +181,6 @@ class WorkerMetrics:
         return shown | {name: value for _, name, value in self._policy_stats()}
 
     def step(self, plan: IterationPlan, latency_s: float) -> None:
-        """One iteration has run."""
         engine = self.engine
         longest = max((row.count for row in plan.rows), default=0)
         shortest = min((row.count for row in plan.rows), default=0)
@@ -197,7 +195,6 @@ class WorkerMetrics:
             moved(copy.direction).inc(len(copy.device))
 
     def drafting(self, seconds: float, filled: int) -> None:
-        """A draft model made the drafts of a step."""
         self.engine.drafting_seconds().observe(seconds)
         self.engine.draft_filled_tokens().inc(filled)
 

@@ -253,7 +253,6 @@ def _data_endpoint(context: ServiceContext) -> str:
 def _learned_state(
     context: ServiceContext, runner: ModelRunner, machine: WorkerMachine, threads: int, degree: int
 ) -> LearnedState | None:
-    """Read what was learned before."""
     if machine.learned is None:
         return None
     config = context.config

@@ -141,7 +141,6 @@ class Ledger:
         return [SubmitAttempt(entry)]
 
     def submitted(self, now_s: float, request_id: RequestId) -> None:
-        """The current attempt is on its way to the manager."""
         entry = self._entries.get(request_id)
         if entry is not None and entry.state is State.OPEN:
             entry.state = State.WAITING
@@ -149,7 +148,6 @@ class Ledger:
             entry.happened(now_s, "submitted")
 
     def undelivered(self, attempt: Attempt) -> None:
-        """This attempt could not be handed to the manager after all."""
         entry = self._entries.get(attempt.request_id)
         if entry is not None and entry.attempt == attempt and entry.state is State.WAITING:
             entry.state = State.OPEN
@@ -163,7 +161,6 @@ class Ledger:
         return self._release(entry, reason)
 
     def fail_all(self, error: RequestError) -> list[Action]:
-        """The gateway ends: requests that still run end with this error."""
         return [action for entry in list(self._entries.values()) for action in self._fail(entry, error)]
 
     # -- From workers ----------------------------------------------------------------------------------------------
@@ -196,7 +193,6 @@ class Ledger:
         return None
 
     def tokens(self, now_s: float, sender: InstanceId, update: TokenUpdate) -> list[Action]:
-        """Any update that a worker sends of a request."""
         entry = self._entries.get(update.attempt.request_id)
         if entry is None:
             # Ended here (a stop string, say) while the worker went on: its next message would be void as well.
@@ -211,7 +207,6 @@ class Ledger:
         return self._judge(now_s, entry, sender, update)
 
     def _judge(self, now_s: float, entry: Entry, sender: InstanceId, update: TokenUpdate) -> list[Action]:
-        """Any update of the current attempt."""
         if update.finish is FinishReason.FAILED:
             return self._broken(entry, f"The request failed on a worker: {update.error or 'no reason given'}")
         if update.finish is FinishReason.CANCELLED:
@@ -342,7 +337,6 @@ class Ledger:
         return [entry.attempt for entry in self._entries.values() if entry.state is not State.OPEN]
 
     def check(self) -> None:
-        """Raises `InvariantViolated` when the counters and the entries disagree."""
         waiting = [entry for entry in self._entries.values() if entry.queued_tokens]
         counted = (self.waiting_requests, self.waiting_online)
         there = (len(waiting), sum(entry.request.online for entry in waiting))
@@ -441,7 +435,6 @@ def unavailable(why: str, retry_after_s: float) -> RequestError:
 
 
 def _refusal(entry: Entry, message: Refused) -> RequestError:
-    """What the client is told."""
     status, reason = message.status, message.reason
     if message.forecast_s:
         reason = (

@@ -157,7 +157,6 @@ class PredictionDesk:
         )
 
     def observation_lost(self) -> None:
-        """An observation could not be sent."""
         self._silences += 1
 
     # -- Within ----------------------------------------------------------------------------------------------------
@@ -253,7 +252,6 @@ class ManagerLink:
         return min(lost_s, self._standbys_greeted_s + STANDBY_GREETING_S) if len(self.managers) > 1 else lost_s
 
     def greetings(self, now_s: float) -> list[tuple[InstanceId, GatewayHello]]:
-        """The greetings that are due, and to whom."""
         if now_s < self.due_s():
             return []
         several = len(self.managers) > 1

@@ -74,7 +74,6 @@ class Dispatcher:
     _send: Callable[[InstanceId, Message], None]
 
     def dispatch(self, now_s: float, cluster: ClusterView) -> None:
-        """Place what the order lets go now."""
         for dispatch in self._order.decide(now_s, cluster):
             for request_id in dispatch.request_ids:
                 managed = self._roster.requests.get(request_id)
@@ -168,7 +167,6 @@ class ParkedRequests:
 
     @property
     def binds(self) -> bool:
-        """Whether there is a policy to ask at all."""
         return self._policy is not None
 
     def came(self, now_s: float, managed: Managed, instance: InstanceId, positions: int) -> bool:
@@ -180,13 +178,11 @@ class ParkedRequests:
         return True
 
     def moved(self, now_s: float, managed: Managed) -> None:
-        """A KV transfer of this request has arrived."""
         if self._policy is not None:
             self._policy.moved(now_s, managed.request_id)
             self._tell(now_s, managed)
 
     def removed(self, now_s: float, request_id: RequestId) -> None:
-        """The request ended or was lost."""
         if self._policy is not None:
             self._policy.removed(now_s, request_id)
 

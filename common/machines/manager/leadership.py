@@ -102,7 +102,6 @@ class Settling:
             self._one_died = True
 
     def came(self, worker: InstanceId) -> None:
-        """It has registered."""
         self._gone.discard(worker)
 
     def has_listened(self, now_s: float) -> bool:
@@ -126,7 +125,6 @@ class Settling:
         return named
 
     def forget(self) -> None:
-        """Another manager leads."""
         self._named.clear()
 
     def _all_are_there(self) -> bool:

@@ -169,7 +169,6 @@ class ManagerMachine:
         return [each.item for each in self._roster.requests.values() if each.waiting and each.item is not None]
 
     def check(self) -> None:
-        """Raise `InvariantViolated` if the books disagree with each other or with the queue."""
         self._roster.check()
         waiting = sum(managed.waiting for managed in self._roster.requests.values())
         if waiting != len(self._order):
@@ -257,7 +256,6 @@ class ManagerMachine:
         self._look_again_s = now_s + _LOOK_AGAIN_S if len(self._order) else float("inf")
 
     def _wake_s(self, now_s: float) -> float:
-        """The next time something is due that no message brings about."""
         wake_s = min(self._next_load_s, self._look_again_s)
         order_s = self._order.next_wake_s(now_s)
         if order_s is not None:
@@ -408,7 +406,6 @@ class ManagerMachine:
     # -- placement ---------------------------------------------------------------------------------------------
 
     def _schedule(self, now_s: float) -> None:
-        """Ask the policies what goes where now, and send it."""
         if not len(self._order) and not self._parked.binds:
             return
         cluster = self._forecast.cluster(now_s, self._roster.serving())
@@ -520,7 +517,6 @@ class DrainRate:
         self._finished = 0
 
     def finished(self, now_s: float, total: int) -> None:
-        """So many have finished in all by now."""
         passed_s = now_s - self._at_s
         if passed_s >= _WINDOW_S:
             rate = (total - self._finished) / passed_s

@@ -451,7 +451,6 @@ class Roster:
     # -- the books ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise `InvariantViolated` if two of the books disagree."""
         for request_id, managed in self.requests.items():
             if managed.request_id != request_id:
                 raise InvariantViolated(f"{managed.attempt} is filed under {request_id}")
@@ -530,11 +529,9 @@ class LostAttempts:
         self._awaited.update((attempt.request_id, now_s + RESUBMIT_S) for attempt in attempts)
 
     def came(self, request_id: RequestId) -> None:
-        """Its next attempt is here, or it is over."""
         self._awaited.pop(request_id, None)
 
     def awaited(self, now_s: float) -> bool:
-        """Whether placements have to wait."""
         if self._awaited:
             self._awaited = {name: until_s for name, until_s in self._awaited.items() if now_s < until_s}
         return bool(self._awaited)

@@ -49,7 +49,6 @@ class Incoming:
     dead: bool = False
 
     def announced(self, blocks: int) -> None:
-        """So many more blocks are on their way."""
         self.announced_blocks += blocks
         self.largest_chunk = max(self.largest_chunk, blocks)
 
@@ -331,7 +330,6 @@ class KvReceiver:
                 self._lost(now_s, incoming.sequence, f"{peer} cannot be reached")
 
     def tick(self, now_s: float) -> None:
-        """Deadlines: leases whose sender went silent."""
         for lease in self.leases.expire(now_s):
             incoming = self._by_lease.get(lease.lease_id)
             if incoming is not None:
@@ -357,7 +355,6 @@ class KvReceiver:
         return sum(1 for incoming in self._incoming.values() if incoming.imminent(size, chunk))
 
     def waiting_transfers(self) -> dict[InstanceId, list[int]]:
-        """Transfer ids of the queued offers by sender."""
         transfers: dict[InstanceId, list[int]] = {}
         for offer in self.offers:
             transfers.setdefault(offer.sender, []).append(offer.transfer_id)

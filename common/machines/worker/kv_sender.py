@@ -264,7 +264,6 @@ class KvSender:
                 self._lost(now_s, outgoing.sequence, f"{peer} cannot be reached")
 
     def tick(self, now_s: float) -> None:
-        """Deadlines: offers and complete transfers without an answer."""
         for outgoing in list(self._outgoing.values()):
             waiting = not outgoing.granted or outgoing.handed_over
             if waiting and now_s >= outgoing.deadline_s:

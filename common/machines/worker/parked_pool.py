@@ -45,7 +45,6 @@ class ParkedPool:
         return not (self._on_device or self._buffered or self._prefetches)
 
     def park(self, now_s: float, held: Held) -> None:
-        """It waits, with its KV on the device."""
         key = held.sequence.key
         assert key not in self._on_device and key not in self._buffered, f"{key} is parked a second time"
         assert not held.pooled, f"{key} is parked on the device and lies in host memory"

@@ -39,7 +39,6 @@ class SpeculationDesk:
             self.policy = Speculation(speculation.max_drafts, asks_model=speculation.mode == "model")
 
     def allot(self, plan: IterationPlan) -> None:
-        """Drafts for rows of a plan that is about to start, with blocks for them."""
         policy, kv = self.policy, self._state.kv
         self.watch(plan)
         if policy is None or not plan.watched or kv.free_blocks + kv.cached_blocks <= 2 * len(plan.rows):

@@ -79,7 +79,6 @@ class TokenUpdates:
         return FinishReason.FAILED
 
     def flush(self) -> None:
-        """Send them; one message per gateway."""
         for gateway, updates in self._updates.items():
             self._state.effects.append(Send(gateway, TokenBatch(self._state.setup.instance, updates)))
         self._updates.clear()

@@ -186,7 +186,6 @@ class WorkerMachine:
         return self._reports.stats(memory_free_bytes)
 
     def check(self) -> None:
-        """Raise `InvariantViolated` if anything is held by no request, or by two."""
         self.kv.check()
         stray = set(self.kv.owners()) - {*self._held, *self.sender.settling, *self.receiver.settling}
         if stray:
@@ -542,7 +541,6 @@ class ScoringTurns:
 
     @property
     def pending(self) -> bool:
-        """`next` may have something to say."""
         return bool(self._waiting)
 
     def next(self) -> Sequence | None:

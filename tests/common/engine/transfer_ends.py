@@ -12,9 +12,11 @@ from prometheus_client import CollectorRegistry
 
 from cohort.common.config import TransferConfig
 from cohort.common.engine.cache.kv_tensors import KvTensors
+from cohort.common.engine.ranks.group_memory import GroupMemory
+from cohort.common.engine.ranks.rank_memory import RankMemory
+from cohort.common.engine.ranks.rank_transfers import RankTransfers
 from cohort.common.engine.transfer import transfer_memory
 from cohort.common.engine.transfer.transfer_agent import TransferAgent
-from cohort.common.engine.transfer.transfer_memory import CacheMemory
 from cohort.common.errors import TransferTimeout
 from cohort.common.machines.effects import ReceiveRuns, Run, SendRuns
 from cohort.common.messages import KvChunk
@@ -115,8 +117,9 @@ class End:
         device = torch.device("cpu")
         self.kv = KvTensors(geometry, num_blocks=BLOCKS, host_blocks=4, dtype=torch.float32, device=device)
         self.kv.blocks.copy_(torch.randn_like(self.kv.blocks))
-        self.memory = CacheMemory(self.kv)
-        self.memory.on_device = on_device
+        own = RankTransfers(RankMemory(self.kv, (0, geometry.num_kv_heads)), {})
+        self.memory = GroupMemory(own, (), geometry)
+        self.memory.on_device = own.memory.cache.on_device = on_device
         self.link = link
         self.sent: list[str | None] = []
         self.received: list[str | None] = []

@@ -154,7 +154,9 @@ class _Server:
             self._say(Ended(number, Outcome.CANCELLED))
         elif (error := task.exception()) is not None:
             self._say(_ended(number, error, self._settled(number)))
-        self._note_addresses()
+        if (now := self._addresses()) != self._told:  # a link that was rebuilt is reached elsewhere
+            self._told = now
+            self._say(Moved(now))
 
     def _settled(self, number: int) -> Callable[[Any], None]:
         return lambda _: self._say(Settled(number))
@@ -188,12 +190,6 @@ class _Server:
 
     def _addresses(self) -> dict[str, bytes]:
         return {name: link.address() for name, link in self._ends.links.items()}
-
-    def _note_addresses(self) -> None:
-        """A link that was rebuilt is reached elsewhere."""
-        if (now := self._addresses()) != self._told:
-            self._told = now
-            self._say(Moved(now))
 
     def _say(self, answer: Answer) -> None:
         with contextlib.suppress(OSError):  # rank 0's end is noticed where orders are read

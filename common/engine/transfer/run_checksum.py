@@ -34,25 +34,16 @@ def crc32(data: Tensor) -> int:
     return zlib.crc32(data.numpy().data) or 1
 
 
-def weighted(data: Tensor) -> int:
-    """Of bytes in any memory, uint8, a multiple of four: Σ (2 g + 1) · (sum of group g's words), folded to 32 bits.
+def weighted_all(datas: Sequence[Tensor]) -> list[int]:
+    """Of each, bytes in one device's memory, uint8, a multiple of four: Σ (2 g + 1) · (sum of group g's words), folded
+    to 32 bits. Computed one after the other there, with one wait for all.
 
     Any changed word, and groups that changed places, change it; words that changed places inside a group of 4 KiB do
     not.
     """
-    return weighted_all([data])[0]
-
-
-def weighted_all(datas: Sequence[Tensor]) -> list[int]:
-    """`weighted` of each, on one device: computed one after the other there, with one wait for all."""
     if not datas:
         return []
     return [_folded(total) for total in torch.stack([_weighted_words(data) for data in datas]).tolist()]
-
-
-def alike(data: Tensor, other: int) -> int:
-    """The sum of `data` in the form that `other` has."""
-    return alike_all([data], [other])[0]
 
 
 def alike_all(datas: Sequence[Tensor], others: Sequence[int]) -> list[int]:
@@ -62,7 +53,7 @@ def alike_all(datas: Sequence[Tensor], others: Sequence[int]) -> list[int]:
 
 
 def form_of(*, weighted: bool) -> int:
-    """A value that has this form, for `alike`."""
+    """A value that has this form, for `alike_all`."""
     return _WEIGHTED if weighted else 0
 
 

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, assert_never
 
@@ -80,7 +81,7 @@ def follow_elsewhere(place: Place) -> NoReturn:
     its rank 0 is lost, or never came, 2 it refuses this rank."""
     configure_logging(place.logging, service="rank", instance=f"rank-{place.join.rank}")
     try:
-        wire = joined(place, _rank_0_lost)
+        wire = joined(place, partial(_exit_with, 1))  # at once: the main thread may wait for what rank 0 never says
     except ConfigError as error:
         _exit_with(2, str(error))
     except WireLost as error:
@@ -94,11 +95,6 @@ def follow_elsewhere(place: Place) -> NoReturn:
         structlog.get_logger(__name__).critical("this rank cannot go on", exc_info=True)
         time.sleep(_SAID_S)  # what it said to rank 0 goes out by a thread
     os._exit(1)
-
-
-def _rank_0_lost(reason: str) -> None:
-    """At once, on any thread: the main one may wait for what rank 0 never says."""
-    _exit_with(1, reason)
 
 
 def _exit_with(code: int, reason: str) -> NoReturn:

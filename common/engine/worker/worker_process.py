@@ -281,17 +281,13 @@ async def load_ready_runner(
 ) -> ModelRunner:
     """A runner that compiles nothing any more: loaded and warm, the copies of host slots included."""
     in_engine = asyncio.get_running_loop().run_in_executor
-    kernels = KernelBuild() if _needs_kernels_ahead(config, own) else None
+    # On a GPU only copies of host slots use the compiled kernels; a processor's weights need them while they load.
+    kernels = KernelBuild() if own.device.type == "cuda" and config.kv.host_memory_bytes > 0 else None
     runner = await in_engine(engine, load_runner, config, threads, own, followers, instance, grouped)
     await in_engine(engine, runner.warm_up)
     if kernels is not None:
         await kernels.ended()
     return runner
-
-
-def _needs_kernels_ahead(config: Config, own: WorkerDevice) -> bool:
-    """On a GPU only copies of host slots use the compiled kernels; a processor's weights need them while they load."""
-    return own.device.type == "cuda" and config.kv.host_memory_bytes > 0
 
 
 async def run_worker(context: ServiceContext, default_role: Role, policies: WorkerPolicies) -> None:

@@ -266,10 +266,6 @@ class ManagerMachine:
             wake_s = min(wake_s, self._lost.until_s or wake_s)
         return wake_s
 
-    def _may_place(self, now_s: float) -> bool:
-        """Lost requests are in the queue again, before all that came later."""
-        return not self._lost.awaited(now_s) and self._settling.has_listened(now_s)
-
     # -- leading -----------------------------------------------------------------------------------------------
 
     def _hello(self) -> ManagerHello:
@@ -409,7 +405,9 @@ class ManagerMachine:
         if not len(self._order) and not self._parked.binds:
             return
         cluster = self._forecast.cluster(now_s, self._roster.serving())
-        if len(self._order) and cluster.instances and self._may_place(now_s):
+        # Lost requests are to be in the queue again, before all that came later.
+        may_place = not self._lost.awaited(now_s) and self._settling.has_listened(now_s)
+        if len(self._order) and cluster.instances and may_place:
             self._dispatcher.dispatch(now_s, cluster)
         self._parked.decide(now_s, cluster)
 

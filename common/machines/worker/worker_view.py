@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from itertools import groupby
+from typing import cast
 
 from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.machines.worker.worker_state import Held, WorkerCounters
@@ -133,16 +134,6 @@ def _row(held: Held, scheduled: int, kv: KvAllocator, now_s: float) -> Row:
 
 
 def _phase(sequence: Sequence) -> RowPhase:
-    match sequence.phase:
-        case Phase.RUNNING:
-            return "prefill" if sequence.computed < len(sequence.request.tokens) else "decode"
-        case Phase.AWAITING_KV:
-            return "awaiting_kv"
-        case Phase.WAITING:
-            return "waiting"
-        case Phase.SWAPPED:
-            return "swapped"
-        case Phase.PARKED:
-            return "parked"
-        case Phase.LEAVING:
-            return "leaving"
+    if sequence.phase is Phase.RUNNING:
+        return "prefill" if sequence.computed < len(sequence.request.tokens) else "decode"
+    return cast(RowPhase, sequence.phase.value)

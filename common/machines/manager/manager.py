@@ -405,9 +405,12 @@ class ManagerMachine:
         if not len(self._order) and not self._parked.binds:
             return
         cluster = self._forecast.cluster(now_s, self._roster.serving())
-        # Lost requests are to be in the queue again, before all that came later.
-        may_place = not self._lost.awaited(now_s) and self._settling.has_listened(now_s)
-        if len(self._order) and cluster.instances and may_place:
+        if (
+            len(self._order)
+            and cluster.instances
+            and not self._lost.awaited(now_s)  # lost requests are in the queue again, before all that came later
+            and self._settling.has_listened(now_s)
+        ):
             self._dispatcher.dispatch(now_s, cluster)
         self._parked.decide(now_s, cluster)
 

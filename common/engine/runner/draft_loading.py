@@ -32,6 +32,7 @@ from cohort.common.engine.models.lora import LoraStore
 from cohort.common.engine.models.model_forms import load_model
 from cohort.common.engine.models.step_inputs import Model
 from cohort.common.engine.runner.model_runner import ModelRunner
+from cohort.common.engine.weights.resolved import TORCH_DTYPES
 from cohort.common.errors import ConfigError
 from cohort.common.types import KvGeometry
 
@@ -44,7 +45,6 @@ _OTHER_HEADS = ("Eagle3", "Medusa", "Eagle")
 _MOST_ROWS = 64
 _GRAPHS_SHARE = 4
 """Of what is kept for recorded steps, a draft model has this part beside the model's: four classes of rows."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FILE = "tokenizer.json"
 
 
@@ -167,7 +167,7 @@ def load_draft(
     plan: DraftPlan, config: Config, runner: ModelRunner, head_weights: WeightKind = "files"
 ) -> BatchDrafter:
     """On the engine's thread, for this model, before its steps are recorded."""
-    dtype, device, on_device = _DTYPES[plan.dtype], runner.device, runner.samples_on_device
+    dtype, device, on_device = TORCH_DTYPES[plan.dtype], runner.device, runner.samples_on_device
     kv = KvTensors(
         plan.kv_geometry,
         num_blocks=len(runner.kv.blocks),

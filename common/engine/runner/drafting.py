@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cohort.common.engine.drafts.batch_drafts import BatchDrafter, DraftRow
@@ -41,22 +42,20 @@ class Drafter(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class _Expected:
     """Of one sequence: its drafters, and what they proposed when `known` tokens were known."""
 
-    __slots__ = ("chain", "drafters", "known", "looked_up", "source", "tokens", "trust")
-
-    def __init__(self, drafters: list[tuple[DraftSource, Drafter]], salt: str) -> None:
-        self.drafters = drafters
-        self.chain = TokenChain(salt)
-        """As a draft model wants it; as long as it was then."""
-        self.known = 0
-        self.tokens: list[int] = []
-        self.source: DraftSource = "lookup"
-        self.looked_up: list[int] = []
-        """What texts say comes next: one token, or nothing."""
-        self.trust = _FIRST_TRUST
-        """How often that was right lately."""
+    drafters: list[tuple[DraftSource, Drafter]]
+    chain: TokenChain
+    """As a draft model wants it; as long as it was then."""
+    known: int = 0
+    tokens: list[int] = field(default_factory=list)
+    source: DraftSource = "lookup"
+    looked_up: list[int] = field(default_factory=list)
+    """What texts say comes next: one token, or nothing."""
+    trust: float = _FIRST_TRUST
+    """How often that was right lately."""
 
     def propose(self, tokens: list[int], most: int) -> None:
         """By the drafter that knows the end of `tokens` from the longest match; of equal ones the first."""
@@ -72,22 +71,17 @@ class _Expected:
             self.trust += _NEW_TRUST * ((self.looked_up[0] == token) - self.trust)
 
 
+@dataclass(slots=True, eq=False)
 class Drafting:
-    def __init__(
-        self,
-        make: Callable[[], Drafter],
-        most: int,
-        *,
-        answers: AnswerMemory | None = None,
-        model: BatchDrafter | None = None,
-    ) -> None:
-        """`make`: of a drafter that looks at one sequence alone. `most`: drafts of one row. `answers`: where those that
-        ended are remembered, if they are. `model`: asked where these say nothing, or too often something wrong."""
-        self._make = make
-        self._most = most
-        self._answers = answers
-        self.model = model
-        self._expected: dict[Sequence, _Expected] = {}
+    _make: Callable[[], Drafter]
+    """A drafter that looks at one sequence alone."""
+    _most: int
+    """Drafts of one row."""
+    _answers: AnswerMemory | None = None
+    """Where those that ended are remembered, if they are."""
+    model: BatchDrafter | None = None
+    """Asked where these say nothing, or too often something wrong."""
+    _expected: dict[Sequence, _Expected] = field(default_factory=dict)
 
     @property
     def learns(self) -> bool:
@@ -192,7 +186,7 @@ class Drafting:
             drafters: list[tuple[DraftSource, Drafter]] = [("lookup", self._make())]
             if self._answers is not None:
                 drafters.append(("recent", AnswerLookup(self._answers, answers_key(sequence))))
-            expected = self._expected[sequence] = _Expected(drafters, sequence.request.cache_salt)
+            expected = self._expected[sequence] = _Expected(drafters, TokenChain(sequence.request.cache_salt))
         if expected.known != len(sequence.tokens):
             # One more than are computed: of a step in flight the first is what it samples.
             expected.propose(sequence.tokens, self._most + 1)

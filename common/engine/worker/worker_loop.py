@@ -455,7 +455,7 @@ def _drafting(context: ServiceContext, runner: ModelRunner) -> Drafting | None:
     answers = None
     if speculation.mode == "recent":
         answers = AnswerMemory(speculation.answer_tokens, speculation.answer_keys)
-    return Drafting(PromptLookup, speculation.max_drafts, answers=answers, model=runner.drafter)
+    return Drafting(PromptLookup, speculation.max_drafts, answers, runner.drafter)
 
 
 def sampled_of(sampling: list[Sequence], output: StepOutput | None) -> list[Sampled]:

@@ -15,6 +15,7 @@ behind it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.machines.effects import LoadAdapter
@@ -26,25 +27,21 @@ _PATIENCE_S = 2.0
 _COMPUTES = (Phase.WAITING, Phase.RUNNING, Phase.SWAPPED)
 
 
+@dataclass(slots=True, eq=False)
 class AdapterDesk:
-    def __init__(
-        self,
-        state: WorkerState,
-        enter: Callable[[float, Sequence], None],
-        refuse: Callable[[float, Sequence, str], None],
-    ) -> None:
-        """`enter`: the scheduler may have it. `refuse`: its request ends with this error."""
-        self._state = state
-        self._enter = enter
-        self._refuse = refuse
-        self._held: dict[str, None] = {}
-        """Least recently wanted first."""
-        self._loading: dict[str, float] = {}
-        """Since when."""
-        self._waiting: dict[Sequence, float] = {}
-        """Oldest first, since when."""
-        self.load_s = 0.0
-        """What loading one took, moving average."""
+    _state: WorkerState
+    _enter: Callable[[float, Sequence], None]
+    """The scheduler may have it."""
+    _refuse: Callable[[float, Sequence, str], None]
+    """Its request ends with this error."""
+    _held: dict[str, None] = field(default_factory=dict)
+    """Least recently wanted first."""
+    _loading: dict[str, float] = field(default_factory=dict)
+    """Since when."""
+    _waiting: dict[Sequence, float] = field(default_factory=dict)
+    """Oldest first, since when."""
+    load_s: float = 0.0
+    """What loading one took, moving average."""
 
     @property
     def adapters(self) -> list[str]:

@@ -19,6 +19,7 @@ import pytest
 import structlog
 
 from cohort.common.config import CONFIGS_DIR, Config, EndpointsConfig, PolicyConfig, load_config
+from cohort.common.engine.ranks import rank_transfers
 from cohort.common.engine.worker import worker_process
 from cohort.common.errors import ConfigError
 from cohort.common.http import exposure
@@ -127,7 +128,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, config: Config, run_dir: Path) -> li
         calls.append({"names": names, **options})
         return []
 
-    monkeypatch.setattr(worker_process, "open_links", note)
+    monkeypatch.setattr(rank_transfers, "open_links", note)
     assert asyncio.run(worker_process.open_worker_links(Context(config, run_dir), compose)) == {}  # type: ignore[arg-type]
     return calls
 

@@ -59,6 +59,19 @@ log = structlog.get_logger(__name__)
 _THREADS = 2
 
 
+def opened(order: OpenLinks) -> list[KvLink]:
+    """Those that can be had here, best first. Raises `ConfigError`, `TransferError`."""
+    return open_links(
+        order.names,
+        zmq_bind=order.zmq_bind,
+        zmq_advertise=order.zmq_advertise,
+        curve=load_keys(order.keys_file),
+        plain_allowed=order.plain_allowed,
+        one_machine=order.one_machine,
+        ucx=UcxChoice(order.ucx_tls, order.ucx_net_devices),
+    )
+
+
 class RankTransfers:
     def __init__(self, memory: RankMemory, links: dict[str, KvLink]) -> None:
         self.memory, self.links = memory, links
@@ -172,15 +185,7 @@ class _Server:
 
     def _open(self, order: OpenLinks) -> None:
         try:
-            links = open_links(
-                order.names,
-                zmq_bind=order.zmq_bind,
-                zmq_advertise=order.zmq_advertise,
-                curve=load_keys(order.keys_file),
-                plain_allowed=order.plain_allowed,
-                one_machine=order.one_machine,
-                ucx=UcxChoice(order.ucx_tls, order.ucx_net_devices),
-            )
+            links = opened(order)
         except (ConfigError, TransferError) as error:
             log.warning("this rank opens no KV link", reason=str(error))
             links = []

@@ -35,6 +35,7 @@ from cohort.common.engine.ranks.followers import Followers
 from cohort.common.engine.ranks.rank_hosts import RanksElsewhere
 from cohort.common.engine.ranks.rank_messages import Setup
 from cohort.common.engine.ranks.rank_orders import OpenLinks
+from cohort.common.engine.ranks.rank_transfers import opened
 from cohort.common.engine.ranks.ranks import RankGroup
 from cohort.common.engine.runner.draft_loading import load_draft, plan_draft
 from cohort.common.engine.runner.model_runner import ModelRunner
@@ -65,9 +66,6 @@ from cohort.common.process.service import MANAGER, ServiceContext, bind_address
 from cohort.common.tracing.observed import traced
 from cohort.common.tracing.worker import WorkerSpans
 from cohort.common.transport.kv_link import KvLink
-from cohort.common.transport.open_links import open_links
-from cohort.common.transport.security import load_keys
-from cohort.common.transport.ucx_devices import UcxChoice
 from cohort.common.types import KvGeometry, Role, WorkerCapacity
 
 _SWITCH_INTERVAL_S = 2e-4
@@ -217,22 +215,21 @@ async def open_worker_links(
         context.log.info("no KV links: this placement moves no KV", placement=config.policies.placement)
         return {}
     endpoint = _data_endpoint(context)
-    bind, one_machine = bind_address(endpoint, config.endpoints.bind_host), exposure.stays_here(config)
-    keys_file, plain_allowed = str(config.security.curve_secret_key_file), config.transfer.plain_links_allowed
-    ucx = UcxChoice(config.transfer.ucx.tls, config.transfer.ucx.net_devices)
-    opened = open_links(
+    order = OpenLinks(
+        0,
         config.transfer.links,
-        zmq_bind=bind,
-        zmq_advertise=endpoint,
-        curve=load_keys(keys_file),
-        plain_allowed=plain_allowed,
-        one_machine=one_machine,
-        ucx=ucx,
+        bind_address(endpoint, config.endpoints.bind_host),
+        endpoint,
+        str(config.security.curve_secret_key_file),
+        config.transfer.plain_links_allowed,
+        exposure.stays_here(config),
+        config.transfer.ucx.tls,
+        config.transfer.ucx.net_devices,
     )
-    links = {link.name: link for link in opened}
+    links = {link.name: link for link in opened(order)}
     if followers is None:
         return links
-    order = OpenLinks(0, tuple(links), bind, endpoint, keys_file, plain_allowed, one_machine, ucx.tls, ucx.net_devices)
+    order = msgspec.structs.replace(order, names=tuple(links))
     common = await followers.open_links(order, on_network=endpoint.startswith("tcp://"))
     for name in [name for name in links if name not in common]:
         context.log.warning("KV link left out: not every rank of this worker has it", link=name)

@@ -158,12 +158,8 @@ def _worker(
     kv = compose.allocation(config, capacity.geometry, capacity.num_blocks, capacity.host_blocks)
     machine = _Watched(setup, compose.iteration(config), kv, random.Random(0))
     engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
-    return (
-        machine,
-        context,
-        worker_loop.WorkerLoop(context, host_of(runner), {}, machine, machine, None, engine),
-        engine,
-    )
+    loop = worker_loop.WorkerLoop(context, host_of(runner), {}, machine, machine, None, engine)
+    return machine, context, loop, engine
 
 
 def _requests(runner: ModelRunner, rows: int, prompt: int, output: int) -> list[Message]:

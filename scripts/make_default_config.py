@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import yaml
 
-from cohort.common.config import CONFIGS_DIR, Config, policies, root, serving
+from cohort.common.config import CONFIGS_DIR, Config, gateway, policies, root, serving
 
 TARGET = CONFIGS_DIR / "default.yaml"
 WIDTH = 118
@@ -98,7 +98,7 @@ def _own_docstring(struct: type) -> str:
 def _field_comments() -> dict[tuple[str, str], str]:
     """(class, field) → the comment behind the field in the source, or on the lines above where that is too long."""
     found = {}
-    for module in (serving, policies, root):
+    for module in (gateway, serving, policies, root):
         source = Path(module.__file__).read_text(encoding="utf-8")
         comments = {
             token.start[0]: token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cohort.common.config.gateway import BatchConfig, GatewayConfig, KeysConfig, ResponsesConfig
 from cohort.common.config.kinds import Section
 from cohort.common.config.policies import (
     AlignedServeConfig,
@@ -14,11 +15,8 @@ from cohort.common.config.policies import (
     PolicyConfig,
 )
 from cohort.common.config.serving import (
-    BatchConfig,
     EndpointsConfig,
     EngineConfig,
-    GatewayConfig,
-    KeysConfig,
     KvConfig,
     LoggingConfig,
     ManagerConfig,
@@ -28,7 +26,6 @@ from cohort.common.config.serving import (
     PlannerConfig,
     PredictorConfig,
     RecordingConfig,
-    ResponsesConfig,
     SecurityConfig,
     SpeculationConfig,
     TracingConfig,

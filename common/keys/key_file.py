@@ -26,7 +26,7 @@ from typing import Annotated
 
 import msgspec
 
-from cohort.common.config.serving import KeyLimits
+from cohort.common.config.gateway import KeyLimits
 from cohort.common.errors import ConfigError
 from cohort.common.types import TrafficClass
 

@@ -1,0 +1,153 @@
+"""Sections of the gateway: HTTP, API keys, batch jobs and kept answers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from cohort.common.config.kinds import Fraction, NotNegative, NotNegativeSeconds, Port, Positive, Seconds, Section
+
+
+class GatewayConfig(Section, frozen=True):
+    host: str = "127.0.0.1"  # address clients connect to; 0.0.0.0 = every interface
+    port: Port = 8000  # port clients connect to; 0 = any free one, chosen by the launcher
+    # gateway processes that listen on that port side by side; each owns the requests of the connections it is given and
+    # has an equal part of what may wait, be open or be uploaded; limits of keys hold for all together
+    processes: Positive = 1
+    # accepted bearer tokens; empty = open; `env:NAME` reads a variable. /health, /ready, /version, /metrics need none
+    api_keys: tuple[str, ...] = ()
+    tls_cert: str = ""  # certificate with its chain, a PEM file: clients come by https; read again when it changes
+    tls_key: str = ""  # its key, a PEM file without a passphrase; both or none
+    open: bool = False  # true: `host` may be reachable from other machines although no api_keys are set
+    max_waiting_requests: Positive = 4096  # not yet placed; beyond: 429
+    max_waiting_tokens: Positive = 4_000_000  # prompt + predicted output of those
+    max_n: Positive = 128  # choices per request
+    # longest request body, a line of a batch too; a megabyte may take the event loop 5 ms; beyond: 413
+    max_body_bytes: Positive = 4_194_304
+    predictor_wait_s: Seconds = 0.005  # the longest a request waits for its prediction
+    default_prediction_tokens: Positive = 256  # mean when the predictor is silent
+    default_max_tokens: NotNegative = 0  # chat completions without max_tokens; 0 = what the context leaves
+    default_class: Literal["rt", "be"] = "rt"  # of a request that names none: rt = real-time, be = best-effort
+    rt_ttft_slo_s: Seconds = 2.0  # TTFT target of a real-time request that names none
+    rt_tpot_slo_s: Seconds = 0.2  # seconds between two tokens, likewise
+    request_timeout_s: Seconds = 3600.0  # the longest a request may live, queueing included
+    max_attempts: Positive = 8  # placements before a request fails with 503
+    write_timeout_s: Seconds = 60.0  # a client that takes nothing of its answer for so long is given up
+    drain_s: Seconds = 30.0  # on SIGTERM: the longest to wait for running requests
+    body_timeout_s: Seconds = 30.0  # a body of which nothing arrives for so long is given up (408)
+    body_deadline_s: Seconds = 120.0  # a body that is not complete after so long is given up (408)
+    max_bodies_bytes: Positive = 536_870_912  # bodies in flight together, read or parsed but not accepted; beyond: 429
+    # of max_waiting_requests and max_waiting_tokens for one API key where there are several; beyond: 429
+    owner_share: Fraction = 0.5
+    # of a body: free; clamp = to 0 and above: it may let others pass, not pass them; ignore; auto = clamp with keys
+    priorities: Literal["auto", "free", "clamp", "ignore"] = "auto"
+    # names that Host and a browser's Origin may have besides localhost; empty: any Host, but none more on open loopback
+    allowed_hosts: tuple[str, ...] = ()
+    template_cpu_s: Seconds = 5.0  # processor time of the model's chat template for one request; beyond: 400
+    template_memory_bytes: Positive = 536_870_912  # of a process that renders chats; of a prompt: 1/8; beyond: 400
+    # as JSON, of what binds an answer: one schema, regular expression or grammar, or the tools of a chat; beyond: 400
+    max_grammar_bytes: Positive = 65_536
+    grammar_cpu_s: Seconds = 0.5  # processor time to compile one; beyond: 400
+    grammar_memory_bytes: Positive = 536_870_912  # of the process that compiles them; beyond: 400
+    max_tools: Positive = 128  # of one chat
+    # choices of one request, all its prompts together, half of engine.max_rows by default; beyond: 400, as below
+    max_choices: Positive = 128
+    max_messages: Positive = 4096  # of one chat
+    max_metadata_keys: Positive = 64  # of the metadata that is taken and left unread
+    max_nesting: Positive = 32  # lists and objects within each other in a body
+    max_logit_biases: Positive = 1024  # tokens in one logit_bias
+    max_stop_length: Positive = 256  # characters of one stop string
+    max_stop_characters: Positive = 1024  # of all stop strings of a request
+    # units of one request: choices × (64 + prompt + max_tokens × (1 + log-probabilities)), echo and biases beside
+    max_request_work: Positive = 524_288
+    # such units of all open requests beyond one plain answer each: bounds the gateway's memory; beyond: 429
+    max_open_work: Positive = 786_432
+    # a stream whose client asked for it can be resumed within so long after its connection broke; 0 = none can
+    resume_s: NotNegativeSeconds = 120.0
+    # database of such streams; "" = inside the cache folder; gateways of a box may share one
+    resume_file: str = ""
+    resume_bytes: Positive = 268_435_456  # of it; beyond: streams without a token to resume
+
+    # Bounds of several processes are divided: none of them sees what the others hold, and together they keep the bound.
+
+    @property
+    def of_all(self) -> str:
+        """For messages, behind a divided bound."""
+        return "" if self.processes == 1 else f", this gateway's of {self.processes}"
+
+    @property
+    def own_waiting_requests(self) -> int:
+        """What `max_waiting_requests` leaves to each process; together they may exceed it by rounding."""
+        return -(-self.max_waiting_requests // self.processes)
+
+    @property
+    def own_waiting_tokens(self) -> int:
+        return -(-self.max_waiting_tokens // self.processes)
+
+    @property
+    def own_bodies_bytes(self) -> int:
+        """At least one of the largest bodies."""
+        largest = min(self.max_body_bytes, self.max_bodies_bytes)
+        return max(largest, -(-self.max_bodies_bytes // self.processes))
+
+    @property
+    def own_open_work(self) -> int:
+        """At least one of the largest requests, as far as one may be open at all."""
+        largest = min(self.max_request_work, self.max_open_work)
+        return max(largest, -(-self.max_open_work // self.processes))
+
+
+class KeyLimits(Section, frozen=True):
+    """Of one key; 0 = no limit. Beyond: 429."""
+
+    requests_per_minute: NotNegative = 0  # that generate; lines of batches count as best-effort
+    tokens_per_minute: NotNegative = 0  # prompt and completion
+    tokens_per_day: NotNegative = 0  # likewise; a day of UTC
+    concurrent_requests: NotNegative = 0  # open at once
+
+
+class KeysConfig(Section, frozen=True):
+    """API keys in a file (`cohort keys add`), the limits of every key that names none of its own, and how keys share
+    the cluster. Limits hold for `gateway.api_keys` too, and for all gateway processes of a port together."""
+
+    file: str = ""  # of `cohort keys`; read again when it changes; "" = `gateway.api_keys` alone
+    reload_s: Seconds = 1.0  # between two looks at the file: a revoked key works for so long
+    # database of what each key used; "" = inside the cache folder; gateways may share one
+    usage_file: str = ""
+    usage_days: Positive = 400  # how long it is kept
+    # where several keys ask: the cluster's work by their weights while they wait; false = in the scheduler's order
+    fair_sharing: bool = True
+    # keys with series of their own in cohort_key_slo_requests_total, the rest are "other"; 0 = no such metric
+    slo_metric_keys: NotNegative = 100
+    rt: KeyLimits = KeyLimits()
+    be: KeyLimits = KeyLimits()
+
+
+class BatchConfig(Section, frozen=True):
+    """Files and batch jobs of the gateway (/v1/files, /v1/batches), kept on its disk."""
+
+    folder: str = ""  # database and files, for the gateways of one port; "" = one per port inside the cache folder
+    concurrency: Positive = 128  # lines of all batches in work at once
+    max_file_bytes: Positive = 209_715_200  # one uploaded file; beyond: 413
+    max_lines: Positive = 50_000  # requests in one batch; beyond: the batch fails
+    max_unfinished: Positive = 256  # batches not ended; beyond: 429
+    max_batches: Positive = 10_000  # of one API key, ended ones included; beyond: the oldest that ended is forgotten
+    max_files: Positive = 10_000  # files of one API key; beyond: no uploads (507)
+    max_uploads: Positive = 64  # files being uploaded at once; beyond: 429
+    storage_bytes: Positive = 21_474_836_480  # files and results together; beyond: no uploads (507), no further lines
+    owner_share: Fraction = 0.5  # of max_unfinished, max_uploads, storage_bytes for one API key where there are several
+    retention_s: Seconds = 2_592_000.0  # files and ended batches are deleted after so long
+    # the disk refuses a batch's output for so long: it has failed; its results stay, and the next start writes them
+    output_timeout_s: Seconds = 3600.0
+    upload_idle_s: Seconds = 60.0  # an upload that sends nothing, or too little, for so long is given up (408)
+    upload_bytes_per_s: Positive = 1024  # what is too little
+    upload_timeout_s: Seconds = 3600.0  # the longest an upload may take; beyond: 408
+
+
+class ResponsesConfig(Section, frozen=True):
+    """Answers of /v1/responses that are kept for `previous_response_id` and to be read again, in the folder of batches.
+    Beyond a limit the oldest go first: of the API key that exceeds its share, else of the one with the most bytes."""
+
+    max_responses: NotNegative = 10_000  # 0 = none is kept
+    storage_bytes: Positive = 1_073_741_824  # with the items they were made from
+    owner_share: Fraction = 0.5  # of both for one API key where there are several
+    retention_s: Seconds = 2_592_000.0  # deleted after so long

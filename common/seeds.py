@@ -42,6 +42,8 @@ _TCP = "tcp://"
 _SEED = "seed"
 _NAMED = (MANAGER, PREDICTOR, MONITOR, *STANDBY_MANAGERS)
 _ANSWERING_ROLES = ("bucketing_manager", "global_monitor")
+SEEK_S = 60.0
+"""The longest that a process waits at its start for addresses that it needs."""
 _ASK_S = 0.2
 """Between two questions while an address is missing."""
 _AGAIN_S = 2.0
@@ -103,7 +105,7 @@ def seeds_of(endpoints: EndpointsConfig) -> list[tuple[str, int]]:
 
 async def with_own_inbox(config: Config, role: str, instance: str, run_dir: Path) -> Config:
     """With seeds: where the configuration names no inbox for this process, one on any port. Without: what the address
-    book says, if there is one. Raises `ConfigError` where no seed has an address within `endpoints.seek_s`."""
+    book says, if there is one. Raises `ConfigError` where no seed has an address within `SEEK_S`."""
     if not config.endpoints.seeds:
         return located(config, run_dir)
     host = await _own_host(config)
@@ -153,7 +155,7 @@ async def _own_host(config: Config) -> str:
     """Under which others dial this process: `endpoints.host`, the variable COHORT_HOST, or the address from which this
     machine reaches a seed."""
     named = config.endpoints.host or os.environ.get(HOST_VARIABLE, "")
-    deadline_s = asyncio.get_running_loop().time() + config.endpoints.seek_s
+    deadline_s = asyncio.get_running_loop().time() + SEEK_S
     while not named:
         for address in await _resolved(seeds_of(config.endpoints)):
             family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -179,7 +181,7 @@ async def _resolved(seeds: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
 @contextlib.asynccontextmanager
 async def seek(config: Config, role: str, run_dir: Path, bus: ZmqBus) -> AsyncIterator[Config]:
     """Within, the run folder's address book is kept up, and the configuration says where the others are that this
-    process dials. `bus`: its inbox. Raises `ConfigError` when nobody names them within `endpoints.seek_s`."""
+    process dials. `bus`: its inbox. Raises `ConfigError` when nobody names them within `SEEK_S`."""
     if not config.endpoints.seeds:
         yield config
         return
@@ -215,9 +217,8 @@ class _Seeker:
     async def found(self, running: asyncio.Task[None]) -> None:
         """`running`: `run`, whose error is raised here."""
         complete = asyncio.create_task(self._complete.wait())
-        seek_s = self._endpoints.seek_s
         try:
-            await asyncio.wait({complete, running}, timeout=seek_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({complete, running}, timeout=SEEK_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             complete.cancel()
         if running.done():
@@ -225,7 +226,7 @@ class _Seeker:
         if not self._complete.is_set():
             lacking = ", ".join(self._known.lacks(self._wanted))
             seeds = ", ".join(f"{host}:{port}" for host, port in self._seeds)
-            raise ConfigError(f"endpoints.seeds: {seeds} did not name {lacking} within {seek_s:g} s")
+            raise ConfigError(f"endpoints.seeds: {seeds} did not name {lacking} within {SEEK_S:g} s")
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:

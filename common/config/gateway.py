@@ -23,14 +23,12 @@ class GatewayConfig(Section, frozen=True):
     max_n: Positive = 128  # choices per request
     # longest request body, a line of a batch too; a megabyte may take the event loop 5 ms; beyond: 413
     max_body_bytes: Positive = 4_194_304
-    predictor_wait_s: Seconds = 0.005  # the longest a request waits for its prediction
     default_prediction_tokens: Positive = 256  # mean when the predictor is silent
     default_max_tokens: NotNegative = 0  # chat completions without max_tokens; 0 = what the context leaves
     default_class: Literal["rt", "be"] = "rt"  # of a request that names none: rt = real-time, be = best-effort
     rt_ttft_slo_s: Seconds = 2.0  # TTFT target of a real-time request that names none
     rt_tpot_slo_s: Seconds = 0.2  # seconds between two tokens, likewise
     request_timeout_s: Seconds = 3600.0  # the longest a request may live, queueing included
-    max_attempts: Positive = 8  # placements before a request fails with 503
     write_timeout_s: Seconds = 60.0  # a client that takes nothing of its answer for so long is given up
     drain_s: Seconds = 30.0  # on SIGTERM: the longest to wait for running requests
     body_timeout_s: Seconds = 30.0  # a body of which nothing arrives for so long is given up (408)
@@ -38,8 +36,6 @@ class GatewayConfig(Section, frozen=True):
     max_bodies_bytes: Positive = 536_870_912  # bodies in flight together, read or parsed but not accepted; beyond: 429
     # of max_waiting_requests and max_waiting_tokens for one API key where there are several; beyond: 429
     owner_share: Fraction = 0.5
-    # of a body: free; clamp = to 0 and above: it may let others pass, not pass them; ignore; auto = clamp with keys
-    priorities: Literal["auto", "free", "clamp", "ignore"] = "auto"
     # names that Host and a browser's Origin may have besides localhost; empty: any Host, but none more on open loopback
     allowed_hosts: tuple[str, ...] = ()
     template_cpu_s: Seconds = 5.0  # processor time of the model's chat template for one request; beyond: 400
@@ -110,14 +106,10 @@ class KeysConfig(Section, frozen=True):
     the cluster. Limits hold for `gateway.api_keys` too, and for all gateway processes of a port together."""
 
     file: str = ""  # of `cohort keys`; read again when it changes; "" = `gateway.api_keys` alone
-    reload_s: Seconds = 1.0  # between two looks at the file: a revoked key works for so long
     # database of what each key used; "" = inside the cache folder; gateways may share one
     usage_file: str = ""
-    usage_days: Positive = 400  # how long it is kept
     # where several keys ask: the cluster's work by their weights while they wait; false = in the scheduler's order
     fair_sharing: bool = True
-    # keys with series of their own in cohort_key_slo_requests_total, the rest are "other"; 0 = no such metric
-    slo_metric_keys: NotNegative = 100
     rt: KeyLimits = KeyLimits()
     be: KeyLimits = KeyLimits()
 

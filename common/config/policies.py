@@ -86,7 +86,6 @@ class CohortConfig(Section, frozen=True):
     longest_step_s: Seconds = 0.2
     least_prefill: Positive = 16  # prompt tokens in every iteration that prompts wait for, whatever decodes take
     refuse_late: Literal["named", "all", "none"] = "named"  # 429 where no worker keeps a TTFT: to those that named it
-    kv_bytes_per_s: Annotated[float, msgspec.Meta(gt=0)] = 2.0e10  # between workers: what a split costs
     ablation: CohortAblation = CohortAblation()
 
 

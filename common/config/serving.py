@@ -43,8 +43,6 @@ class ManagerConfig(Section, frozen=True):
 
 
 class MonitorConfig(Section, frozen=True):
-    heartbeat_s: Seconds = 0.5  # seconds between two heartbeats of a process
-    history_s: Seconds = 900.0  # what the live page can show
     host: str = "127.0.0.1"  # of the live page and the aggregated /metrics
     port: Port = 8001  # port of both; 0 = any free one, chosen by the launcher
     allowed_hosts: tuple[str, ...] = ()  # as gateway.allowed_hosts, of the live page
@@ -130,9 +128,7 @@ class TransferConfig(Section, frozen=True):
         "zmq",
     )  # best first; one not installed is skipped with a warning
     plain_links_allowed: bool = False  # with a CURVE key: KV may also take links that do not encrypt it (ucx, nixl)
-    checksum: Literal["off", "crc32"] = "crc32"  # of the bytes of every run, compared on arrival
     run_timeout_s: Seconds = 5.0  # the longest one run may take on the link
-    runs_at_once: Positive = 16  # of one transfer on the link, at either end
     ucx: UcxConfig = UcxConfig()
     ablation: TransferAblation = TransferAblation()
 
@@ -148,8 +144,6 @@ class EngineConfig(Section, frozen=True):
     prefill_chunk: Positive = 512
     # continuous_batching, slo_batching: prompts as they came, or by who can still keep its TTFT (section `cohort`)
     prompt_order: Literal["fcfs", "cohort"] = "fcfs"
-    # prompt tokens in one iteration where the prompt's own log-probabilities are wanted; one such prompt at a time
-    scored_step_tokens: Annotated[int, msgspec.Meta(ge=16)] = 64
     plan_ahead: bool = True  # a decode step is planned and begun behind the one that runs, where its rows are certain
     preemption: Literal["swap", "recompute"] = "recompute"  # of a preempted request's KV: to host memory, or again
     # a position gets the same bits in every batch, as prompt, drafted or decode row, on a GPU too, where it costs time;
@@ -163,7 +157,6 @@ class EngineConfig(Section, frozen=True):
     claim_dir: str = ""
     claim_wait_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 10.0  # the longest a worker waits for a GPU's share
     max_loras: Positive = 8  # LoRA adapters that a worker holds at once; the one not used for longest goes first
-    max_lora_rank: Positive = 64  # of one adapter; a larger one is refused at start
     drain_s: Seconds = 30.0  # on SIGTERM: the longest to finish what runs
     # workers: hosts: the longest that rank 0 and the ranks of other hosts wait for each other
     rank_join_s: Seconds = 300.0
@@ -212,9 +205,6 @@ class SpeculationConfig(Section, frozen=True):
     mode: Literal["auto", "off", "lookup", "recent", "model"] = "auto"
     # expected tokens of one row in an iteration; how many it has is decided by what they bring, none under load
     max_drafts: Annotated[int, msgspec.Meta(ge=1, le=64)] = 8
-    # recent: tokens of answers that a worker remembers of one API key and adapter, of about 600 bytes each
-    answer_tokens: Annotated[int, msgspec.Meta(ge=64)] = 8192
-    answer_keys: Positive = 16  # so remembered; the least recently used goes first
     # model: folder of the smaller model, with the same vocabulary, or of an EAGLE head; "" = the module that
     # DeepSeek-V3's checkpoints bring; modules on a processor only
     draft_model: str = ""
@@ -249,7 +239,6 @@ class EndpointsConfig(Section, frozen=True):
     # several hosts: where monitor and managers tell addresses, tcp://NAME:PORT, env:VARIABLE; docs/guide/seeds.md
     seeds: tuple[str, ...] = ()
     host: str = ""  # with seeds: where others dial this process; "" = COHORT_HOST, else the address that faces a seed
-    seek_s: Seconds = 60.0  # with seeds: the longest a process waits at its start for addresses that it needs
 
 
 class SecurityConfig(Section, frozen=True):
@@ -286,5 +275,3 @@ class TracingConfig(Section, frozen=True):
 
     endpoint: str = ""  # of a collector, OTLP over HTTP: http://HOST:4318/v1/traces; "" = no traces
     sample: Fraction = 1.0  # share of the requests without a traceparent that are traced
-    queue_spans: Positive = 8192  # of one process, waiting to be exported; beyond: dropped, and counted
-    timeout_s: Seconds = 5.0  # the longest one export may take

@@ -17,6 +17,8 @@ from cohort.common import paths
 from cohort.common.errors import ConfigError
 from cohort.common.sqlite_file import opened, opened_to_read, transaction
 
+KEPT_DAYS = 400
+"""A year, and the month that is billed after it."""
 VERSION = 2
 """1 had nothing of SLOs."""
 _SCHEMA = """

@@ -97,6 +97,7 @@ __all__ = [
 
 LoopKind = Literal["auto", "asyncio", "uvloop"]
 
+HEARTBEAT_S = 0.5
 DRAIN_MARGIN_S = 3.0  # beyond a service's own drain time, before its build is cancelled
 CANCEL_S = 3.0  # the longest a cancelled build may take to clean up
 EXIT_NO_DEVICE = 75  # every share of every GPU is taken (EX_TEMPFAIL: the same start may succeed later)
@@ -482,7 +483,7 @@ class _Service:
         return f"http://{named_host(self._config.metrics.advertise_host or host)}:{listener.getsockname()[1]}/metrics"
 
     async def _heartbeat(self, context: ServiceContext, bus: ZmqBus) -> None:
-        """Every `monitor.heartbeat_s`; a monitor that is away costs nothing."""
+        """Every `HEARTBEAT_S`; a monitor that is away costs nothing."""
         if self._role == "global_monitor":
             return  # it knows itself
         bus.connect(MONITOR, context.endpoint_of("monitor"), high_water_messages=FAREWELL_QUEUE_MESSAGES)
@@ -511,8 +512,8 @@ class _Service:
                         warnings=context.warnings(),
                     ),
                 )
-            due_s = loop.time() + self._config.monitor.heartbeat_s
-            await asyncio.sleep(self._config.monitor.heartbeat_s)
+            due_s = loop.time() + HEARTBEAT_S
+            await asyncio.sleep(HEARTBEAT_S)
 
     def _say_farewell(self, context: ServiceContext, bus: ZmqBus) -> None:
         if self._role != "global_monitor":

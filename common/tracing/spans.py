@@ -34,7 +34,11 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span, Tracer
 
+QUEUE_SPANS = 8192
+"""Of one process, waiting to be exported; beyond: dropped, and counted."""
 BATCH_SPANS = 512
+EXPORT_S = 5.0
+"""The longest that one export may take."""
 EXPORT_EVERY_S = 1.0
 END_S = 2.0
 """At the end of the process: the longest to export what is left."""
@@ -158,7 +162,7 @@ class Tracing:
         self._sample = config.sample
         self._random = random.Random()
         self._offset_s = _offset_s(clock)
-        self.queue = SpanQueue(exporter, config.queue_spans, metrics, log)
+        self.queue = SpanQueue(exporter, QUEUE_SPANS, metrics, log)
         provider = TracerProvider(
             sampler=ALWAYS_ON,  # the gateway has decided
             resource=Resource.create(dict(resource)),
@@ -256,7 +260,7 @@ def _otlp_exporter(config: TracingConfig) -> SpanExporter:
         ) from error
     if not config.endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"tracing.endpoint: {config.endpoint!r} is no address; write http://HOST:4318/v1/traces")
-    return OTLPSpanExporter(endpoint=config.endpoint, timeout=config.timeout_s)
+    return OTLPSpanExporter(endpoint=config.endpoint, timeout=EXPORT_S)
 
 
 def _offset_s(clock: Clock) -> float:

@@ -1,7 +1,7 @@
 """`cohort keys add | list | show | set | revoke | usage`: the API keys of clients, and what they used.
 
 Edits the file that `keys.file` of a gateway's configuration names (`keys/key_file.py`); gateways see a change within
-`keys.reload_s`. A key is printed once, by `add`: no file holds it. Called by `keys.py`.
+a second. A key is printed once, by `add`: no file holds it. Called by `keys.py`.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _set(options: argparse.Namespace) -> int:
 def _revoke(options: argparse.Namespace) -> int:
     with editing(options.file) as held:
         held[0], key = revoked(held[0], options.name, int(time.time()))
-    sys.stdout.write(f"{key.name} ({key.id}) is revoked; gateways refuse it within keys.reload_s\n")
+    sys.stdout.write(f"{key.name} ({key.id}) is revoked; gateways refuse it within a second\n")
     return 0
 
 

@@ -59,7 +59,6 @@ async def build(context: ServiceContext) -> None:
         app = application(
             exporter,
             monitor.read_state,
-            max_history_s=config.monitor.history_s,
             instance=context.instance,
             guard=guard,
             feed=LiveFeed(monitor.looking, monitor.read_live),

@@ -28,6 +28,7 @@ from cohort.services.global_monitor.demand import Counters, Demand
 
 MAX_INSTANCES = 1000  # more names than that is a mistake somewhere, not a pipeline
 MAX_EVENTS = 200
+HISTORY_S = 900.0  # what the live page can show
 
 
 class Status(enum.StrEnum):
@@ -89,7 +90,7 @@ _COUNTED = ("requests_total", "finished_total", "prompt_tokens_total", "generati
 class Cluster:
     """All processes, the demand, recent events and samples."""
 
-    def __init__(self, *, silence_s: float, history_s: float, sample_every_s: float = 1.0) -> None:
+    def __init__(self, *, silence_s: float, history_s: float = HISTORY_S, sample_every_s: float = 1.0) -> None:
         self.processes: dict[InstanceId, Process] = {}
         self.demand = Demand()
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)

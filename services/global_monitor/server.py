@@ -21,6 +21,7 @@ from cohort.common.http.browsers import BrowserGuard
 from cohort.common.http.http_server import refuse_foreign_pages
 from cohort.common.http.static_pages import SECURITY_HEADERS, page_routes
 from cohort.common.process.metrics import CONTENT_TYPE
+from cohort.services.global_monitor.aggregate import HISTORY_S
 from cohort.services.global_monitor.exporter import Exporter
 from cohort.services.global_monitor.feed import LiveFeed
 from cohort.services.global_monitor.page import ClusterState
@@ -37,7 +38,6 @@ def application(
     exporter: Exporter,
     read_state: Callable[[float], ClusterState],
     *,
-    max_history_s: float,
     instance: str,
     guard: BrowserGuard,
     feed: LiveFeed,
@@ -49,7 +49,7 @@ def application(
             history_s = float(request.query.get("history_s", "120"))
         except ValueError:
             raise web.HTTPBadRequest(text="history_s must be a number of seconds\n") from None
-        body = msgspec.json.encode(read_state(min(max(0.0, history_s), max_history_s)))
+        body = msgspec.json.encode(read_state(min(max(0.0, history_s), HISTORY_S)))
         return web.Response(body=body, content_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def metrics(_: web.Request) -> web.Response:

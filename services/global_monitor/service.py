@@ -26,8 +26,7 @@ from cohort.services.global_monitor.looking import Looking
 from cohort.services.global_monitor.page import ClusterState, state
 from cohort.services.global_monitor.planner import Planner, planner_state
 
-MISSED_HEARTBEATS = 6  # a process that has missed so many is reported as down
-LEAST_SILENCE_S = 3.0
+SILENCE_S = 3.0  # six heartbeats: a process that has missed so many is reported as down
 _LIVE_HISTORY_S = 300.0
 PUSH_INTERVAL_S = 0.5  # figures to the manager, which ignores them when they are several seconds old
 
@@ -47,8 +46,7 @@ class GlobalMonitor:
         instance: str,
         incarnation: int,
     ) -> None:
-        silence_s = max(LEAST_SILENCE_S, MISSED_HEARTBEATS * config.monitor.heartbeat_s)
-        self.cluster = Cluster(silence_s=silence_s, history_s=config.monitor.history_s)
+        self.cluster = Cluster(silence_s=SILENCE_S)
         self._config = config
         self._bus = bus
         self._clock = clock

@@ -52,7 +52,7 @@ def check_adapters(config: Config, model: Path) -> None:
     """Raises `ModelError` naming option, file and tensor for a LoRA adapter that a worker would refuse."""
     if config.model.lora:
         base = config.model.served_name or model.name
-        check_lora(config.model.lora, read_geometry(model), config.engine.max_lora_rank, base)
+        check_lora(config.model.lora, read_geometry(model), base)
 
 
 def check_exposure(config: Config) -> None:

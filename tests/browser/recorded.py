@@ -184,7 +184,6 @@ async def served(recorded: Recorded) -> AsyncIterator[str]:
     app = application(
         NoExporter(),  # type: ignore[arg-type]
         monitor.read_state,
-        max_history_s=900.0,
         instance="monitor",
         guard=guard,
         feed=feed,

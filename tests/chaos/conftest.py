@@ -17,14 +17,7 @@ from tests.e2e.pipeline import START_TIMEOUT_S, Pipeline
 from tests.e2e.tiny_models import qwen2, save
 from tests.services.gateway.tiny_model import EOS, TEMPLATE, byte_level
 
-HEARTBEAT_S = 0.2
-"""Tests wait for what heartbeats say; a silent process still counts as down after three seconds."""
-COMMON = {
-    "engine": {"threads": 1},
-    "kv": {"memory_bytes": 64 << 20, "host_memory_bytes": 0},
-    "monitor": {"heartbeat_s": HEARTBEAT_S},
-    "predictor": UNLEARNED,
-}
+COMMON = {"engine": {"threads": 1}, "kv": {"memory_bytes": 64 << 20, "host_memory_bytes": 0}, "predictor": UNLEARNED}
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ import pytest
 
 from cohort.common.http.ports import free_port
 from cohort.services.bench.chaos.report import RESTARTED, UNDISTURBED, Document
-from tests.chaos.conftest import HEARTBEAT_S
 from tests.examples import nightly
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
@@ -32,7 +31,7 @@ def test_a_rolling_restart_and_a_killed_gateway_lose_nothing_that_another_proces
     """Two gateways: of the one that is killed only its own plain streams may fail. Then all processes in turn."""
     words = ("--kill", "gateway", "--rolling-restart", "--clients", "2", "--requests", "30")
     # A predictor that ends while it trains waits for that, for seconds.
-    settings = ("gateway.processes=2", "predictor.min_observations=1000000000", f"monitor.heartbeat_s={HEARTBEAT_S}")
+    settings = ("gateway.processes=2", "predictor.min_observations=1000000000")
     found = chaos(tmp_path, *words, *(word for each in settings for word in ("--set", each)))
     undisturbed, killed, restarted = found.runs
     assert [undisturbed.broken, killed.broken, restarted.broken] == [UNDISTURBED, "gateway", RESTARTED]

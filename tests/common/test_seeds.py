@@ -8,11 +8,11 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cohort.common import seeds
 from cohort.common.address_book import follow_book, read_book
 from cohort.common.config import Config, EndpointsConfig, ManagerConfig, SecurityConfig
 from cohort.common.errors import ConfigError
@@ -94,7 +94,7 @@ class Process:
 async def test_they_find_one_another_and_who_moves_is_found_again(tmp_path: Path) -> None:
     generate_keys(tmp_path / "key")
     config = Config(
-        endpoints=EndpointsConfig(seeds=(f"tcp://localhost:{free_port()}",), seek_s=20.0),
+        endpoints=EndpointsConfig(seeds=(f"tcp://localhost:{free_port()}",)),
         security=SecurityConfig(curve_secret_key_file=str(tmp_path / "key")),
     )
     gateway = Process(config, "gateway", "gateway", tmp_path)
@@ -121,19 +121,19 @@ async def test_they_find_one_another_and_who_moves_is_found_again(tmp_path: Path
             assert book is not None and book.manager == manager.endpoint
 
 
-async def test_a_stranger_without_the_key_changes_nothing(tmp_path: Path) -> None:
+async def test_a_stranger_without_the_key_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generate_keys(tmp_path / "key")
-    endpoints = EndpointsConfig(seeds=(f"tcp://127.0.0.1:{free_port()}",), seek_s=20.0)
+    endpoints = EndpointsConfig(seeds=(f"tcp://127.0.0.1:{free_port()}",))
     config = Config(endpoints=endpoints, security=SecurityConfig(curve_secret_key_file=str(tmp_path / "key")))
     monitor = Process(config, "global_monitor", "monitor", tmp_path)
     manager = Process(config, "bucketing_manager", "manager", tmp_path)
-    hasty = msgspec.structs.replace(endpoints, seek_s=0.7)
-    stranger = Process(Config(endpoints=hasty), "bucketing_manager", "manager", tmp_path / "..")
+    stranger = Process(Config(endpoints=endpoints), "bucketing_manager", "manager", tmp_path / "..")
     stranger.run_dir = tmp_path / "stranger"
     stranger.run_dir.mkdir()
     async with contextlib.AsyncExitStack() as stack:
         both = (stack.enter_async_context(each.there()) for each in (monitor, manager))
         await asyncio.gather(*both)
+        monkeypatch.setattr(seeds, "SEEK_S", 0.7)
         with pytest.raises(ConfigError, match="did not name monitor"):
             async with stranger.there():
                 pass

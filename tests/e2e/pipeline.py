@@ -24,6 +24,7 @@ import msgspec
 from cohort.common.addresses import gateway_names, manager_names
 from cohort.common.config import Config, dump_config, load_config
 from cohort.common.http.ports import free_port
+from cohort.common.process.service import HEARTBEAT_S
 from cohort.common.types import Role
 from tests.e2e.forked import ForkedProcess, fork
 from tests.e2e.held_file import Hold, content, held_file, hold_file
@@ -298,7 +299,7 @@ class Pipeline:
                         return
                     beats += process["age_s"] < last_age_s
                     last_age_s = process["age_s"]
-            late = beats * self.config.monitor.heartbeat_s > timeout_s or time.monotonic() > deadline
+            late = beats * HEARTBEAT_S > timeout_s or time.monotonic() > deadline
             assert not late, f"{name}: {stat} is {value} after {beats} heartbeats, expected {at_least} or more"
             time.sleep(0.1)
 

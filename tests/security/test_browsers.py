@@ -187,7 +187,6 @@ async def page() -> AsyncIterator[TestClient[web.Request, web.Application]]:
     app = live_page.application(
         _NoExporter(),  # type: ignore[arg-type]
         state,
-        max_history_s=9.0,
         instance="monitor",
         guard=guard,
         feed=feed,

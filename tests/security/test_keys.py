@@ -13,7 +13,7 @@ import msgspec
 import openai
 import pytest
 
-from cohort.common.config import CONFIGS_DIR, Config, GatewayConfig
+from cohort.common.config import CONFIGS_DIR, Config
 from cohort.common.errors import RequestError
 from cohort.common.machines.effects import Admitted, Rejected
 from cohort.common.machines.events import Estimated, Offered
@@ -175,22 +175,10 @@ async def test_logs_and_recordings_name_no_key(open_site: OpenSite) -> None:  # 
 
 
 @pytest.mark.parametrize(
-    ("mode", "keys", "asked", "becomes"),
-    [
-        ("auto", (), -7, -7),
-        ("auto", ("k",), -7, 0),
-        ("auto", ("k",), 7, 7),
-        ("auto", KEYS, -(2**31), 0),
-        ("free", KEYS, -7, -7),
-        ("clamp", (), -7, 0),
-        ("clamp", (), 3, 3),
-        ("ignore", (), -7, 0),
-        ("ignore", KEYS, 7, 0),
-    ],
+    ("keys", "asked", "becomes"), [((), -7, -7), (("k",), -7, 0), (("k",), 7, 7), (KEYS, -(2**31), 0)]
 )
-def test_the_reach_of_a_priority(mode: Any, keys: tuple[str, ...], asked: int, becomes: int) -> None:
-    config = Config(gateway=GatewayConfig(priorities=mode))
-    assert Owners(config, keys).priority(asked) == becomes
+def test_the_reach_of_a_priority(keys: tuple[str, ...], asked: int, becomes: int) -> None:
+    assert Owners(Config(), keys).priority(asked) == becomes
 
 
 async def test_no_key_overtakes_the_others(open_site: OpenSite) -> None:  # noqa: F811

@@ -20,6 +20,7 @@ from cohort.common.engine.config.model_config import ModelGeometry
 from cohort.common.errors import ModelError
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
+MAX_RANK = 64
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000
 _DTYPES = ("F32", "F16", "BF16")
@@ -34,11 +35,10 @@ Slot = Literal["qkv", "attention_out", "gate_up", "down"]
 
 @dataclass(frozen=True, slots=True)
 class LoraOptions:
-    """Of a runner: folders by name, how many are held at once, the largest rank."""
+    """Of a runner: folders by name, and how many are held at once."""
 
     adapters: Mapping[str, str]
     held: int
-    max_rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def projections(geometry: ModelGeometry, layer: int) -> dict[str, Projection]:
     return found
 
 
-def check_lora(adapters: Mapping[str, str], geometry: ModelGeometry, max_rank: int, base: str = "") -> list[Checkpoint]:
+def check_lora(adapters: Mapping[str, str], geometry: ModelGeometry, base: str = "") -> list[Checkpoint]:
     """Every adapter of `model.lora`, checked against the base model. Raises `ModelError` naming option, file and
     tensor. `base`: the base model's name, which no adapter may have."""
     if adapters and geometry.family not in ("llama", "moe"):
@@ -126,10 +126,10 @@ def check_lora(adapters: Mapping[str, str], geometry: ModelGeometry, max_rank: i
             raise ModelError(f"model.lora: {name!r} is no name for an adapter: 1 to 128 printable characters")
         if name == base:
             raise ModelError(f"model.lora: {name!r} is the base model's name; give the adapter another")
-    return [read_checkpoint(name, Path(folder), geometry, max_rank) for name, folder in adapters.items()]
+    return [read_checkpoint(name, Path(folder), geometry) for name, folder in adapters.items()]
 
 
-def read_checkpoint(name: str, folder: Path, geometry: ModelGeometry, max_rank: int) -> Checkpoint:
+def read_checkpoint(name: str, folder: Path, geometry: ModelGeometry) -> Checkpoint:
     """Raises `ModelError` naming the file and the part that is not served or does not fit."""
     folder = folder.expanduser().absolute()
     if not folder.is_dir():
@@ -154,10 +154,8 @@ def read_checkpoint(name: str, folder: Path, geometry: ModelGeometry, max_rank: 
         for (layer, module), halves in sorted(pairs.items())
     ]
     for part in parts:
-        if part.rank > max_rank:
-            raise ModelError(
-                f"{file}: tensor {part.a} has rank {part.rank}; at most {max_rank} is served (engine.max_lora_rank)"
-            )
+        if part.rank > MAX_RANK:
+            raise ModelError(f"{file}: tensor {part.a} has rank {part.rank}; at most {MAX_RANK} is served")
     settings.check_complete(file, set(pairs), geometry)
     return Checkpoint(name, folder, tuple(parts), stamp)
 

@@ -451,7 +451,7 @@ class ModelRunner:
         """The adapters, checked, of which none is loaded yet; and what those held at once take at most."""
         if options.adapters and self.geometry.family == "moe" and self.device.type != "cpu":
             raise ModelError(f"model.lora: no adapters for {self.geometry.model_type} models on {self.device.type}")
-        checked = check_lora(options.adapters, self.geometry, options.max_rank)
+        checked = check_lora(options.adapters, self.geometry)
         store = LoraStore(checked, self.geometry, self.numbers, self.device, fixed=self.batch_invariant)
         return store, store.most_bytes(options.held)
 

@@ -22,7 +22,6 @@ from typing import TypeVar
 import structlog
 
 from cohort.common.clock import Clock
-from cohort.common.config import TransferConfig
 from cohort.common.engine.transfer.run_checksum import JOINED, of_ranks, ranks_of, sum_of
 from cohort.common.engine.transfer.transfer_memory import SLOT_BYTES, SLOTS, Message, RunMemory, Slots, Span
 from cohort.common.errors import BufferStranded, ChecksumMismatch, TransferError, TransferTimeout
@@ -38,6 +37,8 @@ _SCATTERED_BLOCKS = 4  # runs shorter than that on average are gathered
 # runs: at 64 KiB gathering takes half the time that single messages take, at 256 KiB as much, at 2 MiB a third more.
 _SCATTERED_BYTES = 256 * 1024
 _THREADS = 2
+RUNS_AT_ONCE = 16
+"""Of one transfer on the link, at either end."""
 _PATIENCE = 10.0
 """Deadlines of a run that the slowest may take while others of its peer arrive."""
 FIRST_WINDOW_BYTES = 8 << 20
@@ -60,12 +61,21 @@ class _Sending:
     message: Message
 
 
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """Bounds of an agent's runs; a test turns the sums off or makes them many."""
+
+    run_timeout_s: float
+    checksums: bool = True
+    runs_at_once: int = RUNS_AT_ONCE
+
+
 class TransferAgent:
     def __init__(
         self,
         links: Mapping[str, KvLink],
         memory: RunMemory,
-        options: TransferConfig,
+        options: TransferOptions,
         *,
         clock: Clock,
         metrics: TransferMetrics,
@@ -77,7 +87,7 @@ class TransferAgent:
         """`memory` has 2 · `SLOTS` slots: the first half is for sending, the second for receiving."""
         self._links = links
         self._memory = memory
-        self._checksums = options.checksum != "off"
+        self._checksums = options.checksums
         self._run_timeout_s = options.run_timeout_s
         self._runs_at_once = options.runs_at_once
         self._clock = clock

@@ -28,7 +28,7 @@ from cohort.common.engine.runner.lora_loader import LoraLoader
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.step.batch_builder import BatchBuilder
-from cohort.common.engine.transfer.transfer_agent import TransferAgent
+from cohort.common.engine.transfer.transfer_agent import TransferAgent, TransferOptions
 from cohort.common.engine.worker.engine_threads import EngineThreads, StepUnderWay
 from cohort.common.engine.worker.hosts import CpuHost
 from cohort.common.engine.worker.iteration_gaps import IterationGaps
@@ -125,7 +125,7 @@ class WorkerLoop:
         self._agent = TransferAgent(
             {name: GroupLink(link, memory) for name, link in links.items()},
             memory,
-            config.transfer,
+            TransferOptions(config.transfer.run_timeout_s),
             clock=context.clock,
             metrics=self._metrics.transfer,
             announce=self._send,
@@ -452,9 +452,7 @@ def _drafting(context: ServiceContext, runner: ModelRunner) -> Drafting | None:
     speculation = context.config.speculation
     if not speculation.drafts:
         return None
-    answers = None
-    if speculation.mode == "recent":
-        answers = AnswerMemory(speculation.answer_tokens, speculation.answer_keys)
+    answers = AnswerMemory() if speculation.mode == "recent" else None
     return Drafting(PromptLookup, speculation.max_drafts, answers, runner.drafter)
 
 

@@ -179,7 +179,7 @@ def load_runner(
         group = _group(setup, followers, own)
     options = msgspec.structs.replace(
         shared,
-        lora=LoraOptions(config.model.lora, config.engine.max_loras, config.engine.max_lora_rank),
+        lora=LoraOptions(config.model.lora, config.engine.max_loras),
         rounding=rounding_of(config.model.quantization),
         batch_invariant=config.engine.batch_invariant,
     )

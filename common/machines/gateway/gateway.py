@@ -88,22 +88,22 @@ class GatewaySettings:
     """`load_interval_s` is the manager's, by which its silence is told. SLO defaults are for real-time requests."""
 
     request_timeout_s: float
-    max_attempts: int
-    predictor_wait_s: float
     default_prediction_tokens: int
     rt_ttft_slo_s: float
     rt_tpot_slo_s: float
     load_interval_s: float
     drain_s: float
     stall_timeout_s: float = _STALL_TIMEOUT_S
+    max_attempts: int = 8
+    """Placements before a request fails with 503: where eight workers died under it, it is the cause."""
+    predictor_wait_s: float = 0.005
+    """The longest a request waits for its prediction."""
 
     @classmethod
     def of(cls, config: Config) -> GatewaySettings:
         gateway = config.gateway
         return cls(
             request_timeout_s=gateway.request_timeout_s,
-            max_attempts=gateway.max_attempts,
-            predictor_wait_s=gateway.predictor_wait_s,
             default_prediction_tokens=gateway.default_prediction_tokens,
             rt_ttft_slo_s=gateway.rt_ttft_slo_s,
             rt_tpot_slo_s=gateway.rt_tpot_slo_s,

@@ -71,7 +71,6 @@ class WorkerSettings(msgspec.Struct, frozen=True):
             piece_s=_PIECE_SHARE * transfer.run_timeout_s,
             default_prediction=float(config.gateway.default_prediction_tokens),
             chunked_transfer=transfer.ablation.chunked,
-            scored_step_tokens=config.engine.scored_step_tokens,
             max_loras=config.engine.max_loras,
             speculation=config.speculation,
         )

@@ -47,6 +47,8 @@ from cohort.common.types import InstanceId, KvGeometry, Request, RequestId, Segm
 _USEFUL = 64
 """Prompt tokens: where not even so many can be computed beside the decode rows in time, prompts get nowhere."""
 
+_UNMEASURED_BYTES_PER_S = 2.0e10
+"""Between two workers until a transfer was measured: one PCIe 4 link of 16 lanes."""
 _ADAPTER_LOAD_S = 0.2
 """What loading a LoRA adapter takes, as long as no worker has loaded one."""
 
@@ -404,7 +406,7 @@ class LeastTtft(Placement):
                 late_s = step_seconds(work.times, with_it) - min(work.strictest_s, wanted.known.tpot_s)
                 homes.append((candidate, late_s))
         sender, nbytes = best.view.instance, tokens * best.view.capacity.geometry.token_bytes
-        unmeasured_s = nbytes / self._options.kv_bytes_per_s
+        unmeasured_s = nbytes / _UNMEASURED_BYTES_PER_S
 
         def transfer_s(candidate: Candidate) -> float:
             receiver = candidate.view.instance

@@ -174,7 +174,7 @@ _LOSSES: Sequence[tuple[str, str, str]] = (
     (
         "cohort_trace_spans_dropped_total",
         "spans of traces were dropped",
-        "the collector at tracing.endpoint; tracing.queue_spans",
+        "the collector at tracing.endpoint; a smaller tracing.sample",
     ),
 )
 

@@ -25,7 +25,7 @@ from aiohttp.typedefs import Handler, Middleware
 from cohort.common.clock import Clock
 from cohort.common.config import Config
 from cohort.common.errors import RequestError
-from cohort.common.keys.key_usage import Amounts, UsageRow
+from cohort.common.keys.key_usage import KEPT_DAYS, Amounts, UsageRow
 from cohort.common.process.metrics import MetricFactory
 from cohort.common.types import TrafficClass
 from cohort.services.gateway.batches.batch_files import BatchFolder
@@ -43,6 +43,8 @@ USAGE_PATH = "/v1/usage"
 _NO_GENERATION = ("/v1/files", "/v1/batches")
 """What is posted here generates nothing by itself."""
 _DEFAULT_DAYS = 30
+SLO_KEYS = 100
+"""Keys with series of their own in cohort_key_slo_requests_total: each has up to twelve."""
 OTHER_KEYS = "other"
 """Stands for the keys without series of their own."""
 _LEASE = web.RequestKey("key_lease", Lease)
@@ -55,16 +57,15 @@ class UsageList(msgspec.Struct, frozen=True):
 
 
 class KeyMetrics:
-    """By the key's name: as many as there are keys; of SLOs, which have several series each, for `slo_keys` at most."""
+    """By the key's name: as many as there are keys; of SLOs, which have several series each, for `SLO_KEYS` at most."""
 
-    def __init__(self, make: MetricFactory, slo_keys: int) -> None:
+    def __init__(self, make: MetricFactory) -> None:
         by_key = ("key",)
         self.requests = make.counter("key_requests", "Requests of an API key that were admitted", by_key)
         self.refused = make.counter("key_refused", "Requests refused for a limit of their API key", by_key)
         self.prompt_tokens = make.counter("key_prompt_tokens", "Prompt tokens that an API key used", by_key)
         self.completion_tokens = make.counter("key_completion_tokens", "Tokens generated for an API key", by_key)
         self.open = make.gauge("key_open_requests", "Requests of an API key that are open now", by_key)
-        self._slo_keys = slo_keys
         self._slo_names: set[str] = set()
         self._slo = make.counter(
             "key_slo_requests",
@@ -74,9 +75,7 @@ class KeyMetrics:
 
     def judged(self, name: str, traffic_class: TrafficClass, outcomes: Mapping[str, bool]) -> None:
         """The first keys that come have series of their own; the others share those of `other`."""
-        if not self._slo_keys:
-            return
-        if len(self._slo_names) < self._slo_keys:
+        if len(self._slo_names) < SLO_KEYS:
             self._slo_names.add(name)
         label = name if name in self._slo_names else OTHER_KEYS
         for objective, met in outcomes.items():
@@ -90,8 +89,7 @@ class Tenants:
         self._keyring = keyring
         self._clock = clock
         self._default_class: TrafficClass = config.gateway.default_class
-        self._most_days = config.keys.usage_days
-        self._metrics = KeyMetrics(metrics, config.keys.slo_metric_keys)
+        self._metrics = KeyMetrics(metrics)
         self._usage = UsageBook(config.keys, clock, log)
         self._budgets: dict[tuple[str, TrafficClass], KeyBudget] = {}
         self._log = log
@@ -259,8 +257,8 @@ class Tenants:
         if key is None:
             raise RequestError("This server asks for no API keys: there is no usage of any.", status=404)
         given = request.query.get("days", str(_DEFAULT_DAYS))
-        if not (given.isascii() and given.isdecimal() and len(given) < 8 and int(given) <= self._most_days):
-            raise RequestError(f"days: a number from 0 to {self._most_days} (keys.usage_days).", param="days")
+        if not (given.isascii() and given.isdecimal() and len(given) < 8 and int(given) <= KEPT_DAYS):
+            raise RequestError(f"days: a number from 0 to {KEPT_DAYS}.", param="days")
         whose = request.query.get("keys", "own")
         if whose not in ("own", "all"):
             raise RequestError("keys: own or all.", param="keys")

@@ -2,7 +2,7 @@
 
 Asked by `middleware.py` for every request, by `tenants.py` for a key's limits. Keys of the configuration are hashed at
 once with a salt of this process; the plain ones are not kept here. The file (`keys/key_file.py`) is looked at again
-every `keys.reload_s`, when a request comes: a change counts from then on. One that cannot be read changes nothing and
+every `RELOAD_S`, when a request comes: a change counts from then on. One that cannot be read changes nothing and
 is logged, so that a slip of an editor locks nobody out and lets nobody in.
 """
 
@@ -22,6 +22,8 @@ from cohort.common.errors import ConfigError
 from cohort.common.keys.key_file import SALT_BYTES, hash_key, matching, read_keys
 from cohort.common.types import TrafficClass
 
+RELOAD_S = 1.0
+"""Between two looks at the file: a revoked key works for so long."""
 _Stamp = tuple[int, int, int]
 _CONFIGURED = "config"
 FILED = "key-"
@@ -68,7 +70,7 @@ class Keyring:
         if self._path is not None:
             self._stamp = self._stamp_of()
             self._load(self._path)
-            self._look_s = clock.now_s() + config.keys.reload_s
+            self._look_s = clock.now_s() + RELOAD_S
         self._index()
 
     def __len__(self) -> int:
@@ -114,7 +116,7 @@ class Keyring:
     def _look_again(self) -> None:
         if self._path is None or self._clock.now_s() < self._look_s:
             return
-        self._look_s = self._clock.now_s() + self._config.reload_s
+        self._look_s = self._clock.now_s() + RELOAD_S
         stamp = self._stamp_of()
         if stamp == self._stamp:
             return

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Literal, assert_never
 
 import msgspec
 
@@ -18,8 +17,6 @@ from cohort.common.config import Config
 from cohort.common.errors import RequestError
 from cohort.common.policies.baselines.bounded_admission import owner_requests
 from cohort.common.types import Request
-
-Priorities = Literal["free", "clamp", "ignore"]
 
 
 class Owners:
@@ -35,25 +32,16 @@ class Owners:
         self._salted = self.several and not config.kv.share_prefixes_between_keys
         self._weight_of = weight_of
         self._gateway = gateway
-        self._priorities: Priorities = (
-            ("clamp" if keys or config.keys.file else "free") if gateway.priorities == "auto" else gateway.priorities
-        )
+        self._clamps = bool(keys or config.keys.file)
 
     def share_of(self, owner: str) -> str:
         """The owner under which admission counts waiting requests; "" where nothing is shared out."""
         return owner if self.several else ""
 
     def priority(self, asked: int) -> int:
-        """The priority that replaces a body's; lower is served first, 0 is that of a body that names none."""
-        match self._priorities:
-            case "free":
-                return asked
-            case "clamp":
-                return max(0, asked)
-            case "ignore":
-                return 0
-            case _:
-                assert_never(self._priorities)
+        """The priority that replaces a body's; lower is served first, 0 is that of a body that names none.
+        With keys: 0 and above, so that a request may let others pass, not pass them."""
+        return max(0, asked) if self._clamps else asked
 
     def marked(self, requests: list[Request], owner: str, *, max_tokens_named: bool) -> list[Request]:
         """With the owner's share and the salt of its prefixes. Raises a 400 `RequestError` for a request that could

@@ -15,7 +15,7 @@ import structlog
 from cohort.common.clock import Clock
 from cohort.common.config import KeysConfig
 from cohort.common.errors import RequestError
-from cohort.common.keys.key_usage import Amounts, UsageRow, UsageStore, Where, day_of, default_path
+from cohort.common.keys.key_usage import KEPT_DAYS, Amounts, UsageRow, UsageStore, Where, day_of, default_path
 from cohort.common.sqlite_file import OnThread
 from cohort.common.types import TrafficClass
 from cohort.services.gateway.keys.keyring import Key
@@ -30,7 +30,6 @@ class UsageBook:
 
     def __init__(self, config: KeysConfig, clock: Clock, log: structlog.stdlib.BoundLogger) -> None:
         self._path = Path(config.usage_file).expanduser() if config.usage_file else default_path()
-        self._days = config.usage_days
         self._clock = clock
         self._log = log
         self._pending: _Used = {}
@@ -94,7 +93,7 @@ class UsageBook:
         store, used, self._pending = self._store, self._pending, {}
         if store is None or not used:
             return
-        before = day_of(self._clock.wall_s() - DAY_S * self._days)
+        before = day_of(self._clock.wall_s() - DAY_S * KEPT_DAYS)
         try:
             await store.run(lambda usage: self._write(usage, used, before))
             self._failing = False

@@ -17,7 +17,6 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from cohort.common.config import TransferConfig
 from cohort.common.engine.cache.kv_tensors import KvTensors
 from cohort.common.engine.config.rank_shares import kv_heads_of
 from cohort.common.engine.ranks.group_memory import GroupLink, GroupMemory
@@ -26,7 +25,7 @@ from cohort.common.engine.ranks.rank_messages import RankLost
 from cohort.common.engine.ranks.rank_orders import OpenLinks
 from cohort.common.engine.ranks.rank_transfers import RankTransfers, serve
 from cohort.common.engine.ranks.remote_rank import RemoteRank
-from cohort.common.engine.transfer.transfer_agent import TransferAgent
+from cohort.common.engine.transfer.transfer_agent import TransferAgent, TransferOptions
 from cohort.common.machines.effects import ReceiveRuns, Run, SendRuns
 from cohort.common.messages import KvChunk
 from cohort.common.process.metrics import MetricFactory, TransferMetrics
@@ -83,7 +82,7 @@ class AgentEnd:
         self.agent = TransferAgent(
             {"zmq": self.link},
             self.memory,
-            TransferConfig(checksum="crc32" if checksums else "off", run_timeout_s=run_timeout_s, runs_at_once=4),
+            TransferOptions(run_timeout_s, checksums, runs_at_once=4),
             clock=Clock(),
             metrics=TransferMetrics(MetricFactory(CollectorRegistry(), model_name="m", instance="w")),
             announce=self._announce,

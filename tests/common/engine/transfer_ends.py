@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry
 
-from cohort.common.config import TransferConfig
 from cohort.common.engine.cache.kv_tensors import KvTensors
 from cohort.common.engine.ranks.group_memory import GroupMemory
 from cohort.common.engine.ranks.rank_memory import RankMemory
 from cohort.common.engine.ranks.rank_transfers import RankTransfers
 from cohort.common.engine.transfer import transfer_memory
-from cohort.common.engine.transfer.transfer_agent import TransferAgent
+from cohort.common.engine.transfer.transfer_agent import TransferAgent, TransferOptions
 from cohort.common.errors import TransferTimeout
 from cohort.common.machines.effects import ReceiveRuns, Run, SendRuns
 from cohort.common.messages import KvChunk
@@ -125,12 +124,10 @@ class End:
         self.received: list[str | None] = []
         self.announced: list[KvChunk] = []
         self.other: End | None = None
-        checksum: Literal["off", "crc32"] = "crc32" if checksums else "off"
-        options = TransferConfig(checksum=checksum, run_timeout_s=TIMEOUT_S, runs_at_once=runs_at_once)
         self.agent = TransferAgent(
             {link.name: link},
             self.memory,
-            options,
+            TransferOptions(TIMEOUT_S, checksums, runs_at_once),
             clock=Clock(),
             metrics=TransferMetrics(MetricFactory(CollectorRegistry(), model_name="m", instance="w")),
             announce=self._announce,

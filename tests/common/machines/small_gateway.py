@@ -27,11 +27,19 @@ class Gateway:
     """A machine and a clock; what it does is kept in `effects`."""
 
     def __init__(
-        self, *, predictor: str = "predictor", greeted: bool = True, standbys: tuple[str, ...] = (), **options: Any
+        self,
+        *,
+        predictor: str = "predictor",
+        greeted: bool = True,
+        standbys: tuple[str, ...] = (),
+        max_attempts: int = 8,
+        **options: Any,
     ) -> None:
-        config = Config(gateway=GatewayConfig(**{"predictor_wait_s": 0.02, **options}))
+        config = Config(gateway=GatewayConfig(**options))
         admission = compose.admission(config)
-        made = replace(GatewaySettings.of(config), stall_timeout_s=10.0)
+        made = replace(
+            GatewaySettings.of(config), stall_timeout_s=10.0, predictor_wait_s=0.02, max_attempts=max_attempts
+        )
         self.machine = GatewayMachine(
             "gateway", 1, "inbox", made, admission, 0.0, predictor=predictor, standbys=standbys
         )

@@ -77,10 +77,11 @@ def test_a_process_that_loses_its_core_between_its_two_clocks_has_right_times() 
     assert queue.start_time == 1010 * 10**9
 
 
-def test_a_collector_that_is_gone_costs_spans_and_not_time() -> None:
+def test_a_collector_that_is_gone_costs_spans_and_not_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The exporter hangs; callers go on, the queue stays within its limit, and every span is accounted for."""
     stuck = Stuck()
-    collected = Collected(stuck, queue_spans=600)
+    monkeypatch.setattr(spans, "QUEUE_SPANS", 600)
+    collected = Collected(stuck)
     for _ in range(spans.BATCH_SPANS):
         collected.tracing.span("queue", 0.0, 1.0, PARENT)
     assert stuck.asked.wait(20)

@@ -52,7 +52,7 @@ def tiny_model(folder: Path) -> Path:
 def options(folder: Path) -> dict[str, Any]:
     generate_keys(folder / "key")
     return {
-        "endpoints": {"seeds": [f"tcp://localhost:{free_port()}"], "seek_s": 60},
+        "endpoints": {"seeds": [f"tcp://localhost:{free_port()}"]},
         "security": {"curve_secret_key_file": str(folder / "key")},
         "engine": {"device": "cpu", "threads": 1},
         "kv": {"cpu_memory_bytes": 1 << 24, "host_memory_bytes": 0},

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,14 @@ from cohort.common.config import (
     ModelConfig,
     ResponsesConfig,
 )
+from cohort.common.machines.gateway.gateway import GatewaySettings
 from cohort.common.process.logs import configure_logging
 from cohort.common.process.service import ServiceContext
 from cohort.common.transport.memory_bus import MemoryNetwork
 from cohort.common.types import Request
 from cohort.services.gateway import service
 from cohort.services.gateway.generation.mailbox import Mailbox
+from cohort.services.gateway.keys import keyring
 from cohort.services.gateway.service import Gateway, load_model
 from cohort.services.gateway.text.tokenizer import Tokenizer
 from tests.services.gateway.cluster import Gate, Manager, Predictor, Script
@@ -126,7 +128,10 @@ OpenSite = Callable[..., Any]
 
 
 @pytest.fixture
-def open_site(model_dir: Path, tmp_path: Path) -> OpenSite:
+def open_site(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenSite:
+    monkeypatch.setattr(keyring, "RELOAD_S", 1e-6)
+    settings_of = GatewaySettings.of
+
     @asynccontextmanager
     async def opened(
         script: Script | str = ANSWER,
@@ -141,11 +146,11 @@ def open_site(model_dir: Path, tmp_path: Path) -> OpenSite:
         keys: dict[str, Any] | None = None,
         responses: dict[str, Any] | None = None,
         lora: dict[str, str] | None = None,
+        settings: dict[str, Any] | None = None,
         **gateway_options: Any,
     ) -> AsyncIterator[Site]:
         options: dict[str, Any] = {
             "port": 0,
-            "predictor_wait_s": 0.2,
             "drain_s": 1.0,
             "resume_file": str(tmp_path / "streams.sqlite3"),
             **gateway_options,
@@ -159,6 +164,8 @@ def open_site(model_dir: Path, tmp_path: Path) -> OpenSite:
             endpoints=EndpointsConfig(manager="memory://manager", predictor="memory://predictor"),
             logging=LoggingConfig(level="error"),
         )
+        made = replace(settings_of(config), **{"predictor_wait_s": 0.2, **(settings or {})})
+        monkeypatch.setattr(GatewaySettings, "of", lambda _: made)
         network = MemoryNetwork()
         card, tokenizer = load_model(config)
         answer = tokenizer.encode(script, special_tokens=False) if isinstance(script, str) else []

@@ -169,7 +169,7 @@ async def test_an_error_in_mid_stream_is_an_event_and_a_proper_end(open_site: Op
 
 
 async def test_a_request_that_no_worker_can_finish_ends_with_503(open_site: OpenSite) -> None:
-    async with open_site(step_s=5.0, max_attempts=2) as site:
+    async with open_site(step_s=5.0, settings={"max_attempts": 2}) as site:
         asking = asyncio.create_task(site.post("/v1/completions", LONG))
         for attempt in range(2):
             await eventually(partial(_submitted, site, attempt + 1))
@@ -261,7 +261,7 @@ async def test_a_silent_manager_makes_it_unready(open_site: OpenSite) -> None:
 
 
 async def test_a_dead_predictor_costs_nothing_but_its_guess(open_site: OpenSite) -> None:
-    async with open_site(with_predictor=False, predictor_wait_s=0.01) as site:
+    async with open_site(with_predictor=False, settings={"predictor_wait_s": 0.01}) as site:
         for _ in range(12):
             status, body = await site.post("/v1/completions", LONG)
             assert status == 200

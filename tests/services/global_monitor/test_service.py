@@ -90,7 +90,6 @@ async def http(rig: Rig) -> AsyncIterator[TestClient[web.Request, web.Applicatio
         app = application(
             exporter,
             rig.monitor.read_state,
-            max_history_s=900.0,
             instance="monitor",
             guard=guard,
             feed=LiveFeed(rig.monitor.looking, rig.monitor.read_live),

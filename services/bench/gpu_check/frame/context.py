@@ -92,7 +92,7 @@ def random_model(
         "device_steps": True,
         "share": DeviceShare(graphs=2 << 30),
     }
-    return ModelRunner(shape_folder(folder, config), RunnerOptions(**{**given, **overrides}))
+    return ModelRunner(shape_folder(folder, config), RunnerOptions(**{**options, **overrides}))
 
 
 def rows_of(runner: ModelRunner, rows: int, tokens_per_row: int, context: int) -> StepBatch:

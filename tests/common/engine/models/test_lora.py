@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cohort.common.engine.config import lora_checkpoint
 from cohort.common.engine.config.lora_checkpoint import LoraOptions
 from cohort.common.engine.runner.lora_loader import LoraLoader
 from cohort.common.engine.runner.model_runner import ModelRunner
@@ -63,7 +64,7 @@ def _case(base: Path, folder: Path, adapters: dict[str, dict[str, Any]], **optio
         paths[name] = str(save_adapter(base, folder / f"adapter-{index}", **made))
         merged = save_merged(base, Path(paths[name]), folder / f"merged-{index}")
         expected[name] = reference_generate(merged, prompts, OUTPUTS)
-    runner = make_runner(base, lora=LoraOptions(paths, len(paths), 16), num_blocks=200, max_rows=32, **options)
+    runner = make_runner(base, lora=LoraOptions(paths, len(paths)), num_blocks=200, max_rows=32, **options)
     for name in paths:
         runner.lora.hold(runner.lora.load(name))
     return runner, expected
@@ -186,7 +187,7 @@ def test_sixteen_bits_stay_near_the_merged_model(model_folder: Callable[[str], P
     base = model_folder("llama")
     adapter = save_adapter(base, tmp_path / "adapter", seed=1)
     merged = make_runner(save_merged(base, adapter, tmp_path / "merged"), dtype="bfloat16")
-    beside = make_runner(base, dtype="bfloat16", lora=LoraOptions({"it": str(adapter)}, 1, 16))
+    beside = make_runner(base, dtype="bfloat16", lora=LoraOptions({"it": str(adapter)}, 1))
     beside.lora.hold(beside.lora.load("it"))
     prompt = random_prompts([25])[0]
     best = []
@@ -206,7 +207,7 @@ def test_an_adapter_that_is_not_held_is_an_error_not_the_base(
     model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     adapter = save_adapter(model_folder("llama"), tmp_path, seed=1)
-    runner = make_runner(model_folder("llama"), lora=LoraOptions({"it": str(adapter)}, 1, 16))
+    runner = make_runner(model_folder("llama"), lora=LoraOptions({"it": str(adapter)}, 1))
     driver = Driver(runner)
     driver.add("r", [5, 6, 7], adapter="it")
     with pytest.raises(InvariantViolated, match="'it'"):
@@ -224,7 +225,7 @@ def test_a_file_that_changed_is_not_loaded_under_the_old_name(
 ) -> None:
     base = model_folder("llama")
     adapter = save_adapter(base, tmp_path / "a", seed=1)
-    runner = make_runner(base, lora=LoraOptions({"it": str(adapter)}, 1, 16))
+    runner = make_runner(base, lora=LoraOptions({"it": str(adapter)}, 1))
     save_adapter(base, tmp_path / "a", seed=2)
     (adapter / "adapter_model.safetensors").touch()
     with pytest.raises(ModelError, match="has changed since the start"):
@@ -239,7 +240,7 @@ async def test_the_loader_reads_on_a_thread_and_answers_each_load(
 ) -> None:
     base, prompt = model_folder("llama"), [5, 6, 7]
     adapters = {name: str(save_adapter(base, tmp_path / name, seed=1)) for name in ("one", "two")}
-    runner = make_runner(base, lora=LoraOptions(adapters, 1, 16))
+    runner = make_runner(base, lora=LoraOptions(adapters, 1))
     told: asyncio.Queue[AdapterLoaded | AdapterFailed] = asyncio.Queue()
     loader = LoraLoader(runner.lora, told.put_nowait)
     loader.load(LoadAdapter("one"))
@@ -285,7 +286,7 @@ def test_settings_are_refused_by_name(
     adapter = save_adapter(model_folder("llama"), tmp_path / "a", seed=1)
     file = adapter / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
-    options = LoraOptions({"it": str(adapter)}, 1, 16)
+    options = LoraOptions({"it": str(adapter)}, 1)
     if words is None:
         make_runner(model_folder("llama"), lora=options)
         return
@@ -330,7 +331,7 @@ def test_tensors_are_refused_by_name(
     change(tensors)
     save_file(tensors, file)
     with pytest.raises(ModelError, match=words) as refused:
-        make_runner(model_folder("llama"), lora=LoraOptions({"it": str(adapter)}, 1, 16))
+        make_runner(model_folder("llama"), lora=LoraOptions({"it": str(adapter)}, 1))
     assert str(file) in str(refused.value)
 
 
@@ -339,11 +340,13 @@ def test_other_faults_at_start(model_folder: Callable[[str], Path], tmp_path: Pa
     adapter = save_adapter(base, tmp_path / "a", seed=1, rank=8)
     other = save_adapter(model_folder("qwen2"), tmp_path / "b", seed=1)
 
-    def start(adapters: dict[str, str], model: str = "llama", rank: int = 16) -> None:
-        make_runner(model_folder(model), lora=LoraOptions(adapters, 1, rank))
+    def start(adapters: dict[str, str], model: str = "llama") -> None:
+        make_runner(model_folder(model), lora=LoraOptions(adapters, 1))
 
-    with pytest.raises(ModelError, match=r"lora_A.weight has rank 8; at most 4 .*engine.max_lora_rank"):
-        start({"it": str(adapter)}, rank=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lora_checkpoint, "MAX_RANK", 4)
+        with pytest.raises(ModelError, match=r"lora_A.weight has rank 8; at most 4 "):
+            start({"it": str(adapter)})
     with pytest.raises(ModelError, match=r"k_proj.lora_B.weight has shape \(16, 4\).*needs \(32, 4\)"):
         start({"it": str(other)})
     with pytest.raises(ModelError, match="no folder"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import msgspec
 import pytest
 
 from cohort.common.config import CONFIGS_DIR, Config, load_config
@@ -30,7 +31,14 @@ def worker_of(config: Config) -> WorkerMachine:
     geometry = KvGeometry(1, 1, 8, 2, 16)
     capacity = WorkerCapacity(Role.UNIFIED, "m", 2048, 1, 1, 8, 2, 16, 1024, 0, 64, 512)
     return WorkerMachine(
-        WorkerSetup("w", 1, "", "manager", capacity, WorkerSettings.of(config, ())),
+        WorkerSetup(
+            "w",
+            1,
+            "",
+            "manager",
+            capacity,
+            msgspec.structs.replace(WorkerSettings.of(config, ()), scored_step_tokens=SLICE),
+        ),
         compose.iteration(config),
         compose.allocation(config, geometry, 1024, 0),
         Random(0),
@@ -41,7 +49,7 @@ class Run:
     """A worker whose every step takes 10 ms, and what its gateway was told."""
 
     def __init__(self, preset: str) -> None:
-        options = {"scored_step_tokens": SLICE, "max_step_tokens": 512, "prefill_chunk": 512, "max_rows": 64}
+        options = {"max_step_tokens": 512, "prefill_chunk": 512, "max_rows": 64}
         self.machine = worker_of(load_config(preset=preset, overrides={"engine": options}))
         self.now_s = 0.0
         self.scored_per_step: list[int] = []

@@ -363,7 +363,7 @@ async def test_a_prediction_rides_with_the_request_and_the_end_is_learned(site: 
 
 
 async def test_a_slow_predictor_is_not_waited_for_and_revised_later(open_site: OpenSite) -> None:
-    async with open_site(predictor_delay_s=0.1, predictor_wait_s=0.005, step_s=0.02) as site:
+    async with open_site(predictor_delay_s=0.1, settings={"predictor_wait_s": 0.005}, step_s=0.02) as site:
         status, body = await site.post("/v1/completions", {"prompt": "x", "max_tokens": 100})
         assert status == 200
         assert site.manager.submitted[0].prediction.source == "default"

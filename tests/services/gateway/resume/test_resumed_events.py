@@ -469,7 +469,7 @@ async def test_a_stream_is_its_keys_and_is_charged_once(
 ) -> None:
     case, file = CASES[name], tmp_path / "keys" / "keys.json"
     alice, bob = add(file, "alice"), add(file, "bob")
-    keys = {"file": str(file), "reload_s": 1e-6}
+    keys = {"file": str(file)}
     async with (
         case.site(open_site, roomy, keys=keys) as first,
         case.site(open_site, roomy, keys=keys, batch=other(tmp_path)) as second,

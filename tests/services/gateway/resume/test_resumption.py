@@ -456,7 +456,7 @@ async def test_an_error_is_the_end_of_a_stream_too(open_site: OpenSite) -> None:
 async def test_a_stream_is_its_keys_and_is_charged_once(open_site: OpenSite, tmp_path: Path) -> None:
     file = tmp_path / "keys" / "keys.json"
     alice, bob = add(file, "alice"), add(file, "bob")
-    keys = {"file": str(file), "reload_s": 1e-6}
+    keys = {"file": str(file)}
     async with (
         open_site(step_s=STEP_S, keys=keys) as first,
         open_site(step_s=STEP_S, keys=keys, batch=other(tmp_path)) as second,
@@ -489,7 +489,7 @@ async def test_a_stream_is_its_keys_and_is_charged_once(open_site: OpenSite, tmp
 async def test_a_stream_that_is_left_to_the_next_gateway_is_charged_once(open_site: OpenSite, tmp_path: Path) -> None:
     file = tmp_path / "keys" / "keys.json"
     alice = add(file, "alice")
-    keys, body = {"file": str(file), "reload_s": 1e-6}, {**PROMPT, "max_tokens": 40}
+    keys, body = {"file": str(file)}, {**PROMPT, "max_tokens": 40}
     read = Read()
     async with (
         open_site(lambda request: [9] * 400, step_s=0.05, drain_s=0.05, keys=keys) as first,
@@ -514,7 +514,7 @@ async def test_a_stream_that_is_left_to_the_next_gateway_is_charged_once(open_si
 async def test_a_stream_without_a_reader_counts_as_open(open_site: OpenSite, tmp_path: Path) -> None:
     file = tmp_path / "keys" / "keys.json"
     alice = add(file, "alice", rt=OwnLimits(concurrent_requests=1))
-    keys = {"file": str(file), "reload_s": 1e-6}
+    keys = {"file": str(file)}
     async with open_site(step_s=STEP_S, keys=keys) as site:
         read, was_refused = Read(), asyncio.Event()
         site.manager.gate = lambda: was_refused.wait() if read.ids else asyncio.sleep(0)

@@ -28,9 +28,7 @@ class ModelConfig(Section, frozen=True):
 
 class PredictorConfig(Section, frozen=True):
     state_path: str = ""  # where the learned state persists; "" = inside the cache folder
-    retrain_every: Positive = 64  # finished requests between trainings, at least; more where it knows thousands
-    min_observations: Positive = 32  # below: the default prediction
-    save_every_s: Seconds = 30.0  # seconds between two saves of what was learned
+    learns: bool = True  # false = it never trains: what was learned before, else the default prediction, for all
     refine_after_prefill: bool = False  # workers send the prompt's last hidden state for a second, better prediction
 
 

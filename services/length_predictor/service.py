@@ -32,7 +32,7 @@ from cohort.services.length_predictor.calibration import OnlineCalibration
 from cohort.services.length_predictor.features import Facts, FeatureVector, extract
 from cohort.services.length_predictor.model import LengthModel, default_prediction, to_prediction
 from cohort.services.length_predictor.second_opinion import SecondOpinions, sending
-from cohort.services.length_predictor.trainer import TrainingChild
+from cohort.services.length_predictor.trainer import NEVER, USUAL, TrainingChild, TrainingPace
 
 _ERROR_MEMORY = 0.98  # moving average of the error: about the last 50 requests
 
@@ -90,7 +90,9 @@ class _Metrics:
 class LengthPredictor:
     """Owns the model at hand, its calibration and the training child."""
 
-    def __init__(self, config: Config, bus: Bus, log: BoundLogger, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, config: Config, bus: Bus, log: BoundLogger, registry: CollectorRegistry, pace: TrainingPace = USUAL
+    ) -> None:
         self.model: LengthModel | None = None
         self._calibration = OnlineCalibration()
         self._bus = bus
@@ -101,7 +103,8 @@ class LengthPredictor:
         self._observations = 0
         self._error_tokens = math.nan
         self.tracing: Tracing | None = None
-        self.child = TrainingChild(config.predictor, state_file(config), log, self._take_model)
+        self.pace = pace if config.predictor.learns else NEVER
+        self.child = TrainingChild(self.pace, state_file(config), log, self._take_model)
         self._metrics = _Metrics.on(registry, self)
         self.second = SecondOpinions(state_file(config).with_suffix(".refined.npz"), log, self._revise)
 

@@ -12,12 +12,12 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 from structlog.stdlib import BoundLogger
 
-from cohort.common.config import PredictorConfig
 from cohort.services.length_predictor import state, training_wire
 from cohort.services.length_predictor.buffer import Observation
 from cohort.services.length_predictor.model import LengthModel
@@ -29,18 +29,32 @@ _RESTART_FIRST_S = 0.5
 _RESTART_MAX_S = 30.0
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingPace:
+    """`retrain_every`: finished requests between trainings, at least; more where it knows thousands."""
+
+    retrain_every: int = 64
+    min_observations: int = 32
+    save_every_s: float = 30.0
+
+
+USUAL = TrainingPace()
+NEVER = TrainingPace(min_observations=1_000_000_000)
+"""Observations are kept, and nothing is learned from them."""
+
+
 class TrainingChild:
     """`run()` in a TaskGroup for as long as the service lives; `observe()` at any time."""
 
     def __init__(
-        self, config: PredictorConfig, state_path: Path, log: BoundLogger, on_model: Callable[[LengthModel], None]
+        self, pace: TrainingPace, state_path: Path, log: BoundLogger, on_model: Callable[[LengthModel], None]
     ) -> None:
         self.remembered = 0
         """Observations the state file held when the child started first."""
         self.trainings = 0
         self.dropped = 0
         self.starts = 0
-        self._config = config
+        self._pace = pace
         self._state_path = state_path
         self._log = log
         self._on_model = on_model
@@ -87,7 +101,7 @@ class TrainingChild:
 
     async def _start(self) -> asyncio.subprocess.Process:
         self.starts += 1
-        config = self._config
+        pace = self._pace
         one_thread = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
         return await asyncio.create_subprocess_exec(
             sys.executable,
@@ -98,11 +112,11 @@ class TrainingChild:
             "--buffer-size",
             str(BUFFER_SIZE),
             "--retrain-every",
-            str(config.retrain_every),
+            str(pace.retrain_every),
             "--min-observations",
-            str(config.min_observations),
+            str(pace.min_observations),
             "--save-every-s",
-            str(config.save_every_s),
+            str(pace.save_every_s),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, **one_thread},

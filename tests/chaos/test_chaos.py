@@ -31,7 +31,7 @@ def test_a_rolling_restart_and_a_killed_gateway_lose_nothing_that_another_proces
     """Two gateways: of the one that is killed only its own plain streams may fail. Then all processes in turn."""
     words = ("--kill", "gateway", "--rolling-restart", "--clients", "2", "--requests", "30")
     # A predictor that ends while it trains waits for that, for seconds.
-    settings = ("gateway.processes=2", "predictor.min_observations=1000000000")
+    settings = ("gateway.processes=2", "predictor.learns=false")
     found = chaos(tmp_path, *words, *(word for each in settings for word in ("--set", each)))
     undisturbed, killed, restarted = found.runs
     assert [undisturbed.broken, killed.broken, restarted.broken] == [UNDISTURBED, "gateway", RESTARTED]

@@ -215,7 +215,7 @@ def _own_state(model: str, folder: Path, keys: list[str], resume_s: float, drain
         },
         "keys": {"usage_file": str(state / "usage.sqlite3")},
         "batch": {"folder": str(state / "batches"), "concurrency": 4},
-        "predictor": {"state_path": str(state / "lengths.npz"), "save_every_s": 10.0},
+        "predictor": {"state_path": str(state / "lengths.npz")},
         "engine": {"state_dir": str(state / "learned"), "drain_s": drain_s},
     }
 

@@ -30,7 +30,7 @@ from cohort.services.bench.child import MeasurementFailed, leaves_when_terminate
 
 Stats = dict[str, float]
 
-UNLEARNED = {"min_observations": 1_000_000_000}
+UNLEARNED = {"learns": False}
 """Section `predictor` of a pipeline whose predictor never trains: training is processor time that no simulation has."""
 _POLL_S = 0.1
 

@@ -36,7 +36,7 @@ def overrides(model: Path, preemption: str | None = None) -> dict[str, Any]:
     return {
         "kv": {"memory_bytes": kv_bytes(model, 34), "prefix_caching": False},
         "gateway": {"default_prediction_tokens": 1},
-        "predictor": {"min_observations": 1_000_000},
+        "predictor": {"learns": False},
         **({"engine": {"preemption": preemption}} if preemption else {}),
     }
 

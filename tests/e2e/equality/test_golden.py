@@ -18,7 +18,7 @@ from tests.examples import another_of_its_kind, nightly
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
-SHORT_SIGHTED = {"gateway": {"default_prediction_tokens": 1}, "predictor": {"min_observations": 1_000_000}}
+SHORT_SIGHTED = {"gateway": {"default_prediction_tokens": 1}, "predictor": {"learns": False}}
 """Every response is expected to end at once: more are admitted than the cache will hold."""
 
 

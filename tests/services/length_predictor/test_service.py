@@ -24,6 +24,7 @@ from cohort.common.types import Prediction
 from cohort.services.length_predictor import state, trainer
 from cohort.services.length_predictor.features import Facts
 from cohort.services.length_predictor.service import LengthPredictor, state_file
+from cohort.services.length_predictor.trainer import TrainingPace
 
 if TYPE_CHECKING:
     from .conftest import World
@@ -77,13 +78,12 @@ class Rig:
 
 @asynccontextmanager
 async def running(tmp_path: Path, **changes: int) -> AsyncIterator[Rig]:
-    settings = {"retrain_every": 64, "min_observations": 32, **changes}
-    config = Config(
-        predictor=PredictorConfig(state_path=str(tmp_path / "state.npz"), save_every_s=0.2, **settings)  # type: ignore[arg-type]
-    )
+    config = Config(predictor=PredictorConfig(state_path=str(tmp_path / "state.npz")))
     network = MemoryNetwork()
     registry = CollectorRegistry()
-    service = LengthPredictor(config, network.bus("predictor"), structlog.get_logger(), registry)
+    service = LengthPredictor(
+        config, network.bus("predictor"), structlog.get_logger(), registry, TrainingPace(save_every_s=0.2, **changes)
+    )
     gateway = network.bus("gateway")
     gateway.connect("predictor", "memory://predictor")
     tasks = [asyncio.create_task(service.serve()), asyncio.create_task(service.child.run())]

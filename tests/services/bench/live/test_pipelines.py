@@ -113,9 +113,9 @@ def test_started_loaded_examined_and_stopped(calls: list[tuple[str, ...]]) -> No
 @pytest.mark.parametrize("given", [{}, {"state_path": "mine.npz"}], ids=["its own", "as asked"])
 def test_its_length_predictor_is_its_own(given: dict[str, str], calls: list[tuple[str, ...]]) -> None:
     """It neither knows what the user's has learned nor teaches it made-up prompts."""
-    with live.pipeline("bros", {"predictor": {"retrain_every": 9, **given}}, PORT):
+    with live.pipeline("bros", {"predictor": {"refine_after_prefill": True, **given}}, PORT):
         predictor = yaml.safe_load(calls[0][5])["predictor"]
-    assert predictor["retrain_every"] == 9
+    assert predictor["refine_after_prefill"] is True
     state = Path(predictor["state_path"])
     assert state == Path("mine.npz") if given else not state.exists() and not state.parent.exists()
 

@@ -6,6 +6,7 @@ run folder alone; opens nothing.
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 from typing import Literal
@@ -13,8 +14,10 @@ from typing import Literal
 from cohort.common import paths
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError
+from cohort.common.http.exposure import is_loopback
 
 _TCP = "tcp://"
+HOST_VARIABLE = "COHORT_HOST"
 EndpointName = Literal["manager", "predictor", "monitor", "gateway"]
 
 MANAGER, PREDICTOR, MONITOR, GATEWAY = "manager", "predictor", "monitor", "gateway"
@@ -138,3 +141,13 @@ def named_host(host: str) -> str:
     if host in ("0.0.0.0", "::"):
         return socket.gethostname()
     return f"[{host}]" if ":" in host else host
+
+
+def own_host(config: Config) -> str:
+    """Under which others reach this process; "" where neither `endpoints.host` nor the variable COHORT_HOST says it."""
+    return config.endpoints.host or os.environ.get(HOST_VARIABLE, "")
+
+
+def advertised_host(config: Config, listens: str) -> str:
+    """Of a server that listens on this host: one on loopback is found there alone."""
+    return named_host(listens if is_loopback(listens) else own_host(config) or listens)

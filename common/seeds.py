@@ -26,7 +26,7 @@ import msgspec
 import structlog
 
 from cohort.common.address_book import AddressBook, located, write_book
-from cohort.common.addresses import MANAGER, MONITOR, PREDICTOR, STANDBY_MANAGERS, manager_names
+from cohort.common.addresses import MANAGER, MONITOR, PREDICTOR, STANDBY_MANAGERS, manager_names, own_host
 from cohort.common.config import Config, EndpointsConfig
 from cohort.common.errors import ConfigError, PeerUnreachable
 from cohort.common.http.ports import port_problem
@@ -36,7 +36,6 @@ from cohort.common.transport.zmq_bus import ZmqBus
 
 log = structlog.get_logger(__name__)
 
-HOST_VARIABLE = "COHORT_HOST"
 _SEEDS_VARIABLE_PREFIX = "env:"
 _TCP = "tcp://"
 _SEED = "seed"
@@ -154,7 +153,7 @@ def wanted_by(config: Config, role: str, instance: str) -> list[str]:
 async def _own_host(config: Config) -> str:
     """Under which others dial this process: `endpoints.host`, the variable COHORT_HOST, or the address from which this
     machine reaches a seed."""
-    named = config.endpoints.host or os.environ.get(HOST_VARIABLE, "")
+    named = own_host(config)
     deadline_s = asyncio.get_running_loop().time() + SEEK_S
     while not named:
         for address in await _resolved(seeds_of(config.endpoints)):

@@ -56,7 +56,7 @@ class Containers:
         config["monitor"].update(host="127.0.0.1", port=self.monitor)
         config["metrics"]["host"] = "127.0.0.1"
         config["endpoints"] = {**self.endpoints, "bind_host": "127.0.0.1"}
-        config["kv"] = {"cpu_memory_bytes": 64 << 20, "host_memory_bytes": 0}
+        config["kv"] = {"memory_bytes": 64 << 20, "host_memory_bytes": 0}
         config["model"] = {"dtype": "float32"}  # of which the right answer is known
         self._config = yaml.safe_dump(config)
 

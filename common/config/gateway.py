@@ -30,7 +30,6 @@ class GatewayConfig(Section, frozen=True):
     rt_tpot_slo_s: Seconds = 0.2  # seconds between two tokens, likewise
     request_timeout_s: Seconds = 3600.0  # the longest a request may live, queueing included
     write_timeout_s: Seconds = 60.0  # a client that takes nothing of its answer for so long is given up
-    drain_s: Seconds = 30.0  # on SIGTERM: the longest to wait for running requests
     body_timeout_s: Seconds = 30.0  # a body of which nothing arrives for so long is given up (408)
     body_deadline_s: Seconds = 120.0  # a body that is not complete after so long is given up (408)
     max_bodies_bytes: Positive = 536_870_912  # bodies in flight together, read or parsed but not accepted; beyond: 429

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cohort.common.config.gateway import BatchConfig, GatewayConfig, KeysConfig, ResponsesConfig
-from cohort.common.config.kinds import Section
+from cohort.common.config.kinds import Seconds, Section
 from cohort.common.config.policies import (
     AlignedServeConfig,
     BaselinesConfig,
@@ -54,6 +54,7 @@ class Config(Section, frozen=True):
     keys: KeysConfig = KeysConfig()
     batch: BatchConfig = BatchConfig()
     responses: ResponsesConfig = ResponsesConfig()
+    drain_s: Seconds = 30.0  # on SIGTERM: the longest that a gateway or worker takes to finish what runs
     predictor: PredictorConfig = PredictorConfig()
     manager: ManagerConfig = ManagerConfig()
     monitor: MonitorConfig = MonitorConfig()

@@ -88,13 +88,17 @@ class KvConfig(Section, frozen=True):
     block_size: Literal[8, 16, 32, 64] = 16  # tokens per block
     # of keys and values: auto = the model's; fp8 (fp8_e4m3) = E4M3 with a scale of each token and head
     cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
-    memory_bytes: NotNegative = 0  # cache of one worker (a GPU: at most); 0 = what is free, or cpu_memory_bytes
+    memory_bytes: NotNegative = 0  # cache of one worker (a GPU: at most); 0 = what is free, on a processor 512 MiB
     memory_fraction: Fraction = 0.9  # of a GPU's memory for weights, cache and steps together (B3 keeps 10 %)
-    cpu_memory_bytes: Positive = 536_870_912  # cache of one CPU worker when memory_bytes is 0
     host_memory_bytes: NotNegative = 268_435_456  # host pool for swapped KV; a GPU's worker: by the RAM, up to 64 GiB
     prefix_caching: bool = True  # keep KV of finished prompts and reuse it where a new prompt begins alike
     # with several API keys: one key's prompts may begin with what another's computed, and so learn what that one sent
     share_prefixes_between_keys: bool = False
+
+    @property
+    def cpu_bytes(self) -> int:
+        """The cache of a worker on a processor."""
+        return self.memory_bytes or 512 << 20
 
 
 class TransferAblation(Section, frozen=True):
@@ -155,7 +159,6 @@ class EngineConfig(Section, frozen=True):
     claim_dir: str = ""
     claim_wait_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = 10.0  # the longest a worker waits for a GPU's share
     max_loras: Positive = 8  # LoRA adapters that a worker holds at once; the one not used for longest goes first
-    drain_s: Seconds = 30.0  # on SIGTERM: the longest to finish what runs
     # workers: hosts: the longest that rank 0 and the ranks of other hosts wait for each other
     rank_join_s: Seconds = 300.0
     # name of the network interface over which such ranks exchange; "" = the one with endpoints.worker's address
@@ -236,7 +239,9 @@ class EndpointsConfig(Section, frozen=True):
     standby_managers: tuple[str, ...] = ()  # inboxes of manager-1, manager-2 …, where manager.standbys are wanted
     # several hosts: where monitor and managers tell addresses, tcp://NAME:PORT, env:VARIABLE; docs/guide/seeds.md
     seeds: tuple[str, ...] = ()
-    host: str = ""  # with seeds: where others dial this process; "" = COHORT_HOST, else the address that faces a seed
+    # under which other machines reach this process; "" = COHORT_HOST, else the host that a server listens on (this
+    # machine's name where that is every interface), and with seeds the address that faces one
+    host: str = ""
 
 
 class SecurityConfig(Section, frozen=True):
@@ -256,8 +261,6 @@ class LoggingConfig(Section, frozen=True):
 
 class MetricsConfig(Section, frozen=True):
     host: str = "127.0.0.1"  # address of every process's /metrics and /health
-    # under which other machines reach this process; "" = `host`, or this machine's name where that is every interface
-    advertise_host: str = ""
     base_port: Annotated[int, msgspec.Meta(ge=0, le=65000)] = 8010  # predictor, manager, then one per worker; 0 = any
 
 

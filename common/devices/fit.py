@@ -122,7 +122,7 @@ def host_need(config: Config, model_dir: Path, geometry: ModelGeometry, *, compu
     weights = weight_bytes(model_dir, geometry, element, config.model.weights, "cpu", dtype)
     if widened:  # the table of the embedding stays as it is
         weights -= min(weights, geometry.vocab_size * geometry.hidden_size * (element - DTYPE_BYTES[dtype]))
-    most = config.kv.memory_bytes or config.kv.cpu_memory_bytes
+    most = config.kv.cpu_bytes
     kept = kv_dtype(config.kv.cache_dtype, dtype, geometry, "cpu")
     tokens, cache = _least_cache(config, geometry, kept, most)
     engine = config.engine

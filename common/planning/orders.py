@@ -24,7 +24,7 @@ class AddWorker(msgspec.Struct, frozen=True, tag="add"):
 
 
 class DrainWorker(msgspec.Struct, frozen=True, tag="drain"):
-    """Answered once it is gone: it takes nothing new, finishes what it has for `engine.drain_s` at most, and ends."""
+    """Answered once it is gone: it takes nothing new, finishes what it has for `drain_s` at most, and ends."""
 
     instance: InstanceId
 

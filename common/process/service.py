@@ -41,13 +41,13 @@ from cohort.common.addresses import (
     PREDICTOR,
     ROLES,
     EndpointName,
+    advertised_host,
     bind_address,
     endpoint_of,
     inbox_of,
     manager_endpoints,
     metrics_port,
     model_name,
-    named_host,
     never_dialling,
 )
 from cohort.common.clock import Clock, SystemClock
@@ -90,7 +90,6 @@ __all__ = [
     "metrics_port",
     "metrics_routes",
     "model_name",
-    "named_host",
     "process_stats",
     "service_main",
 ]
@@ -480,7 +479,7 @@ class _Service:
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         await web.SockSite(runner, listener).start()
-        return f"http://{named_host(self._config.metrics.advertise_host or host)}:{listener.getsockname()[1]}/metrics"
+        return f"http://{advertised_host(self._config, host)}:{listener.getsockname()[1]}/metrics"
 
     async def _heartbeat(self, context: ServiceContext, bus: ZmqBus) -> None:
         """Every `HEARTBEAT_S`; a monitor that is away costs nothing."""
@@ -523,13 +522,7 @@ class _Service:
 
 def drain_time_s(config: Config, role: str) -> float:
     """How long a service may take to finish what it has."""
-    match role:
-        case "gateway":
-            return config.gateway.drain_s
-        case "prefill_worker" | "decode_worker":
-            return config.engine.drain_s
-        case _:
-            return 5.0
+    return config.drain_s if role in ("gateway", "prefill_worker", "decode_worker") else 5.0
 
 
 def _loop_factory(kind: LoopKind) -> Callable[[], asyncio.AbstractEventLoop]:

@@ -16,7 +16,7 @@ examples:
 
 Each process drains, ends, starts again from the files as they are now, and is ready before the next one's turn.
 Requests that run on a worker go on at another one; responses that a gateway has begun are completed first, for at most
-gateway.drain_s, and new connections wait at the port meanwhile (with gateway.processes=2 none waits).
+drain_s, and new connections wait at the port meanwhile (with gateway.processes=2 none waits).
 docs/guide/operations.md#upgrades has the rest.
 
 Exit codes: 0 all are ready again, 1 one did not come back (the others were left as they were), 3 nothing runs."""

@@ -20,7 +20,7 @@ from typing import NoReturn, assert_never
 
 from aiohttp import web
 
-from cohort.common.addresses import manager_names
+from cohort.common.addresses import advertised_host, manager_names, named_host
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError, PeerUnreachable
 from cohort.common.http import exposure
@@ -37,7 +37,7 @@ from cohort.common.process import garbage
 from cohort.common.process.guard import guarded
 from cohort.common.process.metrics import RequestMetrics
 from cohort.common.process.recording import recorded
-from cohort.common.process.service import MANAGER, MONITOR, PREDICTOR, ServiceContext, named_host
+from cohort.common.process.service import MANAGER, MONITOR, PREDICTOR, ServiceContext
 from cohort.common.tracing.spans import Tracing
 from cohort.common.types import InstanceId
 from cohort.services.gateway.apis.messages_api import MessagesApi
@@ -304,11 +304,11 @@ class Gateway:
         except OSError as error:
             raise ConfigError(f"gateway.port: cannot listen on {host}:{port}: {error.strerror}") from error
         self.port: int = site.addresses[0][1]
-        scheme, advertised = "https" if self._tls else "http", self._config.metrics.advertise_host
+        scheme = "https" if self._tls else "http"
         base = f"{scheme}://{named_host(host)}:{self.port}"
         self._site = site
         if not self._context.metrics_url:  # of several gateways each has one elsewhere: a request here finds any
-            self._context.metrics_url = f"{scheme}://{named_host(advertised or host)}:{self.port}/metrics"
+            self._context.metrics_url = f"{scheme}://{advertised_host(self._config, host)}:{self.port}/metrics"
         self._context.log.info(
             "listening",
             url=base,
@@ -364,11 +364,11 @@ class Gateway:
     async def _drain(self) -> None:
         """Running requests finish; those left at the deadline end with an error their clients can read. Where another
         process takes the port over, what still comes on open connections is served before."""
-        until_s = asyncio.get_running_loop().time() + self._config.gateway.drain_s
+        until_s = asyncio.get_running_loop().time() + self._config.drain_s
         if self._handover.asked or self._config.gateway.processes > 1:
             self._site.leave()
         if self._handover.asked:
-            await self._handover.quiet(self._config.gateway.drain_s)
+            await self._handover.quiet(self._config.drain_s)
         self.streams.tell(DrainStarted())
         try:
             async with asyncio.timeout_at(until_s):

@@ -81,7 +81,7 @@ class KubernetesOrders:
         self._sets = stateful_sets(config)
         self._kinds = orderable(config)
         self._start_s = config.planner.start_timeout_s
-        self._end_s = config.engine.drain_s + end_s
+        self._end_s = config.drain_s + end_s
         self._api = api
         self._cluster = cluster
         self._clock = clock

@@ -133,13 +133,13 @@ def _gateways(config: Config, environment: Mapping[str, str]) -> list[ProcessPla
     """Where several share the port, each is asked for readiness and metrics on a port of its own."""
     gateway, folder, stage = config.gateway, "gateway", StopStage.GATEWAY
     if gateway.processes == 1:
-        one = ProcessPlan(GATEWAY, folder, stage, gateway.host, gateway.port, gateway.drain_s, False, environment)
+        one = ProcessPlan(GATEWAY, folder, stage, gateway.host, gateway.port, config.drain_s, False, environment)
         return [replace(one, scheme=api_scheme(config), held=True, hands_over=True)]
     host, shared = config.metrics.host, (gateway.host, gateway.port)
     several = []
     for name in gateway_names(config):
         port = metrics_port(config, folder, name)
-        each = ProcessPlan(name, folder, stage, host, port, gateway.drain_s, environment=environment)
+        each = ProcessPlan(name, folder, stage, host, port, config.drain_s, environment=environment)
         several.append(replace(each, shared=shared, hands_over=True))
     return several
 

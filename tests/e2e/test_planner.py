@@ -39,7 +39,7 @@ OPTIONS = {
     "speculation.mode": "off",  # answers of random weights repeat themselves, which no simulation foresees
     "engine.threads": 1,
     "engine.max_rows": 2,  # so that requests wait, however fast the machine is
-    "engine.drain_s": 20,
+    "drain_s": 20,
     "gateway.rt_ttft_slo_s": 0.5,
     "gateway.rt_tpot_slo_s": 1,
     "planner.mode": "act",

@@ -100,7 +100,7 @@ def test_every_process_is_watched_restarted_and_given_time_to_drain():
         assert service["restart"] == "unless-stopped"
         assert service["healthcheck"]["test"][0] == "CMD"
         assert service["depends_on"]["model"]["condition"] == "service_completed_successfully"
-        drain_s = config.gateway.drain_s if name == "gateway" else config.engine.drain_s if "worker" in name else 5.0
+        drain_s = config.drain_s if name == "gateway" or "worker" in name else 5.0
         assert int(service["stop_grace_period"].removesuffix("s")) > drain_s + 5
 
 

@@ -19,6 +19,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 
+from cohort.common.addresses import HOST_VARIABLE, advertised_host
 from cohort.common.config import Config, load_config
 from cohort.common.http import exposure
 from cohort.common.process.service import drain_time_s
@@ -267,13 +268,17 @@ def test_what_a_process_writes_has_a_volume(overlay: str, role: str, tmp_path: P
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_a_process_is_started_as_the_compose_file_starts_it(overlay: str, role: str, tmp_path: Path):
+def test_a_process_is_started_as_the_compose_file_starts_it(
+    overlay: str, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     here = container(workloads(overlay)[role])
     composed = COMPOSED[role]["command"] if role in COMPOSED else [role]
     assert here["args"][: len(composed)] == composed and "command" not in here
     config = configured(overlay, role, tmp_path)
     exposure.check_endpoints(config)
-    assert config.metrics.advertise_host == "10.1.2.3"
+    monkeypatch.setenv("COHORT_HOST", "10.1.2.3")
+    assert {"name": HOST_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}} in here["env"]
+    assert advertised_host(config, config.metrics.host) == "10.1.2.3"
     if role == "gateway":
         exposure.check_api(config)
         assert config.gateway.api_keys == ("env:COHORT_API_KEY",)

@@ -109,6 +109,6 @@ def test_what_the_monitor_reads_there_can_be_planned(tmp_path: Path):
     assert neighbours(one, settings.bounds) == [one.with_((Role.UNIFIED, 1), more) for more in (1, 2)]
     # A pod gets its time to drain before the planner gives it up, and gateways tell of their requests.
     pod = pod_spec(workloads(PLANNED)["unified_worker"])
-    assert pod is not None and config.engine.drain_s < pod["terminationGracePeriodSeconds"] < config.engine.drain_s + 60
+    assert pod is not None and config.drain_s < pod["terminationGracePeriodSeconds"] < config.drain_s + 60
     (tmp_path / "gateway").mkdir()
     assert configured(PLANNED, "gateway", tmp_path / "gateway").planner == config.planner

@@ -427,7 +427,7 @@ class WorkerLoop:
         at the deadline are rescheduled by the leave."""
         self._tell(DrainStarted())
         self._tell(ReportDue(self._host.free_bytes))
-        deadline_s = self._clock.now_s() + self._config.engine.drain_s
+        deadline_s = self._clock.now_s() + self._config.drain_s
         while not self._machine.idle and self._clock.now_s() < deadline_s:
             self._something.clear()
             with contextlib.suppress(TimeoutError):

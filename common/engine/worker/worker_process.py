@@ -150,7 +150,7 @@ def load_runner(
     if device.type == "cpu":
         wanted = host_need(config, model_dir, whole, computes_bfloat16=native_bfloat16())
         check_host_fit(config, model_dir.name, wanted, available_bytes(), 1)
-        memory_bytes = memory_bytes or config.kv.cpu_memory_bytes
+        memory_bytes = config.kv.cpu_bytes
         num_blocks = memory_bytes // (block_bytes + (0 if draft is None else draft.block_bytes))
         if num_blocks < 2:
             raise ConfigError(

@@ -108,7 +108,7 @@ class GatewaySettings:
             rt_ttft_slo_s=gateway.rt_ttft_slo_s,
             rt_tpot_slo_s=gateway.rt_tpot_slo_s,
             load_interval_s=config.manager.load_interval_s,
-            drain_s=gateway.drain_s,
+            drain_s=config.drain_s,
         )
 
 

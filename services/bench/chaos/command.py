@@ -211,12 +211,12 @@ def _own_state(model: str, folder: Path, keys: list[str], resume_s: float, drain
             "resume_s": resume_s,
             "write_timeout_s": 10.0,
             "body_timeout_s": 10.0,
-            "drain_s": drain_s,
         },
         "keys": {"usage_file": str(state / "usage.sqlite3")},
         "batch": {"folder": str(state / "batches"), "concurrency": 4},
         "predictor": {"state_path": str(state / "lengths.npz")},
-        "engine": {"state_dir": str(state / "learned"), "drain_s": drain_s},
+        "engine": {"state_dir": str(state / "learned")},
+        "drain_s": drain_s,
     }
 
 

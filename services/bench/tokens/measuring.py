@@ -127,7 +127,6 @@ def configured(preset: str, settings: Sequence[str], model: str, load: Load, fol
     """Rows for all streams on any worker; nothing of it is written outside of `folder`."""
     flat = {
         "gateway.port": 0,
-        "gateway.drain_s": 0.1,
         "gateway.resume_file": str(folder / "streams.sqlite"),
         "keys.usage_file": str(folder / "usage.sqlite"),
         "monitor.port": 0,
@@ -135,7 +134,7 @@ def configured(preset: str, settings: Sequence[str], model: str, load: Load, fol
         "predictor.state_path": str(folder / "lengths.npz"),
         "batch.folder": str(folder / "batches"),
         "engine.max_rows": max(64, load.streams),
-        "engine.drain_s": 0.1,
+        "drain_s": 0.1,
         "workers": [{"role": "unified", "count": load.workers, "threads": 1}],
     }
     if load.gateways > 1:

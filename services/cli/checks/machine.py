@@ -105,11 +105,11 @@ def memory(config: Config, weights_bytes: int, meminfo: Path = Path("/proc/memin
     except (OSError, StopIteration, ValueError, IndexError):
         return skipped(name, f"{meminfo} does not say")
     workers = len(config.instance_roles)
-    kv = (config.kv.memory_bytes or config.kv.cpu_memory_bytes) + config.kv.host_memory_bytes
+    kv = config.kv.cpu_bytes + config.kv.host_memory_bytes
     wanted = workers * (weights_bytes + kv)
     says = f"{workers} workers want about {size(wanted)}, {size(available)} are available"
     if wanted > available:
-        less = "fewer workers, or less for each: --set kv.cpu_memory_bytes=… kv.host_memory_bytes=…"
+        less = "fewer workers, or less for each: --set kv.memory_bytes=… kv.host_memory_bytes=…"
         alone = "a model of fewer bits, or a machine with more memory: the weights of one worker are too many"
         return problem(name, says, alone if weights_bytes > available else less)
     return fine(name, says)

@@ -15,7 +15,6 @@ from cohort.common import paths
 from cohort.common.address_book import AddressBook, with_standbys
 from cohort.common.addresses import GATEWAY, STANDBY_MANAGERS
 from cohort.common.config import Config
-from cohort.common.http.exposure import is_loopback
 from cohort.services.launcher.plan import ProcessPlan
 
 _DIALLED_BY_NAME = frozenset({"bucketing_manager", "length_predictor", "global_monitor"})
@@ -78,13 +77,11 @@ def on_node(config: Config, plan: ProcessPlan, ip: str, inbox_port: int, key_fil
     endpoints = replace(
         config.endpoints,
         bind_host=ip,
+        host=config.endpoints.host or ip,
         worker=f"tcp://{ip}:0",
         gateway=f"tcp://{ip}:0",
         **_own_endpoint(config, plan, own_endpoint(plan, ip, inbox_port)),
     )
-    # A server on loopback is found there alone: the monitor reads the gateway's metrics because they share a node.
-    listens = {"gateway": config.gateway.host, "global_monitor": config.monitor.host}.get(folder, ip)
-    advertised = config.metrics.advertise_host or ("" if is_loopback(listens) else ip)
     batch = config.batch
     if folder == "gateway" and plan.instance != GATEWAY:
         own = f"{batch.folder or paths.cache_dir() / 'batches' / str(config.gateway.port)}-{plan.instance}"
@@ -93,7 +90,7 @@ def on_node(config: Config, plan: ProcessPlan, ip: str, inbox_port: int, key_fil
         config,
         batch=batch,
         endpoints=endpoints,
-        metrics=replace(config.metrics, host=ip, advertise_host=advertised),
+        metrics=replace(config.metrics, host=ip),
         security=replace(config.security, curve_secret_key_file=key_file),
     )
 

@@ -133,7 +133,7 @@ class PlannedCluster:
         self.machine = PlannerMachine(settings, 0.0)
         self.tally = Tally(settings.best_effort_s, sent=len(workload.items))
         self.tally.devices(0.0, start.devices)
-        self._start_s, self._drain_s = start_s, config.engine.drain_s
+        self._start_s, self._drain_s = start_s, config.drain_s
         self._known: set[int] = set()
         """Requests that the planner has heard of, and (`_over`) those whose end it has yet to hear of."""
         self._over: list[tuple[InFlight, bool]] = []

@@ -180,9 +180,8 @@ def kv_blocks(
             f"cluster {cluster.name}: tensor_parallel: {model.name} has {model.weights_total_bytes / 1e9:.1f} GB of "
             f"weights, {devices} x {cluster.device.name} hold {total / 1e9:.1f} GB"
         )
-    memory = config.kv.memory_bytes or (
-        config.kv.cpu_memory_bytes if cluster.cpu else int(config.kv.memory_fraction * left)
-    )
+    kv = config.kv
+    memory = kv.cpu_bytes if cluster.cpu else kv.memory_bytes or int(kv.memory_fraction * left)
     drafted_bytes = 0 if draft is None else draft.kv_geometry(geometry.block_size).block_bytes
     block_bytes = geometry.block_bytes * model.kv_copies(devices)
     blocks = memory // (block_bytes + drafted_bytes)

@@ -235,7 +235,7 @@ def test_a_share_is_a_part_of_what_may_be_used() -> None:
 
 
 AWQ = replace(LLAMA_8B, quantization=Quantization("awq", (WeightScheme("awq", 4, group=128, symmetric=False),), ()))
-CPU_7B = {"model": {"weights": "random", "max_model_len": 4096}, "kv": {"cpu_memory_bytes": 8 * GIB}}
+CPU_7B = {"model": {"weights": "random", "max_model_len": 4096}, "kv": {"memory_bytes": 8 * GIB}}
 
 
 def awq_shard(folder: Path) -> None:
@@ -356,6 +356,6 @@ def test_a_processor_without_bfloat16_widens_all_but_the_embedding() -> None:
 
 
 def test_the_least_cache_is_no_more_than_what_is_configured() -> None:
-    settings = load_config(overrides={"model": {"weights": "random"}, "kv": {"cpu_memory_bytes": 64 << 20}})
+    settings = load_config(overrides={"model": {"weights": "random"}, "kv": {"memory_bytes": 64 << 20}})
     wanted = host_need(settings, Path(), LLAMA_8B, computes_bfloat16=True)
     assert wanted.cache <= 64 << 20 and wanted.kv_tokens == wanted.cache // LLAMA_8B.kv_token_bytes("bfloat16")

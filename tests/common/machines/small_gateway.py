@@ -33,9 +33,10 @@ class Gateway:
         greeted: bool = True,
         standbys: tuple[str, ...] = (),
         max_attempts: int = 8,
+        drain_s: float = 30.0,
         **options: Any,
     ) -> None:
-        config = Config(gateway=GatewayConfig(**options))
+        config = Config(gateway=GatewayConfig(**options), drain_s=drain_s)
         admission = compose.admission(config)
         made = replace(
             GatewaySettings.of(config), stall_timeout_s=10.0, predictor_wait_s=0.02, max_attempts=max_attempts

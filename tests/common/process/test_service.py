@@ -70,7 +70,7 @@ Launch = Callable[..., Awaitable[Running]]
 async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
     running: list[Running] = []
     config = tmp_path / "config.yaml"
-    config.write_text("metrics: {base_port: 0}\nengine: {drain_s: 0.2}\nlogging: {format: json}\n")
+    config.write_text("metrics: {base_port: 0}\ndrain_s: 0.2\nlogging: {format: json}\n")
 
     async def start(instance: str, *options: str) -> Running:
         process = await asyncio.create_subprocess_exec(

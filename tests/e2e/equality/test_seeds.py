@@ -55,7 +55,7 @@ def options(folder: Path) -> dict[str, Any]:
         "endpoints": {"seeds": [f"tcp://localhost:{free_port()}"]},
         "security": {"curve_secret_key_file": str(folder / "key")},
         "engine": {"device": "cpu", "threads": 1},
-        "kv": {"cpu_memory_bytes": 1 << 24, "host_memory_bytes": 0},
+        "kv": {"memory_bytes": 1 << 24, "host_memory_bytes": 0},
         "transfer": {"links": ["zmq"]},
     }
 

@@ -195,7 +195,7 @@ def test_whatever_drafts_answers_are_those_without(tmp_path: Path, kind: str) ->
     options = {
         **SHORT_SIGHTED,
         "workers": [{"role": "unified", "count": 2, "threads": 1}],
-        "engine": {"preemption": "swap", "drain_s": 30},
+        "engine": {"preemption": "swap"},
         "kv": {"memory_bytes": CACHES.get(kind, 1 << 20), "host_memory_bytes": 1 << 20},
     }
     folders = {name: tmp_path / name for name in ("off", "on")}

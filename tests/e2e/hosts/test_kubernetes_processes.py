@@ -155,7 +155,7 @@ class Cluster:
         published = {"gateway": int(self.api.rpartition(":")[2]), "monitor": int(self.monitor.rpartition(":")[2])}
         for section, port in published.items():
             base[section].update(host="127.0.0.1", port=port)
-        base["kv"] = {"cpu_memory_bytes": 64 << 20, "host_memory_bytes": 0}
+        base["kv"] = {"memory_bytes": 64 << 20, "host_memory_bytes": 0}
         generate_keys(folder / "keys" / "cluster.key")
         served = folder / "models" / Path(yaml.safe_load(options["options.yaml"])["model"]["path"]).name
         served.parent.mkdir()

@@ -78,7 +78,7 @@ def test_a_preset_gives_transformers_tokens(model: Path, preset: str, dtype: str
         overrides={
             "model": {"path": str(model), "dtype": dtype},
             "engine": {"device": str(DEVICE), "max_rows": 16, "prefill_chunk": 48, "max_step_tokens": 160},
-            "kv": {"memory_bytes": 64 << 20, "cpu_memory_bytes": 64 << 20, "host_memory_bytes": 8 << 20},
+            "kv": {"memory_bytes": 64 << 20, "host_memory_bytes": 8 << 20},
         },
     )
     runner = load_runner(config, 0)

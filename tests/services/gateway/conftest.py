@@ -147,20 +147,17 @@ def open_site(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         responses: dict[str, Any] | None = None,
         lora: dict[str, str] | None = None,
         settings: dict[str, Any] | None = None,
+        drain_s: float = 1.0,
         **gateway_options: Any,
     ) -> AsyncIterator[Site]:
-        options: dict[str, Any] = {
-            "port": 0,
-            "drain_s": 1.0,
-            "resume_file": str(tmp_path / "streams.sqlite3"),
-            **gateway_options,
-        }
+        options: dict[str, Any] = {"port": 0, "resume_file": str(tmp_path / "streams.sqlite3"), **gateway_options}
         config = Config(
             model=ModelConfig(path=str(model), lora=lora or {}),
             gateway=GatewayConfig(**options),
             keys=KeysConfig(**{"usage_file": str(tmp_path / "usage.sqlite3"), **(keys or {})}),
             batch=BatchConfig(**{"folder": str(tmp_path / "batches"), **(batch or {})}),
             responses=ResponsesConfig(**(responses or {})),
+            drain_s=drain_s,
             endpoints=EndpointsConfig(manager="memory://manager", predictor="memory://predictor"),
             logging=LoggingConfig(level="error"),
         )

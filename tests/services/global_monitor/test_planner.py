@@ -210,8 +210,7 @@ async def test_a_launcher_that_does_not_answer_is_not_waited_for_without_end(tmp
     silent = await asyncio.start_unix_server(lambda reader, writer: None, tmp_path / "workers.sock")
     (tmp_path / "monitor").mkdir()
     (tmp_path / "monitor" / "workers.sock").symlink_to(tmp_path / "workers.sock")
-    quick = config(start_timeout_s=0.1)
-    quick = msgspec.structs.replace(quick, engine=msgspec.structs.replace(quick.engine, drain_s=0.0))
+    quick = msgspec.structs.replace(config(start_timeout_s=0.1), drain_s=0.0)
     with pytest.raises(OrderFailed, match="has not answered"):
         await LauncherOrders(tmp_path / "monitor", quick).drain("unified-1")
     silent.close()

@@ -29,7 +29,7 @@ from tests.services.gateway.tiny_model import byte_level, write_model
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow]
 
-SMALL = ["--set", "kv.cpu_memory_bytes=67108864", "--set", "kv.host_memory_bytes=0", "--set", "engine.device=cpu"]
+SMALL = ["--set", "kv.memory_bytes=67108864", "--set", "kv.host_memory_bytes=0", "--set", "engine.device=cpu"]
 
 
 class Serve:

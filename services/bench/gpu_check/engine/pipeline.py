@@ -92,7 +92,7 @@ def _served(check: Check, preset: str, model: Path) -> Iterator[tuple[Served, fl
         "engine.max_rows": 128 if real else 8,
         "engine.max_step_tokens": 8192 if real else 128,
         "engine.prefill_chunk": 2048 if real else 64,
-        "kv.cpu_memory_bytes": 8 << 20,
+        "kv.memory_bytes": 0 if real else 8 << 20,
         "kv.host_memory_bytes": 0,
     }
     assignments = [word for key, value in options.items() for word in ("--set", f"{key}={value}")]

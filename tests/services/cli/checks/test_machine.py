@@ -68,7 +68,7 @@ def test_few_open_files(hard: int, status: str) -> None:
 def test_too_little_memory(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text(f"MemTotal: {64 << 20} kB\nMemAvailable: {4 << 20} kB\n")
-    kv = KvConfig(cpu_memory_bytes=GIB, host_memory_bytes=0)
+    kv = KvConfig(memory_bytes=GIB, host_memory_bytes=0)
     assert machine.memory(config(kv=kv), GIB // 2, meminfo).status == "ok"
     short = machine.memory(config(kv=kv), 2 * GIB, meminfo)
     assert short.status == "problem" and "2 workers want about 6.0 GiB, 4.0 GiB" in short.says

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from cohort.common.addresses import advertised_host
 from cohort.common.config import (
     Config,
     EngineConfig,
@@ -154,14 +155,15 @@ def test_a_process_listens_on_its_nodes_address_and_is_known_by_it() -> None:
     manager = on_node(config, plans["manager"], "10.0.0.2", 21_000, "/run/cluster.key")
     assert manager.endpoints.manager == "tcp://10.0.0.2:21000"
     assert manager.endpoints.worker == "tcp://10.0.0.2:0" and manager.endpoints.bind_host == "10.0.0.2"
-    assert (manager.metrics.host, manager.metrics.advertise_host) == ("10.0.0.2", "10.0.0.2")
+    assert (manager.metrics.host, advertised_host(manager, "0.0.0.0")) == ("10.0.0.2", "10.0.0.2")
     assert manager.security.curve_secret_key_file == "/run/cluster.key"
     worker = on_node(config, plans["decode-0"], "10.0.0.3", 21_001, "")
     assert worker.endpoints.manager == "" and dialled_as(plans["decode-0"]) == ""
     gateway = on_node(config, plans["gateway"], "10.0.0.2", 0, "")
-    assert gateway.metrics.advertise_host == "10.0.0.2" and gateway.batch.folder == ""
+    assert advertised_host(gateway, gateway.gateway.host) == "10.0.0.2" and gateway.batch.folder == ""
     at_home = on_node(Config(), plans["gateway"], "10.0.0.2", 0, "")
-    assert at_home.metrics.advertise_host == "", "what listens on loopback is not found under the node's address"
+    told = advertised_host(at_home, at_home.gateway.host)
+    assert told == "127.0.0.1", "what listens on loopback is not found under the node's address"
 
 
 def test_a_second_gateway_has_files_of_its_own_where_nodes_share_a_disk() -> None:

@@ -102,8 +102,8 @@ def _serving(check: Check, runner: ModelRunner, folder: str) -> Config:
                 "max_rows": runner.max_rows,
                 "prefill_chunk": runner.max_step_tokens,
                 "max_step_tokens": runner.max_step_tokens,
-                "drain_s": 0.1,
             },
+            "drain_s": 0.1,
             "kv": {"host_memory_bytes": 0, "prefix_caching": False},
         },
     )

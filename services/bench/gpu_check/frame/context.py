@@ -79,7 +79,7 @@ def random_model(
     folder: Path, config: Mapping[str, Any], device: torch.device, *, real: bool, **overrides: Any
 ) -> ModelRunner:
     """A model of this shape with random weights, as a worker would load it; where not `real`, with a small cache."""
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "dtype": "bfloat16" if real else "float32",
         "device": str(device),
         "threads": 0,

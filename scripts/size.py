@@ -5,7 +5,8 @@
     python scripts/size.py --write    makes today's sizes the caps: for the commit that says why
 
 Counted are files that git tracks: lines of Python, of other languages, and of YAML and JSON; Python files of the widest
-folder; options of the configuration; words of Markdown. Called by `scripts/check`.
+folder; options of the configuration, and settings of mechanisms, which only `experiment` reaches; words of Markdown.
+Called by `scripts/check`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from cohort.common.config import Config  # noqa: E402
+from cohort.common.policies import settings  # noqa: E402
 
 CAPS = ROOT / "docs" / "size.json"
 PARTS = ("common", "services", "kernels", "scripts", "tests")
@@ -66,6 +68,7 @@ def measured(root: Path, files: Iterable[PurePosixPath]) -> dict[str, int]:
         **{f"lines of {name}": count for name, count in sorted(lines.items())},
         "Python files in the widest folder": max(folders.values()),
         "options": options(Config()),
+        "settings of mechanisms": sum(len(settings.names(kind)) for kind in settings.KINDS),
         "words of Markdown": words,
     }
 

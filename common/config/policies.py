@@ -149,23 +149,10 @@ class EcoServeConfig(Section, frozen=True):
     ablation: EcoServeAblation = EcoServeAblation()
 
 
-class BrosAblation(Section, frozen=True):
-    """Parts of the mechanism that can be changed or taken away to measure them."""
-
-    cut_prompts: bool = True  # prompts are computed in chunks that deadlines leave time for; false = whole if on time
-    starving_every: Positive = 10  # at most one iteration in so many begins with a starving request; 1 = every one
-    bound_real_time: bool = False  # the size of a batch (R6) bounds real-time rows too, as the paper's loop
-    drops: bool = True  # who finds no block takes those of others (R11); false = it is computed again itself
-
-
 class BrosConfig(Section, frozen=True):
     """Packing of `policies.iteration: slack_packing`, best with `policies.allocation: bidirectional` (docs/papers.md,
     R1-R15). Targets are the request's own (gateway.rt_ttft_slo_s, rt_tpot_slo_s when it names none)."""
 
-    group_tokens: Positive = 1  # tokens after the first that share one deadline, of as many TPOT targets
-    first_batch: Positive = 32  # requests in an iteration at the start and after a deadline cut one short
-    batch_step: Positive = 8  # requests more after every iteration that no deadline cut short
     rt_starvation_s: Seconds = 5.0  # a real-time request that got nothing for so long goes first
     be_starvation_s: Seconds = 60.0  # likewise a best-effort one
     best_effort_share: Fraction = 0.2  # of cache and rows, that the oldest best-effort requests keep whatever waits
-    ablation: BrosAblation = BrosAblation()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +131,16 @@ def _check(data: Mapping[str, Any], origin: str) -> None:
     try:
         msgspec.convert(data, Config)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{origin}: {_readable(str(error))}") from error
+        raise ConfigError(f"{origin}: {readable(str(error))}") from error
 
 
-def _readable(message: str) -> str:
+def meant(key: str, known: Collection[str]) -> str:
+    """What whoever wrote `key` may have meant."""
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+
+
+def readable(message: str) -> str:
     """msgspec writes "… - at `$.kv.block_size`"; put the key first."""
     text, at, where = message.partition(" - at `$")
     return f"{where.rstrip('`').lstrip('.')}: {text}" if at else message
@@ -147,9 +153,7 @@ def _check_keys(data: Any, struct: type[msgspec.Struct], origin: str, prefix: st
     for key, value in data.items():
         name = f"{prefix}.{key}" if prefix else str(key)
         if key not in hints:
-            close = difflib.get_close_matches(str(key), hints, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(hints)}"
-            raise ConfigError(f"{origin}: unknown option {name!r}; {hint}")
+            raise ConfigError(f"{origin}: unknown option {name!r}; {meant(str(key), hints)}")
         target = hints[key]
         if isinstance(target, type) and issubclass(target, msgspec.Struct):
             _check_keys(value, target, origin, name)

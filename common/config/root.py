@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from cohort.common.config.gateway import BatchConfig, GatewayConfig, KeysConfig, ResponsesConfig
 from cohort.common.config.kinds import Seconds, Section
 from cohort.common.config.policies import (
@@ -69,6 +71,8 @@ class Config(Section, frozen=True):
     metrics: MetricsConfig = MetricsConfig()
     recording: RecordingConfig = RecordingConfig()
     tracing: TracingConfig = TracingConfig()
+    # settings of mechanisms, {cohort: {ordered: false}}: for measurements alone; common/policies/settings.py names them
+    experiment: dict[str, dict[str, bool | int | float | str]] = msgspec.field(default_factory=dict)
 
     @property
     def instance_roles(self) -> dict[str, Role]:

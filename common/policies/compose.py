@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from cohort.common.config import Config
-from cohort.common.policies import alignedserve, baselines, bros, bucketserve, cohort, dynaserve, ecoserve
+from cohort.common.policies import alignedserve, baselines, bros, bucketserve, cohort, dynaserve, ecoserve, settings
 from cohort.common.policies.baselines.pass_through import PassThrough
 from cohort.common.policies.baselines.placements import Colocated, ColocatedInTurn, Disaggregated
 from cohort.common.policies.fair_order import FairOrder
@@ -172,5 +172,6 @@ def groups_layers(config: Config) -> bool:
 
 
 def check_names(config: Config) -> None:
-    """Raises `ConfigError` for an unknown policy, and for policies and options that do not go together."""
+    """Raises `ConfigError` for an unknown policy or setting, and for policies and options that do not go together."""
+    settings.check(config)
     check(config, TABLES)

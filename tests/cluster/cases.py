@@ -106,7 +106,7 @@ OPTIONS: dict[str, st.SearchStrategy[Overrides]] = {
         engine=_PREEMPTION,
         bros={
             "group_tokens": st.sampled_from([1, 4]),
-            "ablation": st.fixed_dictionaries({n: st.booleans() for n in ("cut_prompts", "bound_real_time", "drops")}),
+            **{name: st.booleans() for name in ("cut_prompts", "bound_real_time", "drops")},
         },
     ),
     "bucketserve": _sections(

@@ -40,7 +40,7 @@ def test_lines_files_and_words_are_counted_by_part(size: ModuleType, tmp_path: P
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     sizes = size.measured(tmp_path, [PurePosixPath(name) for name in texts])
-    assert sizes.pop("options") > 100
+    assert sizes.pop("options") > sizes.pop("settings of mechanisms") > 0
     assert sizes == {
         "lines of Python": 1,
         "lines of YAML and JSON": 2,

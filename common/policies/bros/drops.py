@@ -21,7 +21,7 @@ class Drops:
     def __init__(
         self, real_time: RealTimeQueues, best_effort: BestEffortQueues, groups: TokenGroups, others: bool
     ) -> None:
-        """`others`: `ablation.drops`; where it is off, only deadlocks make others give way."""
+        """`others`: the setting `drops`; where it is off, only deadlocks make others give way."""
         self._rt, self._be, self._groups, self._others = real_time, best_effort, groups, others
 
     def gives_up(self, sequence: Sequence) -> bool:

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from itertools import chain
 
-from cohort.common.config import BrosConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.bros.batch import NO_DEADLINE_S, Batch, DecodeRows, is_decode
 from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
@@ -29,6 +28,7 @@ from cohort.common.policies.bros.token_groups import TokenGroups
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, News, Ran
 from cohort.common.policies.kv_interface import BlockSharing, KvAllocator, goes_beside
 from cohort.common.policies.sequences import preempt, resume, start
+from cohort.common.policies.settings import BrosSettings
 from cohort.common.sequence import Phase, Row, Sequence
 from cohort.common.types import Attempt, TrafficClass
 
@@ -62,17 +62,19 @@ class SlackPacking(IterationScheduler):
       requests wait.
     """
 
-    def __init__(self, options: BrosConfig, limits: IterationLimits, groups: TokenGroups, cost: IterationCost) -> None:
+    def __init__(
+        self, options: BrosSettings, limits: IterationLimits, groups: TokenGroups, cost: IterationCost
+    ) -> None:
         self._options, self._limits, self._groups = options, limits, groups
         self._batch_size = AdaptiveBatchSize(first=options.first_batch, step=options.batch_step, most=limits.max_rows)
         self._cost = cost
         self._best_effort_time = BestEffortTime(options.best_effort_share, options.be_starvation_s)
         self._rt = RealTimeQueues(groups)
         self._be = BestEffortQueues()
-        self._drops = Drops(self._rt, self._be, groups, options.ablation.drops)
+        self._drops = Drops(self._rt, self._be, groups, options.drops)
         self._average_s = 0.0
         limits_s: dict[TrafficClass, float] = {"rt": options.rt_starvation_s, "be": options.be_starvation_s}
-        self._unserved = Unserved(limits_s, every=options.ablation.starving_every)
+        self._unserved = Unserved(limits_s, every=options.starving_every)
         self._resubmitted: dict[Attempt, Sequence] = {}  # here for a repeated attempt
         # Tokens known of a sequence when it started here, or came back to the device.
         self._known_before: dict[Attempt, int] = {}
@@ -160,7 +162,7 @@ class SlackPacking(IterationScheduler):
     def _beside_decodes(self, sequence: Sequence, batch: Batch) -> int:
         """Tokens of a prompt that all decode rows leave time for; where they leave none, as many as there are."""
         count = self._count(sequence, batch.tokens_left)
-        if count == 1 or not self._options.ablation.cut_prompts:
+        if count == 1 or not self._options.cut_prompts:
             return count
         decodes = self._rt.decodes.all_rows(self._cost, self._limits.max_rows)
         load = BatchLoad(batch.prefill_tokens, decodes.rows, decodes.context + batch.context + sequence.computed)
@@ -178,7 +180,7 @@ class SlackPacking(IterationScheduler):
     def _bind_late(self, urgent: UrgentFirst, decodes: DecodeRows, kv: KvAllocator, batch: Batch) -> None:
         """Where no decode row is on time only shorter iterations help: they go first, and none of the prompts makes the
         iteration longer than the strictest TPOT target or, if that is more, all decode rows."""
-        cuts = self._options.ablation.cut_prompts  # else no prompt would ever be short enough
+        cuts = self._options.cut_prompts  # else no prompt would ever be short enough
         if cuts and decodes.tpot_s < NO_DEADLINE_S and not any(is_decode(s) for s in urgent.started_on_time()):
             batch.limit_s = min(batch.limit_s, max(decodes.least_s, decodes.tpot_s))
             self._pack_past_due((s for s in urgent.past_due_started() if is_decode(s)), kv, batch)
@@ -195,7 +197,7 @@ class SlackPacking(IterationScheduler):
         rows, tokens_left, cut_short = len(batch.rows), batch.tokens_left, False
         prefill, decode, context = batch.prefill_tokens, batch.decode_rows, batch.context
         exec_of, chunk, swap_s = cost.exec_of, self._limits.chunk, cost.swap_s(batch.slots)
-        most_rows = batch.most_rows if self._options.ablation.bound_real_time else self._limits.max_rows
+        most_rows = batch.most_rows if self._options.bound_real_time else self._limits.max_rows
         # Of the time before the deadline; the rest is for best-effort requests that keep their share.
         for_prompts = 1.0 - (self._best_effort_time.kept_back if batch.guaranteed else 0.0)
         for residual_s, key, sequence in urgent:
@@ -256,7 +258,7 @@ class SlackPacking(IterationScheduler):
     ) -> int:
         """Tokens of a prompt that does not fit; 0 = none. Decode rows behind it keep their place: as there is always a
         prompt to cut, those that are late would have none in any iteration."""
-        if not self._options.ablation.cut_prompts:
+        if not self._options.cut_prompts:
             return 0
         rows, context = self._rt.decodes.without(taken)
         context += load.context + sequence.computed + rows
@@ -406,7 +408,7 @@ class SlackPacking(IterationScheduler):
         count = self._count(sequence, batch.tokens_left)
         if count < 1 or self._cost.iteration_s(batch.load.plus(sequence.computed, count), batch.slots) <= batch.limit_s:
             return max(0, count)
-        if count == 1 or not self._options.ablation.cut_prompts:
+        if count == 1 or not self._options.cut_prompts:
             return 0
         return self._cut(count, batch.load, batch, batch.limit_s)
 

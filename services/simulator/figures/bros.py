@@ -64,10 +64,7 @@ _UNSHARED: Mapping[str, Mapping[str, object]] = {
     "policies": {"allocation": "paged"},
     "engine": {"preemption": "recompute"},
 }
-_UNMANAGED: Mapping[str, Mapping[str, object]] = {
-    **_UNSHARED,
-    "bros": {"rt_starvation_s": _NEVER_S, "ablation": {"drops": False}},
-}
+_UNMANAGED: Mapping[str, Mapping[str, object]] = {**_UNSHARED, "experiment": {"bros": {"drops": False}}}
 _SYSTEMS = {
     "bros": _System("bros", _AS_PRINTED),
     "bros-unshared": _System("bros", _UNSHARED),

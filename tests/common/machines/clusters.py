@@ -15,6 +15,7 @@ from typing import Any
 from cohort.common.config import Config, load_config
 from cohort.common.policies import compose
 from cohort.common.policies.interface import Placement
+from cohort.common.policies.settings import placed
 from cohort.common.types import IfLate, Role, Slo, TrafficClass
 from tests.common.machines.faults import Fault
 from tests.common.machines.world import NO_SLO, VOCABULARY, World
@@ -65,14 +66,15 @@ Stream = Callable[[Random], Iterator[Asked]]
 
 
 def small(preset: str = "", *overrides: Mapping[str, Any]) -> Config:
-    """A preset at the world's size; later overrides win. What a preset says itself about dispatch is kept."""
+    """A preset at the world's size; later overrides win. Settings stand beside options. What a preset says itself about
+    dispatch is kept."""
     own = load_config(preset=preset) if preset else load_config()
     merged: dict[str, Any] = _over({}, SMALL)
     if own.manager.dispatch_ahead_tokens != load_config().manager.dispatch_ahead_tokens:
         del merged["manager"]
     for more in overrides:
         merged = _over(merged, more)
-    config = load_config(preset=preset, overrides=merged)
+    config = load_config(preset=preset, overrides=placed(merged))
     compose.check_names(config)
     return config
 

@@ -92,11 +92,7 @@ def test_other_schedulers_over_bidirectional_blocks(iteration: str) -> None:
 
 @pytest.mark.parametrize(
     ("allocation", "options"),
-    [
-        ("bidirectional", {"group_tokens": 4}),
-        ("bidirectional", {"ablation": {"cut_prompts": False}}),
-        ("paged", {"ablation": {"drops": False}}),
-    ],
+    [("bidirectional", {"group_tokens": 4}), ("bidirectional", {"cut_prompts": False}), ("paged", {"drops": False})],
 )
 def test_options(allocation: str, options: dict[str, Any]) -> None:
     world = bros_world(34, UNIFIED, Colocated, allocation=allocation, options=options)

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from cohort.common.config import BrosAblation, BrosConfig, load_config
+from cohort.common.config import load_config
 from cohort.common.errors import ConfigError
 from cohort.common.policies import compose
 from cohort.common.policies.baselines.batch_builder import IterationLimits
@@ -21,6 +21,7 @@ from cohort.common.policies.bros.slack_packing import SlackPacking
 from cohort.common.policies.bros.token_groups import TokenGroups
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.policies.settings import BrosSettings
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
 from tests.common.policies.baselines.drive import decide, ran
@@ -40,13 +41,16 @@ def packing(
     drops: bool = True,
 ) -> SlackPacking:
     """10 ms an iteration, 1 ms a prompt token, 1 ms a row; TTFT 0.4 s, TPOT 0.2 s."""
-    options = BrosConfig(
+    options = BrosSettings(
         first_batch=first,
         batch_step=2,
         rt_starvation_s=starve_s,
         be_starvation_s=starve_s,
         best_effort_share=share,
-        ablation=BrosAblation(cut_prompts=cut, starving_every=every, bound_real_time=bound, drops=drops),
+        cut_prompts=cut,
+        starving_every=every,
+        bound_real_time=bound,
+        drops=drops,
     )
     limits = IterationLimits(16, 512, chunk, preemption)  # type: ignore[arg-type]
     groups = TokenGroups(group_tokens=1, default_ttft_s=0.4, default_tpot_s=0.2)

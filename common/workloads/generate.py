@@ -97,15 +97,18 @@ def generate(
     duration_s: float | None = None,
     seed: int = 0,
     traffic_class: TrafficClass = "rt",
+    hash_block: int | None = None,
 ) -> Workload:
     """`count` requests, or as many as arrive within `duration_s`, or a whole trace.
 
-    A closed loop becomes the workload's `closed_loop` part (with `duration_s`: cycled until then). Raises
-    `ConfigError`.
+    A closed loop becomes the workload's `closed_loop` part (with `duration_s`: cycled until then). `hash_block`: tokens
+    of a hash id, which a trace need not know then. Raises `ConfigError`.
     """
     trace = source.trace if isinstance(source, FromTrace) else None
     rows = draw_rows(source, _count(source, arrivals, count, duration_s), seed)
-    block = trace.hash_block() if trace is not None and any(row.hash_ids for row in rows) else 0
+    block = 0
+    if trace is not None and any(row.hash_ids for row in rows):
+        block = trace.hash_block() if hash_block is None else hash_block
     facts = WorkloadFacts(
         source=describe_source(source),
         arrivals=describe(arrivals),

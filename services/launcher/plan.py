@@ -125,7 +125,7 @@ def worker_plan(config: Config, instance: str, port: int, environment: Mapping[s
     if environment is None:
         environment = _threads_environment(config.rank_threads(instance, 1), crowded=True)
     folder = _FOLDER_OF_ROLE[config.instance_roles[instance]]
-    drain_s = config.engine.drain_s
+    drain_s = config.drain_s
     return ProcessPlan(instance, folder, StopStage.WORKERS, config.metrics.host, port, drain_s, environment=environment)
 
 

@@ -41,5 +41,5 @@ class RunnerOptions(msgspec.Struct, frozen=True, kw_only=True):
     rounding: Rounding | None = None
     """Of plain matrices, at load, on a processor; None = they stay as they are."""
     share: DeviceShare = DeviceShare()
-    lora: LoraOptions = LoraOptions({}, 1, 1)
+    lora: LoraOptions = LoraOptions({}, 1)
     """Adapters that requests may name; they are checked before the model is loaded."""

@@ -190,7 +190,8 @@ def _run_of(args: argparse.Namespace, preset: str, soak: Soak, left: list[str]) 
 
 
 def _own_state(model: str, folder: Path, keys: list[str], resume_s: float, drain_s: float) -> dict[str, Any]:
-    """Configuration of a pipeline that is broken on purpose, with all its state in `folder`. `model`: a folder, `tiny` (written here) or `default`. The waits are short, so that what a client leaves behind soon ends."""
+    """Configuration of a pipeline that is broken on purpose, with all its state in `folder`. `model`: a folder,
+    `tiny` (written here) or `default`. The waits are short, so that what a client leaves behind soon ends."""
     state = folder / "state"
     state.mkdir(exist_ok=True)
     kv: dict[str, Any] = {}

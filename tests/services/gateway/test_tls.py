@@ -14,7 +14,7 @@ from cohort.common.errors import ConfigError
 from cohort.services.launcher import preflight
 from cohort.services.launcher.options import add_arguments, overrides_of
 from cohort.services.launcher.plan import plan
-from cohort.services.launcher.processes.probe import http_status
+from cohort.services.launcher.processes.probe import answers_ok
 from tests.certificates import make_certificate
 from tests.services.gateway.conftest import OpenSite
 
@@ -31,7 +31,7 @@ async def test_clients_come_by_https_and_a_renewal_needs_no_restart(open_site: O
         url = f"https://localhost:{site.gateway.port}"
         assert site.context.metrics_url == f"https://127.0.0.1:{site.gateway.port}/metrics"
         async with asyncio.timeout(10):
-            while await http_status(f"{url}/ready", 2.0) != 200:  # noqa: ASYNC110 -- as the launcher asks
+            while not await answers_ok(f"{url}/ready", 2.0):  # noqa: ASYNC110 -- as the launcher asks
                 await asyncio.sleep(0.01)
         body = {"model": "tiny", "prompt": "the quick", "max_tokens": 4}
         async with site.session.post(f"{url}/v1/completions", json=body, ssl=trusted) as response:

@@ -11,6 +11,7 @@ import torch
 
 from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.config.runner_options import RunnerOptions
+from cohort.common.engine.ranks.ranks import RankGroup
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import StepBatch
 from cohort.common.engine.step.trial_batch import trial_batch
@@ -76,7 +77,13 @@ class Check:
 
 
 def random_model(
-    folder: Path, config: Mapping[str, Any], device: torch.device, *, real: bool, **overrides: Any
+    folder: Path,
+    config: Mapping[str, Any],
+    device: torch.device,
+    *,
+    real: bool,
+    group: RankGroup | None = None,
+    **overrides: Any,
 ) -> ModelRunner:
     """A model of this shape with random weights, as a worker would load it; where not `real`, with a small cache."""
     options: dict[str, Any] = {
@@ -92,7 +99,7 @@ def random_model(
         "device_steps": True,
         "share": DeviceShare(graphs=2 << 30),
     }
-    return ModelRunner(shape_folder(folder, config), RunnerOptions(**{**options, **overrides}))
+    return ModelRunner(shape_folder(folder, config), RunnerOptions(**{**options, **overrides}), group)
 
 
 def rows_of(runner: ModelRunner, rows: int, tokens_per_row: int, context: int) -> StepBatch:

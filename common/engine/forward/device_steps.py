@@ -81,7 +81,7 @@ def _nobody_waits() -> None:
     """Of a device by itself: its steps end."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Launched:
     """A step under way."""
 

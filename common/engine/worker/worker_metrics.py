@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import msgspec
 from prometheus_client import Counter, Gauge
@@ -47,62 +47,58 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """One number. `name`: in the heartbeat, "" = not there. `metric`: in Prometheus, None = not there.
-
-    A gauge is set, a total is counted on by what is new.
-    """
+    """One number. `name`: in the heartbeat, "" = not there. `metric`: in Prometheus, None = not there. A gauge is set,
+    a counter is counted on by what is new."""
 
     name: str
-    kind: Literal["gauge", "total"]
     get: Callable[[Snapshot], float]
     metric: Gauge | Counter | None = None
 
 
 def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
     return (
-        Stat("", "gauge", lambda s: s.running["rt"], engine.requests_running("rt")),
-        Stat("", "gauge", lambda s: s.running["be"], engine.requests_running("be")),
-        Stat("", "gauge", lambda s: s.waiting["rt"], engine.requests_waiting("rt")),
-        Stat("", "gauge", lambda s: s.waiting["be"], engine.requests_waiting("be")),
-        Stat("running", "gauge", lambda s: s.stats.running),
-        Stat("waiting", "gauge", lambda s: s.stats.waiting),
-        Stat("awaiting_kv", "gauge", lambda s: s.stats.awaiting_kv, engine.requests_awaiting_kv()),
-        Stat("parked", "gauge", lambda s: s.stats.parked, engine.requests_parked()),
-        Stat("", "gauge", lambda s: s.used_blocks / max(1, s.stats.total_blocks), engine.kv_cache_usage()),
-        Stat("kv_total_blocks", "gauge", lambda s: s.stats.total_blocks),
-        Stat("", "gauge", lambda s: s.used_blocks, engine.kv_blocks("used")),
-        Stat("kv_cached_blocks", "gauge", lambda s: s.stats.cached_blocks, engine.kv_blocks("cached")),
-        Stat("kv_free_blocks", "gauge", lambda s: s.stats.free_blocks, engine.kv_blocks("free")),
-        Stat("", "gauge", lambda s: s.stats.host_blocks - s.stats.host_free_blocks, engine.host_kv_blocks("used")),
-        Stat("host_free_blocks", "gauge", lambda s: s.stats.host_free_blocks, engine.host_kv_blocks("free")),
-        Stat("leases", "gauge", lambda s: s.stats.leases, transfer.leases()),
-        Stat("expired_leases_total", "total", lambda s: s.stats.expired_leases, transfer.expired_leases()),
-        Stat("held_blocks", "gauge", lambda s: s.held_blocks),
-        Stat("quarantined_blocks", "gauge", lambda s: s.quarantined_blocks),
-        Stat("step_ms", "gauge", lambda s: s.stats.step_s * 1000),
+        Stat("", lambda s: s.running["rt"], engine.requests_running("rt")),
+        Stat("", lambda s: s.running["be"], engine.requests_running("be")),
+        Stat("", lambda s: s.waiting["rt"], engine.requests_waiting("rt")),
+        Stat("", lambda s: s.waiting["be"], engine.requests_waiting("be")),
+        Stat("running", lambda s: s.stats.running),
+        Stat("waiting", lambda s: s.stats.waiting),
+        Stat("awaiting_kv", lambda s: s.stats.awaiting_kv, engine.requests_awaiting_kv()),
+        Stat("parked", lambda s: s.stats.parked, engine.requests_parked()),
+        Stat("", lambda s: s.used_blocks / max(1, s.stats.total_blocks), engine.kv_cache_usage()),
+        Stat("kv_total_blocks", lambda s: s.stats.total_blocks),
+        Stat("", lambda s: s.used_blocks, engine.kv_blocks("used")),
+        Stat("kv_cached_blocks", lambda s: s.stats.cached_blocks, engine.kv_blocks("cached")),
+        Stat("kv_free_blocks", lambda s: s.stats.free_blocks, engine.kv_blocks("free")),
+        Stat("", lambda s: s.stats.host_blocks - s.stats.host_free_blocks, engine.host_kv_blocks("used")),
+        Stat("host_free_blocks", lambda s: s.stats.host_free_blocks, engine.host_kv_blocks("free")),
+        Stat("leases", lambda s: s.stats.leases, transfer.leases()),
+        Stat("expired_leases_total", lambda s: s.stats.expired_leases, transfer.expired_leases()),
+        Stat("held_blocks", lambda s: s.held_blocks),
+        Stat("quarantined_blocks", lambda s: s.quarantined_blocks),
+        Stat("step_ms", lambda s: s.stats.step_s * 1000),
         *(
             Stat(
                 f"step_time_error_{kind}",
-                "gauge",
                 partial(_of, lambda s: s.step_time_errors, kind),
                 engine.step_time_error(kind),
             )
             for kind in get_args(IterationKind)
         ),
-        Stat("steps_total", "total", lambda s: s.counters.steps),
-        Stat("", "total", lambda s: s.stats.prefix_queries, engine.prefix_cache_queries()),
-        Stat("", "total", lambda s: s.stats.prefix_hits, engine.prefix_cache_hits()),
-        Stat("prefill_tokens_total", "total", lambda s: s.counters.prefill_tokens, engine.prefill_tokens()),
-        Stat("decode_tokens_total", "total", lambda s: s.counters.decode_tokens, engine.decode_tokens()),
-        Stat("", "total", lambda s: s.memory_retries, engine.out_of_memory()),
-        Stat("", "total", lambda s: s.kernel_compilations, engine.kernel_compilations()),
-        Stat("planned_ahead_total", "total", lambda s: s.counters.planned_ahead, engine.steps_ahead()),
+        Stat("steps_total", lambda s: s.counters.steps),
+        Stat("", lambda s: s.stats.prefix_queries, engine.prefix_cache_queries()),
+        Stat("", lambda s: s.stats.prefix_hits, engine.prefix_cache_hits()),
+        Stat("prefill_tokens_total", lambda s: s.counters.prefill_tokens, engine.prefill_tokens()),
+        Stat("decode_tokens_total", lambda s: s.counters.decode_tokens, engine.decode_tokens()),
+        Stat("", lambda s: s.memory_retries, engine.out_of_memory()),
+        Stat("", lambda s: s.kernel_compilations, engine.kernel_compilations()),
+        Stat("planned_ahead_total", lambda s: s.counters.planned_ahead, engine.steps_ahead()),
         *(
-            Stat("", "total", partial(_of, lambda s: s.counters.not_ahead, reason), engine.steps_not_ahead(reason))
+            Stat("", partial(_of, lambda s: s.counters.not_ahead, reason), engine.steps_not_ahead(reason))
             for reason in get_args(NotAhead)
         ),
         *(
-            Stat(f"{name}_{of_class}_total", "total", partial(_of, totals, of_class), metric(of_class))
+            Stat(f"{name}_{of_class}_total", partial(_of, totals, of_class), metric(of_class))
             for name, totals, metric in (
                 ("drafted_rows", lambda s: s.counters.drafted_rows, engine.drafted_rows),
                 ("drafted_tokens", lambda s: s.counters.drafted_tokens, engine.drafted_tokens),
@@ -111,34 +107,29 @@ def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
             for of_class in get_args(TrafficClass)
         ),
         *(
-            Stat("", "total", partial(_of, totals, source), metric(source))
+            Stat("", partial(_of, totals, source), metric(source))
             for totals, metric in (
                 (lambda s: s.counters.drafts_of, engine.drafts_of),
                 (lambda s: s.counters.right_of, engine.right_drafts_of),
             )
             for source in get_args(DraftSource)
         ),
-        Stat("wasted_rows_total", "total", lambda s: s.counters.wasted_rows, engine.wasted_rows()),
-        Stat("loras_held", "gauge", lambda s: len(s.stats.adapters), engine.loras_held()),
-        Stat("lora_loads_total", "total", lambda s: s.counters.adapter_loads, engine.lora_loads("loaded")),
-        Stat("", "total", lambda s: s.counters.adapter_failures, engine.lora_loads("failed")),
-        Stat("preemptions_total", "total", lambda s: s.counters.preemptions),
-        Stat("transfers_total", "total", lambda s: s.counters.transfers_in + s.counters.transfers_out),
-        Stat("kv_transfers_in_total", "total", lambda s: s.counters.transfers_in, transfer.kv_transfers()),
-        Stat(
-            "exposed_transfer_seconds_total",
-            "total",
-            lambda s: s.counters.exposed_transfer_s,
-            transfer.exposed_seconds(),
-        ),
-        Stat("transfer_failures_total", "total", lambda s: s.counters.transfer_failures),
-        Stat("transfer_retries_total", "total", lambda s: s.counters.transfer_retries, transfer.retries("any")),
-        Stat("transfer_stalls_total", "total", lambda s: s.counters.stalls),
-        Stat("misnamed_total", "total", lambda s: s.counters.misnamed),
-        Stat("pool_offloads_total", "total", lambda s: s.counters.pooled),
-        Stat("pool_prefetches_total", "total", lambda s: s.counters.prefetched),
-        Stat("pool_direct_transfers_total", "total", lambda s: s.counters.from_host),
-        Stat("device_memory_free_bytes", "gauge", lambda s: s.stats.memory_free_bytes),
+        Stat("wasted_rows_total", lambda s: s.counters.wasted_rows, engine.wasted_rows()),
+        Stat("loras_held", lambda s: len(s.stats.adapters), engine.loras_held()),
+        Stat("lora_loads_total", lambda s: s.counters.adapter_loads, engine.lora_loads("loaded")),
+        Stat("", lambda s: s.counters.adapter_failures, engine.lora_loads("failed")),
+        Stat("preemptions_total", lambda s: s.counters.preemptions),
+        Stat("transfers_total", lambda s: s.counters.transfers_in + s.counters.transfers_out),
+        Stat("kv_transfers_in_total", lambda s: s.counters.transfers_in, transfer.kv_transfers()),
+        Stat("exposed_transfer_seconds_total", lambda s: s.counters.exposed_transfer_s, transfer.exposed_seconds()),
+        Stat("transfer_failures_total", lambda s: s.counters.transfer_failures),
+        Stat("transfer_retries_total", lambda s: s.counters.transfer_retries, transfer.retries("any")),
+        Stat("transfer_stalls_total", lambda s: s.counters.stalls),
+        Stat("misnamed_total", lambda s: s.counters.misnamed),
+        Stat("pool_offloads_total", lambda s: s.counters.pooled),
+        Stat("pool_prefetches_total", lambda s: s.counters.prefetched),
+        Stat("pool_direct_transfers_total", lambda s: s.counters.from_host),
+        Stat("device_memory_free_bytes", lambda s: s.stats.memory_free_bytes),
     )
 
 

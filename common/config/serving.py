@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from cohort.common.config.kinds import Fraction, NotNegative, NotNegativeSeconds, Port, Positive, Seconds, Section
+from cohort.common.config.kinds import Fraction, NotNegative, Port, Positive, Seconds, Section
 from cohort.common.types import Role
 
 
@@ -46,15 +46,6 @@ class MonitorConfig(Section, frozen=True):
     allowed_hosts: tuple[str, ...] = ()  # as gateway.allowed_hosts, of the live page
 
 
-class StatefulSetsConfig(Section, frozen=True):
-    """On Kubernetes: names of the StatefulSets whose replicas the planner changes; "" = there is none, and no worker of
-    that role is planned."""
-
-    prefill: str = "prefill-worker"  # of prefill workers, which are named after their pods: prefill-worker-0
-    decode: str = "decode-worker"  # of decode workers
-    unified: str = "unified-worker"  # of workers that do both
-
-
 class PlannerConfig(Section, frozen=True):
     """The monitor replays the last minutes of traffic on other shapes of this pipeline: how many workers, of which role
     and degree. docs/guide/planner.md."""
@@ -62,10 +53,6 @@ class PlannerConfig(Section, frozen=True):
     # off; advise: decide and tell; act: add, drain and change the roles of workers, where something takes such orders:
     # `cohort serve` on one machine or on Ray, Kubernetes with the component `planner`
     mode: Literal["off", "advise", "act"] = "off"
-    interval_s: Seconds = 30.0  # least time between two rounds of simulations
-    window_s: Seconds = 180.0  # of traffic that is replayed; at least settle_s
-    max_requests: Positive = 400  # of it, the latest
-    ahead_s: NotNegativeSeconds = 60.0  # where traffic rises: it is replayed as dense as it will be then; 0 = as it was
     cpu_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.02  # of one core, on average, for simulations
     # that workers share which compute on processors; 0 = those of the monitor's machine, on Ray of all nodes
     cores: NotNegative = 0
@@ -76,12 +63,7 @@ class PlannerConfig(Section, frozen=True):
     shapes: tuple[Literal["colocated", "split"], ...] = ("colocated", "split")
     # what a device must earn: share of the requests served in time
     worker_cost: Fraction = 0.03
-    min_gain: Fraction = 0.02  # a change must gain more of that share than this, and more than the planner's own error
-    confirmations: Positive = 2  # rounds in succession that want fewer devices, or other roles; of more devices one
-    hold_s: Seconds = 900.0  # a shape that failed or was undone is not tried again for so long
-    best_effort_s: Seconds = 60.0  # a request without an SLO is served in time if it has ended by then
     start_timeout_s: Seconds = 300.0  # the longest a worker that is added may take to be ready
-    kubernetes: StatefulSetsConfig = StatefulSetsConfig()
 
 
 class KvConfig(Section, frozen=True):

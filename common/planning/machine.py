@@ -62,7 +62,7 @@ SAVED_S = 1800.0
 
 
 class PlannerSettings(msgspec.Struct, frozen=True):
-    """See section `planner` of the configuration."""
+    """See section `planner` of the configuration, and `PlannerPace`."""
 
     mode: Mode
     interval_s: float
@@ -70,16 +70,20 @@ class PlannerSettings(msgspec.Struct, frozen=True):
     max_requests: int
     cpu_share: float
     settle_s: float
-    min_gain: float
     worker_cost: float
     confirmations: int
-    hold_s: float
-    best_effort_s: float
     bounds: Bounds
     default_output: int = 256
     cores: int = 0
     threads: int = 1
-    ahead_s: float = 0.0
+    ahead_s: float = 60.0
+    """Where traffic rises, it is replayed as dense as it will be then, when a new worker is ready; 0: as it was."""
+    min_gain: float = 0.02
+    """A change must gain more of the share served in time than this, and more than the planner's own error."""
+    hold_s: float = 900.0
+    """A shape that failed or was undone is not tried again for so long: the load may be another one then."""
+    best_effort_s: float = 60.0
+    """A request without an SLO is served in time if it has ended by then."""
 
 
 class PlanDecision(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from cohort.common.config import BrosConfig, Config
-from cohort.common.config.kinds import Positive, Section
+from cohort.common.config.kinds import Positive, Seconds, Section
 from cohort.common.config.reading import meant, readable
 from cohort.common.errors import ConfigError
 
@@ -32,7 +32,16 @@ class BrosSettings(BrosConfig, frozen=True):
     drops: bool = True  # who finds no block takes those of others (R11); false = it is computed again itself
 
 
-KINDS: Mapping[str, type[Section]] = {"bros": BrosSettings}
+class PlannerPace(Section, frozen=True):
+    """docs/guide/planner.md"""
+
+    interval_s: Seconds = 30.0  # least time between two rounds of simulations
+    window_s: Seconds = 180.0  # of traffic that is replayed; at least settle_s
+    max_requests: Positive = 400  # of it, the latest
+    confirmations: Positive = 2  # rounds in succession that want fewer devices, or other roles; of more devices one
+
+
+KINDS: Mapping[str, type[Section]] = {"bros": BrosSettings, "planner": PlannerPace}
 """By the mechanism's name, below `experiment`."""
 
 

@@ -38,31 +38,21 @@ class ReplicasNotChanged(CohortError):
 
 
 def stateful_sets(config: Config) -> dict[Role, str]:
-    """Their names."""
-    names = config.planner.kubernetes
-    found = {Role.PREFILL: names.prefill, Role.DECODE: names.decode, Role.UNIFIED: names.unified}
-    return {role: name for role, name in found.items() if name}
+    """Names of those whose workers the planned shapes have."""
+    needed = {"split": (Role.PREFILL, Role.DECODE), "colocated": (Role.UNIFIED,)}
+    roles = [role for family, roles in needed.items() if family in config.planner.shapes for role in roles]
+    return {role: f"{role}-worker" for role in roles}
 
 
 def orderable(config: Config) -> tuple[Kind, ...]:
-    """A StatefulSet's workers are all alike: one degree for each role. Raises `ConfigError` where the planner could
-    want nothing of them."""
-    planner = config.planner
-    kinds = tuple((role, config.worker_group("", role).degree) for role in stateful_sets(config))
-    if not planner.max_workers:
+    """A StatefulSet's workers are all alike: one degree for each role. Raises `ConfigError` where nothing
+    says how many there may be."""
+    if not config.planner.max_workers:
         raise ConfigError(
             "planner.max_workers: say how many workers there may be; on Kubernetes the configuration does not tell how "
             "many there are"
         )
-    needs: dict[str, set[Role]] = {"colocated": {Role.UNIFIED}, "split": {Role.PREFILL, Role.DECODE}}
-    roles = {role for role, _ in kinds}
-    if not any(needs[family] <= roles for family in planner.shapes):
-        wanted = " or ".join(" and ".join(sorted(needs[family])) for family in planner.shapes)
-        raise ConfigError(
-            f"planner.kubernetes: planner.shapes {', '.join(planner.shapes)} needs StatefulSets of {wanted} workers, "
-            f"and there are of {', '.join(sorted(roles)) or 'no role'}"
-        )
-    return kinds
+    return tuple((role, config.worker_group("", role).degree) for role in stateful_sets(config))
 
 
 class KubernetesOrders:
@@ -100,12 +90,12 @@ class KubernetesOrders:
                     self._log.warning("planner_orders_unsure", reason=str(error))
                     return
                 if error.status != 409:
-                    raise ConfigError(f"planner.kubernetes.{role.value}: {error}") from error
+                    raise ConfigError(f"planner.shapes wants {role} workers: {error}") from error
 
     async def add(self, kind: Kind) -> InstanceId:
         """Returns once it serves. Raises `ReplicasNotChanged`, `ApiError`."""
         if kind not in self._kinds:
-            raise ReplicasNotChanged(f"no StatefulSet has workers like {Shape.of({kind: 1})} (planner.kubernetes)")
+            raise ReplicasNotChanged(f"no StatefulSet has workers like {Shape.of({kind: 1})} (planner.shapes)")
         name = self._sets[kind[0]]
         replicas = (await self._read(name)).spec.replicas
         missing = [each for each in _pods(name, replicas) if not self._serves(each)]
@@ -131,7 +121,7 @@ class KubernetesOrders:
         name, _, number = instance.rpartition("-")
         if name not in self._sets.values() or not number.isdecimal():
             names = ", ".join(self._sets.values())
-            raise ReplicasNotChanged(f"{instance} is no pod of the StatefulSets {names} (planner.kubernetes)")
+            raise ReplicasNotChanged(f"{instance} is no pod of the StatefulSets {names} (planner.shapes)")
         left = int(number)
         replicas = (await self._read(name)).spec.replicas
         if replicas > left:

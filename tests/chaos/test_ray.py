@@ -230,7 +230,7 @@ def test_the_manager_of_another_node_leads_before_ray_knows_of_the_loss(nodes: R
 @pytest.mark.parametrize("nodes", [(1, 1, 1)], indirect=True)
 def test_workers_come_and_go_as_the_monitor_orders_and_no_stream_is_lost(nodes: RayNodes, tiny_model: Path) -> None:
     """The services take the head; each other node has room for one worker."""
-    acts = ("planner.mode=act", "planner.max_workers=3", "planner.interval_s=3600", "drain_s=0.1")
+    acts = ("planner.mode=act", "planner.max_workers=3", "experiment.planner.interval_s=3600", "drain_s=0.1")
     nodes.serve(*options(tiny_model, workers=1), *(word for each in acts for word in ("--set", each)))
     nodes.wait_said("Cohort serves")
     alone = nodes.agents(), in_use(nodes)

@@ -45,12 +45,12 @@ OPTIONS = {
     "planner.mode": "act",
     "planner.max_workers": 2,
     "planner.shapes": "[colocated]",
-    "planner.interval_s": 1,
-    "planner.window_s": 12,
+    "experiment.planner.interval_s": 1,
+    "experiment.planner.window_s": 12,
     "planner.settle_s": 6,
-    "planner.max_requests": 150,
+    "experiment.planner.max_requests": 150,
     "planner.cpu_share": 1,
-    "planner.confirmations": 1,
+    "experiment.planner.confirmations": 1,
     "planner.worker_cost": 0.05,
 }
 TOKENS, OVERLOAD, DUE = 300, 1.6, 4.0
@@ -289,7 +289,7 @@ def test_a_drain_moves_running_requests_with_their_kv(drained: Serve, record_pro
     """Texts are those of an undisturbed run; the longest pause of a stream is told, with that of an undisturbed one."""
     serve = drained
     workers = "[{role: unified, count: 2, threads: 1}]"
-    started(serve, "cohort", **{"workers": workers, "planner.interval_s": 3600, "engine.max_rows": 64})
+    started(serve, "cohort", **{"workers": workers, "experiment.planner.interval_s": 3600, "engine.max_rows": 64})
     calm = asyncio.run(streams(serve, drain=""))
     moved = asyncio.run(streams(serve, drain="unified-1"))
     assert [answer.error for answer in (*calm, *moved)] == [""] * 2 * STREAMS

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from msgspec import structs
 
 from cohort.common.planning.settings import planner_settings
 from cohort.common.planning.shape import Shape, neighbours
@@ -96,13 +97,14 @@ def test_replicas_that_the_planner_says_are_not_in_the_manifests(tmp_path: Path)
     [spec] = documents(FOLDER / "components" / "planner" / "kustomization.yaml")
     [none] = documents(FOLDER / "components" / "planner" / "no-replicas.yaml")
     left = {patch["target"]["name"] for patch in spec["patches"] if patch["path"] == "no-replicas.yaml"}
-    assert left == set(stateful_sets(config).values()) and none["spec"] == {"replicas": None}
+    both = structs.replace(config.planner, shapes=("colocated", "split"))
+    assert left == set(stateful_sets(structs.replace(config, planner=both)).values())
+    assert none["spec"] == {"replicas": None}
 
 
 def test_what_the_monitor_reads_there_can_be_planned(tmp_path: Path):
     config = configured(PLANNED, "global_monitor", tmp_path)
-    sets = {role: workloads(PLANNED)[f"{role.value}_worker"]["metadata"]["name"] for role in Role}
-    assert stateful_sets(config) == sets
+    assert stateful_sets(config) == {Role.UNIFIED: workloads(PLANNED)["unified_worker"]["metadata"]["name"]}
     settings = planner_settings(config, kinds=orderable(config))
     assert settings.mode == "act" and config.on_gpu
     one = Shape.of({(Role.UNIFIED, 1): 1})

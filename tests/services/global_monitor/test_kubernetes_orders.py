@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -197,9 +196,7 @@ async def test_one_in_the_middle_that_is_away_is_waited_for_and_not_removed(benc
 
 
 async def test_another_degree_takes_another_stateful_set(bench: Bench):
-    with pytest.raises(
-        ReplicasNotChanged, match=r"no StatefulSet has workers like 1 unified x 2 \(planner.kubernetes\)"
-    ):
+    with pytest.raises(ReplicasNotChanged, match=r"no StatefulSet has workers like 1 unified x 2 \(planner.shapes\)"):
         await bench.orders.add((Role.UNIFIED, 2))
     assert bench.server.calls == []
 
@@ -332,11 +329,11 @@ async def test_the_components_role_is_enough_and_nothing_is_written_to_know_it(b
     [
         (
             without("statefulsets/scale", "get"),
-            "planner.kubernetes.prefill: a Role must let .* get statefulsets/scale p",
+            "planner.shapes wants prefill workers: a Role must let .* get statefulsets/scale p",
         ),
         (
             without("statefulsets/scale", "patch"),
-            r"planner.kubernetes.prefill: a Role must let .* patch statefulsets/sc",
+            r"planner.shapes wants prefill workers: a Role must let .* patch statefulsets/sc",
         ),
     ],
 )
@@ -348,11 +345,9 @@ async def test_a_right_that_is_missing_is_named_at_the_start(bench: Bench, role:
 
 async def test_a_stateful_set_that_is_missing_is_named_at_the_start(bench: Bench):
     del bench.server.sets["decode-worker"]
-    with pytest.raises(
-        ConfigError, match=r"kubernetes.decode: there is no statefulsets/scale decode-worker in namespace"
-    ):
+    with pytest.raises(ConfigError, match="wants decode workers: there is no statefulsets/scale decode-worker in name"):
         await bench.orders.check()
-    await bench.made(options(kubernetes={"decode": "", "prefill": ""})).check()
+    await bench.made(options(shapes=["colocated"])).check()
 
 
 async def test_a_server_that_is_away_at_the_start_may_answer_later(bench: Bench):
@@ -377,27 +372,13 @@ def test_a_pod_without_a_service_account_is_told_what_to_add(tmp_path: Path):
         KubernetesApi.of_pod({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({"max_workers": 0}, "planner.max_workers: say how many"),
-        (
-            {"kubernetes": {"unified": ""}, "shapes": ["colocated"]},
-            "shapes colocated needs StatefulSets of unified workers, and there are of decode, prefill",
-        ),
-        (
-            {"kubernetes": {"unified": "", "decode": ""}},
-            "needs StatefulSets of unified or decode and prefill workers, and there are of prefill",
-        ),
-    ],
-)
-def test_shapes_that_nothing_can_be_ordered_of_are_refused(given: dict[str, Any], why: str):
-    with pytest.raises(ConfigError, match=why):
-        orderable(options(**given))
+def test_bounds_that_nothing_names_are_refused():
+    with pytest.raises(ConfigError, match=r"planner\.max_workers: say how many"):
+        orderable(options(max_workers=0))
 
 
 def test_candidates_are_made_of_what_can_be_ordered():
-    both = options(kubernetes={"unified": ""})
+    both = options(shapes=["split"])
     before = Shape.of({(Role.PREFILL, 1): 1, (Role.DECODE, 1): 1})
     bounds = planner_settings(both, kinds=orderable(both)).bounds
     found = neighbours(before, bounds)
@@ -405,7 +386,7 @@ def test_candidates_are_made_of_what_can_be_ordered():
     # A degree that only one role has is not made of the other one.
     groups = [{"role": "prefill", "tensor_parallel": 2}, {"role": "decode"}]
     wide = load_config(
-        overrides={"workers": groups, "planner": {"max_workers": 4, "kubernetes": {"unified": ""}}}, preset="cohort"
+        overrides={"workers": groups, "planner": {"max_workers": 4, "shapes": ["split"]}}, preset="cohort"
     )
     bounds = planner_settings(wide, kinds=orderable(wide)).bounds
     assert bounds.kinds == ((Role.PREFILL, 2), (Role.DECODE, 1)) and bounds.degrees == (1, 2)

@@ -32,8 +32,9 @@ SLO = Slo(ttft_s=1.0)
 
 
 def config(**planner: object) -> Config:
-    given = {"mode": "act", "max_workers": 2, "interval_s": 1, "settle_s": 2, "confirmations": 1, "cpu_share": 1}
-    return load_config(preset="unified", overrides={"planner": {**given, **planner}})
+    given = {"mode": "act", "max_workers": 2, "settle_s": 2, "cpu_share": 1, **planner}
+    pace = {"planner": {"interval_s": 1, "confirmations": 1}}
+    return load_config(preset="unified", overrides={"planner": given, "experiment": pace})
 
 
 def beat(

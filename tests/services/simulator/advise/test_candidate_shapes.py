@@ -204,14 +204,11 @@ def test_a_planned_cluster_grows_with_its_load_shrinks_after_it_and_loses_nothin
             "mode": "act",
             "max_workers": 3,
             "shapes": ["colocated"],
-            "interval_s": 5,
-            "window_s": 30,
             "settle_s": 20,
-            "max_requests": 100,
             "cpu_share": 1,
-            "confirmations": 1,
             "worker_cost": 0.05,
         },
+        experiment={"planner": {"interval_s": 5, "window_s": 30, "max_requests": 100, "confirmations": 1}},
     )
 
     def item(index: int, at_s: float) -> WorkItem:  # of many lengths: step times are learned from unlike iterations

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 import yaml
 
+from cohort.common.addresses import ROLES
 from cohort.common.config import CONFIGS_DIR, Config, load_config
-from cohort.common.process.service import ROLES
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("common", "kernels", "services")

@@ -52,6 +52,19 @@ def open_private(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:
     return os.fdopen(descriptor, mode)
 
 
+def write_private(path: Path, data: bytes) -> None:
+    """Whole or not at all: who reads `path` sees the old file or the new one. Raises `OSError`."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open_private(part, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def require_private(folder: Path, option: str) -> None:
     """Raise `ConfigError` if a user other than its owner, or another owner, can enter a folder that exists: the
     sockets in it have no other protection."""

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 from pathlib import Path
 from typing import Literal, get_args
 
 import structlog
 
-from cohort.common.keys.private_files import open_private
+from cohort.common.keys.private_files import write_private
 from cohort.common.process.logs import log_level, set_log_level
 
 Level = Literal["debug", "info", "warning", "error"]
@@ -32,10 +31,7 @@ def level_file(run_dir: Path, instance: str) -> Path:
 def ask_for_level(run_dir: Path, instance: str, level: Level) -> Path:
     """Leaves the file that this process reads at its next SIGUSR2. Whole or not at all; raises `OSError`."""
     path = level_file(run_dir, instance)
-    fresh = path.with_suffix(f".{os.getpid()}")
-    with open_private(fresh, "wb") as file:
-        file.write(level.encode())
-    fresh.replace(path)
+    write_private(path, level.encode())
     return path
 
 

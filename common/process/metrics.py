@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -21,61 +21,11 @@ PREFIX = "cohort"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 TtftStage = Literal["tokenize", "predict", "bucket", "prefill_queue", "prefill", "transfer", "first_decode"]
-TTFT_STAGES: tuple[TtftStage, ...] = (
-    "tokenize",
-    "predict",
-    "bucket",
-    "prefill_queue",
-    "prefill",
-    "transfer",
-    "first_decode",
-)
+TTFT_STAGES: tuple[TtftStage, ...] = get_args(TtftStage)
 
-LATENCY_BUCKETS_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    1.5,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-    160.0,
-    300.0,
-    600.0,
-)
-SHORT_BUCKETS_S = (
-    0.0001,
-    0.00025,
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-)
+_BELOW_A_SECOND = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75)
+LATENCY_BUCKETS_S = (*_BELOW_A_SECOND, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 300, 600)
+SHORT_BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 FRACTION_BUCKETS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)

@@ -8,7 +8,7 @@ that runs until `context.stopping` is set, drains within its own drain time and 
     ConfigError: exit 2     exception, `fail`: exit 1  hard deadline: build is cancelled; a second signal: exit at once
 
 Decides exit codes, and that a process reports to the monitor without ever depending on it. Where inboxes are and which
-port metrics take: `addresses.py`, whose names services find here, too. Never knows what a service does.
+port metrics take: `addresses.py`. Never knows what a service does.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import structlog
 from aiohttp import web
@@ -35,10 +35,7 @@ from cohort import __version__
 from cohort.common import paths
 from cohort.common.address_book import follow_book
 from cohort.common.addresses import (
-    GATEWAY,
-    MANAGER,
     MONITOR,
-    PREDICTOR,
     ROLES,
     EndpointName,
     advertised_host,
@@ -67,33 +64,6 @@ from cohort.common.transport.bus import Bus
 from cohort.common.transport.security import load_keys
 from cohort.common.transport.zmq_bus import ZmqBus
 
-__all__ = [
-    "CANCEL_S",
-    "DRAIN_MARGIN_S",
-    "EXIT_NO_DEVICE",
-    "FAREWELL_QUEUE_MESSAGES",
-    "GATEWAY",
-    "MANAGER",
-    "MONITOR",
-    "PREDICTOR",
-    "ROLES",
-    "Build",
-    "BusCollector",
-    "EndpointName",
-    "LoopKind",
-    "ServiceContext",
-    "bind_address",
-    "drain_time_s",
-    "endpoint_of",
-    "inbox_of",
-    "logging_done",
-    "metrics_port",
-    "metrics_routes",
-    "model_name",
-    "process_stats",
-    "service_main",
-]
-
 LoopKind = Literal["auto", "asyncio", "uvloop"]
 
 HEARTBEAT_S = 0.5
@@ -101,14 +71,6 @@ DRAIN_MARGIN_S = 3.0  # beyond a service's own drain time, before its build is c
 CANCEL_S = 3.0  # the longest a cancelled build may take to clean up
 EXIT_NO_DEVICE = 75  # every share of every GPU is taken (EX_TEMPFAIL: the same start may succeed later)
 FAREWELL_QUEUE_MESSAGES = 4  # a monitor that comes back wants the latest heartbeats, not all it missed
-
-
-def _no_stats() -> dict[str, float]:
-    return {}
-
-
-def _no_facts() -> dict[str, str]:
-    return {}
 
 
 @dataclass(slots=True)
@@ -129,8 +91,8 @@ class ServiceContext:
     clock: Clock
     registry: CollectorRegistry
     run_dir: Path
-    stats: Callable[[], dict[str, float]] = _no_stats
-    facts: Callable[[], dict[str, str]] = _no_facts
+    stats: Callable[[], dict[str, float]] = dict
+    facts: Callable[[], dict[str, str]] = dict
     warnings: Callable[[], list[str]] = list
     ready: bool = False
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -164,7 +126,7 @@ class ServiceContext:
         return manager_endpoints(self.config, self.run_dir)
 
 
-Build = Callable[[ServiceContext], Awaitable[None]]
+Build = Callable[[ServiceContext], Coroutine[Any, Any, None]]
 
 
 def service_main(
@@ -301,32 +263,21 @@ class BusCollector(Collector):
             yield family
 
 
+@dataclass
 class _Service:
     """One run of one process."""
 
-    def __init__(
-        self,
-        role: str,
-        build: Build,
-        config: Config,
-        instance: str,
-        run_dir: Path,
-        log: structlog.stdlib.BoundLogger,
-        inbox: bool | str,
-        serve_metrics: bool,
-        metrics_port: int | None,
-    ) -> None:
-        self._role = role
-        self._build = build
-        self._config = config
-        self._instance = instance
-        self._run_dir = run_dir
-        self._log = log
-        self._inbox = inbox
-        self._serve_metrics = serve_metrics
-        self._metrics_port = metrics_port
-        self._stopping = asyncio.Event()
-        self._signals = 0
+    _role: str
+    _build: Build
+    _config: Config
+    _instance: str
+    _run_dir: Path
+    _log: structlog.stdlib.BoundLogger
+    _inbox: bool | str
+    _serve_metrics: bool
+    _metrics_port: int | None
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _signals: int = 0
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -391,12 +342,8 @@ class _Service:
 
     async def _run_build(self, context: ServiceContext) -> None:
         """Until the service returns, or is cancelled because it drains beyond its deadline."""
-
-        async def service() -> None:
-            await self._build(context)
-
         async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(service(), name=self._role)
+            running = tasks.create_task(self._build(context), name=self._role)
             stopping = tasks.create_task(self._stopping.wait(), name="stopping")
             failed = tasks.create_task(context.failed.wait(), name="failed")
             await asyncio.wait((running, stopping, failed), return_when=asyncio.FIRST_COMPLETED)

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Iterable
 from typing import assert_never
 
-from cohort.common.addresses import manager_names
+from cohort.common.addresses import MONITOR, manager_names
 from cohort.common.errors import ConfigError, PeerUnreachable
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import ManagerEvent, PeerLost, Received, Tick, Undelivered
@@ -39,7 +39,7 @@ from cohort.common.process.decision_log import DecisionLog
 from cohort.common.process.guard import guarded
 from cohort.common.process.metrics import SchedulerMetrics
 from cohort.common.process.recording import recorded
-from cohort.common.process.service import MONITOR, ServiceContext
+from cohort.common.process.service import ServiceContext
 from cohort.common.tracing.manager import ManagerSpans
 from cohort.common.tracing.observed import traced
 from cohort.common.types import InstanceId, Segment, TrafficClass

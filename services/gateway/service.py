@@ -20,7 +20,7 @@ from typing import NoReturn, assert_never
 
 from aiohttp import web
 
-from cohort.common.addresses import advertised_host, manager_names, named_host
+from cohort.common.addresses import MANAGER, MONITOR, PREDICTOR, advertised_host, manager_names, named_host
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError, PeerUnreachable
 from cohort.common.http import exposure
@@ -37,7 +37,7 @@ from cohort.common.process import garbage
 from cohort.common.process.guard import guarded
 from cohort.common.process.metrics import RequestMetrics
 from cohort.common.process.recording import recorded
-from cohort.common.process.service import MANAGER, MONITOR, PREDICTOR, ServiceContext
+from cohort.common.process.service import ServiceContext
 from cohort.common.tracing.spans import Tracing
 from cohort.common.types import InstanceId
 from cohort.services.gateway.apis.messages_api import MessagesApi

@@ -11,10 +11,11 @@ from itertools import islice
 
 import msgspec
 
+from cohort.common.addresses import MONITOR
 from cohort.common.errors import PeerUnreachable
 from cohort.common.messages import GatewayView, Look
 from cohort.common.process.metrics import RequestMetrics
-from cohort.common.process.service import MONITOR, ServiceContext
+from cohort.common.process.service import ServiceContext
 from cohort.common.types import InstanceId, RequestId
 from cohort.common.views import MOST_CHOSEN, MOST_REQUESTS, RequestBrief, RequestLife, SloTally
 from cohort.services.gateway.generation.past_requests import PastRequests, brief_of, life_of

@@ -13,7 +13,7 @@ from aiohttp import web
 from cohort.common.errors import ConfigError
 from cohort.common.http.browsers import BrowserGuard
 from cohort.common.http.http_server import name_server
-from cohort.common.planning.orders import socket_of
+from cohort.common.planning.orders import WorkerOrders, socket_of
 from cohort.common.planning.settings import planner_settings
 from cohort.common.process.service import ServiceContext, service_main
 from cohort.common.transport.zmq_bus import ZmqBus
@@ -89,33 +89,25 @@ async def build(context: ServiceContext) -> None:
 
 async def _planner(context: ServiceContext, monitor: GlobalMonitor, foresight: ForesightProcess) -> Planner:
     """Raises `ConfigError` where it is to act and nothing takes its orders."""
-    config = context.config
+    config, clock, log = context.config, context.clock, context.log
     keep_config(config, context.run_dir / CONFIG_FILE)
-    if _without_launcher(context.run_dir):
-        return await _planner_of_pods(context, monitor, foresight)
-    cores = 0 if config.on_gpu else len(os.sched_getaffinity(0))
-    settings = planner_settings(config, cores=cores)
-    orders = LauncherOrders(context.run_dir, config) if config.planner.mode == "act" else None
-    context.log.info("planner", mode=settings.mode, bounds=msgspec.to_builtins(settings.bounds))
-    return Planner(config, settings, monitor.cluster, context.clock, context.log, simulate=foresight.ask, orders=orders)
+    acts = config.planner.mode == "act"
+    orders: WorkerOrders | None = None
+    if _without_launcher(context.run_dir):  # each worker is in a pod of its own, with a device or cores of its own
+        settings = planner_settings(config, kinds=orderable(config) if acts else ())
+        if acts:
+            orders = KubernetesOrders(config, KubernetesApi.of_pod(os.environ), monitor.cluster, clock, log)
+            await orders.check()
+    else:
+        settings = planner_settings(config, cores=0 if config.on_gpu else len(os.sched_getaffinity(0)))
+        orders = LauncherOrders(context.run_dir, config) if acts else None
+    log.info("planner", mode=settings.mode, bounds=msgspec.to_builtins(settings.bounds))
+    return Planner(config, settings, monitor.cluster, clock, log, simulate=foresight.ask, orders=orders)
 
 
 def _without_launcher(run_dir: Path) -> bool:
     """On Kubernetes. A launcher's processes may all be in one pod."""
     return in_pod(os.environ) and not os.path.lexists(socket_of(run_dir))
-
-
-async def _planner_of_pods(context: ServiceContext, monitor: GlobalMonitor, foresight: ForesightProcess) -> Planner:
-    """Each worker in a pod of its own, with a device or cores of its own. Raises `ConfigError`."""
-    config, clock, log = context.config, context.clock, context.log
-    acts = config.planner.mode == "act"
-    settings = planner_settings(config, kinds=orderable(config) if acts else ())
-    orders: KubernetesOrders | None = None
-    if acts:
-        orders = KubernetesOrders(config, KubernetesApi.of_pod(os.environ), monitor.cluster, clock, log)
-        await orders.check()
-    log.info("planner", mode=settings.mode, bounds=msgspec.to_builtins(settings.bounds), orders="kubernetes")
-    return Planner(config, settings, monitor.cluster, clock, log, simulate=foresight.ask, orders=orders)
 
 
 async def _listen(runner: web.AppRunner, host: str, port: int) -> None:

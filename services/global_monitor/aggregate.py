@@ -28,6 +28,7 @@ from cohort.services.global_monitor.demand import Counters, Demand
 
 MAX_INSTANCES = 1000  # more names than that is a mistake somewhere, not a pipeline
 MAX_EVENTS = 200
+SAMPLE_EVERY_S = 1.0
 HISTORY_S = 900.0  # what the live page can show
 
 
@@ -90,14 +91,13 @@ _COUNTED = ("requests_total", "finished_total", "prompt_tokens_total", "generati
 class Cluster:
     """All processes, the demand, recent events and samples."""
 
-    def __init__(self, *, silence_s: float, history_s: float = HISTORY_S, sample_every_s: float = 1.0) -> None:
+    def __init__(self, *, silence_s: float, history_s: float = HISTORY_S) -> None:
         self.processes: dict[InstanceId, Process] = {}
         self.demand = Demand()
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
-        self.samples: deque[Sample] = deque(maxlen=max(1, round(history_s / sample_every_s)))
+        self.samples: deque[Sample] = deque(maxlen=max(1, round(history_s / SAMPLE_EVERY_S)))
         self._silence_s = silence_s
         self._forget_s = history_s
-        self._sample_every_s = sample_every_s
         self._sampled_s: float | None = None
         self._grown = dict.fromkeys(_COUNTED, 0.0)
 
@@ -163,7 +163,7 @@ class Cluster:
         self.demand.advance(now_s)
         if self._sampled_s is None:
             self._sampled_s = now_s
-        elif now_s - self._sampled_s >= self._sample_every_s - 1e-6:
+        elif now_s - self._sampled_s >= SAMPLE_EVERY_S - 1e-6:
             self._sample(now_s, now_s - self._sampled_s)
         return self._note(events)
 

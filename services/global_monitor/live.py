@@ -200,14 +200,12 @@ def _tallies(looking: Looking) -> list[SloTally]:
             if before is None:
                 sums[place] = tally
                 continue
-            sums[place] = SloTally(
-                tally.traffic_class,
-                tally.objective,
-                before.met + tally.met,
-                before.missed + tally.missed,
-                before.recent_met + tally.recent_met,
-                before.recent_missed + tally.recent_missed,
-                tally.key,
+            sums[place] = msgspec.structs.replace(
+                tally,
+                met=before.met + tally.met,
+                missed=before.missed + tally.missed,
+                recent_met=before.recent_met + tally.recent_met,
+                recent_missed=before.recent_missed + tally.recent_missed,
             )
     return [sums[place] for place in sorted(sums)][:MOST_TALLIES]
 

@@ -3,7 +3,7 @@
 Decides which facts about a request may inform a prediction. Called for every prediction and every observation, so
 its cost is bounded: of a long prompt only the head and the tail are read. Never looks at the answer, keeps nothing.
 
-To add a feature: append one `_Compact` entry to `COMPACT` (a name and a function of `Facts`). State learned under
+To add a feature: append one `_Compact` entry to `COMPACT` (a name and a function of `LengthFacts`). State learned under
 another list is recognised by `layout()` and started afresh.
 """
 
@@ -17,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cohort.common.messages import LengthFacts
+
 HASH_DIMS = 2048
 HEAD_TOKENS = 512  # read from the prompt's start: instructions and system prompts
 TAIL_TOKENS = 512  # and from its end: the question, mostly
@@ -26,18 +28,6 @@ _BODY, _BIGRAM, _FIRST, _LAST = (np.uint64(s) for s in (0x9E3779B9, 0x85EBCA6B, 
 _MIX_A = np.uint64(0x9E3779B97F4A7C15)
 _MIX_B = np.uint64(0xC2B2AE3D27D4EB4F)
 _INT64_MAX = (1 << 63) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """Facts known of a request before its first token; the fields of `LengthFacts`."""
-
-    tokens: Sequence[int]
-    chat: bool
-    max_tokens: int
-    temperature: float
-    stop_strings: int
-    text_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +41,14 @@ class FeatureVector:
 
 class _Compact(NamedTuple):
     name: str
-    of: Callable[[Facts, NDArray[np.int64]], float]
+    of: Callable[[LengthFacts, NDArray[np.int64]], float]
 
 
-def _bytes_per_token(facts: Facts, _: NDArray[np.int64]) -> float:
+def _bytes_per_token(facts: LengthFacts, _: NDArray[np.int64]) -> float:
     return facts.text_bytes / max(1, len(facts.tokens))
 
 
-def _distinct_share(_: Facts, read: NDArray[np.int64]) -> float:
+def _distinct_share(_: LengthFacts, read: NDArray[np.int64]) -> float:
     return len(set(read.tolist())) / max(1, len(read))
 
 
@@ -81,7 +71,7 @@ def layout() -> str:
     return f"v1;{names};hash={HASH_DIMS};head={HEAD_TOKENS};tail={TAIL_TOKENS};edge={EDGE_TOKENS}"
 
 
-def extract(facts: Facts) -> FeatureVector:
+def extract(facts: LengthFacts) -> FeatureVector:
     """Pure; finite for any input."""
     read = _read(facts.tokens)
     compact = np.fromiter((_finite(feature.of(facts, read)) for feature in COMPACT), np.float32, len(COMPACT))

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import zipfile
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cohort.common.keys.private_files import open_private, private_folder
+from cohort.common.keys.private_files import private_folder, write_private
 from cohort.services.length_predictor.calibration import OnlineCalibration
 from cohort.services.length_predictor.model import QUANTILES
 
@@ -118,13 +117,7 @@ class Refiner:
             figures=np.array([self.learned, self.base_error, self.refined_error, self._variance]),
         )
         private_folder(path.parent)
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
-            with open_private(part, "wb") as file:
-                file.write(stream.getvalue())
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        write_private(path, stream.getvalue())
 
     @classmethod
     def load(cls, path: Path, hidden_size: int) -> Refiner:

@@ -29,7 +29,7 @@ from cohort.common.transport.bus import Bus
 from cohort.common.types import Prediction
 from cohort.services.length_predictor.buffer import Observation
 from cohort.services.length_predictor.calibration import OnlineCalibration
-from cohort.services.length_predictor.features import Facts, FeatureVector, extract
+from cohort.services.length_predictor.features import FeatureVector, extract
 from cohort.services.length_predictor.model import LengthModel, default_prediction, to_prediction
 from cohort.services.length_predictor.second_opinion import SecondOpinions, sending
 from cohort.services.length_predictor.trainer import NEVER, USUAL, TrainingChild, TrainingPace
@@ -126,7 +126,7 @@ class LengthPredictor:
                     except PeerUnreachable:
                         self._log.debug("predictor_asker_gone", peer=sender, request_id=message.request_id)
                 case ObserveLength():
-                    self.observe(_facts(message.facts), message.output_tokens, message.truncated)
+                    self.observe(message.facts, message.output_tokens, message.truncated)
                     self.second.finished(message.request_id, message.output_tokens, message.truncated)
                 case PromptState():
                     self.second.state_came(message)
@@ -135,13 +135,13 @@ class LengthPredictor:
 
     def _answer(self, message: PredictLength) -> Predicted:
         begun_s = time.monotonic()
-        answer = Predicted(message.request_id, self.predict(_facts(message.facts)))
+        answer = Predicted(message.request_id, self.predict(message.facts))
         if self.tracing is not None and (parent := parse(message.traceparent)) is not None:
             source, mean = answer.prediction.source, answer.prediction.mean
             self.tracing.span("predict length", begun_s, time.monotonic(), parent, source=source, mean_tokens=mean)
         return answer
 
-    def predict(self, facts: Facts) -> Prediction:
+    def predict(self, facts: LengthFacts) -> Prediction:
         started_s = time.perf_counter()
         if self.model is None:
             prediction = default_prediction(self._default_mean, facts.max_tokens)
@@ -152,7 +152,7 @@ class LengthPredictor:
         self._metrics.latency.observe(time.perf_counter() - started_s)
         return prediction
 
-    def observe(self, facts: Facts, output_tokens: int, truncated: bool) -> None:
+    def observe(self, facts: LengthFacts, output_tokens: int, truncated: bool) -> None:
         """Learn from a finished request; one without any output says nothing."""
         if output_tokens < 1:
             return
@@ -185,7 +185,3 @@ class LengthPredictor:
     def _take_model(self, model: LengthModel) -> None:
         self.model = model
         self._calibration = OnlineCalibration()
-
-
-def _facts(facts: LengthFacts) -> Facts:
-    return Facts(facts.tokens, facts.chat, facts.max_tokens, facts.temperature, facts.stop_strings, facts.text_bytes)

@@ -7,7 +7,6 @@ Called by `trainer_process.py` only. A file of another version or feature layout
 from __future__ import annotations
 
 import io
-import os
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cohort.common.errors import CohortError
-from cohort.common.keys.private_files import open_private, private_folder
+from cohort.common.keys.private_files import private_folder, write_private
 from cohort.services.length_predictor.buffer import Dataset
 from cohort.services.length_predictor.features import layout
 from cohort.services.length_predictor.model import Arrays, LengthModel
@@ -45,15 +44,7 @@ def save(path: Path, state: State) -> None:
     if state.model is not None:
         arrays |= state.model.to_arrays()
     private_folder(path.parent)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open_private(part, "wb") as file:
-            file.write(pack(arrays))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_private(path, pack(arrays))
 
 
 def load(path: Path) -> State | None:

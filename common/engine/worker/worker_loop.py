@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import assert_never
 
+from cohort.common.addresses import MONITOR, PREDICTOR
 from cohort.common.engine.drafts.prompt_lookup import PromptLookup
 from cohort.common.engine.drafts.recent_answers import AnswerMemory
 from cohort.common.engine.ranks.group_memory import GroupLink, GroupMemory
@@ -83,7 +84,7 @@ from cohort.common.planning.simulation_jobs import to_stats
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.process.decision_log import DecisionLog
 from cohort.common.process.metrics import TransferMetrics
-from cohort.common.process.service import MONITOR, PREDICTOR, ServiceContext
+from cohort.common.process.service import ServiceContext
 from cohort.common.sequence import Sequence
 from cohort.common.transport.kv_link import KvLink
 from cohort.common.types import InstanceId

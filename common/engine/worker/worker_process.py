@@ -17,7 +17,7 @@ from typing import Protocol
 import msgspec
 
 from cohort.common import paths
-from cohort.common.addresses import manager_names
+from cohort.common.addresses import MANAGER, bind_address, manager_names
 from cohort.common.config import Config
 from cohort.common.devices.degrees import check_divided
 from cohort.common.devices.fit import check_host_fit, host_need
@@ -62,7 +62,7 @@ from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.process import garbage
 from cohort.common.process.guard import guarded
 from cohort.common.process.recording import recorded
-from cohort.common.process.service import MANAGER, ServiceContext, bind_address
+from cohort.common.process.service import ServiceContext
 from cohort.common.tracing.observed import traced
 from cohort.common.tracing.worker import WorkerSpans
 from cohort.common.transport.kv_link import KvLink

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from cohort.common.addresses import MANAGER
 from cohort.common.engine.cache.kv_tensors import KvTensors
 from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.engine.device import compiled_kernels
@@ -32,7 +33,7 @@ from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.machines.worker.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.policies import compose
 from cohort.common.process import garbage
-from cohort.common.process.service import MANAGER, ServiceContext, service_main
+from cohort.common.process.service import ServiceContext, service_main
 from cohort.common.types import KvGeometry
 from cohort.services.bench.tokens.processes import STEP_VARIABLE
 

@@ -16,11 +16,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from cohort.common.addresses import manager_endpoints
+from cohort.common.addresses import endpoint_of, inbox_of, manager_endpoints, metrics_port, model_name
 from cohort.common.config import Config, EndpointsConfig, ManagerConfig, MetricsConfig, WorkerGroup
 from cohort.common.errors import ConfigError
 from cohort.common.messages import Farewell, Heartbeat, KvRenew, Registered
-from cohort.common.process.service import EXIT_NO_DEVICE, endpoint_of, inbox_of, metrics_port, model_name
+from cohort.common.process.service import EXIT_NO_DEVICE
 from cohort.common.transport.zmq_bus import ZmqBus
 from cohort.common.types import Role
 from tests.common.service_program import SHORT_S

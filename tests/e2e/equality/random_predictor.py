@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from random import Random
 
+from cohort.common.addresses import MANAGER
 from cohort.common.messages import Predicted, PredictLength, RevisePrediction
-from cohort.common.process.service import MANAGER, ServiceContext, service_main
+from cohort.common.process.service import ServiceContext, service_main
 from cohort.common.types import Prediction
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from cohort.common.addresses import metrics_port
 from cohort.common.config import (
     Config,
     EngineConfig,
@@ -15,7 +16,6 @@ from cohort.common.config import (
     WorkerGroup,
     load_config,
 )
-from cohort.common.process.service import metrics_port
 from cohort.common.types import Role
 from cohort.services.launcher.plan import StopStage, http_base, plan, resolve
 

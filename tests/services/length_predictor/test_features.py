@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cohort.common.messages import LengthFacts
 from cohort.services.length_predictor.features import (
     COMPACT,
     HASH_DIMS,
     HEAD_TOKENS,
     TAIL_TOKENS,
-    Facts,
     extract,
     layout,
     ngram_weights,
@@ -19,7 +19,7 @@ from cohort.services.length_predictor.features import (
 from tests.counting import CountedReads
 
 
-def facts(tokens: list[int], **changes: object) -> Facts:
+def facts(tokens: list[int], **changes: object) -> LengthFacts:
     values: dict[str, object] = {
         "chat": False,
         "max_tokens": 64,
@@ -27,7 +27,7 @@ def facts(tokens: list[int], **changes: object) -> Facts:
         "stop_strings": 0,
         "text_bytes": 4 * len(tokens),
     }
-    return Facts(tokens=tokens, **{**values, **changes})  # type: ignore[arg-type]
+    return LengthFacts(tokens=tokens, **{**values, **changes})  # type: ignore[arg-type]
 
 
 @given(
@@ -41,7 +41,7 @@ def facts(tokens: list[int], **changes: object) -> Facts:
 def test_any_request_gives_finite_features(
     tokens: list[int], chat: bool, max_tokens: int, temperature: float, stop_strings: int, text_bytes: int
 ) -> None:
-    vector = extract(Facts(tokens, chat, max_tokens, temperature, stop_strings, text_bytes))
+    vector = extract(LengthFacts(tokens, chat, max_tokens, temperature, stop_strings, text_bytes))
     assert vector.compact.shape == (len(COMPACT),)
     assert np.isfinite(vector.compact).all()
     assert (np.diff(vector.buckets.astype(int)) > 0).all()

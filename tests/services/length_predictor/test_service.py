@@ -22,7 +22,6 @@ from cohort.common.messages import LengthFacts, ObserveLength, Predicted, Predic
 from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
 from cohort.common.types import Prediction
 from cohort.services.length_predictor import state, trainer
-from cohort.services.length_predictor.features import Facts
 from cohort.services.length_predictor.service import LengthPredictor, state_file
 from cohort.services.length_predictor.trainer import TrainingPace
 
@@ -39,12 +38,6 @@ trainer_process.main()
 """
 
 
-def _wire(facts: Facts) -> LengthFacts:
-    return LengthFacts(
-        list(facts.tokens), facts.chat, facts.max_tokens, facts.temperature, facts.stop_strings, facts.text_bytes
-    )
-
-
 class Rig:
     """A predictor and a gateway's end of the bus."""
 
@@ -53,17 +46,17 @@ class Rig:
         self.gateway = gateway
         self.registry = registry
 
-    async def ask(self, facts: Facts, request_id: str = "r") -> Prediction:
-        self.gateway.send("predictor", PredictLength(request_id, _wire(facts)))
+    async def ask(self, facts: LengthFacts, request_id: str = "r") -> Prediction:
+        self.gateway.send("predictor", PredictLength(request_id, facts))
         async with asyncio.timeout(DEADLINE_S):
             sender, message = await self.gateway.receive()
         assert isinstance(message, Predicted) and (sender, message.request_id) == ("predictor", request_id)
         return message.prediction
 
-    def tell(self, facts: Facts, output_tokens: int) -> None:
+    def tell(self, facts: LengthFacts, output_tokens: int) -> None:
         self.gateway.send(
             "predictor",
-            ObserveLength("r", _wire(facts), min(output_tokens, facts.max_tokens), output_tokens > facts.max_tokens),
+            ObserveLength("r", facts, min(output_tokens, facts.max_tokens), output_tokens > facts.max_tokens),
         )
 
     async def settled(self, observations: int) -> None:
@@ -197,8 +190,8 @@ async def test_predictions_do_not_wait_for_training(world: World, tmp_path: Path
 
 async def test_strange_messages_and_vanished_askers_do_no_harm(world: World, tmp_path: Path) -> None:
     async with running(tmp_path) as rig:
-        rig.tell(Facts([], False, 0, float("nan"), 0, 0), 0)
-        prediction = await rig.ask(Facts([], False, 0, float("nan"), 0, 0))
+        rig.tell(LengthFacts([], False, 0, float("nan"), 0, 0), 0)
+        prediction = await rig.ask(LengthFacts([], False, 0, float("nan"), 0, 0))
         assert (prediction.p50, prediction.p99) == (1.0, 1.0)
         assert rig.service.stats()["observations"] == 0
 

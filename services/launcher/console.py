@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-_LONGEST_READ_BYTES = 256 << 10
+from cohort.services.launcher.run_files import read_log
 
 
 class State(enum.StrEnum):
@@ -165,19 +165,11 @@ class LogFollower:
         self._partial = b""
 
     def new_lines(self) -> list[str]:
-        try:
-            with self._path.open("rb") as file:
-                size = file.seek(0, 2)
-                if size < self._offset:  # it was cut or begun anew
-                    self._offset, self._partial = 0, b""
-                if size - self._offset > _LONGEST_READ_BYTES:  # a flood: the newest will do
-                    self._offset, self._partial = size - _LONGEST_READ_BYTES, b""
-                file.seek(self._offset)
-                data = self._partial + file.read()
-                self._offset = file.tell()
-        except FileNotFoundError:
-            return []
-        *lines, self._partial = data.split(b"\n")
+        data, end, _ = read_log(self._path, self._offset)
+        if end - len(data) != self._offset:  # it was cut or begun anew, or is a flood
+            self._partial = b""
+        self._offset = end
+        *lines, self._partial = (self._partial + data).split(b"\n")
         return [line.decode("utf-8", "replace") for line in lines]
 
 

@@ -26,6 +26,8 @@ import msgspec
 from cohort.common.errors import CohortError
 from cohort.common.keys.private_files import private_folder
 
+LOG_BYTES = 256 << 10
+"""The most that is read of a log at once."""
 LOG_LIMIT_BYTES = 64 << 20
 """A log that grew beyond this moves to .1 while its process keeps writing."""
 
@@ -231,6 +233,20 @@ class RunFiles:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
         partial.replace(path)
+
+
+def read_log(path: Path, offset: int) -> tuple[bytes, int, int]:
+    """What a log has from `offset` on, where that ends, and how many bytes were left out before it: of a flood the
+    newest will do. From its beginning where it was cut or begun anew."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            offset = 0 if size < offset else offset
+            start = file.seek(max(offset, size - LOG_BYTES))
+            data = file.read(LOG_BYTES)
+            return data, start + len(data), start - offset
+    except FileNotFoundError:
+        return b"", 0, 0
 
 
 def _start_ticks(pid: int) -> int | None:

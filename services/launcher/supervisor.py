@@ -236,7 +236,7 @@ class Supervisor:
         port = urlsplit(process.ready_url).port
         self._console.update(process.plan.instance, State.STARTING, pid=child.pid, node=process.node, port=port)
         self._on_change()
-        if self._ends(process):  # asked to while it was being begun
+        if process.leaving.is_set():  # since it was being begun
             self._ask_to_end(process)
         probe = asyncio.create_task(self._until_ready(process))
         try:
@@ -315,6 +315,7 @@ class Supervisor:
     async def _stop(self, group: Sequence[Supervised]) -> None:
         for process in group:
             if not process.leaving.is_set():  # a second SIGTERM would end it at once
+                process.leaving.set()
                 self._ask_to_end(process)
         if group:
             drain_s = max(process.plan.stop_timeout_s for process in group)

@@ -33,13 +33,11 @@ from cohort.services.launcher.here import Here
 from cohort.services.launcher.hosts import Life, Supervised
 from cohort.services.launcher.on_ray.order import Briefing, News, Order, Place, on_node, own_endpoint
 from cohort.services.launcher.plan import ProcessPlan
-from cohort.services.launcher.run_files import RunFiles
+from cohort.services.launcher.run_files import RunFiles, read_log
 
 WAIT_S = 1.0
 """The longest that a question for news stays open."""
 _LOOK_S = 0.1
-LOG_BYTES = 256 << 10
-"""Of a log, in one answer; of more, the end."""
 _PORTS = range(20_000, 32_000)  # below those that systems give to connections, above those of Ray's workers
 _KEY_FILE = "cluster.key"
 
@@ -100,10 +98,11 @@ class Agent:
         """The log from `offset` on, and the exit code once the process has ended; waits up to `WAIT_S`."""
         assert self._life is not None
         deadline_s = time.monotonic() + WAIT_S
+        log = self._files.log_file(self._process.plan.instance)
         self._files.limit_log(self._process.plan.instance)
         while True:
             ended = self._life.done()  # asked before the log is read: then all of it is there
-            data, end, skipped = self._log_from(offset)
+            data, end, skipped = read_log(log, offset)
             if ended or data or time.monotonic() > deadline_s:
                 return News(self._life.result() if ended else None, data, end, skipped)
             await asyncio.sleep(_LOOK_S)
@@ -155,18 +154,6 @@ class Agent:
         """As other nodes reach it, where they do."""
         plan = self._process.plan
         return (dataclasses.replace(plan, host=self._ip) if plan.host in ("", "0.0.0.0", "::") else plan).ready_url
-
-    def _log_from(self, offset: int) -> tuple[bytes, int, int]:
-        try:
-            with self._files.log_file(self._process.plan.instance).open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                offset = 0 if size < offset else offset  # it was cut or begun anew
-                start = max(offset, size - LOG_BYTES)
-                file.seek(start)
-                data = file.read(LOG_BYTES)
-                return data, start + len(data), start - offset
-        except FileNotFoundError:
-            return b"", 0, 0
 
 
 async def _ended(child: Life, meanwhile: ExitStack) -> int:

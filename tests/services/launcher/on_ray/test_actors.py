@@ -91,10 +91,13 @@ class Actor:
         """The agent is gone, and its process with it; another one takes its place after a while."""
         self.back.clear()
         self.lost.set()
+        held, self.agent._held = self.agent._held, []  # till then: the next one is to have other ports
         kill(self.agent)
         if self.agent._life is not None:
             await self.agent._life
         self.agent, self.lost = self._made(self._order), asyncio.Event()
+        for each in held:
+            each.close()
         self.back.set()
 
     def __getattr__(self, name: str) -> Any:

@@ -1,1 +1,1 @@
-"""The `cohort` command: one module per subcommand, each with `add_parser(subparsers)` and `run(options) -> int`."""
+"""The `cohort` command: one module per subcommand, each with `add_arguments(parser)` and `run(options) -> int`."""

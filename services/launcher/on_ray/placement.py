@@ -51,11 +51,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One process: its plan, its bundle as Ray wants it, and the address of the node it is bound to ("" = any)."""
+    """One process: its plan, and its bundle as Ray wants it, which may bind it to a node."""
 
     plan: ProcessPlan
     bundle: Mapping[str, float]
-    bound_to: str = ""
     spread: bool = False
     """On another node than other processes of its folder that are spread, as far as there are so many."""
     newcomer: bool = False
@@ -124,7 +123,7 @@ def _bound(plan: ProcessPlan, node: Node) -> Placement:
     """A node without CPUs, as many a head is, takes it all the same."""
     cpus = SERVICE_CPUS[plan.folder]
     share = {"CPU": cpus} if node.cpus >= cpus else {}
-    return Placement(plan, {**share, f"node:{node.ip}": _NODE_SHARE}, node.ip)
+    return Placement(plan, {**share, f"node:{node.ip}": _NODE_SHARE})
 
 
 def newcomer(config: Config, plan: ProcessPlan) -> Placement:

@@ -54,14 +54,14 @@ def workers(count: int, threads: int = 2) -> Config:
 
 def test_workers_ask_for_their_threads_and_what_there_is_one_of_stays_at_home() -> None:
     placed = of(workers(3), NODES)
-    assert [(name, dict(each.bundle), each.bound_to) for name, each in placed.items()] == [
-        ("gateway", {"CPU": 0.4, "node:10.0.0.1": 0.001}, "10.0.0.1"),
-        ("predictor", {"CPU": 0.1, "node:10.0.0.1": 0.001}, "10.0.0.1"),
-        ("manager", {"CPU": 0.2, "node:10.0.0.1": 0.001}, "10.0.0.1"),
-        ("monitor", {"CPU": 0.1, "node:10.0.0.1": 0.001}, "10.0.0.1"),
-        ("unified-0", {"CPU": 2.0}, ""),
-        ("unified-1", {"CPU": 2.0}, ""),
-        ("unified-2", {"CPU": 2.0}, ""),
+    assert [(name, dict(each.bundle)) for name, each in placed.items()] == [
+        ("gateway", {"CPU": 0.4, "node:10.0.0.1": 0.001}),
+        ("predictor", {"CPU": 0.1, "node:10.0.0.1": 0.001}),
+        ("manager", {"CPU": 0.2, "node:10.0.0.1": 0.001}),
+        ("monitor", {"CPU": 0.1, "node:10.0.0.1": 0.001}),
+        ("unified-0", {"CPU": 2.0}),
+        ("unified-1", {"CPU": 2.0}),
+        ("unified-2", {"CPU": 2.0}),
     ]
 
 
@@ -84,7 +84,7 @@ def test_the_ranks_of_a_worker_are_in_one_bundle_whatever_the_others_have() -> N
     assert [placed[name].bundle["GPU"] for name in ("unified-0", "unified-1")] == [2.0, 1.0]
     plans = {each.instance: each for each in plan(config)}
     comes = newcomer(config, plans["unified-0"])
-    assert comes.newcomer and (comes.bundle, comes.bound_to) == (placed["unified-0"].bundle, "")
+    assert comes.newcomer and comes.bundle == placed["unified-0"].bundle
 
 
 def test_a_worker_that_no_node_could_have_is_refused_before_it_is_asked_for() -> None:
@@ -106,8 +106,8 @@ def test_the_planner_takes_the_cores_of_all_nodes_for_those_that_workers_share()
 
 def test_a_gateway_is_bound_to_each_node_that_is_to_have_one() -> None:
     placed = of(workers(1), NODES, "all")
-    bound = {name: each.bound_to for name, each in placed.items() if name.startswith("gateway")}
-    assert bound == {"gateway": "10.0.0.1", "gateway-1": "10.0.0.2", "gateway-2": "10.0.0.3"}
+    bound = {name: [*each.bundle][-1] for name, each in placed.items() if name.startswith("gateway")}
+    assert bound == {"gateway": "node:10.0.0.1", "gateway-1": "node:10.0.0.2", "gateway-2": "node:10.0.0.3"}
     assert set(of(workers(1), NODES, "2")) & {"gateway-1", "gateway-2"} == {"gateway-1"}
 
 
@@ -122,14 +122,14 @@ def test_a_head_without_cpus_has_the_gateway_and_the_page_and_others_the_rest() 
     placed = of(workers(1), nodes)
     assert placed["gateway"].bundle == placed["monitor"].bundle == {"node:10.0.0.1": 0.001}
     assert placed["manager"].bundle == {"CPU": SERVICE_CPUS["bucketing_manager"]}
-    assert placed["predictor"].bound_to == ""
+    assert placed["predictor"].bundle == {"CPU": SERVICE_CPUS["length_predictor"]}
 
 
 def test_a_manager_that_stands_by_goes_to_another_node_and_every_process_is_told_where() -> None:
     config = msgspec.structs.replace(workers(1), manager=ManagerConfig(standbys=2))
     placed = of(config, NODES)
     assert [name for name, each in placed.items() if each.spread] == ["manager", "manager-1", "manager-2"]
-    assert placed["manager"].bound_to == "10.0.0.1"
+    assert "node:10.0.0.1" in placed["manager"].bundle
     assert placed["manager-1"].bundle == placed["manager-2"].bundle == {"CPU": SERVICE_CPUS["bucketing_manager"]}
     assert not any(each.spread for each in of(workers(1), NODES).values())
     second = placed["manager-2"].plan

@@ -237,6 +237,8 @@ class Actors:
         try:
             while True:
                 news: News = await node.actor.news.remote(node.log_end)
+                if news.incarnation != node.incarnation:  # Ray was quicker than the question
+                    raise self._lost(node)
                 node.log_end = news.log_end
                 node.joined = node.joined or process.ready.is_set()
                 if news.log:
@@ -248,7 +250,7 @@ class Actors:
         except self._ray.exceptions.RayActorError as error:
             raise self._lost(node, error) from error
 
-    def _lost(self, node: OnNode, error: Exception) -> HostLost | NotBegun:
+    def _lost(self, node: OnNode, error: Exception | None = None) -> HostLost | NotBegun:
         where = f" on {node.process.node}" if node.place is not None else ""
         node.deaths += node.place is None
         node.homeless_s = time.monotonic() if node.place is not None else node.homeless_s

@@ -96,7 +96,8 @@ class Agent:
 
     async def news(self, offset: int) -> News:
         """The log from `offset` on, and the exit code once the process has ended; waits up to `WAIT_S`."""
-        assert self._life is not None
+        if self._life is None:  # asked of the one before, which is lost
+            return News(self._incarnation, None, b"", 0, 0)
         deadline_s = time.monotonic() + WAIT_S
         log = self._files.log_file(self._process.plan.instance)
         self._files.limit_log(self._process.plan.instance)
@@ -104,7 +105,7 @@ class Agent:
             ended = self._life.done()  # asked before the log is read: then all of it is there
             data, end, skipped = read_log(log, offset)
             if ended or data or time.monotonic() > deadline_s:
-                return News(self._life.result() if ended else None, data, end, skipped)
+                return News(self._incarnation, self._life.result() if ended else None, data, end, skipped)
             await asyncio.sleep(_LOOK_S)
 
     async def terminate(self) -> None:

@@ -55,9 +55,10 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class News(msgspec.Struct, frozen=True):
-    """`code` once the process has ended. `log` are bytes of its log from the asked offset on, `log_end` where they end;
-    `skipped` bytes before them were left out."""
+    """Of the process that an agent has begun: its exit `code`, once it has ended. `log` are bytes of its log from the
+    asked offset on, `log_end` where they end; `skipped` bytes before them were left out."""
 
+    incarnation: int
     code: int | None
     log: bytes
     log_end: int

@@ -37,7 +37,7 @@ from cohort.services.launcher.run_files import RunFiles, read_log
 
 WAIT_S = 1.0
 """The longest that a question for news stays open."""
-_LOOK_S = 0.1
+_LOOK_S = 0.1  # and the shortest, or a log that grows all the time would be asked for all the time
 _PORTS = range(20_000, 32_000)  # below those that systems give to connections, above those of Ray's workers
 _KEY_FILE = "cluster.key"
 
@@ -102,11 +102,11 @@ class Agent:
         log = self._files.log_file(self._process.plan.instance)
         self._files.limit_log(self._process.plan.instance)
         while True:
+            await asyncio.wait((self._life,), timeout=_LOOK_S)
             ended = self._life.done()  # asked before the log is read: then all of it is there
             data, end, skipped = read_log(log, offset)
             if ended or data or time.monotonic() > deadline_s:
                 return News(self._incarnation, self._life.result() if ended else None, data, end, skipped)
-            await asyncio.sleep(_LOOK_S)
 
     async def terminate(self) -> None:
         """Ask it to drain and end."""

@@ -27,7 +27,7 @@ COMMANDS = {
     "host-time": (f"{_HERE}.engine.host_time_command", "the host's part of a decode step, by rows"),
     "token-cost": (f"{_HERE}.tokens.command", "processor time per streamed token, around an engine that costs nothing"),
     "mixed-lengths": (f"{_HERE}.engine.mixed_lengths_command", "what mixed prefix lengths cost in one step"),
-    "links": (f"{_HERE}.links_command", "the KV links of this machine against ucx_perftest"),
+    "links": (f"{_HERE}.links", "the KV links of this machine against ucx_perftest"),
     "decisions": (f"{_HERE}.decisions.command", "what one decision of a policy costs"),
     "gpu-check": (f"{_HERE}.gpu_check.frame.runner", "prove and measure everything that needs a GPU"),
 }
@@ -71,7 +71,6 @@ def _parser(name: str, *, given: bool) -> argparse.ArgumentParser:
 
 
 def _others() -> str:
-    """For the help of `cohort bench` itself."""
     width = max(map(len, COMMANDS))
     lines = [f"  cohort bench {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
     return "\n".join(["what else can be measured (each with --help):", *lines])

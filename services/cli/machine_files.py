@@ -20,8 +20,7 @@ import yaml
 
 from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import DeviceShape, ModelShape
-from cohort.services.bench.fit.cost_model import Point
-from cohort.services.bench.fit.machine import Machine
+from cohort.services.bench.fit.machine import Machine, Point
 from cohort.services.simulator.hardware.data_files import locate
 from cohort.services.simulator.hardware.hardware import load_model
 from cohort.services.simulator.hardware.profile_note import CheckPoint, ProfileNote

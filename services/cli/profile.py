@@ -142,8 +142,7 @@ def _instances(args: argparse.Namespace, *, gpu: bool) -> int:
 
 def save(args: argparse.Namespace, config: Config, output: Path) -> int:
     """The files of a profile that lies in `output`."""
-    from cohort.services.bench.fit.cost_model import profile_points
-    from cohort.services.bench.fit.machine import fit_machine
+    from cohort.services.bench.fit.machine import fit_machine, profile_points
     from cohort.services.cli import machine_files
     from cohort.services.simulator.hardware.data_files import user_folder
 

@@ -2,6 +2,6 @@
 
 `kill_table` breaks one kind of process after the other, `soak` all of them for as long as wanted. `catalogue` holds the
 requests whose answers are known from a quiet run, `said` reads answers, `users` send and behave, `accounts` judges
-every request, `faults` breaks processes, `census` samples /proc, `leftovers` compares the end
-with the start, `report` writes the result, `command` puts them together.
+every request, `faults` breaks processes, `census` samples /proc, `report` writes the result, `command` puts them
+together.
 """

@@ -112,7 +112,6 @@ def session(key: str, *, keep_alive: bool, small_buffers: bool = False) -> aioht
 
 
 async def ask(http: aiohttp.ClientSession, url: str, api: Api, body: Mapping[str, Any], manner: Manner) -> Ending:
-    """One request for an answer, read in this manner."""
     asking = asyncio.create_task(_ended(_ask(http, url, api, body, manner)))
     if manner.leave_after_events == 0:
         done, _ = await asyncio.wait([asking], timeout=manner.leave_s)
@@ -157,7 +156,6 @@ async def _follow_resumed(
 
 
 async def tell(http: aiohttp.ClientSession, method: str, url: str, **how: Any) -> Ending:
-    """A request that generates nothing."""
     return await _ended(_tell(http, method, url, **how))
 
 

@@ -24,6 +24,7 @@ from cohort.services.bench.chaos.users import Place
 from cohort.services.bench.live.pipelines import start_cohort
 
 KILL, STOP, TERM, RESTART = "kill", "stop", "term", "restart"
+_SIGNALS = {KILL: signal.SIGKILL, STOP: signal.SIGSTOP, TERM: signal.SIGTERM}
 _LONGEST_STOP_S = 6.0
 _BACK_TIMEOUT_S = 120.0
 _POLL_S = 0.2
@@ -81,17 +82,12 @@ class Faults:
             self.missing.append(f"{name} was not back {_BACK_TIMEOUT_S:.0f} s after {action} at {fault.at_s:.0f} s")
 
     async def _break(self, life: Life, action: str) -> None:
-        match action:
-            case "kill":
-                _signal(life, signal.SIGKILL)
-            case "term":
-                _signal(life, signal.SIGTERM)
-            case _:
-                _signal(life, signal.SIGSTOP)
-                try:
-                    await asyncio.sleep(self._random.uniform(0.5, _LONGEST_STOP_S))
-                finally:
-                    _signal(life, signal.SIGCONT)
+        _signal(life, _SIGNALS[action])
+        if action == STOP:
+            try:
+                await asyncio.sleep(self._random.uniform(0.5, _LONGEST_STOP_S))
+            finally:
+                _signal(life, signal.SIGCONT)
 
     async def _restart(self) -> None:
         process = start_cohort("restart", "--port", str(urlsplit(self._place.url).port))

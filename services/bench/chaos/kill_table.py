@@ -74,8 +74,6 @@ class Asker(User):
 
 
 class KillTable:
-    """Of one running pipeline."""
-
     def __init__(
         self, preset: str, place: Place, census: Census, workers: int, load: Load, say: Callable[[str], None]
     ) -> None:

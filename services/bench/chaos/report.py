@@ -122,8 +122,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
-    """The file behind `--json`."""
-
     schema_version: int = 2
     command: list[str]
     began: str

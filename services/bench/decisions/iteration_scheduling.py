@@ -19,7 +19,8 @@ from cohort.common.policies import compose
 from cohort.common.policies.interface import IterationPlan, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Sequence
-from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
+from cohort.common.types import KvGeometry
+from cohort.services.bench.decisions.placement import made_request
 from cohort.services.bench.output import print_costs
 from cohort.services.bench.rounds import no_collection
 
@@ -43,8 +44,6 @@ class DecisionCost:
 
 
 class _Load:
-    """Requests that come, run and are replaced."""
-
     def __init__(self, preset: str, queued: int, blocks: int, seed: int) -> None:
         config = load_config(preset=preset, overrides={"kv": {"prefix_caching": False}})
         self.scheduler = compose.iteration(config)
@@ -61,15 +60,8 @@ class _Load:
         draw = self._random
         self._serial += 1
         prompt = min(1000, max(4, int(draw.lognormvariate(5.0, 0.8))))
-        request = Request(
-            Attempt(f"r{self._serial}", 1),
-            "gateway",
-            [0] * prompt,
-            prompt,
-            SamplingParams(max_tokens=draw.randint(16, 256)),
-            self.now_s,
-            traffic_class="rt" if self._serial % 2 else "be",
-        )
+        most, traffic_class = draw.randint(16, 256), "rt" if self._serial % 2 else "be"
+        request = made_request(f"r{self._serial}", [0] * prompt, most, self.now_s, traffic_class=traffic_class)
         self.scheduler.add(self.now_s, Sequence(request, list(request.tokens), None, 0, self.now_s))
 
     def decide(self) -> IterationPlan:
@@ -130,7 +122,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Everything from parsed options."""
     costs = [
         measure(preset, queued, options.blocks, options.decisions)
         for preset in options.preset

@@ -78,16 +78,8 @@ def measure(
         for round_ in range(rounds):
             prompt, output = draw.randint(16, 8000), float(draw.randint(1, 1500))
             prediction = Prediction(output, output, output, output)
-            request = Request(
-                Attempt(f"r{round_}", 1),
-                "gateway",
-                draw.choices(range(32_000), k=prompt),
-                prompt,
-                SamplingParams(max_tokens=4096),
-                0.0,
-                slo=Slo(2.0, 0.1),
-                prediction=prediction,
-            )
+            tokens = draw.choices(range(32_000), k=prompt)
+            request = made_request(f"r{round_}", tokens, 4096, 0.0, slo=Slo(2.0, 0.1), prediction=prediction)
             waiting = WaitingRequest(request, 0.0, prediction)
             started = time.thread_time()
             placed = placement.place(0.2 * round_, waiting, cluster, None)
@@ -100,6 +92,11 @@ def measure(
     return Cost(
         preset, balance, instances, queued, median(settled), settled[int(0.99 * len(settled))], settled[-1], splits
     )
+
+
+def made_request(name: str, tokens: list[int], most: int, at_s: float, **more: Any) -> Request:
+    """With at most so many output tokens; `more`: further fields."""
+    return Request(Attempt(name, 1), "gateway", tokens, len(tokens), SamplingParams(max_tokens=most), at_s, **more)
 
 
 def _report(draw: random.Random, name: str, count: int) -> WorkerStats:
@@ -131,7 +128,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Everything from parsed options."""
     costs = [
         measure(
             options.preset,

@@ -17,7 +17,8 @@ from statistics import median
 from cohort.common.config import load_config
 from cohort.common.policies import compose
 from cohort.common.policies.interface import ClusterView, InstanceView, PrefillOrder, WaitingRequest
-from cohort.common.types import Attempt, Prediction, Request, Role, SamplingParams, WorkerCapacity, WorkerStats
+from cohort.common.types import Prediction, Role, WorkerCapacity, WorkerStats
+from cohort.services.bench.decisions.placement import made_request
 from cohort.services.bench.output import print_costs
 from cohort.services.bench.rounds import no_collection
 
@@ -50,17 +51,9 @@ def measure(order: PrefillOrder, name: str, waiting: int, rounds: int, seed: int
         prompt = min(_LIMIT - 300, max(1, int(draw.lognormvariate(5.0, 1.2))))
         output = min(256.0, draw.lognormvariate(4.5, 0.8))
         prediction = Prediction(output, output, 2 * output, 4 * output)
-        request = Request(
-            Attempt(f"r{serial}", 1),
-            "gateway",
-            [0] * prompt,
-            prompt,
-            SamplingParams(max_tokens=256),
-            now_s,
-            online=draw.random() < 0.8,
-            priority=draw.choice((0, 0, 0, 1)),
-            prediction=prediction,
-        )
+        online, priority = draw.random() < 0.8, draw.choice((0, 0, 0, 1))
+        more = {"online": online, "priority": priority, "prediction": prediction}
+        request = made_request(f"r{serial}", [0] * prompt, 256, now_s, **more)
         return WaitingRequest(request, now_s, prediction)
 
     now_s = 0.0
@@ -144,7 +137,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Everything from parsed options."""
     costs = run(options.preset, options.waiting, options.buckets, options.rounds)
     columns = {
         "order": "{0.order}",

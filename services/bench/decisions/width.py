@@ -35,19 +35,8 @@ from cohort.common.messages import (
     WorkerReport,
 )
 from cohort.common.policies import compose
-from cohort.common.types import (
-    Attempt,
-    InstanceId,
-    Outcome,
-    Prediction,
-    QueuedWork,
-    Request,
-    Role,
-    SamplingParams,
-    WorkerCapacity,
-    WorkerStats,
-)
-from cohort.services.bench.decisions.placement import STEP_TIMES
+from cohort.common.types import Attempt, InstanceId, Outcome, Prediction, QueuedWork, Role, WorkerCapacity, WorkerStats
+from cohort.services.bench.decisions.placement import STEP_TIMES, made_request
 from cohort.services.bench.output import print_costs
 from cohort.services.bench.rounds import no_collection
 
@@ -83,8 +72,6 @@ class Cost:
 
 @dataclass(slots=True)
 class _Spent:
-    """Seconds of each call, by what it told."""
-
     decisions: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     reports: list[float] = field(default_factory=list)
@@ -158,15 +145,9 @@ class _Cluster:
         self._serial += 1
         draw = self._random
         prompt, output = draw.randint(16, 800), float(draw.randint(1, 500))
-        request = Request(
-            Attempt(f"r{self._serial}", 0),
-            _GATEWAY,
-            [self._serial] * prompt,  # no two share a prefix
-            prompt,
-            SamplingParams(max_tokens=1000),
-            now_s,
-            prediction=Prediction(output, output, output, output),
-        )
+        tokens = [self._serial] * prompt  # no two share a prefix
+        prediction = Prediction(output, output, output, output)
+        request = made_request(f"r{self._serial}", tokens, 1000, now_s, prediction=prediction)
         return Received(_GATEWAY, Submit(request))
 
     def ends(self) -> list[Received]:
@@ -265,7 +246,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(options: argparse.Namespace) -> int:
-    """Everything from parsed options."""
     costs = [
         measure(options.preset, workers, waiting, rate=options.rate, seconds=options.seconds)
         for workers in options.workers

@@ -1,8 +1,7 @@
 """`cohort bench host-time`: the host's part of a decode step by rows: completed, planned, built, filled.
 
 Once with every step decided after the one before it, and once planned ahead, while that one would run. Processor time
-of the one thread that does it, in microseconds; no model is loaded. With --drafts also what looking for drafts takes
-that never come right, so that none is computed; of more than eight rows none are looked for.
+of the one thread that does it, in microseconds; no model is loaded.
 """
 
 from __future__ import annotations
@@ -23,11 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=512, help="prompt tokens of every row")
     parser.add_argument("--steps", type=int, default=100, help="steps measured; their median is shown")
     parser.add_argument("--temperature", type=float, default=0.0, help="of every request; 0 = greedy")
-    parser.add_argument(
-        "--drafts",
-        choices=("new", "misleading"),
-        help="look for drafts: nothing stood before, or what did misleads (default: drafts are off)",
-    )
     parser.add_argument("--json", action="store_true", help="a list of objects instead of the table")
 
 
@@ -37,15 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
     with contextlib.redirect_stdout(sys.stderr):  # logs
         found = [
-            measure(
-                args.preset,
-                rows,
-                args.context,
-                args.steps,
-                ahead=ahead,
-                temperature=args.temperature,
-                drafts=args.drafts,
-            )
+            measure(args.preset, rows, args.context, args.steps, ahead=ahead, temperature=args.temperature)
             for rows in args.rows
             for ahead in (False, True)
         ]
@@ -59,7 +45,6 @@ def run(args: argparse.Namespace) -> int:
         "planned, µs": "{0.planned_us:.0f}",
         "built, µs": "{0.built_us:.0f}",
         "filled, µs": "{0.filled_us:.0f}",
-        **({"looked, µs": "{0.looked_us:.0f}"} if args.drafts else {}),
         "together, µs": "{0.whole_us:.0f}",
     }
     words, numbers = list(columns)[:2], list(columns)[2:]

@@ -17,22 +17,23 @@ oneDNN, the fastest form PyTorch has on a CPU; in the engine's own form; and the
 Section = Literal["decode", "prefill", "shares", "attention"]
 """Parts of the measurement that can be had alone."""
 
-StepPart = Literal[
-    "products",
-    "attention",
-    "elementwise",
-    "embedding",
-    "sampling",
-    "inputs",
-    "dispatch",
-    "plan",
-    "build",
-    "completed",
-    "glue",
-]
-"""Where a step's time goes. Kernels: products, attention, elementwise (norm, rotation, KV write), embedding. The rest
-of `ModelRunner.execute`: sampling, inputs (arrays to tensors), dispatch (Python between the kernels). Outside it: plan
-(the scheduler), build (plan to arrays), completed (bookkeeping of the results), glue (effects and the loop itself)."""
+StepPart = str
+PARTS = {
+    "products": "matrix products",
+    "attention": "attention",
+    "elementwise": "norm, rotation, KV write",
+    "embedding": "embedding",
+    "sampling": "sampling",
+    "inputs": "inputs",
+    "dispatch": "rest of execute",
+    "plan": "scheduler",
+    "build": "batch building",
+    "completed": "bookkeeping",
+    "glue": "loop",
+}
+"""Where a step's time goes. Kernels: products, attention, elementwise, embedding. The rest of `ModelRunner.execute`:
+sampling, inputs (arrays to tensors), dispatch (Python between the kernels). Outside it: plan (the scheduler), build
+(plan to arrays), completed (bookkeeping of the results), glue (effects and the loop itself)."""
 
 KERNEL_PARTS: tuple[StepPart, ...] = ("products", "attention", "elementwise", "embedding")
 

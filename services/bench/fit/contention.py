@@ -20,8 +20,7 @@ import numpy.typing as npt
 from scipy.optimize import nnls
 
 from cohort.common.policies.cost_model import CostModel
-from cohort.services.bench.fit.iterations import Iteration, overlap
-from cohort.services.bench.fit.live_cycles import Slice
+from cohort.services.bench.fit.live_cycles import Iteration, Slice, overlap
 from cohort.services.simulator.hardware.hardware import core_slowdowns
 
 _BESIDE = 0.9

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from cohort.common.engine.device import compiled_kernels
-from cohort.services.bench.gpu_check.engine import invariant, kv_transfer, model, pipeline
+from cohort.services.bench.gpu_check.engine import kv_transfer, model, pipeline
 from cohort.services.bench.gpu_check.frame.context import Check
 from cohort.services.bench.gpu_check.frame.guard import Guard, end_with
 from cohort.services.bench.gpu_check.frame.plan import SECTIONS
@@ -47,7 +47,7 @@ RUN: dict[str, Callable[[Check], None]] = {
     "attention": attention.run,
     "coded-products": matrices.run_coded,
     "coded-experts": experts.run,
-    "batch-invariant": invariant.run,
+    "batch-invariant": model.run_invariant,
     "kv-transfer": kv_transfer.run,
     "model-14b": model.run_14b,
     "pipelines": pipeline.run_others,

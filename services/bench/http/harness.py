@@ -21,8 +21,7 @@ from cohort.common.workloads.arrivals import ClosedLoop
 from cohort.services.bench.http.load import prompts as prompts_
 from cohort.services.bench.http.load import target as target_
 from cohort.services.bench.http.load import workload as workload_
-from cohort.services.bench.http.load.client import HttpStreamClient, PreparedRequest
-from cohort.services.bench.http.load.driver import Driver, RunLog
+from cohort.services.bench.http.load.client import Driver, HttpStreamClient, PreparedRequest, RunLog
 from cohort.services.bench.http.load.prompts import PromptFactory, Vocabulary
 from cohort.services.bench.http.load.target import Dialect, Preferences, RequestBuilder, Target
 from cohort.services.bench.http.load.workload import Workload

@@ -69,7 +69,6 @@ async def _measure(options: BenchOptions) -> tuple[BenchResult, bool]:
 
 
 async def _runs(harness: Harness) -> BenchResult:
-    """Every run, in the order they were made."""
     options = harness.options
     if len(harness.servers) > 1:
         return await _in_turn(harness)

@@ -65,8 +65,6 @@ class ClientCommand:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running pipeline, seen from outside."""
-
     url: str
     monitor_url: str
 
@@ -110,7 +108,8 @@ def pipeline(preset: str, overlay: Mapping[str, Any], port: int, settings: Seque
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "overlay.yaml"
-        file.write_text(yaml.safe_dump(_with_own_lengths(overlay, Path(folder))), encoding="utf-8")
+        lengths = {"state_path": str(Path(folder) / "lengths.npz"), **overlay.get("predictor", {})}
+        file.write_text(yaml.safe_dump({**overlay, "predictor": lengths}), encoding="utf-8")
         assignments = [part for text in settings for part in ("--set", text)]
         with leaves_when_terminated() as begin:
             try:
@@ -126,10 +125,6 @@ def pipeline(preset: str, overlay: Mapping[str, Any], port: int, settings: Seque
                 yield Served(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{monitor.port}")
             finally:
                 cohort("serve", "--stop", "--port", str(port))
-
-
-def _with_own_lengths(overlay: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    return {**overlay, "predictor": {"state_path": str(folder / "lengths.npz"), **overlay.get("predictor", {})}}
 
 
 def _wait_for(clients: Mapping[str, subprocess.Popen[bytes]]) -> None:

@@ -1,23 +1,240 @@
 """One measurement: processes up, streams running, processor time before and after a stretch of it.
 
-Called by `command.py`. Tokens are counted by the clients, so a token that no client was sent costs the others.
+Called by `command.py`. Gateways, manager and predictor are the product's; workers have a free engine (`worker.py`).
+Clients count as cheaply as Python can: one protocol per connection, no parsing; an event is counted where `data: `
+begins one, which texts never hold (the engine says words). A token that no client was sent costs the others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+import time
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cohort.common.config import Config, load_config, nested
+from cohort.common.config import Config, dump_config, load_config, nested
 from cohort.common.http.ports import free_port
 from cohort.common.paths import default_model_dir
-from cohort.services.bench.tokens.clients import Clients
-from cohort.services.bench.tokens.processes import Processes, started
+from cohort.services.bench.child import MeasurementFailed, leaves_when_terminated
 from cohort.services.launcher.options import assigned_by
-from cohort.services.launcher.plan import resolve
+from cohort.services.launcher.plan import ProcessPlan, StopStage, plan, resolve
+
+START_TIMEOUT_S = 60.0
+STEP_VARIABLE = "COHORT_BENCH_STEP_S"
+"""In a worker's environment: seconds of a step of its engine."""
+_STOP_S = 5.0
+_BUS_THREADS = "ZMQbg/"
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadTimes:
+    """Seconds of processor time of one process: of its event loop, of libzmq's threads, of all other threads. Those of
+    a worker are its engine's."""
+
+    loop_s: float = 0.0
+    bus_s: float = 0.0
+    other_s: float = 0.0
+
+    @property
+    def whole_s(self) -> float:
+        return self.loop_s + self.bus_s + self.other_s
+
+    def since(self, before: ThreadTimes) -> ThreadTimes:
+        return ThreadTimes(self.loop_s - before.loop_s, self.bus_s - before.bus_s, self.other_s - before.other_s)
+
+
+class Processes:
+    def __init__(self, running: Mapping[str, tuple[ProcessPlan, subprocess.Popen[bytes]]], folder: Path) -> None:
+        self._running = running
+        self._folder = folder
+
+    def wait_ready(self) -> None:
+        """Raises `MeasurementFailed` with the end of the log of what ended instead."""
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        for instance, (planned, _) in self._running.items():
+            while not _answers(planned.ready_url):
+                ended = [name for name, (_, process) in self._running.items() if process.poll() is not None]
+                if ended or time.monotonic() > deadline_s:
+                    late = ended[0] if ended else instance
+                    raise MeasurementFailed(f"{late} did not become ready:\n{self._tail(late)}")
+                time.sleep(0.05)
+
+    def times(self) -> dict[str, ThreadTimes]:
+        """By instance, now."""
+        return {instance: thread_times(process.pid) for instance, (_, process) in self._running.items()}
+
+    def _tail(self, instance: str) -> str:
+        lines = (self._folder / f"{instance}.log").read_text(errors="replace").splitlines()
+        return "\n".join(lines[-8:])
+
+
+@contextmanager
+def started(config: Config, folder: Path, step_s: float) -> Iterator[Processes]:
+    """All but the monitor, over a resolved configuration; ended with the block."""
+    file = folder / "config.yaml"
+    file.write_text(dump_config(config), encoding="utf-8")
+    running: dict[str, tuple[ProcessPlan, subprocess.Popen[bytes]]] = {}
+    with leaves_when_terminated() as begin:
+        try:
+            begin()
+            for planned in plan(config):
+                if planned.instance != "monitor":
+                    running[planned.instance] = planned, _start(planned, file, folder, step_s)
+            yield Processes(running, folder)
+        finally:
+            for _, process in running.values():
+                process.terminate()
+            for _, process in running.values():
+                try:
+                    process.wait(_STOP_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+def _start(planned: ProcessPlan, file: Path, folder: Path, step_s: float) -> subprocess.Popen[bytes]:
+    command = planned.command(sys.executable, file, folder / "run")
+    if planned.stage is StopStage.WORKERS:
+        command[command.index(f"cohort.services.{planned.folder}")] = "cohort.services.bench.tokens.worker"
+    environment = {**os.environ, **planned.environment, STEP_VARIABLE: str(step_s), "TOKENIZERS_PARALLELISM": "false"}
+    with (folder / f"{planned.instance}.log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
+
+
+def thread_times(pid: int) -> ThreadTimes:
+    """Of a live process. A thread that has ended takes its time along."""
+    loop_s = bus_s = other_s = 0.0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            name = (task / "comm").read_text()
+            spent_s = int((task / "schedstat").read_text().split()[0]) / 1e9
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if task.name == str(pid):
+            loop_s += spent_s
+        elif name.startswith(_BUS_THREADS):
+            bus_s += spent_s
+        else:
+            other_s += spent_s
+    return ThreadTimes(loop_s, bus_s, other_s)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2.0) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+_EVENT = b"data: {"
+KEEP = "x-cohort-resume: keep\r\n"
+_OK = b"HTTP/1.1 200"
+
+
+class Stream(asyncio.Protocol):
+    """One request: sent when the connection is there, its events counted until it closes."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self._tail = b""
+        self._head = b""
+        self.events = 0
+        self.reads = 0
+        self.bytes = 0
+        self.ended = ""
+        """Why there is nothing more; "" while it runs."""
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.reads += 1
+        self.bytes += len(data)
+        if len(self._head) < len(_OK):
+            self._head += data[: len(_OK)]
+            if len(self._head) >= len(_OK) and not self._head.startswith(_OK):
+                self.ended = data.decode(errors="replace")
+        self.events += (self._tail + data).count(_EVENT)
+        self._tail = data[-len(_EVENT) + 1 :]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended = self.ended or f"connection lost: {error}"
+
+
+class Clients:
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self._streams = streams
+
+    @classmethod
+    async def open(
+        cls, host: str, port: int, model: str, count: int, output_tokens: int, *, resumable: bool = False
+    ) -> Clients:
+        """Connects `count` of them, each with a prompt of its own. `resumable`: they ask for streams to go on with."""
+        loop = asyncio.get_running_loop()
+        streams = []
+        for index in range(count):
+            request = _request(host, port, model, f"Stream {index} says", output_tokens, resumable=resumable)
+            _, stream = await loop.create_connection(lambda request=request: Stream(request), host, port)  # type: ignore[misc]
+            streams.append(stream)
+        return cls(streams)
+
+    async def all_running(self, timeout_s: float) -> None:
+        """Until every stream has had two events. Raises `MeasurementFailed`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while min(stream.events for stream in self._streams) < 2:
+                    self.check()
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            waiting = sum(stream.events < 2 for stream in self._streams)
+            raise MeasurementFailed(f"{waiting} of {len(self._streams)} streams have not begun") from None
+
+    def check(self) -> None:
+        """Raises `MeasurementFailed` where a stream has ended."""
+        for stream in self._streams:
+            if stream.ended:
+                raise MeasurementFailed(f"a stream ended early: {stream.ended[:500]}")
+
+    def counts(self) -> tuple[int, int, int]:
+        events, reads, sizes = zip(*((each.events, each.reads, each.bytes) for each in self._streams), strict=True)
+        return sum(events), sum(reads), sum(sizes)
+
+    def close(self) -> None:
+        for stream in self._streams:
+            if stream.transport is not None:
+                stream.transport.abort()
+
+
+def _request(host: str, port: int, model: str, prompt: str, output_tokens: int, *, resumable: bool) -> bytes:
+    body = json.dumps(
+        {
+            "model": model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": output_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "temperature": 0,
+        }
+    ).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        f"{KEEP if resumable else ''}\r\n"
+    )
+    return head.encode() + body
+
 
 _SETTLE_S = 1.0
 """Between the last stream's first tokens and the first look at the clocks."""

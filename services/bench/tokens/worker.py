@@ -1,6 +1,6 @@
 """A worker process as any other but for its engine: `python -m cohort.services.bench.tokens.worker`.
 
-Real worker loop, machine, policies and bus over a `FreeEngine`. Started by `processes.py`, which names the engine's
+Real worker loop, machine, policies and bus over a `FreeEngine`. Started by `measuring.py`, which names the engine's
 step time in the environment.
 """
 
@@ -35,7 +35,7 @@ from cohort.common.policies import compose
 from cohort.common.process import garbage
 from cohort.common.process.service import ServiceContext, service_main
 from cohort.common.types import KvGeometry
-from cohort.services.bench.tokens.processes import STEP_VARIABLE
+from cohort.services.bench.tokens.measuring import STEP_VARIABLE
 
 CONTEXT_TOKENS = 1 << 21
 """That the cache holds; its memory is a few bytes each."""
@@ -92,7 +92,6 @@ class FreeEngine(ModelRunner):
 
 
 async def serve(context: ServiceContext) -> None:
-    """The whole life of the process."""
     config = context.config
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     model = Path(config.model.path)

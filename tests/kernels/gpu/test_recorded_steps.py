@@ -22,8 +22,7 @@ from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import GREEDY, SamplingRow, StepBatch, StepOutput
 from cohort.common.sampling_inputs import TokenHistory
 from cohort.kernels.cpu import native
-from cohort.services.bench.gpu_check.frame.context import random_model, rows_of
-from cohort.services.bench.gpu_check.frame.shapes import LLAMA_3_8B, TINY
+from cohort.services.bench.gpu_check.frame.context import LLAMA_3_8B, TINY, random_model, rows_of
 from tests.kernels.gpu.conftest import DEVICE, REAL
 
 SCORED = SamplingRow(seed=0, position=0, temperature=0.0, logprobs=20)

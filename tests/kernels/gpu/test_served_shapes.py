@@ -19,8 +19,8 @@ from cohort.kernels.ops.coded import CodedMatrix
 from cohort.kernels.ops.latent_attention import latent_attention
 from cohort.kernels.ops.paged_attention import paged_attention
 from cohort.kernels.types import ExpertCodes
+from cohort.services.bench.gpu_check.frame.context import LLAMA_3_8B, TINY, shape_folder
 from cohort.services.bench.gpu_check.frame.rates import products
-from cohort.services.bench.gpu_check.frame.shapes import LLAMA_3_8B, TINY, shape_folder
 from cohort.services.bench.gpu_check.kernels import experts, matrices
 from cohort.services.bench.gpu_check.kernels.attention import BLOCK_SIZE, Heads, make_case
 from tests.kernels.gpu.conftest import DEVICE, REAL

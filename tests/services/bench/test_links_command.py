@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from cohort.common.errors import TransferError
-from cohort.services.bench import links_measuring as measuring
+from cohort.services.bench import links as measuring
 from cohort.services.bench.__main__ import main
-from cohort.services.bench.links_command import NAMES, link_targets
-from cohort.services.bench.links_measuring import LINKS, PERFTEST, LinkRates, LinkReport, perftest_result
+from cohort.services.bench.links import LINKS, NAMES, PERFTEST, LinkRates, LinkReport, link_targets, perftest_result
 
 
 def test_the_links_are_measured_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import get_args
 
 import msgspec
 import torch
@@ -35,12 +34,17 @@ from cohort.common.engine.worker.worker_process import load_runner
 from cohort.common.errors import CohortError
 from cohort.kernels.cpu import native
 from cohort.services.bench.engine.inside import in_process
-from cohort.services.bench.engine.inside.clocks import StepClock, Target, clocked, engine_targets
-from cohort.services.bench.engine.inside.comparisons import READ_BYTES, compared, measure_attention
-from cohort.services.bench.engine.inside.in_process import InProcessEngine
-from cohort.services.bench.engine.inside.lower_bounds import LowerBounds, model_products
+from cohort.services.bench.engine.inside.comparisons import (
+    READ_BYTES,
+    LowerBounds,
+    compared,
+    measure_attention,
+    model_products,
+)
+from cohort.services.bench.engine.inside.in_process import InProcessEngine, StepClock, Target, clocked, engine_targets
 from cohort.services.bench.engine.report import (
     KERNEL_PARTS,
+    PARTS,
     AttentionPoint,
     Comparison,
     EngineReport,
@@ -58,8 +62,6 @@ _FEWER_ROUNDS_FROM_TOKENS = 512  # a prefill of so many takes its time
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is measured."""
-
     rounds: int = 7
     decode_rows: tuple[int, ...] = (1, 4, 16, 64, 256)
     contexts: tuple[int, ...] = (32, 128, 512, 2048)
@@ -216,16 +218,15 @@ def measure_shares(config: Config, runner: ModelRunner, rows: int, context: int,
         ]
         return median(shares)
 
-    every: tuple[StepPart, ...] = get_args(StepPart)
     return StepShares(
         rows=rows,
         context=context,
         steps=steps,
         step_s=median(plain_s),
         clocked_s=median(whole_s),
-        parts_s={part: median(each.get(part, 0.0) for each in parts) for part in every},
+        parts_s={part: median(each.get(part, 0.0) for each in parts) for part in PARTS},
         outside_kernels=share_outside(frozenset(KERNEL_PARTS)),
-        outside_execute=share_outside(frozenset(every) - _OUTSIDE_EXECUTE),
+        outside_execute=share_outside(frozenset(PARTS) - _OUTSIDE_EXECUTE),
     )
 
 
@@ -239,7 +240,6 @@ def available_bytes() -> int:
 
 
 def machine(threads: int, dtype: str, load_before: float) -> Machine:
-    """Of this process, at the end of a measurement that began at `load_before`."""
     name, flags = _processor()
     return Machine(
         processor=name,

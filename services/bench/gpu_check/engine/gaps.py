@@ -36,7 +36,8 @@ from cohort.common.messages import Message, StartSegment
 from cohort.common.policies import compose
 from cohort.common.process.service import ServiceContext
 from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
-from cohort.common.types import Attempt, InstanceId, Request, Role, SamplingParams, Segment
+from cohort.common.types import InstanceId, Role
+from cohort.services.bench.engine.inside.in_process import start
 from cohort.services.bench.gpu_check.engine import steps
 from cohort.services.bench.gpu_check.frame.context import Check, rows_of
 from cohort.services.bench.gpu_check.frame.guard import NotThere
@@ -112,7 +113,10 @@ def _serving(check: Check, runner: ModelRunner, folder: str) -> Config:
 async def _serve(config: Config, runner: ModelRunner, rows: int, prompt: int, count: int) -> tuple[float, float, float]:
     """Run the worker's loop over `rows` requests; once all prompts are computed, `count` steps count. Median seconds a
     step; shares of steps begun ahead before and since."""
-    machine, context, loop, engine = _worker(config, runner, _requests(runner, rows, prompt, 2 * count + _JOINING))
+    draw, highest = random.Random(3), runner.geometry.vocab_size - 1
+    prompts = [[draw.randint(3, highest) for _ in range(prompt)] for _ in range(rows)]
+    arrived = [start(str(index), each, 2 * count + _JOINING, "gpu-check") for index, each in enumerate(prompts)]
+    machine, context, loop, engine = _worker(config, runner, arrived)
     serving = asyncio.create_task(loop.run())
     first, counters, before = 0, machine.counters, (0, 0)
     while not serving.done():
@@ -136,7 +140,7 @@ async def _serve(config: Config, runner: ModelRunner, rows: int, prompt: int, co
 
 
 def _worker(
-    config: Config, runner: ModelRunner, arrived: list[Message]
+    config: Config, runner: ModelRunner, arrived: list[StartSegment]
 ) -> tuple[_Watched, ServiceContext, worker_loop.WorkerLoop, ThreadPoolExecutor]:
     """As `worker_process.run_worker` makes one, without links and recording."""
     bus = _SilentBus(MemoryNetwork(), "gpu-check")
@@ -160,24 +164,3 @@ def _worker(
     engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
     loop = worker_loop.WorkerLoop(context, host_of(runner), {}, machine, machine, None, engine)
     return machine, context, loop, engine
-
-
-def _requests(runner: ModelRunner, rows: int, prompt: int, output: int) -> list[Message]:
-    draw = random.Random(3)
-    highest = runner.geometry.vocab_size - 1
-    return [
-        StartSegment(
-            Request(
-                Attempt(str(index), 1),
-                "gateway",
-                [draw.randint(3, highest) for _ in range(prompt)],
-                prompt,
-                SamplingParams(max_tokens=output, temperature=0.0),
-                time.time(),
-            ),
-            [Segment(0, None, "gpu-check")],
-            0,
-            "",
-        )
-        for index in range(rows)
-    ]

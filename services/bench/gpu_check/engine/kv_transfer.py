@@ -20,7 +20,7 @@ from cohort.common.errors import TransferError
 from cohort.services.bench.gpu_check.frame import rates
 from cohort.services.bench.gpu_check.frame.context import Check
 from cohort.services.bench.gpu_check.frame.guard import NotThere
-from cohort.services.bench.links_measuring import MB, PIPELINED, Ends, LinkPair, Memory, open_link, send_there
+from cohort.services.bench.links import MB, PIPELINED, Ends, LinkPair, Memory, open_link, send_there
 
 WANTED = 0.7
 _MODULE = "cohort.services.bench.gpu_check.engine.kv_transfer"

@@ -24,8 +24,7 @@ from typing import Any
 
 from cohort.common.http.ports import free_port
 from cohort.common.paths import run_dir
-from cohort.services.bench.gpu_check.frame.context import Check
-from cohort.services.bench.gpu_check.frame.shapes import shape_folder
+from cohort.services.bench.gpu_check.frame.context import Check, shape_folder
 from cohort.services.bench.live.pipelines import ClientCommand, Served
 
 _MODEL = "Llama-3-8B"

@@ -76,7 +76,6 @@ class Run:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Everything from parsed options."""
     started_s = time.monotonic()
     work = Path(tempfile.mkdtemp(prefix="cohort-gpu-check-"))
     try:
@@ -283,7 +282,6 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """The process and all that it started."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, how)

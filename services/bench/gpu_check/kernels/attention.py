@@ -27,8 +27,6 @@ _LAYERS = 4  # in turn, so that no input is still in the second-level cache
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """A model as attention sees it."""
-
     query: int
     kv: int
     dim: int

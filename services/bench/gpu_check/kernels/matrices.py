@@ -18,9 +18,8 @@ from torch import Tensor
 from cohort.common.engine.config.model_config import read_geometry
 from cohort.kernels.cpu.quantized_panels import Codes
 from cohort.kernels.ops.coded import CodedMatrix
-from cohort.services.bench.gpu_check.frame.context import Check
+from cohort.services.bench.gpu_check.frame.context import Check, shape_folder
 from cohort.services.bench.gpu_check.frame.rates import Product, products
-from cohort.services.bench.gpu_check.frame.shapes import shape_folder
 
 _MODEL = "Llama-3-8B"
 

@@ -73,8 +73,6 @@ def _served_from(url: str) -> Path | None:
 
 
 class Dialect(msgspec.Struct, frozen=True):
-    """How this server is spoken to."""
-
     endpoint: Endpoint
     prompt_format: PromptFormat
     ignore_eos: bool
@@ -153,7 +151,6 @@ async def negotiate(
     request: RequestBuilder,
     timeout_s: float,
 ) -> Dialect:
-    """The richest dialect the server answers to."""
     refusals: list[str] = []
     for dialect in _dialects(preferences):
         client = HttpStreamClient(session, target.base_url + dialect.path, timeout_s)

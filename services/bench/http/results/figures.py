@@ -29,53 +29,33 @@ class Figure:
     read: Callable[[RunReport], float | None]
 
 
-def _of(get: Callable[[RunReport], Distribution | None], field: str) -> Callable[[RunReport], float | None]:
+def _latency(name: str, title: str, field: str) -> Figure:
     def read(report: RunReport) -> float | None:
-        found = get(report)
+        found: Distribution | None = getattr(report.overall, f"{name}_ms")
         return None if found is None else float(getattr(found, field))
 
-    return read
-
-
-def _latency(name: str, title: str, field: str) -> Figure:
-    read = _of(lambda run: getattr(run.overall, f"{name}_ms"), field)
     return Figure(f"{name}_{field}_ms", f"{title} {field}", "ms", False, read)
+
+
+def _slo(key: str, title: str, unit: str, field: str, factor: float) -> Figure:
+    return Figure(
+        key, title, unit, True, lambda run: factor * getattr(run.overall.slo, field) if run.overall.slo else None
+    )
 
 
 FIGURES: tuple[Figure, ...] = (
     Figure("requests_per_s", "Requests", "1/s", True, lambda run: run.overall.requests_per_s),
     Figure("output_tokens_per_s", "Output tokens", "1/s", True, lambda run: run.overall.output_tokens_per_s),
     Figure("total_tokens_per_s", "All tokens", "1/s", True, lambda run: run.overall.total_tokens_per_s),
-    _latency("ttft", "TTFT", "p50"),
-    _latency("ttft", "TTFT", "p99"),
-    _latency("tpot", "TPOT", "p50"),
-    _latency("tpot", "TPOT", "p99"),
-    _latency("itl", "ITL", "p50"),
-    _latency("itl", "ITL", "p99"),
-    _latency("e2e", "e2e", "p50"),
-    _latency("e2e", "e2e", "p99"),
+    *(
+        _latency(name, title, field)
+        for name, title in (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "ITL"), ("e2e", "e2e"))
+        for field in ("p50", "p99")
+    ),
     Figure("failed", "Failed requests", "", False, lambda run: float(run.overall.failed)),
-    Figure(
-        "slo_kept_of_sent",
-        "SLO kept, of all sent",
-        "%",
-        True,
-        lambda run: 100.0 * run.overall.slo.kept_of_sent if run.overall.slo else None,
-    ),
-    Figure(
-        "slo_attainment",
-        "SLO kept, of completed and failed",
-        "%",
-        True,
-        lambda run: 100.0 * run.overall.slo.attainment if run.overall.slo else None,
-    ),
-    Figure(
-        "goodput_requests_per_s",
-        "Goodput",
-        "1/s",
-        True,
-        lambda run: run.overall.slo.goodput_requests_per_s if run.overall.slo else None,
-    ),
+    _slo("slo_kept_of_sent", "SLO kept, of all sent", "%", "kept_of_sent", 100.0),
+    _slo("slo_attainment", "SLO kept, of completed and failed", "%", "attainment", 100.0),
+    _slo("goodput_requests_per_s", "Goodput", "1/s", "goodput_requests_per_s", 1.0),
 )
 
 
@@ -119,8 +99,6 @@ def compare(rounds: Mapping[str, Sequence[RunReport]]) -> list[ComparedFigure]:
 
 
 class ClientFacts(msgspec.Struct, frozen=True):
-    """The machine that measured."""
-
     cohort: str = __version__
     python: str = platform.python_version()
     system: str = f"{platform.system()} {platform.machine()}"
@@ -128,8 +106,6 @@ class ClientFacts(msgspec.Struct, frozen=True):
 
 
 class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The document behind `--json`."""
-
     schema_version: int = 1
     mode: Literal["single", "compare"]
     client: ClientFacts = ClientFacts()

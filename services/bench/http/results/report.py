@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from cohort.services.bench.http.load.client import RequestRecord
-from cohort.services.bench.http.load.driver import RunLog
+from cohort.services.bench.http.load.client import RequestRecord, RunLog
 from cohort.services.bench.http.load.target import Dialect
 from cohort.services.bench.http.load.workload import WorkloadFacts
 
@@ -109,8 +108,6 @@ class Slice(msgspec.Struct, frozen=True):
 
 
 class RunReport(msgspec.Struct, frozen=True):
-    """One measured run of one server."""
-
     name: str
     model: str
     url: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cohort.services.bench.chaos.census import Sample
-from cohort.services.bench.chaos.leftovers import Moment, grown, held, unknown_files
+from cohort.services.bench.chaos.soak import Moment, grown, held, unknown_files
 
 WORKERS = frozenset({"decode-0"})
 FREE = {"total_blocks": 100.0, "free_blocks": 60.0, "cached_blocks": 40.0, "held_blocks": 0.0, "leases": 0.0}

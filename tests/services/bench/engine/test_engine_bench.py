@@ -19,9 +19,15 @@ from cohort.common.engine.step.batch_builder import BatchBuilder
 from cohort.common.engine.step.trial_batch import trial_batch
 from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.kernels.cpu import native
-from cohort.services.bench.engine.inside.clocks import StepClock, Target, clocked, engine_targets
-from cohort.services.bench.engine.inside.comparisons import compared, measure_attention
-from cohort.services.bench.engine.inside.lower_bounds import LowerBounds, Product, Products, model_products
+from cohort.services.bench.engine.inside.comparisons import (
+    LowerBounds,
+    Product,
+    Products,
+    compared,
+    measure_attention,
+    model_products,
+)
+from cohort.services.bench.engine.inside.in_process import StepClock, Target, clocked, engine_targets
 from cohort.services.bench.engine.inside.measuring import measure_shares
 from cohort.services.bench.engine.report import KERNEL_PARTS
 from tests.engine_models import make_runner
@@ -120,7 +126,7 @@ def test_layers_that_were_not_timed_are_taken_to_cost_as_much(
 
 def test_time_inside_another_clocked_function_counts_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()
-    monkeypatch.setattr("cohort.services.bench.engine.inside.clocks.time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("cohort.services.bench.engine.inside.in_process.time.perf_counter", lambda: float(next(ticks)))
     clock = StepClock()
     inner = clock.wrap("products", lambda: None)
     middle = clock.wrap("dispatch", lambda: (inner(), inner()))

@@ -10,7 +10,7 @@ import pytest
 
 from cohort.services.bench.__main__ import COMMANDS, main
 from cohort.services.bench.child import MeasurementFailed, run_child
-from cohort.services.bench.engine.render import EngineBench, encode, engine_targets
+from cohort.services.bench.engine.command import EngineBench, encode, engine_targets
 from cohort.services.bench.engine.report import (
     AttentionPoint,
     Comparison,

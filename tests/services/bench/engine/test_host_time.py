@@ -8,7 +8,7 @@ import pytest
 
 from cohort.common.policies.bros.slack_packing import SlackPacking
 from cohort.common.policies.interface import IterationScheduler
-from cohort.services.bench.engine.inside.host_time import Texts, measure
+from cohort.services.bench.engine.inside.host_time import measure
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -33,10 +33,3 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     assert main(["host-time", "--rows", "2", "--context", "20", "--steps", "3", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [(each["rows"], each["ahead"]) for each in found] == [(2, False), (2, True)]
-
-
-@pytest.mark.parametrize("texts", ["new", "misleading"])
-def test_looking_for_drafts_that_never_come_right_is_a_part_of_its_own(texts: Texts) -> None:
-    for rows, looks in ((2, True), (9, False)):
-        found = measure("unified", rows, 40, 20, ahead=True, drafts=texts)
-        assert (found.looked_us > 0.0) == looks, "more rows than are ever drafted for are not looked at"

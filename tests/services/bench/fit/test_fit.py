@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("scipy")
 
 from cohort.common.policies.cost_model import CostModel, StackShape
-from cohort.services.bench.fit.cost_model import Point, errors, fit_cpu, profile_points
+from cohort.services.bench.fit.machine import Point, errors, fit_cpu, profile_points
 from cohort.services.simulator.hardware.hardware import load_device, load_model
 
 MODEL, (DEVICE, FILE) = load_model("smollm2-135m"), load_device("cpu-core")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cohort.services.bench.fit.iterations import Iteration, iterations
+from cohort.services.bench.fit.live_cycles import Iteration, iterations
 
 
 def recording(folder: Path, *calls: tuple[float, list[str], list[str]]) -> Path:

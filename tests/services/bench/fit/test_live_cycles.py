@@ -7,8 +7,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cohort.services.bench.fit.iterations import Iteration
-from cohort.services.bench.fit.live_cycles import slices
+from cohort.services.bench.fit.live_cycles import Iteration, slices
 
 ROWS = ((119, 120),)
 Run = list[tuple[int, int]]

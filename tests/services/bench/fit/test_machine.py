@@ -16,10 +16,8 @@ from cohort.common.policies.cost_model import CostModel, StackShape, StepWork, p
 from cohort.services.bench.child import MeasurementFailed
 from cohort.services.bench.fit import live_cycles
 from cohort.services.bench.fit.contention import Contention, contention, together
-from cohort.services.bench.fit.cost_model import Point
-from cohort.services.bench.fit.iterations import Iteration
-from cohort.services.bench.fit.live_cycles import Cycle, Phase, Slice, phases
-from cohort.services.bench.fit.machine import Machine, fit_machine, nominal, scatter, services, split
+from cohort.services.bench.fit.live_cycles import Cycle, Iteration, Phase, Slice, phases
+from cohort.services.bench.fit.machine import Machine, Point, fit_machine, nominal, scatter, services, split
 from cohort.services.simulator.hardware.hardware import core_slowdowns, load_device, load_model
 from cohort.services.simulator.hardware.scatter import StepScatter
 

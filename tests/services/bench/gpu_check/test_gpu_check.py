@@ -12,12 +12,11 @@ from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.engine.device import compiled_kernels
 from cohort.common.paths import cache_dir
 from cohort.kernels.cpu import native
-from cohort.services.bench.gpu_check.engine import invariant, kv_transfer, model
-from cohort.services.bench.gpu_check.frame.context import Check
+from cohort.services.bench.gpu_check.engine import kv_transfer, model
+from cohort.services.bench.gpu_check.frame.context import LLAMA_3_8B, QWEN25_14B, TINY, Check, shape_folder
 from cohort.services.bench.gpu_check.frame.guard import Guard
 from cohort.services.bench.gpu_check.frame.rates import matrix_elements, prefill_operations
 from cohort.services.bench.gpu_check.frame.report import Findings, Row, exit_status, read_rows, table
-from cohort.services.bench.gpu_check.frame.shapes import LLAMA_3_8B, QWEN25_14B, TINY, shape_folder
 from cohort.services.bench.gpu_check.kernels import attention, experts, matrices
 
 CPU = torch.device("cpu")
@@ -90,7 +89,7 @@ SECTIONS: dict[str, Callable[[Check], None]] = {
     "attention": attention.run,
     "coded-products": matrices.run_coded,
     "coded-experts": experts.run,
-    "batch-invariant": invariant.run,
+    "batch-invariant": model.run_invariant,
     "products": matrices.run,
     "model-8b": model.run_8b,
     "model-14b": model.run_14b,

@@ -19,7 +19,7 @@ import pytest
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from cohort.services.bench.http.load import client, driver
+from cohort.services.bench.http.load import client
 
 
 @dataclass
@@ -203,8 +203,7 @@ def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         except RuntimeError:
             return time.monotonic()
 
-    for module in (client, driver):
-        monkeypatch.setattr(module, "now_s", now_s)
+    monkeypatch.setattr(client, "now_s", now_s)
 
 
 @pytest.fixture(autouse=True)

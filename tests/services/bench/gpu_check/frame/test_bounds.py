@@ -8,8 +8,8 @@ import pytest
 
 from cohort.common.engine.config.model_config import ModelGeometry, read_geometry
 from cohort.services.bench.gpu_check.frame import rates
+from cohort.services.bench.gpu_check.frame.context import LLAMA_3_8B, shape_folder
 from cohort.services.bench.gpu_check.frame.rates import Ceilings, matrix_elements
-from cohort.services.bench.gpu_check.frame.shapes import LLAMA_3_8B, shape_folder
 
 H200 = Ceilings(copy=4.3e12, read=4.5e12, matrix=7.9e14)  # of the order of what one reaches
 

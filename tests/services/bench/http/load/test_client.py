@@ -14,8 +14,7 @@ from cohort.common.errors import ConfigError
 from cohort.common.workloads.arrivals import AllAtOnce, Arrivals, ClosedLoop, RandomArrivals
 from cohort.common.workloads.generate import Drawn
 from cohort.common.workloads.lengths import Fixed
-from cohort.services.bench.http.load.client import HttpStreamClient, PreparedRequest, RequestRecord
-from cohort.services.bench.http.load.driver import Driver, RunLog
+from cohort.services.bench.http.load.client import Driver, HttpStreamClient, PreparedRequest, RequestRecord, RunLog
 from cohort.services.bench.http.load.prompts import PromptFactory, Vocabulary, from_range
 from cohort.services.bench.http.load.target import (
     Dialect,

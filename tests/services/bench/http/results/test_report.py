@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from cohort.services.bench.http.load.client import RequestRecord, Status
-from cohort.services.bench.http.load.driver import RunLog
+from cohort.services.bench.http.load.client import RequestRecord, RunLog, Status
 from cohort.services.bench.http.load.target import Dialect
 from cohort.services.bench.http.load.workload import RequestPlan, WorkloadFacts
 from cohort.services.bench.http.results.figures import Spread, compare

@@ -134,12 +134,10 @@ def judge(ending: Ending, expected: Said | int | None, under: Sequence[Fault]) -
     match ending:
         case Left():
             return Verdict.LEFT, ""
-        case Answered(said) if expected is None or said == expected:
+        case Answered(found) | Told(found) if expected is None or found == expected:
             return Verdict.RIGHT, ""
         case Answered(said):
             return Verdict.WRONG, f"{said} instead of {expected}"[:4000]
-        case Told(status) if expected is None or status == expected:
-            return Verdict.RIGHT, ""
         case Told(status):
             return Verdict.WRONG, f"status {status} instead of {expected}"
         case Refused(status, message) if status == expected and message:

@@ -2,6 +2,6 @@
 
 Pure: `workload`, `prompts`, `report`, `figures`.
 Network: `target` (what serves there, and what it accepts), `client` (one request, and all of them on time).
-Outside: `command` and `options` (command line), `harness` (one run), `measuring` (one server, or several in turn),
-`render`. Nothing here knows Cohort's insides: a server is a URL.
+Outside: `command` and `options` (command line), `measuring` (one run, of one server or of several in turn), `render`.
+Nothing here knows Cohort's insides: a server is a URL.
 """

@@ -11,16 +11,16 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from cohort.common.errors import ConfigError
+from cohort.common.workloads.arrivals import AllAtOnce, Arrivals, ClosedLoop, RandomArrivals, TraceTimes
+from cohort.common.workloads.generate import Drawn, FromTrace, Mixed, Source
+from cohort.common.workloads.lengths import parse_distribution, parse_mix
+from cohort.common.workloads.traces import Trace, read_trace
+from cohort.services.bench.http.load.workload import WorkloadSpec
+from cohort.services.bench.http.results.report import SloLimits
 from cohort.services.bench.output import check_output
-
-if TYPE_CHECKING:
-    from cohort.common.workloads.generate import Source
-    from cohort.common.workloads.traces import Trace
-    from cohort.services.bench.http.load.workload import WorkloadSpec
-    from cohort.services.bench.http.results.report import SloLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +119,6 @@ def _check_hash_block(trace: Trace, hash_block_tokens: int) -> None:
 
 
 def _workload(args: argparse.Namespace) -> WorkloadSpec:
-    # Here and not above: numpy takes a tenth of a second that `cohort --help` should not.
-    from cohort.common.workloads.arrivals import AllAtOnce, Arrivals, ClosedLoop, RandomArrivals, TraceTimes
-    from cohort.common.workloads.generate import FromTrace
-    from cohort.services.bench.http.load.workload import WorkloadSpec
-
     source = _source(args)
     timed = isinstance(source, FromTrace) and source.trace.arrival_s is not None
     arrivals: Arrivals
@@ -152,10 +147,6 @@ def _workload(args: argparse.Namespace) -> WorkloadSpec:
 
 
 def _source(args: argparse.Namespace) -> Source:
-    from cohort.common.workloads.generate import Drawn, FromTrace, Mixed
-    from cohort.common.workloads.lengths import parse_distribution, parse_mix
-    from cohort.common.workloads.traces import read_trace
-
     if args.mix and args.trace:
         raise ConfigError("--mix and --trace each say what requests look like; give one")
     if chosen := "--mix" if args.mix else "--trace" if args.trace else "":
@@ -173,8 +164,6 @@ def _source(args: argparse.Namespace) -> Source:
 
 
 def _slo(args: argparse.Namespace, classes: set[str]) -> SloLimits:
-    from cohort.services.bench.http.results.report import SloLimits
-
     return SloLimits(
         **{
             f"{name}_ms": _limits(getattr(args, f"slo_{name}_ms"), f"--slo-{name}-ms", classes)

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from cohort.services.bench.tokens.measuring import Load, configured
-from cohort.services.bench.tokens.measuring import started
+from cohort.services.bench.tokens.measuring import Load, configured, started
 from tests.e2e.clients.client_scripts import FOLDERS, WITHOUT, environment_of, run_there
 
 pytestmark = [pytest.mark.pipeline, pytest.mark.slow, pytest.mark.skipif(not os.environ.get(FOLDERS), reason=WITHOUT)]

@@ -1,9 +1,9 @@
 """Streaming requests over HTTP: one (a prepared body sent, every chunk stamped, what went wrong named), and a prepared
 workload on time: open loop by due times, closed loop by free slots.
 
-Called by `harness`. Never raises for a failed request: the record says what happened; only cancellation passes through
-(after it is recorded). Never retries: a benchmark reports what the server did. Measures its own lateness. Stops early
-when `stop` is set: requests in flight are then cancelled and counted as such.
+Called by `measuring`. Never raises for a failed request: the record says what happened; only cancellation passes
+through (after it is recorded). Never retries: a benchmark reports what the server did. Measures its own lateness. Stops
+early when `stop` is set: requests in flight are then cancelled and counted as such.
 
 Output is a chunk whose choice has text, content, reasoning or a tool call. A chunk that only names the
 role (sent by some servers before anything is computed) is no token; neither is an empty one that only says why the

@@ -1,6 +1,6 @@
 """Contents of prompts: token ids (or words) of exact length, drawn by seed and salt, prefixes shared where planned.
 
-Pure but for reading a tokenizer file. Called by `harness` before a run, so that no drawing falls into measured time.
+Pure but for reading a tokenizer file. Called by `measuring` before a run, so that no drawing falls into measured time.
 
 A prompt is a sequence of symbols. As ids a symbol is an ordinary token of the vocabulary; as text it is a word that
 the tokenizer keeps as one token wherever it stands, so that n words are n tokens. Which symbols: block i of a trace's

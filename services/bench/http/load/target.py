@@ -1,6 +1,6 @@
 """The server at a URL, and which wishes it accepts: model, context, token ids, `ignore_eos`, usage in streams.
 
-Called by `harness` before the first run. `discover` reads `/v1/models`; `negotiate` sends tiny requests until one is
+Called by `measuring` before the first run. `discover` reads `/v1/models`; `negotiate` sends tiny requests until one is
 accepted, giving up the wishes a server refuses one by one, so that the same benchmark drives strict servers too.
 Parameters given up are in the `Dialect`, which the report states.
 """

@@ -1,6 +1,6 @@
 """The workload: which request is due when, how long it is, what it shares with others. Pure and seeded.
 
-Called by `harness` once per run; the same spec gives the same plans, on any machine. Contents of prompts are drawn
+Called by `measuring` once per run; the same spec gives the same plans, on any machine. Contents of prompts are drawn
 later (`prompts`) from a second number, the salt, so that a repeated run keeps lengths and arrivals but meets no warm
 prefix cache. Every clip and skip is counted in `WorkloadFacts` and stated in the result.
 """

@@ -1,19 +1,6 @@
 """From records to figures: throughput, latency distributions, SLO attainment, goodput, failures. Pure.
 
-Called by `harness` after each run. Definitions (docs/guide/benchmarking.md says the same in prose):
-
-    TTFT   first chunk with output − sent                    completed requests
-    TPOT   (e2e − TTFT) / (output tokens − 1)                completed requests with at least 2 tokens
-    ITL    gaps between consecutive chunks with output       all gaps of all completed requests
-    e2e    last chunk with choices − sent                    completed requests
-    at once        output tokens / moments at which a chunk arrived
-    client queue   sent − due                                all requests that were sent
-    duration       first send → last end of any request
-    throughput     requests completed, and their tokens, per second of duration
-    kept of sent   completed requests within every limit given / all requests that were sent: refused, failed and
-                   cancelled ones count as missed. The headline
-    attainment     the same / requests that completed or failed
-    goodput        requests (and their output tokens) within every limit, per second of duration
+Called by `measuring` after each run. docs/guide/benchmarking.md defines every metric.
 """
 
 from __future__ import annotations
@@ -26,7 +13,7 @@ import msgspec
 import numpy as np
 
 from cohort.services.bench.http.load.client import RequestRecord, RunLog
-from cohort.services.bench.http.load.target import Dialect
+from cohort.services.bench.http.load.target import Dialect, Target
 from cohort.services.bench.http.load.workload import WorkloadFacts
 
 MAX_GROUPS = 12
@@ -281,12 +268,10 @@ def max_in_flight(records: Sequence[RequestRecord]) -> int:
 def summarise(
     log: RunLog,
     facts: WorkloadFacts,
+    target: Target,
     dialect: Dialect,
     limits: SloLimits,
     *,
-    name: str,
-    model: str,
-    url: str,
     prompt_salt: int,
     started_at: str,
     ignore_eos_wanted: bool,
@@ -298,9 +283,9 @@ def summarise(
     lengths = length_check(records)
     loop_lag_ms = distribution(log.loop_lag_s)
     return RunReport(
-        name=name,
-        model=model,
-        url=url,
+        name=target.name,
+        model=target.model,
+        url=target.base_url,
         dialect=dialect,
         workload=facts,
         prompt_salt=prompt_salt,

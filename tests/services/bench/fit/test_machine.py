@@ -15,9 +15,19 @@ from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import CostModel, StackShape, StepWork, prefill_pairs
 from cohort.services.bench.child import MeasurementFailed
 from cohort.services.bench.fit import live_cycles
-from cohort.services.bench.fit.contention import Contention, contention, together
 from cohort.services.bench.fit.live_cycles import Cycle, Iteration, Phase, Slice, phases
-from cohort.services.bench.fit.machine import Machine, Point, fit_machine, nominal, scatter, services, split
+from cohort.services.bench.fit.machine import (
+    Contention,
+    Machine,
+    Point,
+    contention,
+    fit_machine,
+    nominal,
+    scatter,
+    services,
+    split,
+    together,
+)
 from cohort.services.simulator.hardware.hardware import core_slowdowns, load_device, load_model
 from cohort.services.simulator.hardware.scatter import StepScatter
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from cohort.services.bench.http.load.client import RequestRecord, RunLog, Status
-from cohort.services.bench.http.load.target import Dialect
+from cohort.services.bench.http.load.target import Dialect, Target
 from cohort.services.bench.http.load.workload import RequestPlan, WorkloadFacts
 from cohort.services.bench.http.results.figures import Spread, compare
 from cohort.services.bench.http.results.report import (
@@ -60,11 +60,9 @@ def summary(
     return summarise(
         RunLog(tuple(records), tuple(lag_s), False),
         FACTS,
+        Target("n", "u", "m", "", 0),
         DIALECT,
         limits or SloLimits(),
-        name="n",
-        model="m",
-        url="u",
         prompt_salt=1,
         started_at="t",
         ignore_eos_wanted=True,

@@ -33,13 +33,17 @@ COMMANDS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `cohort bench` with these words; its exit code."""
+def main(arguments: Sequence[str] | None = None, prog: str = "") -> int:
+    """Run `cohort bench` with these words; its exit code. `prog`: its name in help, if it was called by another."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         name = _named(words)
         command = importlib.import_module(COMMANDS[name][0])
-        parser = _parser(name, given=words[:1] == [name])
+        parser = argparse.ArgumentParser(
+            prog=prog or (f"cohort bench {name}" if words[:1] == [name] else "cohort bench"),
+            description=COMMANDS[name][1],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         command.add_arguments(parser)
         if words[:1] != [name]:
             parser.epilog = f"{parser.epilog}\n{_others()}"
@@ -60,14 +64,6 @@ def _named(words: Sequence[str]) -> str:
     if first not in COMMANDS:
         raise CohortError(f"cohort bench {first}: no such measurement; there are {', '.join(COMMANDS)}")
     return first
-
-
-def _parser(name: str, *, given: bool) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        prog=f"cohort bench {name}" if given else "cohort bench",
-        description=COMMANDS[name][1],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
 
 
 def _others() -> str:

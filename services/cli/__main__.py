@@ -116,7 +116,8 @@ def _module(name: str) -> Any:
         if name in _MEASURED:
             from cohort.services.bench.__main__ import main
 
-            return SimpleNamespace(main=lambda words: main([*_MEASURED[name], *words]))
+            first = _MEASURED[name]
+            return SimpleNamespace(main=lambda words: main([*first, *words], f"cohort {name}" if first else ""))
         if name in _SIMULATED:
             from cohort.services.simulator import options
 

@@ -21,6 +21,7 @@ from cohort.services.bench.engine.report import (
     StepShares,
     Timing,
 )
+from cohort.services.cli import __main__ as cli
 from tests.examples import nightly
 
 
@@ -118,6 +119,12 @@ def test_every_measurement_explains_itself(name: str, capsys: pytest.CaptureFixt
         main([name, "--help"])
     assert ended.value.code == 0
     assert f"usage: cohort bench {name}" in capsys.readouterr().out
+
+
+def test_a_measurement_under_another_name_explains_itself_by_that(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["chaos", "--help"])
+    assert "usage: cohort chaos " in capsys.readouterr().out
 
 
 def test_the_help_names_every_measurement(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """The requests of a soak: those whose answer a quiet run tells, those that must be refused, and ever new ones.
 
 Deterministic in the seed. Nothing here knows the model: what its answers are is asked before anything is broken.
-Called by `users`, `batch_user` and `kill_table`.
+Called by `users` and `kill_table`.
 """
 
 from __future__ import annotations

@@ -7,16 +7,18 @@ A reader may read at once, slowly, stop reading, or leave: before the answer, or
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec
 
 import aiohttp
 
 from cohort.services.bench.chaos.said import Api, Reader, Said, StreamFailed, whole
 
+P = ParamSpec("P")
 ANSWER_TIMEOUT_S = 180.0
 """A client that waits longer gives up; that is never accounted for as right."""
 
@@ -111,8 +113,25 @@ def session(key: str, *, keep_alive: bool, small_buffers: bool = False) -> aioht
     )
 
 
+def _ended(call: Callable[P, Awaitable[Ending]]) -> Callable[P, Coroutine[Any, Any, Ending]]:
+    """Its ending, that of a broken connection and of an answer that cannot be read included."""
+
+    @functools.wraps(call)
+    async def ended(*args: P.args, **kwargs: P.kwargs) -> Ending:
+        try:
+            return await call(*args, **kwargs)
+        except (aiohttp.ClientError, ConnectionError) as error:
+            return Broken(f"{type(error).__name__}: {error}")
+        except TimeoutError:
+            return Silent()
+        except (StreamFailed, KeyError, TypeError, ValueError) as error:
+            return Failed(f"{type(error).__name__}: {error}")
+
+    return ended
+
+
 async def ask(http: aiohttp.ClientSession, url: str, api: Api, body: Mapping[str, Any], manner: Manner) -> Ending:
-    asking = asyncio.create_task(_ended(_ask(http, url, api, body, manner)))
+    asking = asyncio.create_task(_ask(http, url, api, body, manner))
     if manner.leave_after_events == 0:
         done, _ = await asyncio.wait([asking], timeout=manner.leave_s)
         if not done:
@@ -122,6 +141,7 @@ async def ask(http: aiohttp.ClientSession, url: str, api: Api, body: Mapping[str
     return await asking
 
 
+@_ended
 async def _ask(http: aiohttp.ClientSession, url: str, api: Api, body: Mapping[str, Any], manner: Manner) -> Ending:
     async with http.post(url + api, json={**body, "stream": True} if manner.stream else body) as response:
         if response.status != 200:
@@ -131,16 +151,11 @@ async def _ask(http: aiohttp.ClientSession, url: str, api: Api, body: Mapping[st
         return await _follow(response, Stream(Reader(api)), manner)
 
 
+@_ended
 async def follow_resumed(
     http: aiohttp.ClientSession, url: str, stream: Stream, manner: Manner, first: tuple[str, Mapping[str, Any]] | None
 ) -> Ending:
     """One connection of a resumable stream: the first one with `first` (path and body), a later one by its token."""
-    return await _ended(_follow_resumed(http, url, stream, manner, first))
-
-
-async def _follow_resumed(
-    http: aiohttp.ClientSession, url: str, stream: Stream, manner: Manner, first: tuple[str, Mapping[str, Any]] | None
-) -> Ending:
     if first is not None:
         path, body = first
         request = http.post(url + path, json={**body, "stream": True}, headers={"x-cohort-resume": "keep"})
@@ -155,11 +170,8 @@ async def _follow_resumed(
         return await _follow(response, stream, manner)
 
 
+@_ended
 async def tell(http: aiohttp.ClientSession, method: str, url: str, **how: Any) -> Ending:
-    return await _ended(_tell(http, method, url, **how))
-
-
-async def _tell(http: aiohttp.ClientSession, method: str, url: str, **how: Any) -> Ending:
     async with http.request(method, url, **how) as response:
         if response.status >= 400:
             return await _refused(response)
@@ -168,18 +180,6 @@ async def _tell(http: aiohttp.ClientSession, method: str, url: str, **how: Any) 
             return Told(response.status, json.loads(data))
         except ValueError:  # a page, metrics
             return Told(response.status, None)
-
-
-async def _ended(exchange: Awaitable[Ending]) -> Ending:
-    """Its ending, that of a broken connection and of an answer that cannot be read included."""
-    try:
-        return await exchange
-    except (aiohttp.ClientError, ConnectionError) as error:
-        return Broken(f"{type(error).__name__}: {error}")
-    except TimeoutError:
-        return Silent()
-    except (StreamFailed, KeyError, TypeError, ValueError) as error:
-        return Failed(f"{type(error).__name__}: {error}")
 
 
 async def half_a_body(host: str, port: int, key: str, wait_s: float) -> Ending:

@@ -25,36 +25,36 @@ from cohort.services.bench.gpu_check.frame import rates
 from cohort.services.bench.gpu_check.frame.context import Check, rows_of, shape_folder
 from cohort.services.bench.gpu_check.kernels import sampling
 
+_COMPARED = "Llama-3-8B"
+_COMPARED_KV = 12 << 30  # 64 rows of 1,024 tokens of an 8B model, and what they grow by
 _MEASURED_KV = 40 << 30  # 256 rows of 1,024 tokens of an 8B model, and what they grow by
 
 
 def run_8b(check: Check) -> None:
-    model = "Llama-3-8B"
-    runner = check.guard.item(f"{model}: load", lambda: _load(check, model, most_kv=_MEASURED_KV), 40)
-    if runner is None:
-        return
-    before = compiled_kernels.compilations()
-    steps.decode(check, runner, model)
-    gaps.run(check, runner, str(shape_folder(check.folder / model, check.shape(model))))
-    sampling.run(check, runner.geometry.vocab_size)
-    steps.mixed(check, runner, model)
-    steps.prefill(check, runner, model)
-    _compiled(check, before)
+    _run(check, "Llama-3-8B", 40, most_kv=_MEASURED_KV, small=True)
 
 
 def run_14b(check: Check) -> None:
-    model = "Qwen2.5-14B"
-    runner = check.guard.item(f"{model}: load", lambda: _load(check, model), 50)
+    _run(check, "Qwen2.5-14B", 50)
+
+
+def _run(check: Check, model: str, seconds: float, *, most_kv: int = 0, small: bool = False) -> None:
+    """`seconds`: to load it. Of the `small` one also what a larger one would only repeat."""
+    runner = check.guard.item(f"{model}: load", lambda: _load(check, model, most_kv), seconds)
     if runner is None:
         return
     before = compiled_kernels.compilations()
-    steps.decode(check, runner, model, profiled=False)
+    steps.decode(check, runner, model, profiled=small)
+    if small:
+        gaps.run(check, runner, str(shape_folder(check.folder / model, check.shape(model))))
+        sampling.run(check, runner.geometry.vocab_size)
     steps.mixed(check, runner, model)
-    steps.prefill(check, runner, model, profiled=False)
-    _compiled(check, before)
+    steps.prefill(check, runner, model, profiled=small)
+    new = compiled_kernels.compilations() - before
+    check.found.measured("kernels compiled after the warm-up", new, "variants", at_most=0)
 
 
-def _load(check: Check, model: str, most_kv: int = 0) -> ModelRunner:
+def _load(check: Check, model: str, most_kv: int) -> ModelRunner:
     check.ceilings()  # before the model takes the memory
     started = time.perf_counter()
     share = DeviceShare(graphs=2 << 30, most_kv=most_kv)
@@ -72,15 +72,6 @@ def _load(check: Check, model: str, most_kv: int = 0) -> ModelRunner:
     wanted = steps.classes(check)
     check.found.checked(f"{model}: classes recorded", set(wanted) <= set(recorded), f"{list(recorded)} of {wanted}")
     return runner
-
-
-def _compiled(check: Check, before: int) -> None:
-    new = compiled_kernels.compilations() - before
-    check.found.measured("kernels compiled after the warm-up", new, "variants", at_most=0)
-
-
-_COMPARED = "Llama-3-8B"
-_COMPARED_KV = 12 << 30  # 64 rows of 1,024 tokens of an 8B model, and what they grow by
 
 
 def run_invariant(check: Check) -> None:
@@ -111,26 +102,20 @@ def _load_as(check: Check, invariant: bool) -> ModelRunner:
 
 def _steps(check: Check, runner: ModelRunner) -> list[tuple[str, int, Callable[[], float | None]]]:
     """Of each step that is timed its name, the tokens that it yields or computes, and its seconds."""
-    context, found = steps.context_of(check), list[tuple[str, int, Callable[[], float | None]]]()
-    for rows in _rows(check):
-        call = partial(steps.recorded_s, check, runner, rows_of(runner, rows, 1, context))
-        found.append((f"decode, {rows} rows of {context}", rows, call))
-    rows, positions = (16, 5) if check.real else (2, 3)
-    drafted = steps.drafted(runner, rows, context - positions, positions - 1)
-    found.append(
-        (f"{rows} rows of {positions} positions", rows * positions, lambda: steps.whole_s(check, runner, drafted))
-    )
+    context, (rows, positions) = steps.context_of(check), (16, 5) if check.real else (2, 3)
     tokens = 2048 if check.real else 48
-    prompt = rows_of(runner, 1, tokens, tokens)
-    repeats = 5 if check.real else 2
-    found.append(
-        (
-            f"a prompt of {tokens}",
-            tokens,
-            lambda: rates.seconds(lambda: runner.execute(prompt), check.device, repeats=repeats, warm_ups=2),
-        )
-    )
-    return found
+    drafted = steps.drafted(runner, rows, context - positions, positions - 1)
+    execute = partial(runner.execute, rows_of(runner, 1, tokens, tokens))
+    prompt = partial(rates.seconds, execute, check.device, repeats=5 if check.real else 2, warm_ups=2)
+
+    def decode(count: int) -> Callable[[], float | None]:
+        return partial(steps.recorded_s, check, runner, rows_of(runner, count, 1, context))
+
+    return [
+        *((f"decode, {count} rows of {context}", count, decode(count)) for count in _rows(check)),
+        (f"{rows} rows of {positions} positions", rows * positions, partial(steps.whole_s, check, runner, drafted)),
+        (f"a prompt of {tokens}", tokens, prompt),
+    ]
 
 
 def _compare(

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -63,7 +62,7 @@ def whole_s(check: Check, runner: ModelRunner, batch: StepBatch) -> float:
     return statistics.median(times)
 
 
-def decode(check: Check, runner: ModelRunner, model: str, *, profiled: bool = True) -> None:
+def decode(check: Check, runner: ModelRunner, model: str, *, profiled: bool) -> None:
     context = context_of(check)
     for rows in classes(check):
         name = f"{model} decode, {rows} rows of {context}"
@@ -119,7 +118,7 @@ def _class_of(runner: ModelRunner, batch: StepBatch) -> str:
     return "" if taken is None else f"recorded for {taken.prompt_tokens} prompt tokens beside {taken.rows} rows"
 
 
-def prefill(check: Check, runner: ModelRunner, model: str, *, profiled: bool = True) -> None:
+def prefill(check: Check, runner: ModelRunner, model: str, *, profiled: bool) -> None:
     tokens = 8192 if check.real else 48
     name = f"{model} prefill, {tokens} tokens"
     check.guard.item(name, partial(_prefill, check, runner, name, tokens), 15)
@@ -152,13 +151,9 @@ def drafted(runner: ModelRunner, rows: int, context: int, count: int) -> StepBat
 def _by_kernel(
     check: Check, runner: ModelRunner, name: str, rows: int, tokens: int, context: int, repeats: int = 3
 ) -> None:
-    batch = rows_of(runner, rows, tokens, context)
-    by_kernel(check, name, lambda: runner.execute(batch), repeats)
-
-
-def by_kernel(check: Check, name: str, call: Callable[[], object], repeats: int = 3) -> None:
-    """Profile `call` and keep the table; on a GPU also the trace. The profiler slows the host down, so nothing else is
+    """Profile a step and keep the table; on a GPU also the trace. The profiler slows the host down, so nothing else is
     measured within."""
+    call = partial(runner.execute, rows_of(runner, rows, tokens, context))
     call()
     real = check.device.type == "cuda"
     if real:

@@ -1,8 +1,7 @@
 """Sections that are tests of this checkout (tests/kernels/gpu): each is an item, its row written when it has ended.
 
 pytest runs within the section's process, so the guard holds for tests as for other items: behind a dead device none is
-begun. Needs pytest and hypothesis; no other plugin that
-happens to be installed is loaded.
+begun. Needs pytest and hypothesis; no other plugin that happens to be installed is loaded.
 """
 
 from __future__ import annotations

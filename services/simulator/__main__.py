@@ -24,7 +24,7 @@ from cohort.common.types import Slo
 from cohort.services.simulator import options as options_
 from cohort.services.simulator import render
 from cohort.services.simulator.advise import advise as advise_
-from cohort.services.simulator.advise.planned_day import DayReport, planned_day
+from cohort.services.simulator.advise.planned_day import Day, DayReport, planned_day
 from cohort.services.simulator.compare import measure
 from cohort.services.simulator.core import replays
 from cohort.services.simulator.core.run import by_rate, find_capacity, simulate
@@ -39,7 +39,7 @@ from cohort.services.simulator.core.setup import (
     traffic_of,
 )
 from cohort.services.simulator.core.traffic import parse_slo
-from cohort.services.simulator.figures.claim import shipped_claims, shipped_reasons
+from cohort.services.simulator.figures.figure import shipped_claims, shipped_reasons
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 from cohort.services.simulator.reproduce import reproduce, reproduction_page
 from cohort.services.simulator.reproduce.kept_numbers import KeptNumbers
@@ -113,17 +113,9 @@ def _planned(options: argparse.Namespace) -> DayReport:
     settings = planner_settings(config)
     if not settings.bounds.allows(start):
         raise ConfigError(f"--planner: {start} is not within section planner's bounds; name another with --roles")
-    return planned_day(
-        config,
-        cluster,
-        load_model(options.model),
-        traffic_of(options).workload(options.rate),
-        settings,
-        start,
-        start_s=options.worker_start,
-        seed=options.seed,
-        progress=_tell,
-    )
+    workload = traffic_of(options).workload(options.rate)
+    day = Day(config, cluster, load_model(options.model), workload, settings, options.seed)
+    return planned_day(day, start, start_s=options.worker_start, progress=_tell)
 
 
 def _judge_by_usual_slo(options: argparse.Namespace) -> None:

@@ -45,9 +45,8 @@ from cohort.services.bench.chaos import report, tiny_model
 from cohort.services.bench.chaos.catalogue import SERVED
 from cohort.services.bench.chaos.census import Census
 from cohort.services.bench.chaos.kill_table import KillTable, Load
-from cohort.services.bench.chaos.leftovers import unknown_files
 from cohort.services.bench.chaos.report import RESTARTED, UNDISTURBED, Run
-from cohort.services.bench.chaos.soak import Soak, Terms
+from cohort.services.bench.chaos.soak import Soak, Terms, unknown_files
 from cohort.services.bench.chaos.users import Place
 from cohort.services.bench.live.pipelines import pipeline
 from cohort.services.bench.output import check_output, publish_json

@@ -109,31 +109,40 @@ class Tally:
         return self.late > _HOPELESS * self.sent
 
 
+@dataclass(frozen=True, slots=True)
+class Day:
+    """What every way to serve it has in common."""
+
+    config: Config
+    cluster: Cluster
+    model: ModelShape
+    workload: Workload
+    settings: PlannerSettings
+    seed: int = 0
+
+    def simulation(self, config: Config, shape: Shape, places: int) -> SimCluster:
+        options = SimOptions(seed=self.seed, predictor="lognormal", predictor_sigma=0.5, if_late="", profiled=False)
+        cluster = msgspec.structs.replace(self.cluster, instances=places)
+        return SimCluster(config, cluster, self.model, self.workload, options, shape.roles, grows=True)
+
+    def tally(self, shape: Shape) -> Tally:
+        tally = Tally(self.settings.best_effort_s, sent=len(self.workload.items))
+        tally.devices(0.0, shape.devices)
+        return tally
+
+
 class PlannedCluster:
     def __init__(
-        self,
-        config: Config,
-        cluster: Cluster,
-        model: ModelShape,
-        workload: Workload,
-        settings: PlannerSettings,
-        start: Shape,
-        *,
-        start_s: float,
-        seed: int = 0,
-        decided: Callable[[PlanDecision], None] = lambda decision: None,
+        self, day: Day, start: Shape, *, start_s: float, decided: Callable[[PlanDecision], None] = lambda decision: None
     ) -> None:
         """`start_s`: what a worker takes from its start until it serves. Until then it costs its device. `decided` is
         told each decision, and again what became of it."""
-        self._config, self._model = config, model
-        places = msgspec.structs.replace(cluster, instances=start.workers + _PLACES)
-        options = SimOptions(seed=seed, predictor="lognormal", predictor_sigma=0.5, if_late="", profiled=False)
-        self.sim = SimCluster(config, places, model, workload, options, start.roles, grows=True)
+        self._config, self._model = day.config, day.model
+        self.sim = day.simulation(day.config, start, start.workers + _PLACES)
         self.sim.clients.on_end = self._ended
-        self.machine = PlannerMachine(settings, 0.0)
-        self.tally = Tally(settings.best_effort_s, sent=len(workload.items))
-        self.tally.devices(0.0, start.devices)
-        self._start_s, self._drain_s = start_s, config.drain_s
+        self.machine = PlannerMachine(day.settings, 0.0)
+        self.tally = day.tally(start)
+        self._start_s, self._drain_s = start_s, day.config.drain_s
         self._known: set[int] = set()
         """Requests that the planner has heard of, and (`_over`) those whose end it has yet to hear of."""
         self._over: list[tuple[InFlight, bool]] = []
@@ -241,16 +250,7 @@ class PlannedCluster:
 
 
 def planned_day(
-    config: Config,
-    cluster: Cluster,
-    model: ModelShape,
-    workload: Workload,
-    settings: PlannerSettings,
-    start: Shape,
-    *,
-    start_s: float,
-    seed: int = 0,
-    progress: Callable[[str], None] = lambda line: None,
+    day: Day, start: Shape, *, start_s: float, progress: Callable[[str], None] = lambda line: None
 ) -> DayReport:
     """The planner's day from the shape `start` on, and every fixed shape within its bounds."""
     progress(f"planned, from {start}")
@@ -260,15 +260,13 @@ def planned_day(
             f"  {decision.verdict or decision.action}: {decision.before} -> {decision.after}, at {decision.at_s:.0f} s"
         )
 
-    planned = PlannedCluster(
-        config, cluster, model, workload, settings, start, start_s=start_s, seed=seed, decided=decided
-    )
+    planned = PlannedCluster(day, start, start_s=start_s, decided=decided)
     end_s = planned.run()
-    machine, row = planned.machine, planned.tally.row("planned", end_s, settings.worker_cost)
+    machine, row = planned.machine, planned.tally.row("planned", end_s, day.settings.worker_cost)
     progress(f"planned: {row.in_time:.4f} in time with {row.devices:.2f} devices, score {row.score:.4f}")
     fixed = []
-    for shape in all_shapes(settings.bounds):
-        fixed.append(_fixed(config, cluster, model, workload, settings, shape, seed))
+    for shape in all_shapes(day.settings.bounds):
+        fixed.append(_fixed(day, shape))
         progress(f"fixed, {shape}: {fixed[-1].in_time:.4f} in time{' at most' * fixed[-1].broken_off}")
     return DayReport(
         planned=row,
@@ -291,20 +289,9 @@ def all_shapes(bounds: Bounds) -> list[Shape]:
     return [shape for shape in found if bounds.allows(shape)]
 
 
-def _fixed(
-    config: Config,
-    cluster: Cluster,
-    model: ModelShape,
-    workload: Workload,
-    settings: PlannerSettings,
-    shape: Shape,
-    seed: int,
-) -> DayRow:
-    options = SimOptions(seed=seed, predictor="lognormal", predictor_sigma=0.5, if_late="", profiled=False)
-    places = msgspec.structs.replace(cluster, instances=shape.workers)
-    sim = SimCluster(without_planner(config), places, model, workload, options, shape.roles)
-    tally = Tally(settings.best_effort_s, sent=len(workload.items))
-    tally.devices(0.0, shape.devices)
+def _fixed(day: Day, shape: Shape) -> DayRow:
+    sim = day.simulation(without_planner(day.config), shape, shape.workers)
+    tally, cost = day.tally(shape), day.settings.worker_cost
 
     def ended(live: InFlight, finished: bool) -> None:
         tally.ended(live, finished)
@@ -316,9 +303,8 @@ def _fixed(
         sim.run()
     except _Hopeless:
         share = 1.0 - tally.late / tally.sent
-        score = share - settings.worker_cost * shape.devices
-        return DayRow(str(shape), tally.sent, share, shape.devices, score, broken_off=True)
-    return tally.row(str(shape), sim.events.now_s, settings.worker_cost)
+        return DayRow(str(shape), tally.sent, share, shape.devices, share - cost * shape.devices, broken_off=True)
+    return tally.row(str(shape), sim.events.now_s, cost)
 
 
 class _Hopeless(Exception):

@@ -47,8 +47,7 @@ from cohort.common.workloads.items import Workload
 from cohort.common.workloads.papers import longbench_workload, paper_workload
 from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.core.run import simulate
-from cohort.services.simulator.figures.claim import Kind, Standing
-from cohort.services.simulator.figures.figure import Figure, Lab, Paper
+from cohort.services.simulator.figures.figure import Figure, Kind, Lab, Paper, Standing
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 
 _WARMUP_S, _END_S = 30.0, 90.0

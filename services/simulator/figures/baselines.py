@@ -26,8 +26,7 @@ from cohort.common.workloads.arrivals import RandomArrivals
 from cohort.common.workloads.papers import paper_workload
 from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.core.run import simulate
-from cohort.services.simulator.figures.claim import Standing
-from cohort.services.simulator.figures.figure import Figure, Lab
+from cohort.services.simulator.figures.figure import Figure, Lab, Standing
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 
 MIXED_SHARE = 0.1

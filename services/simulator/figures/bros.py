@@ -34,8 +34,7 @@ from cohort.common.workloads.items import ClosedLoopPart, Workload
 from cohort.common.workloads.papers import paper_workload
 from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.core.run import simulate
-from cohort.services.simulator.figures.claim import Kind, Standing
-from cohort.services.simulator.figures.figure import Figure, Lab, Paper
+from cohort.services.simulator.figures.figure import Figure, Kind, Lab, Paper, Standing
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 
 _RATES = (3.0, 6.0, 9.0, 12.0, 15.0)

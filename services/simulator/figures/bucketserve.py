@@ -41,8 +41,7 @@ from cohort.common.workloads.slos import per_token
 from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.core.run import find_capacity, simulate
 from cohort.services.simulator.core.sim_options import SimOptions
-from cohort.services.simulator.figures.claim import Kind, Standing
-from cohort.services.simulator.figures.figure import Figure, Lab, Paper
+from cohort.services.simulator.figures.figure import Figure, Kind, Lab, Paper, Standing
 from cohort.services.simulator.hardware.hardware import Cluster, load_cluster, load_model
 
 _OFFLINE_REQUESTS = 400

@@ -24,7 +24,6 @@ from cohort.common.workloads.items import WorkItem, Workload
 from cohort.common.workloads.papers import paper_workload
 from cohort.common.workloads.slos import dynaserve as slo_of
 from cohort.services.simulator.core.report import SimReport
-from cohort.services.simulator.figures.claim import Kind, Standing
 from cohort.services.simulator.figures.dynaserve_setup import (
     COLOCATED,
     DISAGGREGATED,
@@ -45,7 +44,7 @@ from cohort.services.simulator.figures.dynaserve_setup import (
     traced,
     within_per_s,
 )
-from cohort.services.simulator.figures.figure import Figure, Lab, Paper
+from cohort.services.simulator.figures.figure import Figure, Kind, Lab, Paper, Standing
 
 _PRESSURE = 1.2
 _NAMES: Mapping[str, str] = {

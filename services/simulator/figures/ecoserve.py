@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from cohort.services.simulator.core.report import SimReport
-from cohort.services.simulator.figures.claim import Kind, Standing
 from cohort.services.simulator.figures.ecoserve_setup import (
     BUFFER,
     BY_DEVICE,
@@ -39,7 +38,7 @@ from cohort.services.simulator.figures.ecoserve_setup import (
     printed,
     sustained,
 )
-from cohort.services.simulator.figures.figure import Figure, Lab, Paper
+from cohort.services.simulator.figures.figure import Figure, Kind, Lab, Paper, Standing
 
 _row = Paper("ecoserve", "EcoServe").row
 _ALL = "all three, mean, OPT-13B"

@@ -14,8 +14,7 @@ from pathlib import Path
 import msgspec
 
 from cohort.common.errors import ConfigError
-from cohort.services.simulator.figures.claim import Kind
-from cohort.services.simulator.figures.figure import Figure
+from cohort.services.simulator.figures.figure import Figure, Kind
 from cohort.services.simulator.reproduce.reproduction_results import Progress, measure_all
 from cohort.services.simulator.reproduce.verdicts import Spread, kind_of, row_verdict
 

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from cohort.services.simulator.figures.claim import Claim, Reason, Standing
-from cohort.services.simulator.figures.figure import Figure
+from cohort.services.simulator.figures.figure import Claim, Figure, Reason, Standing
 from cohort.services.simulator.reproduce.kept_numbers import KeptNumbers
 from cohort.services.simulator.reproduce.verdicts import (
     DIRECTION,

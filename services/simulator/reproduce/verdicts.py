@@ -15,8 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from cohort.services.simulator.figures.claim import Claim, Kind, Standing, shipped_claims
-from cohort.services.simulator.figures.figure import Figure
+from cohort.services.simulator.figures.figure import Claim, Figure, Kind, Standing, shipped_claims
 
 WITHIN = 0.25
 """Of the paper's number: that near counts as reproduced."""

@@ -25,7 +25,7 @@ from cohort.common.workloads.day import morning_share, rate_at, synthetic_day
 from cohort.common.workloads.items import WorkItem, Workload
 from cohort.services.simulator.advise.candidate_shapes import LearnedCost, foresee, model_of, replay
 from cohort.services.simulator.advise.foresee import served_model
-from cohort.services.simulator.advise.planned_day import DayRow, PlannedCluster, all_shapes, planned_day
+from cohort.services.simulator.advise.planned_day import Day, DayRow, PlannedCluster, all_shapes, planned_day
 from tests.services.simulator import lab
 
 TIMES = StepTimes(0.004, 0.001, 1e-4, 0.006, 1e-8, 1e-7, 0.1, 1e-7)
@@ -175,11 +175,7 @@ def test_a_day_of_all_shapes_breaks_off_those_that_are_hopeless(monkeypatch: pyt
         told: list[str] = []
         settings = planner_settings(config)
         report = planned_day(
-            config,
-            lab.cluster(1),
-            lab.MODEL,
-            Workload("load", items),
-            settings,
+            Day(config, lab.cluster(1), lab.MODEL, Workload("load", items), settings),
             unified(1),
             start_s=2.0,
             progress=told.append,
@@ -219,7 +215,7 @@ def test_a_planned_cluster_grows_with_its_load_shrinks_after_it_and_loses_nothin
     quiet = [item(index, 50.0 + index * 5.0) for index in range(24)]
     workload = Workload("load", (*busy, *quiet))
     settings = planner_settings(config)
-    planned = PlannedCluster(config, lab.cluster(1), lab.MODEL, workload, settings, unified(1), start_s=2.0)
+    planned = PlannedCluster(Day(config, lab.cluster(1), lab.MODEL, workload, settings), unified(1), start_s=2.0)
     planned.run()
     changes = [(str(each.before), str(each.after)) for each in planned.machine.decisions if each.action == "changed"]
     assert changes, planned.machine.counts

@@ -27,7 +27,7 @@ from cohort.services.simulator.core import deployment
 from cohort.services.simulator.core.run import find_capacity
 from cohort.services.simulator.core.setup import configuration
 from cohort.services.simulator.core.traffic import Traffic, parse_slo
-from cohort.services.simulator.figures.claim import Kind
+from cohort.services.simulator.figures.figure import Kind
 from cohort.services.simulator.reproduce.reproduce import all_figures, select
 from tests.services.simulator.lab import cache_of, cluster, config, run, workload
 

@@ -11,8 +11,15 @@ from pathlib import Path
 import pytest
 
 from cohort.common.errors import ConfigError
-from cohort.services.simulator.figures.claim import Claim, Kind, Reason, Standing, shipped_claims, shipped_reasons
-from cohort.services.simulator.figures.figure import Figure
+from cohort.services.simulator.figures.figure import (
+    Claim,
+    Figure,
+    Kind,
+    Reason,
+    Standing,
+    shipped_claims,
+    shipped_reasons,
+)
 from cohort.services.simulator.reproduce.kept_numbers import KeptNumbers
 from cohort.services.simulator.reproduce.reproduce import Reproduced, all_figures, ratio_of, shown_paper, shown_spread
 from cohort.services.simulator.reproduce.reproduction_page import markdown, reason_of, rows_of

@@ -7,8 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from cohort.services.simulator.figures.claim import Claim, Kind, Standing, expanded, shipped_claims, shipped_reasons
-from cohort.services.simulator.figures.figure import Figure
+from cohort.services.simulator.figures.figure import (
+    Claim,
+    Figure,
+    Kind,
+    Standing,
+    expanded,
+    shipped_claims,
+    shipped_reasons,
+)
 from cohort.services.simulator.reproduce.reproduce import Reproduced, all_figures
 from cohort.services.simulator.reproduce.reproduction_page import reason_of
 from cohort.services.simulator.reproduce.verdicts import Spread, kind_of, row_verdict, worst

@@ -2,7 +2,7 @@
 
 Called by the links. Takes torch tensors (CPU or CUDA), NumPy arrays, anything with the buffer protocol or
 `__cuda_array_interface__`. Never copies, except `HostStaging`, which is what a link without access to device memory
-uses. Imports neither torch nor NumPy.
+uses. Does not import torch.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from cohort.common.errors import TransferError
 from cohort.common.transport.uninterrupted import in_thread
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """`owner` keeps the memory alive as long as the region is."""
+    """One contiguous piece of memory. `owner` keeps it alive as long as the region exists."""
 
     pointer: int
     nbytes: int
@@ -25,14 +27,14 @@ class Region:
     owner: object
 
     def host_view(self) -> memoryview:
-        """The bytes themselves, writable, for memory of the host."""
+        """Return host memory as writable bytes, without a copy."""
         if self.on_device:
             raise TransferError("device memory has no host view")
         return memoryview((ctypes.c_char * self.nbytes).from_address(self.pointer)).cast("B")
 
 
 def region_of(buffer: Any, *, writable: bool) -> Region:
-    """Raises `TransferError` for what is not contiguous, or read-only where it must be written."""
+    """Return a buffer's memory. Raises `TransferError` for one that is not contiguous, or read-only but `writable`."""
     if hasattr(buffer, "data_ptr") and hasattr(buffer, "element_size"):  # a torch tensor
         if not buffer.is_contiguous():
             raise TransferError("a transfer needs a contiguous tensor")
@@ -48,7 +50,9 @@ def region_of(buffer: Any, *, writable: bool) -> Region:
         raise TransferError("a transfer needs a contiguous buffer")
     if writable and view.readonly:
         raise TransferError("a transfer cannot write into a read-only buffer")
-    return Region(_address_of(view), view.nbytes, False, view)
+    # NumPy takes read-only memory too, which ctypes' own `from_buffer` refuses.
+    pointer = int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
+    return Region(pointer, view.nbytes, False, view)
 
 
 def _device_region(interface: dict[str, Any], owner: object) -> Region:
@@ -64,34 +68,6 @@ def _device_region(interface: dict[str, Any], owner: object) -> Region:
     return Region(interface["data"][0], nbytes, True, owner)
 
 
-class _PyBuffer(ctypes.Structure):
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.py_object),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-def _address_of(view: memoryview) -> int:
-    """Where a buffer's bytes are. ctypes' own `from_buffer` refuses read-only ones, which may well be sent."""
-    if view.nbytes == 0:
-        return 0
-    description = _PyBuffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(description), 0)
-    try:
-        return int(description.buf)
-    finally:
-        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(description))
-
-
 class HostStaging:
     """A page-locked host copy of a region for links that cannot read device memory; on the host the region itself.
 
@@ -99,7 +75,7 @@ class HostStaging:
     """
 
     def __init__(self, buffer: Any, *, writable: bool) -> None:
-        """Blocks while device memory is copied out. `writable`: it will be received into, so nothing is."""
+        """Copy device memory out, which blocks; not if `writable`, as it will be overwritten by what is received."""
         self._device_tensor: Any = None
         region = region_of(buffer, writable=writable)
         if region.on_device:
@@ -115,12 +91,12 @@ class HostStaging:
 
     @classmethod
     async def of(cls, buffer: Any, *, writable: bool) -> HostStaging:
-        """On return or raise, also when cancelled, nothing reads the buffer; memory of the host is not copied."""
+        """Make one. On return or raise, also when cancelled, nothing reads the buffer; host memory is not copied."""
         if not region_of(buffer, writable=writable).on_device:
             return cls(buffer, writable=writable)
         return await in_thread(lambda: cls(buffer, writable=writable))
 
     async def finish_receive(self) -> None:
-        """Bring received bytes to the device. On return, also when cancelled, nothing writes there any more."""
+        """Copy received bytes to the device. On return, also when cancelled, nothing writes there any more."""
         if self._device_tensor is not None:
             await in_thread(lambda: self._device_tensor.copy_(self.region.owner))

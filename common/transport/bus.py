@@ -22,7 +22,7 @@ class Bus(Protocol):
 
     identity: InstanceId
     endpoint: str
-    """Where others dial this inbox; "" if it has none."""
+    """Address at which others dial this inbox; "" if it has none."""
 
     def connect(self, peer: InstanceId, endpoint: str) -> None:
         """Dial a peer's inbox. Idempotent; another endpoint for a known peer replaces the connection."""
@@ -37,16 +37,16 @@ class Bus(Protocol):
         """
 
     async def receive(self) -> tuple[InstanceId, Message]:
-        """The next message and its sender, from the inbox or any connection. Malformed ones are logged, counted and
+        """Return the next sender and message, from the inbox or any connection. Malformed ones are logged, counted and
         skipped."""
 
     def take(self) -> tuple[InstanceId, Message] | None:
-        """The next message if one is there already and it is not time to let other tasks run."""
+        """Return the next sender and message if one is there already and it is not time to let other tasks run."""
 
     def watch(self, lost: Callable[[InstanceId], None]) -> None:
-        """From now on, call `lost` with the name of each peer that had dialled this inbox, is connected no more and did
-        not dial again at once: its process has ended, or nothing gets through to it. May be wrong: then the peer is
-        heard again. Once per bus."""
+        """Call `lost` from now on with the name of each peer whose connection to this inbox ended and that did not dial
+        again at once: its process has ended, or nothing reaches it. May be wrong: then its messages come again. Once
+        per bus."""
 
     async def close(self) -> None:
-        """Close all sockets; nothing lingers longer than a second."""
+        """Close all sockets, within a second."""

@@ -1,9 +1,8 @@
 """The KV link: moves block bytes between two workers' memories, outside the control messages.
 
-Implementations: `ucx_link.UcxLink` (NVLink, RDMA, shared memory or TCP, chosen by UCX) and `zmq_link.ZmqLink`
-where UCX is not installed or failed. The receiver always grants first, so `receive` names buffers that exist.
-Buffers are contiguous and support the buffer protocol or `__cuda_array_interface__`; the link never copies them
-into Python objects.
+Implementations: `ucx_link.UcxLink` (NVLink, RDMA, shared memory or TCP, chosen by UCX), `nixl_link.NixlLink`, and
+`zmq_link.ZmqLink` where neither is installed or both failed. The receiver always grants first, so `receive` names
+buffers that exist. Buffers are contiguous and support the buffer protocol or `__cuda_array_interface__`.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import Protocol
 
 class KvLink(Protocol):
     name: str
-    """"ucx" or "zmq"; the key of `KvGrant.links`."""
+    """"ucx", "nixl" or "zmq": the key of `KvGrant.links`."""
 
     def address(self) -> bytes:
-        """The address at which senders reach this process; travels in `KvGrant`."""
+        """Return the address at which senders reach this process; travels in `KvGrant`."""
 
     def register(self, memory: object) -> None:
-        """Bytes will go from here and come here for as long as the link is open. Buffers elsewhere work as well."""
+        """Prepare memory for transfers until the link is closed. Buffers outside it can be transferred too."""
 
     async def send(self, peer: bytes, tag: int, buffer: object, *, timeout_s: float) -> None:
         """Send one buffer to the process with that address, matched by the 64-bit tag.
@@ -38,10 +37,10 @@ class KvLink(Protocol):
         """
 
     def path(self, peer: bytes) -> str:
-        """By what bytes reach that address, "transport/device" joined by "+" where there are several; "" until the
-        first transfer there has ended."""
+        """Return the "transport/device" by which bytes reach that address, several joined by "+"; "" until the first
+        transfer there has ended."""
 
     def forget(self, peer: bytes) -> None:
-        """The process with that address is gone; drop what is kept for it."""
+        """Drop what is kept for the process with that address, which is gone."""
 
     async def close(self) -> None: ...

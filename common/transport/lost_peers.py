@@ -12,8 +12,8 @@ bus's own heartbeats, seconds later, and by the protocols' deadlines.
 libzmq does not say whose connection ended. So each caller gets an empty message, which every bus skips: sending one to
 a peer without a connection fails at once (ROUTER_MANDATORY). Connections end seldom.
 
-Used by `zmq_bus`. Says that a peer is gone, never why, and can be wrong (a peer that needs longer to come back): what
-follows from it must be harmless for one that lives.
+Used by `zmq_bus`. Reports that a peer is gone, never why, and can be wrong (a peer that needs longer to come back):
+what follows must be harmless for a peer that lives.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ import zmq
 from cohort.common.types import InstanceId
 
 RETURN_S = 0.05
-"""A peer whose connection broke gets so long to dial again."""
+"""Time for a peer whose connection broke to dial again."""
 _LOOKS_S = (0.005, 0.02, 0.1, 1.0)
-"""After the end of a connection. libzmq says so first and drops the route next, in a thread that may have to wait. One
-of each at a time: strangers that connect and leave in a row cause no more."""
+"""Delays of the probes after the end of a connection. libzmq reports the end first and drops the route next, in a
+thread that may have to wait. One probe of each delay is pending at a time, however many strangers come and go."""
 
 PROBE = b""
 
@@ -46,27 +46,27 @@ class LostPeers:
         has_route: Callable[[InstanceId], bool],
         lost: Callable[[InstanceId], None],
     ) -> None:
-        """`has_route` sends a peer a `PROBE`: False where it has no connection."""
+        """`has_route` sends a peer a `PROBE`; False where it has no connection."""
         self._inbox = inbox
         self._loop = loop
         self._has_route = has_route
         self._lost = lost
         self._callers: set[InstanceId] = set()
         self._looks: dict[float, asyncio.TimerHandle] = {}
-        """Pending ones, by their delay."""
+        """Pending probes, by their delay."""
         self._judgements: dict[InstanceId, asyncio.TimerHandle] = {}
-        """Of callers that have no connection and may still come back."""
+        """Timers of callers that have no connection and may still come back."""
         self._monitor = inbox.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._fd: int = self._monitor.FD
         loop.add_reader(self._fd, self._connections_ended)
         self._connections_ended()
 
     def heard(self, peer: InstanceId) -> None:
-        """It sent something to the inbox, so it has a connection."""
+        """Record that a peer sent something to the inbox, so that it has a connection."""
         self._callers.add(peer)
 
     def close(self) -> None:
-        """Before the inbox is closed."""
+        """Stop watching. Called before the inbox is closed."""
         self._loop.remove_reader(self._fd)
         for timer in (*self._looks.values(), *self._judgements.values()):
             timer.cancel()

@@ -1,11 +1,9 @@
 """The control bus inside one process: several services, or a test, exchange real encoded messages without sockets.
 
-Called by tests and by hosts of several services in one event loop. Same behaviour as `zmq_bus`: a dialled peer
-that is not there yet gets its messages when it comes, an answer to a peer that is gone raises, order per pair holds,
-death loses messages under way. Every message passes through the codec, so an unencodable message fails here too.
-
-Delivery is immediate unless `delay_s` says otherwise; then `call_later` (the event loop's, or a virtual clock's)
-decides when.
+Called by tests. Same behaviour as `zmq_bus`: a dialled peer that is not there yet gets its messages when it comes, an
+answer to a peer that is gone raises, order per pair holds, death loses messages under way. Every message passes through
+the codec, so an unencodable message fails here too. Messages arrive at once, or after `delay_s` by `call_later` (the
+event loop's, or a virtual clock's).
 """
 
 from __future__ import annotations
@@ -48,12 +46,12 @@ class MemoryNetwork:
         return bus
 
     def kill(self, identity: InstanceId) -> None:
-        """As kill -9: everything it had queued is lost, its receive never returns, its peers find it gone."""
+        """End a bus as kill -9 would: its queue is lost, its receive never returns, its peers find it gone."""
         for watching in self._end(identity):
             watching.lost(identity)
 
     def _end(self, identity: InstanceId) -> list[MemoryBus]:
-        """Returns the buses that it had dialled."""
+        """End a bus. Return the buses that it had dialled."""
         bus = self._alive.pop(identity, None)
         if bus is not None:
             bus.die()
@@ -73,7 +71,7 @@ class MemoryNetwork:
         return identity in self._alive
 
     def introduce(self, dialler: InstanceId, identity: InstanceId) -> None:
-        """`identity`, if it is there, can answer `dialler` from now on."""
+        """Let `identity`, if it is there, answer `dialler` from now on."""
         bus = self._alive.get(identity)
         if bus is not None:
             bus.dialled_by.add(dialler)
@@ -86,7 +84,7 @@ class MemoryNetwork:
         waiting.append((sender, data))
 
     def carry(self, sender: InstanceId, receiver: InstanceId, data: bytes) -> None:
-        """Bring one message to the bus that bears the name now, after the delay."""
+        """Deliver one message after the delay, to the bus that bears the name now."""
         if frozenset((sender, receiver)) in self._cut:
             return
         pair = (sender, receiver)
@@ -191,7 +189,7 @@ class MemoryBus:
         self._inbox.clear()
 
     def _name_of(self, sender: InstanceId) -> InstanceId:
-        """Answers from a dialled peer bear the name it was dialled under."""
+        """Return the name under which a sender was dialled, else its own."""
         if sender in self._dialled:
             return sender
         return next((peer for peer, name in self._dialled.items() if name == sender), sender)

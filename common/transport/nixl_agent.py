@@ -1,4 +1,4 @@
-"""One agent of NIXL with its UCX plugin: what it registers, says of itself, hears and reads.
+"""One agent of NIXL with its UCX plugin: its memory, its metadata, its messages and its reads.
 
 Called by `nixl_link` alone, on the event loop's thread; raises `TransferError` for everything that NIXL refuses.
 Decides nothing about transfers. NIXL's own progress thread takes half a core while nothing happens, so it has none: UCX
@@ -44,14 +44,14 @@ class Place:
 
 @dataclass(slots=True)
 class Read:
-    """One under way. `lent`: the registration of its target, if that has none of its own."""
+    """One-sided read under way. `lent`: the registration of its target, if that was not registered before."""
 
     handle: Any
     lent: Any
 
 
 def nixl_api() -> Any:
-    """NIXL's Python layer. Raises `TransferError` where it is not installed or does not load."""
+    """Load NIXL's Python layer. Raises `TransferError` where it is not installed or does not load."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     log_to_stderr()
     failed = "not installed (pip install --no-deps nixl-cu12 or nixl-cu13)"
@@ -66,18 +66,18 @@ def nixl_api() -> Any:
 
 
 class NixlAgent:
-    """Open from the start; `reopen` makes it anew under another name, with the same memory."""
+    """Agent that is open from the start; `reopen` replaces it by one of another name with the same memory."""
 
     def __init__(self, choice: UcxChoice, *, loopback_only: bool) -> None:
-        """Raises `TransferError` where NIXL does not load or its plugin cannot start, `ConfigError` where `choice`
-        leaves nothing that is here."""
+        """Raise `TransferError` where NIXL does not load or its plugin cannot start, `ConfigError` where UCX has
+        nothing of `choice` here."""
         self._api = nixl_api()
         self._choice, self._loopback_only = choice, loopback_only
         self._identity = ProcessIdentity.own()
         self._generation = 0
         self._agent: Any = None
         self._known: list[tuple[Place, object]] = []
-        """Registered for good, with what keeps it alive."""
+        """Places registered until the agent closes, with what keeps them alive."""
         self.address = b""
         self.reopen()
 
@@ -116,13 +116,13 @@ class NixlAgent:
         self.address = self._identity.pack() + _LENGTH.pack(len(name)) + name + way
 
     def close(self) -> None:
-        """On return nothing is read or written through it any more; every `Read` was dropped before."""
+        """End the agent: on return nothing is read or written through it. Every `Read` was dropped before."""
         self._agent = None  # the last reference: NIXL tears its UCX worker down before this returns
 
     # ---- memory ---------------------------------------------------------------------------------------------
 
     def register(self, place: Place, owner: object) -> None:
-        """For good."""
+        """Register a place until the agent closes."""
         self._register(place)
         self._known.append((place, owner))
 
@@ -143,7 +143,7 @@ class NixlAgent:
     # ---- others ---------------------------------------------------------------------------------------------
 
     def introduction(self) -> bytes:
-        """Who this is, how it is reached and what may be read here."""
+        """Return this agent's identity, its connection and the memory that may be read here."""
         parts = [self._identity.pack()]
         for kind in ("DRAM", "VRAM"):
             chosen = [(*place.descriptor, "") for place, _ in self._known if place.kind == kind]
@@ -154,7 +154,7 @@ class NixlAgent:
         return b"".join(parts)
 
     def meet(self, introduction: bytes) -> tuple[str, ProcessIdentity]:
-        """Take in what another one says of itself; its name and process."""
+        """Add the agent of an `introduction`. Return its name and process."""
         identity, at, name = ProcessIdentity.unpack(introduction), ProcessIdentity.SIZE, ""
         while at + _LENGTH.size <= len(introduction):
             (length,) = _LENGTH.unpack_from(introduction, at)
@@ -164,7 +164,7 @@ class NixlAgent:
         return name, identity
 
     def reach(self, address: bytes) -> ProcessIdentity:
-        """Be able to tell the agent there something."""
+        """Connect to the agent at an address, for messages. Return its process."""
         identity, name = ProcessIdentity.unpack(address), name_in(address)
         if name != self.name:
             self._add(address[ProcessIdentity.SIZE + _LENGTH.size + len(name) :])
@@ -172,7 +172,7 @@ class NixlAgent:
 
     def forget(self, name: str) -> None:
         if self._agent is not None:
-            with suppress(Exception):  # nothing may be known of it any more
+            with suppress(Exception):  # NIXL may have dropped it already
                 self._agent.remove_remote_agent(name)
 
     def tell(self, name: str, message: bytes) -> None:
@@ -182,7 +182,7 @@ class NixlAgent:
             raise TransferError(f"nixl: the peer cannot be told: {_first_line(error)}") from error
 
     def heard(self) -> list[tuple[str, bytes]]:
-        """Messages since the last call, by their senders' names."""
+        """Return (sender's name, message) of every message since the last call."""
         try:
             found = self._agent.get_new_notifs([PLUGIN])
         except Exception as error:
@@ -201,47 +201,39 @@ class NixlAgent:
     # ---- reads ----------------------------------------------------------------------------------------------
 
     def read(self, target: Place, name: str, source: Place, done: bytes) -> Read:
-        """Begin to read from another agent's memory; it hears `done` once the bytes are here."""
-        agent, lent = self._agent, None
+        """Begin to read from another agent's memory; that agent gets `done` once the bytes are here."""
+        agent, lent, handle = self._agent, None, None
         try:
             if not self.knows(target):
                 lent = self._register(target)
             here = agent.get_xfer_descs([target.descriptor], target.kind)
             there = agent.get_xfer_descs([source.descriptor], source.kind)
             handle = agent.initialize_xfer("READ", here, there, name, done)
-        except Exception as error:
-            self._give_back(lent)
-            raise TransferError(f"nixl: cannot read: {_first_line(error)}") from error
-        begun = Read(handle, lent)
-        try:
             if agent.transfer(handle) == "ERR":
                 raise TransferError("the read failed at once")
         except Exception as error:
-            self.drop(begun)
+            self.drop(Read(handle, lent))
             raise TransferError(f"nixl: cannot read: {_first_line(error)}") from error
-        return begun
+        return Read(handle, lent)
 
     def state(self, read: Read) -> str:
-        """ "PROC", "DONE" or "ERR"."""
+        """Return "PROC", "DONE" or "ERR"."""
         try:
             return str(self._agent.check_xfer_state(read.handle))
         except Exception:
             return "ERR"
 
     def drop(self, read: Read) -> None:
-        """It has ended, or this agent is about to."""
-        with suppress(Exception):
+        """Release a read that has ended, or whose agent is about to end."""
+        with suppress(Exception):  # nor need it have begun
             read.handle.release()
-        self._give_back(read.lent)
-
-    def _give_back(self, lent: Any) -> None:
-        if lent is not None and self._agent is not None:
+        if read.lent is not None and self._agent is not None:
             with suppress(Exception):
-                self._agent.deregister_memory(lent)
+                self._agent.deregister_memory(read.lent)
 
 
 def name_in(address: bytes) -> str:
-    """The agent's name in an address of ours; "" for what is none."""
+    """Return the agent's name in an address of a NIXL link; "" for anything else."""
     try:
         (length,) = _LENGTH.unpack_from(address, ProcessIdentity.SIZE)
         at = ProcessIdentity.SIZE + _LENGTH.size
@@ -257,7 +249,7 @@ def place_of(region: Region, buffer: Any) -> Place:
 
 @contextmanager
 def _environment(choice: UcxChoice, loopback_only: bool) -> Iterator[None]:
-    """What NIXL's UCX reads when it starts."""
+    """Set the variables that NIXL's UCX reads when it starts; inside the block only."""
     wanted = {f"UCX_{name}": value for name, value in choice.options.items()}
     if loopback_only and not choice.net_devices and not os.environ.get("UCX_NET_DEVICES"):
         wanted["UCX_NET_DEVICES"] = "lo"
@@ -278,5 +270,5 @@ def _text(name: bytes | str) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """NIXL's binding explains wrong arguments with all of their bytes."""
+    """Return the start of an error's text: NIXL's binding adds all bytes of wrong arguments."""
     return str(error).partition("\n")[0][:200]

@@ -1,7 +1,7 @@
 """The KV link over NIXL: its agents read one another's registered memory, by its UCX plugin.
 
-Called by the worker's transfer agent, like `ucx_link`, with the same guarantees. Decides how NIXL is driven and how a
-transfer that does not end is ended.
+Called by the worker's transfer agent, like `ucx_link`, with the same guarantees. Decides how NIXL makes progress and
+how a transfer that does not end is ended.
 
     sender                                                receiver
       │ OFFER tag, transfer, place, bytes (notification)     │
@@ -12,22 +12,21 @@ transfer that does not end is ended.
       │ WITHDRAW (a deadline) ──────────────────────────────▶│ not read, or no longer: LET_GO
 
 The receiver reads, so no late byte of a stranger's can reach a buffer: whatever writes here was begun here. The address
-of a link is what its NIXL agent says of its connection; what it says of its memory goes with the first offer to a peer.
-Nothing else crosses the control plane, so grants are those of every link.
+of a link has its NIXL agent's connection metadata; the metadata of its memory goes with the first offer to a peer.
 
 Memory. NIXL moves registered memory: the KV cache and its staging are registered once (`register`). Any other source is
-copied into memory of the link's own first, which stays registered: a peer that was told of a place must find the same
-memory there for good. Any other target is registered while it is read into.
+copied first into memory of the link, which stays registered: a peer that knows a place must find the same memory there.
+Any other target is registered while it is read into.
 
-How NIXL is driven. Its notifications can only be asked for, and its own progress thread takes half a core while nothing
-happens. So we ask: in every turn of the loop while something moves, at intervals while something is waited for, seldom
-otherwise.
+Progress. NIXL's notifications can only be polled for, and its own progress thread takes half a core while nothing
+happens. So the link polls: in every turn of the loop while something moves, at intervals while something is awaited,
+seldom otherwise.
 
-How a transfer ends. Releasing a READ under way tells NIXL to forget it, not to stop it: its state then reads "done".
-Where one does not end within SETTLE_S the whole agent is given up and made anew, which nothing writes through. A sender
-asks (WITHDRAW) whether its memory is still read; a copy then stays with the link, any other buffer is stranded until
-the peer answers, dies or is forgotten. The kernel tells of a dead peer on our host (`peer_process`), deadlines of
-others.
+How a transfer ends. Releasing a READ under way makes NIXL forget it, not stop it: its state then reads "done". If one
+does not end within SETTLE_S, the whole agent is closed and replaced, so that nothing writes through it. A sender asks
+(WITHDRAW) whether its memory is still read; a copy then stays with the link, any other buffer is stranded until the
+peer answers, dies or is forgotten. The kernel reports a dead peer on this host (`peer_process`); for others deadlines
+do.
 
 NIXL encrypts nothing, and whoever knows an address may read what is registered (`links.py`).
 """
@@ -35,22 +34,24 @@ NIXL encrypts nothing, and whoever knows an address may read what is registered 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import enum
 import os
 import struct
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
 from cohort.common.errors import BufferStranded, TransferError, TransferTimeout
-from cohort.common.transport.buffers import HostStaging, region_of
+from cohort.common.transport.buffers import HostStaging, Region, region_of
 from cohort.common.transport.nixl_agent import PLUGIN, NixlAgent, Place, Read, name_in, place_of
-from cohort.common.transport.peer_process import ProcessIdentity, ProcessWatch, watch
-from cohort.common.transport.registered_memory import RegisteredPool, Slot
+from cohort.common.transport.peer_process import ProcessIdentity, ProcessWatch
 from cohort.common.transport.ucx_devices import UcxChoice
+from cohort.common.transport.uninterrupted import in_thread, outlast
 
 log = structlog.get_logger(__name__)
 
@@ -59,6 +60,8 @@ SPIN_S = 0.002
 TICK_S = 0.0005
 IDLE_TICK_S = 0.05
 MAX_OFFERS = 65536  # of transfers not asked for yet; the oldest go first
+_LEAST_BYTES = 64 * 1024
+_INLINE_BYTES = 256 * 1024  # more than that is copied in a thread
 
 _MESSAGE = struct.Struct("<BQQQQB")  # kind, tag, transfer, place, bytes, device + 1 (0: host)
 
@@ -73,20 +76,20 @@ class _Kind(enum.IntEnum):
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A process that we send to, under this address, or that we only read from. `told`: how many of our registered
-    regions it knows of; -1: not even how to answer."""
+    """Process that this link sends to, at `address`, or only reads from. `told`: number of registered regions of this
+    link that it knows; -1: it cannot even answer."""
 
     name: str
     identity: ProcessIdentity
     address: bytes = b""
     told: int = -1
-    watch: ProcessWatch | None = None
+    watch: ProcessWatch = field(init=False)
     dead: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Sending:
-    """`over`: "" once it is taken, else why not; in both cases nothing reads the memory any more."""
+    """Send under way. `over`: "" once it was read, else why not; either way nothing reads the memory any more."""
 
     tag: int
     transfer: int
@@ -103,7 +106,7 @@ class _Offer:
 
 @dataclass(slots=True, eq=False)
 class _Receiving:
-    """`owner` keeps the target alive."""
+    """Receive under way. `owner` keeps the target alive."""
 
     tag: int
     target: Place
@@ -114,13 +117,12 @@ class _Receiving:
 
 
 class NixlLink:
-    """See `kv_link.KvLink`. Made on a running event loop; raises `TransferError` where NIXL does not load or its UCX
-    plugin cannot start, `ConfigError` where `choice` leaves nothing that is here."""
+    """See `kv_link.KvLink`. Made on a running event loop; raises as `NixlAgent` does."""
 
     name = "nixl"
 
     def __init__(self, choice: UcxChoice | None = None, *, loopback_only: bool = False) -> None:
-        """Arguments as `UcxLink` takes them; NIXL has a UCX of its own, which gets the same."""
+        """Take the arguments of `UcxLink`, for the UCX that NIXL brings along."""
         self._loop = asyncio.get_running_loop()
         self._agent = NixlAgent(choice or UcxChoice(), loopback_only=loopback_only)
         self._pool = RegisteredPool(self.register)
@@ -139,7 +141,7 @@ class NixlLink:
     # ---- KvLink ---------------------------------------------------------------------------------------------
 
     def address(self) -> bytes:
-        """Changes when the agent had to be made anew: ask again for every grant."""
+        """Return the address. It changes when the agent is replaced: ask again for every grant."""
         return self._agent.address
 
     def register(self, memory: object) -> None:
@@ -151,11 +153,11 @@ class NixlLink:
     async def send(self, peer: bytes, tag: int, buffer: object, *, timeout_s: float) -> None:
         region = region_of(buffer, writable=False)
         target = self._peer_at(peer)
-        slot: Slot | None = None
+        slot: Region | None = None
         source = place_of(region, buffer)
         if not self._agent.knows(source):
             slot = await self._pool.filled((await HostStaging.of(buffer, writable=False)).region)
-            source = Place(slot.region.pointer, slot.region.nbytes, -1)
+            source = Place(slot.pointer, slot.nbytes, -1)
         self._transfers += 1
         sending = _Sending(tag, self._transfers, target, self._loop.create_future())
         self._sending[sending.transfer] = sending
@@ -167,13 +169,10 @@ class NixlLink:
                 raise TransferTimeout(f"nixl: {source.nbytes} bytes not taken within {timeout_s} s")
         except (TransferError, asyncio.CancelledError):
             await self._withdraw(sending, slot)
-            slot = None
             raise
         finally:
             if sending.over.done():
-                self._sending.pop(sending.transfer, None)
-                if slot is not None:
-                    self._pool.give_back(slot)
+                self._end_send(sending, slot)
         if why := sending.over.result():
             raise TransferError(f"nixl: {why}")
 
@@ -201,7 +200,7 @@ class NixlLink:
             raise TransferError(f"nixl: {why}")
 
     def path(self, peer: bytes) -> str:
-        """NIXL does not say which of its plugin's transports it took."""
+        """Return the plugin's name: NIXL does not report which of its transports it took."""
         return f"nixl/{PLUGIN}" if name_in(peer) in self._peers else ""
 
     def forget(self, peer: bytes) -> None:
@@ -217,31 +216,27 @@ class NixlLink:
         for sending in list(self._sending.values()):
             _end(sending.over, "the link is closed")
         for peer in self._peers.values():
-            if peer.watch is not None:
-                peer.watch.stop()
+            peer.watch.stop()
         self._peers.clear()
 
     @property
     def receiving(self) -> int:
-        """Receives that callers wait for now; a leak counter for tests and metrics."""
+        """Number of receives that callers wait for now; tests look for leaks by it."""
         return len(self._receiving)
 
     # ---- sender ---------------------------------------------------------------------------------------------
 
-    async def _withdraw(self, sending: _Sending, slot: Slot | None) -> None:
-        """Returns when the receiver no longer reads the memory or that is the link's own, else raises
-        `BufferStranded`."""
+    async def _withdraw(self, sending: _Sending, slot: Region | None) -> None:
+        """Take an offer back. Return when the receiver no longer reads the memory, or after SETTLE_S if that is a slot
+        of the link; else raise `BufferStranded`."""
         if sending.peer.dead or self._closed:
             _end(sending.over, "the other process has died")  # and reads nothing
         if not sending.over.done():
             with suppress(TransferError):
                 self._say(sending.peer, _Kind.WITHDRAW, sending.tag, sending.transfer)
             self._poll_now()
-        await _wait(sending.over, SETTLE_S)
+        await outlast(sending.over, SETTLE_S)
         if sending.over.done():
-            self._sending.pop(sending.transfer, None)
-            if slot is not None:
-                self._pool.give_back(slot)
             return
         settled: asyncio.Future[None] = self._loop.create_future()
         sending.over.add_done_callback(lambda _: self._let_go(sending, slot, settled))
@@ -249,14 +244,17 @@ class NixlLink:
             self.stranded += 1
             raise BufferStranded("nixl: the receiver neither takes the bytes nor lets them go", settled)
 
-    def _let_go(self, sending: _Sending, slot: Slot | None, settled: asyncio.Future[None]) -> None:
+    def _let_go(self, sending: _Sending, slot: Region | None, settled: asyncio.Future[None]) -> None:
+        self._end_send(sending, slot)
+        if slot is None:
+            self.stranded -= 1
+            if not settled.done():
+                settled.set_result(None)
+
+    def _end_send(self, sending: _Sending, slot: Region | None) -> None:
         self._sending.pop(sending.transfer, None)
         if slot is not None:
             self._pool.give_back(slot)
-            return
-        self.stranded -= 1
-        if not settled.done():
-            settled.set_result(None)
 
     # ---- receiver -------------------------------------------------------------------------------------------
 
@@ -290,7 +288,7 @@ class NixlLink:
         _end(receiving.over, why)
 
     def _look_at(self, receiving: _Receiving, read: Read) -> bool:
-        """Whether its READ has ended."""
+        """Return whether its READ has ended."""
         match self._agent.state(read):
             case "PROC":
                 return False
@@ -307,9 +305,9 @@ class NixlLink:
             self._agent.drop(read)
 
     async def _silence(self, receiving: _Receiving) -> None:
-        """Returns when nothing writes into the buffer any more; also when cancelled meanwhile."""
+        """Return only when nothing writes into the buffer any more, also when cancelled meanwhile."""
         if not receiving.over.done() and receiving.read is not None:
-            await _wait(receiving.over, SETTLE_S)
+            await outlast(receiving.over, SETTLE_S)
         if receiving.read is not None:
             log.warning("nixl agent made anew: a read did not end", tag=receiving.tag)
             self._rebuild("the link was made anew to silence another transfer")
@@ -338,7 +336,7 @@ class NixlLink:
         known = self._peers.get(name)
         if known is None:
             known = self._peers[name] = peer = _Peer(name, identity)
-            peer.watch = watch(identity, self._loop, lambda: self._bury(peer, "the other process has died"))
+            peer.watch = ProcessWatch(identity, self._loop, lambda: self._bury(peer, "the other process has died"))
         return known
 
     def _on_message(self, name: str, message: bytes) -> None:
@@ -370,7 +368,7 @@ class NixlLink:
     # ---- progress -------------------------------------------------------------------------------------------
 
     def _poll_now(self) -> None:
-        """Look in this loop's next turn; from then on as often as it pays."""
+        """Poll in the loop's next turn, and from then on as often as it pays."""
         self._moved_s = time.monotonic()
         self._arm(0.0)
 
@@ -411,8 +409,8 @@ class NixlLink:
         self._agent.close()
 
     def _rebuild(self, reason: str) -> None:
-        """What peers were told of is here as before, but they answer to an agent that is no more: what is under way to
-        them is withdrawn."""
+        """Replace the agent. Memory that peers know stays registered, but their answers go to the closed agent: sends
+        under way are withdrawn."""
         self.rebuilt += 1
         self._close_agent(reason)
         self._agent.reopen()
@@ -422,8 +420,7 @@ class NixlLink:
                 with suppress(TransferError):
                     self._agent.reach(peer.address)
             else:
-                if peer.watch is not None:
-                    peer.watch.stop()
+                peer.watch.stop()
                 del self._peers[peer.name]
         for sending in self._sending.values():
             with suppress(TransferError):
@@ -438,12 +435,11 @@ class NixlLink:
         return peer
 
     def _bury(self, peer: _Peer, reason: str) -> None:
-        """A dead process reads nothing any more, and what we read of it does not end."""
+        """End the sends to a peer that is gone: it reads nothing any more."""
         if peer.dead:
             return
         peer.dead = True
-        if peer.watch is not None:
-            peer.watch.stop()
+        peer.watch.stop()
         left = [sending for sending in self._sending.values() if sending.peer is peer]
         for sending in left:
             _end(sending.over, reason)
@@ -466,9 +462,41 @@ def _end(over: asyncio.Future[str], why: str) -> None:
         over.set_result(why)
 
 
-async def _wait(over: asyncio.Future[str], timeout_s: float) -> None:
-    """Neither time nor a further cancellation interrupts it early: the caller is already leaving."""
-    until_s = time.monotonic() + timeout_s
-    while not over.done() and (left_s := until_s - time.monotonic()) > 0:
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait((over,), timeout=left_s)
+class RegisteredPool:
+    """Host memory that the link has registered once and lends for copies of buffers that are not registered.
+
+    Nothing is given back to the system before the link closes: peers that know a place must find registered memory
+    there. Sizes are powers of two, so as many buffers exist as messages were under way at once.
+    """
+
+    def __init__(self, register: Callable[[object], None]) -> None:
+        self._register = register
+        self._free: dict[int, list[bytearray]] = {}
+
+    async def filled(self, source: Region) -> Region:
+        """Return a copy of these bytes of the host. On return or raise nothing reads them any more."""
+        size = max(_LEAST_BYTES, 1 << max(0, source.nbytes - 1).bit_length())
+        free = self._free.setdefault(size, [])
+        if free:
+            memory = free.pop()
+        else:
+            memory = bytearray(size)
+            self._register(memory)
+        slot = Region(region_of(memory, writable=True).pointer, source.nbytes, False, memory)
+
+        def copy() -> None:
+            ctypes.memmove(slot.pointer, source.pointer, source.nbytes)
+
+        try:
+            if source.nbytes <= _INLINE_BYTES:
+                copy()
+            else:
+                await in_thread(copy)
+        except BaseException:
+            self.give_back(slot)
+            raise
+        return slot
+
+    def give_back(self, slot: Region) -> None:
+        assert isinstance(slot.owner, bytearray)
+        self._free[len(slot.owner)].append(slot.owner)

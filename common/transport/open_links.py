@@ -32,11 +32,11 @@ def open_links(
     one_machine: bool = False,
     ucx: UcxChoice | None = None,
 ) -> list[KvLink]:
-    """`names` as in `transfer.links`. Call it on the event loop that will use them.
+    """Open the links of `names` (`transfer.links`), on the event loop that will use them.
 
     `plain_allowed`: also with `curve`, open links that do not encrypt. `one_machine`: all peers are on this host, so
-    that none has to be listened for on any other network interface than loopback. `ucx`: what UCX may use. Raises
-    `ConfigError` also where that names something that is not here: another link is not what was asked for.
+    loopback is the only network interface to listen on. `ucx`: what UCX may use; `ConfigError` where that is not here,
+    as another link is not what the operator asked for.
     """
     links: list[KvLink] = []
     for name in names:

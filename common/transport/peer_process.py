@@ -1,9 +1,8 @@
-"""Which process an address belongs to, and word of its death.
+"""The process that an address belongs to, and the news of its death.
 
-Every UCX address carries its owner's `ProcessIdentity`. If that process lives on this host and in our PID namespace,
-the kernel tells us the moment it dies (a pidfd becomes readable), long before any deadline. Called by `ucx_link`.
-Never decides what a death means, and says nothing about processes elsewhere: for those, deadlines and the control
-plane do.
+Every address of a UCX or NIXL link carries its owner's `ProcessIdentity`. If that process lives on this host and in
+this PID namespace, the kernel reports its death at once (a pidfd becomes readable), long before any deadline. Decides
+nothing. Processes elsewhere are not watched: for those there are deadlines and the control plane.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ _MAGIC = b"COK1"
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """`boot` names the running system, `start_ticks` tells a process from a later one with the same pid, `nonce` one
-    link from another in the same process."""
+    """The process of a link. `boot` names the running system, `start_ticks` tells a process from a later one with the
+    same pid, `nonce` a link from another in the same process."""
 
     boot: bytes
     pid_namespace: int
@@ -52,48 +51,45 @@ class ProcessIdentity:
         return ProcessIdentity(_boot(), _pid_namespace(), os.getpid(), _start_ticks(os.getpid()) or 0, os.urandom(8))
 
     def is_near(self) -> bool:
-        """On this host and visible under its pid."""
+        """Return whether the process is on this host and visible under its pid."""
         return self.pid_namespace != 0 and self.boot == _boot() and self.pid_namespace == _pid_namespace()
 
 
-def watch(identity: ProcessIdentity, loop: asyncio.AbstractEventLoop, died: Callable[[], None]) -> ProcessWatch | None:
-    """Call `died` once when that process ends (soon, if it has). None if the kernel cannot tell us."""
-    if not identity.is_near() or not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        fd = os.pidfd_open(identity.pid)
-    except ProcessLookupError:
-        loop.call_soon(died)
-        return None
-    except OSError:
-        return None
-    if _start_ticks(identity.pid) != identity.start_ticks:  # the pid belongs to another process by now
-        os.close(fd)
-        loop.call_soon(died)
-        return None
-    return ProcessWatch(fd, loop, died)
-
-
 class ProcessWatch:
-    def __init__(self, fd: int, loop: asyncio.AbstractEventLoop, died: Callable[[], None]) -> None:
-        self._fd = fd
+    """Watch over one process. `fd`: its pidfd; -1 where the kernel does not report its death, or has done so."""
+
+    def __init__(self, identity: ProcessIdentity, loop: asyncio.AbstractEventLoop, died: Callable[[], None]) -> None:
+        """Call `died` once when that process ends (soon, if it has)."""
+        self.fd = -1
         self._loop = loop
         self._died = died
-        loop.add_reader(fd, self._readable)
+        if not identity.is_near() or not hasattr(os, "pidfd_open"):
+            return
+        try:
+            self.fd = os.pidfd_open(identity.pid)
+        except ProcessLookupError:
+            loop.call_soon(died)
+            return
+        except OSError:
+            return
+        loop.add_reader(self.fd, self._readable)
+        if _start_ticks(identity.pid) != identity.start_ticks:  # the pid belongs to another process by now
+            self.stop()
+            loop.call_soon(died)
 
     def _readable(self) -> None:
         self.stop()
         self._died()
 
     def stop(self) -> None:
-        if self._fd >= 0:
-            self._loop.remove_reader(self._fd)
-            os.close(self._fd)
-            self._fd = -1
+        if self.fd >= 0:
+            self._loop.remove_reader(self.fd)
+            os.close(self.fd)
+            self.fd = -1
 
 
 def _boot() -> bytes:
-    """A digest of the kernel's boot id and host name, zero where there is none."""
+    """Return a digest of the kernel's boot id and host name, zero where there is none."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:

@@ -6,9 +6,9 @@
                             │  ── "" or why not ──▶
 
 Each end's code reads and writes plain sockets, as it does with a rank of the same machine; a thread moves the bytes. A
-connection counts for nothing until `admit` has taken what it said first, and without the cluster's key no connection
-gets so far. The end of a connection is the end of its streams, both ways, and is told at once; a host that vanishes is
-noticed by heartbeats after `SILENCE_MS`. Nothing is dialled again: a rank that was away has missed what the others did.
+connection counts only once `admit` has accepted its first message, and without the cluster's key none gets so far. The
+end of a connection is the end of its streams, both ways, and is reported at once; a host that vanishes is noticed by
+heartbeats after `SILENCE_MS`. Nothing is dialled again: a rank that was away has missed what the others did.
 
 Used by `rank_hosts` (engine). Decides nothing: who is admitted is its caller's business.
 """
@@ -33,9 +33,9 @@ STREAMS = 3
 Streams = tuple[socket.socket, socket.socket, socket.socket]
 PING_MS = 1000
 SILENCE_MS = 5000
-"""The longest that a peer may be silent to heartbeats, which libzmq's own thread answers, however busy the process."""
+"""Longest silence of a peer to heartbeats, which libzmq's own thread answers, however busy the process."""
 REFUSED_HANDSHAKES = 3
-"""After so many the keys differ; a single one may be a leader that is just ending."""
+"""Number of failed handshakes that means different keys; a single one may be a rank 0 that is just ending."""
 LINGER_MS = 1000
 _CHUNK = 1 << 20
 _BUFFER = 4 << 20
@@ -62,19 +62,19 @@ class _Peer:
 
 
 class WireListener:
-    """Rank 0's end. `admit` gets what a process says first and returns its rank, or raises `ConfigError`, whose text it
-    is told. It and `lost` (rank, reason) are called on the listener's thread."""
+    """Rank 0's end. `admit` gets a process's first message and returns its rank, or raises `ConfigError`, whose text is
+    the answer. It and `lost` (rank, reason) are called on the listener's thread."""
 
     def __init__(
         self, bind: str, keys: CurveKeys | None, ranks: Sequence[int], admit: Callable[[bytes], int], *, join_s: float
     ) -> None:
-        """`ranks` that have `join_s` to come. Raises `ConfigError` where nothing can listen there."""
+        """Listen for `ranks`, which have `join_s` to join. Raises `ConfigError` where nothing can listen there."""
         self.lost: Callable[[int, str], None] = lambda rank, reason: None
         self.refused = ""
-        """Why the last process that was turned away was."""
+        """Reason why the last refused process was refused."""
         pairs = {rank: _pairs() for rank in ranks}
         self.streams = {rank: ours for rank, (ours, _) in pairs.items()}
-        """Of every rank, from now on: what is written before it has joined waits for it."""
+        """Sockets to each rank, usable from now on: what is written before it has joined waits for it."""
         self._peers = {rank: _Peer(theirs) for rank, (_, theirs) in pairs.items()}
         self._admit = admit
         self._join_s, self._deadline_s = join_s, time.monotonic() + join_s
@@ -97,17 +97,17 @@ class WireListener:
         self._thread.start()
 
     def why_lost(self, rank: int) -> str:
-        """ "" while it is there, or awaited."""
+        """Return why a rank's connection ended; "" while it is connected or awaited."""
         return self._peers[rank].lost if rank in self._peers else ""
 
     def wait_left(self, timeout_s: float) -> None:
-        """Until every rank's connection has ended."""
+        """Wait until every rank's connection has ended."""
         deadline_s = time.monotonic() + timeout_s
         while any(peer.identity and not peer.lost for peer in self._peers.values()) and time.monotonic() < deadline_s:
             self._thread.join(0.02)
 
     def close(self) -> None:
-        """What was written before has gone out, if the peer takes it in `LINGER_MS`."""
+        """Close all connections. What was written before is sent, if the peer takes it within `LINGER_MS`."""
         with contextlib.suppress(OSError):
             self._wake.send(b".")
         self._thread.join()
@@ -225,8 +225,8 @@ class WireDialer:
     def __init__(
         self, endpoint: str, keys: CurveKeys | None, join: bytes, *, join_s: float, lost: Callable[[str], None]
     ) -> None:
-        """Returns once rank 0 has taken `join`. `lost` is called on a thread of this. Raises `ConfigError` when rank 0
-        refuses or has another key, `WireLost` when it does not answer within `join_s`."""
+        """Connect, and return once rank 0 has accepted `join`. `lost` is called on a thread of its own. Raises
+        `ConfigError` if rank 0 refuses or has another key, `WireLost` if it does not answer within `join_s`."""
         self._context: zmq.Context[Any] = zmq.Context()
         self._dealer = self._context.socket(zmq.DEALER)
         _prepare(self._dealer)
@@ -273,7 +273,7 @@ class WireDialer:
         )
 
     def _run(self) -> None:
-        """Until the connection ends."""
+        """Move bytes until the connection ends."""
         poller = zmq.Poller()
         poller.register(self._dealer, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
@@ -315,7 +315,7 @@ def _prepare(each: zmq.Socket[Any]) -> None:
 
 
 def _pairs() -> tuple[Streams, Streams]:
-    """Both ends of each."""
+    """Make one socket pair for each stream. Return the first and the second ends."""
     first, second, third = (socket.socketpair() for _ in range(STREAMS))
     for pair in (first, second, third):
         for end in pair:
@@ -324,7 +324,7 @@ def _pairs() -> tuple[Streams, Streams]:
 
 
 def _received(stream: socket.socket) -> bytes:
-    """b"" once the other end is closed."""
+    """Return what can be read now; b"" once the other end is closed."""
     try:
         return stream.recv(_CHUNK)
     except OSError:

@@ -1,10 +1,9 @@
 """CURVE keys: one key pair for the whole cluster, used as server and as client by every process.
 
 A holder of the key file belongs to the cluster; no other peer gets through the handshake, because every listening
-socket asks a ZAP authenticator that knows exactly one public key. It proves membership, not identity: the names
-of peers are their own word, and a member may take another's name over (`ROUTER_HANDOVER`). Called by the sockets'
-owners (`zmq_bus`, `zmq_link`) and by `cohort keys`, which sets a cluster up. Never decides whether encryption is
-wanted: the configuration does.
+socket asks a ZAP authenticator that knows exactly one public key. It proves membership, not identity: peers name
+themselves, and a member may take another's name over (`ROUTER_HANDOVER`). Called by the sockets' owners (`zmq_bus`,
+`zmq_link`, `rank_wire`) and by `cohort keys`. The configuration decides whether anything is encrypted.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ ZAP_DOMAIN = b"cohort"
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """The cluster's pair, Z85 text as CURVE wants it. The secret stays out of logs."""
+    """Key pair of the cluster, as Z85 text. The secret stays out of logs."""
 
     public: bytes
     secret: bytes
@@ -49,7 +48,7 @@ def generate_keys(path: Path) -> CurveKeys:
 
 
 def load_keys(path: str | Path) -> CurveKeys | None:
-    """The pair in a secret key file; None for "", which is how a configuration says that nothing is encrypted."""
+    """Return the pair in a secret key file; None for "", as in a configuration that encrypts nothing."""
     return _read_keys(Path(path).expanduser()) if str(path) else None
 
 
@@ -67,10 +66,10 @@ def _read_keys(path: Path) -> CurveKeys:
 
 
 class Authenticator:
-    """The ZAP handler of one context: admits the cluster's own key and no other.
+    """ZAP handler of one context: admits the cluster's own key and no other.
 
     It has its own thread, so that a handshake never waits for a busy event loop. Without it a listening socket with
-    keys refuses every peer, because `protect_server` names a ZAP domain: it fails closed.
+    keys refuses every peer, because `protect_server` names a ZAP domain.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: CurveKeys) -> None:
@@ -91,7 +90,7 @@ class _OneKey:
 
 
 def protect_server(socket: zmq.Socket[Any], keys: CurveKeys) -> None:
-    """Before bind."""
+    """Protect a listening socket. Called before bind."""
     socket.curve_server = True
     socket.curve_publickey = keys.public
     socket.curve_secretkey = keys.secret
@@ -99,7 +98,7 @@ def protect_server(socket: zmq.Socket[Any], keys: CurveKeys) -> None:
 
 
 def protect_client(socket: zmq.Socket[Any], keys: CurveKeys) -> None:
-    """Before connect."""
+    """Protect a dialling socket. Called before connect."""
     socket.curve_serverkey = keys.public
     socket.curve_publickey = keys.public
     socket.curve_secretkey = keys.secret

@@ -1,9 +1,9 @@
-"""The few calls of UCP's C interface that ucxx's Python layer does not pass on.
+"""The few calls of UCP's C interface that ucxx's Python layer does not offer.
 
-ucxx gives us the library, the context, the worker, its progress and its address. Its Python requests, though, can
-neither be cancelled one by one nor tell how many bytes arrived, and waiting for them spins; so transfers are posted
-here, on the raw handles that ucxx exposes. Called by `ucx_link` alone, always from the event loop's thread. Every
-function below is part of UCP's stable interface (libucp.so.0).
+ucxx provides the library, the context, the worker, its progress and its address. But its Python requests cannot be
+cancelled one by one, do not have the number of bytes that arrived, and spin when awaited; so transfers are posted here,
+on the raw handles that ucxx exposes. Called by `ucx_link` alone, from the event loop's thread. Every function below is
+part of UCP's stable interface (libucp.so.0).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class UcpError(Exception):
 
 
 class UcpApi:
-    """Bound functions. Raises `OSError` or `AttributeError` where the library is not what ucxx needs either.
+    """Bound functions. Raises `OSError` or `AttributeError` where the library lacks one.
 
     `endpoint_failed(endpoint, status)` is called, while the worker progresses, when a transport reports a dead peer.
     """
@@ -85,10 +85,10 @@ class UcpApi:
         self._error_handler = _ErrorHandler(lambda _, endpoint, status: endpoint_failed(endpoint, status))
 
     def endpoint(self, worker: int, address: bytes) -> int:
-        """An endpoint in UCX's error mode "none": in mode "peer" it gives up shared memory.
+        """Create an endpoint in UCX's error mode "none": in mode "peer" UCX gives up shared memory.
 
-        It gets an error handler all the same. Without one UCX aborts the whole process when a peer that was sent to
-        dies while its memory is being read.
+        It gets an error handler all the same: without one UCX aborts this process when a peer dies while its memory is
+        being read.
         """
         held = ctypes.create_string_buffer(address, len(address))
         handler = ctypes.cast(self._error_handler, ctypes.c_void_p).value
@@ -102,7 +102,7 @@ class UcpApi:
         return handle.value
 
     def transports(self, endpoint: int) -> list[str]:
-        """ "transport/device" of what this endpoint uses, in UCX's order; empty where UCX cannot tell."""
+        """Return "transport/device" of all that an endpoint uses, in UCX's order; empty where UCX does not know."""
         lanes = (_Lane * _MOST_LANES)()
         found = _EndpointAttributes(mask=_TRANSPORTS, num_lanes=_MOST_LANES, lane_bytes=ctypes.sizeof(_Lane))
         found.lanes = ctypes.cast(lanes, ctypes.POINTER(_Lane))
@@ -112,7 +112,7 @@ class UcpApi:
         return list(dict.fromkeys(f"{lane.transport.decode()}/{lane.device.decode()}" for lane in named))
 
     def close_endpoint(self, endpoint: int) -> int | None:
-        """Start a flushing close; its request, if it is not done at once."""
+        """Start a flushing close. Return its request, None if it is done at once."""
         return self._started(self._close_endpoint(endpoint, ctypes.addressof(self._no_flags)))
 
     def send(self, endpoint: int, pointer: int, nbytes: int, tag: int) -> int:
@@ -129,12 +129,12 @@ class UcpApi:
         return int(self._status(request))
 
     def received(self, request: int) -> int:
-        """Length of what arrived, once its status is final."""
+        """Return the number of bytes that arrived, once the status is final."""
         self._test_receive(request, ctypes.addressof(self._info))
         return int(self._info.length)
 
     def cancel(self, worker: int, request: int) -> None:
-        """Works for receives that nothing has matched yet; for all others it does nothing."""
+        """Cancel a receive that nothing has matched yet; for any other request it does nothing."""
         self._cancel(worker, request)
 
     def free(self, request: int) -> None:
@@ -144,7 +144,7 @@ class UcpApi:
         return bytes(self._describe(status)).decode()
 
     def _started(self, result: int | None) -> int | None:
-        """UCS's pointers: none = done, the last hundred addresses = an error, else a request."""
+        """Return the request of a UCS pointer: none = done, the last hundred addresses = an error."""
         if result is not None and result > _ANY_BIT + _ERR_LAST:
             status = result - _ANY_BIT - 1
             raise UcpError(status, self.text(status))

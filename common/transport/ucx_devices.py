@@ -1,8 +1,8 @@
-"""Which transports and network devices UCX has here, and whether those that are asked for are among them.
+"""The transports and network devices that UCX has here, and whether the chosen ones are among them.
 
-Called by `ucx_link` when it opens and by `cohort doctor`. Asks UCX itself, by opening contexts: its own names for
-groups of transports ("ib", "sm") and its lists with "^" mean here what they mean there. UCX leaves out without an error
-what it does not find as long as anything else is left; here that is an error.
+Called by `ucx_link` when it opens and by `cohort doctor`. Asks UCX itself, by opening contexts, so its names for groups
+of transports ("ib", "sm") and its lists with "^" work. UCX silently leaves out what it does not find as long as
+anything else is left; here that is an error.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class UcxChoice:
 
     @property
     def options(self) -> dict[str, str]:
-        """Of a context; these go before the environment's."""
+        """Options of a UCX context; they win over the environment's."""
         named = {"TLS": self.tls, "NET_DEVICES": self.net_devices}
         return {name: value for name, value in named.items() if value}
 
 
 def log_to_stderr() -> None:
-    """Errors alone, unless the environment says otherwise. Before any UCX is loaded."""
+    """Make UCX log errors alone, unless the environment asks for more. Called before any UCX is loaded."""
     for key, value in _LOG.items():
         os.environ.setdefault(key, value)
 
 
 def ucxx_library() -> Any:
-    """ucxx's own binding of UCX. Raises `TransferError` where it is not installed."""
+    """Load ucxx's binding of UCX. Raises `TransferError` where it is not installed."""
     log_to_stderr()
     try:
         import ucxx._lib.libucxx as ucxx
@@ -50,12 +50,12 @@ def ucxx_library() -> Any:
 
 
 def resources(context: Any) -> list[str]:
-    """ "transport/device" of everything that this context of ucxx may use."""
+    """Return "transport/device" of everything that a context of ucxx may use."""
     return _RESOURCE.findall(context.info)
 
 
 def resources_here(choice: UcxChoice, ucxx: Any = None) -> list[str]:
-    """Of this machine, as far as `choice` leaves them. Raises `TransferError` where UCX cannot start."""
+    """Return `resources` of this machine that `choice` allows. Raises `TransferError` where UCX cannot start."""
     ucxx = ucxx or ucxx_library()
     try:
         return resources(ucxx.UCXContext(choice.options, feature_flags=(ucxx.Feature.TAG, ucxx.Feature.WAKEUP)))
@@ -64,14 +64,14 @@ def resources_here(choice: UcxChoice, ucxx: Any = None) -> list[str]:
 
 
 def chosen_here(choice: UcxChoice) -> list[str]:
-    """`resources_here` of a choice that is checked first. Raises as both."""
+    """Check a choice and return its `resources_here`. Raises as both do."""
     ucxx = ucxx_library()
     check_choice(choice, ucxx)
     return resources_here(choice, ucxx)
 
 
 def check_choice(choice: UcxChoice, ucxx: Any = None) -> None:
-    """Raises `ConfigError` that names the option, the item that UCX does not find here, and what it does find."""
+    """Raise `ConfigError` if UCX lacks an item of `choice` here: it names option, item and what UCX does find."""
     if not choice.options:
         return
     ucxx = ucxx or ucxx_library()
@@ -89,13 +89,13 @@ def check_choice(choice: UcxChoice, ucxx: Any = None) -> None:
 
 
 def _beside_self(choice: UcxChoice, ucxx: Any) -> set[str]:
-    """What a choice finds. With "self" beside it UCX always starts, and writes no error of its own."""
+    """Return what a choice finds. With "self" beside it UCX always starts, and logs no error of its own."""
     tls = choice.tls if choice.tls.startswith("^") or not choice.tls else f"{choice.tls},self"
     return {name for name in resources_here(UcxChoice(tls, choice.net_devices), ucxx) if name != "self/memory"}
 
 
 def _items(names: str) -> list[str]:
-    """What has to be there. A list that begins with "^" names what shall not be used."""
+    """Return the items that must exist; none for a list that begins with "^", which names what not to use."""
     return [] if names.startswith("^") else [item.strip() for item in names.split(",") if item.strip()]
 
 

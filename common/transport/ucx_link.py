@@ -1,32 +1,30 @@
 """The KV link over UCX: NVLink, RDMA, shared memory or TCP, as UCX chooses for each pair of processes.
 
-Called by the worker's transfer agent, one link per process, on its event loop. Decides how UCX is driven and how a
+Called by the worker's transfer agent, one link per process, on its event loop. Decides how UCX makes progress and how a
 transfer that does not end is ended; never what is sent, where or whether again.
 
-How UCX is driven. Peers connect by *worker address*, exchanged over the control plane, without endpoint error
-handling: listeners, and error handling, each cost UCX its shared-memory path. The event loop sleeps on UCX's event
-descriptor; when it wakes, UCX progresses for a bounded time per turn (a shared-memory transfer *is* a copy made
-while progressing), then every pending operation is looked at. While one on GPU memory is pending UCX progresses without
-being woken, too.
+Progress. Peers connect by *worker address*, exchanged over the control plane, without endpoint error handling:
+listeners, and error handling, each cost UCX its shared-memory path. The event loop sleeps on UCX's event descriptor;
+when it wakes, UCX progresses for a bounded time per turn (a shared-memory transfer *is* a copy made while progressing),
+then every pending operation is checked. While one on GPU memory is pending, UCX also progresses without being woken.
 
-How a transfer ends. On a deadline or a cancelled task the buffer must be silent before we return:
+How a transfer ends. On a deadline or a cancelled task nothing may use the buffer when the call returns:
 
     receive, nothing matched yet   cancelled by UCX at once
-    receive, bytes under way       waited for; if they do not end within SETTLE_S, the whole UCX worker is torn down and
-                                   built anew, which nothing can write through; its other transfers fail
+    receive, bytes under way       awaited; if they do not end within SETTLE_S, the whole UCX worker is closed, through
+                                   which nothing can write then, and replaced; its other transfers fail
     send, small                    was copied, has ended
-    send, large                    the receiver pulls, so the receiver is asked (`_WITHDRAW`) to let go; if it does not
-                                   answer within SETTLE_S: `BufferStranded`, with a future that tells when it is over:
-                                   the peer answered, died, or was forgotten
+    send, large                    the receiver pulls, so the receiver is asked (`_WITHDRAW_TAG`) to let go; if it does
+                                   not within SETTLE_S: `BufferStranded`, with a future that is done once the peer has
+                                   answered, died, or was forgotten
 
-UCX itself does not notice a dead peer on these paths. For a peer on our host the kernel does (`peer_process`), and
-ends everything that waits for it; for others deadlines do.
+UCX itself does not notice a dead peer on these paths. For a peer on this host the kernel does (`peer_process`); for
+others there are deadlines.
 
-UCX encrypts nothing and believes every peer that knows an address: whether it may be used where strangers reach its
-sockets is decided before this link is made (`links.py`).
+UCX encrypts nothing and trusts every peer that knows an address: `open_links` decides whether it may be used.
 
-A receive that gave up leaves an empty receive behind for a while, the *void*: data that still arrive under its tag are
-discarded, and its sender does not wait for nothing.
+A receive that gave up leaves an empty receive behind for a while, the *void*: it discards data that still arrive under
+the tag, so that their sender does not wait in vain.
 """
 
 from __future__ import annotations
@@ -42,9 +40,10 @@ import structlog
 
 from cohort.common.errors import BufferStranded, TransferError, TransferTimeout
 from cohort.common.transport.buffers import Region, region_of
-from cohort.common.transport.peer_process import ProcessIdentity, ProcessWatch, watch
+from cohort.common.transport.peer_process import ProcessIdentity, ProcessWatch
 from cohort.common.transport.ucp_api import ERR_CANCELED, ERR_TRUNCATED, IN_PROGRESS, OK, UcpApi, UcpError
 from cohort.common.transport.ucx_devices import UcxChoice, check_choice, resources, ucxx_library
+from cohort.common.transport.uninterrupted import outlast
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +52,7 @@ DRAIN_S = 5.0
 PROGRESS_TURN_S = 0.0005
 SAFETY_TICK_S = 0.1  # while transfers are pending: UCX documents that its descriptor may, rarely, stay silent
 # UCX reports the end of a copy between GPUs' memories through its descriptor late or not at all (rapidsai/ucx-py#888,
-# rapidsai/ucxx#15); while one is pending we look ourselves: in every turn of the loop at first, then at intervals.
+# rapidsai/ucxx#15); while one is pending the link polls: in every turn of the loop at first, then at intervals.
 DEVICE_SPIN_S = 0.002
 DEVICE_TICK_S = 0.0005
 VOID_S = 30.0
@@ -61,6 +60,7 @@ MAX_VOIDS = 1024
 
 _WITHDRAW_TAG = (1 << 64) - 1  # outside what `tag_of` gives to any real lease: 2^40 - 1 leases are never reached
 _WITHDRAW_BYTES = 8
+_ERR_UNREACHABLE = -6
 
 _ENVIRONMENT = {
     # The cache of memory types knows no GPU memory that was allocated before UCX started, as the KV pool is, and takes
@@ -71,18 +71,18 @@ _ENVIRONMENT = {
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """One address we send to."""
+    """Address that this link sends to."""
 
     address: bytes
     identity: ProcessIdentity
     endpoint: int | None
-    watch: ProcessWatch | None = None
+    watch: ProcessWatch = field(init=False)
     dead: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Operation:
-    """One posted request. `done` carries its final status. The region is held until UCX is finished with it."""
+    """Request under way. `done` gets its final status. The region is held until UCX is finished with it."""
 
     request: int
     region: Region | None
@@ -90,7 +90,6 @@ class _Operation:
     tag: int
     peer: _Peer | None = None
     received: int = 0
-    waiting: bool = True
     posted_s: float = field(default_factory=time.monotonic)
 
 
@@ -101,9 +100,9 @@ class UcxLink:
     name = "ucx"
 
     def __init__(self, choice: UcxChoice | None = None, *, loopback_only: bool = False) -> None:
-        """`choice`: what UCX may use; `ConfigError` where it names something that is not here. `loopback_only`: of the
-        network interfaces take loopback alone, because every peer is on this host; shared memory and copies between
-        GPUs are unaffected. A choice of devices, or UCX_NET_DEVICES in the environment, an operator's word, wins."""
+        """`choice`: what UCX may use; `ConfigError` where UCX lacks it here. `loopback_only`: use no network interface
+        but loopback, because every peer is on this host; shared memory and copies between GPUs are unaffected. A choice
+        of devices, or UCX_NET_DEVICES in the environment, wins."""
         for key, value in _ENVIRONMENT.items():
             os.environ.setdefault(key, value)
         choice = choice or UcxChoice()
@@ -118,7 +117,7 @@ class UcxLink:
         except Exception as error:  # ucxx raises many types of its own, and none of them may end the worker
             raise TransferError(f"UCX cannot start: {error}") from error
         self.may_use = resources(self._context)
-        """"transport/device" of all that UCX may take."""
+        """"transport/device" of all that UCX may use."""
         self._loop = asyncio.get_running_loop()
         self._identity = ProcessIdentity.own()
         self._worker: Any = None
@@ -138,23 +137,23 @@ class UcxLink:
     # ---- KvLink ---------------------------------------------------------------------------------------------
 
     def address(self) -> bytes:
-        """Changes when the link had to be rebuilt: ask again for every grant."""
+        """Return the address. It changes when the UCX worker is replaced: ask again for every grant."""
         return self._address
 
     def register(self, memory: object) -> None:
-        """UCX registers what it moves, and keeps that in a cache."""
+        """Ignore it: UCX registers what it moves, and caches that."""
 
     async def send(self, peer: bytes, tag: int, buffer: object, *, timeout_s: float) -> None:
         region = region_of(buffer, writable=False)
         target = self._peer(peer)
         operation = self._post_send(target, tag, region)
         try:
-            await _ended(operation, timeout_s)
-        except (TimeoutError, asyncio.CancelledError) as reason:
+            await asyncio.wait((operation.done,), timeout=timeout_s)
+        finally:
+            late = not operation.done.done()
             await self._withdraw_send(operation)
-            if isinstance(reason, asyncio.CancelledError):
-                raise
-            raise TransferTimeout(f"ucx: {region.nbytes} bytes not taken within {timeout_s} s") from None
+        if late:
+            raise TransferTimeout(f"ucx: {region.nbytes} bytes not taken within {timeout_s} s")
         status = operation.done.result()
         if status != OK:
             raise TransferError(f"ucx: send failed: {self._text(status)}")
@@ -163,14 +162,13 @@ class UcxLink:
         region = region_of(buffer, writable=True)
         operation = self._post_receive(tag, region)
         try:
-            await _ended(operation, timeout_s)
-        except (TimeoutError, asyncio.CancelledError) as reason:
-            await self._silence_receive(operation)
-            if isinstance(reason, asyncio.CancelledError):
-                raise
-            if operation.done.result() != OK:
-                raise TransferTimeout(f"ucx: {region.nbytes} bytes did not arrive within {timeout_s} s") from None
+            await asyncio.wait((operation.done,), timeout=timeout_s)
+        finally:
+            if late := not operation.done.done():
+                await self._silence_receive(operation)
         status = operation.done.result()
+        if late and status != OK:
+            raise TransferTimeout(f"ucx: {region.nbytes} bytes did not arrive within {timeout_s} s")
         if status == ERR_TRUNCATED:
             raise TransferError(f"ucx: more than the expected {region.nbytes} bytes arrived")
         if status != OK:
@@ -196,14 +194,13 @@ class UcxLink:
         self._closed = True
         self._close_worker("the link is closed")
         for peer in self._peers.values():
-            if peer.watch is not None:
-                peer.watch.stop()
+            peer.watch.stop()
         self._peers.clear()
         self._context = None
 
     @property
     def receiving(self) -> int:
-        """Receives that callers wait for now; a leak counter for tests and metrics."""
+        """Number of receives that callers wait for now; tests look for leaks by it."""
         return sum(1 for op in self._operations.values() if op.peer is None and op.region and op.tag != _WITHDRAW_TAG)
 
     # ---- posting --------------------------------------------------------------------------------------------
@@ -221,7 +218,7 @@ class UcxLink:
         if self._closed:
             raise TransferError("ucx: the link is closed")
         void = self._voids.pop(tag, None)
-        if void is not None and void.waiting:
+        if void is not None and not void.done.done():
             self._api.cancel(self._worker.handle, void.request)
         pointer, nbytes = (region.pointer, region.nbytes) if region is not None else (0, 0)
         try:
@@ -244,7 +241,7 @@ class UcxLink:
             self._turn = self._loop.call_soon(self._progress)
 
     def _progress(self) -> None:
-        """One bounded turn. Ends armed, with UCX's descriptor to wake us, or with another turn to come."""
+        """Make progress for one bounded turn. At its end UCX's descriptor is armed, or another turn is scheduled."""
         if self._turn is not None:
             self._turn.cancel()
             self._turn = None
@@ -283,7 +280,6 @@ class UcxLink:
             self._settle(operation, status)
 
     def _settle(self, operation: _Operation, status: int) -> None:
-        operation.waiting = False
         operation.region = None
         if not operation.done.done():
             operation.done.set_result(status)
@@ -296,7 +292,7 @@ class UcxLink:
             if now_s - void.posted_s < VOID_S and len(self._voids) <= MAX_VOIDS:
                 break
             del self._voids[tag]
-            if void.waiting:
+            if not void.done.done():
                 self._api.cancel(self._worker.handle, void.request)
         self._progress()
         if len(self._operations) > 1 and not self._closed:  # more than the standing receive for withdrawals
@@ -305,28 +301,27 @@ class UcxLink:
     # ---- ending stuck transfers -----------------------------------------------------------------------------
 
     async def _silence_receive(self, operation: _Operation) -> None:
-        """Returns when nothing writes into the buffer any more; also when cancelled meanwhile."""
-        if operation.waiting:
-            self._api.cancel(self._worker.handle, operation.request)
-            self._look()
-        await _settled(operation, SETTLE_S)
-        if operation.waiting:
+        """Return only when nothing writes into the buffer any more, also when cancelled meanwhile."""
+        self._api.cancel(self._worker.handle, operation.request)
+        self._look()
+        await outlast(operation.done, SETTLE_S)
+        if not operation.done.done():
             log.warning("ucx link rebuilt: a receive could be neither finished nor cancelled", tag=operation.tag)
             self._rebuild("the link was rebuilt to silence another transfer")
         elif operation.done.result() == ERR_CANCELED and not self._closed:
             self._discard(operation.tag)
 
     def _discard(self, tag: int) -> None:
-        """Post the void for a tag."""
+        """Post the void of a tag."""
         self._voids[tag] = self._post_receive(tag, None)
 
     async def _withdraw_send(self, operation: _Operation) -> None:
-        """Returns when the receiver no longer reads the buffer, else raises `BufferStranded`."""
-        if operation.waiting and operation.peer is not None and not operation.peer.dead:
+        """Return when the receiver no longer reads the buffer, else raise `BufferStranded`."""
+        if not operation.done.done() and operation.peer is not None and not operation.peer.dead:
             notice = bytearray(operation.tag.to_bytes(_WITHDRAW_BYTES, "little"))
             self._post_send(operation.peer, _WITHDRAW_TAG, region_of(notice, writable=False))
-        await _settled(operation, SETTLE_S)
-        if operation.waiting:
+        await outlast(operation.done, SETTLE_S)
+        if not operation.done.done():
             self.stranded += 1
             settled: asyncio.Future[None] = self._loop.create_future()
             operation.done.add_done_callback(lambda _: self._unstrand(settled))
@@ -353,12 +348,11 @@ class UcxLink:
             self._discard(tag)
 
     def _rebuild(self, reason: str) -> None:
-        """Nothing writes through a UCX worker that no longer exists."""
+        """Replace the UCX worker: nothing writes through one that no longer exists."""
         self.rebuilt += 1
         self._close_worker(reason)
         for peer in self._peers.values():
-            if peer.watch is not None:
-                peer.watch.stop()
+            peer.watch.stop()
         self._peers.clear()
         self._open_worker()
 
@@ -390,8 +384,8 @@ class UcxLink:
             log.debug("ucx worker closed", reason=reason, ended=len(operations))
 
     def _drain(self) -> None:
-        """What moves goes on to its end, and nothing else meanwhile: where this process reads a peer's memory (CMA),
-        UCX aborts the process if the worker is torn down before. No peer can hold that up."""
+        """Finish the copies under way, and nothing else meanwhile: where this process reads a peer's memory (CMA), UCX
+        aborts the process if the worker is closed before. No peer can delay that."""
         until_s = time.monotonic() + DRAIN_S
         while self._worker.progress_once() and time.monotonic() < until_s:
             pass
@@ -410,16 +404,15 @@ class UcxLink:
         except UcpError as error:
             raise TransferError(f"ucx: no path to the peer: {error}") from error
         peer = self._peers[address] = _Peer(address, identity, endpoint)
-        peer.watch = watch(identity, self._loop, lambda: self._bury(peer, "the receiving process has died"))
+        peer.watch = ProcessWatch(identity, self._loop, lambda: self._bury(peer, "the receiving process has died"))
         return peer
 
     def _bury(self, peer: _Peer, reason: str) -> None:
-        """A dead process reads nothing any more: end all that waits for it."""
+        """End the sends to a peer that is gone: it reads nothing any more."""
         if peer.dead:
             return
         peer.dead = True
-        if peer.watch is not None:
-            peer.watch.stop()
+        peer.watch.stop()
         if self._worker is None:
             return
         self._progress()
@@ -432,11 +425,11 @@ class UcxLink:
             log.info("transfers ended", reason=reason, count=len(left))
 
     def _on_endpoint_failed(self, endpoint: int, status: int) -> None:
-        """Called from within `progress_once`: UCX must not be entered again before it returned."""
+        """Schedule `_replace_endpoint`. Called inside `progress_once`, which must return before another call of UCX."""
         self._loop.call_soon(self._replace_endpoint, endpoint, status)
 
     def _replace_endpoint(self, endpoint: int, status: int) -> None:
-        """The next send to this peer dials anew, if it still lives."""
+        """Forget a peer whose endpoint failed: the next send dials it anew, if it still lives."""
         for peer in [peer for peer in self._peers.values() if peer.endpoint == endpoint]:
             log.info("ucx endpoint failed", error=self._api.text(status))
             peer.endpoint = None  # UCX has taken it down itself
@@ -455,24 +448,3 @@ class UcxLink:
 
     def _text(self, status: int) -> str:
         return "the peer is gone" if status == _ERR_UNREACHABLE else self._api.text(status)
-
-
-_ERR_UNREACHABLE = -6
-
-
-async def _ended(operation: _Operation, timeout_s: float) -> None:
-    """Until the operation has its status; the future itself is never cancelled."""
-    if operation.waiting:
-        await asyncio.wait((operation.done,), timeout=timeout_s)
-        if operation.waiting:
-            raise TimeoutError
-
-
-async def _settled(operation: _Operation, timeout_s: float) -> None:
-    """As `_ended`, but neither time nor a further cancellation interrupts it early: the caller is already leaving."""
-    until_s = time.monotonic() + timeout_s
-    while operation.waiting and (left_s := until_s - time.monotonic()) > 0:
-        try:
-            await asyncio.wait((operation.done,), timeout=left_s)
-        except asyncio.CancelledError:
-            continue

@@ -1,8 +1,7 @@
 """The control bus between processes: one ROUTER inbox, one DEALER per dialled peer, msgpack inside.
 
-Called by `service.py`, which owns one bus per process. Decides how sockets are tuned, that a live Unix socket is
-never stolen, and that malformed messages are counted and skipped. Never retries, reorders or inspects messages:
-repair belongs to the protocols above.
+Called by `service.py`, which owns one bus per process. Tunes sockets, never takes over a live Unix socket, counts and
+skips malformed messages. Never retries, reorders or inspects messages: repair belongs to the protocols above.
 
     peer ──DEALER──▶ ROUTER ┐                       ready ring: sockets that have something;
     peer ──DEALER──▶   "    ├─▶ ready ring ─▶ receive()   each gives `TURN_BYTES` per turn
@@ -15,8 +14,8 @@ the bound in bytes is this, for each peer:
     from it    what the peer's own bounds let out; at worst, from a member of the cluster that means harm,
                RECEIVED_MESSAGES of MAX_MESSAGE_BYTES, since libzmq offers no bound in bytes
 
-A libzmq descriptor signals *changes* only; so a socket stays on the ring until it says it is empty, and is looked at
-again after every send (which may have swallowed the signal).
+A libzmq descriptor signals *changes* only; so a socket stays on the ring until it is empty, and is checked again after
+every send (which may have swallowed the signal).
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ RECONNECT_MS, RECONNECT_MAX_MS = 10, 200
 PING_MS, PING_TIMEOUT_MS = 1000, 3000
 YIELD_EVERY_MESSAGES = 32
 TURN_BYTES = 4096
-"""Of one socket before the next one's turn. In messages it would be no fair share: what a manager says of 400 requests
-would come between as many messages of a hundred tokens each."""
+"""Bytes read from one socket before the next one's turn. Counted in messages it would be no fair share: a manager's
+message about 400 requests would come between as many messages of a hundred tokens each."""
 
 _IPC = "ipc://"
 _TCP = "tcp://"
@@ -75,33 +74,12 @@ class BusCounters:
     malformed: int = 0
     unreachable: int = 0
     forged: int = 0
-    """Skipped: they came in under the name of a process that never dials this one."""
-
-
-class LargeMessages:
-    """Bytes of large messages that libzmq still holds, by peer. One per bus."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
-        self._held: dict[InstanceId, list[tuple[zmq.MessageTracker, int]]] = {}
-
-    def admit(self, peer: InstanceId, nbytes: int) -> None:
-        """Raises `PeerUnreachable` if the peer's queue is full. One message always fits into an empty queue."""
-        held = [(tracker, size) for tracker, size in self._held.pop(peer, ()) if not tracker.done]
-        if not held:
-            return
-        self._held[peer] = held
-        queued = sum(size for _, size in held)
-        if queued + nbytes > self._most_bytes:
-            raise PeerUnreachable(f"{peer}: its queue is full: {queued} of {self._most_bytes} bytes in large messages")
-
-    def add(self, peer: InstanceId, tracker: zmq.MessageTracker, nbytes: int) -> None:
-        self._held.setdefault(peer, []).append((tracker, nbytes))
+    """Messages skipped because their sender's name is that of a process that never dials this one."""
 
 
 @dataclass(slots=True, eq=False)
 class _Source:
-    """One socket we read. `peer` is None for the inbox, where each message names its sender."""
+    """Socket that is read. `peer` is None for the inbox, where each message names its sender."""
 
     socket: zmq.Socket[bytes]
     peer: InstanceId | None
@@ -109,7 +87,7 @@ class _Source:
     fd: int = field(init=False)
     on_ring: bool = False
     turn_bytes: int = 0
-    """Given in its present turn."""
+    """Bytes read in its present turn."""
 
     def __post_init__(self) -> None:
         self.fd = self.socket.FD
@@ -139,7 +117,8 @@ class ZmqBus:
         self.counters = BusCounters()
         self._curve = curve
         self._never_dial = frozenset(never_dial)
-        self._large = LargeMessages(LARGE_QUEUE_BYTES)
+        self._large: dict[InstanceId, list[tuple[zmq.MessageTracker, int]]] = {}
+        """Large messages that libzmq still holds, and their bytes, by peer."""
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.setsockopt(zmq.MAX_SOCKETS, 16384)
@@ -185,7 +164,7 @@ class ZmqBus:
         self._watch(source)
 
     def redial(self, peer: InstanceId, endpoint: str) -> None:
-        """A peer that was dialled is at this endpoint now; nothing for one that was not, or is known to be there."""
+        """Dial a peer that has moved to this endpoint. Does nothing if it was not dialled, or is known to be there."""
         known = self._peers.get(peer)
         if known is not None and known.endpoint != endpoint:
             log.info("peer has moved", peer=peer, endpoint=endpoint)
@@ -223,25 +202,27 @@ class ZmqBus:
         except PeerUnreachable:
             self.counters.unreachable += 1
             raise
-        except zmq.Again as error:
-            self.counters.unreachable += 1
-            raise PeerUnreachable(f"{peer}: its queue is full") from error
         except zmq.ZMQError as error:
             self.counters.unreachable += 1
-            reason = "is not connected" if error.errno == zmq.EHOSTUNREACH else str(error)
-            raise PeerUnreachable(f"{peer}: {reason}") from error
+            known = {zmq.EAGAIN: "its queue is full", zmq.EHOSTUNREACH: "is not connected"}
+            raise PeerUnreachable(f"{peer}: {known.get(error.errno or 0, str(error))}") from error
         finally:
             self._look_at(source)
         self.counters.sent += 1
 
     def _send_large(self, source: _Source, peer: InstanceId, data: bytes) -> None:
-        """Not copied, so that libzmq says when it has let go of the bytes."""
-        self._large.admit(peer, len(data))
+        """Send without a copy, so that libzmq reports when it has released the bytes. Raises `PeerUnreachable` if the
+        peer's queue is full; one message always fits into an empty queue."""
+        held = [(tracker, size) for tracker, size in self._large.get(peer, ()) if not tracker.done]
+        self._large[peer] = held
+        queued = sum(size for _, size in held)
+        if held and queued + len(data) > LARGE_QUEUE_BYTES:
+            raise PeerUnreachable(f"{peer}: its queue is full: {queued} of {LARGE_QUEUE_BYTES} bytes in large messages")
         if source.peer is None:
             source.socket.send(peer.encode(), zmq.SNDMORE | zmq.NOBLOCK)
         tracker = source.socket.send(data, zmq.NOBLOCK, copy=False, track=True)
         if tracker is not None:
-            self._large.add(peer, tracker, len(data))
+            held.append((tracker, len(data)))
 
     async def receive(self) -> tuple[InstanceId, Message]:
         while True:
@@ -284,7 +265,7 @@ class ZmqBus:
     # ---- inside ---------------------------------------------------------------------------------------------
 
     def _take(self) -> tuple[InstanceId, Message] | None:
-        """One well-formed message from the next ready socket, or None when all are empty."""
+        """Return sender and message of the next ready socket, or None when all are empty."""
         ring = self._ring
         while ring:
             source = ring[0]
@@ -324,7 +305,7 @@ class ZmqBus:
         return None
 
     def _has_route(self, caller: InstanceId) -> bool:
-        """Whether a peer that dialled the inbox is connected; one that is gets an empty message, and skips it."""
+        """Return whether a peer that dialled the inbox is connected. If so it gets an empty message, and skips it."""
         assert self._inbox is not None
         try:
             self._inbox.socket.send_multipart((caller.encode(), PROBE), zmq.NOBLOCK)
@@ -350,7 +331,7 @@ class ZmqBus:
             socket.close(linger=0)
             raise ConfigError(f"cannot listen on {bind}: {error}") from error
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.endpoint = _with_port_of(advertise or bound, bound)
+        self.endpoint = with_port_of(advertise or bound, bound)
         self._inbox = _Source(socket, None, bound)
         self._watch(self._inbox)
 
@@ -395,7 +376,7 @@ class ZmqBus:
 
 
 def tune(socket: zmq.Socket[Any]) -> None:
-    """Settings of every socket of ours: short linger, and dead TCP peers found within seconds."""
+    """Give a socket a short linger and settings that find dead TCP peers within seconds."""
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 5)
@@ -406,8 +387,8 @@ def tune(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TTL, PING_TIMEOUT_MS)
 
 
-def _with_port_of(endpoint: str, bound: str) -> str:
-    """tcp://host:0 with the port that was really bound."""
+def with_port_of(endpoint: str, bound: str) -> str:
+    """Return `endpoint`, tcp://host:0 with the port that was really bound."""
     if endpoint.startswith(_TCP) and endpoint.endswith(":0"):
         return endpoint[:-1] + bound.rpartition(":")[2]
     return endpoint
@@ -416,9 +397,9 @@ def _with_port_of(endpoint: str, bound: str) -> str:
 class _IpcLock:
     """Ownership of one Unix socket path, for as long as the process lives.
 
-    libzmq unlinks the path before it binds, a live socket of another process too. So the path is guarded by an advisory
-    lock beside it, which the kernel releases with the process however it dies; and a socket that another program (no
-    bus of ours) still answers on is left alone as well.
+    libzmq unlinks the path before it binds, a live socket of another process too. So an advisory lock beside it guards
+    the path, which the kernel releases however the process dies; a socket that any other program answers on is left
+    alone as well.
     """
 
     def __init__(self, path: Path) -> None:

@@ -39,7 +39,8 @@ import zmq
 from cohort.common.errors import ConfigError, TransferError, TransferTimeout
 from cohort.common.transport.buffers import HostStaging
 from cohort.common.transport.security import Authenticator, CurveKeys, protect_client, protect_server
-from cohort.common.transport.zmq_bus import LINGER_MS, tune
+from cohort.common.transport.uninterrupted import outlast
+from cohort.common.transport.zmq_bus import LINGER_MS, tune, with_port_of
 
 log = structlog.get_logger(__name__)
 
@@ -54,7 +55,7 @@ _HEADER = struct.Struct("<BQQQ")  # kind, tag, transfer, value
 
 
 class _Kind(enum.IntEnum):
-    """What `value` means is written beside each."""
+    """Kinds of messages; the comments give the meaning of `value`."""
 
     OFFER = 1  # bytes in all
     PULL = 2  # offset up to which may be sent
@@ -117,10 +118,7 @@ class ZmqLink:
             self._end_context()
             raise ConfigError(f"cannot listen on {bind}: {error}") from error
         bound = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
-        endpoint = advertise or bound
-        if endpoint.startswith("tcp://") and endpoint.endswith(":0"):
-            endpoint = endpoint[:-1] + bound.rpartition(":")[2]
-        self._address = endpoint.encode()
+        self._address = with_port_of(advertise or bound, bound).encode()
         self._listen(self._inbox, None)
 
     # ---- KvLink ---------------------------------------------------------------------------------------------
@@ -129,7 +127,7 @@ class ZmqLink:
         return self._address
 
     def register(self, memory: object) -> None:
-        """Sockets need none of it."""
+        """Ignore it: sockets need no registered memory."""
 
     async def send(self, peer: bytes, tag: int, buffer: object, *, timeout_s: float) -> None:
         staging = await HostStaging.of(buffer, writable=False)
@@ -198,7 +196,7 @@ class ZmqLink:
 
     @property
     def receiving(self) -> int:
-        """Receives that callers wait for now; a leak counter for tests and metrics."""
+        """Number of receives that callers wait for now; tests look for leaks by it."""
         return len(self._receiving)
 
     # ---- reading --------------------------------------------------------------------------------------------
@@ -208,11 +206,11 @@ class ZmqLink:
         self._read_soon(socket, peer)
 
     def _read_soon(self, socket: zmq.Socket[bytes], peer: _Peer | None) -> None:
-        """After every send, which may have swallowed the descriptor's signal that there is something to read."""
+        """Read in the loop's next turn. Called after every send, which may have swallowed the descriptor's signal."""
         self._loop.call_soon(self._read, socket, peer)
 
     def _read(self, socket: zmq.Socket[bytes], peer: _Peer | None) -> None:
-        """A bounded turn; a libzmq descriptor signals changes only, so the rest is read in another turn."""
+        """Read for one bounded turn. A libzmq descriptor signals changes only, so the rest is read in another turn."""
         for _ in range(READS_PER_TURN):
             if socket.closed:
                 return
@@ -295,7 +293,7 @@ class ZmqLink:
         self._advance(receiving)
 
     def _advance(self, receiving: _Receiving) -> None:
-        """Allow the sender more, or tell it that all is there."""
+        """Let the sender send more, or report to it that all bytes are here."""
         assert receiving.source is not None
         nbytes = receiving.staging.region.nbytes
         if receiving.received == nbytes:
@@ -344,7 +342,7 @@ class ZmqLink:
                 _fail(sending.done, f"the receiver counts {received} bytes")
 
     async def _released(self, address: bytes, peer: _Peer, sending: _Sending) -> None:
-        """Until libzmq reads the buffer no more; also when cancelled meanwhile."""
+        """Wait until libzmq reads the buffer no more, also when cancelled meanwhile."""
         if await self._wait_released(sending.trackers, RELEASE_S):
             return
         if self._peers.get(address) is peer:
@@ -366,9 +364,7 @@ class ZmqLink:
             return True
 
         waiting = self._loop.run_in_executor(None, wait)
-        while not waiting.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait((waiting,))
+        await outlast(waiting)
         return waiting.result()
 
     def _say(self, peer: _Peer, kind: _Kind, tag: int, transfer: int, value: int) -> None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from cohort.common.errors import TransferError
-from cohort.common.transport.peer_process import ProcessIdentity, watch
+from cohort.common.transport.peer_process import ProcessIdentity, ProcessWatch
 
 
 async def a_process() -> tuple[asyncio.subprocess.Process, ProcessIdentity]:
@@ -32,14 +32,14 @@ async def test_death_is_told_once_and_at_once() -> None:
         died.set()
 
     assert identity.is_near()
-    assert watch(identity, asyncio.get_running_loop(), on_death) is not None
+    assert ProcessWatch(identity, asyncio.get_running_loop(), on_death).fd >= 0
     await asyncio.sleep(0.05)
     assert not died.is_set()
     process.kill()
     await asyncio.wait_for(died.wait(), 2)
     await process.wait()
     again = asyncio.Event()
-    watch(identity, asyncio.get_running_loop(), again.set)  # whoever asks later learns it too
+    ProcessWatch(identity, asyncio.get_running_loop(), again.set)  # whoever asks later learns it too
     await asyncio.wait_for(again.wait(), 2)
     assert calls == [1]
 
@@ -47,8 +47,8 @@ async def test_death_is_told_once_and_at_once() -> None:
 async def test_stopped_watch_is_silent() -> None:
     process, identity = await a_process()
     calls: list[int] = []
-    watching = watch(identity, asyncio.get_running_loop(), lambda: calls.append(1))
-    assert watching is not None
+    watching = ProcessWatch(identity, asyncio.get_running_loop(), lambda: calls.append(1))
+    assert watching.fd >= 0
     watching.stop()
     watching.stop()
     process.kill()
@@ -60,7 +60,7 @@ async def test_stopped_watch_is_silent() -> None:
 async def test_reused_pid_counts_as_dead() -> None:
     earlier = dataclasses.replace(ProcessIdentity.own(), start_ticks=1)
     died = asyncio.Event()
-    watch(earlier, asyncio.get_running_loop(), died.set)
+    ProcessWatch(earlier, asyncio.get_running_loop(), died.set)
     await asyncio.wait_for(died.wait(), 2)
 
 
@@ -68,7 +68,7 @@ async def test_elsewhere_is_not_watched() -> None:
     own = ProcessIdentity.own()
     for elsewhere in (dataclasses.replace(own, boot=bytes(8)), dataclasses.replace(own, pid_namespace=1)):
         assert not elsewhere.is_near()
-        assert watch(elsewhere, asyncio.get_running_loop(), lambda: None) is None
+        assert ProcessWatch(elsewhere, asyncio.get_running_loop(), lambda: None).fd == -1
 
 
 def test_addresses() -> None:

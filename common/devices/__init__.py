@@ -2,7 +2,7 @@
 
     inventory ──▶ division (workers: auto) ──▶ launcher, workers
         │    └──▶ config.device_defaults
-        └──▶ refusal (no silent CPU)          fit (weights against memory)          claims (one lock per share)
+        └──▶ refusal (no silent CPU)          fit (weights against memory)          gpu_locks (one lock per share)
 
 Nothing here imports torch or starts CUDA.
 """

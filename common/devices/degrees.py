@@ -1,10 +1,10 @@
-"""Over how many devices each worker's model is divided (`workers: tensor_parallel`), settled and checked. Pure.
+"""The number of devices that each worker's model is divided over (`workers: tensor_parallel`). Pure.
 
 Called by the launcher before anything is started, and by every worker, which may have been started on its own.
 
 | tensor_parallel | on a CPU | on GPUs |
 |---|---|---|
-| a number | so many processes | so many GPUs, each rank on one of its own |
+| a number | that many processes | that many GPUs, each rank on one of its own |
 | auto | 1 | the fewest whose shares hold the weights, a step, and KV for `LEAST_KV_TOKENS` tokens |
 """
 
@@ -25,12 +25,12 @@ from cohort.common.errors import ConfigError
 from cohort.common.paths import GGUF_FILE
 
 LEAST_KV_TOKENS = 8192
-"""A worker with less has to compute long prompts again and again; a shorter context than that needs only itself."""
+"""Least KV of a worker, unless the context is shorter: with less it recomputes long prompts again and again."""
 
 
 def settle_degrees(config: Config, model: Path, geometry: ModelGeometry, memories: Sequence[int]) -> Config:
-    """The configuration with every degree a number. `memories`: bytes of each GPU that may be used, empty on a CPU; 0 =
-    not known. Raises `ConfigError` where the model's heads do not divide, or there are fewer GPUs."""
+    """Return the configuration with a number for every degree. `memories`: bytes of each usable GPU, empty on a CPU;
+    0 = not known. Raises `ConfigError` where the model's heads do not divide, or there are fewer GPUs."""
     groups = tuple(
         msgspec.structs.replace(group, tensor_parallel=degree_of(config, group, model, geometry, memories))
         for group in config.workers
@@ -39,7 +39,7 @@ def settle_degrees(config: Config, model: Path, geometry: ModelGeometry, memorie
 
 
 def degree_of(config: Config, group: WorkerGroup, model: Path, geometry: ModelGeometry, memories: Sequence[int]) -> int:
-    """Of one group; see `settle_degrees`."""
+    """Return one group's degree; see `settle_degrees`."""
     on_gpu = bool(memories)
     gpus = used_gpus(config, len(memories)) if on_gpu else 0
     if group.tensor_parallel == "auto":
@@ -55,8 +55,7 @@ def degree_of(config: Config, group: WorkerGroup, model: Path, geometry: ModelGe
 
 
 def check_divided(config: Config, model: Path, geometry: ModelGeometry, degree: int) -> None:
-    """Raises `ConfigError` where the model's heads do not divide by this degree, or what else is asked for goes with
-    none."""
+    """Raise `ConfigError` where the model's heads do not divide by this degree, or another option excludes any."""
     if degree > 1 and (reason := _undivided(config, model)):
         raise ConfigError(f"workers: tensor_parallel: {degree}: {reason} is not divided over ranks yet")
     check_degree(geometry, degree, model.name)
@@ -71,7 +70,7 @@ def _undivided(config: Config, model: Path) -> str:
 
 
 def _fewest(config: Config, model: Path, geometry: ModelGeometry, memories: Sequence[int]) -> int:
-    """1 where nothing fits: what is missing is said where a worker of one GPU is refused."""
+    """Return the least degree that fits; 1 if none does, whose refusal then names the bytes that lack."""
     tokens = min(LEAST_KV_TOKENS, config.model.max_model_len or geometry.max_positions)
     for degree in degrees(geometry, 1 if _undivided(config, model) else len(memories)):
         own = RankShare(geometry, 0, degree).own

@@ -1,7 +1,7 @@
-"""`workers: auto`: how many workers of which role a box's GPUs get, and how many share one GPU. Pure.
+"""`workers: auto`: the number of workers of each role on a host's GPUs, and how many share one GPU. Pure.
 
-Called by the launcher for `cohort serve`, and by every worker that is started on its own (containers), which all come
-to the same answer from the same configuration and the same GPUs.
+Called by the launcher for `cohort serve`, and by every worker that is started on its own (containers); all get the same
+answer from the same configuration and the same GPUs.
 
 | the preset's roles, `gpus` = n | workers |
 |---|---|
@@ -9,10 +9,10 @@ to the same answer from the same configuration and the same GPUs.
 | one role | n of it, but no fewer than the preset has (`split` needs two) |
 | prefill and decode | half and half; an odd GPU decodes |
 
-Half and half because the best ratio follows from the traffic's lengths, which nothing knows at start; `cohort advise`
-finds it. An odd GPU decodes: a late first token is one wait, a slow decode is one for every token. With more roles than
-GPUs workers share (two on one GPU halve its memory and hold the weights twice). A worker of several ranks
-(`tensor_parallel`, settled before: `degrees.py`) counts as so many.
+The best ratio follows from the traffic's lengths, which are not known at start; `cohort advise` finds it. An odd GPU
+decodes: a late first token is one wait, a slow decode is one for every token. With more roles than GPUs workers share
+(two on one GPU halve its memory and hold the weights twice). A worker of several ranks (`tensor_parallel`, settled
+before: `degrees.py`) takes that many GPUs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cohort.common.types import Role
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The workers of this host, and on how many GPUs, how many at most on one."""
+    """Workers of this host, the number of GPUs that they run on, and how many share one at most."""
 
     workers: tuple[WorkerGroup, ...]
     gpus: int
@@ -35,8 +35,8 @@ class Division:
 
 
 def divide(config: Config, visible: int) -> Division:
-    """`visible` GPUs, of which `engine.gpus` or the one that `engine.device` names are used; 0 counts as one device.
-    Groups that are not `auto` stay as they are."""
+    """Divide the `visible` GPUs, of which `engine.gpus` or the one that `engine.device` names are used; 0 counts as one
+    device. Groups that are not `auto` stay as they are."""
     gpus = used_gpus(config, visible)
     workers = _groups(config, gpus) if config.divides else config.workers
     ranks = sum(max(1, group.count) * group.local_degree for group in workers)
@@ -44,14 +44,14 @@ def divide(config: Config, visible: int) -> Division:
 
 
 def used_gpus(config: Config, visible: int) -> int:
-    """How many GPUs this configuration's workers go over, one at least."""
+    """Return the number of GPUs that this configuration's workers use, one at least."""
     if ":" in config.engine.device:
         return 1
     return max(1, min(config.engine.gpus or visible, visible))
 
 
 def settle(config: Config, visible: int) -> Config:
-    """The configuration with workers counted and their share of a GPU named, so that all workers plan with the same."""
+    """Return the configuration with numbers for its workers and their share of a GPU, the same for every process."""
     division = divide(config, visible)
     engine = config.engine
     if config.on_gpu:
@@ -60,7 +60,7 @@ def settle(config: Config, visible: int) -> Config:
 
 
 def left_open(config: Config) -> Config:
-    """The same roles with their counts left to `divide`."""
+    """Return the configuration with the counts of its roles left to `divide`."""
     groups = tuple(msgspec.structs.replace(group, count=0) for group in config.workers)
     return msgspec.structs.replace(config, workers=groups)
 
@@ -78,12 +78,12 @@ def _groups(config: Config, gpus: int) -> tuple[WorkerGroup, ...]:
 
 
 def _least(config: Config, role: Role) -> int:
-    """The fewest workers of a group that the placement works with."""
+    """Return the fewest workers of a group that the placement works with."""
     return 2 if config.policies.placement == "split" and role is Role.UNIFIED else 1
 
 
 def _shares(weights: list[int], total: int, roles: list[Role]) -> list[int]:
-    """`total` in proportion to `weights`, each its weight at least; the rest decodes, or goes to the last."""
+    """Divide `total` in proportion to `weights`, each its weight at least. The rest decodes, or goes to the last."""
     counts = [max(weight, total * weight // sum(weights)) for weight in weights]
     rest = next((place for place, role in enumerate(roles) if role is Role.DECODE), len(roles) - 1)
     counts[rest] += total - sum(counts)

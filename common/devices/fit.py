@@ -1,9 +1,9 @@
 """Whether a model fits a GPU or a host's memory, before anything is loaded: weights by the files' own headers, steps
 by `device_memory`.
 
-Called by the launcher for the GPUs it divides and for the host, and by a worker for the device it has. What does not
-fit is refused with the bytes that lack and with what would fit. Estimates err on the small side: what passes here is
-measured again when the weights are there.
+Called by the launcher for the GPUs it divides and for the host, and by a worker for the device it has. A refusal names
+the bytes that lack and what would fit. Estimates err on the small side: what passes here is measured again when the
+weights are loaded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DEGREES = (2, 4, 8, 16)
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one worker takes of its device at the least, in bytes; `cache` is the KV of `kv_tokens`."""
+    """Least bytes that one worker takes of its device; `cache` is the KV of `kv_tokens`."""
 
     weights: int
     steps: int
@@ -57,15 +57,15 @@ class Need:
     cache: int
     kv_tokens: int = 0
     rounds: bool = False
-    """Its weights could be rounded to fewer bits at load."""
+    """Whether the weights could be rounded to fewer bits at load."""
     fp8_cache: int = 0
-    """The same tokens of KV in FP8; 0 where they are in it, or it is not served."""
+    """Bytes of the same KV in FP8; 0 where it is in FP8, or cannot be."""
     codes: tuple[tuple[str, int], ...] = ()
-    """What the weights would take in a checkpoint of fewer bits, by its name; none where they are in few already."""
+    """(Name, bytes) of checkpoints of the model in fewer bits; none where it has few already."""
     degrees: tuple[int, ...] = _DEGREES
     """Numbers of GPUs that one worker could divide the model over."""
     whole_cache: bool = False
-    """Each of them would have all of the cache: it is of latents."""
+    """Whether each of these GPUs would hold the whole cache: it is of latents."""
 
     @property
     def total(self) -> int:
@@ -81,12 +81,12 @@ class Need:
 
 
 def gpu_dtype(config: Config) -> Dtype:
-    """Of weights and KV on a GPU."""
+    """Return the dtype of weights and KV on a GPU."""
     return "bfloat16" if config.model.dtype == "auto" else config.model.dtype
 
 
 def need(config: Config, model_dir: Path, geometry: ModelGeometry, degree: int = 1) -> Need:
-    """Of each of `degree` ranks on GPUs, which the model must divide by."""
+    """Return the need of each of `degree` ranks on GPUs; the model must divide by `degree`."""
     dtype, engine = gpu_dtype(config), config.engine
     element = DTYPE_BYTES[dtype]
     own, steps = geometry, step_bytes(geometry, element, engine.max_rows, engine.max_step_tokens)
@@ -114,9 +114,10 @@ def need(config: Config, model_dir: Path, geometry: ModelGeometry, degree: int =
 
 
 def host_need(config: Config, model_dir: Path, geometry: ModelGeometry, *, computes_bfloat16: bool) -> Need:
-    """Of a host's memory, where the worker computes on its processor: matrices are widened to float32 where that does
-    not multiply bfloat16 itself."""
-    dtype: Dtype = config.model.dtype if config.model.dtype != "auto" else _host_dtype(computes_bfloat16)
+    """Return the need of a worker on a processor. Matrices are widened to float32 where that does not multiply bfloat16
+    itself."""
+    own: Dtype = "bfloat16" if computes_bfloat16 else "float32"
+    dtype = own if config.model.dtype == "auto" else config.model.dtype
     widened = dtype == "float16" or (dtype == "bfloat16" and not computes_bfloat16)
     element = 4 if widened else DTYPE_BYTES[dtype]
     weights = weight_bytes(model_dir, geometry, element, config.model.weights, "cpu", dtype)
@@ -144,8 +145,8 @@ def host_need(config: Config, model_dir: Path, geometry: ModelGeometry, *, compu
 
 
 def _draft_bytes(config: Config, element: int, dtype: Dtype) -> int:
-    """Of a draft model beside it, whose KV is part of the cache; 0 for one that cannot be read, which its loading
-    refuses."""
+    """Return the bytes of a draft model's weights; 0 for one that cannot be read, which its loading refuses. Its KV is
+    part of the cache."""
     speculation = config.speculation
     folder = Path(speculation.draft_model).expanduser()
     if speculation.mode != "model" or not speculation.draft_model or not (folder / "config.json").is_file():
@@ -156,7 +157,7 @@ def _draft_bytes(config: Config, element: int, dtype: Dtype) -> int:
 
 
 def check_host_fit(config: Config, model: str, wanted: Need, memory_bytes: int, workers: int) -> None:
-    """Raises `ConfigError` where so many workers with this need have too little memory; 0 is not known and passes."""
+    """Raise `ConfigError` if a host's memory is too small for `workers` of this need; 0 is not known and passes."""
     total = workers * wanted.total
     if not memory_bytes or total <= memory_bytes:
         return
@@ -176,12 +177,12 @@ def check_host_fit(config: Config, model: str, wanted: Need, memory_bytes: int, 
 
 
 def share_bytes(config: Config, memory_bytes: int, sharers: int) -> int:
-    """One worker's part of a GPU."""
+    """Return one worker's share of a GPU's memory."""
     return int(config.kv.memory_fraction * memory_bytes / max(1, sharers))
 
 
 def check_fit(config: Config, model: str, wanted: Need, gpu: str, memory_bytes: int, sharers: int) -> None:
-    """Raises `ConfigError` where a worker with this need has too little of a GPU; memory 0 is not known and passes."""
+    """Raise `ConfigError` if a GPU's share is too small for a worker of this need; memory 0 is not known and passes."""
     has = share_bytes(config, memory_bytes, sharers)
     if not memory_bytes or wanted.total <= has:
         return
@@ -209,7 +210,7 @@ def check_fit(config: Config, model: str, wanted: Need, gpu: str, memory_bytes: 
 
 
 def _fewer_bits(wanted: Need, has: int, workers: int, device_type: str) -> list[str]:
-    """Codes of 8 or 4 bits, where products read them; a half and a quarter of 16 bits, scales aside."""
+    """Return the option for codes of 8 or 4 bits that fit, if products read them; scales are not counted."""
     if not wanted.rounds or not keeps_codes(device_type, "bfloat16", checkpoint=False):
         return []
     fitting = (
@@ -221,7 +222,7 @@ def _fewer_bits(wanted: Need, has: int, workers: int, device_type: str) -> list[
 
 
 def _smaller(wanted: Need, has: int, workers: int) -> list[str]:
-    """KV in FP8, a checkpoint of fewer bits, or both: the least change that fits, with what a worker then takes."""
+    """Return the least change that fits: KV in FP8, a checkpoint of fewer bits, or both; with a worker's need then."""
     cache = (("", wanted.cache), *((("--kv-cache-dtype fp8", wanted.fp8_cache),) if wanted.fp8_cache else ()))
     weights = (("", wanted.weights), *((f"a checkpoint in {name}", size) for name, size in wanted.codes))
     for of_weights, weight in weights:
@@ -234,7 +235,7 @@ def _smaller(wanted: Need, has: int, workers: int) -> list[str]:
 
 
 def _in_fp8(config: Config, geometry: ModelGeometry, kept: str, tokens: int, device_type: str) -> int:
-    """Bytes of so many tokens of KV in FP8, where it is not kept so and could be."""
+    """Return the bytes of `tokens` tokens of KV in FP8; 0 if it is stored so already, or cannot be."""
     if kept not in DTYPE_BYTES or kept in SCALE_BYTES or geometry.latent is not None:
         return 0
     fp8 = kv_dtype(FP8, kept, geometry, device_type)
@@ -242,25 +243,20 @@ def _in_fp8(config: Config, geometry: ModelGeometry, kept: str, tokens: int, dev
 
 
 def _in_codes(weights: int, geometry: ModelGeometry, degree: int) -> tuple[tuple[str, int], ...]:
-    """What weights in 16 bits would take in codes; published checkpoints leave embedding and output matrix as they
-    are."""
+    """Return the bytes of 16-bit weights in codes. Published checkpoints leave embedding and output matrix alone."""
     tables = (1 if geometry.tie_embeddings else 2) * geometry.vocab_size * geometry.hidden_size * 2 // degree
     rest = max(0, weights - tables)
     return tuple((name, weights - rest + int(rest * bits / 16)) for name, bits in _CHECKPOINT_BITS if rest)
 
 
 def _least_cache(config: Config, geometry: ModelGeometry, dtype: str, most_bytes: int) -> tuple[int, int]:
-    """The least KV that a worker is of use with: tokens and bytes. `most_bytes`: it has no more; 0 = no bound."""
+    """Return the least useful KV of a worker: tokens and bytes. `most_bytes`: its bound; 0 = none."""
     block = geometry.kv_geometry(dtype, config.kv.block_size)
     tokens = min(_LEAST_TOKENS, config.model.max_model_len or geometry.max_positions)
     blocks = max(_LEAST_BLOCKS, -(-tokens // config.kv.block_size))
     if most_bytes:
         blocks = min(blocks, max(_LEAST_BLOCKS, most_bytes // block.block_bytes))
     return blocks * config.kv.block_size, blocks * block.block_bytes
-
-
-def _host_dtype(computes_bfloat16: bool) -> Dtype:
-    return "bfloat16" if computes_bfloat16 else "float32"
 
 
 def weight_bytes(
@@ -272,33 +268,38 @@ def weight_bytes(
     dtype: Dtype = "bfloat16",
     share: RankShare | None = None,
 ) -> int:
-    """What the weights take with plain ones in `element` bytes each, in a model of `dtype`; 0 where nothing tells.
-    `share`: of this rank's."""
+    """Return the bytes of the weights, plain ones in `element` bytes each, in a model of `dtype`; 0 if no file tells.
+    `share`: of this rank alone."""
     if kind == "files" and (model_dir / GGUF_FILE).exists() and device_type == "cpu":
         return int((model_dir / GGUF_FILE).stat().st_size * _GGUF_PACKED)
-    if geometry.family == "gpt_oss" and kind == "files" and keeps_codes(device_type, dtype, mxfp4_codes()):
-        return _with_mxfp4(model_dir, geometry, element, share)
-    if geometry.quantization is None or kind != "files":
-        return parameters(model_dir, geometry, kind, share) * element
     try:
-        tensors = dict(_tensors(model_dir))
-        kept = {
-            module: keeps_codes(device_type, dtype, codes) and not _widened(module, geometry)
-            for name in tensors
-            if (module := name.rpartition(".")[0]) and (codes := _codes(module, tensors, geometry)) is not None
-        }
-        return sum(
-            _of_rank(
-                name, _kept_bytes(name, tensor, geometry, element, kept.get(name.rpartition(".")[0], False)), share
+        if geometry.family == "gpt_oss" and kind == "files" and keeps_codes(device_type, dtype, mxfp4_codes()):
+            if all(file.suffix == ".safetensors" for file in _files(model_dir)):  # MXFP4 blocks and scales stay bytes
+                return sum(
+                    _of_rank(name, _count(tensor) * (1 if tensor["dtype"] == "U8" else element), share)
+                    for name, tensor in _tensors(model_dir)
+                )
+        elif geometry.quantization is not None and kind == "files":
+            tensors = dict(_tensors(model_dir))
+            kept = {  # codes of attention over latents become numbers when they are read
+                module: keeps_codes(device_type, dtype, codes)
+                and not (geometry.latent is not None and ".self_attn." in module)
+                for name in tensors
+                if (module := name.rpartition(".")[0]) and (codes := _codes(module, tensors, geometry)) is not None
+            }
+            return sum(
+                _of_rank(
+                    name, _kept_bytes(name, tensor, geometry, element, kept.get(name.rpartition(".")[0], False)), share
+                )
+                for name, tensor in tensors.items()
             )
-            for name, tensor in tensors.items()
-        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return 0  # the engine says what is wrong with the files
+    return parameters(model_dir, geometry, kind, share) * element
 
 
 def _of_rank(name: str, size: int, share: RankShare | None) -> int:
-    """Of what a tensor of the files takes, one rank's part; some have all of it. Scales go with their codes."""
+    """Return one rank's part of a tensor's bytes; some are whole on every rank. Scales go with their codes."""
     if share is None:
         return size
     module, _, kind = name.rpartition(".")
@@ -306,25 +307,11 @@ def _of_rank(name: str, size: int, share: RankShare | None) -> int:
     return size if part is None else size * part.extent // part.of
 
 
-def _with_mxfp4(model_dir: Path, geometry: ModelGeometry, element: int, share: RankShare | None) -> int:
-    """Of gpt-oss, whose MXFP4 blocks and scales stay bytes."""
-    try:
-        if all(file.suffix == ".safetensors" for file in _files(model_dir)):
-            tensors = _tensors(model_dir)
-            return sum(
-                _of_rank(name, _count(tensor) * (1 if tensor["dtype"] == "U8" else element), share)
-                for name, tensor in tensors
-            )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
-        return 0  # the engine says what is wrong with the files
-    return parameters(model_dir, geometry, share=share) * element
-
-
 def parameters(
     model_dir: Path, geometry: ModelGeometry, kind: Literal["files", "random"] = "files", share: RankShare | None = None
 ) -> int:
-    """Numbers that the weights consist of: from the files; of random weights, and where no file tells, from the shape.
-    0 where neither can tell. `share`: those of this rank, of equal ones where no tensor tells."""
+    """Return the number of weights: by the files; of random ones, and without files, by the shape; 0 if neither tells.
+    `share`: of this rank alone, equal parts where the tensors are not known."""
     ranks = 1 if share is None else share.degree
     if kind == "files":
         try:
@@ -343,7 +330,7 @@ def parameters(
 
 
 def _files(model_dir: Path) -> list[Path]:
-    """Those that the engine reads (`engine/weights.py`): some folders hold the weights twice, in two forms."""
+    """Return the files that the engine reads (`engine/weights`): some folders hold the weights in two forms."""
     for single, index in (
         ("model.safetensors", "model.safetensors.index.json"),
         ("pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -357,7 +344,8 @@ def _files(model_dir: Path) -> list[Path]:
 
 
 def _tensors(model_dir: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A safetensors file begins with the length of its header (8 bytes, little-endian) and the header (JSON)."""
+    """Yield name and header entry of each tensor. A safetensors file begins with the header's length (8 bytes,
+    little-endian) and the header (JSON)."""
     for shard in _files(model_dir):
         with shard.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -368,7 +356,7 @@ def _tensors(model_dir: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _numbers(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry) -> int:
-    """How many weights a tensor of the files stands for."""
+    """Return the number of weights in a tensor of the files."""
     stored, part = _count(tensor), name.rpartition(".")[2]
     if geometry.quantization is None:  # MXFP4 blocks hold two weights a byte, and their scales none
         if tensor["dtype"] == "U8" and geometry.family == "gpt_oss":
@@ -381,7 +369,7 @@ def _numbers(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry) -> i
 
 
 def _codes(module: str, tensors: Mapping[str, Mapping[str, Any]], geometry: ModelGeometry) -> CodeLayout | None:
-    """How the module's weight is stored; None where it is plain, or has no weight."""
+    """Return how the module's weight is stored; None where it is plain, or there is none."""
     scheme = None if geometry.quantization is None else geometry.quantization.scheme_of(module)
     if scheme is None:
         return None
@@ -402,18 +390,13 @@ def _codes(module: str, tensors: Mapping[str, Mapping[str, Any]], geometry: Mode
 
 
 def _kept_bytes(name: str, tensor: Mapping[str, Any], geometry: ModelGeometry, element: int, kept: bool) -> int:
-    """What a tensor of a quantised checkpoint takes: as it is where its module's codes are `kept`."""
+    """Return the bytes of a tensor of a quantised checkpoint, whose module's codes may be `kept`."""
     part = name.rpartition(".")[2]
     if part in _UNREAD:
         return 0
     if part in _WORDS | _BESIDE_CODES:
         return _count(tensor) * _SCALE_BYTES if kept else _numbers(name, tensor, geometry) * element
     return _count(tensor) * (1 if kept and tensor["dtype"] in _CODES_OF_8_BITS else element)
-
-
-def _widened(module: str, geometry: ModelGeometry) -> bool:
-    """Whether its codes become numbers when they are read, whatever they are: of attention over latents."""
-    return geometry.latent is not None and ".self_attn." in module
 
 
 def _count(tensor: Mapping[str, Any]) -> int:

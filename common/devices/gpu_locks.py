@@ -1,10 +1,9 @@
-"""Which worker has which share of which GPU of this host: one lock file per share, held for the worker's life.
+"""The shares of this host's GPUs that workers have: one lock file per share, held for the worker's life.
 
 Called once by every worker process on a GPU, before it allocates anything there. All workers of a host see all its GPUs
-and the same folder; nothing else passes between them. The kernel lets go of a lock when its process ends, however it
-ends, so nothing has to be cleaned up and nothing is ever taken by mistake.
+and the same folder; nothing else passes between them. The kernel releases a lock however its process ends.
 
-    claims.lock            held while one worker looks around and takes its share: one at a time
+    claims.lock            held while one worker looks for its share and takes it: one at a time
     GPU-<uuid>.0, .1 …     one per share; locked = taken. Its text names worker, role, number of sharers
 
 The GPU with the fewest claims is taken, among those one without a worker of the same role, then the first. A GPU that
@@ -38,7 +37,7 @@ class ClaimableGpu(Protocol):
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """The text of a claimed share's file."""
+    """Text of a claimed share's file."""
 
     pid: int
     instance: str
@@ -49,8 +48,8 @@ class Claim(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A claimed share: the GPU's place in the list that was asked for, the share's number, and the open lock. The lock
-    is held until the process ends or `release` is called."""
+    """A claimed share: the GPU's index in the list given to `take`, the share's number, and the lock, which is held
+    until the process ends or `release` is called."""
 
     gpu: int
     share: int
@@ -63,10 +62,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a worker asks for: a share of a GPU that is divided by `sharers`.
+    """Wanted share of a GPU that `sharers` workers share.
 
-    `role`: its own; or the planned ones of all workers of its pipeline, of which it takes one that none alive has.
-    `most_gpus`: the pipeline's workers go over so many at most; 0 = all.
+    `role`: the worker's; or the planned ones of its pipeline's workers, of which it takes one that no living one has.
+    `most_gpus`: the number of GPUs that the pipeline's workers may use; 0 = all.
     """
 
     sharers: int
@@ -82,7 +81,7 @@ class DeviceClaims:
         self._folder = folder
 
     def take(self, gpus: Sequence[ClaimableGpu], wish: Wish) -> Held | None:
-        """A share of one of `gpus`; None while there is none. Waits for nothing but other workers that look around."""
+        """Claim a share of one of `gpus`; None if none is free. Waits only for other workers' calls."""
         with (self._folder / "claims.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             claims = [self.claims(gpu.uuid) for gpu in gpus]
@@ -97,7 +96,7 @@ class DeviceClaims:
         return None
 
     def claims(self, uuid: str) -> list[Claim]:
-        """Of living workers, on one GPU."""
+        """Return the claims of living workers on one GPU."""
         found = []
         for share in range(_MOST_SHARES):
             path = self._path(uuid, share)
@@ -111,7 +110,7 @@ class DeviceClaims:
         return found
 
     def why_not(self, gpus: Sequence[ClaimableGpu], wish: Wish) -> str:
-        """Why `take` finds nothing, and what would help."""
+        """Describe why `take` finds nothing, and what would help."""
         taken = []
         for gpu in gpus:
             on_it = ", ".join(f"{claim.instance} (1 of {claim.sharers})" for claim in self.claims(gpu.uuid))
@@ -128,7 +127,7 @@ class DeviceClaims:
 
 
 def _in_order(claims: Sequence[Sequence[Claim]], wish: Wish, role: Role) -> list[int]:
-    """GPUs with a share left, the one to take first."""
+    """Return the indices of GPUs with a free share, best first."""
     ours = {place for place, on_it in enumerate(claims) if any(claim.pipeline == wish.pipeline for claim in on_it)}
     bounded = wish.most_gpus > 0 and len(ours) >= wish.most_gpus
     able = [
@@ -142,8 +141,8 @@ def _in_order(claims: Sequence[Sequence[Claim]], wish: Wish, role: Role) -> list
 
 
 def _lacking(planned: Sequence[Role], claims: Sequence[Sequence[Claim]], pipeline: str) -> Role:
-    """The first planned role that fewer workers have than planned; a worker beyond the plan does what helps most where
-    roles are split: it decodes."""
+    """Return the first planned role that fewer workers have than planned. A worker beyond the plan decodes, if some do:
+    that helps most."""
     have = Counter(claim.role for on_it in claims for claim in on_it if claim.pipeline == pipeline)
     for role, wanted in Counter(planned).items():
         if have[role] < wanted:
@@ -152,7 +151,7 @@ def _lacking(planned: Sequence[Role], claims: Sequence[Sequence[Claim]], pipelin
 
 
 def _lock(path: Path) -> int | None:
-    """The open descriptor of a lock that was free; None while another process holds it."""
+    """Return the open descriptor of a lock that was free; None while another process holds it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -163,7 +162,7 @@ def _lock(path: Path) -> int | None:
 
 
 def _read(path: Path) -> Claim:
-    """A share that is locked and says nothing yet is its owner's alone."""
+    """Read a claim. A locked file without text yet counts as a claim that shares with nobody."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Claim)
     except (OSError, msgspec.MsgspecError):

@@ -1,7 +1,7 @@
-"""How much memory this host still gives a process, and what its processor computes in; read from the kernel's files.
+"""The memory that this host still gives a process, and what its processor computes in; from the kernel's files.
 
-Called before weights are read, by the launcher and by workers on a processor. A container's limit counts as the host's
-memory does: what is over it is killed. Knows no torch. Never raises: what cannot be read is not known.
+Called before weights are read, by the launcher and by workers on a processor. Never raises: what cannot be read is not
+known.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from cohort.common.devices.inventory import HOST, Sources
+from cohort.common.devices.inventory import HOST, Sources, meminfo_bytes
 
 _NO_LIMIT = 1 << 60  # version 1 of cgroups writes a number of this size where there is none
 _BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 
 def available_bytes(sources: Sources = HOST) -> int:
-    """What may be allocated now without swapping, the narrowest container's limit included; 0 where nothing tells."""
-    known = [*host_bytes(sources.proc), *(max(0, left) for left in _left_in_cgroups(sources))]
+    """Return the bytes that can be allocated now without swapping, by host and containers' limits; 0 if not known."""
+    host = meminfo_bytes(sources, "MemAvailable")
+    known = [*([host] if host else []), *(max(0, left) for left in _left_in_cgroups(sources))]
     return min(known, default=0)
 
 
 def computes_bfloat16(sources: Sources = HOST) -> bool:
-    """Whether the processor multiplies bfloat16 itself; else its products are in float32."""
+    """Return whether the processor multiplies bfloat16 itself; else its products are in float32."""
     try:
         for line in (sources.proc / "cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("flags"):
@@ -32,18 +33,8 @@ def computes_bfloat16(sources: Sources = HOST) -> bool:
     return False
 
 
-def host_bytes(proc: Path) -> Iterator[int]:
-    """MemAvailable of this host, containers apart; none where the kernel does not say."""
-    try:
-        for line in (proc / "meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                yield int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        return
-
-
 def _left_in_cgroups(sources: Sources) -> Iterator[int]:
-    """Of this process's group and of every group around it, in either version of cgroups."""
+    """Yield what this process's group and every group around it have left, in either version of cgroups."""
     try:
         lines = (sources.proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -60,7 +51,7 @@ def _left_in_cgroups(sources: Sources) -> Iterator[int]:
 
 
 def _left(base: Path, path: str, limit_name: str, used_name: str, cache_name: str) -> Iterator[int]:
-    """Pages of files that nobody used lately are given back before anything is killed."""
+    """Yield what is left of each limit. Inactive pages of files count as free: the kernel drops them first."""
     folder = base / path.strip("/")
     for group in (folder, *folder.parents):
         if group != base and base not in group.parents:

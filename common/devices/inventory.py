@@ -1,4 +1,4 @@
-"""What GPUs this host shows to this process, asked from NVIDIA's driver without torch: `nvidia-smi` and /proc.
+"""The GPUs that this host shows to this process, by NVIDIA's driver without torch: `nvidia-smi` and /proc.
 
 Called at start by the launcher, by every process that reads a configuration of its own, and by workers that say why
 they cannot use a GPU. Never raises: a host without a driver, or with one that does not answer, has no GPUs.
@@ -34,7 +34,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where a driver shows itself; a test gives folders of its own."""
+    """Folders in which kernel and driver show themselves; tests have their own."""
 
     proc: Path = Path("/proc")
     dev: Path = Path("/dev")
@@ -45,7 +45,7 @@ HOST = Sources()
 
 
 def visible_gpus() -> list[Gpu]:
-    """GPUs that `CUDA_VISIBLE_DEVICES` leaves this process, in the driver's order; or the one MIG instance it names."""
+    """Return the GPUs that `CUDA_VISIBLE_DEVICES` leaves, in the driver's order; or the one MIG instance it names."""
     found = []
     for row in _ask("--query-gpu=" + ",".join(_QUERY)):
         fields = [field.strip() for field in row.split(",")]
@@ -61,13 +61,13 @@ def visible_gpus() -> list[Gpu]:
 
 
 def hidden() -> bool:
-    """`CUDA_VISIBLE_DEVICES` is set and names none: its user, or Slurm ("NoDevFiles"), wants the CPU."""
+    """Return whether `CUDA_VISIBLE_DEVICES` names no GPU: its user, or Slurm ("NoDevFiles"), wants the CPU."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     return chosen is not None and chosen.split(",")[0].strip() in ("", "-1", "NoDevFiles")
 
 
 def driver_present(sources: Sources = HOST) -> bool:
-    """Whether an NVIDIA driver shows that this host has a GPU, be it usable here or not."""
+    """Return whether there is an NVIDIA driver, and so a GPU, be it usable here or not."""
     return (
         (sources.dev / "nvidiactl").exists()
         or (sources.proc / "driver" / "nvidia" / "version").exists()
@@ -76,7 +76,7 @@ def driver_present(sources: Sources = HOST) -> bool:
 
 
 def driver_version(sources: Sources = HOST) -> str:
-    """ "550.54.15", or "" where it cannot be found out."""
+    """Return the driver's version, such as "550.54.15"; "" if it is not known."""
     try:
         text = (sources.proc / "driver" / "nvidia" / "version").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -88,37 +88,45 @@ def driver_version(sources: Sources = HOST) -> str:
 
 
 def throttling() -> list[str]:
-    """ "name, mask" of every GPU: why its clocks are lowered, as NVML's bits."""
+    """List "name, mask" of every GPU: NVML's bits for why its clocks are lowered."""
     return _ask("--query-gpu=name,clocks_throttle_reasons.active")
 
 
 def mps_runs() -> bool:
-    """Whether this process's CUDA contexts would go through the Multi-Process Service: its control pipe is there."""
+    """Return whether CUDA contexts of this process go through the Multi-Process Service, whose control pipe exists."""
     return (Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", _MPS_FOLDER)) / "control").exists()
 
 
 def host_memory_bytes(sources: Sources = HOST) -> int:
-    """RAM, or less where this process's control group allows less."""
-    total = 0
+    """Return the RAM, or less where this process's control group allows less."""
+    total = meminfo_bytes(sources, "MemTotal")
+    try:
+        limit = (sources.cgroup / "memory.max").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def meminfo_bytes(sources: Sources, field: str) -> int:
+    """Return a size in /proc/meminfo; 0 if it cannot be read."""
     try:
         for line in (sources.proc / "meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemTotal:"):
-                total = int(line.split()[1]) * 1024
-        limit = (sources.cgroup / "memory.max").read_text(encoding="ascii").strip()
-        return min(total, int(limit)) if limit.isdigit() else total
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
     except (OSError, ValueError, IndexError):
-        return total
+        pass
+    return 0
 
 
 def this_machine() -> Machine:
-    """For `load_config`: the defaults of a box go by its smallest GPU."""
+    """Describe this host for `load_config`: its defaults go by its smallest GPU."""
     gpus = visible_gpus()
     smallest = min((gpu.memory_bytes for gpu in gpus), default=0)
     return Machine(len(gpus), smallest, host_memory_bytes())
 
 
 def _ask(query: str, form: Sequence[str] = ("--format=csv,noheader,nounits",)) -> list[str]:
-    """Rows of `nvidia-smi`'s answer; none where there is no such program or it fails."""
+    """Return the rows of an answer of `nvidia-smi`; none if it is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -137,8 +145,8 @@ def _ask(query: str, form: Sequence[str] = ("--format=csv,noheader,nounits",)) -
 
 
 def _instances(gpus: Sequence[Gpu], named: str) -> list[Gpu]:
-    """The MIG instance of that UUID, or of the beginning of one. CUDA gives a process one instance, whatever follows.
-    Its memory is what its profile says: "MIG 3g.40gb" has 40 GiB, with "+me" behind it or not."""
+    """Return the MIG instance whose UUID begins so. CUDA gives a process one instance, whatever follows. Its profile
+    names its memory: "MIG 3g.40gb" has 40 GiB, with "+me" behind it or not."""
     whole: Gpu | None = None
     for row in _ask("-L", form=()):
         if card := re.match(r"GPU \d+: .*\(UUID: (GPU-[^)]+)\)", row):
@@ -150,7 +158,7 @@ def _instances(gpus: Sequence[Gpu], named: str) -> list[Gpu]:
 
 
 def _left(gpus: Sequence[Gpu], chosen: str | None) -> list[Gpu]:
-    """As CUDA reads the variable: indices or beginnings of UUIDs, up to the first that names none."""
+    """Choose GPUs as CUDA reads the variable: indices or beginnings of UUIDs, up to the first that names none."""
     if chosen is None:
         return list(gpus)
     left: list[Gpu] = []

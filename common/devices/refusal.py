@@ -1,8 +1,8 @@
-"""Why a host's GPU cannot be used as it is, in one sentence with the cure; so that nothing falls back without a word.
+"""The reason why a host's GPU cannot be used as it is, in one sentence with the cure: no silent fallback to the CPU.
 
 Called by a worker before it loads anything. A GPU that is there and unusable is refused where `engine.device` is
-`auto`: a model that is silently served by the CPU is served at a hundredth of the speed. `engine.device: cpu` and an
-empty `CUDA_VISIBLE_DEVICES` ask for the CPU and get it. Pure but for looking at files; the caller asks torch.
+`auto`: the CPU would serve the model at a hundredth of the speed. `engine.device: cpu` and an empty
+`CUDA_VISIBLE_DEVICES` ask for the CPU and get it. Pure but for looking at files; the caller asks torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DRIVER_FOR_CUDA_MAJOR: Mapping[int, tuple[int, ...]] = {13: (580, 65, 6), 12: (
 
 @dataclass(frozen=True, slots=True)
 class TorchFacts:
-    """What the installed torch says: `cuda` build ("13.0", "" for a CPU build), whether CUDA works, and if not, why."""
+    """The installed torch: its `cuda` build ("13.0", "" for a CPU build), whether CUDA works, and if not, why."""
 
     version: str
     cuda: str
@@ -34,8 +34,8 @@ class TorchFacts:
 
 
 def unusable_gpu(device: str, torch: TorchFacts, sources: inventory.Sources = inventory.HOST) -> str:
-    """Why `engine.device` cannot be had although the host has an NVIDIA driver; "" where there is nothing to refuse, or
-    nothing to explain: without a driver torch's word that there is no CUDA device is all there is to say."""
+    """Describe why `engine.device` cannot be used although the host has an NVIDIA driver. "" if it can be, or without a
+    driver: then torch's own error says all."""
     if torch.works or not (device == "auto" or device.startswith("cuda")):
         return ""
     if not inventory.driver_present(sources) or (device == "auto" and inventory.hidden()):
@@ -56,7 +56,7 @@ def missing_toolchain(
     has_module: Callable[[str], bool] = lambda name: importlib.util.find_spec(name) is not None,
     include: Path | None = None,
 ) -> str:
-    """What the GPU kernels lack on this host; "" when nothing, or with COHORT_KERNELS=reference.
+    """Return what the GPU kernels lack on this host; "" if nothing, or with COHORT_KERNELS=reference.
 
     Triton translates kernels at first use and builds a small C library to start them: that takes a C compiler and
     Python's headers.
@@ -80,7 +80,7 @@ def missing_toolchain(
 
 
 def family_for(driver: str) -> str:
-    """The newest wheel family that this driver runs; "" for none, or a version that cannot be read."""
+    """Return the newest wheel family that this driver runs; "" for none, or a version that cannot be read."""
     version = _parsed(driver)
     return next((family for family, least in DRIVER_FOR_FAMILY.items() if version >= least), "")
 
@@ -122,5 +122,5 @@ def _parsed(version: str) -> tuple[int, ...]:
 
 
 def _text(version: tuple[int, ...]) -> str:
-    """NVIDIA writes the third part with two digits: 580.65.06."""
+    """Format a version as NVIDIA does, with two digits in the third part: 580.65.06."""
     return ".".join(str(part) if place < 2 else f"{part:02}" for place, part in enumerate(version))

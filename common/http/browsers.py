@@ -58,7 +58,7 @@ class BrowserGuard:
 
 
 def _netloc(origin: str) -> str:
-    """Host and port of an Origin; "" for one that names none ("null", or what no browser sends)."""
+    """Return host and port of an Origin; "" for one that names none ("null", or what no browser sends)."""
     try:
         return urlsplit(origin).netloc
     except ValueError:
@@ -66,7 +66,7 @@ def _netloc(origin: str) -> str:
 
 
 def host_name(netloc: str) -> str:
-    """The host without its port, as names are compared: `[::1]:8000` is `::1`."""
+    """Return the host without its port, as names are compared: `[::1]:8000` is `::1`."""
     netloc = netloc.strip().lower()
     if netloc.startswith("["):
         return netloc[1:].partition("]")[0]

@@ -31,7 +31,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_api(config: Config) -> None:
-    """Raises `ConfigError` where other machines could use the API and no key is asked for."""
+    """Raise `ConfigError` where other machines could use the API and no key is asked for."""
     gateway = config.gateway
     if not (gateway.api_keys or config.keys.file or gateway.open or is_loopback(gateway.host)):
         raise ConfigError(
@@ -43,12 +43,12 @@ def check_api(config: Config) -> None:
 
 
 def unused_key(config: Config, environment: Mapping[str, str]) -> bool:
-    """Whether an API key is set that no request will be asked for."""
+    """Return whether an API key is set that no request will be asked for."""
     return bool(environment.get(KEY_VARIABLE)) and not config.gateway.api_keys
 
 
 def check_endpoints(config: Config) -> None:
-    """Raises `ConfigError` where control messages, prompts and tokens among them, would leave this machine in clear and
+    """Raise `ConfigError` where control messages, prompts and tokens among them, would leave this machine in clear and
     any peer be believed: TCP beyond loopback without a CURVE key."""
     _check_ranks(config)
     if config.security.curve_secret_key_file or config.security.allow_plain:
@@ -81,7 +81,7 @@ def _check_ranks(config: Config) -> None:
 
 
 def stays_here(config: Config) -> bool:
-    """Whether all processes of the pipeline are on this machine: Unix sockets and loopback only."""
+    """Return whether all processes of the pipeline are on this machine: Unix sockets and loopback only."""
     return not any(_beyond(config))
 
 

@@ -52,8 +52,8 @@ def refuse_foreign_pages(guard: BrowserGuard) -> Middleware:
 
 
 def raise_descriptor_limit() -> tuple[int, int]:
-    """The soft limit of open files becomes the hard one: each connection takes a descriptor, and the usual soft limit
-    of 1024 is there for programs that `select`. Returns the limits before (soft, hard)."""
+    """Return the soft limit of open files becomes the hard one: each connection takes a descriptor, and the usual soft
+    limit of 1024 is there for programs that `select`. Returns the limits before (soft, hard)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):  # a hard limit that this system does not take as a soft one
@@ -205,7 +205,7 @@ class AcceptingSite(web.BaseSite):
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A TCP socket bound there, for a server to take; port 0 is any. Raises `OSError`."""
+    """Return a TCP socket bound there, for a server to take; port 0 is any. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

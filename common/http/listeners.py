@@ -20,7 +20,8 @@ VARIABLE = "COHORT_LISTENERS"
 
 
 def bound(family: int, address: tuple[object, ...], *, shared: bool = False) -> socket.socket:
-    """A TCP socket there. `shared`: other processes of this user may listen on the same port. Raises `OSError`."""
+    """Return a TCP socket there. `shared`: other processes of this user may listen on the same port. Raises
+    `OSError`."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setblocking(False)
@@ -37,7 +38,7 @@ def bound(family: int, address: tuple[object, ...], *, shared: bool = False) -> 
 
 
 def bound_everywhere(host: str, port: int) -> list[socket.socket]:
-    """One socket for each address of `host`; "" is all of this machine's. Raises `OSError`."""
+    """Return one socket for each address of `host`; "" is all of this machine's. Raises `OSError`."""
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     listeners: list[socket.socket] = []
     try:

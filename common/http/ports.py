@@ -37,8 +37,9 @@ def port_problem(host: str, port: int) -> str:
 
 
 def free_port() -> int:
-    """A port without a listener now, and likewise the ones after it; never one of an earlier call's. Where that leaves
-    enough, none that the system gives to outgoing connections, of which one could take it before it is listened on."""
+    """Return a port without a listener now, and likewise the ones after it; never one of an earlier call's. Where that
+    leaves enough, none that the system gives to outgoing connections, of which one could take it before it is listened
+    on."""
     ports = _for_listeners()
     for _ in range(len(ports) // PORT_BLOCK):
         port = ports[0] + next(_blocks) * PORT_BLOCK % (len(ports) - PORT_BLOCK)
@@ -48,7 +49,7 @@ def free_port() -> int:
 
 
 def _for_listeners() -> range:
-    """The larger of what lies below and above the ports of outgoing connections, or all if that is little."""
+    """Return the larger of what lies below and above the ports of outgoing connections, or all if that is little."""
     try:
         first, last = map(int, _OUTGOING_PORTS.read_text(encoding="ascii").split())
     except (OSError, ValueError):

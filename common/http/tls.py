@@ -44,7 +44,7 @@ class TlsFiles:
         return TlsFiles(Path(cert).expanduser(), Path(key).expanduser(), *named)
 
     def stamp(self) -> Stamp:
-        """Changes with the content, also where a link is pointed elsewhere. Raises `OSError`."""
+        """Return changes with the content, also where a link is pointed elsewhere. Raises `OSError`."""
         found = [path.stat() for path in (self.cert, self.key)]
         return tuple((status.st_mtime_ns, status.st_ino, status.st_size) for status in found)
 
@@ -58,7 +58,7 @@ class Loaded:
 
 
 def load(files: TlsFiles) -> Loaded:
-    """TLS 1.2 or later, HTTP/1.1. Raises `ConfigError` that names the file and what is wrong with it."""
+    """Return TLS 1.2 or later, HTTP/1.1. Raises `ConfigError` that names the file and what is wrong with it."""
     for path, option in ((files.cert, files.cert_option), (files.key, files.key_option)):
         try:
             text = path.read_bytes()
@@ -138,7 +138,7 @@ class ServerTls:
         return self.loaded.context
 
     def reload_if_changed(self) -> bool:
-        """Whether another certificate is in use now."""
+        """Return whether another certificate is in use now."""
         try:
             stamp = self._files.stamp()
         except OSError as error:

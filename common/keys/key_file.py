@@ -112,8 +112,8 @@ def new_key(
     rt: OwnLimits = NO_LIMITS,
     be: OwnLimits = NO_LIMITS,
 ) -> tuple[KeyFile, StoredKey, str]:
-    """The file with one key more, its entry, and the key itself. Raises `ConfigError` for a name that is taken or that
-    no metric could have, and where the file is full."""
+    """Return the file with one key more, its entry, and the key itself. Raises `ConfigError` for a name that is taken
+    or that no metric could have, and where the file is full."""
     if NAME.fullmatch(name) is None:
         raise ConfigError(f"{name!r}: a key's name is 1 to 64 letters, digits, dots, dashes and underscores")
     if any(key.name == name for key in file.active()):
@@ -134,7 +134,7 @@ def new_key(
 
 
 def revoked(file: KeyFile, name: str, now_s: int) -> tuple[KeyFile, StoredKey]:
-    """The file without this active key, which stays listed. Raises `ConfigError` where there is none."""
+    """Return the file without this active key, which stays listed. Raises `ConfigError` where there is none."""
     found = next((key for key in file.active() if name in (key.name, key.id)), None)
     if found is None:
         raise ConfigError(f"no active key is named {name}")
@@ -143,7 +143,7 @@ def revoked(file: KeyFile, name: str, now_s: int) -> tuple[KeyFile, StoredKey]:
 
 
 def read_keys(path: Path, *, option: str = "keys.file") -> KeyFile:
-    """Raises `ConfigError` for a file that is missing, that others may write, or that is none of ours."""
+    """Raise `ConfigError` for a file that is missing, that others may write, or that is none of ours."""
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)

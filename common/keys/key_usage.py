@@ -157,7 +157,7 @@ class UsageStore:
             self._db.executemany(_ADD, rows)
 
     def rows(self, *, since: str, until: str = "9999", key_id: str | None = None) -> list[UsageRow]:
-        """Days `since` to `until`, both included, the latest first."""
+        """Return days `since` to `until`, both included, the latest first."""
         columns = "date, key_id, key_name, class, requests, prompt_tokens, completion_tokens, refused"
         columns += ", slo_requests, slo_met" if self._counts_slo else ""
         found: Iterable[tuple[object, ...]] = self._db.execute(

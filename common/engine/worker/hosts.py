@@ -9,8 +9,7 @@ import asyncio
 
 import torch
 
-from cohort.common.devices.host_memory import host_bytes
-from cohort.common.devices.inventory import HOST
+from cohort.common.devices.inventory import HOST, meminfo_bytes
 from cohort.common.engine.cache.kv_copies import KvCopier
 from cohort.common.engine.cache.stream_copies import StreamCopier
 from cohort.common.engine.device.streams import stream_for
@@ -38,7 +37,7 @@ class CpuHost:
         """On the event loop's thread, before the links are opened."""
 
     async def count_free(self) -> None:
-        self.free_bytes = next(host_bytes(HOST.proc), 0)
+        self.free_bytes = meminfo_bytes(HOST, "MemAvailable")
 
 
 class GpuHost(CpuHost):

@@ -1,10 +1,10 @@
-"""Where managers, predictor and monitor are now, for pipelines whose processes may move to another host.
+"""Addresses of managers, predictor and monitor, for pipelines whose processes may move to another host.
 
     a process moves ─▶ its keeper writes addresses.json into every process's run folder ─▶ each dials the new address
 
-The file is there before a process starts, or it is not looked for: on one machine, and where the configuration's
-endpoints stay what they are, no process has one. What is read wins over section `endpoints`. Called by `service.py`,
-which follows the file, and by keepers of processes on several hosts, which write it. Never decides where a process is.
+The file exists before a process starts, or the process does not look for it: on one machine, and where the endpoints
+of the configuration do not change, there is none. It wins over section `endpoints`. Called by `service.py`, which
+follows the file, and by keepers of processes on several hosts, which write it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from cohort.common.keys.private_files import open_private
 
 BOOK = "addresses.json"
 LOOK_S = 0.1
-"""Between two looks at the file. A move costs a start of the moved process, seconds: this is no part of it."""
+"""Time between two looks at the file; short beside the start of a moved process, seconds."""
 
 
 class AddressBook(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """tcp://HOST:PORT of each inbox; "" = not known yet. `standbys`: managers that stand by, by name."""
+    """Endpoints (tcp://HOST:PORT) of inboxes; "" = not known yet. `standbys`: managers that stand by, by name."""
 
     manager: str = ""
     predictor: str = ""
@@ -35,19 +35,19 @@ class AddressBook(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     standbys: dict[str, str] = {}
 
     def named(self) -> dict[str, str]:
-        """Those that are known, by the name under which processes dial them."""
+        """Return the known endpoints, by the name under which processes dial them."""
         every = {MANAGER: self.manager, PREDICTOR: self.predictor, MONITOR: self.monitor, **self.standbys}
         return {name: endpoint for name, endpoint in every.items() if endpoint}
 
     def entered(self, name: str, endpoint: str) -> AddressBook:
-        """A book in which this one is there."""
+        """Return a book with this endpoint."""
         if name in STANDBY_MANAGERS:
             return msgspec.structs.replace(self, standbys={**self.standbys, name: endpoint})
         return msgspec.structs.replace(self, **{name: endpoint})
 
 
 def write_book(run_dir: Path, book: AddressBook) -> None:
-    """Whole or not at all."""
+    """Write the book atomically."""
     fresh = run_dir / f".{BOOK}.{os.getpid()}"
     with open_private(fresh, "wb") as file:
         file.write(msgspec.json.encode(book))
@@ -55,7 +55,7 @@ def write_book(run_dir: Path, book: AddressBook) -> None:
 
 
 def read_book(run_dir: Path) -> AddressBook | None:
-    """None where there is none. Raises `ConfigError` for a file that is no address book."""
+    """Read the book; None without a file. Raises `ConfigError` for a file that is no address book."""
     try:
         return msgspec.json.decode((run_dir / BOOK).read_bytes(), type=AddressBook)
     except FileNotFoundError:
@@ -65,7 +65,7 @@ def read_book(run_dir: Path) -> AddressBook | None:
 
 
 def located(config: Config, run_dir: Path) -> Config:
-    """The configuration with what the book of this run folder says, where there is one."""
+    """Return the configuration with the endpoints of the run folder's book, if there is one."""
     book = read_book(run_dir)
     if book is None:
         return config
@@ -76,17 +76,16 @@ def located(config: Config, run_dir: Path) -> Config:
 
 
 def with_standbys(configured: tuple[str, ...], known: Mapping[str, str]) -> tuple[str, ...]:
-    """Endpoints of the managers that stand by, in the order of their names, where `known` has others than were
-    configured."""
+    """Return the endpoints of the managers that stand by, in the order of their names; those of `known` win."""
     last = max((STANDBY_MANAGERS.index(name) + 1 for name in known), default=0)
     given = [*configured, *[""] * (last - len(configured))]
     return tuple(known.get(name, endpoint) for name, endpoint in zip(STANDBY_MANAGERS, given, strict=False))
 
 
 async def follow_book(run_dir: Path, dial: Callable[[str, str], None]) -> None:
-    """Until cancelled, `dial(name, endpoint)` at every look; it does nothing for a peer that is dialled there already,
-    or not at all. At every look and not only after a change, because a process may dial its peers later than it reads
-    its configuration. Returns at once where there is no book. A book that cannot be read counts as unchanged."""
+    """Call `dial(name, endpoint)` at every look until cancelled; it does nothing for a peer that is dialled there
+    already, or not at all. At every look, because a process may dial its peers later than it reads its configuration.
+    Returns at once without a book. A book that cannot be read counts as unchanged."""
     named: dict[str, str] = {}
     seen: tuple[int, int] | None = None
     if not (run_dir / BOOK).exists():

@@ -1,7 +1,6 @@
-"""Names and addresses of a pipeline's processes: the name of each, where to dial it, where it binds.
+"""Names and addresses of a pipeline's processes, from the configuration and the run folder. Opens nothing.
 
-Called by `service.py` for every process, and by code that plans or dials one. Decides from the configuration and the
-run folder alone; opens nothing.
+Called by `service.py` for every process, and by code that plans or dials one.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ HOST_VARIABLE = "COHORT_HOST"
 EndpointName = Literal["manager", "predictor", "monitor", "gateway"]
 
 MANAGER, PREDICTOR, MONITOR, GATEWAY = "manager", "predictor", "monitor", "gateway"
-"""Names under which every process dials the others; also the instance names of the ones there is one of."""
+"""Names under which every process dials the others; also their instance names."""
 STANDBY_MANAGERS = tuple(f"{MANAGER}-{index}" for index in range(1, 8))
-"""Of all managers that may stand by beside the first."""
+"""Names of all managers that may stand by beside the first."""
 
 ROLES: dict[str, str] = {
     "gateway": GATEWAY,
@@ -35,27 +34,28 @@ ROLES: dict[str, str] = {
 }
 """Roles (the folders under services/) and the instance name of a process that is started without one."""
 
-_ENDPOINTS: dict[str, EndpointName] = {
+ENDPOINTS: dict[str, EndpointName] = {
     "gateway": "gateway",
     "length_predictor": "predictor",
     "bucketing_manager": "manager",
     "global_monitor": "monitor",
 }
+"""Names of roles' inboxes in section `endpoints`; those of all others are `worker`."""
 
 
 def gateway_names(config: Config) -> tuple[str, ...]:
-    """Of the gateway processes that share a port; the first has the name of a single one."""
+    """Return names of the gateways that share a port; the first has the name of a single one."""
     return GATEWAY, *(f"{GATEWAY}-{index}" for index in range(1, config.gateway.processes))
 
 
 def manager_names(config: Config) -> tuple[str, ...]:
-    """Of the managers, in the order in which they are asked to lead; the first has the name of a single one."""
+    """Return names of the managers, in the order in which they lead; the first has the name of a single one."""
     return MANAGER, *STANDBY_MANAGERS[: config.manager.standbys]
 
 
 def never_dialling(role: str) -> frozenset[str]:
-    """Names that have no business in a role's inbox: these processes are dialled by it and answer over that connection,
-    or have nothing to tell it. Predictor and monitor dial the manager; all processes dial the monitor."""
+    """Return names that never dial a role's inbox: it dials these processes, which answer over that connection, or they
+    send it nothing. Predictor and monitor dial the manager; all processes dial the monitor."""
     match role:
         case "gateway" | "prefill_worker" | "decode_worker":
             return frozenset({MANAGER, *STANDBY_MANAGERS, PREDICTOR, MONITOR})
@@ -72,13 +72,13 @@ def model_name(config: Config) -> str:
 
 
 def endpoint_of(config: Config, name: EndpointName, run_dir: Path) -> str:
-    """Where to dial one of the four: the configured endpoint, else a Unix socket in the run folder."""
+    """Return the configured endpoint, else a Unix socket in the run folder."""
     configured: str = getattr(config.endpoints, name)
     return configured or f"ipc://{run_dir / name}.sock"
 
 
 def manager_endpoints(config: Config, run_dir: Path) -> dict[str, str]:
-    """Where to dial each manager, by name. Raises `ConfigError` where the first is elsewhere and a standby nowhere."""
+    """Return each manager's endpoint, by name. Raises `ConfigError` if the first has one and a standby none."""
     standbys = manager_names(config)[1:]
     configured = config.endpoints.standby_managers
     if config.endpoints.manager and len(configured) < len(standbys):
@@ -93,11 +93,13 @@ def manager_endpoints(config: Config, run_dir: Path) -> dict[str, str]:
 
 
 def inbox_of(config: Config, role: str, instance: str, run_dir: Path) -> tuple[str, str]:
-    """(bind, advertise) of a process's own inbox. Over TCP a process binds `endpoints.bind_host` and is dialled under
-    the host that the configuration names."""
-    name = _ENDPOINTS.get(role)
-    if name == "gateway" and instance in gateway_names(config)[1:]:  # the first has the endpoint that is configured
-        advertise = _beside(config.endpoints.gateway) or f"ipc://{run_dir / instance}.sock"
+    """Return (bind, advertise) of a process's own inbox. Over TCP a process binds `endpoints.bind_host` and is dialled
+    under the host that the configuration names."""
+    name = ENDPOINTS.get(role)
+    if name == "gateway" and instance in gateway_names(config)[1:]:  # the first has the configured endpoint
+        host, _, _ = config.endpoints.gateway.rpartition(":")
+        # Any free port of the same host, which peers get from the gateway itself.
+        advertise = f"{host}:0" if host.startswith(_TCP) else f"ipc://{run_dir / instance}.sock"
     elif name == "manager":
         advertise = manager_endpoints(config, run_dir).get(instance) or endpoint_of(config, name, run_dir)
     elif name is not None:
@@ -105,11 +107,6 @@ def inbox_of(config: Config, role: str, instance: str, run_dir: Path) -> tuple[s
     else:
         advertise = config.endpoints.worker or f"ipc://{run_dir / instance}.sock"
     return bind_address(advertise, config.endpoints.bind_host), advertise
-
-
-def _beside(endpoint: str) -> str:
-    """Any free port of the same host; "" for one that is no TCP endpoint. Peers are told which it is."""
-    return f"{endpoint.rpartition(':')[0]}:0" if endpoint.startswith(_TCP) else ""
 
 
 def bind_address(endpoint: str, bind_host: str) -> str:
@@ -122,8 +119,8 @@ def bind_address(endpoint: str, bind_host: str) -> str:
 
 
 def metrics_port(config: Config, role: str, instance: str) -> int:
-    """From metrics.base_port on: predictor, manager, the configured workers in order, then gateways where several share
-    a port, then managers that stand by; 0 (any) for others."""
+    """Return the metrics port. From metrics.base_port on: predictor, manager, the configured workers in order, gateways
+    if several share a port, managers that stand by; 0 (any) for others."""
     base = config.metrics.base_port
     if base == 0:
         return 0
@@ -137,7 +134,7 @@ def metrics_port(config: Config, role: str, instance: str) -> int:
 
 
 def named_host(host: str) -> str:
-    """A host that others can dial, for one that binds everywhere."""
+    """Return a host that others can dial: this machine's name for one that binds everywhere."""
     if host in ("0.0.0.0", "::"):
         return socket.gethostname()
     return f"[{host}]" if ":" in host else host

@@ -1,6 +1,6 @@
-"""What a measurement of this machine depends on beside the machine: the engine's code and kernels, and the model.
+"""Digests of the engine's code and kernels, and of a model: a measured profile depends on them beside the machine.
 
-Asked where a profile is written, and where one is read that may have outlived them. Reads files; decides nothing.
+Called where a profile is written, and where one is read that may have outlived them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _DIGITS = 16
 
 @cache
 def engine_digest() -> str:
-    """Of the source of engine and kernels: it changes with every edit that may change what a step takes."""
+    """Compute the digest of engine and kernels: it changes with every edit that may change the time of a step."""
     digest = hashlib.sha256()
     for folder, patterns in _PARTS:
         for path in sorted(file for pattern in patterns for file in (_ROOT / folder).rglob(pattern)):
@@ -26,7 +26,7 @@ def engine_digest() -> str:
 
 
 def model_digest(folder: Path) -> str:
-    """Of a model folder: its configuration, names and sizes of its weights. "" where there is no such folder."""
+    """Compute the digest of a model's configuration, names and sizes of its weights; "" without such a folder."""
     if not folder.is_dir():
         return ""
     digest = hashlib.sha256()

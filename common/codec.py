@@ -20,7 +20,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Message:
-    """Raises `WireError` for anything that is not one of our messages."""
+    """Decode a message. Raises `WireError` for anything else."""
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

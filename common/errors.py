@@ -29,10 +29,8 @@ class ModelError(CohortError):
 
 
 class RequestError(CohortError):
-    """A request that must be answered with an HTTP error.
-
-    `status` is the HTTP status, `type_` and `param` fill the error body that clients parse.
-    """
+    """A request that must be answered with an HTTP error. `status` is the HTTP status, `type_` and `param` fill the
+    error body that clients parse."""
 
     def __init__(
         self,

@@ -40,12 +40,10 @@ from cohort.common.views import (
 
 
 class _Base(msgspec.Struct, frozen=True, tag_field="type", tag=True, omit_defaults=True):
-    """Every message: a map with its type's name under "type"."""
+    """Base of every message: a map with its type's name under "type"."""
 
 
-# --------------------------------------------------------------------------------------------------------------
-# To a gateway, from workers: the tokens. DEALER at the worker → gateway inbox.
-# --------------------------------------------------------------------------------------------------------------
+# ---- To a gateway, from workers: the tokens. DEALER at the worker → gateway inbox. ----
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -57,11 +55,9 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where a request's time went on a worker, in seconds; the gateway adds its own part and exports the whole.
-
-    `queue_s`: from arrival at the worker until first scheduled. `prefill_s`: from then until its segment's prompt
-    part was computed. `transfer_s`: exposed KV transfer time (nothing computed for the request meanwhile).
-    """
+    """Times of a request on a worker, in seconds; the gateway adds its own part and exports the whole. `queue_s`: from
+    arrival at the worker until first scheduled. `prefill_s`: from then until its segment's prompt part was computed.
+    `transfer_s`: exposed KV transfer time (nothing computed for the request meanwhile)."""
 
     instance: InstanceId = ""
     queue_s: float = 0.0
@@ -72,12 +68,10 @@ class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TokenUpdate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """New tokens of one request: `tokens[i]` belongs at position `position + i`.
-
-    `finish` closes the request (with no token when it failed: then `error` says why). `cached_tokens` prompt
-    positions came from the prefix cache. `times` comes with the first token of each worker and with `finish`.
-    `prompt_logprobs` come with the first output token, where asked for: of the prompt's tokens from the second on.
-    """
+    """New tokens of one request: `tokens[i]` belongs at position `position + i`. `finish` closes the request (with no
+    token when it failed: then `error` says why). `cached_tokens` prompt positions came from the prefix cache. `times`
+    comes with the first token of each worker and with `finish`. `prompt_logprobs` come with the first output token,
+    where asked for: of the prompt's tokens from the second on."""
 
     attempt: Attempt
     position: int
@@ -101,9 +95,9 @@ class TokenBatch(_Base, frozen=True):
 
 
 class ManagerHello(_Base, frozen=True):
-    """First word of a manager to a peer that greets it. A new `incarnation` means it knows nothing: register again,
-    name what you hold, resubmit what is outstanding. `epoch`: of its leadership, or the highest it heard of while
-    another leads (`leads` False); 0 where there is one manager."""
+    """First message of a manager to a peer that greets it. A new `incarnation` means that it knows nothing: register
+    again, name what you hold, resubmit what is outstanding. `epoch`: of its leadership, or the highest that it knows
+    while another leads (`leads` False); 0 where there is one manager."""
 
     incarnation: int
     epoch: int = 0
@@ -111,8 +105,8 @@ class ManagerHello(_Base, frozen=True):
 
 
 class Placed(_Base, frozen=True):
-    """Where an attempt runs and why; for the gateway's TTFT decomposition, logs and direct cancels. `best_effort`: it
-    was demoted, as its TTFT was predicted to be `forecast_s`."""
+    """Placement of an attempt and its reason; for the gateway's TTFT decomposition, logs and direct cancels.
+    `best_effort`: it was demoted, as its TTFT was predicted to be `forecast_s`."""
 
     attempt: Attempt
     instances: list[InstanceId]
@@ -123,9 +117,9 @@ class Placed(_Base, frozen=True):
 
 
 class AttemptsLost(_Base, frozen=True):
-    """These attempts are lost (worker dead, transfer failed, unknown): resubmit with the tokens known so far. `unheld`:
+    """Attempts that are lost (worker dead, transfer failed, unknown): resubmit with the tokens known so far. `unheld`:
     no worker has them, and none was lost with them; a gateway that their tokens still reach is behind, and waits for
-    them. `counted`: in the manager's sums they are already, as lost or as finished."""
+    them. `counted`: the manager's sums contain them already, as lost or as finished."""
 
     attempts: list[Attempt]
     reason: str
@@ -134,8 +128,8 @@ class AttemptsLost(_Base, frozen=True):
 
 
 class Refused(_Base, frozen=True):
-    """An attempt is not served as it is (no worker could hold it, its TTFT cannot be kept): fail it with this status.
-    `cause`: the reason in one word, for metrics. `forecast_s`: the predicted TTFT that it was refused for."""
+    """An attempt that is not served as it is (no worker could hold it, its TTFT cannot be kept): fail it with this
+    status. `cause`: the reason in one word, for metrics. `forecast_s`: the predicted TTFT that it was refused for."""
 
     attempt: Attempt
     status: int
@@ -146,11 +140,9 @@ class Refused(_Base, frozen=True):
 
 
 class ClusterLoad(_Base, frozen=True):
-    """The manager's view for admission and readiness, several times a second.
-
-    `ready`: a request could be placed now. `waiting` requests are not yet dispatched. `drain_rate`: requests finished
-    a second (moving average), from which Retry-After is computed.
-    """
+    """The manager's view for admission and readiness, several times a second. `ready`: a request could be placed now.
+    `waiting` requests are not yet dispatched. `drain_rate`: requests finished a second (moving average), from which
+    Retry-After is computed."""
 
     ready: bool
     instances: list[InstanceId]
@@ -162,7 +154,7 @@ class ClusterLoad(_Base, frozen=True):
     max_model_len: int
     drain_rate: float
     engines: list[EngineFacts] = []
-    """On what the workers compute, each kind once."""
+    """Devices and kernels of the workers, each kind once."""
 
 
 # To a gateway, from the length predictor.
@@ -173,15 +165,13 @@ class Predicted(_Base, frozen=True):
     prediction: Prediction
 
 
-# --------------------------------------------------------------------------------------------------------------
-# To the bucketing manager, from gateways.
-# --------------------------------------------------------------------------------------------------------------
+# ---- To the bucketing manager, from gateways. ----
 
 
 class GatewayHello(_Base, frozen=True):
-    """A gateway (again) dials in; `endpoint` is its inbox, where workers send tokens. `workers`: those that the last
-    `ClusterLoad` it heard named, so that a restarted manager knows whose registrations are still to come. `epoch`: the
-    highest it heard of. `lead`: it finds no manager that leads, and asks this one to."""
+    """A gateway dials in (again); `endpoint` is its inbox, where workers send tokens. `workers`: those of the last
+    `ClusterLoad`, so that a restarted manager knows whose registrations are still to come. `epoch`: the highest it
+    knows. `lead`: it finds no manager that leads, and asks this one to."""
 
     instance: InstanceId
     incarnation: int
@@ -224,8 +214,8 @@ class Outstanding(_Base, frozen=True):
 
 
 class RegisterWorker(_Base, frozen=True):
-    """A worker dials in. `endpoint` is its inbox for other workers. `held` are attempts it has computed for, so that a
-    restarted manager takes them over; `awaiting` those whose KV it merely waits for: perhaps no worker sends it.
+    """A worker dials in. `endpoint` is its inbox for other workers. `held`: attempts that it has computed for, so that
+    a restarted manager takes them over; `awaiting`: those whose KV it merely waits for: perhaps no worker sends it.
     `epoch`: of the manager that it follows."""
 
     instance: InstanceId
@@ -239,9 +229,9 @@ class RegisterWorker(_Base, frozen=True):
 
 class WorkerReport(_Base, frozen=True):
     """A worker's heartbeat and stats, several times a second and whenever it turns idle. `epoch`: of the manager that
-    it follows. One a second says everything; the others, `since` the report before it, in `held` what it has come to
-    hold, also of what awaits KV, and in `gone` what it holds no more. Who missed that report waits for the next whole
-    one."""
+    it follows. One a second is whole; the others have what changed `since` an earlier report: in `held` what the worker
+    has come to hold, also what awaits KV, and in `gone` what it holds no more. A manager that missed that report waits
+    for the next whole one."""
 
     instance: InstanceId
     incarnation: int
@@ -252,12 +242,12 @@ class WorkerReport(_Base, frozen=True):
     draining: bool = False
     epoch: int = 0
     since: int = 0
-    """The number of the report that this one goes on from; 0 = of none."""
+    """Number of the report that this one continues; 0 = a whole one."""
     gone: list[Attempt] = []
 
 
 class SegmentEnded(_Base, frozen=True):
-    """A worker is done with its segment of an attempt; `reason` says why one was cancelled or failed."""
+    """A worker is done with its segment of an attempt. `reason`: why it was cancelled or failed."""
 
     instance: InstanceId
     attempt: Attempt
@@ -285,9 +275,7 @@ class ClusterStats(_Base, frozen=True):
     mean_output_tokens: float
 
 
-# --------------------------------------------------------------------------------------------------------------
-# To a worker, from the manager.
-# --------------------------------------------------------------------------------------------------------------
+# ---- To a worker, from the manager. ----
 
 
 class Registered(_Base, frozen=True):
@@ -299,13 +287,11 @@ class Registered(_Base, frozen=True):
 
 
 class StartSegment(_Base, frozen=True):
-    """Compute `segments[index]` of the request.
-
-    `gateway_endpoint`: where its tokens go. `next_endpoint`: inbox of the next segment's worker ("" if none or late).
-    Workers of later segments get the same message beforehand, so that they know what an offer is about.
-    `batch_id` groups requests that the manager batched (B5, A4). The `waited_s` of a resubmitted request counts until
-    this message was sent. `epoch`: of the manager's leadership; a worker takes no command of a lower one than it heard.
-    """
+    """Compute `segments[index]` of the request. `gateway_endpoint`: where its tokens go. `next_endpoint`: inbox of the
+    next segment's worker ("" if none or late). Workers of later segments get the same message beforehand, so that they
+    know what an offer is about. `batch_id` groups requests that the manager batched (B5, A4). The `waited_s` of a
+    resubmitted request counts until this message was sent. `epoch`: of the manager's leadership; a worker obeys no
+    lower one than it knows."""
 
     request: Request
     segments: list[Segment]
@@ -327,15 +313,14 @@ class BindSegment(_Base, frozen=True):
 
 
 class PrefetchKv(_Base, frozen=True):
-    """Bring this parked KV from host memory to the device, in this order, as far as there is room: it will be handed
+    """Copy this parked KV from host memory to the device, in this order, as far as there is room: it will be handed
     over soon (A5, A9)."""
 
     attempts: list[Attempt]
     epoch: int = 0
 
 
-# --------------------------------------------------------------------------------------------------------------
-# To a worker, from another worker: the KV transfer. DEALER at the sender → inbox of the receiver.
+# ---- To a worker, from another worker: the KV transfer. DEALER at the sender → inbox of the receiver. ----
 #
 #   sender                                   receiver
 #     │ KvOffer (positions, blocks)             │
@@ -349,8 +334,7 @@ class PrefetchKv(_Base, frozen=True):
 #     │                KvAccepted               │
 #     │◀────────────────────────────────────────┤ sender frees its blocks
 #
-# KvAbort ends it from either side at any time; KvRenew keeps a lease alive while nothing else is said.
-# --------------------------------------------------------------------------------------------------------------
+# KvAbort ends it from either side at any time; KvRenew keeps a lease alive while no other message is sent.
 
 
 class KvOffer(_Base, frozen=True):
@@ -363,8 +347,8 @@ class KvOffer(_Base, frozen=True):
 
 
 class KvGrant(_Base, frozen=True):
-    """Blocks granted, by position: block i takes positions [i·block_size, …); of several groups of layers one after the
-    other, each as many. The first `cached_tokens` positions are there already (prefix cache) and must not be sent, nor
+    """Blocks granted, by position: block i takes positions [i·block_size, …); groups of layers follow one another with
+    equally many blocks. The first `cached_tokens` positions are there already (prefix cache) and must not be sent, nor
     what has no block (below zero): it lies behind a window. `links`: addresses by transport name, best first."""
 
     attempt: Attempt
@@ -386,7 +370,7 @@ class KvRun(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvChunk(_Base, frozen=True):
-    """These runs are on their way over the named link. `round` counts whole retries of a transfer: runs of an older
+    """Runs that are on their way over the named link. `round` counts whole retries of a transfer: runs of an older
     round are void."""
 
     attempt: Attempt
@@ -397,10 +381,8 @@ class KvChunk(_Base, frozen=True):
 
 
 class KvHandoff(_Base, frozen=True):
-    """Everything was sent: the request continues at `computed` with these tokens on the receiver.
-
-    `total_runs` have been announced over all chunks of this round; the receiver starts when it has that many.
-    """
+    """All KV was sent: the request continues at `computed` with these tokens on the receiver, which starts when it has
+    `total_runs` runs of this round."""
 
     attempt: Attempt
     lease_id: int
@@ -410,11 +392,11 @@ class KvHandoff(_Base, frozen=True):
     total_runs: int
     cached_tokens: int
     logprobs: list[TokenLogprob]
-    """Of the output tokens this attempt produced so far; empty unless asked for."""
+    """Log-probabilities of this attempt's output tokens so far; empty unless the request wants them."""
     exposed_s: float
-    """How long the sender held the computed segment before it could send this message."""
+    """Time for which the sender held the computed segment before it could send this message."""
     prompt_logprobs: list[TokenLogprob] = []
-    """Of the prompt's tokens 1 … as far as they are computed; empty unless asked for."""
+    """Log-probabilities of computed prompt tokens from the second on; empty unless the request wants them."""
 
 
 class KvAccepted(_Base, frozen=True):
@@ -425,8 +407,8 @@ class KvAccepted(_Base, frozen=True):
 
 
 class KvAbort(_Base, frozen=True):
-    """The transfer is off; or, with `retry_link`, its bytes did not arrive: the receiver keeps its blocks and asks for
-    all of them again as `round` over that link."""
+    """The transfer has failed; or, with `retry_link`, its bytes did not arrive: the receiver keeps its blocks and asks
+    for all of them again as `round` over that link."""
 
     attempt: Attempt
     transfer_id: int
@@ -436,16 +418,14 @@ class KvAbort(_Base, frozen=True):
 
 
 class KvRenew(_Base, frozen=True):
-    """Still at it. From the sender: extend these leases. From the receiver: these offers are queued until blocks are
-    free, go on waiting."""
+    """Renewal. From the sender: extend these leases. From the receiver: these offers are queued until blocks are free,
+    go on waiting."""
 
     lease_ids: list[int] = []
     transfer_ids: list[int] = []
 
 
-# --------------------------------------------------------------------------------------------------------------
-# To the length predictor, from gateways.
-# --------------------------------------------------------------------------------------------------------------
+# ---- To the length predictor, from gateways. ----
 
 
 class LengthFacts(msgspec.Struct, frozen=True, array_like=True):
@@ -461,7 +441,7 @@ class LengthFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PredictLength(_Base, frozen=True):
-    """How long will the answer be? Answered with `Predicted`. `traceparent`: the request's."""
+    """Question for the length of an answer. Answered with `Predicted`. `traceparent`: the request's."""
 
     request_id: RequestId
     facts: LengthFacts
@@ -489,9 +469,7 @@ class PromptState(_Base, frozen=True):
     hidden: bytes
 
 
-# --------------------------------------------------------------------------------------------------------------
-# To the global monitor, from every process.
-# --------------------------------------------------------------------------------------------------------------
+# ---- To the global monitor, from every process. ----
 
 
 class Heartbeat(_Base, frozen=True):
@@ -510,15 +488,15 @@ class Heartbeat(_Base, frozen=True):
 
 
 class Farewell(_Base, frozen=True):
-    """This process ends on purpose; its silence is no failure."""
+    """A process ends on purpose; its silence is no failure."""
 
     instance: InstanceId
     incarnation: int
 
 
 class RequestTraffic(_Base, frozen=True):
-    """From a gateway where section `planner` is not off, once a second: requests that were admitted, and those that
-    ended, as lengths and times."""
+    """Lengths and times of requests that were admitted or ended; from each gateway once a second, unless section
+    `planner` is off."""
 
     instance: InstanceId
     incarnation: int
@@ -529,8 +507,8 @@ class RequestTraffic(_Base, frozen=True):
 
 
 class GatewayView(_Base, frozen=True):
-    """`requests`: those that are open and ended ones, the latest first; `open` counts all that are open. `chosen`: of
-    those that were asked for, the ones that are known."""
+    """A gateway's requests. `requests`: open and ended ones, the latest first; `open` counts all open ones. `chosen`:
+    the known ones among those that `Look` names."""
 
     instance: InstanceId
     requests: list[RequestBrief]
@@ -565,26 +543,22 @@ class WorkerView(_Base, frozen=True):
     drafts: list[DraftTally] = []
 
 
-# --------------------------------------------------------------------------------------------------------------
-# To gateways, the manager and workers, from the global monitor. Answered by their hosts; no machine sees it.
-# --------------------------------------------------------------------------------------------------------------
+# ---- To gateways, the manager and workers, from the global monitor. Answered by their hosts; no machine sees it. ----
 
 
 class Look(_Base, frozen=True):
-    """A person looks: show yourself, once. `cells`: how fine the map of blocks should be; `requests`: whose life is
-    wanted in full."""
+    """Request for one view, while a person looks at the live page. `cells`: cells of the map of blocks; `requests`:
+    those wanted in full."""
 
     cells: int
     requests: list[RequestId] = []
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Between every process and those that answer at a seed's address, over sockets of their own (`seeds.py`).
-# --------------------------------------------------------------------------------------------------------------
+# ---- Between every process and those that answer at a seed's address, over sockets of their own (`seeds.py`). ----
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where the inbox of the process of this name is. Of two, the one of the higher incarnation."""
+    """Endpoint of a process's inbox. Of two, that of the higher incarnation counts."""
 
     name: InstanceId
     endpoint: str
@@ -592,14 +566,12 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Addresses(_Base, frozen=True):
-    """What the sender knows; answered with the same."""
+    """All addresses that the sender knows; answered with those of the receiver."""
 
     known: list[Address]
 
 
-# --------------------------------------------------------------------------------------------------------------
-# Messages by receiver. A match over the messages of one receiver ends in `assert_never`.
-# --------------------------------------------------------------------------------------------------------------
+# ---- Messages by receiver. A match over the messages of one receiver ends in `assert_never`. ----
 
 ToGateway = TokenBatch | ManagerHello | Placed | AttemptsLost | Refused | ClusterLoad | Predicted
 ToManager = (  # the most frequent first: a message is tried against them in this order

@@ -7,11 +7,11 @@ from pathlib import Path
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 GGUF_FILE = "model.gguf"
-"""In a model folder that was made around a GGUF file: that file, or a link to it."""
+"""Name of the GGUF file, or of a link to it, in a model folder that was made around one."""
 
 
 def cache_dir() -> Path:
-    """`$COHORT_CACHE_DIR`, else `$XDG_CACHE_HOME/cohort`, else `~/.cache/cohort`."""
+    """Return `$COHORT_CACHE_DIR`, else `$XDG_CACHE_HOME/cohort`, else `~/.cache/cohort`."""
     if override := os.environ.get("COHORT_CACHE_DIR"):
         return Path(override)
     base = os.environ.get("XDG_CACHE_HOME")
@@ -19,13 +19,11 @@ def cache_dir() -> Path:
 
 
 def default_model_dir() -> Path:
-    """Folder of the default model in Hugging Face format; made by the set-up."""
+    """Return the folder of the default model in Hugging Face format; made by the set-up."""
     return cache_dir() / "models" / DEFAULT_MODEL_NAME
 
 
 def run_dir(port: int) -> Path:
-    """Sockets, pids and logs of the pipeline whose gateway listens on `port`.
-
-    Kept short: a Unix socket's path may have 107 bytes.
-    """
+    """Return the folder for sockets, pids and logs of the pipeline whose gateway listens on `port`. It is short: a Unix
+    socket's path may have 107 bytes."""
     return cache_dir() / "run" / str(port)

@@ -1,8 +1,7 @@
 """Inputs of sampling a sequence's next token beside its logits, as arrays: made once per request and worker.
 
-Made with the `Sequence` when a worker takes a request, brought up to date by the batch builder, read by both samplers.
-Nothing here is built again in a later step: a biased or penalised row costs a step the length of its arrays, never a
-pass of the interpreter over them. Decides nothing.
+Made with the `Sequence`, extended by the batch builder, read by both samplers. No step builds them anew: a biased or
+penalised row costs a step the length of its arrays, never a pass of the interpreter over them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitBias:
-    """`values[i]`, float32, is added to the logit of token `ids[i]`; ids are distinct, ascending and not negative."""
+    """Addition of `values[i]`, float32, to the logit of token `ids[i]`; ids are distinct, ascending, not negative."""
 
     ids: Ids
     values: npt.NDArray[np.float32]
@@ -34,14 +33,14 @@ class LogitBias:
         return LogitBias(ids[order], values[order])
 
     def within(self, vocabulary: int) -> tuple[Ids, npt.NDArray[np.float32]]:
-        """Views of ids and values that the vocabulary has: others can never be sampled and must not stop the batch."""
+        """Return views of the ids inside the vocabulary, and their values: others can never be sampled."""
         end = int(np.searchsorted(self.ids, vocabulary))
         return self.ids[:end], self.values[:end]
 
 
 class TokenHistory:
-    """The tokens that repetition, presence and frequency penalties look back on: each once, those of the output with
-    their number. A token more costs one look-up, however long the history is."""
+    """Tokens that repetition, presence and frequency penalties look back on: each once, those of the output with their
+    number. Another token costs one look-up, however long the history is."""
 
     def __init__(self, prompt_tokens: Sequence[int], output_tokens: Sequence[int] = ()) -> None:
         self._seen = np.unique(np.asarray(prompt_tokens, dtype=np.int64))
@@ -55,7 +54,7 @@ class TokenHistory:
 
     @property
     def output_tokens(self) -> int:
-        """How many tokens of the output are counted."""
+        """Number of output tokens that are counted."""
         return self._tokens
 
     @property
@@ -65,17 +64,17 @@ class TokenHistory:
 
     @property
     def said(self) -> tuple[Ids, Ids]:
-        """Distinct tokens of the output, and how often each occurred."""
+        """Distinct tokens of the output, and the count of each."""
         count = len(self._slots)
         return self._said[:count], self._counts[:count]
 
     def seen_with(self, ahead: Sequence[int]) -> Ids:
-        """`seen` as it would be behind these tokens more."""
+        """Return `seen` as it will be after the tokens `ahead`."""
         new = [token for token in dict.fromkeys(ahead) if token not in self._seen_ids]
         return np.concatenate([self.seen, np.array(new, dtype=np.int64)]) if new else self.seen
 
     def said_with(self, ahead: Sequence[int]) -> tuple[Ids, Ids]:
-        """`said` as it would be behind these tokens more."""
+        """Return `said` as it will be after the tokens `ahead`."""
         if not ahead:
             return self.said
         counts, new = self.said[1].copy(), dict[int, int]()
@@ -90,7 +89,7 @@ class TokenHistory:
         return np.concatenate([self.said[0], ids]), np.concatenate([counts, numbers])
 
     def catch_up(self, new_tokens: Sequence[int]) -> None:
-        """These tokens of the output followed those that are counted."""
+        """Count the next tokens of the output."""
         for token in new_tokens:
             slot = self._slots.get(token)
             if slot is None:
@@ -110,9 +109,8 @@ class TokenHistory:
 
 @dataclass(slots=True, eq=False)
 class GrammarInputs:
-    """The grammar that an answer is bound to, and its output tokens so far. `matcher` and `failure` are the engine's:
-    how far it has stepped the grammar, and why it gave it up. They live as long as the sequence does; another worker
-    makes them again from text and tokens."""
+    """Grammar that an answer is bound to, and its output tokens so far. `matcher` and `failure` are the engine's: the
+    grammar's state, and why the engine gave it up. Another worker makes them again from text and tokens."""
 
     text: str
     output: list[int] = field(default_factory=list)
@@ -122,7 +120,7 @@ class GrammarInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingInputs:
-    """Of one request on one worker; None where the request asks for none."""
+    """Inputs of one request on one worker; None where the request has none."""
 
     bias: LogitBias | None
     history: TokenHistory | None
@@ -130,7 +128,7 @@ class SamplingInputs:
 
     @staticmethod
     def of(params: SamplingParams, prompt_tokens: Sequence[int]) -> SamplingInputs | None:
-        """None for a request that needs nothing but its logits."""
+        """Make them, or None for a request that needs nothing but its logits."""
         penalised = (
             params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )

@@ -5,11 +5,11 @@
 
 A seed is an address under which one or more of monitor and managers answer: of a host, or a DNS name with several, such
 as a headless service has. On a host that has several of them one listens; another takes the port over when that one
-ends. A seed keeps nothing that its askers do not know: it may be started again, or be another one. Of two that say that
-they are the same process the one that was started later is believed: its incarnation is higher.
+ends. A seed keeps nothing that its askers do not know: it may be restarted or replaced. Of two processes with one name
+the one that was started later counts: its incarnation is higher.
 
-Called by `service.py`; does nothing where `endpoints.seeds` names none. Knows names of processes and where they listen;
-what these say to each other is not its business. Its sockets are its own ones, encrypted as all others are.
+Called by `service.py`; does nothing where `endpoints.seeds` names none. Its sockets are its own ones, encrypted as all
+others are.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from cohort.common.address_book import AddressBook, located, write_book
-from cohort.common.addresses import MANAGER, MONITOR, PREDICTOR, STANDBY_MANAGERS, manager_names, own_host
+from cohort.common.address_book import AddressBook, located, with_standbys, write_book
+from cohort.common.addresses import ENDPOINTS, MANAGER, MONITOR, PREDICTOR, STANDBY_MANAGERS, manager_names, own_host
 from cohort.common.config import Config, EndpointsConfig
 from cohort.common.errors import ConfigError, PeerUnreachable
 from cohort.common.http.ports import port_problem
@@ -44,23 +44,23 @@ _ANSWERING_ROLES = ("bucketing_manager", "global_monitor")
 SEEK_S = 60.0
 """The longest that a process waits at its start for addresses that it needs."""
 _ASK_S = 0.2
-"""Between two questions while an address is missing."""
+"""Time between two questions while an address is missing."""
 _AGAIN_S = 2.0
-"""Between two questions afterwards. A seed tells of a change at once."""
+"""Time between two questions afterwards. A seed reports a change at once."""
 _PORT_S = 1.0
-"""Between two looks whether the seed's port is free."""
+"""Time between two checks whether the seed's port is free."""
 _ASKERS_S = 3 * _AGAIN_S
-"""Who asked no longer ago is told of changes."""
+"""Time for which a process that asked gets changes."""
 
 
 class KnownAddresses:
-    """Of each name the newest."""
+    """Newest address of each name."""
 
     def __init__(self) -> None:
         self._known: dict[str, Address] = {}
 
     def merge(self, addresses: Iterable[Address]) -> bool:
-        """True where something is new. Names that nobody dials are left out."""
+        """Add addresses, but for names that nobody dials. Return whether one is new."""
         new = False
         for address in addresses:
             known = self._known.get(address.name)
@@ -103,37 +103,25 @@ def seeds_of(endpoints: EndpointsConfig) -> list[tuple[str, int]]:
 
 
 async def with_own_inbox(config: Config, role: str, instance: str, run_dir: Path) -> Config:
-    """With seeds: where the configuration names no inbox for this process, one on any port. Without: what the address
-    book says, if there is one. Raises `ConfigError` where no seed has an address within `SEEK_S`."""
+    """Return the configuration with an inbox on any port for this process, if it has none; without seeds, with the
+    address book's endpoints. Raises `ConfigError` if no seed has an address within `SEEK_S`."""
     if not config.endpoints.seeds:
         return located(config, run_dir)
     host = await _own_host(config)
     anywhere = f"{_TCP}{f'[{host}]' if ':' in host else host}:0"
-    endpoints, field = config.endpoints, ""
-    match role:
-        case "gateway":
-            field = "gateway"
-        case "length_predictor":
-            field = "predictor"
-        case "global_monitor":
-            field = "monitor"
-        case "bucketing_manager" if instance in STANDBY_MANAGERS:
-            configured = endpoints.standby_managers
-            index = STANDBY_MANAGERS.index(instance)
-            given = [*configured, *[""] * (index + 1 - len(configured))]
-            given[index] = given[index] or anywhere
-            endpoints = msgspec.structs.replace(endpoints, standby_managers=tuple(given))
-        case "bucketing_manager":
-            field = "manager"
-        case _:
-            field = "worker"
-    if field and not getattr(endpoints, field):
+    endpoints = config.endpoints
+    if role == "bucketing_manager" and instance in STANDBY_MANAGERS:
+        configured, index = endpoints.standby_managers, STANDBY_MANAGERS.index(instance)
+        if not any(configured[index : index + 1]):
+            standbys = with_standbys(configured, {instance: anywhere})
+            endpoints = msgspec.structs.replace(endpoints, standby_managers=standbys)
+    elif not getattr(endpoints, field := ENDPOINTS.get(role, "worker")):
         endpoints = msgspec.structs.replace(endpoints, **{field: anywhere})
     return msgspec.structs.replace(config, endpoints=endpoints)
 
 
 def wanted_by(config: Config, role: str, instance: str) -> list[str]:
-    """Names that this process dials and no option says where they are."""
+    """Return the names that this process dials and that have no configured endpoint."""
     managers = manager_names(config)
     match role:
         case "bucketing_manager":
@@ -151,8 +139,8 @@ def wanted_by(config: Config, role: str, instance: str) -> list[str]:
 
 
 async def _own_host(config: Config) -> str:
-    """Under which others dial this process: `endpoints.host`, the variable COHORT_HOST, or the address from which this
-    machine reaches a seed."""
+    """Return the host under which others dial this process: `endpoints.host`, the variable COHORT_HOST, or the address
+    from which this machine reaches a seed."""
     named = own_host(config)
     deadline_s = asyncio.get_running_loop().time() + SEEK_S
     while not named:
@@ -168,7 +156,7 @@ async def _own_host(config: Config) -> str:
 
 
 async def _resolved(seeds: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Every address of every seed; those whose name has none now are left out."""
+    """Return every address of every seed; names without any are left out."""
     loop, found = asyncio.get_running_loop(), dict[tuple[str, int], None]()
     for host, port in seeds:
         with contextlib.suppress(OSError):
@@ -179,8 +167,8 @@ async def _resolved(seeds: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
 
 @contextlib.asynccontextmanager
 async def seek(config: Config, role: str, run_dir: Path, bus: ZmqBus) -> AsyncIterator[Config]:
-    """Within, the run folder's address book is kept up, and the configuration says where the others are that this
-    process dials. `bus`: its inbox. Raises `ConfigError` when nobody names them within `SEEK_S`."""
+    """Yield a configuration with the addresses of all that this process dials, and update the run folder's address book
+    inside the block. `bus`: its inbox. Raises `ConfigError` if no seed has them within `SEEK_S`."""
     if not config.endpoints.seeds:
         yield config
         return
@@ -214,7 +202,7 @@ class _Seeker:
         self._answering: ZmqBus | None = None
 
     async def found(self, running: asyncio.Task[None]) -> None:
-        """`running`: `run`, whose error is raised here."""
+        """Wait for the wanted addresses. `running`: the task of `run`, whose error is raised here."""
         complete = asyncio.create_task(self._complete.wait())
         try:
             await asyncio.wait({complete, running}, timeout=SEEK_S, return_when=asyncio.FIRST_COMPLETED)
@@ -233,8 +221,6 @@ class _Seeker:
                 tasks.create_task(self._answer(), name="seed")
             tasks.create_task(self._ask(), name="seek")
             self._learned([])
-
-    # -- asking ----------------------------------------------------------------------------------------------------
 
     async def _ask(self) -> None:
         bus = ZmqBus(self._instance, curve=self._keys)
@@ -275,10 +261,8 @@ class _Seeker:
         write_book(self._run_dir, self._known.book)
         self._complete.set()
 
-    # -- answering -------------------------------------------------------------------------------------------------
-
     async def _answer(self) -> None:
-        """While another process of this machine has the port, it answers; this one looks again now and then."""
+        """Answer at the seed's port whenever no other process of this machine has it."""
         while True:
             port = next((port for _, port in self._seeds if not port_problem(self._endpoints.bind_host, port)), 0)
             if port:
@@ -305,7 +289,7 @@ class _Seeker:
             await bus.close()
 
     def _tell(self) -> None:
-        """Everyone who asked lately, of a change."""
+        """Send all addresses to every process that asked lately."""
         bus, now_s = self._answering, asyncio.get_running_loop().time()
         if bus is None:
             return

@@ -1,7 +1,7 @@
 """A request on one worker: which tokens are known, how many positions are computed, where its KV is.
 
-The noun that worker machine, policies and engine share. `WorkerMachine` owns each; schedulers move its phase while they
-decide (`cohort.common.policies.sequences`). Decides nothing itself.
+Shared by worker machine, policies and engine. `WorkerMachine` owns each; schedulers move its phase while they decide
+(`cohort.common.policies.sequences`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cohort.common.types import Attempt, Request, RequestId
 
 
 class Phase(enum.Enum):
-    """Where a request stands on one worker.
+    """State of a request on one worker.
 
     AWAITING_KV ──▶ WAITING ◀──────────┐ recompute
           │            │ first row     │
@@ -31,7 +31,7 @@ class Phase(enum.Enum):
     """
 
     AWAITING_KV = "awaiting_kv"  # its earlier segment is computed elsewhere; blocks may be granted already
-    WAITING = "waiting"  # nothing computed here that is held; wants its first blocks
+    WAITING = "waiting"  # holds nothing computed; wants its first blocks
     RUNNING = "running"  # holds KV on the device; may be in the next plan or not
     SWAPPED = "swapped"  # its KV lies in host memory
     PARKED = "parked"  # segment computed, waits for late binding
@@ -41,11 +41,9 @@ class Phase(enum.Enum):
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request on one worker. `WorkerMachine` owns it; a scheduler changes phase and `computed` only through
-    `cohort.common.policies.sequences` (start, preempt, resume).
-
-    `tokens` are all known tokens, prompt first. Positions [0, computed) have KV here. The worker computes positions
-    up to `end` (None: to the request's own end). All times are monotonic seconds of this worker.
-    """
+    `cohort.common.policies.sequences` (start, preempt, resume). `tokens` are all known tokens, prompt first. Positions
+    [0, computed) have KV here. The worker computes positions up to `end` (None: to the request's own end). All times
+    are monotonic seconds of this worker."""
 
     request: Request
     tokens: list[int]
@@ -60,21 +58,21 @@ class Sequence:
     first_scheduled_s: float | None = None
     prefill_done_s: float | None = None
     last_token_s: float | None = None
-    """When its last token left this worker; None before the first."""
+    """Time at which its last token left this worker; None before the first."""
     delivered: int = 0
     """Output tokens that left this worker."""
     preemptions: int = 0
     repeat_from: int | None = None
-    """The next update to the gateway starts at this position: after a KV transfer it repeats what the former worker
-    said, because that worker's last words may come later over their own connection, or never."""
+    """Position at which the next update to the gateway starts: after a KV transfer it repeats tokens of the former
+    worker, whose last updates may come later over their own connection, or never."""
     pinned: bool = False
-    """Its blocks are being read by a transfer: it must not be preempted now."""
+    """Whether a transfer reads its blocks: it must not be preempted now."""
     scored_slice: int = 0
-    """Of a scored prompt, tokens that one iteration may compute; 0 = it is not scored."""
+    """Tokens of a scored prompt that one iteration may compute; 0 = it is not scored."""
     drafts_judged: float = 0.0
     drafts_right: float = 0.0
-    """Tokens that the engine expected behind it and that were looked at, and those of them that came; older ones count
-    less (`common/policies/speculation.py`)."""
+    """Draft tokens that were verified, and those that were right; older ones count less
+    (`common/policies/speculation.py`)."""
     transfer_s: float = 0.0
     """KV transfer time on the way here that nothing was computed in."""
     key: Attempt = field(init=False)
@@ -98,8 +96,8 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Its prompt's log-probabilities are still wanted: every position must be computed, none taken from a cache,
-        because only a computed position has logits."""
+        """Whether its prompt's log-probabilities are still wanted: every position must be computed, none taken from a
+        cache, because only a computed position has logits."""
         return self.request.sampling.prompt_logprobs >= 0 and self.output_tokens == 0
 
     @property
@@ -110,7 +108,7 @@ class Sequence:
 
     @property
     def uncomputed(self) -> int:
-        """Of these positions, those the next iteration may compute: all that are left, of a scored prompt a slice."""
+        """Positions that the next iteration may compute: all that are left, of a scored prompt a slice."""
         # `target` written out, here as in `output_tokens`: every decision asks for every sequence.
         known, end = len(self.tokens), self.end
         left = (known if end is None or known < end else end) - self.computed
@@ -130,12 +128,9 @@ class Sequence:
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
-    """Compute positions [start, start + count) of a sequence.
-
-    `drafts`: of a decode row, positions behind it that the engine may compute with it, for tokens that it expects there
-    (`common/policies/speculation.py`). Schedulers leave it 0: the machine sets it once the plan is made, and has blocks
-    for these positions too.
-    """
+    """Positions [start, start + count) of a sequence, to compute in a step. `drafts`: positions behind a decode row
+    that the engine may compute with it, for draft tokens (`common/policies/speculation.py`). Schedulers leave it 0: the
+    machine sets it once the plan is made, and has blocks for these positions too."""
 
     sequence: Sequence
     start: int

@@ -1,8 +1,8 @@
 """A SQLite database for this process's user alone, and a thread that owns what is kept in one.
 
-Used by the stores of batches, kept responses, resumable streams and usage; no other module opens one. Decides the
-modes of the files (0600), the journal, what a transaction is, how tables get from one version to the next, which errors
-are the disk's and how work gets to the thread; knows no table but `meta`, where a store has one.
+Used by the stores of batches, stored responses, resumable streams and usage; no other module opens one. Decides the
+modes of the files (0600), the journal, transactions, upgrades of tables, and which errors are the disk's; knows no
+table but `meta`, where a store has one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Generic, Protocol, TypeVar
 from cohort.common.errors import ConfigError
 
 BUSY_S = 10.0
-"""The longest that a statement waits for other processes."""
-LOG_BYTES = 1 << 26  # what the write-ahead log may keep on disk after it was written back
+"""Longest wait of a statement for other processes."""
+LOG_BYTES = 1 << 26  # of the write-ahead log on disk, once it was written back
 
 
 def opened(
@@ -35,10 +35,9 @@ def opened(
     overwrites: bool = False,
     check: Callable[[sqlite3.Connection], None] | None = None,
 ) -> sqlite3.Connection:
-    """The database with the tables of this version: opened, made or brought there. `gives_back`: its free pages can
-    leave the file. `overwrites`: what is deleted is overwritten. `check` comes before tables are made or changed.
-    Raises `ConfigError`, which begins with `name`, for another version; `sqlite3.Error` or `OSError` for one that
-    cannot be used."""
+    """Open or make a database, with the tables of this version. `gives_back`: its free pages can leave the file.
+    `overwrites`: what is deleted is overwritten. `check` runs before tables are made or changed. Raises `ConfigError`,
+    which begins with `name`, for another version; `sqlite3.Error` or `OSError` if it cannot be used."""
     _make_private(path)
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
     try:
@@ -65,7 +64,7 @@ def opened(
 
 
 def opened_to_read(path: Path, name: str, versions: Collection[int]) -> tuple[sqlite3.Connection, int]:
-    """It and its version, which is one of these; nothing is changed. Raises as `opened`, and for a missing one."""
+    """Open a database of one of these versions read-only. Return it and its version. Raises as `opened`."""
     db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, timeout=BUSY_S)
     try:
         found = version_of(db)
@@ -78,8 +77,8 @@ def opened_to_read(path: Path, name: str, versions: Collection[int]) -> tuple[sq
 
 
 def use_log(db: sqlite3.Connection) -> None:
-    """A write-ahead log for its journal. SQLite does not wait for another process that makes the same database just
-    now, as it does with everything else (`timeout`)."""
+    """Make a write-ahead log its journal. Only here SQLite does not wait (`timeout`) for another process that makes the
+    same database."""
     deadline_s = time.monotonic() + BUSY_S
     while True:
         try:
@@ -92,7 +91,7 @@ def use_log(db: sqlite3.Connection) -> None:
 
 
 def _make_private(path: Path) -> None:
-    """Mode 0600, before there is anything in it. SQLite gives its log the database's mode."""
+    """Make the file, mode 0600, or give an existing one that mode. SQLite gives its log the database's mode."""
     try:
         # Never opened and closed when it exists: closing a file drops all locks that this process has on it.
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
@@ -105,7 +104,7 @@ def _make_private(path: Path) -> None:
 
 @contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """All that the block changes, or nothing of it where the block raises. No other process writes meanwhile."""
+    """Commit all that the block changes, or nothing if it raises. No other process writes meanwhile."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -116,7 +115,7 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
 
 
 def version_of(db: sqlite3.Connection) -> int | None:
-    """Of its tables; 0 = there are none. In a row of the table `meta` where there is one, else in the file's header."""
+    """Return the version of the tables, from table `meta` if there is one, else the file's header; 0 = no tables."""
     if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone() is None:
         return int(db.execute("PRAGMA user_version").fetchone()[0])
     row = db.execute("SELECT value FROM meta WHERE name = 'schema_version'").fetchone()
@@ -124,8 +123,8 @@ def version_of(db: sqlite3.Connection) -> int | None:
 
 
 def _prepare(db: sqlite3.Connection, name: str, version: int, schema: str, upgrades: Mapping[int, str]) -> None:
-    """Makes the tables of a new database, and those of an older one step by step: `upgrades` lead from a version to the
-    next. All or nothing of it, and only once where several processes open it. Statements end with a semicolon, and have
+    """Make the tables of a new database, or upgrade those of an older one step by step: `upgrades` lead from a version
+    to the next. In one transaction, once where several processes open it. Statements end with a semicolon, and have
     none inside."""
     with transaction(db):
         found = was = version_of(db)
@@ -149,14 +148,14 @@ def _other_version(name: str, found: int | None, reads: int) -> ConfigError:
 
 
 def _run(db: sqlite3.Connection, statements: str) -> None:
-    """Within the transaction that is open: `executescript` would end it."""
+    """Run statements inside the open transaction, which `executescript` would end."""
     for statement in statements.split(";"):
         db.execute(statement)
 
 
 def disk_refuses(error: BaseException) -> bool:
-    """Whether it comes from the disk or the database's file (full, gone, damaged), not from a defect of this program:
-    it may work later, and trying again is right."""
+    """Return whether an error comes from the disk or the database's file (full, gone, damaged), so that a retry is
+    right, and not from a defect of this program."""
     if isinstance(error, BaseExceptionGroup):
         return all(disk_refuses(inner) for inner in error.exceptions)
     if isinstance(error, sqlite3.OperationalError):
@@ -173,10 +172,10 @@ T = TypeVar("T")
 
 
 class OnThread(Generic[S]):
-    """A store behind a thread of its own, which opens it too: no query and no disk ever holds up the event loop."""
+    """A store behind a thread of its own, which opens it too: no query and no disk delays the event loop."""
 
     def __init__(self, opening: Callable[[], S], name: str) -> None:
-        """Opened with the first `run`, which raises what `opening` raises; the next one tries again."""
+        """Open the store with the first `run`, which raises what `opening` raises; the next one tries again."""
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._opening = opening
         self._store: S | None = None
@@ -186,19 +185,19 @@ class OnThread(Generic[S]):
         return self._store is not None
 
     async def open(self) -> None:
-        """Now, and not with the first call."""
+        """Open the store now, not with the first call."""
         await self.run(lambda _: None)
 
     async def run(self, work: Callable[[S], T]) -> T:
-        """Calls run one after the other, in the order they came in."""
+        """Run `work` on the store. Calls run one after the other, in order."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._in_thread, work)
 
     def tell(self, work: Callable[[S], object]) -> None:
-        """As `run`, for what nothing waits for: also where a task ends and cannot wait any more."""
+        """Run `work` without waiting: also where a task ends and cannot wait any more."""
         self._executor.submit(self._in_thread, work)
 
     def close(self) -> None:
-        """After what was asked for; blocks for as long as that takes."""
+        """Close the store after all calls; blocks until then."""
         self._executor.submit(self._close).result()
         self._executor.shutdown()
 

@@ -18,20 +18,17 @@ InstanceId = str
 TrafficClass = Literal["rt", "be"]
 """Real-time (a person waits) or best-effort (a batch job)."""
 IfLate = Literal["", "refuse", "best_effort", "serve"]
-"""What a client prefers where its TTFT SLO cannot be kept: an error at once, the answer as best-effort, or the answer
+"""Client's preference where its TTFT SLO cannot be kept: an error at once, the answer as best-effort, or the answer
 late. "" = the operator decides (`cohort.refuse_late`)."""
 
 DraftSource = Literal["lookup", "recent", "model", "head"]
-"""What expected a token: the sequence itself, recent responses, a draft model, a head on the model's own states
+"""Source of a draft token: the sequence itself, recent responses, a draft model, a head on the model's own states
 (`docs/guide/speculation.md`)."""
 
 
 class Attempt(msgspec.Struct, frozen=True, array_like=True, order=True, cache_hash=True):
-    """One attempt at serving a request: the identity of work on every machine and in every message.
-
-    The gateway owns a request and counts its attempts. An older attempt counts for nothing: its tokens, blocks
-    and transfers are void.
-    """
+    """One attempt at serving a request: the identity of work on every machine and in every message. The gateway owns a
+    request and counts its attempts. An older attempt counts for nothing: its tokens, blocks and transfers are void."""
 
     request_id: RequestId
     number: int
@@ -40,7 +37,7 @@ class Attempt(msgspec.Struct, frozen=True, array_like=True, order=True, cache_ha
         return f"{self.request_id}#{self.number}"
 
     def next(self) -> Attempt:
-        """The attempt that takes over when this one is lost."""
+        """Return the attempt that takes over when this one is lost."""
         return Attempt(self.request_id, self.number + 1)
 
 
@@ -61,7 +58,7 @@ class Role(enum.StrEnum):
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended; the first two are OpenAI's words."""
+    """Reason why a request ended; the first two are OpenAI's words."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -70,7 +67,7 @@ class FinishReason(enum.StrEnum):
 
 
 class Outcome(enum.StrEnum):
-    """How a worker's segment of an attempt ended."""
+    """End of a worker's segment of an attempt."""
 
     FINISHED = "finished"  # the request ended here
     HANDED_OVER = "handed_over"  # the next segment's worker accepted the KV
@@ -80,11 +77,9 @@ class Outcome(enum.StrEnum):
 
 
 class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The targets of a request.
-
-    `ttft_s`: seconds from arrival to the first token. `tpot_s`: seconds between later tokens.
-    `deadline_s`: seconds from arrival to the last token (E9 fills it when the client gives none). 0 = no SLO.
-    """
+    """The targets of a request. `ttft_s`: seconds from arrival to the first token. `tpot_s`: seconds between later
+    tokens. `deadline_s`: seconds from arrival to the last token (E9 fills it when the client gives none). 0 = no
+    SLO."""
 
     ttft_s: float = 0.0
     tpot_s: float = 0.0
@@ -92,10 +87,8 @@ class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Prediction(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A predicted response length in tokens: mean, and quantiles at 50, 90 and 99 %.
-
-    `source` names the predictor: "model", or "default" when the predictor was silent or too late.
-    """
+    """A predicted response length in tokens: mean, and quantiles at 50, 90 and 99 %. `source` names the predictor:
+    "model", or "default" when the predictor was silent or too late."""
 
     mean: float
     p50: float
@@ -105,16 +98,12 @@ class Prediction(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the next token is sampled. Defaults are OpenAI's.
-
-    `seed` is always set by the gateway: the random number of position t depends only on (seed, t), so a request
-    that moves, is preempted or recovered continues exactly. `stop_token_ids` includes the model's end tokens
-    unless the client said `ignore_eos`. Stop *strings* are the gateway's business: workers see tokens only.
-    `grammar`: the text that the answer is bound to, as `cohort.common.grammar` compiles it; "" = none. Its state
-    depends only on it and the output tokens, so a request that moves continues exactly here too.
-    `logprobs`: -1 = none, k = the k likeliest besides the chosen one. `prompt_logprobs`: the same for every token of
-    the prompt but the first, which nothing precedes.
-    """
+    """Sampling parameters of a request. Defaults are OpenAI's. `seed` is always set by the gateway: the random number
+    of position t depends only on (seed, t), so a request that moves, is preempted or recovered continues exactly.
+    `stop_token_ids` includes the model's end tokens unless the client set `ignore_eos`. Stop *strings* are handled by
+    the gateway: workers see tokens only. `grammar`: the text that the answer is bound to, as `cohort.common.grammar`
+    compiles it; "" = none. `logprobs`: -1 = none, k = the k likeliest besides the chosen one. `prompt_logprobs`: the
+    same for every token of the prompt but the first, which nothing precedes."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -134,12 +123,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """Positions [start, end) of a request, computed on one instance.
-
-    Computing position p writes its KV; if p is the last known token it also yields the token at p + 1.
-    `end` None: to the end of the request, wherever that is. `instance` None: late-bound, some worker is chosen once
-    the segment before it is done (A2, A6).
-    """
+    """Positions [start, end) of a request, computed on one instance. Computing position p writes its KV; if p is the
+    last known token it also yields the token at p + 1. `end` None: to the end of the request. `instance` None:
+    late-bound, the worker is chosen once the segment before is done (A2, A6)."""
 
     start: int
     end: int | None
@@ -147,20 +133,15 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One generation as the control plane and the workers see it.
-
-    `tokens` are the prompt and, after a recovery, the output known so far: `prompt_tokens` says where the client's
-    prompt ends. `gateway` owns the
-    request and is where tokens go. `arrival_s` is wall-clock seconds at the gateway (hosts keep synchronised clocks
-    to within what a latency figure needs; no decision about correctness depends on it). Lower `priority` is served
-    first. `online` False marks batch work (B10). `waited_s`: of a resubmitted request, seconds from its arrival at the
-    gateway until this attempt was sent on, by the gateway or by the manager; a first attempt says 0. A duration, so
-    that the request keeps its place in line on hosts whose monotonic clocks differ. Only requests of the same
-    `prefix_salt` share cached prefixes. `if_late`: see `IfLate`. `owner`: whose share of the cluster it takes where
-    several API keys ask, "" otherwise; `weight`: how large that share is, beside the others'. `traceparent`: its place
-    in a trace, "" where it is not traced (`common/tracing`). `adapter`: the LoRA adapter that answers it, "" = the base
-    model alone.
-    """
+    """One generation as the control plane and the workers see it. `tokens` are the prompt, of `prompt_tokens` tokens,
+    and after a recovery the output known so far. `gateway` owns the request and gets its tokens. `arrival_s` is
+    wall-clock seconds at the gateway (no decision about correctness depends on synchronised clocks). Lower `priority`
+    is served first. `online` False marks batch work (B10). `waited_s`: seconds from a resubmitted request's arrival at
+    the gateway until gateway or manager sent this attempt on, 0 for a first attempt; a duration, so that the request
+    keeps its place in line on hosts whose monotonic clocks differ. Only requests of the same `prefix_salt` share cached
+    prefixes. `owner`: the API key whose share of the cluster it takes, "" without several; `weight`: the size of that
+    share beside the others'. `traceparent`: its place in a trace, "" if it is not traced (`common/tracing`). `adapter`:
+    its LoRA adapter, "" = the base model alone."""
 
     attempt: Attempt
     gateway: InstanceId
@@ -197,11 +178,11 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def cache_salt(self) -> str:
-        """What its cached prefixes are told apart by: KV of equal tokens differs from adapter to adapter."""
+        """Salt of its cached prefixes: KV of equal tokens differs from adapter to adapter."""
         return f"{self.adapter}\0{self.prefix_salt}" if self.adapter else self.prefix_salt
 
     def as_best_effort(self) -> Request:
-        """The same request, demoted: nothing orders it by latency targets any more; a deadline of its own stays."""
+        """Return the request demoted: without latency targets, but with its deadline."""
         slo = Slo(deadline_s=self.slo.deadline_s)
         return msgspec.structs.replace(self, traffic_class="be", slo=slo)
 
@@ -212,16 +193,16 @@ class KvGeometry:
 
     Formula of B1 per token: 2·L·H·D·B bytes (H after GQA).
 
-    `window`: positions that a token sees back, its own included, if that bounds every layer; 0 = all. An allocator of
-    such a geometry gives blocks back that lie wholly behind the window of all tokens to come.
+    `window`: positions that a token attends to, its own included, in every layer; 0 = all. An allocator frees blocks
+    that lie wholly behind the window of all tokens to come.
 
-    `groups`: where layers have different windows, they may be cut into groups of equally many layers, and a block is of
-    one group: these are the groups' windows, those that see everything first. A sequence then has a table of blocks for
-    each group, all of one pool and one size. Empty: one group of all layers, whose window is `window`.
+    `groups`: windows of groups of equally many layers, where layers have different windows; full attention (0) first. A
+    block then belongs to one group, and a sequence has a block table for each group, all of one pool and block size.
+    Empty: one group of all layers, with `window`.
     """
 
     num_layers: int
-    """Of a token; with groups as many as they have room for together, of which some may stay empty."""
+    """Layers of a token; with groups as many as these have room for, of which some may stay empty."""
     num_kv_heads: int
     head_dim: int
     dtype_bytes: int
@@ -231,7 +212,7 @@ class KvGeometry:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Of every group, of which there is at least one."""
+        """Sliding window of each group; there is at least one group."""
         return self.groups or (self.window,)
 
     @property
@@ -240,7 +221,7 @@ class KvGeometry:
 
     @property
     def gives_back(self) -> bool:
-        """Whether a sequence that runs gives blocks back."""
+        """Whether a running sequence frees blocks behind a window."""
         return self.window > 0 or any(self.groups)
 
     @property
@@ -250,7 +231,7 @@ class KvGeometry:
 
     @property
     def token_bytes(self) -> int:
-        """Of all layers."""
+        """Bytes of a token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
     @property
@@ -258,36 +239,36 @@ class KvGeometry:
         return self.token_bytes // self.num_groups * self.block_size
 
     def positions(self, blocks: int) -> int:
-        """Positions of one sequence that so many blocks hold in all layers."""
+        """Return the positions of one sequence that `blocks` blocks hold in all layers."""
         return blocks // self.num_groups * self.block_size
 
     def entries(self, tokens: int) -> int:
-        """Of each table of a sequence with `tokens` positions."""
+        """Return the length of each block table of a sequence with `tokens` positions."""
         return -(-tokens // self.block_size)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold `tokens` positions in all layers."""
+        """Return the number of blocks that hold `tokens` positions in all layers."""
         return -(-tokens // self.block_size) * self.num_groups
 
     def behind(self, computed: int, window: int) -> int:
-        """Of the table of a group with this window, of a sequence with `computed` positions, leading blocks that no
-        token to come sees. They change where a block becomes full, so that what a sequence holds changes there only."""
+        """Return the number of leading blocks, in the table of a group with this window, that no token after `computed`
+        positions sees. It changes only where a block becomes full."""
         if not window:
             return 0
         return max(0, computed // self.block_size * self.block_size + 1 - window) // self.block_size
 
     def blocks_behind(self, computed: int) -> int:
-        """The same of all tables."""
+        """Return the number of blocks behind the windows of all tables."""
         if not self.groups:
             return self.behind(computed, self.window)
         return sum([self.behind(computed, window) for window in self.groups])
 
     def blocks_held(self, tokens: int) -> int:
-        """Blocks of a sequence that has computed `tokens` positions: all of them, less those behind a window."""
+        """Return the number of blocks of a sequence with `tokens` computed positions, less those behind a window."""
         return self.blocks_for(tokens) - self.blocks_behind(tokens)
 
     def most_held(self, tokens: int) -> int:
-        """Positions in the blocks of a sequence that decodes, at most, until it has `tokens`: for forecasts. Positions
+        """Return the most positions in the blocks of a decoding sequence until it has `tokens`: for forecasts, and
         in all layers: a block of one of several groups counts as its share of them."""
         if self.groups:
             slack = 2 * self.block_size
@@ -296,18 +277,18 @@ class KvGeometry:
         return min(tokens, self.window + 2 * self.block_size) if self.window else tokens
 
     def growth(self, computed: int, prefill: int, decode: int) -> int:
-        """Positions for which a sequence with `computed` will need more blocks at the worst moment to come: it takes
-        those of its prompt at once, and gives back what lies behind a window. Counted as `most_held` counts."""
+        """Return the positions, as in `most_held`, for which a sequence with `computed` needs more blocks at the worst
+        moment to come: it takes those of its prompt at once, and frees what lies behind a window."""
         if not self.gives_back:
             return prefill + decode
         return max(prefill, self.most_held(computed + prefill + decode) - self.most_held(computed))
 
 
 FP8_SCALE_BYTES = {"cpu": 1, "cuda": 4}
-"""Of a row of keys or values in FP8, one token's of one head, by the kind of device."""
+"""Bytes of the scale of one token's keys or values of one head in FP8, by the kind of device."""
 
 _geometry = cache(KvGeometry)
-"""Equal ones are one: every placement asks every instance."""
+"""Cached constructor: every placement asks every instance for its geometry."""
 
 
 class QueueBucket(msgspec.Struct, frozen=True, array_like=True):
@@ -319,11 +300,9 @@ class QueueBucket(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QueuedWork(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Progress of one request on an instance, for an execution predictor to replay (D4).
-
-    Tokens still to prefill there, KV positions it holds, output tokens still expected there: of an answer that has
-    outlived its prediction as many as it is beyond it.
-    """
+    """Progress of one request on an instance, for an execution predictor to replay (D4). Tokens still to prefill there,
+    KV positions it holds, output tokens still expected there: for an answer that has outlived its prediction, the
+    tokens beyond it."""
 
     request_id: RequestId
     prefill_left: int
@@ -336,9 +315,9 @@ class StepTimes(msgspec.Struct, frozen=True, array_like=True):
 
         step + row · rows + ((token · tokens)⁴ + floor⁴)^¼ + pair · prefill query-key pairs + position · decode context
 
-    `floor_s` is what reading the weights takes: few tokens cost no less. Where prompt chunks and decodes share an
-    iteration, it takes 1 + `mixed_share` times that: what mixing itself costs. Before its rows, an iteration copies KV
-    between device and host memory at `copy_s` a position. Ask `step_times.step_cost`, not these.
+    `floor_s`: the time to read the weights; few tokens cost no less. An iteration of prompt chunks and decodes takes
+    1 + `mixed_share` times that. Before its rows, an iteration copies KV between device and host memory at `copy_s` a
+    position. Call `step_times.step_cost` instead of computing with these.
     """
 
     step_s: float
@@ -352,11 +331,9 @@ class StepTimes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The state of an instance with every report; policies decide on it (B9).
-
-    Blocks are of the device's KV cache; `cached_blocks` hold reusable prefixes and count as free too.
-    `memory_free_bytes` is the live figure of the device (B7). Times are moving averages of measured iterations.
-    """
+    """The state of an instance with every report; policies decide on it (B9). Blocks are of the device's KV cache;
+    `cached_blocks` hold reusable prefixes and count as free too. `memory_free_bytes` is the live figure of the device
+    (B7). Times are moving averages of measured iterations."""
 
     total_blocks: int = 0
     free_blocks: int = 0
@@ -380,19 +357,19 @@ class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     expired_leases: int = 0
     queue: list[QueuedWork] = []
     step_times: StepTimes | None = None
-    """None until enough was seen, or where none are learned."""
+    """Learned times; None until there are enough samples, or where none are learned."""
     link_rates: dict[InstanceId, float] = {}
-    """Bytes a second of KV to other workers, as measured; only those that it has sent enough to."""
+    """Measured bytes a second of KV to other workers; only those that it has sent enough to."""
     adapters: list[str] = []
-    """LoRA adapters that it holds, or is loading."""
+    """LoRA adapters that it holds or loads."""
     free_adapter_slots: int = 0
-    """Adapters that it could hold beside these."""
+    """Number of adapters that it could hold beside these."""
     adapter_load_s: float = 0.0
-    """What loading one took, moving average; 0 = none was loaded yet."""
+    """Time to load one, moving average; 0 = none was loaded yet."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """On what and with what a worker computes, in words for people: /version, metrics and the live page."""
+    """Device and kernels of a worker, in words for people: /version, metrics and the live page."""
 
     device: str  # "NVIDIA H200", or the processor's name; "2 x NVIDIA H200" of a worker of two ranks
     capability: str = ""  # CUDA compute capability, "9.0"
@@ -418,11 +395,11 @@ class WorkerCapacity(msgspec.Struct, frozen=True):
     max_rows: int
     max_step_tokens: int
     device: str = ""
-    """Host and device that it computes on; workers that name the same one share it. "": not known to be shared."""
+    """Host and device; workers that name the same one share it. "": not known to be shared."""
     engine: EngineFacts | None = None
     window: int = 0
     groups: tuple[int, ...] = ()
-    """Both of `KvGeometry`."""
+    """Windows, with `window`, as in `KvGeometry`."""
 
     @property
     def geometry(self) -> KvGeometry:
@@ -442,5 +419,5 @@ class WorkerCapacity(msgspec.Struct, frozen=True):
 
     @property
     def positions(self) -> int:
-        """That its blocks hold in all layers."""
+        """Positions that its blocks hold in all layers."""
         return self.num_blocks // self.num_groups * self.block_size

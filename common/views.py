@@ -1,8 +1,8 @@
-"""The parts of what a process shows of itself while a person looks at the live page: rows, blocks, queues, requests.
+"""Parts of the views that processes send while a person looks at the live page: rows, blocks, queues, requests.
 
-Plain bounded data inside `GatewayView`, `ManagerView` and `WorkerView` (`messages.py`). No view is made while nobody
-looks. Every list has a bound here, so that thousands of requests or blocks make no larger message; text of clients
-stays text. All times are ages: seconds before the view was made, because clocks of processes differ.
+Plain bounded data inside `GatewayView`, `ManagerView` and `WorkerView` (`messages.py`). Every list has a bound here, so
+that thousands of requests or blocks make no larger message. All times are ages: seconds before the view was made,
+because clocks of processes differ.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import msgspec
 from cohort.common.types import InstanceId, RequestId, TrafficClass
 
 MOST_ROWS = 128
-"""Sequences of a worker; the total beside them counts all."""
+"""Greatest number of rows of a worker; the total beside them counts all sequences."""
 MOST_CELLS = 4096
-"""Cells of a map of KV blocks; of a larger cache several blocks are one cell."""
+"""Greatest number of cells in a map of KV blocks; in a larger cache several blocks are one cell."""
 MOST_DECISIONS = 96
 MOST_REQUESTS = 60
 MOST_CHOSEN = 16
 MOST_BUCKETS = 128
 MOST_MOMENTS = 32
 MOST_ID = 256
-"""Characters of a request's id."""
+"""Greatest length of a request's id, in characters."""
 
 BlockState = Literal["free", "cached", "rt", "be", "lent", "settling"]
 BLOCK_STATES: tuple[BlockState, ...] = ("free", "cached", "rt", "be", "lent", "settling")
 """`cached`: of no sequence, but reusable by its prefix. `rt`, `be`: of sequences of that class. `lent`: two sequences
-use it at once. `settling`: of a sequence that has gone, while a transfer may still touch it."""
+use it at once. `settling`: of a sequence that is gone, while a transfer may still touch it."""
 
 RowPhase = Literal["awaiting_kv", "waiting", "prefill", "decode", "swapped", "parked", "leaving"]
 RequestState = Literal["open", "waiting", "placed", "running", "finished", "failed", "cancelled", "refused"]
@@ -36,7 +36,7 @@ DecisionKind = Literal["placed", "split", "refused", "demoted", "lost", "bound",
 
 
 class QueueClass(msgspec.Struct, frozen=True):
-    """Waiting requests of one class. `oldest_s`: how long the first of them has waited."""
+    """Waiting requests of one class. `oldest_s`: age of the oldest."""
 
     traffic_class: TrafficClass
     online: bool
@@ -46,7 +46,7 @@ class QueueClass(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A decision of a policy. `reason` is the policy's own word. `what`: what it led to, in words."""
+    """A decision of a policy. `reason` is the policy's own word. `what`: its result, in words."""
 
     age_s: float
     kind: DecisionKind
@@ -79,8 +79,8 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class CellRun(msgspec.Struct, frozen=True, array_like=True):
-    """So many neighbouring cells of one state (an index of `BLOCK_STATES`). `row`: place of their owner in the view's
-    rows; -1 = none, or none that is listed."""
+    """Neighbouring cells of one state (an index of `BLOCK_STATES`). `row`: index of their owner in the view's rows; -1:
+    none, or one that is not listed."""
 
     cells: int
     state: int
@@ -108,7 +108,7 @@ class Iteration(msgspec.Struct, frozen=True):
 
 
 class DraftTally(msgspec.Struct, frozen=True):
-    """Of a class, since the worker's start: rows that were computed with drafts, these drafts, and the right ones."""
+    """Rows of a class that were computed with drafts since the worker's start, their drafts, and the right ones."""
 
     traffic_class: TrafficClass
     rows: int
@@ -118,7 +118,7 @@ class DraftTally(msgspec.Struct, frozen=True):
 
 class SloTally(msgspec.Struct, frozen=True):
     """Finished requests by objective (ttft, tpot, deadline), since the gateway's start; `recent_`: of the latest ones.
-    `key`: the name of an API key; "" = of all."""
+    `key`: name of an API key; "" = all keys."""
 
     traffic_class: str
     objective: str
@@ -130,7 +130,7 @@ class SloTally(msgspec.Struct, frozen=True):
 
 
 class RequestBrief(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of the list of requests. `ended_s`: since its end, None while it is open."""
+    """One line of the list of requests. `ended_s`: seconds since its end, None while it is open."""
 
     request_id: RequestId
     traffic_class: TrafficClass
@@ -146,7 +146,7 @@ class RequestBrief(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Moment(msgspec.Struct, frozen=True, array_like=True):
-    """Something that happened to a request, `at_s` seconds after its arrival."""
+    """Event of a request, `at_s` seconds after its arrival."""
 
     at_s: float
     what: str
@@ -155,7 +155,7 @@ class Moment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerTimes(msgspec.Struct, frozen=True):
-    """Where a request's time went on one worker (`StageTimes`)."""
+    """Times of a request on one worker (`StageTimes`)."""
 
     instance: InstanceId
     queue_s: float

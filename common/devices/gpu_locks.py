@@ -62,11 +62,9 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """Wanted share of a GPU that `sharers` workers share.
-
-    `role`: the worker's; or the planned ones of its pipeline's workers, of which it takes one that no living one has.
-    `most_gpus`: the number of GPUs that the pipeline's workers may use; 0 = all.
-    """
+    """Wanted share of a GPU that `sharers` workers share. `role`: the worker's; or the planned ones of its pipeline's
+    workers, of which it takes one that no living one has. `most_gpus`: the number of GPUs that the pipeline's workers
+    may use; 0 = all."""
 
     sharers: int
     instance: str

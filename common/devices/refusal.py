@@ -56,11 +56,8 @@ def missing_toolchain(
     has_module: Callable[[str], bool] = lambda name: importlib.util.find_spec(name) is not None,
     include: Path | None = None,
 ) -> str:
-    """Return what the GPU kernels lack on this host; "" if nothing, or with COHORT_KERNELS=reference.
-
-    Triton translates kernels at first use and builds a small C library to start them: that takes a C compiler and
-    Python's headers.
-    """
+    """Return what the GPU kernels lack on this host; "" if nothing, or with COHORT_KERNELS=reference. Triton translates
+    kernels at first use and builds a small C library to start them: that takes a C compiler and Python's headers."""
     if environment.get("COHORT_KERNELS") == "reference":
         return ""
     anyway = "or COHORT_KERNELS=reference to compute by PyTorch's operators, many times slower"

@@ -1,4 +1,1 @@
-"""HTTP that several processes serve: the server, static pages, listeners, TLS, ports, who may ask.
-
-The room knows the configuration and errors; no endpoint.
-"""
+"""HTTP that several processes serve: the server, static pages, listeners, TLS, ports, who may ask. No endpoint."""

@@ -19,19 +19,19 @@ _LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "::1"))
 
 
 class BrowserGuard:
-    """`listens_on`: the host that is listened on. `open_`: no keys are asked for. `option`: the configured name of
+    """Guard of one server. `listens_on`: its host. `open_`: it asks for no keys. `option`: the configured name of
     `allowed_hosts`, for the refusals."""
 
     def __init__(self, listens_on: str, allowed_hosts: Collection[str], *, open_: bool, option: str) -> None:
         allowed = frozenset(host_name(host) for host in allowed_hosts)
         self._option = option
-        # A page has no key, whatever name it gives itself; and beyond loopback nothing tells which names are ours.
+        # A page has no key, whatever name it gives itself; and beyond loopback the names of this server are not known.
         self._names_checked = bool(allowed) or (open_ and is_loopback(listens_on))
         self._names = allowed | _LOOPBACK_NAMES | {host_name(listens_on)}
         self._origins = allowed
 
     def refusal(self, method: str, headers: Mapping[str, str]) -> str | None:
-        """Why a request with these headers must be answered with 403; None when it need not."""
+        """Return why a request with these headers must be answered with 403; None if it need not."""
         host = headers.get("Host")
         if host is not None and self._names_checked and host_name(host) not in self._names:
             return f"Host {host[:100]!a} is no name of this server; {self._option} adds one."
@@ -58,7 +58,7 @@ class BrowserGuard:
 
 
 def _netloc(origin: str) -> str:
-    """Return host and port of an Origin; "" for one that names none ("null", or what no browser sends)."""
+    """Return host and port of an Origin; "" if it names none ("null", or what no browser sends)."""
     try:
         return urlsplit(origin).netloc
     except ValueError:

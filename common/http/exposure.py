@@ -1,4 +1,4 @@
-"""A configuration's openings to other machines: refuses at start those that an oversight leaves to strangers.
+"""A configuration's openings to other machines: those that an oversight leaves to strangers are refused at start.
 
 Called by `service.py` for every process, by the gateway for its API, by the launcher before it starts anything, and by
 workers that open KV links. Decides from the configuration alone and resolves no name: a host that is not plainly this
@@ -14,14 +14,14 @@ from cohort.common.config import Config
 from cohort.common.errors import ConfigError
 
 KEY_VARIABLE = "COHORT_API_KEY"
-"""Where people and the compose file put an API key; it counts only once `gateway.api_keys` names it."""
+"""Variable in which people and the compose file put an API key; used only if `gateway.api_keys` names it."""
 
 _TCP = "tcp://"
 _ENDPOINTS = ("manager", "predictor", "monitor", "gateway", "worker", "ranks")
 
 
 def is_loopback(host: str) -> bool:
-    """127.0.0.0/8, ::1 and localhost; False for every other name, and for "", which means all interfaces."""
+    """Return whether a host is in 127.0.0.0/8, ::1 or localhost; False for "", which means all interfaces."""
     if host == "localhost":
         return True
     try:
@@ -31,7 +31,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_api(config: Config) -> None:
-    """Raise `ConfigError` where other machines could use the API and no key is asked for."""
+    """Raise `ConfigError` if other machines could use the API without a key."""
     gateway = config.gateway
     if not (gateway.api_keys or config.keys.file or gateway.open or is_loopback(gateway.host)):
         raise ConfigError(
@@ -43,13 +43,13 @@ def check_api(config: Config) -> None:
 
 
 def unused_key(config: Config, environment: Mapping[str, str]) -> bool:
-    """Return whether an API key is set that no request will be asked for."""
+    """Return whether an API key is set that no request needs."""
     return bool(environment.get(KEY_VARIABLE)) and not config.gateway.api_keys
 
 
 def check_endpoints(config: Config) -> None:
-    """Raise `ConfigError` where control messages, prompts and tokens among them, would leave this machine in clear and
-    any peer be believed: TCP beyond loopback without a CURVE key."""
+    """Raise `ConfigError` for TCP beyond loopback without a CURVE key: control messages, prompts and tokens among them,
+    would leave this machine in clear, and any peer would be trusted."""
     _check_ranks(config)
     if config.security.curve_secret_key_file or config.security.allow_plain:
         return
@@ -62,8 +62,8 @@ def check_endpoints(config: Config) -> None:
 
 
 def _check_ranks(config: Config) -> None:
-    """Of workers on several hosts. A key promises that nothing leaves in clear, and it cannot encrypt what these ranks
-    exchange."""
+    """Check workers on several hosts. A key promises that nothing leaves in clear, and what these ranks exchange is not
+    encrypted."""
     if all(group.hosts == 1 for group in config.workers):
         return
     host, colon, port = config.endpoints.ranks.removeprefix(_TCP).rpartition(":")
@@ -86,7 +86,7 @@ def stays_here(config: Config) -> bool:
 
 
 def _beyond(config: Config) -> Iterator[tuple[str, str]]:
-    """Options of section `endpoints` that say otherwise, with their values."""
+    """Yield options of section `endpoints` that reach other machines, with their values."""
     endpoints = config.endpoints
     named = [(name, str(getattr(endpoints, name))) for name in _ENDPOINTS]
     named += [("standby_managers", endpoint) for endpoint in endpoints.standby_managers]

@@ -17,29 +17,29 @@ from aiohttp import web, web_response
 from aiohttp.typedefs import Handler, Middleware
 
 from cohort.common.http.browsers import BrowserGuard
-from cohort.common.http.listeners import bound
+from cohort.common.http.listeners import bound_everywhere
 from cohort.common.http.tls import ServerTls
 
 SERVER = "cohort"
 ACCEPT_PAUSE_S = 0.5
-"""After a failed accept; meanwhile the kernel keeps what arrives in the backlog."""
+"""Pause after a failed accept; meanwhile the kernel keeps what arrives in the backlog."""
 LOG_EVERY_S = 10.0
 HANDSHAKE_S = 10.0
-"""The longest a client may take to agree on keys."""
+"""Longest time for a client's TLS handshake."""
 CLOSE_S = 1.0
-"""At the end: for connections that are being opened."""
+"""Time at the end for connections that are being opened."""
 _TRANSIENT = (errno.ECONNABORTED, errno.EPROTO, errno.EINTR)
-"""The client was gone before it was accepted: nothing is wrong here."""
+"""Errors of a client that was gone before it was accepted: nothing is wrong here."""
 
 
 def name_server() -> None:
-    """The `Server` header of this process's answers: our name, not the versions of Python and aiohttp, which tell a
-    stranger what to look for. Also of answers to what is no HTTP, which no handler or signal sees."""
+    """Set the `Server` header of this process to its name, without the versions of Python and aiohttp, which would help
+    an attacker. It is also in answers to what is no HTTP, which no handler or signal sees."""
     setattr(web_response, "SERVER_SOFTWARE", SERVER)  # noqa: B010 -- not exported, and there is no other way
 
 
 def refuse_foreign_pages(guard: BrowserGuard) -> Middleware:
-    """For servers that answer in plain text."""
+    """Return a middleware for servers that answer in plain text."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -52,8 +52,8 @@ def refuse_foreign_pages(guard: BrowserGuard) -> Middleware:
 
 
 def raise_descriptor_limit() -> tuple[int, int]:
-    """Return the soft limit of open files becomes the hard one: each connection takes a descriptor, and the usual soft
-    limit of 1024 is there for programs that `select`. Returns the limits before (soft, hard)."""
+    """Raise the soft limit of open files to the hard one: each connection takes a descriptor, and the usual soft limit
+    of 1024 is for programs that `select`. Returns the limits before (soft, hard)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):  # a hard limit that this system does not take as a soft one
@@ -62,8 +62,8 @@ def raise_descriptor_limit() -> tuple[int, int]:
 
 
 class AcceptingSite(web.BaseSite):
-    """A `TCPSite` whose failed accepts are seen: event loops swallow them, and a server without descriptors then
-    drops connections without a word. Binds every address of `host`; raises `OSError` like `TCPSite`."""
+    """A `TCPSite` that reports failed accepts: event loops swallow them, and a server without descriptors then drops
+    connections silently. Binds every address of `host`; raises `OSError` like `TCPSite`."""
 
     def __init__(
         self,
@@ -111,11 +111,7 @@ class AcceptingSite(web.BaseSite):
         loop = asyncio.get_running_loop()
         try:
             if not self._held:
-                found = await loop.getaddrinfo(
-                    self._host or None, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-                )
-                for family, _, _, _, address in dict.fromkeys(found):
-                    self._listeners.append(bound(family, address, shared=self._shared))
+                self._listeners = await asyncio.to_thread(bound_everywhere, self._host, self._port, shared=self._shared)
             for listener in self._listeners:
                 listener.listen(self._backlog)
                 loop.add_reader(listener, self._accept, listener)
@@ -150,7 +146,7 @@ class AcceptingSite(web.BaseSite):
         self._listeners.clear()
 
     def _accept(self, listener: socket.socket) -> None:
-        """Everything that waits in the backlog."""
+        """Accept everything that waits in the backlog."""
         for _ in range(self._backlog):
             try:
                 connection, _ = listener.accept()
@@ -184,7 +180,7 @@ class AcceptingSite(web.BaseSite):
             self._log.debug("connection ended before it was served", reason=str(error))
 
     def _accept_failed(self, listener: socket.socket, error: OSError) -> None:
-        """Says so, and waits a little: the listener stays readable, so that trying again at once would only spin."""
+        """Log it, and pause: the listener stays readable, so that trying again at once would only spin."""
         loop = asyncio.get_running_loop()
         self._failures += 1
         self._failed()
@@ -205,7 +201,7 @@ class AcceptingSite(web.BaseSite):
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Return a TCP socket bound there, for a server to take; port 0 is any. Raises `OSError`."""
+    """Bind a TCP socket for a server to take; port 0 is any. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

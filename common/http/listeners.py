@@ -1,11 +1,9 @@
-"""Listening sockets that outlive the process which serves them: the launcher binds them, one gateway after the other
-serves them.
+"""Listening sockets that outlive the process which serves them: the launcher binds them, gateways serve them in turn.
 
     launcher: bound ──pass_fds, COHORT_LISTENERS──▶ gateway: listen, accept ── ends ──▶ the next gateway: accept
 
 While no process accepts, connections wait in the kernel's backlog instead of being refused. The launcher never listens,
-so before the first gateway is there they are refused as ever. Called by the launcher's supervisor and by `http_server`,
-which also binds its own sockets here.
+so before the first gateway is there they are refused. Called by the launcher's supervisor and by `http_server`.
 """
 
 from __future__ import annotations
@@ -19,9 +17,7 @@ VARIABLE = "COHORT_LISTENERS"
 """Descriptors of the sockets that a process inherits, with commas between them."""
 
 
-def bound(family: int, address: tuple[object, ...], *, shared: bool = False) -> socket.socket:
-    """Return a TCP socket there. `shared`: other processes of this user may listen on the same port. Raises
-    `OSError`."""
+def _bound(family: int, address: tuple[object, ...], shared: bool) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setblocking(False)
@@ -37,13 +33,14 @@ def bound(family: int, address: tuple[object, ...], *, shared: bool = False) -> 
     return listener
 
 
-def bound_everywhere(host: str, port: int) -> list[socket.socket]:
-    """Return one socket for each address of `host`; "" is all of this machine's. Raises `OSError`."""
+def bound_everywhere(host: str, port: int, *, shared: bool = False) -> list[socket.socket]:
+    """Bind one socket for each address of `host`; "" is all of this machine's. `shared`: other processes of this user
+    may listen on the same port. Raises `OSError`."""
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     listeners: list[socket.socket] = []
     try:
         for family, _, _, _, address in dict.fromkeys(found):
-            listeners.append(bound(family, address))
+            listeners.append(_bound(family, address, shared))
     except BaseException:
         for listener in listeners:
             listener.close()
@@ -52,12 +49,12 @@ def bound_everywhere(host: str, port: int) -> list[socket.socket]:
 
 
 def environment(listeners: Sequence[socket.socket]) -> Mapping[str, str]:
-    """For the process that these are passed to."""
+    """Return the variable for the process that the listeners are passed to."""
     return {VARIABLE: ",".join(str(each.fileno()) for each in listeners)} if listeners else {}
 
 
 def inherited(port: int) -> list[socket.socket]:
-    """The sockets that were passed to this process, if they are of this port; for one caller, once."""
+    """Take the sockets that were passed to this process, if they are of this port; works once."""
     named = os.environ.pop(VARIABLE, "")
     listeners: list[socket.socket] = []
     for text in named.split(",") if named else ():

@@ -1,6 +1,6 @@
-"""Ports of this machine: whether a process could listen on one, and which are free.
+"""Ports of this machine: whether a process could listen on one, and which are free. Reserves nothing.
 
-Called before anything is started, by the launcher, `cohort doctor` and the benchmarks. Reserves nothing.
+Called before anything is started, by the launcher, `cohort doctor` and the benchmarks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _blocks = itertools.count(random.randrange(10_000))
 
 
 def port_problem(host: str, port: int) -> str:
-    """Why no process can listen on this address, or ""."""
+    """Return why no process can listen on this address, or ""."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
@@ -37,9 +37,8 @@ def port_problem(host: str, port: int) -> str:
 
 
 def free_port() -> int:
-    """Return a port without a listener now, and likewise the ones after it; never one of an earlier call's. Where that
-    leaves enough, none that the system gives to outgoing connections, of which one could take it before it is listened
-    on."""
+    """Return the first of `PORT_BLOCK` ports without a listener now, never one of an earlier call. None of them is for
+    outgoing connections, if there are enough others: one could take it before a process listens."""
     ports = _for_listeners()
     for _ in range(len(ports) // PORT_BLOCK):
         port = ports[0] + next(_blocks) * PORT_BLOCK % (len(ports) - PORT_BLOCK)
@@ -49,7 +48,7 @@ def free_port() -> int:
 
 
 def _for_listeners() -> range:
-    """Return the larger of what lies below and above the ports of outgoing connections, or all if that is little."""
+    """Return the larger range below or above the ports of outgoing connections, or all ports if that is small."""
     try:
         first, last = map(int, _OUTGOING_PORTS.read_text(encoding="ascii").split())
     except (OSError, ValueError):

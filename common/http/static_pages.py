@@ -1,9 +1,9 @@
 """Pages of plain files: HTML, style sheets and script modules, served as they lie in a folder, under a strict policy.
 
 Read once, when a server starts, so that no request touches the disk and a missing file is noticed then. A page runs
-scripts and styles of its own server alone, talks to no other one, and is shown in no frame: text of a client that found
-its way into markup would do nothing. Pages put such text into the document as text only. Used by the monitor (live
-page) and the gateway (chat); files of both, such as the theme, lie in `common/web`.
+scripts and styles of its own server alone, connects to no other one, and is shown in no frame, so that a client's text
+in markup would do nothing; pages insert it as text only. Used by the monitor (live page) and the gateway (chat); files
+of both, such as the theme, lie in `common/web`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Handler = Callable[[web.Request], Coroutine[Any, Any, web.StreamResponse]]
 
 
 def page_routes(folder: Path, *, index_at: str, files_under: str) -> list[web.RouteDef]:
-    """`folder`'s index.html at `index_at`, its other files and the shared ones below `files_under` ("/static/")."""
+    """Serve `folder`'s index.html at `index_at`, its other files and the shared ones below `files_under`."""
     files = {
         path.name: path for source in (SHARED, folder) for path in sorted(source.iterdir()) if path.suffix in _TYPES
     }

@@ -1,8 +1,8 @@
 """The certificate of a server: checked when it is loaded, loaded again when its files change.
 
 Made by the gateway from `gateway.tls_cert` and `gateway.tls_key`; `http_server.AcceptingSite` asks for the context of
-every new connection. Files that do not fit each other, or cannot be read, are refused at the start; later they leave
-the certificate that is in use as it is, with an error in the log: a renewal writes two files, one after the other.
+every new connection. Files that do not match, or cannot be read, are refused at start; later the certificate in use
+stays, with an error in the log: a renewal writes two files, one after the other.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Both in PEM format: the certificate, followed by those that lead to its issuer, and its key without a passphrase.
-    The names are those of the options, for errors."""
+    """Files in PEM format: the certificate, followed by those that lead to its issuer, and its key without a
+    passphrase. The options' names are for errors."""
 
     cert: Path
     key: Path
@@ -34,7 +34,7 @@ class TlsFiles:
 
     @staticmethod
     def of(cert: str, key: str, section: str) -> TlsFiles | None:
-        """None without either. Raises `ConfigError` for one without the other."""
+        """Make one, or None without either file. Raises `ConfigError` for one without the other."""
         named = [f"{section}.tls_cert", f"{section}.tls_key"]
         if not cert and not key:
             return None
@@ -44,21 +44,21 @@ class TlsFiles:
         return TlsFiles(Path(cert).expanduser(), Path(key).expanduser(), *named)
 
     def stamp(self) -> Stamp:
-        """Return changes with the content, also where a link is pointed elsewhere. Raises `OSError`."""
+        """Return times, inodes and sizes: they change with the content, also of a link's target. Raises `OSError`."""
         found = [path.stat() for path in (self.cert, self.key)]
         return tuple((status.st_mtime_ns, status.st_ino, status.st_size) for status in found)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """`expires_s`: when the certificate ends, wall-clock seconds; 0.0 where it has ended already or cannot be told."""
+    """A certificate in use. `expires_s`: wall-clock seconds of its end; 0.0 if it has ended or is not known."""
 
     context: ssl.SSLContext
     expires_s: float
 
 
 def load(files: TlsFiles) -> Loaded:
-    """Return TLS 1.2 or later, HTTP/1.1. Raises `ConfigError` that names the file and what is wrong with it."""
+    """Load a context for TLS 1.2 or later and HTTP/1.1. Raises `ConfigError` that names the file and what is wrong."""
     for path, option in ((files.cert, files.cert_option), (files.key, files.key_option)):
         try:
             text = path.read_bytes()
@@ -88,8 +88,8 @@ def load(files: TlsFiles) -> Loaded:
 
 
 def unverified() -> ssl.SSLContext:
-    """For questions to a process of one's own whose answer is no secret: is it ready, what are its metrics? Its
-    certificate is for the names that clients use, not for the loopback address."""
+    """Return a client's context for readiness and metrics of an own process, which are no secret: its certificate is
+    for the names that clients use, not for the loopback address."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -97,8 +97,8 @@ def unverified() -> ssl.SSLContext:
 
 
 def expires_s(server: ssl.SSLContext, cert: Path) -> float:
-    """When this server's certificate ends. The standard library tells it of a peer alone, so a client that trusts just
-    this certificate shakes hands with the server in memory."""
+    """Return when this server's certificate ends. The standard library knows that of a peer alone, so a client that
+    trusts just this certificate shakes hands with the server in memory."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -119,14 +119,14 @@ def expires_s(server: ssl.SSLContext, cert: Path) -> float:
 
 
 class ServerTls:
-    """The certificate in use. Raises `ConfigError` where the files cannot be used at the start."""
+    """Certificate in use. Raises `ConfigError` if the files cannot be used at the start."""
 
     def __init__(self, files: TlsFiles, log: structlog.stdlib.BoundLogger) -> None:
         self._files = files
         self._log = log
         self._refused: Stamp | None = None
         self._stamp: Stamp = ()
-        with contextlib.suppress(OSError):  # `load` says it better
+        with contextlib.suppress(OSError):  # `load` has the better error
             self._stamp = files.stamp()  # before they are read: what changes meanwhile is read again
         self.loaded = load(files)
         if self.loaded.expires_s <= time.time():
@@ -134,11 +134,10 @@ class ServerTls:
 
     @property
     def context(self) -> ssl.SSLContext:
-        """For the next connection."""
         return self.loaded.context
 
     def reload_if_changed(self) -> bool:
-        """Return whether another certificate is in use now."""
+        """Load changed files. Return whether another certificate is in use now."""
         try:
             stamp = self._files.stamp()
         except OSError as error:
@@ -156,7 +155,7 @@ class ServerTls:
         return True
 
     async def watch(self, every_s: float = WATCH_EVERY_S) -> None:
-        """Until cancelled. The files are read in a thread: they may lie on a network's disk."""
+        """Load changed files until cancelled, in a thread: they may lie on a network's disk."""
         while True:
             await asyncio.sleep(every_s)
             await asyncio.to_thread(self.reload_if_changed)

@@ -1,4 +1,1 @@
-"""The API keys' file, what keys have used, and files that only their owner may read.
-
-The room knows errors alone; who may do what is decided in the gateway.
-"""
+"""The API keys' file, the usage of keys, and files that only their owner may read. The gateway decides on requests."""

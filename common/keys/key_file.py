@@ -1,12 +1,11 @@
 """The file of API keys: who may ask, what each may use. Written by `cohort keys`, read by gateways.
 
-A key is shown once, when it is made. The file holds its SHA-256 with the file's salt, never the key. That is enough
-here and slow hashes would be wrong: a key is 256 random bits, so there is no dictionary to try, and one fast hash per
-request keeps a refusal cheap; the salt keeps one table of hashes from serving against two files. Comparing is
-`matching`: every hash, in constant time.
+A key is shown once, when it is made. The file holds its SHA-256 with the file's salt, never the key. A slow hash would
+be wrong: a key is 256 random bits, so there is no dictionary to try, and one fast hash per request keeps a refusal
+cheap; the salt keeps one table of hashes from serving against two files.
 
 A change is written beside the file and renamed over it, under a lock, with mode 0600: a reader sees the old file or the
-new one. Decides nothing about a request.
+new one.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Weight = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
 
 class OwnLimits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """As `KeyLimits`; None: the configuration's, for every key."""
+    """Limits of one key, as in `KeyLimits`; None = the configuration's for every key."""
 
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
@@ -58,7 +57,7 @@ NO_LIMITS = OwnLimits()
 
 
 class StoredKey(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """`hash`: SHA-256 of salt and key, hexadecimal. `created_s`, `revoked_s`: wall clock."""
+    """Entry of one key. `hash`: SHA-256 of salt and key, hexadecimal. `created_s`, `revoked_s`: wall clock."""
 
     id: str
     name: str
@@ -87,7 +86,7 @@ class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [key for key in self.keys if key.revoked_s is None]
 
     def named(self, name: str) -> StoredKey | None:
-        """By name or id; of several of one name the one that is not revoked, else the latest."""
+        """Find a key by name or id; of several of one name the one that is not revoked, else the latest."""
         found = [key for key in self.keys if name in (key.name, key.id)]
         return max(found, key=lambda key: (key.revoked_s is None, key.created_s), default=None)
 
@@ -97,7 +96,7 @@ def hash_key(salt: bytes, key: str) -> bytes:
 
 
 def matching(given: bytes, hashes: Sequence[bytes]) -> int | None:
-    """Which of them it is. Each is compared, each in constant time: the time tells nothing about any of them."""
+    """Return the index of a hash. Each is compared in constant time: the time discloses nothing about any."""
     found = [index for index, known in enumerate(hashes) if hmac.compare_digest(given, known)]
     return found[0] if found else None
 
@@ -112,8 +111,8 @@ def new_key(
     rt: OwnLimits = NO_LIMITS,
     be: OwnLimits = NO_LIMITS,
 ) -> tuple[KeyFile, StoredKey, str]:
-    """Return the file with one key more, its entry, and the key itself. Raises `ConfigError` for a name that is taken
-    or that no metric could have, and where the file is full."""
+    """Return the file with a new key, its entry, and the key itself. Raises `ConfigError` for a name that is taken or
+    that no metric could have, and if the file is full."""
     if NAME.fullmatch(name) is None:
         raise ConfigError(f"{name!r}: a key's name is 1 to 64 letters, digits, dots, dashes and underscores")
     if any(key.name == name for key in file.active()):
@@ -134,7 +133,7 @@ def new_key(
 
 
 def revoked(file: KeyFile, name: str, now_s: int) -> tuple[KeyFile, StoredKey]:
-    """Return the file without this active key, which stays listed. Raises `ConfigError` where there is none."""
+    """Return the file with an active key revoked, and its entry. Raises `ConfigError` if there is no such key."""
     found = next((key for key in file.active() if name in (key.name, key.id)), None)
     if found is None:
         raise ConfigError(f"no active key is named {name}")
@@ -143,7 +142,7 @@ def revoked(file: KeyFile, name: str, now_s: int) -> tuple[KeyFile, StoredKey]:
 
 
 def read_keys(path: Path, *, option: str = "keys.file") -> KeyFile:
-    """Raise `ConfigError` for a file that is missing, that others may write, or that is none of ours."""
+    """Read a file of keys. Raises `ConfigError` if it is missing, others may write it, or it is none."""
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -171,8 +170,8 @@ def read_keys(path: Path, *, option: str = "keys.file") -> KeyFile:
 
 @contextmanager
 def editing(path: Path) -> Iterator[list[KeyFile]]:
-    """The file's content in a list of one, or a new one's; what stands in the list when the block ends is written. One
-    editor at a time; an error in the block leaves the file as it was. Raises `ConfigError`."""
+    """Yield the content of the file, or of a new one, in a list of one, whose element is written when the block ends.
+    One editor at a time; an error in the block leaves the file as it was. Raises `ConfigError`."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

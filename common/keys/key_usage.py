@@ -1,4 +1,4 @@
-"""What each API key used, by day and class, in an SQLite database that outlives the gateway.
+"""The usage of each API key, by day and class, in an SQLite database that outlives the gateway.
 
 Rows are only ever added to, in one transaction each time, so several gateways may share a database (write-ahead log).
 A killed gateway loses what it had not written yet, a second's worth. Written and read by gateways through a thread
@@ -20,7 +20,7 @@ from cohort.common.sqlite_file import opened, opened_to_read, transaction
 KEPT_DAYS = 400
 """A year, and the month that is billed after it."""
 VERSION = 2
-"""1 had nothing of SLOs."""
+"""Version of the tables; 1 had nothing of SLOs."""
 _SCHEMA = """
 CREATE TABLE usage (
     date TEXT NOT NULL,
@@ -56,7 +56,7 @@ ON CONFLICT (date, key_id, class) DO UPDATE SET
 
 
 class Where(msgspec.Struct, frozen=True):
-    """Of a row: whose, when, as what."""
+    """Key of a row."""
 
     date: str
     key_id: str
@@ -64,8 +64,8 @@ class Where(msgspec.Struct, frozen=True):
 
 
 class Amounts(msgspec.Struct):
-    """`requests` came in; `refused` did not, for a limit of their key. `slo_requests` ended and had SLOs, `slo_met`
-    kept all of them; each choice is one."""
+    """Amounts that a key used. `refused`: requests beyond a limit of the key, not in `requests`. `slo_requests`: ended
+    ones with SLOs, each choice is one; `slo_met`: those that met all of them."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -75,12 +75,8 @@ class Amounts(msgspec.Struct):
     slo_met: int = 0
 
     def add(self, other: Amounts) -> None:
-        self.requests += other.requests
-        self.prompt_tokens += other.prompt_tokens
-        self.completion_tokens += other.completion_tokens
-        self.refused += other.refused
-        self.slo_requests += other.slo_requests
-        self.slo_met += other.slo_met
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @property
     def tokens(self) -> int:
@@ -88,7 +84,7 @@ class Amounts(msgspec.Struct):
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What one key used on one day as one class."""
+    """Usage of one key on one day as one class."""
 
     date: str
     key_id: str
@@ -103,7 +99,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def slo_attainment(self) -> float | None:
-        """None where nothing had an SLO."""
+        """Share of requests that met their SLOs; None if none had any."""
         return self.slo_met / self.slo_requests if self.slo_requests else None
 
 
@@ -112,7 +108,7 @@ def default_path() -> Path:
 
 
 def day_of(wall_s: float) -> str:
-    """2026-11-30, of UTC."""
+    """Return the day of UTC, such as 2026-11-30."""
     return datetime.datetime.fromtimestamp(wall_s, datetime.UTC).date().isoformat()
 
 
@@ -120,8 +116,8 @@ class UsageStore:
     """One open database, for one thread at a time."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
-        """Opens or creates it, mode 0600. Raises `ConfigError` for one that is missing (`read_only`) or of another
-        version, `sqlite3.Error` or `OSError` for one that cannot be used."""
+        """Open or create it, mode 0600. Raises `ConfigError` if it is missing (`read_only`) or of another version,
+        `sqlite3.Error` or `OSError` if it cannot be used."""
         name, version = f"keys.usage_file: {path}", VERSION
         if read_only:
             if not path.is_file():
@@ -131,33 +127,20 @@ class UsageStore:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._db = opened(path, name, VERSION, _SCHEMA, {1: _TO_VERSION_2})
         self._counts_slo = version == VERSION
-        """False: a gateway of before writes it."""
+        """Whether the tables have SLOs; False if a gateway of an earlier version writes them."""
 
     def close(self) -> None:
         self._db.close()
 
     def add(self, used: Mapping[Where, tuple[str, Amounts]]) -> None:
-        """All of it or, where that raises, nothing. By place: the key's name, and what is added."""
-        rows = [
-            (
-                where.date,
-                where.key_id,
-                where.traffic_class,
-                name,
-                more.requests,
-                more.prompt_tokens,
-                more.completion_tokens,
-                more.refused,
-                more.slo_requests,
-                more.slo_met,
-            )
-            for where, (name, more) in used.items()
-        ]
+        """Add (key's name, amounts) to each row; all of it or, if that raises, nothing."""
+        astuple = msgspec.structs.astuple
         with transaction(self._db):
+            rows = ((*astuple(where), name, *astuple(more)) for where, (name, more) in used.items())
             self._db.executemany(_ADD, rows)
 
     def rows(self, *, since: str, until: str = "9999", key_id: str | None = None) -> list[UsageRow]:
-        """Return days `since` to `until`, both included, the latest first."""
+        """Return the rows of days `since` to `until`, both included, the latest first."""
         columns = "date, key_id, key_name, class, requests, prompt_tokens, completion_tokens, refused"
         columns += ", slo_requests, slo_met" if self._counts_slo else ""
         found: Iterable[tuple[object, ...]] = self._db.execute(
@@ -169,5 +152,5 @@ class UsageStore:
         return [msgspec.convert(dict(zip(names, row, strict=True)), UsageRow) for row in found]
 
     def forget(self, before: str) -> None:
-        """Days before this one."""
+        """Delete the days before this one."""
         self._db.execute("DELETE FROM usage WHERE date < ?", (before,))

@@ -1,8 +1,8 @@
 """Folders and files for their owner alone: state learned from users' requests, logs, sockets, configurations.
 
 Two layers. A process that serves creates nothing that others may read (`keep_private`, its umask); and files with
-users' words and folders of sockets set their own mode, which also mends those of an older version or another umask.
-Folders outside the cache are the operator's: they are created closed, and left as they are when they exist.
+users' words and folders of sockets set their own mode, which also mends existing ones. Folders outside the cache are
+the operator's: they are created closed, and left as they are when they exist.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def keep_private() -> None:
-    """From now on, files that this process and its children create are their owner's alone; so is the cache."""
+    """Make the cache, and all files that this process and its children create from now on, their owner's alone."""
     os.umask(OTHERS)
     with contextlib.suppress(OSError):  # a folder that cannot be made or changed fails where it is needed, by name
         private_folder(paths.cache_dir())

@@ -69,10 +69,8 @@ def _device_region(interface: dict[str, Any], owner: object) -> Region:
 
 
 class HostStaging:
-    """A page-locked host copy of a region for links that cannot read device memory; on the host the region itself.
-
-    Made by `of`, which copies in a thread: a copy of many blocks must not hold up the event loop.
-    """
+    """A page-locked host copy of a region for links that cannot read device memory; on the host the region itself. Made
+    by `of`, which copies in a thread: a copy of many blocks must not hold up the event loop."""
 
     def __init__(self, buffer: Any, *, writable: bool) -> None:
         """Copy device memory out, which blocks; not if `writable`, as it will be overwritten by what is received."""

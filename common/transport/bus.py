@@ -14,11 +14,9 @@ from cohort.common.types import InstanceId
 
 
 class Bus(Protocol):
-    """`identity` is this process's instance id; peers are named by theirs.
-
-    Delivery: in order per peer, at most once; a message is lost only when a peer or a connection dies, and every
-    protocol above repairs that (attempts, leases, periodic reconciliation).
-    """
+    """`identity` is this process's instance id; peers are named by theirs. Delivery: in order per peer, at most once; a
+    message is lost only when a peer or a connection dies, and every protocol above repairs that (attempts, leases,
+    periodic reconciliation)."""
 
     identity: InstanceId
     endpoint: str
@@ -31,10 +29,8 @@ class Bus(Protocol):
         """Forget a peer that was dialled; unsent messages to it are dropped."""
 
     def send(self, peer: InstanceId, message: Message) -> None:
-        """Queue a message for a peer that was dialled or has dialled us. Never blocks.
-
-        Raises `PeerUnreachable` if the peer is unknown or its queue is full.
-        """
+        """Queue a message for a peer that was dialled or has dialled us. Never blocks. Raises `PeerUnreachable` if the
+        peer is unknown or its queue is full."""
 
     async def receive(self) -> tuple[InstanceId, Message]:
         """Return the next sender and message, from the inbox or any connection. Malformed ones are logged, counted and

@@ -21,20 +21,15 @@ class KvLink(Protocol):
         """Prepare memory for transfers until the link is closed. Buffers outside it can be transferred too."""
 
     async def send(self, peer: bytes, tag: int, buffer: object, *, timeout_s: float) -> None:
-        """Send one buffer to the process with that address, matched by the 64-bit tag.
-
-        Returns when the buffer may be reused. Raises `TransferTimeout` after `timeout_s` (the peer is dead or does
-        not receive) and `TransferError` on any other failure; on return or raise the link no longer reads the buffer.
-        """
+        """Send one buffer to the process with that address, matched by the 64-bit tag. Returns when the buffer may be
+        reused. Raises `TransferTimeout` after `timeout_s` (the peer is dead or does not receive) and `TransferError` on
+        any other failure; on return or raise the link no longer reads the buffer."""
 
     async def receive(self, tag: int, buffer: object, *, timeout_s: float) -> None:
-        """Receive exactly one buffer sent under this tag, in place.
-
-        Raises like `send`, also when the length differs. On return or raise nothing writes into the buffer any more:
-        only then may its blocks be freed. Cancelling the awaiting task gives the same guarantee. The one exception,
-        for both directions, is `BufferStranded`: the link could not stop the operation yet, so the buffer stays
-        unused until its `settled` is done.
-        """
+        """Receive exactly one buffer sent under this tag, in place. Raises like `send`, also when the length differs.
+        On return or raise nothing writes into the buffer any more: only then may its blocks be freed. Cancelling the
+        awaiting task gives the same guarantee. The one exception, for both directions, is `BufferStranded`: the link
+        could not stop the operation yet, so the buffer stays unused until its `settled` is done."""
 
     def path(self, peer: bytes) -> str:
         """Return the "transport/device" by which bytes reach that address, several joined by "+"; "" until the first

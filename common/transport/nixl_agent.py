@@ -119,8 +119,6 @@ class NixlAgent:
         """End the agent: on return nothing is read or written through it. Every `Read` was dropped before."""
         self._agent = None  # the last reference: NIXL tears its UCX worker down before this returns
 
-    # ---- memory ---------------------------------------------------------------------------------------------
-
     def register(self, place: Place, owner: object) -> None:
         """Register a place until the agent closes."""
         self._register(place)
@@ -139,8 +137,6 @@ class NixlAgent:
             return self._agent.register_memory([(*place.descriptor, "")], place.kind, [PLUGIN])
         except Exception as error:
             raise TransferError(f"nixl: {place.nbytes} bytes cannot be registered: {_first_line(error)}") from error
-
-    # ---- others ---------------------------------------------------------------------------------------------
 
     def introduction(self) -> bytes:
         """Return this agent's identity, its connection and the memory that may be read here."""
@@ -197,8 +193,6 @@ class NixlAgent:
 
     def _nothing(self) -> Any:
         return self._api.nixlBind.nixlRegDList(self._api.nixlBind.DRAM_SEG)
-
-    # ---- reads ----------------------------------------------------------------------------------------------
 
     def read(self, target: Place, name: str, source: Place, done: bytes) -> Read:
         """Begin to read from another agent's memory; that agent gets `done` once the bytes are here."""

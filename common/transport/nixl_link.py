@@ -463,11 +463,9 @@ def _end(over: asyncio.Future[str], why: str) -> None:
 
 
 class RegisteredPool:
-    """Host memory that the link has registered once and lends for copies of buffers that are not registered.
-
-    Nothing is given back to the system before the link closes: peers that know a place must find registered memory
-    there. Sizes are powers of two, so as many buffers exist as messages were under way at once.
-    """
+    """Host memory that the link has registered once and lends for copies of buffers that are not registered. Nothing is
+    given back to the system before the link closes: peers that know a place must find registered memory there. Sizes
+    are powers of two, so as many buffers exist as messages were under way at once."""
 
     def __init__(self, register: Callable[[object], None]) -> None:
         self._register = register

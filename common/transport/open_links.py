@@ -32,12 +32,10 @@ def open_links(
     one_machine: bool = False,
     ucx: UcxChoice | None = None,
 ) -> list[KvLink]:
-    """Open the links of `names` (`transfer.links`), on the event loop that will use them.
-
-    `plain_allowed`: also with `curve`, open links that do not encrypt. `one_machine`: all peers are on this host, so
-    loopback is the only network interface to listen on. `ucx`: what UCX may use; `ConfigError` where that is not here,
-    as another link is not what the operator asked for.
-    """
+    """Open the links of `names` (`transfer.links`), on the event loop that will use them. `plain_allowed`: also with
+    `curve`, open links that do not encrypt. `one_machine`: all peers are on this host, so loopback is the only network
+    interface to listen on. `ucx`: what UCX may use; `ConfigError` where that is not here, as another link is not what
+    the operator asked for."""
     links: list[KvLink] = []
     for name in names:
         if name in PLAIN and curve is not None and not plain_allowed:

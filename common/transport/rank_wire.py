@@ -117,8 +117,6 @@ class WireListener:
             for stream in (*self.streams[rank], *peer.inner):
                 stream.close()
 
-    # -- the thread ------------------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         try:
             while self._turn():

@@ -66,11 +66,9 @@ def _read_keys(path: Path) -> CurveKeys:
 
 
 class Authenticator:
-    """ZAP handler of one context: admits the cluster's own key and no other.
-
-    It has its own thread, so that a handshake never waits for a busy event loop. Without it a listening socket with
-    keys refuses every peer, because `protect_server` names a ZAP domain.
-    """
+    """ZAP handler of one context: admits the cluster's own key and no other. It has its own thread, so that a handshake
+    never waits for a busy event loop. Without it a listening socket with keys refuses every peer, because
+    `protect_server` names a ZAP domain."""
 
     def __init__(self, context: zmq.Context[Any], keys: CurveKeys) -> None:
         self._thread = ThreadAuthenticator(context)

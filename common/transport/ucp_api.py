@@ -59,10 +59,8 @@ class UcpError(Exception):
 
 
 class UcpApi:
-    """Bound functions. Raises `OSError` or `AttributeError` where the library lacks one.
-
-    `endpoint_failed(endpoint, status)` is called, while the worker progresses, when a transport reports a dead peer.
-    """
+    """Bound functions. Raises `OSError` or `AttributeError` where the library lacks one. `endpoint_failed(endpoint,
+    status)` is called, while the worker progresses, when a transport reports a dead peer."""
 
     def __init__(self, endpoint_failed: Callable[[int, int], None]) -> None:
         # ucxx has loaded it already; the loader finds it again by its soname.
@@ -85,11 +83,8 @@ class UcpApi:
         self._error_handler = _ErrorHandler(lambda _, endpoint, status: endpoint_failed(endpoint, status))
 
     def endpoint(self, worker: int, address: bytes) -> int:
-        """Create an endpoint in UCX's error mode "none": in mode "peer" UCX gives up shared memory.
-
-        It gets an error handler all the same: without one UCX aborts this process when a peer dies while its memory is
-        being read.
-        """
+        """Create an endpoint in UCX's error mode "none": in mode "peer" UCX gives up shared memory. It gets an error
+        handler all the same: without one UCX aborts this process when a peer dies while its memory is being read."""
         held = ctypes.create_string_buffer(address, len(address))
         handler = ctypes.cast(self._error_handler, ctypes.c_void_p).value
         # field_mask, address, err_mode, err_handler.cb, err_handler.arg

@@ -94,12 +94,10 @@ class _Source:
 
 
 class ZmqBus:
-    """See `bus.Bus`. Made and used on one running event loop.
-
-    `bind` is where the inbox listens ("" = none). `advertise` is where others dial it, when that differs (a container
-    that binds 0.0.0.0 and is known by name); port 0 in either becomes the port the system chose. `never_dial`: names of
-    peers that are dialled, if at all, and answer over that connection: in the inbox such a name is an impostor's.
-    """
+    """See `bus.Bus`. Made and used on one running event loop. `bind` is where the inbox listens ("" = none).
+    `advertise` is where others dial it, when that differs (a container that binds 0.0.0.0 and is known by name); port 0
+    in either becomes the port the system chose. `never_dial`: names of peers that are dialled, if at all, and answer
+    over that connection: in the inbox such a name is an impostor's."""
 
     def __init__(
         self,
@@ -138,8 +136,6 @@ class ZmqBus:
                 self._closed = True
                 self._end_context()
                 raise
-
-    # ---- dialling -------------------------------------------------------------------------------------------
 
     def connect(self, peer: InstanceId, endpoint: str, *, high_water_messages: int = HIGH_WATER_MESSAGES) -> None:
         """See `Bus.connect`. A small `high_water_messages` suits news that is worthless when late."""
@@ -181,8 +177,6 @@ class ZmqBus:
     def watch(self, lost: Callable[[InstanceId], None]) -> None:
         if self._inbox is not None and self._lost_peers is None and not self._closed:
             self._lost_peers = LostPeers(self._inbox.socket, self._loop, self._has_route, lost)
-
-    # ---- sending and receiving ------------------------------------------------------------------------------
 
     def send(self, peer: InstanceId, message: Message) -> None:
         if self._closed:
@@ -261,8 +255,6 @@ class ZmqBus:
         self._peers.clear()
         # Ending a context waits for its sockets' last messages (at most LINGER_MS): not on the event loop.
         await self._loop.run_in_executor(None, self._end_context)
-
-    # ---- inside ---------------------------------------------------------------------------------------------
 
     def _take(self) -> tuple[InstanceId, Message] | None:
         """Return sender and message of the next ready socket, or None when all are empty."""
@@ -395,12 +387,9 @@ def with_port_of(endpoint: str, bound: str) -> str:
 
 
 class _IpcLock:
-    """Ownership of one Unix socket path, for as long as the process lives.
-
-    libzmq unlinks the path before it binds, a live socket of another process too. So an advisory lock beside it guards
-    the path, which the kernel releases however the process dies; a socket that any other program answers on is left
-    alone as well.
-    """
+    """Ownership of one Unix socket path, for as long as the process lives. libzmq unlinks the path before it binds, a
+    live socket of another process too. So an advisory lock beside it guards the path, which the kernel releases however
+    the process dies; a socket that any other program answers on is left alone as well."""
 
     def __init__(self, path: Path) -> None:
         if len(os.fsencode(path)) > 107:

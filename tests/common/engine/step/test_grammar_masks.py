@@ -262,7 +262,7 @@ def test_hostile_grammars_are_errors() -> None:
     wide = {"anyOf": [{"type": "object", "properties": {f"p{i}": {"type": "integer"}}} for i in range(300)]}
     with pytest.raises(GrammarError):
         matcher = TOKENS.compile(grammar.of_json_schema(wide))
-        matcher.take(TOKENS.tokens_of('{"p1": 1'))
+        matcher.take(TOKENS.tokens.tokenize_str('{"p1": 1'))
         matcher.mask(np.zeros(TOKENS.words, dtype=np.int32))
 
 

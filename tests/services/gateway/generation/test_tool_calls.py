@@ -161,7 +161,7 @@ def written(format_: ToolFormat, *calls: tuple[str, Any]) -> str:
 def accepts(format_: ToolFormat, text: str, functions: list[Function], *, parallel: bool) -> bool:
     matcher = TOKENS.compile(grammar.of_lark(calls_grammar(format_, functions, parallel=parallel)))
     try:
-        matcher.take(TOKENS.tokens_of(text))
+        matcher.take(TOKENS.tokens.tokenize_str(text))
     except grammar.GrammarError:
         return False
     return matcher.complete

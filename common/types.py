@@ -346,7 +346,6 @@ class WorkerStats(msgspec.Struct, frozen=True, omit_defaults=True):
     awaiting_kv: int = 0
     parked: int = 0
     queued_prefill_tokens: int = 0
-    running_context_tokens: int = 0
     step_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0

@@ -46,7 +46,7 @@ _Command = StartSegment | BindSegment | PrefetchKv | Cancel
 def _queue(everything: Collection[Held], listed: int) -> dict[str, Any]:
     """Sums over the sequences of a worker, by field of `WorkerStats`. `listed`: entries of the progress list at
     most."""
-    running = waiting = awaiting_kv = parked = prefill_tokens = context_tokens = 0
+    running = waiting = awaiting_kv = parked = prefill_tokens = 0
     waits, swapped, runs, awaits = Phase.WAITING, Phase.SWAPPED, Phase.RUNNING, Phase.AWAITING_KV
     for held in everything:  # under overload thousands, most of which wait
         sequence = held.sequence
@@ -65,14 +65,12 @@ def _queue(everything: Collection[Held], listed: int) -> dict[str, Any]:
         left = (prompt if end is None or prompt < end else end) - computed
         if left > 1:
             prefill_tokens += left
-        context_tokens += computed
     return {
         "running": running,
         "waiting": waiting,
         "awaiting_kv": awaiting_kv,
         "parked": parked,
         "queued_prefill_tokens": prefill_tokens,
-        "running_context_tokens": context_tokens,
         "queue": [_progress(held) for held in islice(everything, listed)],
     }
 

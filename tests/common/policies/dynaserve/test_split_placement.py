@@ -52,7 +52,6 @@ def instance(
         queue=list(queue),
         step_times=times,
         queued_prefill_tokens=sum(work.prefill_left for work in queue),
-        running_context_tokens=sum(work.context for work in queue),
     )
     return InstanceView(name, capacity, stats)
 

@@ -219,7 +219,7 @@ class NixlAgent:
 
     def drop(self, read: Read) -> None:
         """Release a read that has ended, or whose agent is about to end."""
-        with suppress(Exception):  # nor need it have begun
+        with suppress(Exception):  # it may never have begun
             read.handle.release()
         if read.lent is not None and self._agent is not None:
             with suppress(Exception):

@@ -198,7 +198,7 @@ class ZmqBus:
             raise
         except zmq.ZMQError as error:
             self.counters.unreachable += 1
-            known = {zmq.EAGAIN: "its queue is full", zmq.EHOSTUNREACH: "is not connected"}
+            known: dict[int, str] = {zmq.EAGAIN: "its queue is full", zmq.EHOSTUNREACH: "is not connected"}
             raise PeerUnreachable(f"{peer}: {known.get(error.errno or 0, str(error))}") from error
         finally:
             self._look_at(source)

@@ -27,10 +27,9 @@ from cohort.common.types import Role
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Workers of this host, the number of GPUs that they run on, and how many share one at most."""
+    """Workers of this host, and the number of them that share a GPU at most."""
 
     workers: tuple[WorkerGroup, ...]
-    gpus: int
     sharers: int
 
 
@@ -40,7 +39,7 @@ def divide(config: Config, visible: int) -> Division:
     gpus = used_gpus(config, visible)
     workers = _groups(config, gpus) if config.divides else config.workers
     ranks = sum(max(1, group.count) * group.local_degree for group in workers)
-    return Division(workers, gpus, config.engine.workers_per_gpu or -(-ranks // gpus))
+    return Division(workers, config.engine.workers_per_gpu or -(-ranks // gpus))
 
 
 def used_gpus(config: Config, visible: int) -> int:

@@ -219,11 +219,6 @@ class NixlLink:
             peer.watch.stop()
         self._peers.clear()
 
-    @property
-    def receiving(self) -> int:
-        """Number of receives that callers wait for now; tests look for leaks by it."""
-        return len(self._receiving)
-
     # ---- sender ---------------------------------------------------------------------------------------------
 
     async def _withdraw(self, sending: _Sending, slot: Region | None) -> None:

@@ -198,11 +198,6 @@ class UcxLink:
         self._peers.clear()
         self._context = None
 
-    @property
-    def receiving(self) -> int:
-        """Number of receives that callers wait for now; tests look for leaks by it."""
-        return sum(1 for op in self._operations.values() if op.peer is None and op.region and op.tag != _WITHDRAW_TAG)
-
     # ---- posting --------------------------------------------------------------------------------------------
 
     def _post_send(self, peer: _Peer, tag: int, region: Region) -> _Operation:

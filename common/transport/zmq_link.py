@@ -194,11 +194,6 @@ class ZmqLink:
         self._inbox.close(linger=LINGER_MS)
         await self._loop.run_in_executor(None, self._end_context)
 
-    @property
-    def receiving(self) -> int:
-        """Number of receives that callers wait for now; tests look for leaks by it."""
-        return len(self._receiving)
-
     # ---- reading --------------------------------------------------------------------------------------------
 
     def _listen(self, socket: zmq.Socket[bytes], peer: _Peer | None) -> None:

@@ -105,7 +105,6 @@ class ZmqLink:
         self._offers: OrderedDict[tuple[int, bytes], tuple[int, int]] = OrderedDict()
         self._transfers = int.from_bytes(os.urandom(6), "little")
         self._closed = False
-        self.malformed = 0
         self._inbox = self._new_socket(zmq.ROUTER)
         try:
             self._inbox.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -216,7 +215,6 @@ class ZmqLink:
             try:
                 self._dispatch(frames, peer)
             except (ValueError, struct.error) as error:
-                self.malformed += 1
                 log.warning("malformed transfer message skipped", error=str(error))
         self._read_soon(socket, peer)
 

@@ -56,20 +56,19 @@ from cohort.services.gateway.generation import request_trace
 from cohort.services.gateway.generation.generator import Generator
 from cohort.services.gateway.generation.streams import Streams
 from cohort.services.gateway.generation.traffic_report import REPORT_EVERY_S, TrafficReport
-from cohort.services.gateway.handover import Handover
+from cohort.services.gateway.http.connections import Handover, SlowReaders
 from cohort.services.gateway.http.request_bodies import (
     RequestBodies,
     expecting_later,
     invite_bodies,
     refuse_other_bodies,
 )
-from cohort.services.gateway.http.slow_readers import SlowReaders
 from cohort.services.gateway.keys.keyring import Keyring
 from cohort.services.gateway.keys.middleware import answer_everything, refuse_foreign_pages, require_key, resolve_keys
 from cohort.services.gateway.keys.owners import Owners
 from cohort.services.gateway.openapi import ApiPages
 from cohort.services.gateway.requests.model_card import ModelCard, read_model_card
-from cohort.services.gateway.requests.tool_formats import tool_format
+from cohort.services.gateway.requests.tools import tool_format
 from cohort.services.gateway.resume.resume_forms import Resumable
 from cohort.services.gateway.resume.resume_store import Kind
 from cohort.services.gateway.resume.resumption import Resumption

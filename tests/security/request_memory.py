@@ -30,12 +30,12 @@ from cohort.common.process.logs import configure_logging
 from cohort.common.process.metrics import MetricFactory, RequestMetrics
 from cohort.services.gateway.apis.openai_api import OpenAiApi
 from cohort.services.gateway.generation.answering import Answering
+from cohort.services.gateway.generation.delta import GatewayTimes
 from cohort.services.gateway.generation.generator import Generator
 from cohort.services.gateway.generation.streams import Streams
-from cohort.services.gateway.generation.timing import GatewayTimes
 from cohort.services.gateway.http.request_bodies import RequestBodies
 from cohort.services.gateway.keys.owners import Owners
-from cohort.services.gateway.requests.tool_formats import tool_format
+from cohort.services.gateway.requests.tools import tool_format
 from cohort.services.gateway.service import load_model
 from cohort.services.gateway.text.grammar_process import GrammarCompiler
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
+from cohort.services.gateway.http.request_bodies import SLICE_BYTES, refuse_shape
 from cohort.services.gateway.requests import prompt_field
-from cohort.services.gateway.requests.body_shape import SLICE_BYTES, refuse_shape
 from cohort.services.gateway.requests.model_card import ModelCard
 from cohort.services.gateway.requests.parsing import parse_chat, parse_completion
 from tests.counting import lines_run
@@ -170,8 +170,8 @@ def test_where_slices_end_makes_no_difference(body: Any, width: int, ascii: bool
         few = {"max_choices": 1, "max_logit_biases": 1, "max_messages": 1}
         limits = GatewayConfig(**{**few, **options})  # type: ignore[arg-type]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("cohort.services.gateway.requests.body_shape.SLICE_BYTES", width)
-            patch.setattr("cohort.services.gateway.requests.body_shape._OTHERS", 0)
+            patch.setattr("cohort.services.gateway.http.request_bodies.SLICE_BYTES", width)
+            patch.setattr("cohort.services.gateway.http.request_bodies._OTHERS", 0)
             try:
                 refuse_shape(data, limits, chat=False)
             except RequestError:

@@ -24,14 +24,13 @@ from cohort.common.policies.interface import IterationPlan
 from cohort.common.sampling_inputs import LogitBias, SamplingInputs
 from cohort.common.sequence import Row, Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams
-from cohort.services.gateway.generation import generator
-from cohort.services.gateway.generation.request_budget import RequestBudget
+from cohort.services.gateway.generation import choice, generator
+from cohort.services.gateway.generation.choice import StopAutomaton
+from cohort.services.gateway.generation.preparation import RequestBudget
+from cohort.services.gateway.http.request_bodies import refuse_shape
 from cohort.services.gateway.requests import parsing
-from cohort.services.gateway.requests.body_shape import refuse_shape
 from cohort.services.gateway.requests.model_card import ModelCard
 from cohort.services.gateway.requests.parsing import parse_completion
-from cohort.services.gateway.text import stop_strings
-from cohort.services.gateway.text.stop_strings import StopAutomaton
 from tests.counting import lines_run
 from tests.services.gateway.conftest import OpenSite, Site, eventually
 
@@ -213,7 +212,7 @@ async def test_one_automaton_however_many_choices(open_site: OpenSite, monkeypat
             super().__init__(stops)
             built.append(self)
 
-    for module in (generator, stop_strings):
+    for module in (generator, choice):
         monkeypatch.setattr(module, "StopAutomaton", Counted)
     async with open_site() as site:
         stops = ["fox", *("x" * 64 for _ in range(3))]

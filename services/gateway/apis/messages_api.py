@@ -20,9 +20,9 @@ from cohort.services.gateway.apis.messages_api_events import MessageAnswer, Mess
 from cohort.services.gateway.generation.answering import Answering
 from cohort.services.gateway.generation.generator import QUIET, Generator
 from cohort.services.gateway.http.error_shapes import MESSAGES_PATH, anthropic_error, renamed
+from cohort.services.gateway.http.request_bodies import refuse_shape
 from cohort.services.gateway.http.sse import EventStream
 from cohort.services.gateway.keys.middleware import HTTP_ID, REQUEST_ID_HEADER
-from cohort.services.gateway.requests.body_shape import refuse_shape
 from cohort.services.gateway.requests.parsing import Call, chat_call, decode
 from cohort.services.gateway.resume.resume_forms import Form, NamedEvents, NamedForm
 from cohort.services.gateway.resume.resume_store import Ending, StreamRecord

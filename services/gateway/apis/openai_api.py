@@ -18,10 +18,10 @@ from cohort.common.errors import RequestError
 from cohort.common.types import FinishReason
 from cohort.services.gateway.batches.batch_lines import LineAnswer
 from cohort.services.gateway.generation.answering import Answering, Mean, Step
+from cohort.services.gateway.generation.delta import GatewayTimes
 from cohort.services.gateway.generation.direct_events import direct_events
 from cohort.services.gateway.generation.generator import Generator
 from cohort.services.gateway.generation.openai_shapes import Answer, Scores
-from cohort.services.gateway.generation.timing import GatewayTimes
 from cohort.services.gateway.generation.tool_calls import CallDelta, whole_calls
 from cohort.services.gateway.http.service_headers import CLASS_HEADER
 from cohort.services.gateway.http.sse import Events, EventStream, Outbox

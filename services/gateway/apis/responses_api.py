@@ -34,9 +34,9 @@ from cohort.services.gateway.generation.generator import QUIET, Generator
 from cohort.services.gateway.generation.openai_shapes import ChatScores
 from cohort.services.gateway.http.error_shapes import renamed
 from cohort.services.gateway.http.listing import known_id, limit_of, query_of
+from cohort.services.gateway.http.request_bodies import refuse_shape
 from cohort.services.gateway.http.sse import EventStream
 from cohort.services.gateway.keys.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
-from cohort.services.gateway.requests.body_shape import refuse_shape
 from cohort.services.gateway.requests.parsing import Call, chat_call, check_model, decode
 from cohort.services.gateway.resume.resume_forms import Form, NamedEvents, NamedForm
 from cohort.services.gateway.resume.resume_store import Ending, StreamRecord

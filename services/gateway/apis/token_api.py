@@ -16,13 +16,10 @@ from aiohttp import web
 from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
 from cohort.services.gateway.http.bodies import Message, Tool
-from cohort.services.gateway.http.request_bodies import RequestBodies
-from cohort.services.gateway.requests.body_shape import refuse_shape
+from cohort.services.gateway.http.request_bodies import RequestBodies, refuse_shape
 from cohort.services.gateway.requests.model_card import ModelCard
 from cohort.services.gateway.requests.parsing import check_model, decode, read_messages
-from cohort.services.gateway.requests.prompt_field import known_tokens
-from cohort.services.gateway.requests.tool_choice import as_prompted
-from cohort.services.gateway.requests.tool_formats import ToolFormat, prompted
+from cohort.services.gateway.requests.tools import ToolFormat, as_prompted, prompted
 from cohort.services.gateway.text.tokenizer import INLINE_CHARACTERS, Tokenizer
 
 TOKENIZE_PATH, DETOKENIZE_PATH = "/tokenize", "/detokenize"
@@ -104,7 +101,7 @@ class TokenApi:
             refuse_shape(data, self._config, chat=False)
             body = decode(_detokenize_decoder, data)
         check_model(body.model, self._card)
-        tokens = known_tokens(body.tokens, "tokens", self._card)
+        tokens = self._card.known_tokens(body.tokens, "tokens")
         if len(tokens) > self._most:
             raise RequestError(
                 f"tokens has {len(tokens)} ids, but at most {self._most} are taken (gateway.max_request_work).",

@@ -22,7 +22,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import structlog
 
@@ -31,26 +31,28 @@ from cohort.common.config import BatchConfig
 from cohort.common.errors import RequestError
 from cohort.common.process.metrics import MetricFactory
 from cohort.common.sqlite_file import disk_refuses
-from cohort.services.gateway.batches.batch_files import BatchFolder
+from cohort.services.gateway.batches.batch_files import BatchFolder, ContentWriter
 from cohort.services.gateway.batches.batch_lines import (
     MAX_RESULT_BYTES,
     AnswerLine,
     InputReader,
     LineAnswer,
+    NotRun,
     answered,
     line_id,
+    not_run,
     read_body,
     refused,
 )
-from cohort.services.gateway.batches.batch_outputs import Outcome, OutputFiles
 from cohort.services.gateway.batches.batch_quota import Quota
-from cohort.services.gateway.batches.batch_records import FinishedLine, LineError, PendingLine, StoredBatch
+from cohort.services.gateway.batches.batch_records import FinishedLine, LineError, PendingLine, StoredBatch, StoredFile
 from cohort.services.gateway.batches.batch_store import BatchStore, StoreThread
 from cohort.services.gateway.batches.batch_sweeps import SweepGuard
 from cohort.services.gateway.batches.batch_turns import Turns
 from cohort.services.gateway.keys.key_budget import KeyLimited
 
 PAGE = 256  # lines read from the database at once
+PAGE_BYTES = 1 << 23  # of results in memory at once, and one more result
 FOLLOW_S = 0.5  # between two looks at what other gateways of the port were told, and whether their runner has ended
 SWEEP_S = 60.0  # between two looks for what has expired
 FIRST_RETRY_S, LONGEST_RETRY_S = 1.0, 60.0
@@ -60,6 +62,7 @@ MAX_TRIES = 5  # of a line whose workers were lost
 MAX_FAILURES = 3  # tries of a batch that ends in a defect of this program
 NOTE_SWEEP_S = 600.0  # the time of a sweep is written down for the next start at most so often
 INTERNAL_ERROR = LineError("internal_error", "The server failed to run this batch.")
+Outcome = Literal["completed", "expired", "cancelled", "failed"]
 STATUSES = ("validating", "in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled", "expired")
 
 
@@ -502,3 +505,52 @@ def _cause(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return (error.strerror or type(error).__name__) if isinstance(error, OSError) else str(error)
+
+
+class OutputFiles:
+    """The files that a batch ends with: results in the order of its input, then the lines that never ran. Written once
+    no line is in work any more, and the same again after an interruption. Results are read a page of bytes at a time,
+    because one may be as large as thousands of others."""
+
+    def __init__(self, folder: BatchFolder, store: StoreThread) -> None:
+        self._folder = folder
+        self._store = store
+
+    async def write(
+        self, batch: StoredBatch, outcome: Outcome, *, succeeded: bool, now_s: float
+    ) -> tuple[StoredFile | None, int]:
+        """The output (`succeeded`) or error file on disk, None when there is nothing to write, and how many lines it
+        names that never ran. Raises `OSError`."""
+        kind = "output" if succeeded else "error"
+        file_id = f"file-{batch.id.removeprefix('batch_')}-{kind}"
+        unrun = 0
+        with await asyncio.to_thread(self._folder.write, file_id) as writer:
+            after = 0
+            while results := await self._results(batch.id, succeeded, after):
+                await asyncio.to_thread(_write_lines, writer, [result for _, result in results])
+                after = results[-1][0]
+            if not succeeded and outcome != "completed" and batch.in_progress_at is not None:
+                unrun = await self._write_not_run(writer, batch.id, outcome)
+            if not writer.bytes:
+                return None, 0
+            await asyncio.to_thread(writer.keep)
+        name, created_at = f"{batch.id}_{kind}.jsonl", int(now_s)
+        expires_at = created_at + batch.output_retention_s
+        return StoredFile(0, file_id, batch.owner, "batch_output", name, writer.bytes, created_at, expires_at), unrun
+
+    async def _results(self, batch_id: str, succeeded: bool, after: int) -> list[tuple[int, bytes]]:
+        return await self._store.run(
+            lambda store: store.results(batch_id, succeeded=succeeded, after=after, page_bytes=PAGE_BYTES)
+        )
+
+    async def _write_not_run(self, writer: ContentWriter, batch_id: str, reason: NotRun) -> int:
+        after = count = 0
+        while page := await self._store.run(lambda store: store.pending(batch_id, after=after, limit=PAGE)):  # noqa: B023
+            await asyncio.to_thread(_write_lines, writer, [not_run(batch_id, line, reason) for line in page])
+            after, count = page[-1].number, count + len(page)
+        return count
+
+
+def _write_lines(writer: ContentWriter, lines: list[bytes]) -> None:
+    for line in lines:
+        writer.write(line + b"\n")

@@ -18,7 +18,7 @@ import msgspec
 from cohort.common.machines.entry import Entry
 from cohort.common.types import FinishReason
 from cohort.services.gateway.generation.choice import Choice, Piece, ScoredToken, prompt_scores
-from cohort.services.gateway.generation.mailbox import Delta, Generation
+from cohort.services.gateway.generation.delta import Delta, Generation
 from cohort.services.gateway.generation.openai_shapes import (
     Extras,
     Scores,
@@ -28,11 +28,11 @@ from cohort.services.gateway.generation.openai_shapes import (
     prompt_places,
     usage_of,
 )
-from cohort.services.gateway.generation.request_budget import Reservation
+from cohort.services.gateway.generation.preparation import Reservation
 from cohort.services.gateway.generation.tool_calls import CallDelta, ToolReader, whole_deltas
 from cohort.services.gateway.requests.parsing import Call
-from cohort.services.gateway.text.detokenizer import TokenText
 from cohort.services.gateway.text.stable_ids import stable_id
+from cohort.services.gateway.text.tokenizer import TokenText
 
 # Tokens whose log-probabilities are written at a time: a few milliseconds of the event loop, with twenty each.
 WRITTEN_AT_ONCE = 64

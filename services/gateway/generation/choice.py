@@ -1,11 +1,18 @@
 """One choice of an answer: its tokens become text, with nothing of a stop string and no cut character.
 
 Joins detokeniser and stop strings, and keeps log-probabilities beside the text they belong to. One per request and
-stream; called by `generator.py`. Knows nothing of HTTP.
+stream; called by `answering.py`. Knows nothing of HTTP.
+
+Of a stop string nothing ever leaves, and nothing is held back longer than needed. An Aho–Corasick automaton over all
+stop strings of a request is built once per HTTP request (by `generator.py`) and shared by its choices, each of which
+keeps a `StopStrings`: its state, and the text it holds back. The automaton's depth after a character is the length of
+the longest suffix of the text that could still become a stop string: exactly what must be held back. Constant work per
+character, amortised.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +20,7 @@ from dataclasses import dataclass
 from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason
 from cohort.services.gateway.generation.tool_calls import CallDelta
-from cohort.services.gateway.text.detokenizer import Detokenizer
-from cohort.services.gateway.text.stop_strings import StopAutomaton, StopStrings
+from cohort.services.gateway.text.tokenizer import Detokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +108,120 @@ class Choice:
         while self._scores and (everything or self._scores[0].offset < self._sent):
             due.append(self._scores.popleft())
         return due
+
+
+# -- Stop strings ------------------------------------------------------------------------------------------------------
+
+
+class StopAutomaton:
+    """The stop strings of one request; immutable, a dozen bytes a character.
+
+    States are numbered so that a string's next state is nearly always the one behind it: then `_character` says by
+    which character it is reached. Only branches, fewer than there are strings, have edges of their own.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Raises `ValueError` for an empty stop string, which would stop everywhere."""
+        if any(not stop for stop in stops):
+            raise ValueError("an empty stop string stops everywhere")
+        characters = [""]  # by which a state is reached from the one before it; "" = it is not
+        depth, match = array("i", [0]), array("i", [0])
+        self._branches: dict[tuple[int, str], int] = {}
+        for stop in stops:
+            state = 0
+            for character in stop:
+                following = self._follow(characters, state, character)
+                if not following:
+                    following = len(depth)
+                    depth.append(depth[state] + 1)
+                    match.append(0)
+                    characters.append(character if following == state + 1 else "")
+                    if following != state + 1:
+                        self._branches[state, character] = following
+                state = following
+            match[state] = len(stop)
+        self._characters = characters
+        self.depth = depth
+        self.match = match
+        """Per state the length of the longest stop string that ends there."""
+        self._fail = self._failure_links()
+
+    def __len__(self) -> int:
+        """States, the first one apart: 0 without stop strings."""
+        return len(self.depth) - 1
+
+    def after(self, state: int, character: str) -> int:
+        """The state after one more character."""
+        following = self._follow(self._characters, state, character)
+        while not following and state:
+            state = self._fail[state]
+            following = self._follow(self._characters, state, character)
+        return following
+
+    def _follow(self, characters: list[str], state: int, character: str) -> int:
+        """Along the trie; 0 where it ends: no edge leads back to the first state."""
+        following = state + 1
+        if following < len(characters) and characters[following] == character:
+            return following
+        return self._branches.get((state, character), 0)
+
+    def _failure_links(self) -> array[int]:
+        fail = array("i", bytes(4 * len(self.depth)))
+        children: dict[int, list[tuple[str, int]]] = {}
+        for (state, character), child in self._branches.items():
+            children.setdefault(state, []).append((character, child))
+        queue = deque([0])
+        while queue:  # breadth first: a failure link always points to a shallower, finished state
+            state = queue.popleft()
+            straight = state + 1
+            of_state = children.get(state, [])
+            if straight < len(self._characters) and self._characters[straight]:
+                of_state = [(self._characters[straight], straight), *of_state]
+            for character, child in of_state:
+                if state:
+                    link = fail[state]
+                    while link and not self._follow(self._characters, link, character):
+                        link = fail[link]
+                    fail[child] = self._follow(self._characters, link, character)
+                self.match[child] = self.match[child] or self.match[fail[child]]
+                queue.append(child)
+        return fail
+
+
+class StopStrings:
+    """Watches one stream. Of several stop strings the one that is complete first counts; of those complete at the
+    same character, the longest."""
+
+    __slots__ = ("_automaton", "_held", "_state", "matched")
+
+    def __init__(self, automaton: StopAutomaton) -> None:
+        self._automaton = automaton
+        self._state = 0
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        """The text that can go out now. After a match (`matched`) nothing ever comes out again."""
+        if self.matched is not None:
+            return ""
+        automaton = self._automaton
+        if not len(automaton):
+            return text
+        pending = self._held + text
+        state = self._state
+        for index in range(len(self._held), len(pending)):
+            state = automaton.after(state, pending[index])
+            if length := automaton.match[state]:
+                end = index + 1
+                self.matched = pending[end - length : end]
+                self._held = ""
+                return pending[: end - length]
+        self._state = state
+        keep = automaton.depth[state]
+        self._held = pending[len(pending) - keep :]
+        return pending[: len(pending) - keep]
+
+    def flush(self) -> str:
+        """The stream ended: the text held back was no stop string."""
+        held, self._held, self._state = self._held, "", 0
+        return held

@@ -30,13 +30,11 @@ from cohort.common.process.metrics import RequestMetrics
 from cohort.common.types import InstanceId, Request
 from cohort.services.gateway.generation import request_trace
 from cohort.services.gateway.generation.answering import Answering, Step
-from cohort.services.gateway.generation.choice import Choice, Piece
-from cohort.services.gateway.generation.mailbox import Delta, Generation, Mailbox
+from cohort.services.gateway.generation.choice import Choice, Piece, StopAutomaton
+from cohort.services.gateway.generation.delta import Delta, GatewayTimes, Generation, Mailbox
 from cohort.services.gateway.generation.openai_shapes import ChatShape, CompletionShape, Shape
-from cohort.services.gateway.generation.preparation import output_limits, prepare
-from cohort.services.gateway.generation.request_budget import Price, RequestBudget, Reservation
+from cohort.services.gateway.generation.preparation import Price, RequestBudget, Reservation, output_limits, prepare
 from cohort.services.gateway.generation.streams import Streams
-from cohort.services.gateway.generation.timing import GatewayTimes
 from cohort.services.gateway.generation.tool_calls import ToolReader
 from cohort.services.gateway.http.request_bodies import RequestBodies
 from cohort.services.gateway.keys.key_lease import current_lease
@@ -44,12 +42,10 @@ from cohort.services.gateway.keys.middleware import HTTP_ID, OWNER, REQUEST_ID_H
 from cohort.services.gateway.keys.owners import Owners
 from cohort.services.gateway.requests.model_card import ModelCard
 from cohort.services.gateway.requests.parsing import Call
-from cohort.services.gateway.requests.tool_formats import ToolFormat
-from cohort.services.gateway.text.detokenizer import TokenText
+from cohort.services.gateway.requests.tools import ToolFormat
 from cohort.services.gateway.text.grammar_process import GrammarCompiler
 from cohort.services.gateway.text.stable_ids import stable_id
-from cohort.services.gateway.text.stop_strings import StopAutomaton
-from cohort.services.gateway.text.tokenizer import Tokenizer
+from cohort.services.gateway.text.tokenizer import Tokenizer, TokenText
 from cohort.services.gateway.text.truncation import latest_turns
 
 # A few milliseconds of parsing at most; a thread parses longer bodies.

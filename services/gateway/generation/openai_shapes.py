@@ -19,9 +19,9 @@ from cohort.common.machines.entry import Entry
 from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason, Prediction
 from cohort.services.gateway.generation.choice import Piece, ScoredToken
-from cohort.services.gateway.generation.timing import GatewayTimes, ttft_stages
+from cohort.services.gateway.generation.delta import GatewayTimes, ttft_stages
 from cohort.services.gateway.generation.tool_calls import CallDelta
-from cohort.services.gateway.text.detokenizer import TokenText
+from cohort.services.gateway.text.tokenizer import TokenText
 
 # JSON has no infinity; this is what clients of other servers know as "impossible".
 LEAST_LOGPROB = -9999.0

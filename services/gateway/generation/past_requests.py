@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cohort.common.machines.entry import Entry, State
 from cohort.common.types import FinishReason, RequestId
 from cohort.common.views import MOST_ID, Moment, RequestBrief, RequestLife, RequestState, WorkerTimes
-from cohort.services.gateway.generation.timing import GatewayTimes, slo_outcomes, tpot_s, ttft_stages
+from cohort.services.gateway.generation.delta import GatewayTimes, slo_outcomes, tpot_s, ttft_stages
 
 KEPT = 512
 """Ended requests that are remembered; attainment "of late" is theirs."""

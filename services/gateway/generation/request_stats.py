@@ -1,20 +1,24 @@
 """Measurements of one gateway's requests: metrics, the stats of its heartbeat, a log line per request.
 
-Told by `streams.py` of every admitted request, its tokens and its end, and by `generator.py` of refusals. Decides
-nothing.
+Told by `streams.py` of every admitted request, its tokens and its end, and by `generator.py` of refusals; `service.py`
+reads `Recent` twice a second. Decides nothing.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
 
 import structlog
 
 from cohort.common.machines.entry import Entry
 from cohort.common.process.metrics import RequestMetrics
 from cohort.common.types import FinishReason, Request, TrafficClass
+from cohort.services.gateway.generation.delta import GatewayTimes, slo_outcomes, tpot_s, ttft_stages
 from cohort.services.gateway.generation.past_requests import PastRequests
-from cohort.services.gateway.generation.stats import Recent
-from cohort.services.gateway.generation.timing import GatewayTimes, slo_outcomes, tpot_s, ttft_stages
 from cohort.services.gateway.generation.traffic_report import TrafficReport
+
+KEPT = 1024
 
 
 class RequestStats:
@@ -158,3 +162,66 @@ class RequestStats:
             self._metrics.slo(request.traffic_class, objective, "met" if met else "missed").inc()
         if outcomes and times.judged is not None:
             times.judged(request.traffic_class, outcomes)
+
+
+class Recent:
+    """Totals, and percentiles over the latest requests: what a person watching wants at a glance. The exact
+    distributions are in the metrics."""
+
+    def __init__(self) -> None:
+        self.totals = dict.fromkeys(
+            (
+                "requests_total",
+                "finished_total",
+                "failed_total",
+                "cancelled_total",
+                "refused_total",
+                "rejected_total",
+                "prompt_tokens_total",
+                "generation_tokens_total",
+            ),
+            0,
+        )
+        self._ttft_s: deque[float] = deque(maxlen=KEPT)
+        self._itl_s: deque[float] = deque(maxlen=KEPT)
+
+    def accepted(self, prompt_tokens: int) -> None:
+        self.totals["requests_total"] += 1
+        self.totals["prompt_tokens_total"] += prompt_tokens
+
+    def rejected(self) -> None:
+        """Before it was accepted."""
+        self.totals["rejected_total"] += 1
+
+    def refused(self) -> None:
+        """By the manager, after that."""
+        self.totals["refused_total"] += 1
+
+    def first_token(self, ttft_s: float, tokens: int) -> None:
+        self._ttft_s.append(ttft_s)
+        self.totals["generation_tokens_total"] += tokens
+
+    def tokens(self, gap_s: float, updates: int, tokens: int) -> None:
+        """So many updates of so many tokens each."""
+        self._itl_s.extend([gap_s] * updates)
+        self.totals["generation_tokens_total"] += updates * tokens
+
+    def ended(self, finish: FinishReason) -> None:
+        match finish:
+            case FinishReason.CANCELLED:
+                self.totals["cancelled_total"] += 1
+            case FinishReason.FAILED:
+                self.totals["failed_total"] += 1
+            case _:
+                self.totals["finished_total"] += 1
+
+    def stats(self) -> dict[str, float]:
+        return {**self.totals, **_percentiles("ttft", self._ttft_s), **_percentiles("itl", self._itl_s)}
+
+
+def _percentiles(name: str, values: Iterable[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    if not ordered:
+        return {}
+    last = len(ordered) - 1
+    return {f"{name}_p50_s": ordered[round(0.5 * last)], f"{name}_p99_s": ordered[round(0.99 * last)]}

@@ -36,9 +36,8 @@ from cohort.common.machines.machine import Machine
 from cohort.common.messages import Message, Submit
 from cohort.common.process.metrics import RequestMetrics
 from cohort.common.types import FinishReason, InstanceId, RequestId, TrafficClass
-from cohort.services.gateway.generation.mailbox import Generation, Mailbox
+from cohort.services.gateway.generation.delta import GatewayTimes, Generation, Mailbox
 from cohort.services.gateway.generation.request_stats import RequestStats
-from cohort.services.gateway.generation.timing import GatewayTimes
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cohort.services.gateway.requests.tool_formats import ToolFormat
+from cohort.services.gateway.requests.tools import ToolFormat
 from cohort.services.gateway.text.stable_ids import stable_id, stable_letters
 
 END = ""

@@ -14,7 +14,7 @@ from cohort.common.clock import Clock
 from cohort.common.machines.entry import Entry
 from cohort.common.planning.traffic import Timing, TrafficRecord
 from cohort.common.types import FinishReason, Request, RequestId
-from cohort.services.gateway.generation.timing import GatewayTimes, tpot_s
+from cohort.services.gateway.generation.delta import GatewayTimes, tpot_s
 
 REPORT_EVERY_S = 1.0
 _MOST_UNTOLD = 4096

@@ -1,10 +1,16 @@
-"""Reads the bodies of requests: in time, within their size, and all together within a budget.
+"""Reads the bodies of requests: in time, within their size, of few values, and all together within a budget.
 
     415 Content-Encoding, or no JSON     413 longer than one may be     408 too slow     429 too much in flight
 
-Called by `generator.py` for generation requests, and by `middleware.py` for what headers alone decide. A body counts
-against the budget from its first byte until its request is accepted or refused, because until then its text lies in
-memory at least once. Never parses.
+Called by `generator.py` for generation requests, and by aiohttp for what headers alone decide. A body counts against
+the budget from its first byte until its request is accepted or refused, because until then its text lies in memory at
+least once. Never parses.
+
+`refuse_shape` comes ahead of every decoder. A megabyte of text decodes in a millisecond; a megabyte of empty lists
+becomes half a million objects, a hundred milliseconds and a hundred megabytes. So the bytes outside of strings are
+counted first, at memory speed: a slice at a time, because the interpreter serves no other thread while it is inside of
+one count, and no further than to the limit. It does not judge whether the body is JSON: up to the first fault both read
+alike, and there the decoder stops.
 """
 
 from __future__ import annotations
@@ -24,6 +30,18 @@ RETRY_S = 1.0
 """Of a body that found the budget used up: bodies are in flight for about as long."""
 _FORMS = ("/v1/files",)
 """POST bodies that are no JSON."""
+SLICE_BYTES = 1 << 17
+"""Counted at a time: a tenth of a millisecond, and at worst one."""
+# A chat message in its longest form: the message, its list of parts, two parts.
+_CONTAINERS_PER_MESSAGE = 4
+# Keys and values of a message in that form.
+_STRINGS_PER_MESSAGE = 16
+# Beside messages, prompts, biases and metadata: the body itself, its options, what is tolerated.
+_OTHERS = 1024
+# Of a schema's text, or of tools', per text, key or value in it.
+_BYTES_PER_SCHEMA_VALUE = 8
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_OPENING = frozenset(b"[{")
 
 
 @web.middleware
@@ -140,3 +158,77 @@ class RequestBodies:
         config = self._config
         name = "max_body_bytes" if config.max_body_bytes <= config.max_bodies_bytes else "max_bodies_bytes"
         return RequestError(f"The body is larger than {self._largest} bytes (gateway.{name}).", status=413)
+
+
+# -- How many values a body has, and how deep they lie -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    strings: int
+    containers: int
+    values: int
+    depth: int
+    what: str
+    """What the strings and containers are there for, with the options that say how many."""
+
+    @classmethod
+    def of(cls, config: GatewayConfig, *, chat: bool) -> _Limits:
+        messages = config.max_messages if chat else 0
+        schemas = config.max_grammar_bytes // _BYTES_PER_SCHEMA_VALUE
+        return cls(
+            strings=_STRINGS_PER_MESSAGE * messages + config.max_choices + config.max_logit_biases + schemas + _OTHERS,
+            containers=_CONTAINERS_PER_MESSAGE * messages + config.max_choices + schemas // 2 + _OTHERS,
+            values=config.max_request_work + _STRINGS_PER_MESSAGE * messages + schemas + _OTHERS,
+            depth=config.max_nesting,
+            what=f"those of {messages} messages (gateway.max_messages), tools, schemas and options"
+            if chat
+            else f"those of {config.max_choices} prompts (gateway.max_choices), {config.max_logit_biases} biases "
+            "(gateway.max_logit_biases), schemas and options",
+        )
+
+
+def refuse_shape(data: bytes, config: GatewayConfig, *, chat: bool) -> None:
+    """Raises `RequestError` for a body with more values, or deeper ones, than any request of its endpoint may have."""
+    limits = _Limits.of(config, chat=chat)
+    quotes = containers = values = depth = 0
+    cut = b""
+    for start in range(0, len(data), SLICE_BYTES):
+        text = cut + data[start : start + SLICE_BYTES]
+        # A backslash without what it escapes belongs to the next slice.
+        cut = b"\\" * ((len(text) - len(text.rstrip(b"\\"))) % 2)
+        text = text[: len(text) - len(cut)]
+        plain = text.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in text else text
+        in_string = quotes % 2
+        quotes += plain.count(b'"')
+        if quotes // 2 > limits.strings:
+            raise _too_many("texts and keys", limits.strings, limits.what)
+        outside = b"".join(plain.split(b'"')[in_string::2])
+        brackets = outside.translate(None, _NOT_BRACKETS)
+        containers += brackets.count(b"{") + brackets.count(b"[")
+        if containers > limits.containers:
+            raise _too_many("lists and objects", limits.containers, limits.what)
+        values += outside.count(b",")
+        if values > limits.values:
+            what = f"token ids of prompts (gateway.max_request_work: {config.max_request_work}), messages and options"
+            raise _too_many("values", limits.values, what)
+        depth = _depth_after(brackets, depth, limits.depth)
+        if depth < 0:  # the decoder ends there
+            return
+
+
+def _too_many(what: str, most: int, of_which: str) -> RequestError:
+    return RequestError(f"The body has more than {most} {what}, the most that are read: {of_which}.")
+
+
+def _depth_after(brackets: bytes, depth: int, most: int) -> int:
+    """Negative as soon as more is closed than was opened."""
+    for bracket in brackets:
+        depth += 1 if bracket in _OPENING else -1
+        if depth > most:
+            raise RequestError(
+                f"The body is nested too deeply: lists and objects may lie {most} deep (gateway.max_nesting)."
+            )
+        if depth < 0:
+            break
+    return depth

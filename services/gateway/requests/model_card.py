@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cohort.common.config import ModelConfig
-from cohort.common.errors import ModelError
+from cohort.common.errors import ModelError, RequestError
 from cohort.common.paths import DEFAULT_MODEL_NAME, default_model_dir
 
 # The same limit has several names in published configurations; the first one present counts.
@@ -74,6 +74,16 @@ class ModelCard:
         """The names there are, for messages."""
         names = [f"`{name}`" for name in (self.name, *self.adapters)]
         return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+
+    def known_tokens(self, ids: list[int], param: str) -> list[int]:
+        """These ids. Raises a `RequestError` that names `param` where one is not in the vocabulary."""
+        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+            token_id = next(token_id for token_id in ids if not 0 <= token_id < self.vocab_size)
+            shown = token_id if abs(token_id) < 10**20 else "a number of more than 20 digits"
+            raise RequestError(
+                f"{param}: {shown} is no token id; the vocabulary has {self.vocab_size} tokens.", param=param
+            )
+        return ids
 
     def adapter_of(self, model: str | None) -> str:
         """The adapter that a request's `model` names; "" = the base model."""

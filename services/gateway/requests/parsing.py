@@ -15,15 +15,29 @@ import msgspec
 from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
 from cohort.common.types import IfLate, SamplingParams, Slo, TrafficClass
-from cohort.services.gateway.http.bodies import ChatBody, CohortOptions, CompletionBody, StreamOptions
-from cohort.services.gateway.http.service_headers import class_and_slo, if_late_of, printable
-from cohort.services.gateway.requests.body_shape import refuse_shape
+from cohort.services.gateway.http.bodies import (
+    LEAST_MS,
+    MOST_MS,
+    ChatBody,
+    CohortOptions,
+    CompletionBody,
+    GeneratingBody,
+    ResponseFormat,
+    StreamOptions,
+    StructuredOutputs,
+)
+from cohort.services.gateway.http.request_bodies import refuse_shape
+from cohort.services.gateway.http.service_headers import (
+    CLASS_HEADER,
+    IF_LATE_HEADER,
+    TPOT_HEADER,
+    TTFT_HEADER,
+    printable,
+)
 from cohort.services.gateway.requests.model_card import ModelCard
-from cohort.services.gateway.requests.prompt_field import known_tokens, prompts
-from cohort.services.gateway.requests.structured import wanted_structure
-from cohort.services.gateway.requests.tool_choice import ToolUse, read_calls, tool_use
-from cohort.services.gateway.requests.tool_formats import ToolFormat, prompted
-from cohort.services.gateway.text.grammar_process import Wanted
+from cohort.services.gateway.requests.prompt_field import prompts
+from cohort.services.gateway.requests.tools import ToolFormat, ToolUse, prompted, read_calls, tool_use
+from cohort.services.gateway.text.grammar_process import GrammarKind, Wanted
 
 # OpenAI's default for completions; chat completions may use what the context leaves.
 COMPLETION_MAX_TOKENS = 16
@@ -249,7 +263,7 @@ def _call(
     if prompt_logprobs >= 0 and echo and logprobs >= 0:
         raise _refused("prompt_logprobs", "echo with logprobs has the prompt's own already")
     wishes = body.cohort or CohortOptions()
-    traffic_class, slo, online = class_and_slo(wishes, headers, config)
+    traffic_class, slo, online = _class_and_slo(wishes, headers, config)
     wanted = _wanted(body, tools)
     return Call(
         chat=chat,
@@ -266,13 +280,13 @@ def _call(
         n=n,
         seed=body.seed,
         stop_strings=_stop_strings(body.stop, config),
-        stop_token_ids=tuple(known_tokens(body.stop_token_ids or [], "stop_token_ids", card)),
+        stop_token_ids=tuple(card.known_tokens(body.stop_token_ids or [], "stop_token_ids")),
         ignore_eos=bool(body.ignore_eos),
         traffic_class=traffic_class,
         slo=slo,
         priority=body.priority or 0,
         online=online,
-        if_late=if_late_of(wishes, headers, slo),
+        if_late=_if_late_of(wishes, headers, slo),
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
@@ -355,6 +369,61 @@ def _no_json(error: Exception) -> RequestError:
     return RequestError(f"The body is not valid JSON: {error}")
 
 
+def _class_and_slo(
+    options: CohortOptions, headers: Mapping[str, str], config: GatewayConfig
+) -> tuple[TrafficClass, Slo, bool]:
+    """Class and SLO as named; headers win over the body, because proxies set them. A target not named has a default of
+    its class, which is filled in on admission."""
+    traffic_class: TrafficClass = options.traffic_class or config.default_class
+    named = headers.get(CLASS_HEADER)
+    if named is not None:
+        match named.strip().lower():
+            case "rt":
+                traffic_class = "rt"
+            case "be":
+                traffic_class = "be"
+            case other:
+                raise RequestError(
+                    f"{CLASS_HEADER}: {printable(other)!r} is neither 'rt' nor 'be'.", param=CLASS_HEADER
+                )
+    ttft_ms = _milliseconds(headers, TTFT_HEADER) or options.ttft_slo_ms
+    tpot_ms = _milliseconds(headers, TPOT_HEADER) or options.tpot_slo_ms
+    slo = Slo(
+        ttft_s=ttft_ms / 1000 if ttft_ms else 0.0,
+        tpot_s=tpot_ms / 1000 if tpot_ms else 0.0,
+        deadline_s=options.deadline_ms / 1000 if options.deadline_ms else 0.0,
+    )
+    return traffic_class, slo, options.online is not False
+
+
+def _if_late_of(options: CohortOptions, headers: Mapping[str, str], slo: Slo) -> IfLate:
+    """As named; a client that names a TTFT SLO and no outcome prefers an error at once to an answer that is late."""
+    named = headers.get(IF_LATE_HEADER)
+    if named is None:
+        return options.if_late or ("refuse" if slo.ttft_s else "")
+    match named.strip().lower():
+        case "refuse" | "best_effort" | "serve" as outcome:
+            return outcome
+        case other:
+            raise RequestError(
+                f"{IF_LATE_HEADER}: {printable(other)!r} is none of 'refuse', 'best_effort' and 'serve'.",
+                param=IF_LATE_HEADER,
+            )
+
+
+def _milliseconds(headers: Mapping[str, str], name: str) -> float | None:
+    text = headers.get(name)
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not LEAST_MS <= value <= MOST_MS:  # also false for NaN
+        raise RequestError(f"{name}: {printable(text)!r} is no number of milliseconds.", param=name)
+    return value
+
+
 def _stop_strings(stop: str | list[str] | None, config: GatewayConfig) -> tuple[str, ...]:
     stops = tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop or []))
     longest, characters = max(map(len, stops), default=0), sum(map(len, stops))
@@ -387,7 +456,7 @@ def _logit_bias(bias: Mapping[str, float] | None, config: GatewayConfig, card: M
     if "" in bias:
         raise RequestError("logit_bias: '' is no token id.", param="logit_bias")
     ids = [int(key) for key in bias]
-    known_tokens(ids, "logit_bias", card)
+    card.known_tokens(ids, "logit_bias")
     return dict(zip(ids, bias.values(), strict=True))
 
 
@@ -447,3 +516,84 @@ def _refuse_unsupported_chat_options(body: ChatBody) -> None:
 
 def _refused(param: str, reason: str) -> RequestError:
     return RequestError(f"{param}: {reason}.", param=param)
+
+
+# -- What an answer is bound to: one grammar at a time, as clients of OpenAI and vLLM name it --------------------------
+
+
+def wanted_structure(body: GeneratingBody) -> Wanted | None:
+    """Raises `RequestError`, also for more than one."""
+    found = [*_of_response_format(body.response_format), *_of_structured_outputs(body.structured_outputs)]
+    found += _of_parts("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
+    if len(found) > 1:
+        raise RequestError(
+            f"{found[1].param}: the answer is bound by {found[0].param} already; name one of them.",
+            param=found[1].param,
+        )
+    if found and body.ignore_eos:
+        raise RequestError(
+            f"ignore_eos: an answer that is bound ({found[0].param}) ends where its grammar does.", param="ignore_eos"
+        )
+    return found[0] if found else None
+
+
+def _of_response_format(wish: ResponseFormat | None) -> list[Wanted]:
+    if wish is None:
+        return []
+    match wish.type:
+        case "text":
+            return []
+        case "json_object":
+            return [Wanted("json_schema", {"type": "object"}, "response_format")]
+        case "json_schema":
+            if wish.json_schema is None or wish.json_schema.schema is None:
+                raise RequestError(
+                    "response_format.json_schema.schema is missing.", param="response_format.json_schema.schema"
+                )
+            return [_schema(wish.json_schema.schema, "response_format.json_schema.schema")]
+        case other:
+            raise RequestError(
+                f"response_format.type: {other[:100]!r} is none of 'text', 'json_object' and 'json_schema'.",
+                param="response_format.type",
+            )
+
+
+def _of_structured_outputs(wish: StructuredOutputs | None) -> list[Wanted]:
+    if wish is None:
+        return []
+    for name in ("structural_tag", "whitespace_pattern"):
+        if getattr(wish, name) is not None:
+            raise RequestError(f"structured_outputs.{name}: not supported.", param=f"structured_outputs.{name}")
+    found = _of_parts("structured_outputs.", wish.json, wish.regex, wish.choice, wish.grammar)
+    if wish.json_object:
+        found.append(Wanted("json_schema", {"type": "object"}, "structured_outputs.json_object"))
+    if wish.disable_any_whitespace:
+        found = [_without_white_space(each) for each in found]
+    return found
+
+
+def _of_parts(
+    prefix: str, schema: Any, regex: str | None, choice: list[str] | None, grammar: str | None
+) -> list[Wanted]:
+    found = [] if schema is None else [_schema(schema, f"{prefix}json")]
+    parts: tuple[tuple[GrammarKind, Any], ...] = (("regex", regex), ("choice", choice), ("grammar", grammar))
+    return found + [Wanted(kind, content, f"{prefix}{kind}") for kind, content in parts if content is not None]
+
+
+def _schema(schema: Any, param: str) -> Wanted:
+    """A schema, or its text, as vLLM also takes it."""
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise RequestError(f"{param}: the text is not valid JSON: {error}", param=param) from error
+    if not isinstance(schema, dict | bool):
+        raise RequestError(f"{param} must be a JSON schema: an object, true or false.", param=param)
+    return Wanted("json_schema", schema, param)
+
+
+def _without_white_space(wanted: Wanted) -> Wanted:
+    if wanted.kind != "json_schema" or not isinstance(wanted.content, dict):
+        return wanted
+    compact = {"whitespace_flexible": False}
+    return Wanted("json_schema", {"x-guidance": compact, **wanted.content}, wanted.param)

@@ -94,7 +94,7 @@ def _prompts(prompt: Shapes, config: GatewayConfig, card: ModelCard) -> tuple[st
         return tuple(_few_enough(texts, config))
     ids = [item for item in prompt if isinstance(item, int)]
     if len(ids) == len(prompt):
-        return (known_tokens(ids, "prompt", card),)
+        return (card.known_tokens(ids, "prompt"),)
     lists = [item for item in prompt if isinstance(item, list)]
     if len(lists) == len(prompt):
         return tuple(_known_lists(_few_enough(lists, config), card))
@@ -104,7 +104,7 @@ def _prompts(prompt: Shapes, config: GatewayConfig, card: ModelCard) -> tuple[st
 def _known_lists(lists: list[list[int]], card: ModelCard) -> list[list[int]]:
     if not all(lists):
         raise RequestError("prompt contains an empty list of token ids.", param="prompt")
-    return [known_tokens(item, "prompt", card) for item in lists]
+    return [card.known_tokens(item, "prompt") for item in lists]
 
 
 Item = TypeVar("Item")
@@ -116,17 +116,6 @@ def _few_enough(items: list[Item], config: GatewayConfig) -> list[Item]:
             f"{len(items)} prompts in one request; at most {config.own_waiting_requests} can wait.", param="prompt"
         )
     return items
-
-
-def known_tokens(ids: list[int], param: str, card: ModelCard) -> list[int]:
-    """These ids. Raises a `RequestError` that names `param` where one is not in the vocabulary."""
-    if ids and not (min(ids) >= 0 and max(ids) < card.vocab_size):
-        token_id = next(token_id for token_id in ids if not 0 <= token_id < card.vocab_size)
-        shown = token_id if abs(token_id) < 10**20 else "a number of more than 20 digits"
-        raise RequestError(
-            f"{param}: {shown} is no token id; the vocabulary has {card.vocab_size} tokens.", param=param
-        )
-    return ids
 
 
 def _mixed() -> RequestError:

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from cohort.common.errors import RequestError
 from cohort.services.gateway.generation.answering import Answering
-from cohort.services.gateway.generation.mailbox import Delta, Mailbox
+from cohort.services.gateway.generation.delta import Delta, Mailbox
 from cohort.services.gateway.http.sse import Events, EventStream
 from cohort.services.gateway.requests.parsing import Call
 from cohort.services.gateway.resume.resume_marks import MarkedStream, NumberedStream, Place, Unread, number_seen, unseen

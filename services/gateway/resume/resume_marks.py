@@ -29,7 +29,7 @@ from cohort.common.errors import RequestError
 from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason
 from cohort.services.gateway.generation.answering import Answering
-from cohort.services.gateway.generation.mailbox import Delta, Mailbox
+from cohort.services.gateway.generation.delta import Delta, Mailbox
 from cohort.services.gateway.generation.openai_shapes import Answer
 from cohort.services.gateway.http.sse import EventStream
 

@@ -16,7 +16,7 @@ from cohort.common.errors import RequestError
 from cohort.common.machines.entry import Entry
 from cohort.common.types import Attempt, InstanceId, Request
 from cohort.services.gateway.generation.answering import Answering
-from cohort.services.gateway.generation.mailbox import Delta, Generation
+from cohort.services.gateway.generation.delta import Delta, Generation
 from cohort.services.gateway.keys.key_lease import Lease
 from cohort.services.gateway.requests.parsing import Call
 from cohort.services.gateway.resume.resume_forms import Form

@@ -25,7 +25,7 @@ from cohort.common.keys.private_files import private_folder
 from cohort.common.messages import TokenLogprob
 from cohort.common.sqlite_file import opened, transaction
 from cohort.common.types import FinishReason, Request
-from cohort.services.gateway.generation.mailbox import Delta
+from cohort.services.gateway.generation.delta import Delta
 
 VERSION = 2
 """1 knew only chunks; its tables are the same."""

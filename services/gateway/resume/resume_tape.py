@@ -4,7 +4,7 @@
 
 A mailbox that remembers: `streams.py` fills it as any other, `resume_journal.py` writes what came before a reader sees
 it, and a later connection reads from the place that its client names. Its size is that of the request's output, which
-`request_budget.py` bounds.
+`preparation.py` bounds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from cohort.common.errors import RequestError
 from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason
-from cohort.services.gateway.generation.mailbox import Delta, Mailbox
+from cohort.services.gateway.generation.delta import Delta, Mailbox
 
 
 class Tape(Mailbox):

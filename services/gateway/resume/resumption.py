@@ -28,9 +28,8 @@ from cohort.common.errors import RequestError
 from cohort.common.machines.events import Offered
 from cohort.common.types import InstanceId, TrafficClass
 from cohort.services.gateway.generation.answering import Answering
+from cohort.services.gateway.generation.delta import GatewayTimes, Generation, Mailbox
 from cohort.services.gateway.generation.generator import Generator
-from cohort.services.gateway.generation.mailbox import Generation, Mailbox
-from cohort.services.gateway.generation.timing import GatewayTimes
 from cohort.services.gateway.http.service_headers import CLASS_HEADER, IF_LATE_HEADER, TPOT_HEADER, TTFT_HEADER
 from cohort.services.gateway.keys.key_lease import Lease, bound, current_lease
 from cohort.services.gateway.keys.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER

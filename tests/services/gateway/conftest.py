@@ -34,7 +34,7 @@ from cohort.common.process.service import ServiceContext
 from cohort.common.transport.memory_bus import MemoryNetwork
 from cohort.common.types import Request
 from cohort.services.gateway import service
-from cohort.services.gateway.generation.mailbox import Mailbox
+from cohort.services.gateway.generation.delta import Mailbox
 from cohort.services.gateway.keys import keyring
 from cohort.services.gateway.service import Gateway, load_model
 from cohort.services.gateway.text.tokenizer import Tokenizer

@@ -15,8 +15,8 @@ from cohort.common.machines.entry import Entry
 from cohort.common.messages import Placed, Refused, TokenUpdate
 from cohort.common.process.metrics import MetricFactory, RequestMetrics
 from cohort.common.types import Attempt, FinishReason, Request, SamplingParams, Slo
+from cohort.services.gateway.generation.delta import GatewayTimes
 from cohort.services.gateway.generation.request_stats import RequestStats
-from cohort.services.gateway.generation.timing import GatewayTimes
 from tests.services.gateway.conftest import OpenSite, Site, eventually
 
 SOON = {"prompt": "x", "max_tokens": 100, "cohort": {"ttft_slo_ms": 500}}

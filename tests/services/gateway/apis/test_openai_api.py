@@ -12,7 +12,7 @@ from cohort.common.messages import TokenLogprob
 from cohort.common.types import Request
 from cohort.services.gateway.generation.answering import Answering, Mean
 from cohort.services.gateway.generation.choice import ScoredToken
-from cohort.services.gateway.text.detokenizer import TokenText
+from cohort.services.gateway.text.tokenizer import TokenText
 from tests.services.gateway.cluster import scores
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site, eventually
 

@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 
 from cohort.common.messages import TokenLogprob
 from cohort.common.types import FinishReason
-from cohort.services.gateway.generation.choice import Choice, Piece, ScoredToken
-from cohort.services.gateway.text.detokenizer import TokenText
-from cohort.services.gateway.text.stop_strings import StopAutomaton
-from cohort.services.gateway.text.tokenizer import Tokenizer
+from cohort.services.gateway.generation.choice import Choice, Piece, ScoredToken, StopAutomaton
+from cohort.services.gateway.text.tokenizer import Tokenizer, TokenText
 from tests.examples import examples
 
 

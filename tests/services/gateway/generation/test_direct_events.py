@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cohort.services.gateway.apis import openai_api
-from cohort.services.gateway.generation.mailbox import Mailbox
+from cohort.services.gateway.generation.delta import Mailbox
 from cohort.services.gateway.http.sse import EventStream
 from tests.services.gateway.cluster import Gate
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site

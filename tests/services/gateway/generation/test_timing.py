@@ -5,7 +5,7 @@ import pytest
 from cohort.common.machines.entry import Entry
 from cohort.common.messages import StageTimes
 from cohort.common.types import Attempt, Request, SamplingParams, Slo
-from cohort.services.gateway.generation.timing import GatewayTimes, slo_outcomes, tpot_s, ttft_stages
+from cohort.services.gateway.generation.delta import GatewayTimes, slo_outcomes, tpot_s, ttft_stages
 
 
 def entry(**fields: object) -> Entry:

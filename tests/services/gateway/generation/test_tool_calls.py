@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cohort.common import grammar
 from cohort.common.grammar import GrammarTokens
 from cohort.services.gateway.generation.tool_calls import CallDelta, ToolReader, whole_calls
-from cohort.services.gateway.requests.tool_formats import Function, ToolFormat, calls_grammar, prompted, tool_format
+from cohort.services.gateway.requests.tools import Function, ToolFormat, calls_grammar, prompted, tool_format
 from tests.examples import examples
 from tests.services.gateway.tiny_model import EOS, byte_level
 

@@ -9,7 +9,7 @@ from cohort.common.codec import encode
 from cohort.common.machines.entry import Entry
 from cohort.common.messages import RequestTraffic
 from cohort.common.types import Attempt, FinishReason, Request, SamplingParams, Slo
-from cohort.services.gateway.generation.timing import GatewayTimes
+from cohort.services.gateway.generation.delta import GatewayTimes
 from cohort.services.gateway.generation.traffic_report import TrafficReport
 
 

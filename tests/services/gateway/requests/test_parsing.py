@@ -17,7 +17,7 @@ from cohort.services.gateway.http.error_shapes import error_body
 from cohort.services.gateway.http.sse import _encode
 from cohort.services.gateway.requests.model_card import ModelCard, SamplingDefaults
 from cohort.services.gateway.requests.parsing import Call, parse_chat, parse_completion
-from cohort.services.gateway.requests.tool_formats import ToolFormat
+from cohort.services.gateway.requests.tools import ToolFormat
 from tests.examples import examples
 
 CONFIG = GatewayConfig(max_n=4, max_waiting_requests=8)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cohort.common.messages import TokenLogprob
 from cohort.common.types import Attempt, FinishReason, Request, SamplingParams
-from cohort.services.gateway.generation.mailbox import Delta
+from cohort.services.gateway.generation.delta import Delta
 from cohort.services.gateway.resume.resume_store import Ending, ResumeStore, StreamRecord, Taken, encoded
 
 LATER_S = 100.0

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.services.gateway.text.detokenizer import TokenText
-from cohort.services.gateway.text.tokenizer import Tokenizer
+from cohort.services.gateway.text.tokenizer import Tokenizer, TokenText
 from tests.examples import examples
 from tests.services.gateway import tiny_model
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.services.gateway.text.stop_strings import StopAutomaton, StopStrings
+from cohort.services.gateway.generation.choice import StopAutomaton, StopStrings
 from tests.counting import lines_run
 
 

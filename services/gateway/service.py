@@ -53,27 +53,21 @@ from cohort.services.gateway.batches.batches import Batches
 from cohort.services.gateway.chat_page import ChatPage
 from cohort.services.gateway.front_page import FrontPage
 from cohort.services.gateway.generation import request_trace
-from cohort.services.gateway.generation.generator import Generator
+from cohort.services.gateway.generation.generator import GatewayHost, Generator
 from cohort.services.gateway.generation.streams import Streams
 from cohort.services.gateway.generation.traffic_report import REPORT_EVERY_S, TrafficReport
 from cohort.services.gateway.http.connections import Handover, SlowReaders
-from cohort.services.gateway.http.request_bodies import (
-    RequestBodies,
-    expecting_later,
-    invite_bodies,
-    refuse_other_bodies,
-)
+from cohort.services.gateway.http.request_bodies import expecting_later, invite_bodies, refuse_other_bodies
 from cohort.services.gateway.keys.keyring import Keyring
 from cohort.services.gateway.keys.middleware import answer_everything, refuse_foreign_pages, require_key, resolve_keys
 from cohort.services.gateway.keys.owners import Owners
 from cohort.services.gateway.openapi import ApiPages
-from cohort.services.gateway.requests.model_card import ModelCard, read_model_card
+from cohort.services.gateway.requests.model_card import ModelCard, Served, read_model_card
 from cohort.services.gateway.requests.tools import tool_format
 from cohort.services.gateway.resume.resume_forms import Resumable
 from cohort.services.gateway.resume.resume_store import Kind
 from cohort.services.gateway.resume.resumption import Resumption
 from cohort.services.gateway.show import GatewayShow
-from cohort.services.gateway.text.grammar_process import GrammarCompiler
 from cohort.services.gateway.text.template_process import TemplateLimits
 from cohort.services.gateway.text.tokenizer import Tokenizer
 
@@ -120,39 +114,17 @@ class Gateway:
         )
         if config.planner.mode != "off":
             self.streams.stats.traffic = TrafficReport(context.clock)
-        bodies = RequestBodies(config.gateway)
         written = tool_format(tokenizer.template_source, tokenizer.added_token)
-        self.generator = Generator(
-            config=config.gateway,
-            card=card,
-            tokenizer=tokenizer,
-            streams=self.streams,
-            clock=context.clock,
-            metrics=self._metrics,
-            log=context.log,
-            instance=context.instance,
-            max_model_len=self._max_model_len,
-            bodies=bodies,
-            owners=self._owners,
-            grammars=GrammarCompiler(config.gateway, tokenizer.to_json(), card.eos_token_ids),
-            tool_format=written,
-        )
+        served = Served(card, tokenizer, written, self._max_model_len)
+        host = GatewayHost(context.instance, context.clock, self._metrics, context.log)
+        self.generator = Generator(config.gateway, served, host, self.streams, self._owners)
         self._api = OpenAiApi(self.generator)
         self._messages = MessagesApi(self.generator)
         self._kept = KeptResponses(config.responses, several_owners=self._owners.several, clock=context.clock)
         self._responses = ResponsesApi(self.generator, self._kept)
-        self._resumption = Resumption(
-            self.generator, api_of=self._api_of, instance=context.instance, lease_of=self._tenants.lease_of
-        )
+        self._resumption = Resumption(self.generator, api_of=self._api_of, lease_of=self._tenants.lease_of)
         self._api.resumption = self._messages.resumption = self._responses.resumption = self._resumption
-        self._tokens = TokenApi(
-            config=config.gateway,
-            card=card,
-            tokenizer=tokenizer,
-            tool_format=written,
-            bodies=bodies,
-            max_model_len=self._max_model_len,
-        )
+        self._tokens = TokenApi(config.gateway, served, self.generator.bodies)
         gave_up = context.metrics.counter("clients_given_up", "Connections aborted because nothing was read from them")
         self._accepts_failed = context.metrics.counter("accepts_failed", "Connections that could not be accepted")
         self._slow_readers = SlowReaders(

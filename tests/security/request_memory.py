@@ -30,14 +30,13 @@ from cohort.common.process.logs import configure_logging
 from cohort.common.process.metrics import MetricFactory, RequestMetrics
 from cohort.services.gateway.apis.openai_api import OpenAiApi
 from cohort.services.gateway.generation.answering import Answering
-from cohort.services.gateway.generation.delta import GatewayTimes
-from cohort.services.gateway.generation.generator import Generator
+from cohort.services.gateway.generation.delta import Caller
+from cohort.services.gateway.generation.generator import GatewayHost, Generator
 from cohort.services.gateway.generation.streams import Streams
-from cohort.services.gateway.http.request_bodies import RequestBodies
 from cohort.services.gateway.keys.owners import Owners
+from cohort.services.gateway.requests.model_card import Served
 from cohort.services.gateway.requests.tools import tool_format
 from cohort.services.gateway.service import load_model
-from cohort.services.gateway.text.grammar_process import GrammarCompiler
 
 REQUESTS = 1000
 CONTEXT = 8192
@@ -77,29 +76,18 @@ class Crowd:
         settings, admission = GatewaySettings.of(config), compose.admission(config)
         machine = GatewayMachine("gateway", 1, "", settings, admission, clock.now_s(), predictor="")
         self._streams = Streams(machine, machine, send=lambda *_: None, clock=clock, metrics=metrics, log=log)
-        self._generator = Generator(
-            config=config.gateway,
-            card=card,
-            tokenizer=tokenizer,
-            streams=self._streams,
-            clock=clock,
-            metrics=metrics,
-            log=log,
-            instance="gateway",
-            max_model_len=lambda: CONTEXT,
-            bodies=RequestBodies(config.gateway),
-            owners=Owners(config, ()),
-            grammars=GrammarCompiler(config.gateway, tokenizer.to_json(), card.eos_token_ids),
-            tool_format=tool_format(tokenizer.template_source, tokenizer.added_token),
-        )
+        written = tool_format(tokenizer.template_source, tokenizer.added_token)
+        served = Served(card, tokenizer, written, lambda: CONTEXT)
+        host = GatewayHost("gateway", clock, metrics, log)
+        self._generator = Generator(config.gateway, served, host, self._streams, Owners(config, ()))
         self.open: list[Answering] = []
         self.refused: Counter[int] = Counter()
 
     async def accept(self, body: Body) -> bool:
         data = json.dumps(body).encode()
         try:
-            call = await OpenAiApi(self._generator)._parse_completion(data, {})
-            answering = await self._generator.begin(call, len(data), GatewayTimes(arrived_s=0.0), "", named="")
+            call = await OpenAiApi(self._generator).parse(data, {}, chat=False)
+            answering = await self._generator.begin(call, len(data), Caller("", "", 0.0))
         except RequestError as error:
             self.refused[error.status] += 1
             return False

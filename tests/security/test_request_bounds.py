@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,8 @@ from cohort.services.gateway.generation.choice import StopAutomaton
 from cohort.services.gateway.generation.preparation import RequestBudget
 from cohort.services.gateway.http.request_bodies import refuse_shape
 from cohort.services.gateway.requests import parsing
-from cohort.services.gateway.requests.model_card import ModelCard
-from cohort.services.gateway.requests.parsing import parse_completion
+from cohort.services.gateway.requests.model_card import ModelCard, Served
+from cohort.services.gateway.requests.parsing import Reader, parse_completion
 from tests.counting import lines_run
 from tests.services.gateway.conftest import OpenSite, Site, eventually
 
@@ -192,13 +193,16 @@ def test_a_price_is_counts_alone() -> None:
     assert lines(large, 8000) <= lines(small, 1) + 10
 
 
-def test_a_hopeless_body_is_refused_by_its_length() -> None:
-    budget = RequestBudget(LIMITS, 16)
+async def test_a_hopeless_body_is_refused_by_its_length() -> None:
+    def reader(longest_token: int) -> Reader:
+        tokenizer: Any = SimpleNamespace(longest_token=longest_token)
+        return Reader(LIMITS, Served(CARD, tokenizer, None, lambda: 2048))
+
     fits = 2048 * 16 * 6 + (1 << 20)
-    budget.check_body(fits, chat=True, max_model_len=2048)
+    assert await reader(16).read(bytes(fits), len, chat=True) == fits
     with pytest.raises(RequestError, match=f"{fits + 1} bytes.*2048 tokens.*{fits} bytes at most"):
-        budget.check_body(fits + 1, chat=True, max_model_len=2048)
-    RequestBudget(LIMITS, 0).check_body(1 << 30, chat=True, max_model_len=2048)  # no token has a longest form
+        await reader(16).read(bytes(fits + 1), len, chat=True)
+    assert await reader(0).read(bytes(fits + 1), len, chat=True) > fits  # no token has a longest form
 
 
 # -- built once ----------------------------------------------------------------------------------------------------

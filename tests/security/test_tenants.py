@@ -13,7 +13,7 @@ import pytest
 from cohort.common.config import CONFIGS_DIR, load_config
 from cohort.common.keys.key_file import OwnLimits, editing, new_key
 from cohort.common.machines.recorder import config_text
-from cohort.services.gateway.generation.generator import Generator
+from cohort.services.gateway.http.request_bodies import RequestBodies
 from cohort.services.gateway.keys.keyring import Keyring
 from tests.services.gateway.conftest import OpenSite, Site, eventually, model_dir, open_site  # noqa: F401
 
@@ -57,10 +57,10 @@ async def test_a_body_is_not_read_for_a_key_beyond_its_limits(
         if site.manager.place:
             assert (await first)[0] == 200
 
-        async def read(*_: Any, **__: Any) -> None:
+        def read(*_: Any, **__: Any) -> None:
             raise AssertionError("its body is looked at")
 
-        monkeypatch.setattr(Generator, "accept", read)
+        monkeypatch.setattr(RequestBodies, "reading", read)
         for length in ("Content-Length: 4000000", "Transfer-Encoding: chunked"):
             head = (
                 f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {secret}\r\n"

@@ -23,7 +23,7 @@ from cohort.services.gateway.http.error_shapes import MESSAGES_PATH, anthropic_e
 from cohort.services.gateway.http.request_bodies import refuse_shape
 from cohort.services.gateway.http.sse import EventStream
 from cohort.services.gateway.keys.middleware import HTTP_ID, REQUEST_ID_HEADER
-from cohort.services.gateway.requests.parsing import Call, chat_call, decode
+from cohort.services.gateway.requests.parsing import Call, decode
 from cohort.services.gateway.resume.resume_forms import Form, NamedEvents, NamedForm
 from cohort.services.gateway.resume.resume_store import Ending, StreamRecord
 from cohort.services.gateway.resume.resume_tape import Tape
@@ -59,9 +59,11 @@ class MessagesApi:
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         generator, resumption = self._generator, self.resumption
-        mailbox_of = None if resumption is None else resumption.tape
         try:
-            answering = await generator.admitted(request, self._parse, chat=True, mailbox_of=mailbox_of)
+            async with generator.arriving(request) as body:
+                call = await self._parse(body.data, body.headers, _decoder)
+                tape = None if resumption is None else resumption.tape(body.headers, call, body.data)
+                answering = await generator.begin(call, len(body.data), body.caller, tape)
             mailbox = answering.generation.mailbox
             if resumption is not None and isinstance(mailbox, Tape):
                 return await resumption.begin(request, answering, mailbox, self._form())
@@ -79,26 +81,26 @@ class MessagesApi:
 
     async def restored(self, record: StreamRecord, owner: str, ending: Ending | None) -> tuple[Call, Form]:
         """For `resumption.py`."""
-        return await self._parse(record.body, record.headers), self._form()
+        return await self._parse(record.body, record.headers, _decoder), self._form()
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         generator = self._generator
         try:
             async with generator.bodies.reading(request) as data:
-                call = await generator.parsed(data, lambda body: self._call(body, {}, _count_decoder), chat=True)
+                call = await self._parse(data, {}, _count_decoder)
                 counted = CountedTokens(await generator.count(call))
         except RequestError as error:
             raise renamed(error, NAMES) from error
         return web.Response(body=_encode(counted), content_type="application/json")
 
-    async def _parse(self, data: bytes, headers: Mapping[str, str]) -> Call:
-        return await self._generator.parsed(data, lambda body: self._call(body, headers, _decoder), chat=True)
+    async def _parse(self, data: bytes, headers: Mapping[str, str], decoder: msgspec.json.Decoder[B]) -> Call:
+        reader = self._generator.reader
 
-    def _call(self, data: bytes, headers: Mapping[str, str], decoder: msgspec.json.Decoder[B]) -> Call:
-        generator = self._generator
-        refuse_shape(data, generator.config, chat=True)
-        chat = chat_of(decode(decoder, data))
-        return chat_call(chat, headers, generator.config, generator.card, generator.tool_format)
+        def read(data: bytes) -> Call:
+            refuse_shape(data, reader.config, chat=True)
+            return reader.chat_call(chat_of(decode(decoder, data)), headers)
+
+        return await reader.read(data, read, chat=True)
 
     async def _whole(self, answering: Answering) -> MessageAnswer:
         finish, writer = FinishReason.STOP, _writer(answering)
@@ -115,7 +117,7 @@ class MessagesApi:
             request,
             {REQUEST_ID_HEADER: http_id, "request-id": http_id},
             write_timeout_s=self._generator.config.write_timeout_s,
-            log=self._generator.log,
+            log=self._generator.host.log,
         )
         rendering = _Rendering(self._generator, answering, self.quiet_s)
         return await events.carry(rendering.send(events), lambda error: rendering.fail(events, error))

@@ -18,7 +18,7 @@ from cohort.common.errors import RequestError
 from cohort.common.types import FinishReason
 from cohort.services.gateway.batches.batch_lines import LineAnswer
 from cohort.services.gateway.generation.answering import Answering, Mean, Step
-from cohort.services.gateway.generation.delta import GatewayTimes
+from cohort.services.gateway.generation.delta import Caller
 from cohort.services.gateway.generation.direct_events import direct_events
 from cohort.services.gateway.generation.generator import Generator
 from cohort.services.gateway.generation.openai_shapes import Answer, Scores
@@ -26,7 +26,7 @@ from cohort.services.gateway.generation.tool_calls import CallDelta, whole_calls
 from cohort.services.gateway.http.service_headers import CLASS_HEADER
 from cohort.services.gateway.http.sse import Events, EventStream, Outbox
 from cohort.services.gateway.keys.middleware import HTTP_ID, REQUEST_ID_HEADER
-from cohort.services.gateway.requests.parsing import Call, parse_chat, parse_completion
+from cohort.services.gateway.requests.parsing import Call
 from cohort.services.gateway.resume.resume_forms import ChunkForm, Form
 from cohort.services.gateway.resume.resume_store import Ending, StreamRecord
 from cohort.services.gateway.resume.resume_tape import Tape
@@ -34,8 +34,6 @@ from cohort.services.gateway.resume.resume_tape import Tape
 if TYPE_CHECKING:
     from cohort.services.gateway.resume.resumption import Resumption
 
-# Further than any priority a client may name: batch work never overtakes a request that a client waits for.
-BATCH_PRIORITY = 2**32
 _BATCH_HEADERS = {CLASS_HEADER: "be"}
 _encode = msgspec.json.Encoder().encode
 
@@ -60,9 +58,10 @@ class OpenAiApi:
 
     async def _answer(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
         generator, resumption = self._generator, self.resumption
-        parse = self._parse_chat if chat else self._parse_completion
-        mailbox_of = None if resumption is None else resumption.tape
-        answering = await generator.admitted(request, parse, chat=chat, mailbox_of=mailbox_of)
+        async with generator.arriving(request) as body:
+            call = await self.parse(body.data, body.headers, chat=chat)
+            tape = None if resumption is None else resumption.tape(body.headers, call, body.data)
+            answering = await generator.begin(call, len(body.data), body.caller, tape)
         mailbox = answering.generation.mailbox
         if resumption is not None and isinstance(mailbox, Tape):
             return await resumption.begin(request, answering, mailbox, self._form(len(answering.choices)))
@@ -74,20 +73,14 @@ class OpenAiApi:
         finally:
             generator.release(answering)
 
-    async def answer_line(self, data: bytes, *, chat: bool, line_id: str, owner: str = "") -> LineAnswer:
-        """One line of a batch, as if its body had been posted: best effort, offline, behind all online requests.
-
-        `line_id` becomes part of the ids that workers log; `owner` is the batch's. Raises `RequestError` with the
-        status the body would get.
-        """
+    async def answer_line(self, data: bytes, caller: Caller, *, chat: bool) -> LineAnswer:
+        """One line of a batch, as if its body had been posted: best effort, offline, behind all online requests. Raises
+        `RequestError` with the status the body would get."""
         generator = self._generator
-        times = GatewayTimes(arrived_s=generator.clock.now_s())
         call = await self.parse(data, _BATCH_HEADERS, chat=chat)
         if call.stream:
             raise RequestError("stream: the answers of a batch are written to a file.", param="stream")
-        priority = generator.owners.priority(call.priority)
-        call = dataclasses.replace(call, online=False, priority=BATCH_PRIORITY + priority)
-        answering = await generator.begin(call, len(data), times, owner, named=line_id)
+        answering = await generator.begin(dataclasses.replace(call, online=False), len(data), caller)
         try:
             answer = await self._whole(answering)
         finally:
@@ -104,21 +97,9 @@ class OpenAiApi:
 
     async def parse(self, data: bytes, headers: Mapping[str, str], *, chat: bool) -> Call:
         """Raises a 4xx `RequestError`."""
-        return await (self._parse_chat if chat else self._parse_completion)(data, headers)
-
-    async def _parse_completion(self, data: bytes, headers: Mapping[str, str]) -> Call:
-        config, card = self._generator.config, self._generator.card
-        return await self._generator.parsed(
-            data, lambda body: parse_completion(body, headers, config, card), chat=False
-        )
-
-    async def _parse_chat(self, data: bytes, headers: Mapping[str, str]) -> Call:
-        generator = self._generator
-        return await generator.parsed(
-            data,
-            lambda body: parse_chat(body, headers, generator.config, generator.card, generator.tool_format),
-            chat=True,
-        )
+        reader = self._generator.reader
+        parse = reader.chat if chat else reader.completion
+        return await reader.read(data, lambda body: parse(body, headers), chat=chat)
 
     async def _whole(self, answering: Answering) -> Answer:
         generation, shape = answering.generation, answering.shape
@@ -165,7 +146,7 @@ class OpenAiApi:
             request,
             {REQUEST_ID_HEADER: request[HTTP_ID]},
             write_timeout_s=self._generator.config.write_timeout_s,
-            log=self._generator.log,
+            log=self._generator.host.log,
         )
         return await self.stream(answering, events)
 

@@ -37,7 +37,7 @@ from cohort.services.gateway.http.listing import known_id, limit_of, query_of
 from cohort.services.gateway.http.request_bodies import refuse_shape
 from cohort.services.gateway.http.sse import EventStream
 from cohort.services.gateway.keys.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
-from cohort.services.gateway.requests.parsing import Call, chat_call, check_model, decode
+from cohort.services.gateway.requests.parsing import Call, check_model, decode
 from cohort.services.gateway.resume.resume_forms import Form, NamedEvents, NamedForm
 from cohort.services.gateway.resume.resume_store import Ending, StreamRecord
 from cohort.services.gateway.resume.resume_tape import Tape
@@ -130,14 +130,12 @@ class ResponsesApi:
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         asked = _Asked(request[OWNER])
-
-        async def parse(data: bytes, headers: Mapping[str, str]) -> Call:
-            return await self._parse(data, headers, asked)
-
         generator, resumption = self._generator, self.resumption
-        mailbox_of = None if resumption is None else resumption.tape
         try:
-            answering = await generator.admitted(request, parse, chat=True, mailbox_of=mailbox_of)
+            async with generator.arriving(request) as body:
+                call = await self._parse(body.data, body.headers, asked)
+                tape = None if resumption is None else resumption.tape(body.headers, call, body.data)
+                answering = await generator.begin(call, len(body.data), body.caller, tape)
             mailbox = answering.generation.mailbox
             if resumption is not None and isinstance(mailbox, Tape):
                 return await resumption.begin(request, answering, mailbox, _Form(self, asked))
@@ -164,15 +162,15 @@ class ResponsesApi:
         return await asyncio.to_thread(read), _Form(self, asked)
 
     async def _parse(self, data: bytes, headers: Mapping[str, str], asked: _Asked) -> Call:
-        generator = self._generator
+        reader = self._generator.reader
 
         def read(data: bytes) -> tuple[ResponsesBody, list[InputItem]]:
-            refuse_shape(data, generator.config, chat=True)
+            refuse_shape(data, reader.config, chat=True)
             body = decode(_decoder, data)
-            check_model(body.model, generator.card)
+            check_model(body.model, reader.served.card)
             return body, items_of(body)
 
-        body, own = await generator.parsed(data, read, chat=True)
+        body, own = await reader.read(data, read, chat=True)
         if body.store and not self.kept.keeps:
             raise RequestError("store: this server keeps no responses (responses.max_responses is 0).", param="store")
         before: list[InputItem] = []
@@ -184,12 +182,10 @@ class ResponsesApi:
         def call(_: bytes = b"") -> Call:
             return self._call(body, items, headers)
 
-        return await (asyncio.to_thread(call) if before else generator.parsed(data, call, chat=True))
+        return await (asyncio.to_thread(call) if before else reader.read(data, call, chat=True))
 
     def _call(self, body: ResponsesBody, items: list[InputItem], headers: Mapping[str, str]) -> Call:
-        generator = self._generator
-        chat = chat_of(body, items)
-        call = chat_call(chat, headers, generator.config, generator.card, generator.tool_format)
+        call = self._generator.reader.chat_call(chat_of(body, items), headers)
         return dataclasses.replace(call, truncates=body.truncation == "auto")
 
     def _keeps(self, body: ResponsesBody) -> bool:
@@ -225,7 +221,7 @@ class ResponsesApi:
             request,
             {REQUEST_ID_HEADER: request[HTTP_ID]},
             write_timeout_s=self._generator.config.write_timeout_s,
-            log=self._generator.log,
+            log=self._generator.host.log,
         )
         rendering = _Rendering(self, asked, answering)
         return await events.carry(rendering.send(events), lambda error: rendering.fail(events, error))
@@ -237,7 +233,7 @@ class ResponsesApi:
         self, asked: _Asked, answering: Answering, writer: ResponseWriter, finish: FinishReason
     ) -> ResponseObject:
         """The whole response, which is kept by then if it says so."""
-        asked.completed_at = asked.completed_at or int(self._generator.clock.wall_s())
+        asked.completed_at = asked.completed_at or int(self._generator.host.clock.wall_s())
         response = writer.response(finish, answering.usage(), asked.completed_at, answering.extras([0]))
         if asked.kept is None:
             if asked.keeping is None:
@@ -253,9 +249,9 @@ class ResponsesApi:
             if await self.kept.add(row):
                 return True
         except Exception:  # a defect of ours: the answer is there all the same
-            self._generator.log.exception("a response could not be kept")
+            self._generator.host.log.exception("a response could not be kept")
             return False
-        self._generator.log.warning("a response could not be kept", response_bytes=row.bytes)
+        self._generator.host.log.warning("a response could not be kept", response_bytes=row.bytes)
         return False
 
     # -- What was answered -----------------------------------------------------------------------------------------

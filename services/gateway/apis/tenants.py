@@ -4,9 +4,9 @@
                  │ 429                    │ 429, 400
 
 `middleware` stands behind `require_key`: it refuses before a body is read, from headers alone. The class is that of the
-header, else the default one; a body that names the other moves the request to that one's limits. `openai_api.py` finds
-the lease of its request with `current_lease`, reserves tokens and says how many were used; `lines` does the same around
-the lines of batches. Nothing here waits, and nothing stands in the way of a request without a key. Gateways that share
+header, else the default one; a body that names the other moves the request to that one's limits. `generator.py` finds
+the lease beside its request, reserves tokens and says how many were used; `lines` does the same around the lines of
+batches. Nothing here waits, and nothing stands in the way of a request without a key. Gateways that share
 a port grant a key's limits together (`key_shared.py`).
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -30,9 +31,10 @@ from cohort.common.process.metrics import MetricFactory
 from cohort.common.types import TrafficClass
 from cohort.services.gateway.batches.batch_files import BatchFolder
 from cohort.services.gateway.batches.batch_lines import AnswerLine, LineAnswer
+from cohort.services.gateway.generation.delta import Caller
 from cohort.services.gateway.http.service_headers import CLASS_HEADER
 from cohort.services.gateway.keys.key_budget import KeyBudget, KeyLimited
-from cohort.services.gateway.keys.key_lease import Lease, bound
+from cohort.services.gateway.keys.key_lease import LEASE, Lease
 from cohort.services.gateway.keys.key_shared import SharedKeyBudget
 from cohort.services.gateway.keys.key_table import KeyTable
 from cohort.services.gateway.keys.keyring import FILED, Key, Keyring
@@ -47,7 +49,6 @@ SLO_KEYS = 100
 """Keys with series of their own in cohort_key_slo_requests_total: each has up to twelve."""
 OTHER_KEYS = "other"
 """Stands for the keys without series of their own."""
-_LEASE = web.RequestKey("key_lease", Lease)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -147,11 +148,10 @@ class Tenants:
             key = request.get(KEY)
             if key is None or not _generates(request):
                 return await handler(request)
-            lease = request[_LEASE] = self._lease(key, self._class_of(request))
+            lease = request[LEASE] = self._lease(key, self._class_of(request))
             error: BaseException | None = None
             try:
-                with bound(lease):
-                    return await handler(request)
+                return await handler(request)
             except BaseException as raised:
                 error = raised
                 raise
@@ -164,7 +164,7 @@ class Tenants:
         """For the signal before an answer's headers leave, whichever way it came about."""
         key = request.get(KEY)
         if key is not None:
-            lease = request.get(_LEASE)
+            lease = request.get(LEASE)
             budget = self.budget(key, self._class_of(request)) if lease is None else lease.budget
             response.headers.update(budget.headers(self._clock.now_s(), self._clock.wall_s()))
 
@@ -172,17 +172,16 @@ class Tenants:
         """`answer` for lines of batches, within their key's best-effort limits. Raises `KeyLimited` too, and 401 for
         the line of a key of the file that is good no more."""
 
-        async def answered(data: bytes, *, chat: bool, line_id: str, owner: str) -> LineAnswer:
-            key = self._keyring.of_owner(owner)
+        async def answered(data: bytes, caller: Caller, *, chat: bool) -> LineAnswer:
+            key = self._keyring.of_owner(caller.owner)
             if key is None:
-                if owner.startswith(FILED):
+                if caller.owner.startswith(FILED):
                     raise RequestError("The API key of this batch was revoked.", status=401)
-                return await answer(data, chat=chat, line_id=line_id, owner=owner)
+                return await answer(data, caller, chat=chat)
             lease = self._lease(key, "be", refusals=False)
             error: BaseException | None = None
             try:
-                with bound(lease):
-                    return await answer(data, chat=chat, line_id=line_id, owner=owner)
+                return await answer(data, replace(caller, lease=lease), chat=chat)
             except BaseException as raised:
                 error = raised
                 raise

@@ -7,7 +7,6 @@ long texts off the event loop, templates in their process. Called by aiohttp thr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -17,10 +16,10 @@ from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
 from cohort.services.gateway.http.bodies import Message, Tool
 from cohort.services.gateway.http.request_bodies import RequestBodies, refuse_shape
-from cohort.services.gateway.requests.model_card import ModelCard
+from cohort.services.gateway.requests.model_card import Served
 from cohort.services.gateway.requests.parsing import check_model, decode, read_messages
-from cohort.services.gateway.requests.tools import ToolFormat, as_prompted, prompted
-from cohort.services.gateway.text.tokenizer import INLINE_CHARACTERS, Tokenizer
+from cohort.services.gateway.requests.tools import as_prompted, prompted
+from cohort.services.gateway.text.tokenizer import INLINE_CHARACTERS
 
 TOKENIZE_PATH, DETOKENIZE_PATH = "/tokenize", "/detokenize"
 _encode = msgspec.json.Encoder().encode
@@ -62,22 +61,13 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
 class TokenApi:
-    def __init__(
-        self,
-        *,
-        config: GatewayConfig,
-        card: ModelCard,
-        tokenizer: Tokenizer,
-        tool_format: ToolFormat | None,
-        bodies: RequestBodies,
-        max_model_len: Callable[[], int],
-    ) -> None:
+    def __init__(self, config: GatewayConfig, served: Served, bodies: RequestBodies) -> None:
         self._config = config
-        self._card = card
-        self._tokenizer = tokenizer
-        self._tool_format = tool_format
+        self._card = served.card
+        self._tokenizer = served.tokenizer
+        self._tool_format = served.tool_format
         self._bodies = bodies
-        self._max_model_len = max_model_len
+        self._max_model_len = served.max_model_len
 
     def routes(self) -> list[web.RouteDef]:
         return [web.post(TOKENIZE_PATH, self.tokenize), web.post(DETOKENIZE_PATH, self.detokenize)]

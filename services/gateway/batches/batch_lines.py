@@ -18,6 +18,7 @@ import msgspec
 
 from cohort.common.errors import RequestError
 from cohort.services.gateway.batches.batch_records import LineError, PendingLine
+from cohort.services.gateway.generation.delta import Caller
 from cohort.services.gateway.generation.openai_shapes import Usage
 from cohort.services.gateway.http.error_shapes import error_body
 from cohort.services.gateway.http.service_headers import printable
@@ -247,4 +248,4 @@ class LineAnswer:
 
 
 class AnswerLine(Protocol):
-    async def __call__(self, data: bytes, *, chat: bool, line_id: str, owner: str) -> LineAnswer: ...
+    async def __call__(self, data: bytes, caller: Caller, *, chat: bool) -> LineAnswer: ...

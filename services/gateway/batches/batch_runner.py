@@ -49,8 +49,11 @@ from cohort.services.gateway.batches.batch_records import FinishedLine, LineErro
 from cohort.services.gateway.batches.batch_store import BatchStore, StoreThread
 from cohort.services.gateway.batches.batch_sweeps import SweepGuard
 from cohort.services.gateway.batches.batch_turns import Turns
+from cohort.services.gateway.generation.delta import Caller
 from cohort.services.gateway.keys.key_budget import KeyLimited
 
+# Further than any priority a client may name: batch work never overtakes a request that a client waits for.
+BATCH_PRIORITY = 2**32
 PAGE = 256  # lines read from the database at once
 PAGE_BYTES = 1 << 23  # of results in memory at once, and one more result
 FOLLOW_S = 0.5  # between two looks at what other gateways of the port were told, and whether their runner has ended
@@ -384,8 +387,8 @@ class BatchRunner:
         lost = 0
         while True:
             try:
-                named = line_id(batch.id, line.number)
-                answer = await self._answer(body, chat=chat, line_id=named, owner=batch.owner)
+                caller = Caller(batch.owner, line_id(batch.id, line.number), self._clock.now_s(), BATCH_PRIORITY)
+                answer = await self._answer(body, caller, chat=chat)
                 if len(answer.body) > MAX_RESULT_BYTES:
                     raise RequestError(f"The answer has more than {MAX_RESULT_BYTES} bytes; ask for less.", status=413)
                 return answer

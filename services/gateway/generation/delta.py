@@ -17,7 +17,7 @@ from cohort.common.messages import TokenLogprob
 from cohort.common.process.metrics import TtftStage
 from cohort.common.types import FinishReason, RequestId, Slo
 from cohort.services.gateway.generation.request_trace import RequestTrace
-from cohort.services.gateway.keys.key_lease import Judged
+from cohort.services.gateway.keys.key_lease import Judged, Lease
 
 
 @dataclass(slots=True)
@@ -89,6 +89,20 @@ class Mailbox:
             finally:
                 self._waiting = False
         return self._ready.pop(next(iter(self._ready)))
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks. `owner`: as `Key.owner`; `named`: an id of the client's that ours should begin with."""
+
+    owner: str
+    named: str
+    arrived_s: float
+    behind: int = 0
+    """Added to the priority that it may ask for."""
+    lease: Lease | None = None
+    """None: no API key asked."""
+    trace: RequestTrace | None = None
 
 
 @dataclass(slots=True)

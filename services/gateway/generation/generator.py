@@ -14,9 +14,10 @@ import dataclasses
 import re
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import structlog
@@ -28,97 +29,85 @@ from cohort.common.errors import RequestError
 from cohort.common.machines.events import Offered
 from cohort.common.process.metrics import RequestMetrics
 from cohort.common.types import InstanceId, Request
-from cohort.services.gateway.generation import request_trace
 from cohort.services.gateway.generation.answering import Answering, Step
 from cohort.services.gateway.generation.choice import Choice, Piece, StopAutomaton
-from cohort.services.gateway.generation.delta import Delta, GatewayTimes, Generation, Mailbox
+from cohort.services.gateway.generation.delta import Caller, Delta, GatewayTimes, Generation, Mailbox
 from cohort.services.gateway.generation.openai_shapes import ChatShape, CompletionShape, Shape
 from cohort.services.gateway.generation.preparation import Price, RequestBudget, Reservation, output_limits, prepare
+from cohort.services.gateway.generation.request_trace import TRACE
 from cohort.services.gateway.generation.streams import Streams
 from cohort.services.gateway.generation.tool_calls import ToolReader
 from cohort.services.gateway.http.request_bodies import RequestBodies
-from cohort.services.gateway.keys.key_lease import current_lease
+from cohort.services.gateway.keys.key_lease import LEASE, Lease
 from cohort.services.gateway.keys.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
 from cohort.services.gateway.keys.owners import Owners
-from cohort.services.gateway.requests.model_card import ModelCard
-from cohort.services.gateway.requests.parsing import Call
-from cohort.services.gateway.requests.tools import ToolFormat
+from cohort.services.gateway.requests.model_card import Served
+from cohort.services.gateway.requests.parsing import Call, Reader
 from cohort.services.gateway.text.grammar_process import GrammarCompiler
 from cohort.services.gateway.text.stable_ids import stable_id
-from cohort.services.gateway.text.tokenizer import Tokenizer, TokenText
+from cohort.services.gateway.text.tokenizer import TokenText
 from cohort.services.gateway.text.truncation import latest_turns
 
-# A few milliseconds of parsing at most; a thread parses longer bodies.
-PARSE_AT_ONCE_BYTES = 65_536
 # Request ids of clients that may become part of ours (they travel through logs and file names).
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
-Parse = Callable[[bytes, Mapping[str, str]], Awaitable[Call]]
-"""A body and its headers to a `Call`. Raises `RequestError`."""
 QUIET = Step(Piece("", (), stopped=False), finish=None, first=False)
 """An empty step: the answer is still awaited."""
-MailboxOf = Callable[[Mapping[str, str], Call, bytes], Mailbox | None]
-"""Of headers, call and body: where the tokens go, if not to a plain mailbox. Raises `RequestError`."""
-T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayHost:
+    """What a gateway has of its process."""
+
+    instance: InstanceId
+    clock: Clock
+    metrics: RequestMetrics
+    log: structlog.stdlib.BoundLogger
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A request's, which counts as in flight, and who sent it."""
+
+    data: bytes
+    headers: Mapping[str, str]
+    caller: Caller
 
 
 class Generator:
     """Makes answers over one `Streams`; one per gateway."""
 
     def __init__(
-        self,
-        *,
-        config: GatewayConfig,
-        card: ModelCard,
-        tokenizer: Tokenizer,
-        streams: Streams,
-        clock: Clock,
-        metrics: RequestMetrics,
-        log: structlog.stdlib.BoundLogger,
-        instance: InstanceId,
-        max_model_len: Callable[[], int],
-        bodies: RequestBodies,
-        owners: Owners,
-        grammars: GrammarCompiler,
-        tool_format: ToolFormat | None,
+        self, config: GatewayConfig, served: Served, host: GatewayHost, streams: Streams, owners: Owners
     ) -> None:
         self.config = config
-        self.card = card
-        self.clock = clock
-        self.log = log
+        self.host = host
         self.streams = streams
-        self.bodies = bodies
         self.owners = owners
-        self.tool_format = tool_format
-        self.budget = RequestBudget(config, tokenizer.longest_token)
-        self._tokenizer = tokenizer
+        self.served = served
+        self.reader = Reader(config, served)
+        self.bodies = RequestBodies(config)
+        self.budget = RequestBudget(config, served.tokenizer.longest_token)
+        self._tokenizer = tokenizer = served.tokenizer
         self._text = TokenText(tokenizer)
-        self._metrics = metrics
-        self._instance = instance
-        self._max_model_len = max_model_len
-        self._grammars = grammars
+        self._grammars = GrammarCompiler(config, tokenizer.to_json(), served.card.eos_token_ids)
         self.completion = CompletionShape(self._text)
         self.chat = ChatShape(self._text)
 
     # -- For the APIs ----------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def answering(self, request: web.Request, parse: Parse, *, chat: bool) -> AsyncIterator[Answering]:
-        """The answer to this body; what is still open when the block ends is abandoned. Raises `RequestError` for a
-        body or a request that is refused, before anything was sent."""
-        answering = await self.admitted(request, parse, chat=chat)
+    async def arriving(self, request: web.Request) -> AsyncIterator[Body]:
+        """Its body, which counts as in flight until the block ends. Raises a `RequestError` where it may not come in,
+        and counts what the block raises of these."""
+        arrived_s, owner, http_id = self.host.clock.now_s(), request[OWNER], request[HTTP_ID]
         try:
-            yield answering
-        finally:
-            self.release(answering)
-
-    async def admitted(
-        self, request: web.Request, parse: Parse, *, chat: bool, mailbox_of: MailboxOf | None = None
-    ) -> Answering:
-        """As `answering`, of which the caller must `release` what it gets."""
-        times = GatewayTimes(arrived_s=self.clock.now_s())
-        try:
-            return await self.accept(request, times, parse, chat=chat, mailbox_of=mailbox_of)
+            self.streams.check(request.content_length or 0, self.config.default_class, self.owners.share_of(owner))
+            async with self.bodies.reading(request) as data:
+                own = request.headers.get(REQUEST_ID_HEADER) == http_id and _PLAIN_ID.fullmatch(http_id)
+                named = http_id if own else ""
+                caller = Caller(owner, named, arrived_s, lease=request.get(LEASE), trace=request.get(TRACE))
+                yield Body(data, request.headers, caller)
         except RequestError as error:
             self._count_rejection(error)
             raise
@@ -145,13 +134,6 @@ class Generator:
                     finished.add(delta.index)
                 yield delta.index, step
 
-    async def parsed(self, data: bytes, parse: Callable[[bytes], T], *, chat: bool) -> T:
-        """What `parse` makes of a body, in a thread where the body is long. Raises `RequestError`."""
-        self.budget.check_body(len(data), chat=chat, max_model_len=self._max_model_len())
-        if len(data) <= PARSE_AT_ONCE_BYTES:
-            return parse(data)
-        return await asyncio.to_thread(parse, data)
-
     async def count(self, call: Call) -> int:
         """Tokens of a chat's prompt. Raises `RequestError` where they are more than any request may have."""
         [tokens] = await self._tokenize(call, self.config.max_request_work)
@@ -164,71 +146,40 @@ class Generator:
 
     # -- On the way in ---------------------------------------------------------------------------------------------
 
-    async def accept(
-        self,
-        request: web.Request,
-        times: GatewayTimes,
-        parse: Parse,
-        *,
-        chat: bool,
-        mailbox_of: MailboxOf | None = None,
-    ) -> Answering:
-        """Everything before the request is owned; refusals are `RequestError`s."""
-        owner = request[OWNER]
-        self.streams.check(request.content_length or 0, self.config.default_class, self.owners.share_of(owner))
-        async with self.bodies.reading(request) as data:
-            call = await parse(data, request.headers)
-            call = dataclasses.replace(call, priority=self.owners.priority(call.priority))
-            mailbox = None if mailbox_of is None else mailbox_of(request.headers, call, data)
-            http_id = request[HTTP_ID]
-            own = request.headers.get(REQUEST_ID_HEADER) == http_id and _PLAIN_ID.fullmatch(http_id)
-            named = http_id if own else ""
-            answering = await self.begin(call, len(data), times, owner, named=named, mailbox=mailbox)
-        self.log.debug("accepted", http_id=http_id, request_ids=answering.generation.request_ids)
-        return answering
-
-    async def begin(
-        self,
-        call: Call,
-        body_bytes: int,
-        times: GatewayTimes,
-        owner: str,
-        *,
-        named: str,
-        mailbox: Mailbox | None = None,
-    ) -> Answering:
-        """Tokenise, offer the requests, own them. `named`: an id of the client's that ours should begin with.
-        `mailbox`: where the tokens go, if not to a plain one."""
+    async def begin(self, call: Call, body_bytes: int, caller: Caller, mailbox: Mailbox | None = None) -> Answering:
+        """Tokenise, offer the requests, own them; what comes of it must be released. `mailbox`: where the tokens go, if
+        not to a plain one. Raises `RequestError`."""
         self.budget.check(call)
-        limited = call.max_tokens is not None
+        clock, card = self.host.clock, self.served.card
+        limited, sampling = call.max_tokens is not None, call.sampling
         if call.wanted is not None:
-            bound = msgspec.structs.replace(call.sampling, grammar=await self._grammars.compile(call.wanted))
-            call = dataclasses.replace(call, sampling=bound)
-        began_s = self.clock.now_s()
-        prompts = await self._tokenize(call, self._max_model_len())
-        times.tokenize_s = self.clock.now_s() - began_s
+            sampling = msgspec.structs.replace(sampling, grammar=await self._grammars.compile(call.wanted))
+        priority = self.owners.priority(call.priority) + caller.behind
+        call = dataclasses.replace(call, priority=priority, sampling=sampling)
+        times = GatewayTimes(caller.arrived_s, trace=caller.trace, judged=caller.lease.judged if caller.lease else None)
+        began_s = clock.now_s()
+        prompts = await self._tokenize(call, self.served.max_model_len())
+        times.tokenize_s = clock.now_s() - began_s
         lengths = [len(prompt) for prompt in prompts]
-        max_tokens_of = output_limits(call, lengths, self.config, self._max_model_len(), self.card.sampling.max_tokens)
-        price = self._charged(call, lengths, max_tokens_of)
+        max_tokens_of = output_limits(call, lengths, self.config, self.served.max_model_len(), card.sampling.max_tokens)
+        price = self._charged(call, lengths, max_tokens_of, caller.lease)
         base_id = uuid.uuid4().hex[:20]
-        if named:
-            base_id = f"{named}-{base_id[:8]}"  # unique though a client may repeat its ids
-        created_s = self.clock.wall_s()
+        if caller.named:
+            base_id = f"{caller.named}-{base_id[:8]}"  # unique though a client may repeat its ids
+        created_s = clock.wall_s()
         requests = prepare(
             call,
             prompts,
             base_id=base_id,
-            gateway=self._instance,
+            gateway=self.host.instance,
             arrival_s=created_s,
             seed=secrets.randbits(63) if call.seed is None else call.seed,
-            card=self.card,
+            card=card,
             max_tokens_of=max_tokens_of,
         )
-        requests = self.owners.marked(requests, owner, max_tokens_named=limited)
-        times.trace, requests = request_trace.begun(requests, times.arrived_s, began_s, times.tokenize_s)
-        lease = current_lease()
-        if lease is not None:
-            times.judged = lease.judged
+        requests = self.owners.marked(requests, caller.owner, max_tokens_named=limited)
+        if times.trace is not None:
+            requests = times.trace.prepared(requests, times.arrived_s, began_s, times.tokenize_s)
         reserved = self.budget.reserve(price)
         try:
             generation = self.streams.offer(
@@ -239,7 +190,7 @@ class Generator:
                     chat=call.chat,
                     text_bytes=body_bytes,
                     stop_strings=len(call.stop_strings),
-                    owner=self.owners.share_of(owner),
+                    owner=self.owners.share_of(caller.owner),
                     max_tokens_named=limited,
                 ),
                 times,
@@ -251,18 +202,20 @@ class Generator:
         if times.trace is not None:
             times.trace.admitted(generation.entries)
         answering = self.unrendered(call, requests, generation, base_id, created_s, reserved)
-        if lease is not None:
-            lease.answered_by(answering.used)
+        if caller.lease is not None:
+            caller.lease.answered_by(answering.used)
+        self.host.log.debug("accepted", request_ids=generation.request_ids)
         return answering
 
-    def own_budget(self, call: Call, lengths: Sequence[int], max_tokens_of: Sequence[int]) -> Reservation:
+    def own_budget(
+        self, call: Call, lengths: Sequence[int], max_tokens_of: Sequence[int], lease: Lease | None
+    ) -> Reservation:
         """Of the gateway's memory, and of the key's tokens. Raises a 4xx `RequestError`, `KeyLimited` among these."""
-        return self.budget.reserve(self._charged(call, lengths, max_tokens_of))
+        return self.budget.reserve(self._charged(call, lengths, max_tokens_of, lease))
 
-    def _charged(self, call: Call, lengths: Sequence[int], max_tokens_of: Sequence[int]) -> Price:
+    def _charged(self, call: Call, lengths: Sequence[int], max_tokens_of: Sequence[int], lease: Lease | None) -> Price:
         """Its price, with the key's tokens reserved. Raises as `own_budget`."""
         price = self.budget.price(call, lengths, max_tokens_of)
-        lease = current_lease()
         if lease is not None:
             unnamed = call.max_tokens is None
             longest = self.config.default_prediction_tokens if unnamed else max(max_tokens_of)
@@ -295,7 +248,7 @@ class Generator:
             id=shape.id_prefix + base_id,
             created=int(created_s),
             created_s=created_s,
-            model=call.adapter or self.card.name,
+            model=call.adapter or self.served.card.name,
             reserved=reserved,
             singly=call.tools is not None and not call.tools.parallel,
             readers=_tool_readers(call, len(requests), stable_id(base_id, repr(created_s))),
@@ -348,7 +301,7 @@ class Generator:
     def _count_rejection(self, error: RequestError) -> None:
         self.streams.stats.recent.rejected()
         reason = {429: "busy", 503: "draining"}.get(error.status, "invalid")
-        self._metrics.rejections(self.config.default_class, str(error.status), reason).inc()
+        self.host.metrics.rejections(self.config.default_class, str(error.status), reason).inc()
 
 
 def _tool_readers(call: Call, count: int, ids: str) -> list[ToolReader]:

@@ -37,10 +37,6 @@ _RETRY_AFTER_S = 1.0
 CHOICE_UNITS = 64
 # It travels with every choice, and a worker compiles it; its masks cost less than the tokens they are for.
 _GRAMMAR_CHARACTERS_PER_UNIT = 16
-# JSON's longest spelling of one byte of text: backslash, u and four digits.
-_BYTES_PER_CHARACTER = 6
-# Of a body, beside its prompts.
-_OTHER_BYTES = 1 << 20
 
 
 def prepare(
@@ -187,21 +183,6 @@ class RequestBudget:
     def open_units(self) -> int:
         """Units reserved now."""
         return self._open
-
-    def check_body(self, body_bytes: int, *, chat: bool, max_model_len: int) -> None:
-        """Before decoding. Raises `RequestError` for a body whose prompts cannot fit however they are cut."""
-        tokens = max_model_len if chat else max(max_model_len, self._config.max_request_work)
-        most = tokens * self._longest_token * _BYTES_PER_CHARACTER + _OTHER_BYTES
-        if self._longest_token and body_bytes > most:
-            limit = (
-                f"this model's maximum context length is {max_model_len} tokens"
-                if chat
-                else f"the prompts of one request may have {tokens} tokens (gateway.max_request_work)"
-            )
-            raise RequestError(
-                f"The body has {body_bytes} bytes, but {limit}: {most} bytes at most.",
-                param="messages" if chat else "prompt",
-            )
 
     def check(self, call: Call) -> None:
         """Before tokenising. Raises `RequestError` for what no number of tokens makes right."""

@@ -7,14 +7,14 @@
                 └─ …           spans of the predictor, the manager and the workers
 
 `middleware` opens the span of an HTTP request, continues the client's `traceparent` and ends it with the response; a
-line of a batch begins a trace of its own. Where tracing is off there is no middleware; `begun` looks at one variable.
+line of a batch begins a trace of its own. Where tracing is off there is no middleware, and no request has a trace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextvars import ContextVar
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -27,14 +27,14 @@ from cohort.common.tracing.spans import OpenSpan, Tracing
 from cohort.common.tracing.traceparent import HEADER
 from cohort.common.types import FinishReason, Request
 
-_P = ParamSpec("_P")
+if TYPE_CHECKING:
+    from cohort.services.gateway.generation.delta import Caller
+
 _R = TypeVar("_R")
 
 _GENERATES = "/v1/"
 _LEFT_OUT = ("/v1/models", "/v1/files", "/v1/batches")
 """They start no work on workers, and are asked often."""
-
-_current: ContextVar[RequestTrace | None] = ContextVar("request_trace", default=None)
 
 
 class RequestTrace:
@@ -82,6 +82,9 @@ class RequestTrace:
         return f"{span.here.trace_id:032x}"
 
 
+TRACE = web.RequestKey("trace", RequestTrace)
+
+
 def middleware(tracing: Tracing, clock: Clock) -> Middleware:
     """A span around every request that generates."""
 
@@ -94,7 +97,7 @@ def middleware(tracing: Tracing, clock: Clock) -> Middleware:
             return await handler(request)
         span = tracing.start(f"POST {path}", clock.now_s(), client, serves=True)
         span.attributes({"http.request.method": "POST", "url.path": path})
-        token = _current.set(RequestTrace(tracing, span, clock))
+        request[TRACE] = RequestTrace(tracing, span, clock)
         error = "the client's connection ended"
         try:
             response = await handler(request)
@@ -102,41 +105,27 @@ def middleware(tracing: Tracing, clock: Clock) -> Middleware:
             error = f"HTTP {response.status}" if response.status >= 500 else ""
             return response
         finally:
-            _current.reset(token)
             span.end(clock.now_s(), error)
 
     return traced
 
 
 def lines(
-    tracing: Tracing, clock: Clock, answer: Callable[_P, Coroutine[Any, Any, _R]]
-) -> Callable[_P, Coroutine[Any, Any, _R]]:
-    """The same, with a span around every line of a batch, named by the keyword `line_id`."""
+    tracing: Tracing, clock: Clock, answer: Callable[..., Coroutine[Any, Any, _R]]
+) -> Callable[..., Coroutine[Any, Any, _R]]:
+    """The same, with a span around every line of a batch."""
 
-    async def traced(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    async def traced(data: bytes, caller: Caller, *, chat: bool) -> _R:
         if not tracing.wanted("")[0]:
-            return await answer(*args, **kwargs)
+            return await answer(data, caller, chat=chat)
         span = tracing.start("batch line", clock.now_s(), None, serves=True)
-        span.note(line=str(kwargs["line_id"]))
-        token = _current.set(RequestTrace(tracing, span, clock))
+        span.note(line=caller.named)
         error = "not answered"
         try:
-            answered = await answer(*args, **kwargs)
+            answered = await answer(data, replace(caller, trace=RequestTrace(tracing, span, clock)), chat=chat)
             error = ""
             return answered
         finally:
-            _current.reset(token)
             span.end(clock.now_s(), error)
 
     return traced
-
-
-def begun(
-    requests: list[Request], arrived_s: float, parsed_s: float, tokenize_s: float
-) -> tuple[RequestTrace | None, list[Request]]:
-    """The trace that the running task belongs to, and the requests with their place in it. Times are those of the
-    gateway: arrival, parsed; and the duration of tokenising."""
-    trace = _current.get()
-    if trace is None:
-        return None, requests
-    return trace, trace.prepared(requests, arrived_s, parsed_s, tokenize_s)

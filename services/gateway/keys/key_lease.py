@@ -1,14 +1,13 @@
 """One request of an API key while it is open: its part of the key's limits, given back when it ends.
 
-Made by `tenants.py` when a request's headers are there, found by `generator.py` with `current_lease`: the handler of a
-request and all that it starts share one context, so nothing between the two has to pass it on.
+Made by `tenants.py` when a request's headers are there, and put beside the request, where `generator.py` finds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
+
+from aiohttp import web
 
 from cohort.common.clock import Clock
 from cohort.common.errors import RequestError
@@ -18,7 +17,6 @@ from cohort.services.gateway.keys.key_budget import KeyBudget, KeyLimited
 
 Used = Callable[[], tuple[int, int]]
 """Prompt and completion tokens that a request used so far."""
-_current: ContextVar[Lease | None] = ContextVar("key_lease", default=None)
 
 
 class Lease:
@@ -95,20 +93,6 @@ class Lease:
         return Amounts(int(bool(told)), prompt, completion, int(refused))
 
 
-def current_lease() -> Lease | None:
-    """Of the request that is being handled; None where no key was asked for."""
-    return _current.get()
-
-
-@contextmanager
-def bound(lease: Lease) -> Iterator[None]:
-    """It is the current one within the block, and in all tasks that the block starts."""
-    token = _current.set(lease)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
 Judged = Callable[[TrafficClass, Mapping[str, bool]], None]
 """Of a choice that ended: its class, and by objective whether it was kept."""
+LEASE = web.RequestKey("lease", Lease)

@@ -8,7 +8,7 @@ Read once at start from the JSON files of a model folder in Hugging Face format;
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 from cohort.common.config import ModelConfig
 from cohort.common.errors import ModelError, RequestError
 from cohort.common.paths import DEFAULT_MODEL_NAME, default_model_dir
+from cohort.services.gateway.requests.tools import ToolFormat
+from cohort.services.gateway.text.tokenizer import Tokenizer
 
 # The same limit has several names in published configurations; the first one present counts.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
@@ -88,6 +90,17 @@ class ModelCard:
     def adapter_of(self, model: str | None) -> str:
         """The adapter that a request's `model` names; "" = the base model."""
         return model if model is not None and model in self.adapters else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The model, and how its text becomes tokens and calls. `tool_format`: how it writes calls of tools; None = in a
+    form that is not read here. `max_model_len`: the model's, or less where the workers hold less."""
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    tool_format: ToolFormat | None
+    max_model_len: Callable[[], int]
 
 
 def read_model_card(config: ModelConfig) -> ModelCard:

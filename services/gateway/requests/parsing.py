@@ -6,7 +6,8 @@ Pure: called by each API before tokenising. Everything a client sends is honoure
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -34,7 +35,7 @@ from cohort.services.gateway.http.service_headers import (
     TTFT_HEADER,
     printable,
 )
-from cohort.services.gateway.requests.model_card import ModelCard
+from cohort.services.gateway.requests.model_card import ModelCard, Served
 from cohort.services.gateway.requests.prompt_field import prompts
 from cohort.services.gateway.requests.tools import ToolFormat, ToolUse, prompted, read_calls, tool_use
 from cohort.services.gateway.text.grammar_process import GrammarKind, Wanted
@@ -43,6 +44,12 @@ from cohort.services.gateway.text.grammar_process import GrammarKind, Wanted
 COMPLETION_MAX_TOKENS = 16
 # Below this a division by the temperature overflows; the distribution is the greedy one long before.
 GREEDY_BELOW = 1e-5
+# A few milliseconds of parsing at most; a thread parses longer bodies.
+PARSE_AT_ONCE_BYTES = 65_536
+# JSON's longest spelling of one byte of text: backslash, u and four digits.
+_BYTES_PER_CHARACTER = 6
+# Of a body, beside its prompts.
+_OTHER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +116,50 @@ class Call:
 
 
 B = TypeVar("B")
+T = TypeVar("T")
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 _chat_decoder = msgspec.json.Decoder(ChatBody)
+
+
+class Reader:
+    """Reads bodies for what is served; one per gateway."""
+
+    def __init__(self, config: GatewayConfig, served: Served) -> None:
+        self.config = config
+        self.served = served
+
+    async def read(self, data: bytes, parse: Callable[[bytes], T], *, chat: bool) -> T:
+        """What `parse` makes of a body, in a thread where the body is long. Raises `RequestError`, also for a body
+        whose prompts cannot fit however they are cut."""
+        self._refuse_hopeless(len(data), chat=chat)
+        if len(data) <= PARSE_AT_ONCE_BYTES:
+            return parse(data)
+        return await asyncio.to_thread(parse, data)
+
+    def completion(self, data: bytes, headers: Mapping[str, str]) -> Call:
+        return parse_completion(data, headers, self.config, self.served.card)
+
+    def chat(self, data: bytes, headers: Mapping[str, str]) -> Call:
+        return parse_chat(data, headers, self.config, self.served.card, self.served.tool_format)
+
+    def chat_call(self, body: ChatBody, headers: Mapping[str, str]) -> Call:
+        """Of another API's body that says the same as this chat."""
+        return chat_call(body, headers, self.config, self.served.card, self.served.tool_format)
+
+    def _refuse_hopeless(self, body_bytes: int, *, chat: bool) -> None:
+        longest, max_model_len = self.served.tokenizer.longest_token, self.served.max_model_len()
+        tokens = max_model_len if chat else max(max_model_len, self.config.max_request_work)
+        most = tokens * longest * _BYTES_PER_CHARACTER + _OTHER_BYTES
+        if longest and body_bytes > most:
+            limit = (
+                f"this model's maximum context length is {max_model_len} tokens"
+                if chat
+                else f"the prompts of one request may have {tokens} tokens (gateway.max_request_work)"
+            )
+            raise RequestError(
+                f"The body has {body_bytes} bytes, but {limit}: {most} bytes at most.",
+                param="messages" if chat else "prompt",
+            )
 
 
 def parse_completion(data: bytes, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard) -> Call:
@@ -119,11 +168,7 @@ def parse_completion(data: bytes, headers: Mapping[str, str], config: GatewayCon
     if body.suffix:
         raise _refused("suffix", "text insertion is not supported")
     max_tokens = _max_tokens(body.max_tokens, body.max_completion_tokens)
-    return _call(
-        body,
-        headers,
-        config,
-        card,
+    own = _Own(
         chat=False,
         prompts=_prompts(body, config, card),
         max_tokens=COMPLETION_MAX_TOKENS if max_tokens is None else max_tokens,
@@ -131,6 +176,7 @@ def parse_completion(data: bytes, headers: Mapping[str, str], config: GatewayCon
         echo=bool(body.echo),
         add_special_tokens=body.add_special_tokens is not False,
     )
+    return _call(body, headers, config, card, own)
 
 
 def parse_chat(
@@ -166,11 +212,7 @@ def chat_call(
         messages = prompted(messages, tools.prompt if tools is not None else ())
     elif tools is not None:
         variables = {**variables, "tools": list(tools.prompt)}
-    return _call(
-        body,
-        headers,
-        config,
-        card,
+    own = _Own(
         chat=True,
         messages=messages,
         tools=tools,
@@ -179,6 +221,7 @@ def chat_call(
         add_generation_prompt=body.add_generation_prompt is not False,
         template_variables=variables,
     )
+    return _call(body, headers, config, card, own)
 
 
 def read_messages(messages: Sequence[dict[str, Any]], config: GatewayConfig) -> list[dict[str, Any]]:
@@ -218,36 +261,38 @@ def decode(decoder: msgspec.json.Decoder[B], data: bytes) -> B:
         raise RequestError("The body is nested too deeply.") from error
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Own:
+    """What an endpoint reads in its own way; as in `Call`."""
+
+    chat: bool
+    max_tokens: int | None
+    logprobs: int
+    prompts: tuple[str | list[int], ...] = ()
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    echo: bool = False
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: ToolUse | None = None
+
+
 def _call(
-    body: CompletionBody | ChatBody,
-    headers: Mapping[str, str],
-    config: GatewayConfig,
-    card: ModelCard,
-    *,
-    chat: bool,
-    max_tokens: int | None,
-    logprobs: int,
-    prompts: tuple[str | list[int], ...] = (),
-    messages: list[dict[str, Any]] | None = None,
-    echo: bool = False,
-    add_special_tokens: bool = True,
-    add_generation_prompt: bool = True,
-    template_variables: Mapping[str, Any] | None = None,
-    tools: ToolUse | None = None,
+    body: CompletionBody | ChatBody, headers: Mapping[str, str], config: GatewayConfig, card: ModelCard, own: _Own
 ) -> Call:
     check_model(body.model, card)
     n = kept = body.n or 1
     if body.best_of is not None and body.best_of != n:
-        n = _best_of(body.best_of, n, chat=chat, stream=bool(body.stream))
-    most = min(config.max_n, config.own_waiting_requests // max(1, len(prompts)))
+        n = _best_of(body.best_of, n, chat=own.chat, stream=bool(body.stream))
+    most = min(config.max_n, config.own_waiting_requests // max(1, len(own.prompts)))
     if n > most:
         name = "n" if n == kept else "best_of"
         raise RequestError(f"{name} is {n}, but at most {most} choices per prompt are served here.", param=name)
     if body.use_beam_search:
         raise _refused("use_beam_search", "beam search is not supported")
     min_tokens = body.min_tokens or 0
-    if max_tokens is not None and min_tokens > max_tokens:
-        raise RequestError(f"min_tokens ({min_tokens}) exceeds max_tokens ({max_tokens}).", param="min_tokens")
+    if own.max_tokens is not None and min_tokens > own.max_tokens:
+        raise RequestError(f"min_tokens ({min_tokens}) exceeds max_tokens ({own.max_tokens}).", param="min_tokens")
     if isinstance(body.metadata, dict) and len(body.metadata) > config.max_metadata_keys:
         raise RequestError(
             f"metadata has {len(body.metadata)} keys, but at most {config.max_metadata_keys} are taken "
@@ -260,22 +305,22 @@ def _call(
     prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs
     if prompt_logprobs >= 0 and body.stream:
         raise _refused("prompt_logprobs", "they come with a whole answer, not with a stream")
-    if prompt_logprobs >= 0 and echo and logprobs >= 0:
+    if prompt_logprobs >= 0 and own.echo and own.logprobs >= 0:
         raise _refused("prompt_logprobs", "echo with logprobs has the prompt's own already")
     wishes = body.cohort or CohortOptions()
     traffic_class, slo, online = _class_and_slo(wishes, headers, config)
-    wanted = _wanted(body, tools)
+    wanted = _wanted(body, own.tools)
     return Call(
-        chat=chat,
-        prompts=prompts,
-        messages=messages or [],
+        chat=own.chat,
+        prompts=own.prompts,
+        messages=own.messages,
         # Choices are ranked by what the model thinks of their tokens.
         sampling=_sampling(
-            body, config, card, min_tokens=min_tokens, logprobs=logprobs if n == kept else max(0, logprobs)
+            body, config, card, min_tokens=min_tokens, logprobs=own.logprobs if n == kept else max(0, own.logprobs)
         ),
-        shows_logprobs=logprobs >= 0,
+        shows_logprobs=own.logprobs >= 0,
         kept=kept,
-        max_tokens=max_tokens,
+        max_tokens=own.max_tokens,
         min_tokens=min_tokens,
         n=n,
         seed=body.seed,
@@ -290,15 +335,15 @@ def _call(
         stream=bool(body.stream),
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
-        echo=echo,
+        echo=own.echo,
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=bool(body.return_token_ids),
-        add_special_tokens=add_special_tokens,
-        add_generation_prompt=add_generation_prompt,
-        template_variables=template_variables or {},
+        add_special_tokens=own.add_special_tokens,
+        add_generation_prompt=own.add_generation_prompt,
+        template_variables=own.template_variables,
         wanted=wanted,
-        tools=tools,
+        tools=own.tools,
         adapter=card.adapter_of(body.model),
     )
 

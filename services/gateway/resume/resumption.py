@@ -17,7 +17,6 @@ import asyncio
 import secrets
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TypeVar, assert_never
 from weakref import WeakValueDictionary
@@ -26,12 +25,12 @@ from aiohttp import web
 
 from cohort.common.errors import RequestError
 from cohort.common.machines.events import Offered
-from cohort.common.types import InstanceId, TrafficClass
+from cohort.common.types import TrafficClass
 from cohort.services.gateway.generation.answering import Answering
 from cohort.services.gateway.generation.delta import GatewayTimes, Generation, Mailbox
 from cohort.services.gateway.generation.generator import Generator
 from cohort.services.gateway.http.service_headers import CLASS_HEADER, IF_LATE_HEADER, TPOT_HEADER, TTFT_HEADER
-from cohort.services.gateway.keys.key_lease import Lease, bound, current_lease
+from cohort.services.gateway.keys.key_lease import LEASE, Lease
 from cohort.services.gateway.keys.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
 from cohort.services.gateway.requests.parsing import Call
 from cohort.services.gateway.resume.resume_forms import Connection, Form, Reader, Resumable
@@ -60,19 +59,17 @@ T = TypeVar("T")
 
 
 class Resumption:
-    def __init__(
-        self, generator: Generator, *, api_of: Callable[[Kind], Resumable], instance: InstanceId, lease_of: LeaseOf
-    ) -> None:
+    def __init__(self, generator: Generator, *, api_of: Callable[[Kind], Resumable], lease_of: LeaseOf) -> None:
         self._config = config = generator.config
         self._api_of = api_of
         self._generator = generator
         self._streams = generator.streams
         self._owners = generator.owners
-        self._model = generator.card.name
-        self._instance = instance
+        self._model = generator.served.card.name
+        self._instance = generator.host.instance
         self._lease_of = lease_of
-        self._clock = generator.clock
-        self._log = log = generator.log
+        self._clock = generator.host.clock
+        self._log = log = generator.host.log
         self._holder = uuid.uuid4().hex
         path = Path(config.resume_file).expanduser() if config.resume_file else default_path()
         self._journal = Journal(path, self._holder, self._lost, log)
@@ -113,7 +110,7 @@ class Resumption:
             answering,
             [entry.request for entry in generation.entries],
             answering.created_s,
-            current_lease(),
+            request.get(LEASE),
             form,
         )
         self._hold(session)
@@ -431,8 +428,7 @@ class Resumption:
         again then."""
         lease = self._lease_of(owner, call.traffic_class)
         try:
-            with nullcontext() if lease is None else bound(lease):
-                return self._offered(call, form, taken, token, owner, lease)
+            return self._offered(call, form, taken, token, owner, lease)
         except BaseException:
             if lease is not None:
                 lease.free(counts=False)
@@ -446,7 +442,10 @@ class Resumption:
         again = resubmitted(requests, said, left, name=name, gateway=self._instance, arrival_s=self._clock.wall_s())
         first = requests[:: call.n]
         reserved = self._generator.own_budget(
-            call, [request.prompt_tokens for request in first], [request.sampling.max_tokens for request in first]
+            call,
+            [request.prompt_tokens for request in first],
+            [request.sampling.max_tokens for request in first],
+            lease,
         )
         tape = Tape(b"", indexes=left, log=said)
         times = GatewayTimes(arrived_s=now_s, judged=None if lease is None else lease.judged)

@@ -167,7 +167,7 @@ async def test_a_defect_of_ours_is_a_plain_500(site: Site, monkeypatch: pytest.M
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("secret detail")
 
-    monkeypatch.setattr(site.gateway.generator, "accept", broken)
+    monkeypatch.setattr(site.gateway.generator, "begin", broken)
     status, body = await site.post("/v1/completions", ASK)
     assert (status, body["error"]["code"], "secret" in body["error"]["message"]) == (500, 500, False)
 
@@ -182,13 +182,13 @@ async def test_nodelay_is_set(site: Site) -> None:
     import socket
 
     seen = []
-    original = site.gateway.generator.accept
+    original = site.gateway.generator.arriving
 
-    async def spy(request: Any, *args: Any, **kwargs: Any) -> Any:
+    def spy(request: Any) -> Any:
         seen.append(request.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-        return await original(request, *args, **kwargs)
+        return original(request)
 
-    site.gateway.generator.accept = spy  # type: ignore[method-assign]
+    site.gateway.generator.arriving = spy  # type: ignore[method-assign]
     await site.post("/v1/completions", ASK)
     assert seen[0] != 0
 

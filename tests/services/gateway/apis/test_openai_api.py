@@ -191,18 +191,17 @@ async def test_long_bodies_are_parsed_in_a_thread(site: Site, monkeypatch: pytes
     """With the same answers and the same errors."""
     import threading
 
-    from cohort.services.gateway.apis import openai_api
-    from cohort.services.gateway.generation import generator
-    from cohort.services.gateway.requests.parsing import parse_completion
+    from cohort.services.gateway.requests import parsing
 
     threads: list[bool] = []
 
     def noting(*args: Any) -> Any:
         threads.append(threading.current_thread() is threading.main_thread())
-        return parse_completion(*args)
+        return original(*args)
 
-    monkeypatch.setattr(openai_api, "parse_completion", noting)
-    for padding, in_main in ((0, True), (generator.PARSE_AT_ONCE_BYTES, False)):
+    original = parsing.parse_completion
+    monkeypatch.setattr(parsing, "parse_completion", noting)
+    for padding, in_main in ((0, True), (parsing.PARSE_AT_ONCE_BYTES, False)):
         for temperature, expected in ((0, 200), (9, 400)):
             body = {"prompt": "x", "max_tokens": 1, "temperature": temperature, "user": "u" * padding}
             assert (await site.post("/v1/completions", body))[0] == expected

@@ -17,9 +17,10 @@ from cohort.common.errors import ConfigError, RequestError
 from cohort.common.keys.key_file import OwnLimits, editing, new_key, revoked
 from cohort.common.keys.key_usage import UsageStore
 from cohort.services.gateway.apis import tenants
-from cohort.services.gateway.generation.generator import Generator
+from cohort.services.gateway.generation.delta import Caller
 from cohort.services.gateway.http.request_bodies import RequestBodies
 from cohort.services.gateway.keys.key_budget import KeyBudget
+from cohort.services.gateway.requests.parsing import Reader
 from cohort.services.gateway.text.tokenizer import Tokenizer
 from tests.services.gateway.batch_client import ask, begin, client_of, ended, job
 from tests.services.gateway.conftest import OpenSite, Site, eventually
@@ -116,6 +117,30 @@ async def test_an_empty_file_lets_nobody_in(open_site: OpenSite, key_file: Path)
         assert (await site.get("/health"))[0] == 200
 
 
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/completions": ASK,
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, "ignore_eos": True},
+    "/v1/responses": {"input": "x", "max_output_tokens": 4},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("way", ["whole", "stream", "resumable"])
+@pytest.mark.parametrize("path", ROUTES)
+async def test_every_route_charges_its_key(open_site: OpenSite, key_file: Path, path: str, way: str) -> None:
+    """Lines of batches and streams that go on elsewhere: below, and in `resume/test_resumption.py`."""
+    alice = add(key_file, "alice")
+    kept = {"x-cohort-resume": "keep"} if way == "resumable" else {}
+    body = {"model": "tiny", **ROUTES[path], "stream": way != "whole"}
+    async with open_site(endless, keys=of(key_file)) as site:
+        async with site.session.post(site.url + path, json=body, headers={**alice, **kept}) as response:
+            assert response.status == 200 and ("x-cohort-resume" in response.headers) == bool(kept)
+            await response.read()
+        await eventually(lambda: not budget_of(site, "alice").open)
+        [row] = await usage(site, alice)
+        assert (row["requests"], row["completion_tokens"]) == (1, 4) and row["prompt_tokens"] > 0
+
+
 # -- limits --------------------------------------------------------------------------------------------------------
 
 
@@ -162,7 +187,7 @@ async def test_a_refusal_looks_at_no_body(
     async with open_site(endless, keys=of(key_file), step_s=0.02, max_body_bytes=20 << 20) as site:
         running = asyncio.create_task(post(site, alice, {**ASK, "max_tokens": 4 if limit == "tokens_per_day" else 500}))
         await eventually(lambda: bool(site.manager.submitted))
-        for owner, name in ((RequestBodies, "reading"), (Generator, "parsed"), (Tokenizer, "encode_soon")):
+        for owner, name in ((RequestBodies, "reading"), (Reader, "read"), (Tokenizer, "encode_soon")):
             original = getattr(owner, name)
 
             def noted(self: Any, *args: Any, original: Any = original, name: str = name, **more: Any) -> Any:
@@ -479,7 +504,7 @@ async def test_lines_of_a_revoked_key_fail(open_site: OpenSite, key_file: Path) 
         with editing(key_file) as held:
             held[0], _ = revoked(held[0], "alice", 2)
         with pytest.raises(RequestError, match="revoked") as caught:
-            await answer(json.dumps(ASK).encode(), chat=False, line_id="l", owner=key.owner)
+            await answer(json.dumps(ASK).encode(), Caller(key.owner, "l", 0.0), chat=False)
         assert caught.value.status == 401 and uploaded.id
         with pytest.raises(openai.AuthenticationError):
             await client.files.list()

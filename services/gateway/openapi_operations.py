@@ -53,9 +53,14 @@ from cohort.services.gateway.generation.openai_shapes import (
 )
 from cohort.services.gateway.http.bodies import LEAST_MS, MOST_MS, ChatBody, CompletionBody
 from cohort.services.gateway.http.error_shapes import MESSAGES_PATH
-from cohort.services.gateway.http.service_headers import CLASS_HEADER, IF_LATE_HEADER, TPOT_HEADER, TTFT_HEADER
-from cohort.services.gateway.resume.resume_marks import LAST_EVENT_HEADER
-from cohort.services.gateway.resume.resume_session import RESUME_HEADER
+from cohort.services.gateway.http.service_headers import (
+    CLASS_HEADER,
+    IF_LATE_HEADER,
+    LAST_EVENT_HEADER,
+    RESUME_HEADER,
+    TPOT_HEADER,
+    TTFT_HEADER,
+)
 from cohort.services.gateway.resume.resumption import STREAMS_PATH
 
 JSON, TEXT, EVENTS, LINES, HTML = (

@@ -16,7 +16,7 @@ import os
 import time
 from contextlib import aclosing
 from pathlib import Path
-from typing import NoReturn, assert_never
+from typing import NoReturn
 
 from aiohttp import web
 
@@ -64,8 +64,6 @@ from cohort.services.gateway.keys.owners import Owners
 from cohort.services.gateway.openapi import ApiPages
 from cohort.services.gateway.requests.model_card import ModelCard, Served, read_model_card
 from cohort.services.gateway.requests.tools import tool_format
-from cohort.services.gateway.resume.resume_forms import Resumable
-from cohort.services.gateway.resume.resume_store import Kind
 from cohort.services.gateway.resume.resumption import Resumption
 from cohort.services.gateway.show import GatewayShow
 from cohort.services.gateway.text.template_process import TemplateLimits
@@ -122,8 +120,10 @@ class Gateway:
         self._messages = MessagesApi(self.generator)
         self._kept = KeptResponses(config.responses, several_owners=self._owners.several, clock=context.clock)
         self._responses = ResponsesApi(self.generator, self._kept)
-        self._resumption = Resumption(self.generator, api_of=self._api_of, lease_of=self._tenants.lease_of)
-        self._api.resumption = self._messages.resumption = self._responses.resumption = self._resumption
+        endpoints = (*self._api.endpoints, self._responses, self._messages)
+        self._resumption = Resumption(self.generator, endpoints, self._tenants.lease_of)
+        if config.gateway.resume_s:
+            self.generator.keeper = self._resumption
         self._tokens = TokenApi(config.gateway, served, self.generator.bodies)
         gave_up = context.metrics.counter("clients_given_up", "Connections aborted because nothing was read from them")
         self._accepts_failed = context.metrics.counter("accepts_failed", "Connections that could not be accepted")
@@ -153,17 +153,6 @@ class Gateway:
             ends = context.metrics.gauge("tls_certificate_expires_seconds", "When it does, Unix time; 0 = it has")
             ends().set_function(lambda: tls.loaded.expires_s)
         context.stats = self._stats
-
-    def _api_of(self, kind: Kind) -> Resumable:
-        match kind:
-            case "chunks":
-                return self._api
-            case "responses":
-                return self._responses
-            case "messages":
-                return self._messages
-            case _:
-                assert_never(kind)
 
     def application(self, batches: Batches) -> web.Application:
         gateway = self._config.gateway

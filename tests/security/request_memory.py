@@ -28,7 +28,6 @@ from cohort.common.messages import Placed, StageTimes, TokenBatch, TokenLogprob,
 from cohort.common.policies import compose
 from cohort.common.process.logs import configure_logging
 from cohort.common.process.metrics import MetricFactory, RequestMetrics
-from cohort.services.gateway.apis.openai_api import OpenAiApi
 from cohort.services.gateway.generation.answering import Answering
 from cohort.services.gateway.generation.delta import Caller
 from cohort.services.gateway.generation.generator import GatewayHost, Generator
@@ -86,7 +85,8 @@ class Crowd:
     async def accept(self, body: Body) -> bool:
         data = json.dumps(body).encode()
         try:
-            call = await OpenAiApi(self._generator).parse(data, {}, chat=False)
+            reader = self._generator.reader
+            call = await reader.read(data, lambda body: reader.completion(body, {}), chat=False)
             answering = await self._generator.begin(call, len(data), Caller("", "", 0.0))
         except RequestError as error:
             self.refused[error.status] += 1

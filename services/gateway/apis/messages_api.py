@@ -7,8 +7,8 @@ the errors of these paths Anthropic's shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
@@ -16,20 +16,16 @@ from aiohttp import web
 from cohort.common.errors import RequestError
 from cohort.common.types import FinishReason
 from cohort.services.gateway.apis.messages_api_bodies import NAMES, CountTokensBody, MessagesBody, chat_of
-from cohort.services.gateway.apis.messages_api_events import MessageAnswer, MessageWriter, Ping, named
-from cohort.services.gateway.generation.answering import Answering
-from cohort.services.gateway.generation.generator import QUIET, Generator
+from cohort.services.gateway.apis.messages_api_events import Event, MessageWriter, Ping
+from cohort.services.gateway.generation.answering import Answering, Step, Writer
+from cohort.services.gateway.generation.choice import Piece
+from cohort.services.gateway.generation.delta import Kind
+from cohort.services.gateway.generation.generator import Asked, Generator
 from cohort.services.gateway.http.error_shapes import MESSAGES_PATH, anthropic_error, renamed
 from cohort.services.gateway.http.request_bodies import refuse_shape
-from cohort.services.gateway.http.sse import EventStream
-from cohort.services.gateway.keys.middleware import HTTP_ID, REQUEST_ID_HEADER
+from cohort.services.gateway.http.sse import named
+from cohort.services.gateway.keys.middleware import REQUEST_ID_HEADER
 from cohort.services.gateway.requests.parsing import Call, decode
-from cohort.services.gateway.resume.resume_forms import Form, NamedEvents, NamedForm
-from cohort.services.gateway.resume.resume_store import Ending, StreamRecord
-from cohort.services.gateway.resume.resume_tape import Tape
-
-if TYPE_CHECKING:
-    from cohort.services.gateway.resume.resumption import Resumption
 
 COUNT_TOKENS_PATH = f"{MESSAGES_PATH}/count_tokens"
 QUIET_S = 15.0
@@ -48,40 +44,22 @@ class CountedTokens(msgspec.Struct, frozen=True):
 class MessagesApi:
     """Two endpoints over one `Generator`."""
 
+    kind: Kind = "messages"
+    chat = True
+    id_headers: Sequence[str] = (REQUEST_ID_HEADER, "request-id")
+
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
-        self.resumption: Resumption | None = None
-        """Set by `service.py`."""
-        self.quiet_s = QUIET_S
+        self.quiet_s: float | None = QUIET_S
 
     def routes(self) -> list[web.RouteDef]:
         return [web.post(MESSAGES_PATH, self.messages), web.post(COUNT_TOKENS_PATH, self.count_tokens)]
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
-        generator, resumption = self._generator, self.resumption
         try:
-            async with generator.arriving(request) as body:
-                call = await self._parse(body.data, body.headers, _decoder)
-                tape = None if resumption is None else resumption.tape(body.headers, call, body.data)
-                answering = await generator.begin(call, len(body.data), body.caller, tape)
-            mailbox = answering.generation.mailbox
-            if resumption is not None and isinstance(mailbox, Tape):
-                return await resumption.begin(request, answering, mailbox, self._form())
-            try:
-                if answering.call.stream:
-                    return await self._stream(request, answering)
-                return web.Response(body=_encode(await self._whole(answering)), content_type="application/json")
-            finally:
-                generator.release(answering)
+            return await self._generator.serve(self, request)
         except RequestError as error:
             raise renamed(error, NAMES) from error
-
-    def _form(self) -> NamedForm:
-        return NamedForm("messages", lambda answering: _Rendering(self._generator, answering, self.quiet_s))
-
-    async def restored(self, record: StreamRecord, owner: str, ending: Ending | None) -> tuple[Call, Form]:
-        """For `resumption.py`."""
-        return await self._parse(record.body, record.headers, _decoder), self._form()
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         generator = self._generator
@@ -102,53 +80,63 @@ class MessagesApi:
 
         return await reader.read(data, read, chat=True)
 
-    async def _whole(self, answering: Answering) -> MessageAnswer:
+    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, beside: bytes = b"") -> Asked:
+        return _Asked(await self._parse(data, headers, _decoder))
+
+
+class _Asked(Asked):
+    def writer(self, answering: Answering) -> Writer:
+        return _Events(answering)
+
+    async def whole(self, answering: Answering) -> bytes:
         finish, writer = FinishReason.STOP, _writer(answering)
-        async for _, step in self._generator.steps(answering):
+        async for _, step in answering.outlet.steps(answering):
             for _event in writer.take(step.piece):
                 pass
             finish = step.finish or finish
         stop_string = answering.choices[0].stop_string
-        return writer.message(finish, stop_string, answering.usage(), answering.extras([0]))
-
-    async def _stream(self, request: web.Request, answering: Answering) -> web.StreamResponse:
-        http_id = request[HTTP_ID]
-        events = EventStream(
-            request,
-            {REQUEST_ID_HEADER: http_id, "request-id": http_id},
-            write_timeout_s=self._generator.config.write_timeout_s,
-            log=self._generator.host.log,
-        )
-        rendering = _Rendering(self._generator, answering, self.quiet_s)
-        return await events.carry(rendering.send(events), lambda error: rendering.fail(events, error))
+        return _encode(writer.message(finish, stop_string, answering.usage(), answering.extras([0])))
 
 
-class _Rendering:
-    """One answer's events, once."""
+class _Events:
+    """One answer's."""
 
-    def __init__(self, generator: Generator, answering: Answering, quiet_s: float) -> None:
-        self._generator = generator
+    at_once = True
+
+    def __init__(self, answering: Answering) -> None:
         self._answering = answering
-        self._quiet_s = quiet_s
+        self._writer = _writer(answering)
+        self._finish = FinishReason.STOP
 
-    async def send(self, events: NamedEvents) -> None:
-        finish, answering, writer = FinishReason.STOP, self._answering, _writer(self._answering)
-        async for _, step in self._generator.steps(answering, self._quiet_s):
-            due = list(writer.take(step.piece))
-            if step is QUIET:
-                due = [Ping()]
-            if due:
-                await events.send_named(*map(named, [*writer.begin(answering.usage()), *due]))
-            finish = step.finish or finish
-        usage = answering.usage()
-        end = writer.end(finish, answering.choices[0].stop_string, usage, answering.extras([0]))
-        await events.send_named(*map(named, [*writer.begin(usage), *end]))
-        await events.end()
+    def plain(self, index: int, text: str) -> bytes:
+        return b"".join(_framed(self._writer.take(Piece(text, (), stopped=False))))
 
-    async def fail(self, events: NamedEvents, error: RequestError) -> None:
-        await events.send_named(("error", anthropic_error(renamed(error, NAMES))))
-        await events.end()
+    async def take(self, index: int, step: Step) -> list[bytes]:
+        self._finish = step.finish or self._finish
+        due = _framed(self._writer.take(step.piece))
+        return [*self._begun(), *due] if due else []
+
+    def quiet(self) -> list[bytes]:
+        return [*self._begun(), *_framed([Ping()])]
+
+    async def end(self) -> list[bytes]:
+        answering = self._answering
+        stop_string, usage = answering.choices[0].stop_string, answering.usage()
+        end = self._writer.end(self._finish, stop_string, usage, answering.extras([0]))
+        return [*self._begun(), *_framed(end)]
+
+    def failed(self, error: RequestError) -> list[bytes]:
+        return [named("error", anthropic_error(renamed(error, NAMES)))]
+
+    def _begun(self) -> list[bytes]:
+        """The first event, once."""
+        return [] if self._writer.begun else _framed(self._writer.begin(self._answering.usage()))
 
 
 def _writer(answering: Answering) -> MessageWriter:
     return MessageWriter(f"msg_{answering.unique_id()}", answering.model)
+
+
+def _framed(events: Iterable[Event]) -> list[bytes]:
+    """With the names they have in a stream: their types."""
+    return [named(str(event.__struct_config__.tag), event) for event in events]

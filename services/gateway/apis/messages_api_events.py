@@ -101,11 +101,6 @@ class MessageStop(msgspec.Struct, frozen=True, tag_field="type", tag="message_st
 Event = MessageStart | BlockStart | Ping | BlockDelta | BlockStop | MessageDelta | MessageStop
 
 
-def named(event: Event) -> tuple[str, Event]:
-    """With the name it has in a stream: its type."""
-    return str(event.__struct_config__.tag), event
-
-
 @dataclass(slots=True)
 class _Call:
     id: str

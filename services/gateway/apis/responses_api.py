@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 from aiohttp import web
@@ -20,30 +19,20 @@ from aiohttp import web
 from cohort.common.errors import RequestError
 from cohort.common.types import FinishReason
 from cohort.services.gateway.apis.responses_api_bodies import NAMES, InputItem, ResponsesBody, chat_of, items_of
-from cohort.services.gateway.apis.responses_api_events import (
-    Event,
-    ResponseObject,
-    ResponseWriter,
-    asked_response,
-    named,
-)
+from cohort.services.gateway.apis.responses_api_events import Event, ResponseObject, ResponseWriter, asked_response
 from cohort.services.gateway.apis.responses_api_kept import KeptResponses
 from cohort.services.gateway.apis.responses_api_store import StoredResponse
-from cohort.services.gateway.generation.answering import Answering, Step
-from cohort.services.gateway.generation.generator import QUIET, Generator
+from cohort.services.gateway.generation.answering import Answering, Step, Writer
+from cohort.services.gateway.generation.choice import Piece
+from cohort.services.gateway.generation.delta import Kind
+from cohort.services.gateway.generation.generator import Asked, Generator
 from cohort.services.gateway.generation.openai_shapes import ChatScores
 from cohort.services.gateway.http.error_shapes import renamed
 from cohort.services.gateway.http.listing import known_id, limit_of, query_of
 from cohort.services.gateway.http.request_bodies import refuse_shape
-from cohort.services.gateway.http.sse import EventStream
-from cohort.services.gateway.keys.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
+from cohort.services.gateway.http.sse import named
+from cohort.services.gateway.keys.middleware import OWNER, REQUEST_ID_HEADER
 from cohort.services.gateway.requests.parsing import Call, check_model, decode
-from cohort.services.gateway.resume.resume_forms import Form, NamedEvents, NamedForm
-from cohort.services.gateway.resume.resume_store import Ending, StreamRecord
-from cohort.services.gateway.resume.resume_tape import Tape
-
-if TYPE_CHECKING:
-    from cohort.services.gateway.resume.resumption import Resumption
 
 RESPONSES_PATH = "/v1/responses"
 QUIET_S = 15.0
@@ -69,52 +58,58 @@ class DeletedResponse(msgspec.Struct, frozen=True):
     deleted: bool = True
 
 
-@dataclass(slots=True)
-class _Asked:
-    """One request: its body once it is read, the items of its conversation, and what became of its response."""
+@dataclass(kw_only=True)
+class _Asked(Asked):
+    """Also the items of its conversation, and what became of its response."""
 
+    api: ResponsesApi
     owner: str
-    body: ResponsesBody | None = None
-    items: list[InputItem] = field(default_factory=list)
-    encoded_items: bytes = b""
-    """As JSON, once it was needed."""
-    completed_at: int = 0
+    body: ResponsesBody
+    items: list[InputItem]
     kept: bool | None = None
-    """None: it is not complete yet."""
     keeping: asyncio.Task[bool] | None = None
     """Whoever is at the end first has it kept."""
 
-    def items_json(self) -> bytes:
-        if not self.encoded_items:
-            self.encoded_items = _encode(self.items)
-        return self.encoded_items
-
-
-class _Form(NamedForm):
-    """A stream that was not kept before its client left is kept all the same: the client may come back for its end."""
-
-    def __init__(self, api: ResponsesApi, asked: _Asked) -> None:
-        super().__init__("responses", lambda answering: _Rendering(api, asked, answering))
-        self._asked = asked
-
     def beside(self) -> bytes:
-        return self._asked.items_json()
+        return _encode(self.items)
 
-    def complete(self, answering: Answering) -> bool:
-        return super().complete(answering) and self._asked.kept is not None
+    def writer(self, answering: Answering) -> Writer:
+        return _Events(self, answering)
 
-    def ending(self, cached_tokens: list[int], error: RequestError | None) -> Ending:
-        ending = super().ending(cached_tokens, error)
-        return msgspec.structs.replace(ending, completed_at=self._asked.completed_at, kept=bool(self._asked.kept))
+    async def whole(self, answering: Answering) -> bytes:
+        finish, writer = FinishReason.STOP, self.events(answering)
+        async for _, step in answering.outlet.steps(answering):
+            for _event in writer.take(step.piece, await _logprobs(answering, step)):
+                pass
+            finish = step.finish or finish
+        for _event in writer.close(finish):
+            pass
+        return _encode(await self.api.ended(self, answering, writer, finish))
+
+    def events(self, answering: Answering) -> ResponseWriter:
+        sampling = answering.call.sampling
+        return ResponseWriter(
+            asked_response(
+                self.body,
+                response_id=f"resp_{answering.unique_id()}",
+                created_at=answering.created,
+                model=answering.model,
+                store=self.body.store is not False and self.api.kept.keeps,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+            )
+        )
 
 
 class ResponsesApi:
+    kind: Kind = "responses"
+    chat = True
+    id_headers: Sequence[str] = (REQUEST_ID_HEADER,)
+
     def __init__(self, generator: Generator, kept: KeptResponses) -> None:
         self._generator = generator
         self.kept = kept
-        self.resumption: Resumption | None = None
-        """Set by `service.py`."""
-        self.quiet_s = QUIET_S
+        self.quiet_s: float | None = QUIET_S
 
     def routes(self) -> list[web.RouteDef]:
         one = RESPONSES_PATH + "/{id}"
@@ -129,40 +124,18 @@ class ResponsesApi:
     # -- Answers ---------------------------------------------------------------------------------------------------
 
     async def create(self, request: web.Request) -> web.StreamResponse:
-        asked = _Asked(request[OWNER])
-        generator, resumption = self._generator, self.resumption
         try:
-            async with generator.arriving(request) as body:
-                call = await self._parse(body.data, body.headers, asked)
-                tape = None if resumption is None else resumption.tape(body.headers, call, body.data)
-                answering = await generator.begin(call, len(body.data), body.caller, tape)
-            mailbox = answering.generation.mailbox
-            if resumption is not None and isinstance(mailbox, Tape):
-                return await resumption.begin(request, answering, mailbox, _Form(self, asked))
-            try:
-                if answering.call.stream:
-                    return await self._stream(request, asked, answering)
-                response = await self._whole(asked, answering)
-                return web.Response(body=_encode(response), content_type="application/json")
-            finally:
-                generator.release(answering)
+            return await self._generator.serve(self, request)
         except RequestError as error:
             raise renamed(error, NAMES) from error
 
-    async def restored(self, record: StreamRecord, owner: str, ending: Ending | None) -> tuple[Call, Form]:
-        """For `resumption.py`. The items are those that were written down: the responses before may be gone."""
-        asked = _Asked(owner, encoded_items=record.beside)
-        if ending is not None:
-            asked.completed_at, asked.kept = ending.completed_at, ending.kept
-
-        def read() -> Call:
-            asked.body = _decoder.decode(record.body)
-            return self._call(asked.body, _items_decoder.decode(record.beside), record.headers)
-
-        return await asyncio.to_thread(read), _Form(self, asked)
-
-    async def _parse(self, data: bytes, headers: Mapping[str, str], asked: _Asked) -> Call:
+    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, beside: bytes = b"") -> Asked:
+        """`beside`: the items as they were written down; the responses before may be gone."""
         reader = self._generator.reader
+
+        def again() -> _Asked:
+            body, items = _decoder.decode(data), _items_decoder.decode(beside)
+            return _Asked(self._call(body, items, headers), api=self, owner=owner, body=body, items=items)
 
         def read(data: bytes) -> tuple[ResponsesBody, list[InputItem]]:
             refuse_shape(data, reader.config, chat=True)
@@ -170,64 +143,25 @@ class ResponsesApi:
             check_model(body.model, reader.served.card)
             return body, items_of(body)
 
+        if beside:
+            return await asyncio.to_thread(again)
         body, own = await reader.read(data, read, chat=True)
         if body.store and not self.kept.keeps:
             raise RequestError("store: this server keeps no responses (responses.max_responses is 0).", param="store")
         before: list[InputItem] = []
         if body.previous_response_id is not None:
-            before = await self.kept.conversation(known_id(body.previous_response_id), asked.owner)
+            before = await self.kept.conversation(known_id(body.previous_response_id), owner)
         items = [*before, *own]
-        asked.body, asked.items = body, items
 
         def call(_: bytes = b"") -> Call:
             return self._call(body, items, headers)
 
-        return await (asyncio.to_thread(call) if before else reader.read(data, call, chat=True))
+        made = await (asyncio.to_thread(call) if before else reader.read(data, call, chat=True))
+        return _Asked(made, api=self, owner=owner, body=body, items=items)
 
     def _call(self, body: ResponsesBody, items: list[InputItem], headers: Mapping[str, str]) -> Call:
         call = self._generator.reader.chat_call(chat_of(body, items), headers)
         return dataclasses.replace(call, truncates=body.truncation == "auto")
-
-    def _keeps(self, body: ResponsesBody) -> bool:
-        return body.store is not False and self.kept.keeps
-
-    def writer(self, asked: _Asked, answering: Answering) -> ResponseWriter:
-        assert asked.body is not None, "an answer in progress has a body"
-        sampling = answering.call.sampling
-        return ResponseWriter(
-            asked_response(
-                asked.body,
-                response_id=f"resp_{answering.unique_id()}",
-                created_at=answering.created,
-                model=answering.model,
-                store=self._keeps(asked.body),
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-            )
-        )
-
-    async def _whole(self, asked: _Asked, answering: Answering) -> ResponseObject:
-        finish, writer = FinishReason.STOP, self.writer(asked, answering)
-        async for _, step in self._generator.steps(answering):
-            for _event in writer.take(step.piece, await _logprobs(answering, step)):
-                pass
-            finish = step.finish or finish
-        for _event in writer.close(finish):
-            pass
-        return await self.ended(asked, answering, writer, finish)
-
-    async def _stream(self, request: web.Request, asked: _Asked, answering: Answering) -> web.StreamResponse:
-        events = EventStream(
-            request,
-            {REQUEST_ID_HEADER: request[HTTP_ID]},
-            write_timeout_s=self._generator.config.write_timeout_s,
-            log=self._generator.host.log,
-        )
-        rendering = _Rendering(self, asked, answering)
-        return await events.carry(rendering.send(events), lambda error: rendering.fail(events, error))
-
-    def steps(self, answering: Answering) -> AsyncIterator[tuple[int, Step]]:
-        return self._generator.steps(answering, self.quiet_s)
 
     async def ended(
         self, asked: _Asked, answering: Answering, writer: ResponseWriter, finish: FinishReason
@@ -244,7 +178,7 @@ class ResponsesApi:
     async def _keep(self, asked: _Asked, response: ResponseObject) -> bool:
         if not response.store:
             return False
-        row = StoredResponse(response.id, asked.owner, response.created_at, _encode(response), asked.items_json())
+        row = StoredResponse(response.id, asked.owner, response.created_at, _encode(response), asked.beside())
         try:
             if await self.kept.add(row):
                 return True
@@ -290,33 +224,44 @@ class ResponsesApi:
         raise RequestError("Only a response made in the background can be cancelled; background is not served here.")
 
 
-class _Rendering:
-    """One answer's events, once."""
+class _Events:
+    """One answer's. The end of its item comes with its last piece, before it is kept."""
 
-    def __init__(self, api: ResponsesApi, asked: _Asked, answering: Answering) -> None:
-        self._api = api
+    at_once = True
+
+    def __init__(self, asked: _Asked, answering: Answering) -> None:
         self._asked = asked
         self._answering = answering
-        self._writer = api.writer(asked, answering)
+        self._writer = asked.events(answering)
+        self._finish = FinishReason.STOP
 
-    async def send(self, events: NamedEvents) -> None:
-        finish, answering, writer = FinishReason.STOP, self._answering, self._writer
-        async for _, step in self._api.steps(answering):
-            logprobs = await _logprobs(answering, step)
-            due: list[Event] = []
-            if step is QUIET or step.piece.text or step.piece.calls:
-                due += writer.begin()
-            due += writer.take(step.piece, logprobs)
-            await events.send_named(*named(due))
-            finish = step.finish or finish
-        await events.send_named(*named([*writer.begin(), *writer.close(finish)]))
-        response = await self._api.ended(self._asked, answering, writer, finish)
-        await events.send_named(*named([writer.final(response)]))
-        await events.end()
+    def plain(self, index: int, text: str) -> bytes:
+        return b"".join(_framed(self._writer.take(Piece(text, (), stopped=False))))
 
-    async def fail(self, events: NamedEvents, error: RequestError) -> None:
-        await events.send_named(*named([self._writer.failed(error)]))
-        await events.end()
+    async def take(self, index: int, step: Step) -> list[bytes]:
+        writer, logprobs = self._writer, await _logprobs(self._answering, step)
+        if step.finish is None:
+            begun = writer.begin() if step.piece.text or step.piece.calls else ()
+            return _framed([*begun, *writer.take(step.piece, logprobs)])
+        self._finish = step.finish
+        return _framed([*writer.begin(), *writer.take(step.piece, logprobs), *writer.close(step.finish)])
+
+    def quiet(self) -> list[bytes]:
+        return _framed(self._writer.begin())
+
+    async def end(self) -> list[bytes]:
+        """A stream that was not kept before its client left is kept all the same: the client may come back for its
+        end."""
+        response = await self._asked.api.ended(self._asked, self._answering, self._writer, self._finish)
+        return _framed([self._writer.final(response)])
+
+    def failed(self, error: RequestError) -> list[bytes]:
+        return _framed([self._writer.failed(error)])
+
+
+def _framed(events: Iterable[Event]) -> list[bytes]:
+    """With the names they have in a stream: their types."""
+    return [named(event.type, event) for event in events]
 
 
 async def _logprobs(answering: Answering, step: Step) -> bytes:

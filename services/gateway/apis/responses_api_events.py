@@ -10,7 +10,7 @@ called by `responses_api.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -365,11 +365,6 @@ class ResponseWriter:
             kind = "response.function_call_arguments.done"
             yield ArgumentsDone(kind, self._next(), item.id, self._index, item.name, "".join(item.arguments))
         yield ItemEvent("response.output_item.done", self._next(), self._index, item.item())
-
-
-def named(events: Sequence[Event]) -> list[tuple[str, Event]]:
-    """With the names they have in a stream: their types."""
-    return [(event.type, event) for event in events]
 
 
 def usage_of(usage: Usage) -> ResponseUsage:

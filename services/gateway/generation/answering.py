@@ -1,20 +1,25 @@
 """One HTTP request on its way back: tokens become text, text becomes what the client is sent.
 
-Made by `generator.py` once a request is admitted, and fed by it with every delta. Knows nothing of HTTP. The state
-that all choices of a prompt share exists once: its first choice scores an echoed prompt, and the deltas of the others
-wait for that.
+    Streams ─▶ Outlet.put_tokens ─▶ Choice.plain ─▶ Writer.plain ─▶ Sink.soon                      nearly every token
+                     └─▶ Outlet.put ─▶ run ─▶ Answering.next ─▶ Writer.take ─▶ Sink.send    all that need a look
+
+Made by `generator.py` once a request is admitted. Knows nothing of HTTP: how an answer is said is its API's business (a
+`Writer`), where the events go that of a `Sink`. The state that all choices of a prompt share exists once: its first
+choice scores an echoed prompt, and the deltas of the others wait for that.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Protocol
 
 import msgspec
 
+from cohort.common.errors import RequestError
 from cohort.common.machines.entry import Entry
 from cohort.common.types import FinishReason
 from cohort.services.gateway.generation.choice import Choice, Piece, ScoredToken, prompt_scores
@@ -45,6 +50,183 @@ class Step:
     piece: Piece
     finish: FinishReason | None
     first: bool
+
+
+QUIET = Step(Piece("", (), stopped=False), finish=None, first=False)
+"""An empty step: the answer is still awaited."""
+
+
+class Writer(Protocol):
+    """How an API says one answer: events as bytes, in order. None of them = nothing to say."""
+
+    @property
+    def at_once(self) -> bool:
+        """`plain` can be asked now."""
+
+    def plain(self, index: int, text: str) -> bytes:
+        """The event of a piece that is text alone, of a choice that has begun."""
+
+    async def take(self, index: int, step: Step) -> list[bytes]: ...
+
+    def quiet(self) -> list[bytes]:
+        """Nothing came for a while."""
+
+    async def end(self) -> list[bytes]:
+        """All choices have ended."""
+
+    def failed(self, error: RequestError) -> list[bytes]:
+        """The end too."""
+
+
+class Sink(Protocol):
+    """Where the events of an answer go."""
+
+    keeps_up: bool
+    """What is sent `soon` does not pile up."""
+
+    def soon(self, event: bytes) -> None: ...
+
+    async def send(self, events: Sequence[bytes]) -> None: ...
+
+
+class Nowhere:
+    """There is no client."""
+
+    keeps_up = False
+
+    def soon(self, event: bytes) -> None:
+        pass
+
+    async def send(self, events: Sequence[bytes]) -> None:
+        pass
+
+
+class Outlet:
+    """The one way of an answer's tokens to one reader.
+
+    An event of plain text is written when its token is put, without a task, while `run` waits and nothing is before it.
+    All else waits for `run`, merged by choice: first and last pieces, what has to be looked for in a token or said
+    beside it, and everything while the client does not keep up, so that back-pressure and time limits hold. What waits
+    is bounded by the request's own max_tokens.
+    """
+
+    at_once = True
+
+    def __init__(self) -> None:
+        self._ready: dict[int, Delta] = {}  # insertion order: the choice that waits longest first
+        self._something = asyncio.Event()
+        self.waits = False
+        """All that came so far is with the client, or on its way there."""
+        self._answering: Answering | None = None
+        """Set while plain tokens may be written at once, to these."""
+        self._writer: Writer
+        self._sink: Sink
+        self._choices: dict[int, Choice] = {}
+        """That have begun."""
+        self._defect: Exception | None = None
+        """Of ours, for `run` to raise."""
+        self._heard_s = 0.0
+        self._time: Callable[[], float] | None = None
+        """Where it matters when something was heard."""
+
+    def put_tokens(self, index: int, tokens: list[int]) -> None:
+        """Tokens of this choice, and nothing else."""
+        if self.waits and self._written(index, tokens):
+            return
+        self.put(Delta(index, tokens))
+
+    def put(self, delta: Delta) -> None:
+        ready = self._ready.get(delta.index)
+        if ready is None:
+            ready = self._ready[delta.index] = Delta(delta.index)
+        ready.merge(delta)
+        self.waits = False
+        self._something.set()
+
+    async def run(self, answering: Answering, writer: Writer, sink: Sink, quiet_s: float | None = None) -> None:
+        """Until all choices have ended. `quiet_s`: after so long without anything the writer is asked what to say.
+        Raises the `RequestError` with which a choice fails."""
+        if self.at_once and answering.plain:
+            self._answering, self._writer, self._sink = answering, writer, sink
+        try:
+            async for index, step in self.steps(answering, quiet_s):
+                await sink.send(writer.quiet() if step is QUIET else await writer.take(index, step))
+        finally:
+            self._answering = None
+        await sink.send(await writer.end())
+
+    async def steps(self, answering: Answering, quiet_s: float | None = None) -> AsyncIterator[tuple[int, Step]]:
+        """Every delta of every choice as text, by the choice's index, until all have ended (`answering.ended`); `QUIET`
+        whenever nothing came for `quiet_s` seconds. Raises the `RequestError` with which a choice fails, behind the
+        tokens that came before."""
+        ended = answering.ended
+        while len(ended) < len(answering.choices):
+            arrived = await self._next(quiet_s)
+            if arrived is None:
+                yield 0, QUIET
+                continue
+            for delta in answering.due(arrived):
+                if delta.index in ended:
+                    continue
+                if delta.tokens or delta.error is None:
+                    step = answering.next(delta)
+                    if step.piece.stopped:
+                        answering.stop(delta.index)
+                    if step.finish is not None:
+                        ended.add(delta.index)
+                    yield delta.index, step
+                if delta.error is not None and delta.index not in ended:
+                    raise delta.error
+
+    def _written(self, index: int, tokens: list[int]) -> bool:
+        """At once, an event for each token that completes a character. False: nothing was done."""
+        answering = self._answering
+        if answering is None or not self._sink.keeps_up or not self._writer.at_once:
+            return False
+        choice = self._choices.get(index)
+        if choice is None:
+            if index not in answering.begun or index in answering.ended:
+                return False  # the first event says more
+            choice = self._choices[index] = answering.choices[index]
+        try:
+            for token in tokens:
+                text = choice.plain(token)
+                if text:
+                    self._sink.soon(self._writer.plain(index, text))
+        except Exception as defect:  # the client must not take an answer with a hole for a whole one
+            self._defect, self.waits = defect, False
+            self._something.set()
+        if self._time is not None:
+            self._heard_s = self._time()
+        return True
+
+    async def _next(self, quiet_s: float | None) -> Delta | None:
+        """None: nothing came for so long."""
+        if quiet_s is None or self._ready:
+            return await self._arrived()
+        self._time = asyncio.get_running_loop().time
+        self._heard_s = heard_s = self._time()
+        while True:
+            try:
+                async with asyncio.timeout_at(heard_s + quiet_s):
+                    return await self._arrived()
+            except TimeoutError:
+                if self._heard_s == heard_s:
+                    return None
+                heard_s = self._heard_s
+
+    async def _arrived(self) -> Delta:
+        """Waits without a deadline of its own: the ledger ends every request by its deadline at the latest."""
+        while not self._ready:
+            self._something.clear()
+            self.waits = True
+            try:
+                await self._something.wait()
+            finally:
+                self.waits = False
+            if self._defect is not None:
+                raise self._defect
+        return self._ready.pop(next(iter(self._ready)))
 
 
 @dataclass(slots=True)
@@ -81,6 +263,10 @@ class Answering:
     reserved: Reservation
     created_s: float
     """`created` to the last digit."""
+    stop: Callable[[int], None]
+    """A stop string ended this choice."""
+    outlet: Outlet = field(default_factory=Outlet)
+    """Where its tokens come out."""
     singly: bool = False
     """One step for each token, however many come at once: the steps are then those of every rendering, and an answer
     that ends with its first call has no token behind it."""
@@ -98,6 +284,13 @@ class Answering:
     _held: dict[int, dict[int, Delta]] = field(default_factory=dict)
     """By the same: deltas of its other choices that came before its prompt was scored."""
 
+    @property
+    def plain(self) -> bool:
+        """Nothing but its text has to be said of a token, nothing to be looked for in it."""
+        call = self.call
+        scored = call.shows_logprobs or call.scores_prompt or call.sampling.logprobs >= 0
+        return not (scored or call.continuous_usage or call.stop_strings or self.readers)
+
     def due(self, delta: Delta) -> list[Delta]:
         """The deltas to answer now: none as long as the prompt is not scored, else this one and those that waited for
         the scores."""
@@ -106,8 +299,10 @@ class Answering:
 
     def _ready(self, delta: Delta) -> list[Delta]:
         first = delta.index - delta.index % self.call.n
-        if not self.call.scores_prompt or delta.error is not None or self._is_scored(first):
+        if not self.call.scores_prompt or self._is_scored(first):
             return [delta, *self._held.pop(first, {}).values()]
+        if delta.error is not None:
+            return [Delta(delta.index, error=delta.error)]
         held = self._held.setdefault(first, {})
         if delta.index in held:
             held[delta.index].merge(delta)

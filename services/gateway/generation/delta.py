@@ -1,15 +1,14 @@
 """What the host of the gateway's machine and the handler of a request have in common: tokens on their way, and times.
 
-A `Mailbox` is filled by `streams.py` and emptied by `generator.py`; its content is bounded by the request's own
-max_tokens. The parts of a request's time to first token and whether its SLO was kept go to metrics
-(`request_stats.py`) and to the answer's own extras (`openai_shapes.py`). All times are seconds.
+The parts of a request's time to first token and whether its SLO was kept go to metrics (`request_stats.py`) and to the
+answer's own extras (`openai_shapes.py`). All times are seconds.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal, Protocol
 
 from cohort.common.errors import RequestError
 from cohort.common.machines.entry import Entry
@@ -18,6 +17,9 @@ from cohort.common.process.metrics import TtftStage
 from cohort.common.types import FinishReason, RequestId, Slo
 from cohort.services.gateway.generation.request_trace import RequestTrace
 from cohort.services.gateway.keys.key_lease import Judged, Lease
+
+Kind = Literal["chunks", "responses", "messages"]
+"""How a stream is written: completions and chats as chunks, the others by the name of their API."""
 
 
 @dataclass(slots=True)
@@ -45,50 +47,13 @@ class Delta:
             yield Delta(self.index, finish=self.finish, error=self.error)
 
 
-class Mailbox:
-    """Deltas of one HTTP request's choices, merged per choice until the handler takes them."""
+class Taker(Protocol):
+    """Where the tokens of a request go."""
 
-    def __init__(self) -> None:
-        self._ready: dict[int, Delta] = {}  # insertion order: the choice that waits longest first
-        self._something = asyncio.Event()
-        self._waiting = False
-        """All that came so far is with the client, or on its way there."""
-        self.direct: Callable[[int, Sequence[int]], bool] | None = None
-        """Sends plain tokens of a choice past the handler, or refuses to (`direct_events.py`)."""
+    def put(self, delta: Delta) -> None: ...
 
-    def put_plain(self, index: int, tokens: Sequence[int]) -> None:
-        """Tokens and nothing else."""
-        if self._waiting and self.direct is not None and self.direct(index, tokens):
-            return
-        self.put(index, tokens=tokens)
-
-    def put(
-        self,
-        index: int,
-        *,
-        tokens: Sequence[int] = (),
-        logprobs: Sequence[TokenLogprob] = (),
-        finish: FinishReason | None = None,
-        error: RequestError | None = None,
-    ) -> None:
-        delta = self._ready.setdefault(index, Delta(index))
-        delta.tokens += tokens
-        delta.logprobs += logprobs
-        delta.finish = finish or delta.finish
-        delta.error = error or delta.error
-        self._waiting = False
-        self._something.set()
-
-    async def next(self) -> Delta:
-        """Waits without a deadline of its own: the ledger ends every request by its deadline at the latest."""
-        while not self._ready:
-            self._something.clear()
-            self._waiting = True
-            try:
-                await self._something.wait()
-            finally:
-                self._waiting = False
-        return self._ready.pop(next(iter(self._ready)))
+    def put_tokens(self, index: int, tokens: list[int]) -> None:
+        """Tokens of this choice, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +86,6 @@ class Generation:
     """All choices of one HTTP request. Without entries until it is admitted."""
 
     times: GatewayTimes
-    mailbox: Mailbox = field(default_factory=Mailbox)
     entries: list[Entry] = field(default_factory=list)
 
     @property

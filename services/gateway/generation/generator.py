@@ -1,15 +1,14 @@
 """From a body to an answer in progress, whichever API it came by: the one way into the cluster.
 
-    read body ─▶ parse ─▶ tokenise ─▶ prepare ─▶ offer ─▶ deltas ─▶ steps
+    read body ─▶ parse ─▶ tokenise ─▶ prepare ─▶ offer ─▶ outlet ─▶ events, or one whole answer
 
-`openai_api.py`, `responses_api.py` and `messages_api.py` parse their own bodies to a `Call` and write each `Step` in
-their own form; all between is here. Every exit, whatever its reason, abandons what is still open, so a client that
-disconnects frees its blocks on every worker. Writes nothing to a client.
+`openai_api.py`, `responses_api.py` and `messages_api.py` read their own bodies to a `Call` and write answers in their
+own form; all between is here. Every exit, whatever its reason, abandons what is still open, so a client that
+disconnects frees its blocks on every worker.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import re
 import secrets
@@ -17,7 +16,8 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import msgspec
 import structlog
@@ -29,15 +29,17 @@ from cohort.common.errors import RequestError
 from cohort.common.machines.events import Offered
 from cohort.common.process.metrics import RequestMetrics
 from cohort.common.types import InstanceId, Request
-from cohort.services.gateway.generation.answering import Answering, Step
-from cohort.services.gateway.generation.choice import Choice, Piece, StopAutomaton
-from cohort.services.gateway.generation.delta import Caller, Delta, GatewayTimes, Generation, Mailbox
+from cohort.services.gateway.generation.answering import Answering, Outlet, Writer
+from cohort.services.gateway.generation.choice import Choice, StopAutomaton
+from cohort.services.gateway.generation.delta import Caller, GatewayTimes, Generation, Kind, Taker
 from cohort.services.gateway.generation.openai_shapes import ChatShape, CompletionShape, Shape
 from cohort.services.gateway.generation.preparation import Price, RequestBudget, Reservation, output_limits, prepare
 from cohort.services.gateway.generation.request_trace import TRACE
 from cohort.services.gateway.generation.streams import Streams
 from cohort.services.gateway.generation.tool_calls import ToolReader
 from cohort.services.gateway.http.request_bodies import RequestBodies
+from cohort.services.gateway.http.service_headers import RESUME_HEADER
+from cohort.services.gateway.http.sse import EventStream, Outbox
 from cohort.services.gateway.keys.key_lease import LEASE, Lease
 from cohort.services.gateway.keys.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
 from cohort.services.gateway.keys.owners import Owners
@@ -50,9 +52,6 @@ from cohort.services.gateway.text.truncation import latest_turns
 
 # Request ids of clients that may become part of ours (they travel through logs and file names).
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
-
-QUIET = Step(Piece("", (), stopped=False), finish=None, first=False)
-"""An empty step: the answer is still awaited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +69,50 @@ class Body:
     """A request's, which counts as in flight, and who sent it."""
 
     data: bytes
-    headers: Mapping[str, str]
     caller: Caller
+
+
+@dataclass
+class Asked:
+    """What one request asks of its API, and how that says the answer."""
+
+    call: Call
+    completed_at: int = 0
+    """Unix time, of an answer that says it."""
+    kept: bool | None = False
+    """The whole answer was kept beside; None: whether it is shows at its end."""
+
+    def writer(self, answering: Answering) -> Writer:
+        """Of all its events, once."""
+        raise NotImplementedError
+
+    async def whole(self, answering: Answering) -> bytes:
+        """JSON. Raises the `RequestError` that the answer failed with."""
+        raise NotImplementedError
+
+    def beside(self) -> bytes:
+        """What is needed beside the body to ask for the same again."""
+        return b""
+
+
+class Endpoint(Protocol):
+    """An API's way to read bodies and to write answers."""
+
+    kind: Kind
+    chat: bool
+    quiet_s: float | None
+    """A stream in which nothing happens for so long says that it is alive."""
+    id_headers: Sequence[str]
+    """Of a stream: these have the request's id."""
+
+    async def read(self, data: bytes, headers: Mapping[str, str], owner: str, beside: bytes = b"") -> Asked:
+        """`beside`: of a request that is asked for again. Raises a 4xx `RequestError`."""
+
+
+class Keeper(Protocol):
+    """Serves streams that outlive their connection."""
+
+    async def serve(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse: ...
 
 
 class Generator:
@@ -93,8 +134,45 @@ class Generator:
         self._grammars = GrammarCompiler(config, tokenizer.to_json(), served.card.eos_token_ids)
         self.completion = CompletionShape(self._text)
         self.chat = ChatShape(self._text)
+        self._outbox = Outbox()
+        self.keeper: Keeper | None = None
+        """Set by `service.py`."""
 
     # -- For the APIs ----------------------------------------------------------------------------------------------
+
+    async def serve(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
+        """The one way of an HTTP request in, and of its answer out. Raises `RequestError` as long as nothing was
+        sent."""
+        if self.keeper is not None and RESUME_HEADER in request.headers:
+            return await self.keeper.serve(endpoint, request)
+        asked, answering = await self._accepted(endpoint, request)
+        try:
+            if answering.call.stream:
+                events = self.stream_to(endpoint, request)
+                writer = asked.writer(answering)
+                sending = answering.outlet.run(answering, writer, events, endpoint.quiet_s)
+                return await events.carry(sending, writer.failed)
+            return web.Response(body=await asked.whole(answering), content_type="application/json")
+        finally:
+            self.release(answering)
+
+    async def _accepted(self, endpoint: Endpoint, request: web.Request) -> tuple[Asked, Answering]:
+        async with self.arriving(request) as body:
+            asked = await endpoint.read(body.data, request.headers, body.caller.owner)
+            answering = await self.begin(asked.call, len(body.data), body.caller)
+        return asked, answering
+
+    def stream_to(
+        self, endpoint: Endpoint, request: web.Request, headers: Mapping[str, str] | None = None
+    ) -> EventStream:
+        """Of the answer to this request."""
+        return EventStream(
+            request,
+            {**dict.fromkeys(endpoint.id_headers, request[HTTP_ID]), **(headers or {})},
+            self._outbox,
+            write_timeout_s=self.config.write_timeout_s,
+            log=self.host.log,
+        )
 
     @asynccontextmanager
     async def arriving(self, request: web.Request) -> AsyncIterator[Body]:
@@ -107,32 +185,10 @@ class Generator:
                 own = request.headers.get(REQUEST_ID_HEADER) == http_id and _PLAIN_ID.fullmatch(http_id)
                 named = http_id if own else ""
                 caller = Caller(owner, named, arrived_s, lease=request.get(LEASE), trace=request.get(TRACE))
-                yield Body(data, request.headers, caller)
+                yield Body(data, caller)
         except RequestError as error:
             self._count_rejection(error)
             raise
-
-    async def steps(self, answering: Answering, quiet_s: float | None = None) -> AsyncIterator[tuple[int, Step]]:
-        """Every delta of every choice as text, by the choice's index, until all have ended (`answering.ended`); `QUIET`
-        whenever nothing came for `quiet_s` seconds. Raises the `RequestError` with which a choice fails."""
-        generation = answering.generation
-        finished = answering.ended
-        while len(finished) < len(generation.entries):
-            arrived = await _next(generation.mailbox, quiet_s)
-            if arrived is None:
-                yield 0, QUIET
-                continue
-            for delta in answering.due(arrived):
-                if delta.index in finished:
-                    continue
-                if delta.error is not None:
-                    raise delta.error
-                step = answering.next(delta)
-                if step.piece.stopped:
-                    self.streams.stop(generation, delta.index)
-                if step.finish is not None:
-                    finished.add(delta.index)
-                yield delta.index, step
 
     async def count(self, call: Call) -> int:
         """Tokens of a chat's prompt. Raises `RequestError` where they are more than any request may have."""
@@ -146,9 +202,9 @@ class Generator:
 
     # -- On the way in ---------------------------------------------------------------------------------------------
 
-    async def begin(self, call: Call, body_bytes: int, caller: Caller, mailbox: Mailbox | None = None) -> Answering:
-        """Tokenise, offer the requests, own them; what comes of it must be released. `mailbox`: where the tokens go, if
-        not to a plain one. Raises `RequestError`."""
+    async def begin(self, call: Call, body_bytes: int, caller: Caller, taker: Taker | None = None) -> Answering:
+        """Tokenise, offer the requests, own them; what comes of it must be released. `taker`: where the tokens go, if
+        not to the answer's outlet. Raises `RequestError`."""
         self.budget.check(call)
         clock, card = self.host.clock, self.served.card
         limited, sampling = call.max_tokens is not None, call.sampling
@@ -180,7 +236,7 @@ class Generator:
         requests = self.owners.marked(requests, caller.owner, max_tokens_named=limited)
         if times.trace is not None:
             requests = times.trace.prepared(requests, times.arrived_s, began_s, times.tokenize_s)
-        reserved = self.budget.reserve(price)
+        outlet, reserved = Outlet(), self.budget.reserve(price)
         try:
             generation = self.streams.offer(
                 Offered(
@@ -194,7 +250,7 @@ class Generator:
                     max_tokens_named=limited,
                 ),
                 times,
-                mailbox,
+                taker or outlet,
             )
         except BaseException:
             reserved.release()
@@ -202,6 +258,7 @@ class Generator:
         if times.trace is not None:
             times.trace.admitted(generation.entries)
         answering = self.unrendered(call, requests, generation, base_id, created_s, reserved)
+        answering.outlet = outlet
         if caller.lease is not None:
             caller.lease.answered_by(answering.used)
         self.host.log.debug("accepted", request_ids=generation.request_ids)
@@ -248,6 +305,7 @@ class Generator:
             id=shape.id_prefix + base_id,
             created=int(created_s),
             created_s=created_s,
+            stop=partial(self.streams.stop, generation),
             model=call.adapter or self.served.card.name,
             reserved=reserved,
             singly=call.tools is not None and not call.tools.parallel,
@@ -309,14 +367,3 @@ def _tool_readers(call: Call, count: int, ids: str) -> list[ToolReader]:
     if tools is None:
         return []
     return [ToolReader(tools.format, parallel=tools.parallel, ids=f"{ids}-{index}") for index in range(count)]
-
-
-async def _next(mailbox: Mailbox, quiet_s: float | None) -> Delta | None:
-    """None: nothing came for so long."""
-    if quiet_s is None:
-        return await mailbox.next()
-    try:
-        async with asyncio.timeout(quiet_s):
-            return await mailbox.next()
-    except TimeoutError:
-        return None

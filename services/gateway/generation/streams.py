@@ -1,6 +1,6 @@
 """Hosts the gateway machine: tells it events and performs its effects; a stream survives the failures of its workers.
 
-    HTTP handlers ─▶ Estimated, Offered, Closed ─▶ machine ─▶ effects ─┬─▶ mailbox of the waiting HTTP handler
+    HTTP handlers ─▶ Estimated, Offered, Closed ─▶ machine ─▶ effects ─┬─▶ outlet of the answer, or its tape
     bus ─▶ Received ──────────────────────────────▶   ▲                ├─▶ bus (Undelivered, where that fails)
     timer ─▶ Tick ────────────────────────────────────┘                └─▶ metrics, log lines, the timer
 
@@ -36,17 +36,17 @@ from cohort.common.machines.machine import Machine
 from cohort.common.messages import Message, Submit
 from cohort.common.process.metrics import RequestMetrics
 from cohort.common.types import FinishReason, InstanceId, RequestId, TrafficClass
-from cohort.services.gateway.generation.delta import GatewayTimes, Generation, Mailbox
+from cohort.services.gateway.generation.delta import Delta, GatewayTimes, Generation, Taker
 from cohort.services.gateway.generation.request_stats import RequestStats
 
 
 @dataclass(slots=True)
 class _Track:
-    """An open request and the handler that waits for it."""
+    """An open request, and where its tokens go."""
 
     generation: Generation
     index: int
-    mailbox: Mailbox
+    taker: Taker
     last_token_s: float | None = None
 
 
@@ -73,8 +73,10 @@ class Streams:
         self._empty = asyncio.Event()
         self._empty.set()
         self._timer: asyncio.TimerHandle | None = None
-        self._offered: tuple[RequestId, Generation | None] = ("", None)
-        """The request that the machine is deciding on and the generation that offered it; an estimate has none."""
+        self._deciding: RequestId = ""
+        """The offer that the machine is deciding on."""
+        self._offered: tuple[Generation, Taker] | None = None
+        """What it would become; nothing of an estimate."""
         self._refusal: RequestError | None = None
         self._online_waited = False
         self.on_online_placed: Callable[[], None] = lambda: None
@@ -91,11 +93,11 @@ class Streams:
         """Before any work; `owner` as in `Offered`. Raises a 429 or 503 `RequestError`."""
         self._decide(Estimated("estimate", body_bytes, traffic_class, owner), None)
 
-    def offer(self, offer: Offered, times: GatewayTimes, mailbox: Mailbox | None = None) -> Generation:
+    def offer(self, offer: Offered, times: GatewayTimes, taker: Taker) -> Generation:
         """All of the offer's requests come in, or none: then raises a 429 or 503 `RequestError`. Must be abandoned in
-        the end. `mailbox`: where the tokens go, if not to a plain one."""
-        generation = Generation(times, mailbox or Mailbox())
-        self._decide(offer, generation)
+        the end."""
+        generation = Generation(times)
+        self._decide(offer, (generation, taker))
         return generation
 
     def stop(self, generation: Generation, index: int) -> None:
@@ -157,12 +159,12 @@ class Streams:
                     case Admitted(offer_id, entries):
                         self._admitted(offer_id, entries)
                     case Rejected(offer_id, error):
-                        if offer_id == self._offered[0]:
+                        if offer_id == self._deciding:
                             self._refusal = error
                     case Fail(entry, error):
                         track = self._tracks.get(entry.request_id)
                         if track is not None:
-                            track.mailbox.put(track.index, error=error)
+                            track.taker.put(Delta(track.index, error=error))
                     case Ended(entry, finish, reason):
                         self._finalize(entry, finish, reason)
                     case ManagerFound(incarnation, outstanding, manager):
@@ -178,22 +180,22 @@ class Streams:
                 self._log.exception("effect failed", type=type(effect).__name__)
         return lost
 
-    def _decide(self, offer: Estimated | Offered, generation: Generation | None) -> None:
-        self._offered, self._refusal = (offer.offer_id, generation), None
+    def _decide(self, offer: Estimated | Offered, offered: tuple[Generation, Taker] | None) -> None:
+        self._deciding, self._offered, self._refusal = offer.offer_id, offered, None
         try:
             self.tell(offer)
         finally:
-            self._offered = ("", None)
+            self._deciding, self._offered = "", None
         if self._refusal is not None:
             raise self._refusal
 
     def _admitted(self, offer_id: RequestId, entries: list[Entry]) -> None:
-        name, generation = self._offered
-        if name != offer_id or generation is None or not entries:
+        if self._deciding != offer_id or self._offered is None or not entries:
             return
+        generation, taker = self._offered
         generation.entries = entries
         for index, entry in enumerate(entries):
-            self._tracks[entry.request_id] = _Track(generation, index, generation.mailbox)
+            self._tracks[entry.request_id] = _Track(generation, index, taker)
             self.stats.admitted(entry.request)
             self._online_waited = self._online_waited or entry.request.online
         self._empty.clear()
@@ -222,7 +224,7 @@ class Streams:
         track = self._tracks.get(entry.request_id)
         if track is None:
             return
-        tokens, mailbox = action.tokens, track.mailbox
+        tokens = action.tokens
         if tokens:
             now_s = entry.last_token_s or self._clock.now_s()
             if track.last_token_s is None:
@@ -231,9 +233,9 @@ class Streams:
                 self.stats.tokens(entry.request.traffic_class, now_s - track.last_token_s, len(tokens))
             track.last_token_s = now_s
         if action.finish is None and not action.logprobs:
-            mailbox.put_plain(track.index, tokens)
+            track.taker.put_tokens(track.index, tokens)
         else:
-            mailbox.put(track.index, tokens=tokens, logprobs=action.logprobs, finish=action.finish)
+            track.taker.put(Delta(track.index, tokens, action.logprobs, action.finish))
 
     # -- Endings ---------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Names of our own headers of requests, and clients' text as it may be sent back. `parsing.py` reads them."""
+"""Names of headers that say how a request is to be served, and clients' text as it may be sent back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ CLASS_HEADER = "x-cohort-class"
 TTFT_HEADER = "x-cohort-ttft-slo-ms"
 TPOT_HEADER = "x-cohort-tpot-slo-ms"
 IF_LATE_HEADER = "x-cohort-if-late"
+RESUME_HEADER = "x-cohort-resume"
+LAST_EVENT_HEADER = "Last-Event-ID"
 
 
 def printable(text: str, limit: int = 100) -> str:

@@ -1,22 +1,20 @@
-"""Server-sent events to one client: when the stream opens, how an event is written, how it ends and how it fails.
+"""Server-sent events to one client: when the stream opens, how events are written, how it ends and how it fails.
 
-Called by the APIs that stream. The response is opened with the first event, so that a failure before the first token is
-still answered with a proper HTTP status. A client that reads too slowly fills the socket, then blocks this stream only,
-and is given up after `write_timeout_s`.
+Made by `generator.py`, given events as bytes by an answer's outlet. The response is opened with the first event, so
+that a failure before the first token is still answered with a proper HTTP status. A client that reads too slowly fills
+the socket, then blocks this stream only, and is given up after `write_timeout_s`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 import structlog
 from aiohttp import web
 
 from cohort.common.errors import RequestError
-from cohort.services.gateway.http.error_shapes import error_body
 
 DONE = b"data: [DONE]\n\n"
 # Below what a transport buffers before it asks its writer to wait.
@@ -24,16 +22,17 @@ AT_ONCE_BYTES = 16_384
 _encode = msgspec.json.Encoder().encode
 
 
-class Events(Protocol):
-    """Where the events of an answer go."""
+def framed(event: msgspec.Struct) -> bytes:
+    return b"data: " + _encode(event) + b"\n\n"
 
-    async def send(self, event: msgspec.Struct | dict[str, Any]) -> None: ...
 
-    async def done(self) -> None: ...
+def named(name: str, event: msgspec.Struct) -> bytes:
+    """An event with its name."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode(event))
 
 
 class Outbox:
-    """Events of many streams, sent together once the messages that brought them are handled; one per API.
+    """Events of many streams, sent together once the messages that brought them are handled; one per gateway.
 
     A stream that was brought several tokens by then, as when this process is behind, is sent them as one write.
     """
@@ -58,11 +57,13 @@ class EventStream:
         self,
         request: web.Request,
         headers: Mapping[str, str],
+        outbox: Outbox,
         *,
         write_timeout_s: float,
         log: structlog.stdlib.BoundLogger,
     ) -> None:
         self._request = request
+        self._outbox = outbox
         self._write_timeout_s = write_timeout_s
         self._log = log
         self.keeps_up = False
@@ -84,16 +85,17 @@ class EventStream:
         return self.response.prepared
 
     async def carry(
-        self, sending: Awaitable[None], fail: Callable[[RequestError], Awaitable[None]]
+        self, sending: Awaitable[None], failed: Callable[[RequestError], Sequence[bytes]]
     ) -> web.StreamResponse:
-        """Let `sending` send its events. What it raises once the stream is open is told by `fail`, in the words of its
-        API: a stream never breaks off silently. Raises what happens before that."""
+        """Let `sending` send its events. What it raises once the stream is open is told in the words of `failed`: a
+        stream never breaks off silently. Raises what happens before that."""
         try:
             await sending
+            await self._end()
         except RequestError as error:
             if not self.started:
                 raise
-            await fail(error)
+            await self._end(failed(error))
         except ConnectionError:
             self._log.debug("client went away")
         except TimeoutError:
@@ -105,21 +107,13 @@ class EventStream:
                 raise
             # A defect of ours: the client must not take half an answer for a whole one.
             self._log.exception("stream failed unexpectedly")
-            await fail(RequestError("The server failed to continue.", status=500, type_="server_error"))
+            await self._end(failed(RequestError("The server failed to continue.", status=500, type_="server_error")))
         return self.response
 
-    async def send(self, event: msgspec.Struct | dict[str, Any]) -> None:
-        """Raises `TimeoutError` when the client does not read, `ConnectionError` when it is gone."""
-        await self._write(self.framed(event))
-
-    def mark(self, index: int) -> bytes:
-        """What stands before an event that says more of this choice: nothing, where its client is given no places."""
-        return b""
-
-    def soon(self, event: bytes, outbox: Outbox) -> None:
+    def soon(self, event: bytes) -> None:
         """An event of a stream that `keeps_up`, to be sent by the outbox."""
         if not self._soon:
-            outbox.add(self)
+            self._outbox.add(self)
         self._soon.append(event)
 
     def flush(self) -> None:
@@ -141,32 +135,11 @@ class EventStream:
         transport.write(data)
         self.keeps_up = transport.get_write_buffer_size() < AT_ONCE_BYTES
 
-    @staticmethod
-    def framed(event: msgspec.Struct | dict[str, Any]) -> bytes:
-        return b"data: " + _encode(event) + b"\n\n"
-
-    async def send_named(self, *events: tuple[str, msgspec.Struct]) -> None:
-        """Events with their names, as one write."""
-        parts = [b"event: %b\ndata: %b\n\n" % (name.encode(), _encode(event)) for name, event in events]
-        if parts:
-            await self._write(b"".join(parts))
-
-    async def fail(self, error: RequestError) -> None:
-        """As clients of OpenAI's chunks read it: say why, then end properly."""
-        await self._write(self.framed(error_body(error)))
-        await self.done()
-
-    async def done(self) -> None:
-        """The end of a stream of OpenAI's chunks."""
-        await self._write(DONE)
-        await self.end()
-
-    async def end(self) -> None:
-        self.flush()
-        async with asyncio.timeout(self._write_timeout_s):
-            await self.response.write_eof()
-
-    async def _write(self, data: bytes) -> None:
+    async def send(self, events: Sequence[bytes]) -> None:
+        """As one write. Raises `TimeoutError` when the client does not read, `ConnectionError` when it is gone."""
+        if not events:
+            return
+        data = events[0] if len(events) == 1 else b"".join(events)
         self.flush()
         transport = self._request.transport
         empty = transport is not None and not transport.get_write_buffer_size()
@@ -180,3 +153,10 @@ class EventStream:
                     self._chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
                 await self.response.write(data)
         self.keeps_up = transport is not None and transport.get_write_buffer_size() < AT_ONCE_BYTES
+
+    async def _end(self, events: Sequence[bytes] = ()) -> None:
+        """These are the last ones."""
+        await self.send(events)
+        self.flush()
+        async with asyncio.timeout(self._write_timeout_s):
+            await self.response.write_eof()

@@ -18,8 +18,8 @@ import structlog
 from cohort.common.errors import CohortError
 from cohort.common.sqlite_file import OnThread
 from cohort.services.gateway.generation.delta import Delta
+from cohort.services.gateway.resume.resume_session import Tape
 from cohort.services.gateway.resume.resume_store import ResumeStore, encoded
-from cohort.services.gateway.resume.resume_tape import Tape
 
 T = TypeVar("T")
 DISK_ERRORS = (sqlite3.Error, OSError)

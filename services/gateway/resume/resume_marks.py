@@ -17,26 +17,17 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import msgspec
-import structlog
-from aiohttp import web
 
 from cohort.common.errors import RequestError
-from cohort.common.messages import TokenLogprob
-from cohort.common.types import FinishReason
-from cohort.services.gateway.generation.answering import Answering
-from cohort.services.gateway.generation.delta import Delta, Mailbox
-from cohort.services.gateway.generation.openai_shapes import Answer
-from cohort.services.gateway.http.sse import EventStream
+from cohort.services.gateway.generation.answering import Answering, Outlet, Step, Writer
+from cohort.services.gateway.generation.delta import Delta, Kind
+from cohort.services.gateway.http.service_headers import LAST_EVENT_HEADER
 
-LAST_EVENT_HEADER = "Last-Event-ID"
 _PLACE = re.compile(r"(\d{1,9})(e?)", re.ASCII)
 _NUMBER = re.compile(r"\d{1,9}", re.ASCII)
-_ASIDE = ("ping", "error", "response.failed")
+_ASIDE = (b"event: ping\n", b"event: error\n", b"event: response.failed\n")
 """Events that are no place: when they come depends on the moment."""
 _AT_ONCE = 64
 """Events written before other requests get the event loop."""
@@ -77,184 +68,178 @@ class Place:
         return ",".join([*parts, "u"] if self.usage else parts)
 
 
-class MarkedStream(EventStream):
-    """Events with an `id:`."""
+class MarkedWriter:
+    """Chunks with an `id:`."""
 
-    def __init__(
-        self,
-        request: web.Request,
-        headers: Mapping[str, str],
-        answering: Answering,
-        place: Place,
-        *,
-        write_timeout_s: float,
-        log: structlog.stdlib.BoundLogger,
-    ) -> None:
+    at_once = True
+
+    def __init__(self, writer: Writer, answering: Answering, place: Place) -> None:
         """`place`: where its client is; kept up to date."""
-        super().__init__(request, headers, write_timeout_s=write_timeout_s, log=log)
+        self._writer = writer
         self._answering = answering
         self._place = place
 
-    def mark(self, index: int) -> bytes:
+    def plain(self, index: int, text: str) -> bytes:
+        return self._mark(index) + self._writer.plain(index, text)
+
+    async def take(self, index: int, step: Step) -> list[bytes]:
+        events = await self._writer.take(index, step)
+        if index in self._answering.ended:
+            self._place.ended.add(index)
+        return [self._mark(index) + event for event in events]
+
+    def quiet(self) -> list[bytes]:
+        return self._writer.quiet()
+
+    async def end(self) -> list[bytes]:
+        *usage, done = await self._writer.end()
+        if not usage or self._place.usage:
+            return [done]
+        self._place.usage = True
+        return [self._id() + usage[0], done]
+
+    def failed(self, error: RequestError) -> list[bytes]:
+        return self._writer.failed(error)
+
+    def _mark(self, index: int) -> bytes:
         self._place.tokens[index] = self._answering.choices[index].tokens
         return self._id()
-
-    async def send(self, event: msgspec.Struct | dict[str, Any]) -> None:
-        place = self._place
-        if isinstance(event, Answer) and event.choices:
-            for choice in event.choices:
-                place.tokens[choice.index] = self._answering.choices[choice.index].tokens
-                if choice.index in self._answering.ended:
-                    place.ended.add(choice.index)
-        elif place.usage:
-            return  # seen
-        else:
-            place.usage = True
-        await self._write(self._id() + self.framed(event))
 
     def _id(self) -> bytes:
         return b"id: %b\n" % str(self._place).encode()
 
 
-class NumberedStream(EventStream):
-    """Named events with an `id:`, without those that its client has seen."""
+class NumberedWriter:
+    """Named events with an `id:`, without those that their client has seen."""
 
-    def __init__(
-        self,
-        request: web.Request,
-        headers: Mapping[str, str],
-        answering: Answering,
-        seen: int,
-        *,
-        most_tokens: int,
-        write_timeout_s: float,
-        log: structlog.stdlib.BoundLogger,
-    ) -> None:
+    def __init__(self, writer: Writer, answering: Answering, seen: int, most_tokens: int) -> None:
         """`seen`: number of the last event that was, -1 = none. `most_tokens`: those that may have been seen."""
-        super().__init__(request, headers, write_timeout_s=write_timeout_s, log=log)
+        self._writer = writer
         self._answering = answering
         self._seen = seen
         self._most_tokens = most_tokens
         self._next = 0
+        self._said = False
 
-    async def send_named(self, *events: tuple[str, msgspec.Struct]) -> None:
+    @property
+    def at_once(self) -> bool:
+        return self._next > self._seen
+
+    def plain(self, index: int, text: str) -> bytes:
+        self._next += 1
+        return b"id: %d\n%b" % (self._next - 1, self._writer.plain(index, text))
+
+    async def take(self, index: int, step: Step) -> list[bytes]:
         """Raises a 400 `RequestError` where more is said to be seen than there was."""
-        parts = []
-        for name, event in events:
-            said = b"event: %b\n%b" % (name.encode(), self.framed(event))
-            if name in _ASIDE:
+        before = self._next
+        events = self._unseen(await self._writer.take(index, step))
+        if before // _AT_ONCE != self._next // _AT_ONCE:
+            await asyncio.sleep(0)
+        return events
+
+    def quiet(self) -> list[bytes]:
+        return self._unseen(self._writer.quiet())
+
+    async def end(self) -> list[bytes]:
+        """Raises as `take`."""
+        events = self._unseen(await self._writer.end())
+        if self._next <= self._seen:
+            raise _foreign()
+        return events if self._said else [b": all of it was seen\n\n"]
+
+    def failed(self, error: RequestError) -> list[bytes]:
+        return self._unseen(self._writer.failed(error))
+
+    def _unseen(self, events: Sequence[bytes]) -> list[bytes]:
+        unseen = []
+        for event in events:
+            if event.startswith(_ASIDE):
                 if self._next > self._seen:
-                    parts.append(said)
+                    unseen.append(event)
                 continue
             if self._next > self._seen:
-                parts.append(b"id: %d\n%b" % (self._next, said))
+                unseen.append(b"id: %d\n%b" % (self._next, event))
             elif self._answering.choices[0].tokens > self._most_tokens:
                 raise _foreign()
             self._next += 1
-            if self._next % _AT_ONCE == 0:
-                await asyncio.sleep(0)
-        if parts:
-            await self._write(b"".join(parts))
-
-    async def end(self) -> None:
-        """Raises as `send_named`."""
-        if self._next <= self._seen:
-            raise _foreign()
-        if not self.started:
-            await self._write(b": all of it was seen\n\n")
-        await super().end()
+        self._said = self._said or bool(unseen)
+        return unseen
 
 
-class Unread:
-    """Takes events for which there is no client."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    async def send(self, event: msgspec.Struct | dict[str, Any]) -> None:
-        pass
-
-    async def done(self) -> None:
-        pass
-
-    async def send_named(self, *events: tuple[str, msgspec.Struct]) -> None:
-        self._count += 1
-        if self._count % _AT_ONCE == 0:
-            await asyncio.sleep(0)
-
-    async def end(self) -> None:
-        pass
-
-
-class BehindPlace(Mailbox):
+class BehindPlace(Outlet):
     """Hands on what is behind a client's place; what is put before it is rendered, to nowhere."""
 
-    def __init__(self, answering: Answering, place: Place, ended: Callable[[int], None]) -> None:
-        """`ended` is told of each choice whose end was seen, when it is reached."""
+    def __init__(self, answering: Answering, place: Place) -> None:
         super().__init__()
-        self._answering = answering
+        self._behind = answering
         self._missing = list(place.tokens)
         self._unended = set(place.ended)
-        self._ended = ended
         for index in place.ended:
             self._reach_end(index)
 
-    def put(
-        self,
-        index: int,
-        *,
-        tokens: Sequence[int] = (),
-        logprobs: Sequence[TokenLogprob] = (),
-        finish: FinishReason | None = None,
-        error: RequestError | None = None,
-    ) -> None:
-        if index in self._answering.ended:
+    def put(self, delta: Delta) -> None:
+        index, answering = delta.index, self._behind
+        if index in answering.ended:
             return
-        seen = min(self._missing[index], len(tokens))
+        seen = min(self._missing[index], len(delta.tokens))
         if seen:
             self._missing[index] -= seen
-            self._answering.next(Delta(index, list(tokens[:seen]), list(logprobs[:seen])))
-            tokens, logprobs = tokens[seen:], logprobs[seen:]
+            answering.next(Delta(index, delta.tokens[:seen], delta.logprobs[:seen]))
+            delta = Delta(index, delta.tokens[seen:], delta.logprobs[seen:], delta.finish, delta.error)
             self._reach_end(index)
-        if index in self._answering.ended:
-            super().put(index)  # there may be nothing more to wait for
-        elif tokens or finish is not None or error is not None:
-            super().put(index, tokens=tokens, logprobs=logprobs, finish=finish, error=error)
+        if index in answering.ended:
+            super().put(Delta(index))  # there may be nothing more to wait for
+        elif delta.tokens or delta.finish is not None or delta.error is not None:
+            super().put(delta)
 
-    def put_plain(self, index: int, tokens: Sequence[int]) -> None:
+    def put_tokens(self, index: int, tokens: list[int]) -> None:
         if self._missing[index]:
-            self.put(index, tokens=tokens)
+            self.put(Delta(index, tokens))
         else:
-            super().put_plain(index, tokens)
+            super().put_tokens(index, tokens)
 
     def _reach_end(self, index: int) -> None:
         if index in self._unended and not self._missing[index]:
             self._unended.discard(index)
-            self._answering.ended.add(index)
-            self._ended(index)
+            self._behind.ended.add(index)
+            self._behind.stop(index)
 
 
-def unseen(
-    answering: Answering, log: Mapping[int, Delta], place: Place, *, most: Sequence[int], ended: Callable[[int], None]
-) -> Mailbox:
-    """What of the log is behind the place; the rest is rendered to nowhere, also of what is still to be put there.
-    `most`: tokens by choice that may have been seen. Raises a 400 `RequestError`, and renders nothing, where more is
-    said to be."""
-    if any(tokens > allowed for tokens, allowed in zip(place.tokens, most, strict=True)):
-        raise _foreign()
-    mailbox = BehindPlace(answering, place, ended)
-    for delta in log.values():
-        mailbox.put(delta.index, tokens=delta.tokens, logprobs=delta.logprobs, finish=delta.finish, error=delta.error)
-    return mailbox
-
-
-def number_seen(text: str) -> int:
-    """Of the last event that was, -1 = none. Raises a 400 `RequestError`."""
+def seen_of(kind: Kind, text: str, choices: int) -> Place | int:
+    """What the client of a stream has seen: its place, or the number of the last event, -1 = none. `text`: what it says
+    of it, "" = nothing was. Raises a 400 `RequestError`."""
+    if kind == "chunks":
+        return Place.parse(text, choices)
     if not text:
         return -1
     if not _NUMBER.fullmatch(text):
         raise _foreign()
     return int(text)
+
+
+def read_on(
+    answering: Answering, writer: Writer, log: Mapping[int, Delta], seen: Place | int, *, gaps: bool = False
+) -> Writer:
+    """For `answering`, of which nothing is rendered yet: its outlet gets what of the log was not seen, and `writer`
+    writes on behind that. `gaps`: the log may lack what was seen, and its tokens come again. Raises a 400
+    `RequestError` where more is said to be seen than there was."""
+    requests = [entry.request for entry in answering.generation.entries]
+    most = [
+        request.sampling.max_tokens if gaps else len(log[index].tokens if index in log else ())
+        for index, request in enumerate(requests)
+    ]
+    if isinstance(seen, int):
+        answering.singly = True
+        writer = NumberedWriter(writer, answering, seen, most[0])
+    elif any(tokens > allowed for tokens, allowed in zip(seen.tokens, most, strict=True)):
+        raise _foreign()
+    else:
+        if any(seen.tokens) or seen.ended:
+            answering.outlet = BehindPlace(answering, seen)
+        writer = MarkedWriter(writer, answering, seen)
+    for delta in log.values():
+        answering.outlet.put(delta)
+    return writer
 
 
 def _foreign() -> RequestError:

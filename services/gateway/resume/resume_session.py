@@ -1,12 +1,16 @@
-"""A resumable stream that a gateway generates, and its choices as another gateway submits them again.
+"""A resumable stream that a gateway generates: what it was given so far, and how another gateway submits it again.
 
-Kept by `resumption.py`.
+    Streams ─▶ put ─▶ unwritten ─▶ journal ─▶ written ─▶ log ─▶ the reader of now
+
+A tape takes tokens as an outlet does, and remembers them: `resume_journal.py` writes what came before a reader sees it,
+and a later connection reads from the place that its client names. Its size is that of the request's output, which
+`preparation.py` bounds. Sessions are kept by `resumption.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,19 +19,73 @@ import msgspec
 from cohort.common.errors import RequestError
 from cohort.common.machines.entry import Entry
 from cohort.common.types import Attempt, InstanceId, Request
-from cohort.services.gateway.generation.answering import Answering
-from cohort.services.gateway.generation.delta import Delta, Generation
+from cohort.services.gateway.generation.answering import Answering, Outlet
+from cohort.services.gateway.generation.delta import Delta, Taker
+from cohort.services.gateway.generation.generator import Asked, Endpoint
+from cohort.services.gateway.http.service_headers import RESUME_HEADER
 from cohort.services.gateway.keys.key_lease import Lease
 from cohort.services.gateway.requests.parsing import Call
-from cohort.services.gateway.resume.resume_forms import Form
-from cohort.services.gateway.resume.resume_tape import Tape
 
-RESUME_HEADER = "x-cohort-resume"
 _TOKEN_BYTES = 6
 """Of a generated token in the database, at most; `_SCORE_BYTES` for each log-probability beside it."""
 _SCORE_BYTES = 16
 Outcome = Literal["done", "left", "dropped", "lost"]
 """Complete or failed for good; to be continued by the gateway that is asked next; wanted no more; another gateway's."""
+
+
+class Tape:
+    def __init__(self, *, indexes: Sequence[int] = (), log: dict[int, Delta] | None = None) -> None:
+        """`indexes`: the choices that are put here by their place among these; () = all of them. `log`: by choice, what
+        an earlier gateway wrote."""
+        self.log: dict[int, Delta] = log or {}
+        self.error: RequestError | None = None
+        """Read by the reader, so that there is nothing after it."""
+        self.reader: Taker = Outlet()
+        """Another one, which has what it needs of the log, may take its place; the one before gets nothing more."""
+        self._indexes = indexes
+        self._unwritten: dict[int, Delta] = {}
+        self._changed: Callable[[], None] | None = None
+
+    def put(self, delta: Delta) -> None:
+        self._of(delta.index).merge(delta)
+        if self._changed is not None:
+            self._changed()
+
+    def put_tokens(self, index: int, tokens: list[int]) -> None:
+        """Never past what writes it."""
+        self._of(index).tokens += tokens
+        if self._changed is not None:
+            self._changed()
+
+    def _of(self, index: int) -> Delta:
+        choice = self._indexes[index] if self._indexes else index
+        unwritten = self._unwritten.get(choice)
+        if unwritten is None:
+            unwritten = self._unwritten[choice] = Delta(choice)
+        return unwritten
+
+    def begin(self, changed: Callable[[], None]) -> None:
+        """From now on `changed` is called whenever there is something to write."""
+        self._changed = changed
+        if self._unwritten:
+            changed()
+
+    def take_unwritten(self) -> list[Delta]:
+        deltas, self._unwritten = list(self._unwritten.values()), {}
+        return deltas
+
+    def written(self, deltas: Sequence[Delta]) -> None:
+        """These may be seen now."""
+        for delta in deltas:
+            known = self.log.get(delta.index)
+            if known is None:
+                known = self.log[delta.index] = Delta(delta.index)
+            known.merge(delta)
+            self.error = delta.error or self.error
+            if delta.logprobs or delta.finish or delta.error:
+                self.reader.put(delta)
+            else:
+                self.reader.put_tokens(delta.index, delta.tokens)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,12 +96,11 @@ class Session:
     digest: str
     owner: str
     tape: Tape
-    generation: Generation
     answering: Answering
     requests: list[Request]
-    created_s: float
     lease: Lease | None
-    form: Form
+    endpoint: Endpoint
+    asked: Asked
     charged_tokens: int | None = None
     """Completion tokens, and with them the prompt, that an earlier gateway charged."""
     gaps: bool = False
@@ -63,11 +120,8 @@ class Session:
         return (prompt, completion) if self.charged_tokens is None else (0, max(0, completion - self.charged_tokens))
 
 
-def asked_to_keep(headers: Mapping[str, str], call: Call) -> bool:
-    """Whether the client of this request wants to be able to resume. Raises a 400 `RequestError`."""
-    asked = headers.get(RESUME_HEADER)
-    if asked is None:
-        return False
+def refuse_unkeepable(asked: str, call: Call) -> None:
+    """`asked`: by the client, in the header. Raises a 400 `RequestError`."""
     if asked.strip().lower() != "keep":
         raise RequestError(f"{RESUME_HEADER}: 'keep', or no such header.", param=RESUME_HEADER)
     if not call.stream:
@@ -77,7 +131,6 @@ def asked_to_keep(headers: Mapping[str, str], call: Call) -> bool:
             f"{RESUME_HEADER}: not with log-probabilities of the prompt, which are computed and sent only once.",
             param=RESUME_HEADER,
         )
-    return True
 
 
 def most_output_bytes(requests: Sequence[Request]) -> int:
@@ -118,7 +171,7 @@ def ended_entry(now_s: float, request: Request, said: Delta | None) -> Entry:
 def tell(answering: Answering, error: RequestError) -> None:
     """The reader of this one ends with the error."""
     for index in range(len(answering.choices)):
-        answering.generation.mailbox.put(index, error=error)
+        answering.outlet.put(Delta(index, error=error))
 
 
 def unknown() -> RequestError:

@@ -25,12 +25,10 @@ from cohort.common.keys.private_files import private_folder
 from cohort.common.messages import TokenLogprob
 from cohort.common.sqlite_file import opened, transaction
 from cohort.common.types import FinishReason, Request
-from cohort.services.gateway.generation.delta import Delta
+from cohort.services.gateway.generation.delta import Delta, Kind
 
 VERSION = 2
 """1 knew only chunks; its tables are the same."""
-Kind = Literal["chunks", "responses", "messages"]
-"""How a stream is written: completions and chats as chunks, the others by the name of their API."""
 ROW_BYTES = 1024
 """Counted for each stream beside its content."""
 GONE_S = 3600.0

@@ -5,10 +5,10 @@
     GET /v1/streams/TOKEN ───────────┴─▶ the same session; where there is none: the request as it was written, its
                                          output so far, and what follows that
 
-Called by the APIs for streams whose client asked for it, and by aiohttp; how a stream is written says its form
-(`resume_forms.py`). One connection reads a stream; a later one takes it over. What a client has seen was written before
-(`resume_journal.py`), so a gateway that goes on continues exactly behind it; what the disk refused comes again, unseen.
-A stream is charged to its key once, by the gateway that ends it.
+Called by `generator.py` for requests whose client asks for it, and by aiohttp; how a stream is written says its API,
+and `resume_marks.py` adds the places. One connection reads a stream; a later one takes it over. What a client has seen
+was written before (`resume_journal.py`), so a gateway that goes on continues exactly behind it; what the disk refused
+comes again, unseen. A stream is charged to its key once, by the gateway that ends it.
 """
 
 from __future__ import annotations
@@ -16,41 +16,47 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, assert_never
 from weakref import WeakValueDictionary
 
 from aiohttp import web
+from msgspec import structs
 
 from cohort.common.errors import RequestError
 from cohort.common.machines.events import Offered
 from cohort.common.types import TrafficClass
-from cohort.services.gateway.generation.answering import Answering
-from cohort.services.gateway.generation.delta import GatewayTimes, Generation, Mailbox
-from cohort.services.gateway.generation.generator import Generator
-from cohort.services.gateway.http.service_headers import CLASS_HEADER, IF_LATE_HEADER, TPOT_HEADER, TTFT_HEADER
-from cohort.services.gateway.keys.key_lease import LEASE, Lease
-from cohort.services.gateway.keys.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
-from cohort.services.gateway.requests.parsing import Call
-from cohort.services.gateway.resume.resume_forms import Connection, Form, Reader, Resumable
-from cohort.services.gateway.resume.resume_journal import DISK_ERRORS, Journal
-from cohort.services.gateway.resume.resume_marks import LAST_EVENT_HEADER
-from cohort.services.gateway.resume.resume_session import (
+from cohort.services.gateway.generation.answering import Answering, Nowhere, Writer
+from cohort.services.gateway.generation.delta import GatewayTimes, Generation
+from cohort.services.gateway.generation.generator import Asked, Endpoint, Generator
+from cohort.services.gateway.http.service_headers import (
+    CLASS_HEADER,
+    IF_LATE_HEADER,
+    LAST_EVENT_HEADER,
     RESUME_HEADER,
+    TPOT_HEADER,
+    TTFT_HEADER,
+)
+from cohort.services.gateway.http.sse import EventStream
+from cohort.services.gateway.keys.key_lease import Lease
+from cohort.services.gateway.keys.middleware import OWNER
+from cohort.services.gateway.resume.resume_journal import DISK_ERRORS, Journal
+from cohort.services.gateway.resume.resume_marks import Place, read_on, seen_of
+from cohort.services.gateway.resume.resume_session import (
     Outcome,
     Session,
-    asked_to_keep,
+    Tape,
     cancelled,
     ended_entry,
     most_output_bytes,
+    refuse_unkeepable,
     resubmitted,
     taken_over,
     tell,
     unknown,
 )
-from cohort.services.gateway.resume.resume_store import Kind, StreamRecord, Taken, default_path, digest_of
-from cohort.services.gateway.resume.resume_tape import Tape
+from cohort.services.gateway.resume.resume_store import Ending, StreamRecord, Taken, default_path, digest_of
 
 STREAMS_PATH = "/v1/streams/{id}"
 _HEADERS = (CLASS_HEADER, TTFT_HEADER, TPOT_HEADER, IF_LATE_HEADER)
@@ -59,9 +65,9 @@ T = TypeVar("T")
 
 
 class Resumption:
-    def __init__(self, generator: Generator, *, api_of: Callable[[Kind], Resumable], lease_of: LeaseOf) -> None:
+    def __init__(self, generator: Generator, endpoints: Sequence[Endpoint], lease_of: LeaseOf) -> None:
         self._config = config = generator.config
-        self._api_of = api_of
+        self._endpoints = endpoints
         self._generator = generator
         self._streams = generator.streams
         self._owners = generator.owners
@@ -92,57 +98,52 @@ class Resumption:
 
     # -- The first connection --------------------------------------------------------------------------------------
 
-    def tape(self, headers: Mapping[str, str], call: Call, body: bytes) -> Tape | None:
-        """For a request whose client wants to be able to resume; None for any other. Raises a 400 `RequestError`."""
-        return Tape(bytes(body)) if self._config.resume_s and asked_to_keep(headers, call) else None
+    async def serve(self, endpoint: Endpoint, request: web.Request) -> web.StreamResponse:
+        """As `Generator.serve`, of a stream that can be resumed."""
+        session, writer = await self._accepted(endpoint, request)
+        return await self._read(request, session, session.answering, writer)
 
-    async def begin(self, request: web.Request, answering: Answering, tape: Tape, form: Form) -> web.StreamResponse:
-        """Of a request that was admitted, with this tape. Releases it, perhaps much later."""
-        token = secrets.token_urlsafe(16)
-        generation = answering.generation
-        answering.generation = Generation(generation.times, tape.reader, generation.entries)
+    async def _accepted(self, endpoint: Endpoint, request: web.Request) -> tuple[Session, Writer]:
+        tape, token = Tape(), secrets.token_urlsafe(16)
+        async with self._generator.arriving(request) as body:
+            asked = await endpoint.read(body.data, request.headers, body.caller.owner)
+            refuse_unkeepable(request.headers[RESUME_HEADER], asked.call)
+            answering = await self._generator.begin(asked.call, len(body.data), body.caller, tape)
+        writer = read_on(answering, asked.writer(answering), {}, seen_of(endpoint.kind, "", len(answering.choices)))
+        tape.reader = answering.outlet
+        requests = [entry.request for entry in answering.generation.entries]
         session = Session(
-            token,
-            digest_of(token),
-            request[OWNER],
-            tape,
-            generation,
-            answering,
-            [entry.request for entry in generation.entries],
-            answering.created_s,
-            request.get(LEASE),
-            form,
+            token, digest_of(token), body.caller.owner, tape, answering, requests, body.caller.lease, endpoint, asked
         )
         self._hold(session)
         try:
-            session.stored = await self._store(session, request.headers)
+            session.stored = await self._store(session, body.data, request.headers)
         except BaseException:
             session.stored = True  # it may be, later
             self._end(session, "dropped")
             raise
-        tape.body = b""
         self._sessions[session.digest] = session
         tape.begin(lambda: self._written(session))
-        return await self._read(request, session, answering, form.reader(""))
+        return session, writer
 
     def _hold(self, session: Session) -> None:
         if session.lease is not None:
             session.lease.hold()
             session.lease.answered_instead_by(session.used)
 
-    async def _store(self, session: Session, headers: Mapping[str, str]) -> bool:
+    async def _store(self, session: Session, body: bytes, headers: Mapping[str, str]) -> bool:
         """False where streams take all the space that they may, or the disk refuses: then it cannot be resumed."""
         config, answering = self._config, session.answering
         record = StreamRecord(
             answering.call.chat,
-            session.tape.body,
+            body,
             {name: headers[name] for name in _HEADERS if name in headers},
             session.requests,
             answering.base_id,
-            session.created_s,
+            answering.created_s,
             self._model,
-            session.form.kind,
-            session.form.beside(),
+            session.endpoint.kind,
+            session.asked.beside(),
         )
         own = config.resume_bytes * (config.owner_share if self._owners.several else 1.0)
         try:
@@ -172,23 +173,25 @@ class Resumption:
     # -- Readers ---------------------------------------------------------------------------------------------------
 
     async def _read(
-        self, request: web.Request, session: Session, answering: Answering, reader: Reader
+        self, request: web.Request, session: Session, answering: Answering, writer: Writer
     ) -> web.StreamResponse:
+        endpoint = session.endpoint
+        events = self._stream_to(endpoint, request, session.token if session.stored else "")
         try:
-            return await reader.stream(self._connection(request, session.token if session.stored else ""), answering)
+            sending = answering.outlet.run(answering, writer, events, endpoint.quiet_s)
+            return await events.carry(sending, writer.failed)
         finally:
-            session.told = session.told or reader.started
+            session.told = session.told or events.started
             self._left(session, answering)
 
-    def _connection(self, request: web.Request, token: str) -> Connection:
-        headers = {REQUEST_ID_HEADER: request[HTTP_ID], **({RESUME_HEADER: token} if token else {})}
-        return Connection(request, headers, self._config.write_timeout_s, self._log)
+    def _stream_to(self, endpoint: Endpoint, request: web.Request, token: str) -> EventStream:
+        return self._generator.stream_to(endpoint, request, {RESUME_HEADER: token} if token else {})
 
     def _left(self, session: Session, answering: Answering) -> None:
         """A reader has ended."""
         if session.over or session.answering is not answering:
             return
-        if session.form.complete(answering):
+        if len(answering.ended) == len(answering.choices) and session.asked.kept is not None:
             self._end(session, "done")
         elif session.tape.error is not None:
             # What another gateway may finish is left to it; any other error stays what the stream ended with.
@@ -201,13 +204,13 @@ class Resumption:
 
     def _keep(self, session: Session) -> None:
         """Its client went away: it goes on for a while, read to nowhere."""
-        answering = self._another(session, session.form.reader(""))
-        session.unread = asyncio.create_task(self._read_to_nowhere(session, answering), name="unread stream")
+        answering, writer = self._another(session, seen_of(session.endpoint.kind, "", len(session.requests)))
+        session.unread = asyncio.create_task(self._read_to_nowhere(session, answering, writer), name="unread stream")
         session.grace = asyncio.get_running_loop().call_later(self._config.resume_s, self._end, session, "dropped")
 
-    async def _read_to_nowhere(self, session: Session, answering: Answering) -> None:
+    async def _read_to_nowhere(self, session: Session, answering: Answering, writer: Writer) -> None:
         try:
-            await session.form.unread(answering)
+            await answering.outlet.run(answering, writer, Nowhere())
         except RequestError:
             pass  # it is on the tape
         except Exception:
@@ -217,17 +220,14 @@ class Resumption:
             if session.unread is asyncio.current_task():
                 self._left(session, answering)
 
-    def _another(self, session: Session, reader: Reader) -> Answering:
+    def _another(self, session: Session, seen: Place | int) -> tuple[Answering, Writer]:
         """For another reader, behind its place; the one before is told so. Raises a 400 `RequestError`, and nothing
         changes then."""
-        old, tape, generation = session.answering, session.tape, session.generation
-        times = Generation(generation.times, Mailbox(), generation.entries)
+        old, tape = session.answering, session.tape
         answering = self._generator.unrendered(
-            old.call, session.requests, times, old.base_id, session.created_s, old.reserved
+            old.call, session.requests, old.generation, old.base_id, old.created_s, old.reserved
         )
-        unseen = reader.unseen(
-            answering, tape.log, gaps=session.gaps, ended=lambda index: self._streams.stop(generation, index)
-        )
+        writer = read_on(answering, session.asked.writer(answering), tape.log, seen, gaps=session.gaps)
         session.rendered = max(session.rendered, old.used()[1])
         if session.grace is not None:
             session.grace.cancel()
@@ -236,9 +236,8 @@ class Resumption:
             session.unread = None
         session.answering = answering
         tell(old, taken_over())
-        times.mailbox = unseen
-        tape.read_on(unseen)
-        return answering
+        tape.reader = answering.outlet
+        return answering, writer
 
     # -- The end ---------------------------------------------------------------------------------------------------
 
@@ -252,7 +251,7 @@ class Resumption:
             session.grace.cancel()
         if session.unread is not None and session.unread is not asyncio.current_task():
             session.unread.cancel()
-        self._streams.abandon(session.generation, "no client reads it any more")
+        self._streams.abandon(session.answering.generation, "no client reads it any more")
         session.answering.reserved.release()
         self._settling[session.digest] = asyncio.create_task(self._settle(session, outcome), name="end of a stream")
 
@@ -274,9 +273,10 @@ class Resumption:
         digest, holder, until_s, now_s = session.digest, self._holder, self._until_s(), self._clock.wall_s()
         match outcome:
             case "done":
-                error = session.tape.error
-                cached = [entry.cached_tokens for entry in session.generation.entries]
-                ending = session.form.ending(cached, error)
+                cached = [entry.cached_tokens for entry in session.answering.generation.entries]
+                ending = Ending(cached, completed_at=session.asked.completed_at, kept=bool(session.asked.kept))
+                if (error := session.tape.error) is not None:
+                    ending = structs.replace(ending, message=error.message, status=error.status, type=error.type_)
                 return await self._journal.run(lambda store: store.end(digest, holder, ending, until_s))
             case "left":
                 return await self._journal.run(lambda store: store.leave(digest, holder, until_s))
@@ -329,31 +329,42 @@ class Resumption:
                 await asyncio.wait([settling])
             taken: Taken | None = None
             session = self._sessions.get(digest)
-            if session is not None and session.owner != owner:
-                raise unknown()
-            if session is None:
-                taken = await self._take(digest, owner)
-                call, form = await self._api_of(taken.record.kind).restored(taken.record, owner, taken.ending)
-                self._generator.budget.check(call)
-                reader = form.reader(seen)
-                if taken.ending is None:
-                    session = self._go_on(call, form, taken, token, owner)
-                else:
-                    answering = self._ended(call, taken, reader)
             if session is not None:
-                reader = session.form.reader(seen)
+                if session.owner != owner:
+                    raise unknown()
+                place = seen_of(session.endpoint.kind, seen, len(session.requests))
+            else:
+                taken = await self._take(digest, owner)
+                endpoint, asked = await self._asked_again(taken, owner)
+                place = seen_of(endpoint.kind, seen, len(taken.record.requests))
+                if taken.ending is None:
+                    session = self._go_on(endpoint, asked, taken, token, owner)
+                else:
+                    answering, writer = self._ended(asked, taken, taken.ending, place)
+            if session is not None:
                 try:
-                    answering = self._another(session, reader)
+                    answering, writer = self._another(session, place)
                 except RequestError:
                     if taken is not None:
                         self._keep(session)
                     raise
         if session is not None:
-            return await self._read(request, session, answering, reader)
+            return await self._read(request, session, answering, writer)
+        events = self._stream_to(endpoint, request, token)
         try:
-            return await reader.stream(self._connection(request, token), answering)
+            return await events.carry(answering.outlet.run(answering, writer, events, endpoint.quiet_s), writer.failed)
         finally:
             answering.reserved.release()
+
+    async def _asked_again(self, taken: Taken, owner: str) -> tuple[Endpoint, Asked]:
+        """Raises `RequestError`."""
+        record, ending = taken.record, taken.ending
+        endpoint = next(each for each in self._endpoints if (each.kind, each.chat) == (record.kind, record.chat))
+        asked = await endpoint.read(record.body, record.headers, owner, record.beside)
+        if ending is not None:
+            asked.completed_at, asked.kept = ending.completed_at, ending.kept
+        self._generator.budget.check(asked.call)
+        return endpoint, asked
 
     async def cancel(self, request: web.Request) -> web.Response:
         """DELETE /v1/streams/TOKEN: nothing more of it is wanted."""
@@ -397,15 +408,13 @@ class Resumption:
                 retry_after_s=1.0,
             ) from error
 
-    def _ended(self, call: Call, taken: Taken, reader: Reader) -> Answering:
+    def _ended(self, asked: Asked, taken: Taken, ending: Ending, place: Place | int) -> tuple[Answering, Writer]:
         """Of a stream that is all there."""
-        record, ending = taken.record, taken.ending
-        assert ending is not None
-        now_s = self._clock.now_s()
+        record, call, now_s = taken.record, asked.call, self._clock.now_s()
         entries = [ended_entry(now_s, request, taken.said.get(index)) for index, request in enumerate(record.requests)]
         for entry, cached in zip(entries, ending.cached_tokens, strict=True):
             entry.cached_tokens = cached
-        generation = Generation(GatewayTimes(arrived_s=now_s), Mailbox(), entries)
+        generation = Generation(GatewayTimes(arrived_s=now_s), entries)
         budget, first = self._generator.budget, record.requests[:: call.n]
         reserved = budget.reserve(
             budget.price(call, [r.prompt_tokens for r in first], [r.sampling.max_tokens for r in first])
@@ -414,28 +423,29 @@ class Resumption:
             answering = self._generator.unrendered(
                 call, record.requests, generation, record.base_id, record.created_s, reserved
             )
-            generation.mailbox = reader.unseen(answering, taken.said, gaps=False, ended=lambda index: None)
+            writer = read_on(answering, asked.writer(answering), taken.said, place)
         except BaseException:
             reserved.release()
             raise
         if ending.error is not None:
-            for index in range(len(entries)):
-                generation.mailbox.put(index, error=ending.error)
-        return answering
+            tell(answering, ending.error)
+        return answering, writer
 
-    def _go_on(self, call: Call, form: Form, taken: Taken, token: str, owner: str) -> Session:
+    def _go_on(self, endpoint: Endpoint, asked: Asked, taken: Taken, token: str, owner: str) -> Session:
         """Submits what has not ended again, with the output so far. Raises as a new request does; it may be asked for
         again then."""
-        lease = self._lease_of(owner, call.traffic_class)
+        lease = self._lease_of(owner, asked.call.traffic_class)
         try:
-            return self._offered(call, form, taken, token, owner, lease)
+            return self._offered(endpoint, asked, taken, token, owner, lease)
         except BaseException:
             if lease is not None:
                 lease.free(counts=False)
             raise
 
-    def _offered(self, call: Call, form: Form, taken: Taken, token: str, owner: str, lease: Lease | None) -> Session:
-        record, said = taken.record, taken.said
+    def _offered(
+        self, endpoint: Endpoint, asked: Asked, taken: Taken, token: str, owner: str, lease: Lease | None
+    ) -> Session:
+        record, said, call = taken.record, taken.said, asked.call
         requests = record.requests
         left = [i for i in range(len(requests)) if i not in said or said[i].finish is None]
         name, now_s = f"{record.base_id}-r{uuid.uuid4().hex[:8]}", self._clock.now_s()
@@ -447,7 +457,7 @@ class Resumption:
             [request.sampling.max_tokens for request in first],
             lease,
         )
-        tape = Tape(b"", indexes=left, log=said)
+        tape = Tape(indexes=left, log=said)
         times = GatewayTimes(arrived_s=now_s, judged=None if lease is None else lease.judged)
         try:
             offer = Offered(
@@ -460,28 +470,16 @@ class Resumption:
                 owner=self._owners.share_of(owner),
                 max_tokens_named=call.max_tokens is not None,
             )
-            offered = self._streams.offer(offer, times, tape) if again else Generation(times, tape)
+            offered = self._streams.offer(offer, times, tape) if again else Generation(times)
         except BaseException:
             reserved.release()
             raise
         running = dict(zip(left, offered.entries, strict=True))
         entries = [running.get(i) or ended_entry(now_s, request, said.get(i)) for i, request in enumerate(requests)]
-        generation, unread = Generation(times, tape, entries), Generation(times, Mailbox(), entries)
-        answering = self._generator.unrendered(call, requests, unread, record.base_id, record.created_s, reserved)
+        generation = Generation(times, entries)
+        answering = self._generator.unrendered(call, requests, generation, record.base_id, record.created_s, reserved)
         charged = sum(len(delta.tokens) for delta in said.values()) if taken.charged else None
-        session = Session(
-            token,
-            digest_of(token),
-            owner,
-            tape,
-            generation,
-            answering,
-            requests,
-            record.created_s,
-            lease,
-            form,
-            charged,
-        )
+        session = Session(token, digest_of(token), owner, tape, answering, requests, lease, endpoint, asked, charged)
         session.stored = session.told = session.gaps = True
         self._hold(session)
         self._sessions[session.digest] = session

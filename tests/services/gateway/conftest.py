@@ -34,7 +34,7 @@ from cohort.common.process.service import ServiceContext
 from cohort.common.transport.memory_bus import MemoryNetwork
 from cohort.common.types import Request
 from cohort.services.gateway import service
-from cohort.services.gateway.generation.delta import Mailbox
+from cohort.services.gateway.generation.answering import Outlet
 from cohort.services.gateway.keys import keyring
 from cohort.services.gateway.service import Gateway, load_model
 from cohort.services.gateway.text.tokenizer import Tokenizer
@@ -233,20 +233,20 @@ async def site(open_site: OpenSite) -> AsyncIterator[Site]:
 @pytest.fixture
 def handler_waits(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Returns once a handler waits for tokens and none is still to be written, however busy the machine is."""
-    mailboxes: list[Mailbox] = []
-    made = Mailbox.__init__
+    outlets: list[Outlet] = []
+    made = Outlet.__init__
 
-    def noted(self: Mailbox) -> None:
+    def noted(self: Outlet) -> None:
         made(self)
-        mailboxes.append(self)
+        outlets.append(self)
 
     def writes() -> bool:
         return any(task.get_name() == "write streams" for task in asyncio.all_tasks())
 
     async def waits() -> None:
         async with asyncio.timeout(30):
-            while not any(each._waiting for each in mailboxes) or writes():  # noqa: ASYNC110 -- states of the product
+            while not any(each.waits for each in outlets) or writes():  # noqa: ASYNC110 -- states of the product
                 await asyncio.sleep(0.001)
 
-    monkeypatch.setattr(Mailbox, "__init__", noted)
+    monkeypatch.setattr(Outlet, "__init__", noted)
     return waits

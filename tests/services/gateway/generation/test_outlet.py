@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from cohort.services.gateway.apis import openai_api
-from cohort.services.gateway.generation.delta import Mailbox
+from cohort.services.gateway.generation.answering import Outlet
+from cohort.services.gateway.generation.delta import Delta
 from cohort.services.gateway.http.sse import EventStream
 from tests.services.gateway.cluster import Gate
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site
@@ -37,9 +36,9 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     sent: list[bytes] = []
     soon = EventStream.soon
 
-    def noted(self: EventStream, event: bytes, outbox: Any) -> None:
+    def noted(self: EventStream, event: bytes) -> None:
         sent.append(event)
-        soon(self, event, outbox)
+        soon(self, event)
 
     monkeypatch.setattr(EventStream, "soon", noted)
     return sent
@@ -71,7 +70,7 @@ async def test_events_are_the_same_as_by_the_handlers_task(
         directly = await events_of(site, path, body)
         assert direct, "no event went directly"
         count = len(direct)
-        monkeypatch.setattr(openai_api, "direct_events", lambda *_: None)
+        monkeypatch.setattr(Outlet, "at_once", False)
         by_task = await events_of(site, path, body)
         assert len(direct) == count
     assert directly.keys() == by_task.keys()
@@ -118,29 +117,29 @@ async def test_tokens_that_need_a_look_take_the_usual_way(
     assert not direct
 
 
-async def test_no_token_overtakes_one_that_waits() -> None:
-    mailbox, direct = Mailbox(), []
+async def test_no_token_overtakes_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    outlet, direct = Outlet(), []
 
-    def sends(index: int, tokens: Sequence[int]) -> bool:
+    def sends(_: Outlet, index: int, tokens: list[int]) -> bool:
         direct.extend(tokens)
         return True
 
-    mailbox.direct = sends
-    mailbox.put_plain(0, [1])  # its handler is busy
-    mailbox.put_plain(0, [2])
+    monkeypatch.setattr(Outlet, "_written", sends)
+    outlet.put_tokens(0, [1])  # its handler is busy
+    outlet.put_tokens(0, [2])
     assert not direct
-    assert (await mailbox.next()).tokens == [1, 2]
-    waiting = asyncio.create_task(mailbox.next())
+    assert (await outlet._arrived()).tokens == [1, 2]
+    waiting = asyncio.create_task(outlet._arrived())
     await asyncio.sleep(0)
-    mailbox.put_plain(0, [3])
-    mailbox.put(0, tokens=[4])
-    mailbox.put_plain(0, [5])  # its handler was woken, and has not run yet
+    outlet.put_tokens(0, [3])
+    outlet.put(Delta(0, [4]))
+    outlet.put_tokens(0, [5])  # its handler was woken, and has not run yet
     assert direct == [3]
     assert (await waiting).tokens == [4, 5]
 
 
 async def test_a_client_that_does_not_read_is_not_written_to_for_ever(open_site: OpenSite) -> None:
-    """Beyond what its transport buffers the events wait in the mailbox, merged; they arrive once it reads."""
+    """Beyond what its transport buffers the events wait in the outlet, merged; they arrive once it reads."""
     tokens = 6000
 
     def long(request: Any) -> list[int]:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
 
+from cohort.common.errors import RequestError
+from cohort.common.types import FinishReason
 from cohort.services.gateway.generation.answering import Outlet
-from cohort.services.gateway.generation.delta import Delta
+from cohort.services.gateway.generation.delta import Caller, Delta, GatewayTimes, Generation
+from cohort.services.gateway.generation.preparation import Reservation, prepare
 from cohort.services.gateway.http.sse import EventStream
+from cohort.services.gateway.resume.resume_marks import read_on, seen_of
+from cohort.services.gateway.resume.resume_session import ended_entry
 from tests.services.gateway.cluster import Gate
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site
+from tests.services.gateway.named_events import named_stream
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 100}
 TEXT = {"model": "tiny", "prompt": "x", "max_tokens": 100}
@@ -80,6 +88,34 @@ async def test_events_are_the_same_as_by_the_handlers_task(
         assert _frames(events) == _frames(by_task[index])
 
 
+NAMED = [
+    ("/v1/responses", {"model": "tiny", "input": "x", "store": False}, "response.output_text.delta"),
+    ("/v1/messages", {"model": "tiny", "messages": CHAT["messages"], "max_tokens": 100}, "content_block_delta"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "plain"), NAMED)
+async def test_named_events_are_the_same_too(
+    open_site: OpenSite,
+    direct: list[bytes],
+    handler_waits: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+    plain: str,
+) -> None:
+    async with open_site() as site:
+        site.manager.gate = handler_waits
+        directly = await named_stream(site, path, body)
+        assert direct and all(event.startswith(b"event: %b\n" % plain.encode()) for event in direct)
+        monkeypatch.setattr(Outlet, "at_once", False)
+        by_task = await named_stream(site, path, body)
+    assert [event["type"] for event in directly] == [event["type"] for event in by_task]
+    assert [event["delta"] for event in directly if event["type"] == plain] == [
+        event["delta"] for event in by_task if event["type"] == plain
+    ]
+
+
 @pytest.mark.parametrize("choices", [1, 3])
 async def test_tokens_of_a_resumable_stream_go_directly_with_their_places(
     open_site: OpenSite, direct: list[bytes], handler_waits: Gate, choices: int
@@ -136,6 +172,139 @@ async def test_no_token_overtakes_one_that_waits(monkeypatch: pytest.MonkeyPatch
     outlet.put_tokens(0, [5])  # its handler was woken, and has not run yet
     assert direct == [3]
     assert (await waiting).tokens == [4, 5]
+
+
+class Reads:
+    """A sink whose client keeps up now and then."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+        self.events: list[bytes] = []
+        self.always = False
+
+    @property
+    def keeps_up(self) -> bool:
+        return bool(self.events) and (self.always or self._random.random() < 0.8)
+
+    def soon(self, event: bytes) -> None:
+        self.events.append(event)
+
+    async def send(self, events: Sequence[bytes]) -> None:
+        self.events += events
+        await asyncio.sleep(0)
+
+
+BODIES: list[tuple[int, dict[str, Any]]] = [
+    (0, TEXT),
+    (0, {**TEXT, "n": 3, "stream_options": {"include_usage": True}}),
+    (0, {**TEXT, "stop": ["zzz"]}),
+    (1, CHAT),
+    (2, NAMED[0][1]),
+    (3, NAMED[1][1]),
+]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(("which", "body"), BODIES)
+async def test_however_tokens_come_their_client_reads_the_same(
+    open_site: OpenSite, which: int, body: dict[str, Any], marked: bool
+) -> None:
+    """Any tokens, also parts of characters, in any portions, to handlers and clients that are busy or not."""
+    async with open_site() as site:
+        generator = site.gateway.generator
+        endpoint = site.gateway._resumption._endpoints[which]
+        asked = await endpoint.read(json.dumps({**body, "stream": True}).encode(), {}, "")
+        card, at_once = generator.served.card, 0
+        for seed in range(40):
+            random = Random(seed)
+            requests = prepare(
+                asked.call, [[5]], base_id="r", gateway="g", seed=1, arrival_s=0.0, card=card, max_tokens_of=[99]
+            )
+            left = {index: random.choices(range(100, 400), k=random.randint(1, 30)) for index in range(len(requests))}
+            whole = {index: generator.served.tokenizer.decode(left[index], skip_special=True) for index in left}
+            entries = [ended_entry(0.0, request, None) for request in requests]
+            answering = generator.unrendered(
+                asked.call, requests, Generation(GatewayTimes(0.0), entries), "r", 1.0, Reservation(generator.budget, 0)
+            )
+            writer, sink = asked.writer(answering), Reads(random)
+            if marked:
+                writer = read_on(answering, writer, {}, seen_of(endpoint.kind, "", len(requests)))
+            running = asyncio.create_task(answering.outlet.run(answering, writer, sink))
+            while left:
+                index = random.choice(list(left))
+                taken, left[index] = left[index][: (count := random.randint(1, 3))], left[index][count:]
+                before = len(sink.events)
+                if left[index]:
+                    answering.outlet.put_tokens(index, taken)
+                else:
+                    answering.outlet.put(Delta(index, taken, finish=FinishReason.LENGTH))
+                    del left[index]
+                at_once += len(sink.events) > before
+                for _ in range(random.randint(0, 4)):
+                    await asyncio.sleep(0)
+            await running
+            assert _read(sink.events) == whole, seed
+            if marked and which >= 2:
+                ids = [int(event[4 : event.index(b"\n")]) for event in sink.events if event.startswith(b"id: ")]
+                assert ids == list(range(len(ids)))
+        assert bool(at_once) == ("stop" not in body)
+
+
+async def test_a_stream_is_quiet_only_when_nothing_was_sent_for_so_long(open_site: OpenSite) -> None:
+    quiet_s, quiet, loop = 0.05, 0, asyncio.get_running_loop()
+    async with open_site() as site:
+        generator = site.gateway.generator
+        asked = await site.gateway._resumption._endpoints[3].read(json.dumps(NAMED[1][1]).encode(), {}, "")
+        answering = await generator.begin(asked.call, 9, Caller("", "", 0.0), Outlet())
+        writer, sink, heard_s = asked.writer(answering), Reads(Random(1)), loop.time()
+
+        def noted() -> list[bytes]:
+            nonlocal quiet
+            quiet += 1
+            assert loop.time() - heard_s > 0.9 * quiet_s
+            return []
+
+        writer.quiet = noted  # type: ignore[method-assign]
+        sink.always = True
+        running = asyncio.create_task(answering.outlet.run(answering, writer, sink, quiet_s))
+        answering.outlet.put(Delta(0, [300]))
+        for _ in range(10):
+            await asyncio.sleep(0.03)
+            answering.outlet.put_tokens(0, [300])
+            heard_s = loop.time()
+        while not quiet:  # noqa: ASYNC110 -- nothing happens: that is what is waited for
+            await asyncio.sleep(0.01)
+        answering.outlet.put(Delta(0, [300], finish=FinishReason.LENGTH))
+        await running
+        generator.release(answering)
+
+
+def _read(events: list[bytes]) -> dict[int, str]:
+    """The text of each choice."""
+    texts: dict[int, str] = {}
+    for event in events:
+        data = json.loads(event[event.index(b"data: ") + 6 :]) if b"[DONE]" not in event else {}
+        for choice in data.get("choices", ()):
+            text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            texts[choice["index"]] = texts.get(choice["index"], "") + text
+        if data.get("type") in ("response.output_text.delta", "content_block_delta"):
+            delta = data["delta"]
+            texts[0] = texts.get(0, "") + (delta if isinstance(delta, str) else delta["text"])
+    return texts
+
+
+async def test_tokens_before_an_error_are_sent_before_it(open_site: OpenSite) -> None:
+    async with open_site() as site:
+        generator = site.gateway.generator
+        asked = await site.gateway._resumption._endpoints[0].read(json.dumps(TEXT).encode(), {}, "")
+        answering = await generator.begin(asked.call, 9, Caller("", "", 0.0), Outlet())
+        answering.outlet.put(Delta(0, site.tokenizer.encode("so far", special_tokens=False)))
+        answering.outlet.put(Delta(0, error=RequestError("broken", status=503)))
+        sink = Reads(Random(1))
+        with pytest.raises(RequestError, match="broken"):
+            await answering.outlet.run(answering, asked.writer(answering), sink)
+        assert _read(sink.events) == {0: "so far"} and answering.used()[1] > 0
+        generator.release(answering)
 
 
 async def test_a_client_that_does_not_read_is_not_written_to_for_ever(open_site: OpenSite) -> None:

@@ -1,7 +1,7 @@
 """Structured logs: one event per line on stderr, JSON for machines or coloured for a terminal.
 
 Called once by `service.py` at start; `log_levels.py` changes it. Every event carries service, instance and,
-inside `request_scope`, the request id; lines of the standard library's logging (aiohttp, asyncio, uvloop) take the same
+while one is handled, the request's id; lines of the standard library's logging (aiohttp, asyncio, uvloop) take the same
 way. Also decides that no error vanishes: unhandled exceptions of tasks, threads and callbacks are logged with their
 traceback.
 """
@@ -13,7 +13,6 @@ import logging
 import sys
 import threading
 from collections.abc import Mapping, MutableMapping
-from contextlib import AbstractContextManager
 from typing import Any, TextIO
 
 import msgspec
@@ -88,11 +87,6 @@ def set_log_level(level: str) -> None:
 
 def log_level() -> str:
     return logging.getLevelName(logging.getLogger().level).lower()
-
-
-def request_scope(request_id: str) -> AbstractContextManager[None]:
-    """Every event logged inside, in this task and in tasks it starts, names the request."""
-    return structlog.contextvars.bound_contextvars(request_id=request_id)
 
 
 def log_loop_errors(loop: asyncio.AbstractEventLoop, logger: structlog.stdlib.BoundLogger) -> None:

@@ -160,6 +160,7 @@ class Gateway:
             gateway.host, gateway.allowed_hosts, open_=not self._keyring.required, option="gateway.allowed_hosts"
         )
         traces = [request_trace.middleware(self._tracing, self._context.clock)] if self._tracing else []
+        limits = [self._tenants.middleware()] if self._keyring.required else []
         application = web.Application(
             middlewares=[
                 self._handover.middleware(),
@@ -168,13 +169,14 @@ class Gateway:
                 answer_everything(self._context.log),
                 refuse_foreign_pages(guard),
                 require_key(self._keyring),
-                self._tenants.middleware(),
+                *limits,
                 refuse_other_bodies,
                 invite_bodies,
             ],
             client_max_size=gateway.max_body_bytes,
         )
-        application.on_response_prepare.append(self._tenants.name_limits)
+        if self._keyring.required:
+            application.on_response_prepare.append(self._tenants.name_limits)
         application.on_response_prepare.append(self._handover.end_connection)
         pages = ApiPages(keys=self._keyring.required, model=self._card.name)
         apis = (self._api, self._resumption, self._responses, self._messages, batches, self._tokens, self._tenants)
@@ -193,6 +195,7 @@ class Gateway:
                 answer=answer,
                 several_owners=self._owners.several,
                 online_waiting=lambda: self._machine.ledger.waiting_online,
+                online_placed=self.streams.online_placed,
                 clock=self._context.clock,
                 metrics=self._context.metrics,
                 log=self._context.log,
@@ -200,7 +203,6 @@ class Gateway:
             self._kept.opened(self._database(), self._context.log),
             aclosing(self._resumption),
         ):
-            self.streams.on_online_placed = batches.online_placed
             await self._serve(batches)
 
     def _database(self) -> Path:

@@ -1,6 +1,6 @@
 """Whose turn it is: how many lines of batches may be in work, so that batches fill what online requests leave.
 
-Called by `batch_runner.py` before and after every line; told by `streams.py` when no online request waits any more.
+Called by `batch_runner.py` before and after every line.
 Decides only when a line may start: a running line is never taken back here, the workers' own policies do that.
 """
 
@@ -16,12 +16,13 @@ class Turns:
     """At most `limit` lines at a time; while an online request waits for a worker, no new one beyond `busy_limit`.
     First come, first served, so that batches that run at the same time advance alike."""
 
-    def __init__(self, limit: int, busy_limit: int, online_waiting: Callable[[], int]) -> None:
+    def __init__(self, limit: int, busy_limit: int, online_waiting: Callable[[], int], changed: asyncio.Event) -> None:
+        """`changed` is set, also by others, when there may be a turn: say, no online request waits any more."""
         self._limit = limit
         self._busy_limit = min(limit, busy_limit)
         self._online_waiting = online_waiting
         self._queue = asyncio.Lock()
-        self._changed = asyncio.Event()
+        self._changed = changed
         self.taken = 0
         self._limited: Counter[str] = Counter()
         self._freed = asyncio.Event()
@@ -36,10 +37,6 @@ class Turns:
 
     def give_back(self) -> None:
         self.taken -= 1
-        self._changed.set()
-
-    def look_again(self) -> None:
-        """No online request waits any more."""
         self._changed.set()
 
     async def free(self, owner: str) -> None:

@@ -35,7 +35,7 @@ BUSY_CONCURRENCY = 1
 class Batches:
     """Made by `opened`; usable until that ends. Without `work`, files and batches are answered with 503."""
 
-    def __init__(self, work: tuple[BatchApi, BatchRunner, Turns] | None) -> None:
+    def __init__(self, work: tuple[BatchApi, BatchRunner] | None) -> None:
         self._work = work
 
     def routes(self) -> list[web.RouteDef]:
@@ -54,11 +54,6 @@ class Batches:
         await asyncio.Event().wait()
         raise AssertionError("unreachable: nothing sets the event")
 
-    def online_placed(self) -> None:
-        """No online request waits for a worker any more."""
-        if self._work is not None:
-            self._work[2].look_again()
-
     @classmethod
     @asynccontextmanager
     async def opened(
@@ -68,11 +63,13 @@ class Batches:
         answer: AnswerLine,
         several_owners: bool,
         online_waiting: Callable[[], int],
+        online_placed: asyncio.Event,
         clock: Clock,
         metrics: MetricFactory,
         log: structlog.stdlib.BoundLogger,
     ) -> AsyncIterator[Batches]:
-        """Raises `ConfigError` when the folder cannot be used, or its database is of another version."""
+        """`online_placed` is set whenever no online request waits for a worker any more. Raises `ConfigError` when the
+        folder cannot be used, or its database is of another version."""
         folder = BatchFolder(config.batch, config.gateway.port, shared=config.gateway.processes > 1)
         own_metrics = BatchMetrics(metrics)
         own_metrics.usable().set(0)
@@ -85,7 +82,7 @@ class Batches:
                 return
             try:
                 own_metrics.usable().set(1)
-                turns = Turns(config.batch.concurrency, BUSY_CONCURRENCY, online_waiting)
+                turns = Turns(config.batch.concurrency, BUSY_CONCURRENCY, online_waiting, online_placed)
                 quota = Quota(config.batch, several_owners=several_owners, gateways=config.gateway.processes)
                 runner = BatchRunner(
                     config=config.batch,
@@ -111,7 +108,7 @@ class Batches:
                     log=log,
                 )
                 async with _left_parts_removed(folder, log):
-                    yield cls((api, runner, turns))
+                    yield cls((api, runner))
             finally:
                 await asyncio.to_thread(store.close)
         finally:

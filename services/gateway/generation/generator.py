@@ -309,7 +309,7 @@ class Generator:
             model=call.adapter or self.served.card.name,
             reserved=reserved,
             singly=call.tools is not None and not call.tools.parallel,
-            readers=_tool_readers(call, len(requests), stable_id(base_id, repr(created_s))),
+            readers=_tool_readers(call, len(requests), base_id, created_s),
         )
 
     def _choice(self, call: Call, request: Request, stops: StopAutomaton) -> Choice:
@@ -362,8 +362,9 @@ class Generator:
         self.host.metrics.rejections(self.config.default_class, str(error.status), reason).inc()
 
 
-def _tool_readers(call: Call, count: int, ids: str) -> list[ToolReader]:
+def _tool_readers(call: Call, count: int, base_id: str, created_s: float) -> list[ToolReader]:
     tools = call.tools
     if tools is None:
         return []
+    ids = stable_id(base_id, repr(created_s))
     return [ToolReader(tools.format, parallel=tools.parallel, ids=f"{ids}-{index}") for index in range(count)]

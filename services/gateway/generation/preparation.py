@@ -176,6 +176,7 @@ class RequestBudget:
     def __init__(self, config: GatewayConfig, longest_token: int) -> None:
         """`longest_token`: characters a token has at most; 0 = a text's length says nothing about its tokens."""
         self._config = config
+        self._most = config.own_open_work
         self._longest_token = longest_token
         self._open = 0
 
@@ -206,7 +207,7 @@ class RequestBudget:
 
     def reserve(self, price: Price) -> Reservation:
         """To be released when the request ends. Raises a 429 `RequestError` as long as others hold too much."""
-        units, most = price.beyond_plain, self._config.own_open_work
+        units, most = price.beyond_plain, self._most
         if units and self._open + units > most:
             if units > most:
                 raise RequestError(

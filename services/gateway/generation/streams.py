@@ -79,8 +79,8 @@ class Streams:
         """What it would become; nothing of an estimate."""
         self._refusal: RequestError | None = None
         self._online_waited = False
-        self.on_online_placed: Callable[[], None] = lambda: None
-        """Called when the last online request that waited for a worker has one, or is gone."""
+        self.online_placed = asyncio.Event()
+        """Set when the last online request that waited for a worker has one, or is gone."""
         self.on_told: Callable[[], None] = lambda: None
         """Called whenever something happened, time included."""
 
@@ -129,7 +129,7 @@ class Streams:
         self.stats.totals(self.ledger.dropped_tokens_total, self._machine.default_predictions_total)
         if self._online_waited and not self.ledger.waiting_online:
             self._online_waited = False
-            self.on_online_placed()
+            self.online_placed.set()
         self.on_told()
 
     def end(self) -> None:

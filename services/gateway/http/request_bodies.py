@@ -105,6 +105,7 @@ class RequestBodies:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
+        self._most = config.own_bodies_bytes
         self._largest = min(config.max_body_bytes, config.max_bodies_bytes)
         self.in_flight_bytes = 0
 
@@ -143,10 +144,10 @@ class RequestBodies:
         """`count` bytes more of a body have arrived."""
         if held.bytes + count > self._largest:
             raise self._too_large()
-        if self.in_flight_bytes + count > self._config.own_bodies_bytes:
+        if self.in_flight_bytes + count > self._most:
             raise RequestError(
                 f"{self.in_flight_bytes} bytes of other requests are being read, gateway.max_bodies_bytes is "
-                f"{self._config.own_bodies_bytes}{self._config.of_all}. Please retry later.",
+                f"{self._most}{self._config.of_all}. Please retry later.",
                 status=429,
                 type_="rate_limit_error",
                 retry_after_s=RETRY_S,

@@ -17,7 +17,6 @@ from aiohttp.typedefs import Handler, Middleware
 
 from cohort.common.errors import ConfigError, RequestError
 from cohort.common.http.browsers import BrowserGuard
-from cohort.common.process.logs import request_scope
 from cohort.services.gateway.http.error_shapes import retry_after, shaped_error
 from cohort.services.gateway.keys.keyring import Key, Keyring
 
@@ -63,7 +62,7 @@ def answer_everything(log: structlog.stdlib.BoundLogger) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         http_id = request[HTTP_ID] = _http_id(request)
-        with request_scope(http_id):
+        with structlog.contextvars.bound_contextvars(request_id=http_id):  # in each line of the log
             try:
                 response = await handler(request)
             except RequestError as error:

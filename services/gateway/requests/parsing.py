@@ -284,8 +284,7 @@ def _call(
     n = kept = body.n or 1
     if body.best_of is not None and body.best_of != n:
         n = _best_of(body.best_of, n, chat=own.chat, stream=bool(body.stream))
-    most = min(config.max_n, config.own_waiting_requests // max(1, len(own.prompts)))
-    if n > most:
+    if n > 1 and n > (most := min(config.max_n, config.own_waiting_requests // max(1, len(own.prompts)))):
         name = "n" if n == kept else "best_of"
         raise RequestError(f"{name} is {n}, but at most {most} choices per prompt are served here.", param=name)
     if body.use_beam_search:

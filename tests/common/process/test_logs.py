@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from cohort.common.config import LoggingConfig
-from cohort.common.process.logs import configure_logging, log_loop_errors, request_scope
+from cohort.common.process.logs import configure_logging, log_loop_errors
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ async def test_request_scope_follows_its_tasks_and_ends() -> None:
         log.info("inside a task")
         logging.getLogger("some.library").warning("inside %s", "a library")
 
-    with request_scope("req-1"):
+    with structlog.contextvars.bound_contextvars(request_id="req-1"):
         await asyncio.create_task(work())
     log.info("after")
     assert [event.get("request_id") for event in events(stream)] == ["req-1", "req-1", None]

@@ -13,7 +13,7 @@ async def settle() -> None:
 
 
 async def test_a_limit_and_first_come() -> None:
-    turns = Turns(2, 1, lambda: 0)
+    turns = Turns(2, 1, lambda: 0, asyncio.Event())
     order: list[str] = []
 
     async def take(name: str) -> None:
@@ -34,7 +34,8 @@ async def test_a_limit_and_first_come() -> None:
 
 async def test_nothing_new_starts_while_an_online_request_waits() -> None:
     waiting = 1
-    turns = Turns(10, 1, lambda: waiting)
+    changed = asyncio.Event()
+    turns = Turns(10, 1, lambda: waiting, changed)
     await turns.take()
     second = asyncio.create_task(turns.take())
     await settle()
@@ -42,13 +43,13 @@ async def test_nothing_new_starts_while_an_online_request_waits() -> None:
     waiting = 0
     await settle()
     assert not second.done()
-    turns.look_again()
+    changed.set()
     await settle()
     assert second.done() and turns.taken == 2
 
 
 async def test_the_busy_limit_never_exceeds_the_limit() -> None:
-    turns = Turns(1, 5, lambda: 1)
+    turns = Turns(1, 5, lambda: 1, asyncio.Event())
     await turns.take()
     second = asyncio.create_task(turns.take())
     await settle()
@@ -59,7 +60,7 @@ async def test_the_busy_limit_never_exceeds_the_limit() -> None:
 
 
 async def test_a_cancelled_wait_lets_the_next_one_in() -> None:
-    turns = Turns(1, 1, lambda: 0)
+    turns = Turns(1, 1, lambda: 0, asyncio.Event())
     await turns.take()
     first, second = asyncio.create_task(turns.take()), asyncio.create_task(turns.take())
     await settle()
@@ -71,7 +72,7 @@ async def test_a_cancelled_wait_lets_the_next_one_in() -> None:
 
 
 async def test_a_line_that_waits_for_its_keys_limits_lends_its_turn_and_keeps_its_siblings_back() -> None:
-    turns = Turns(1, 1, lambda: 0)
+    turns = Turns(1, 1, lambda: 0, asyncio.Event())
     await turns.take()
     with turns.waiting("one"):
         await turns.take()  # another key's line

@@ -109,14 +109,14 @@ class Resumption:
             asked = await endpoint.read(body.data, request.headers, body.caller.owner)
             refuse_unkeepable(request.headers[RESUME_HEADER], asked.call)
             answering = await self._generator.begin(asked.call, len(body.data), body.caller, tape)
-        writer = read_on(answering, asked.writer(answering), {}, seen_of(endpoint.kind, "", len(answering.choices)))
-        tape.reader = answering.outlet
         requests = [entry.request for entry in answering.generation.entries]
         session = Session(
             token, digest_of(token), body.caller.owner, tape, answering, requests, body.caller.lease, endpoint, asked
         )
         self._hold(session)
         try:
+            writer = read_on(answering, asked.writer(answering), {}, seen_of(endpoint.kind, "", len(requests)))
+            tape.reader = answering.outlet
             session.stored = await self._store(session, body.data, request.headers)
         except BaseException:
             session.stored = True  # it may be, later

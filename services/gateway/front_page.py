@@ -1,11 +1,18 @@
-"""`GET /`: a browser is led to a page, a program is told what this is and where everything lies.
+"""`GET /`: a browser is led to a page, a program is told what this is and where everything lies; `GET /chat`: a small
+page to try the model with.
 
 A browser on the machine itself goes to the live page of the monitor, which listens on loopback unless configured
 otherwise; any other browser, which might not reach that, goes to the API's own pages. Where it is led comes from the
-configuration alone, never from what the request says. Called by aiohttp; decides nothing about requests.
+configuration alone, never from what the request says.
+
+The chat page is served by the gateway itself, so that it talks to its own origin: no other origin has to be let in, TLS
+and names are those of the API, and keys work as for every client. The page itself needs no key; what it sends to
+`/v1/chat/completions` does. Called by aiohttp; decides nothing about requests.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import msgspec
 from aiohttp import web
@@ -14,11 +21,13 @@ import cohort
 from cohort.common.config import Config
 from cohort.common.http.browsers import host_name
 from cohort.common.http.exposure import is_loopback
-from cohort.services.gateway.chat_page import CHAT_PATH
+from cohort.common.http.static_pages import page_routes
 from cohort.services.gateway.requests.model_card import ModelCard
 
+CHAT_PATH = "/chat"
 DOCS_PATH = "/docs"
 OPENAPI_PATH = "/openapi.json"
+_FOLDER = Path(__file__).parent / "static"
 
 
 class Front(msgspec.Struct, frozen=True):
@@ -58,3 +67,8 @@ class FrontPage:
             links["live_page"] = live
         body = msgspec.json.encode(Front("cohort", cohort.__version__, self._model, links))
         return web.Response(body=body, content_type="application/json", headers=headers)
+
+
+class ChatPage:
+    def routes(self) -> list[web.RouteDef]:
+        return page_routes(_FOLDER, index_at=CHAT_PATH, files_under=f"{CHAT_PATH}/")

@@ -40,8 +40,7 @@ from cohort.services.gateway.batches.batch_objects import (
     FileObject,
     Page,
 )
-from cohort.services.gateway.chat_page import CHAT_PATH
-from cohort.services.gateway.front_page import DOCS_PATH, OPENAPI_PATH, Front
+from cohort.services.gateway.front_page import CHAT_PATH, DOCS_PATH, OPENAPI_PATH, Front
 from cohort.services.gateway.generation.openai_shapes import (
     Answer,
     ChatChoice,

@@ -50,8 +50,7 @@ from cohort.services.gateway.apis.token_api import TokenApi
 from cohort.services.gateway.batches.batch_files import BatchFolder
 from cohort.services.gateway.batches.batch_lines import AnswerLine
 from cohort.services.gateway.batches.batches import Batches
-from cohort.services.gateway.chat_page import ChatPage
-from cohort.services.gateway.front_page import FrontPage
+from cohort.services.gateway.front_page import ChatPage, FrontPage
 from cohort.services.gateway.generation import request_trace
 from cohort.services.gateway.generation.generator import GatewayHost, Generator
 from cohort.services.gateway.generation.streams import Streams

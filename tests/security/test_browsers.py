@@ -20,8 +20,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from cohort.common.http.browsers import BrowserGuard
 from cohort.common.http.static_pages import SHARED
-from cohort.services.gateway import chat_page
-from cohort.services.gateway.chat_page import CHAT_PATH
+from cohort.services.gateway import front_page
+from cohort.services.gateway.front_page import CHAT_PATH
 from cohort.services.global_monitor import server as live_page
 from cohort.services.global_monitor.aggregate import Cluster
 from cohort.services.global_monitor.feed import LiveFeed
@@ -261,7 +261,7 @@ def _named(html: str) -> list[str]:
     return found
 
 
-_FOLDERS = (SHARED, Path(live_page.__file__).parent / "static", Path(chat_page.__file__).parent / "static")
+_FOLDERS = (SHARED, Path(live_page.__file__).parent / "static", Path(front_page.__file__).parent / "static")
 _FILES = [path for folder in _FOLDERS for path in sorted(folder.iterdir())]
 
 

@@ -28,9 +28,8 @@ from cohort.services.gateway.apis.responses_api_bodies import (
 )
 from cohort.services.gateway.generation.choice import Piece
 from cohort.services.gateway.generation.openai_shapes import Extras, Usage
-from cohort.services.gateway.generation.tool_calls import CallDelta
+from cohort.services.gateway.generation.tool_calls import CallDelta, stable_id
 from cohort.services.gateway.http.service_headers import printable
-from cohort.services.gateway.text.stable_ids import stable_id
 
 
 class OutputText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):

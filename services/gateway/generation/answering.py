@@ -34,9 +34,8 @@ from cohort.services.gateway.generation.openai_shapes import (
     usage_of,
 )
 from cohort.services.gateway.generation.preparation import Reservation
-from cohort.services.gateway.generation.tool_calls import CallDelta, ToolReader, whole_deltas
+from cohort.services.gateway.generation.tool_calls import CallDelta, ToolReader, stable_id, whole_deltas
 from cohort.services.gateway.requests.parsing import Call
-from cohort.services.gateway.text.stable_ids import stable_id
 from cohort.services.gateway.text.tokenizer import TokenText
 
 # Tokens whose log-probabilities are written at a time: a few milliseconds of the event loop, with twenty each.

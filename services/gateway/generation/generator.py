@@ -36,7 +36,7 @@ from cohort.services.gateway.generation.openai_shapes import ChatShape, Completi
 from cohort.services.gateway.generation.preparation import Price, RequestBudget, Reservation, output_limits, prepare
 from cohort.services.gateway.generation.request_trace import TRACE
 from cohort.services.gateway.generation.streams import Streams
-from cohort.services.gateway.generation.tool_calls import ToolReader
+from cohort.services.gateway.generation.tool_calls import ToolReader, stable_id
 from cohort.services.gateway.http.request_bodies import RequestBodies
 from cohort.services.gateway.http.service_headers import RESUME_HEADER
 from cohort.services.gateway.http.sse import EventStream, Outbox
@@ -46,9 +46,7 @@ from cohort.services.gateway.keys.owners import Owners
 from cohort.services.gateway.requests.model_card import Served
 from cohort.services.gateway.requests.parsing import Call, Reader
 from cohort.services.gateway.text.grammar_process import GrammarCompiler
-from cohort.services.gateway.text.stable_ids import stable_id
-from cohort.services.gateway.text.tokenizer import TokenText
-from cohort.services.gateway.text.truncation import latest_turns
+from cohort.services.gateway.text.tokenizer import TokenText, latest_turns
 
 # Request ids of clients that may become part of ours (they travel through logs and file names).
 _PLAIN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")

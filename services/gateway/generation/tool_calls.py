@@ -11,16 +11,18 @@ White space around calls is dropped. Called by `answering.py`; knows no tokens a
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
+import string
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from cohort.services.gateway.requests.tools import ToolFormat
-from cohort.services.gateway.text.stable_ids import stable_id, stable_letters
 
+_ALPHANUMERIC = string.ascii_letters + string.digits
 END = ""
 """What a reader gets after the last character."""
 _HEAD_CHARACTERS = 512
@@ -330,3 +332,21 @@ def call_id(format_: ToolFormat, ids: str, number: int) -> str:
     if format_.family == "mistral":  # whose templates take ids of nine letters and digits only
         return stable_letters(9, ids, number)
     return f"call_{stable_id(ids, number)[:24]}"
+
+
+# -- Ids that are made again wherever an answer is written again, perhaps by another gateway: random ones would differ
+# ------
+
+
+def stable_id(*parts: str | int) -> str:
+    """32 hexadecimal digits, the same for the same parts."""
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+def stable_letters(count: int, *parts: str | int) -> str:
+    """Letters and digits, at most 21 of them, the same for the same parts."""
+    number, letters = int(stable_id(*parts), 16), []
+    for _ in range(count):
+        number, digit = divmod(number, len(_ALPHANUMERIC))
+        letters.append(_ALPHANUMERIC[digit])
+    return "".join(letters)

@@ -21,7 +21,8 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +34,7 @@ from cohort.services.gateway.text.template_process import ChatRenderer, Template
 
 # About two milliseconds of encoding; a thread switch costs a tenth of one.
 INLINE_CHARACTERS = 4096
+Messages = Sequence[Mapping[str, Any]]
 # A window ending in this character may still be waiting for the rest of it …
 REPLACEMENT = "\ufffd"
 # … but a character has at most four bytes: after more tokens than that it is what the model meant.
@@ -364,3 +366,43 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+
+
+# -- A conversation that is longer than the model's context, without its oldest turns
+# -------------------------------------
+
+
+async def latest_turns(
+    messages: Messages, most_tokens: int, encode: Callable[[Messages], Awaitable[list[int]]]
+) -> list[int]:
+    """The tokens of the messages without as many of their oldest turns as it takes to be at most so many; of the last
+    turn alone where that is too long too. What stands before the first turn (instructions, tools) stays; a turn goes as
+    a whole, from one message of the user's to the next, so that no result is left without its call. As few go as are
+    needed, found by bisection: a handful of renderings. `encode` may raise `PromptTooLong`; here it is raised for the
+    last turn."""
+    head = len(list(takewhile(lambda message: message["role"] == "system", messages)))
+    turns = [index for index in range(head, len(messages)) if messages[index]["role"] == "user"] or [head]
+    turns[0] = head
+
+    async def from_turn(turn: int) -> list[int]:
+        return await encode([*messages[:head], *messages[turns[turn] :]])
+
+    async def fits(turn: int) -> list[int] | None:
+        try:
+            tokens = await from_turn(turn)
+        except PromptTooLong:
+            return None
+        return tokens if len(tokens) <= most_tokens else None
+
+    if (whole := await fits(0)) is not None:
+        return whole
+    found: list[int] | None = None
+    low, high = 1, len(turns) - 1
+    while low <= high:
+        middle = (low + high) // 2
+        tokens = await fits(middle)
+        if tokens is None:
+            low = middle + 1
+        else:
+            found, high = tokens, middle - 1
+    return await from_turn(len(turns) - 1) if found is None else found

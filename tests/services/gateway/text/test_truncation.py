@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.services.gateway.text.tokenizer import PromptTooLong
-from cohort.services.gateway.text.truncation import latest_turns
+from cohort.services.gateway.text.tokenizer import PromptTooLong, latest_turns
 from tests.examples import examples
 
 Kept = Sequence[Mapping[str, Any]]

@@ -83,12 +83,6 @@ class KvConfig(Section, frozen=True):
         return self.memory_bytes or 512 << 20
 
 
-class TransferAblation(Section, frozen=True):
-    """Parts of the mechanism that can be taken away to measure them."""
-
-    chunked: bool = True  # push the blocks of a chunk while the next one computes; false = all when the segment is done
-
-
 class UcxConfig(Section, frozen=True):
     """What UCX may use (docs/guide/links.md); lists as in UCX_TLS and UCX_NET_DEVICES, which these go before. An item
     that is not on the machine is an error at start."""
@@ -114,7 +108,6 @@ class TransferConfig(Section, frozen=True):
     plain_links_allowed: bool = False  # with a CURVE key: KV may also take links that do not encrypt it (ucx, nixl)
     run_timeout_s: Seconds = 5.0  # the longest one run may take on the link
     ucx: UcxConfig = UcxConfig()
-    ablation: TransferAblation = TransferAblation()
 
 
 class EngineConfig(Section, frozen=True):
@@ -126,9 +119,6 @@ class EngineConfig(Section, frozen=True):
     target_forward_tokens: NotNegative = 0
     # tokens of an iteration that decodes, half or more for prompts; slack_packing, padded_prefill: of one prompt in it
     prefill_chunk: Positive = 512
-    # continuous_batching, slo_batching: prompts as they came, or by who can still keep its TTFT (section `cohort`)
-    prompt_order: Literal["fcfs", "cohort"] = "fcfs"
-    plan_ahead: bool = True  # a decode step is planned and begun behind the one that runs, where its rows are certain
     preemption: Literal["swap", "recompute"] = "recompute"  # of a preempted request's KV: to host memory, or again
     # a position gets the same bits in every batch, as prompt, drafted or decode row, on a GPU too, where it costs time;
     # on a CPU it does anyway. Refused at start where it cannot be (docs/adr/0014-bits-of-a-position.md)

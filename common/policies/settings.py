@@ -8,16 +8,46 @@ builders of policies read their record; machines, engine and simulator read thos
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from cohort.common.config import BrosConfig, Config
-from cohort.common.config.kinds import Positive, Seconds, Section
+from cohort.common.config import (
+    AlignedServeConfig,
+    BaselinesConfig,
+    BrosConfig,
+    BucketServeConfig,
+    CohortConfig,
+    Config,
+    DynaServeConfig,
+    EcoServeConfig,
+)
+from cohort.common.config.kinds import Fraction, NotNegative, NotNegativeReal, Positive, Seconds, Section
 from cohort.common.config.reading import meant, readable
 from cohort.common.errors import ConfigError
 
 Record = TypeVar("Record", bound=Section)
+
+
+class AlignedServeSettings(AlignedServeConfig, frozen=True):
+    """docs/papers/alignedserve.md"""
+
+    least_requests: NotNegative = 0  # R_min: a smaller batch is widened; 0 = from engine.max_rows (36 of 256)
+    leaf_tokens: Positive = 64  # width of a leaf of the quad-tree
+    prefetch: bool = True  # bring the next batch to the prefill device ahead; false = from the host when it is bound
+    aligned: bool = True  # false = first come, first served out of the same pool
+    fill_memory: bool = True  # matching requests join while memory lasts; false = up to B_max: shorter iterations
+
+
+class BaselinesSettings(BaselinesConfig, frozen=True):
+    """docs/papers/baselines.md"""
+
+    prediction_padding: NotNegativeReal = 0.15  # allocation predicted: share added to the predicted output
+    queue_starvation_s: Seconds = 60.0  # mlfq: a request that got nothing for so long moves to the first queue
+    # readings of the compared systems that their papers leave open
+    rectangular_kv: bool = False  # predicted_batches: memory of a batch is rows times longest prompt and output
+    static_batches: bool = False  # predicted_batches: ended rows compute on until the batch ends; simulated time only
+    headroom: bool = True  # vllm, chunked_prefill: newcomers leave blocks free; false = they may take the last one
 
 
 class BrosSettings(BrosConfig, frozen=True):
@@ -32,6 +62,64 @@ class BrosSettings(BrosConfig, frozen=True):
     drops: bool = True  # who finds no block takes those of others (R11); false = it is computed again itself
 
 
+class BucketServeSettings(BucketServeConfig, frozen=True):
+    """docs/papers/bucketserve.md"""
+
+    max_batch: Positive = 256  # requests in one batch at most, whatever memory allows
+    output_estimate: Literal["mean", "p50", "p90", "p99", "max"] = "mean"  # of the prediction, in a request's memory
+    priority_step_s: Seconds = 10.0  # seconds of waiting that one level of priority is worth
+    activation_bytes: NotNegative = 65_536  # device memory beside the KV cache per token of a forward; 0 = not bounded
+    max_buckets: Positive = 64  # buckets at most; 1 = no bucketing
+    splitter: Literal["bisection", "optimal"] = "bisection"  # of a crowded bucket: halves, or least expected waste
+
+
+class CohortSettings(CohortConfig, frozen=True):
+    """docs/cohort.md"""
+
+    ordered: bool = True  # prompts in the order that keeps most SLOs; false = first come, first served
+    bounded: bool = True  # prompts as the strictest TPOT leaves time; false = engine.prefill_chunk tokens an iteration
+    victims: Literal["slack", "youngest"] = "slack"  # without blocks: missed first, then most slack; or the youngest
+    yielding: bool = True  # best-effort work gives blocks, rows and time to real-time work; false = blocks, to decodes
+    stretched: bool = True  # an iteration may last as long as mean TPOTs allow; false = the strictest TPOT each time
+    orders_others: bool = False  # continuous_batching, slo_batching: prompts in this order instead of that of arrival
+
+
+class DynaServeSettings(DynaServeConfig, frozen=True):
+    """docs/papers/dynaserve.md"""
+
+    headroom: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05  # share of the bound that iterations leave free
+    search_tolerance: Fraction = 0.05  # the two ends may differ by this share; a split must gain more than it
+    margin_tokens: NotNegative = 20  # added to every predicted length
+    kv_transfer_s: NotNegativeReal = 0.005  # a split must bring the end forward by more than this
+    least_segment: Positive = 32  # tokens; a shorter segment is not worth a KV transfer
+    least_prefill: Positive = 16  # prompt tokens in every iteration that prompts wait for, whatever decodes take
+    balance: Literal["work", "end"] = "work"  # what the search balances: seconds of work there, or predicted ends
+    await_arrivals: bool = True  # of a split's gain only what no next request would fill counts; false = all (Alg. 1)
+
+
+class EcoServeSettings(EcoServeConfig, frozen=True):
+    """docs/papers/ecoserve.md"""
+
+    reserve: Fraction = 0.03  # share of the cache that answers leave to prompts and to answers beyond their prediction
+    waiting_share: Fraction = 0.1  # share of the cache that answers may hold which wait to run, before prompts wait
+    group_tokens: Positive = 8  # predicted lengths are rounded up to this; equal ones form a group
+    buffer: NotNegativeReal = 0.15  # a borrower must be done by its predicted length and this share more
+    patience_s: NotNegativeReal = 30.0  # a request that is overdue by more is not overtaken
+    decoupled: bool = True  # prompts and answers are admitted apart; false = a prompt takes its answer's KV with it
+    synced: bool = True  # the batch of answers is formed when a group ends; false = in every iteration
+    ordered: bool = True  # by deadline, KV held and length; false = first come, first served
+    pipelined: bool = True  # KV that is allocated and unused is lent
+    tune_padding: bool = True  # padding follows what answers turn out to need; false = it stays as given
+
+
+class EngineSettings(Section, frozen=True):
+    plan_ahead: bool = True  # a decode step is planned and begun behind the one that runs, where its rows are certain
+
+
+class TransferSettings(Section, frozen=True):
+    chunked: bool = True  # push the blocks of a chunk while the next one computes; false = all when the segment is done
+
+
 class PlannerPace(Section, frozen=True):
     """docs/guide/planner.md"""
 
@@ -41,7 +129,18 @@ class PlannerPace(Section, frozen=True):
     confirmations: Positive = 2  # rounds in succession that want fewer devices, or other roles; of more devices one
 
 
-KINDS: Mapping[str, type[Section]] = {"bros": BrosSettings, "planner": PlannerPace}
+KINDS: Mapping[str, type[Section]] = {
+    "alignedserve": AlignedServeSettings,
+    "baselines": BaselinesSettings,
+    "bros": BrosSettings,
+    "bucketserve": BucketServeSettings,
+    "cohort": CohortSettings,
+    "dynaserve": DynaServeSettings,
+    "ecoserve": EcoServeSettings,
+    "engine": EngineSettings,
+    "planner": PlannerPace,
+    "transfer": TransferSettings,
+}
 """By the mechanism's name, below `experiment`."""
 
 

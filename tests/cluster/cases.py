@@ -71,30 +71,24 @@ _ECOSERVE = _sections(
     engine=_PREEMPTION,
     kv=_CACHING,
     ecoserve={
-        "ablation": st.fixed_dictionaries(
-            {name: st.booleans() for name in ("synced", "ordered", "pipelined", "decoupled")}
-        ),
+        **{name: st.booleans() for name in ("synced", "ordered", "pipelined", "decoupled")},
         "lending": st.sampled_from(["halves", "forecast"]),
     },
 )
 OPTIONS: dict[str, st.SearchStrategy[Overrides]] = {
     **{name: _baseline() for name in PRESETS if name.startswith("baseline-")},
     **{
-        name: _baseline(baselines={"ablation": st.fixed_dictionaries({"headroom": st.booleans()})})
-        for name in ("baseline-vllm", "baseline-chunked-prefill")
+        name: _baseline(baselines={"headroom": st.booleans()}) for name in ("baseline-vllm", "baseline-chunked-prefill")
     },
     "baseline-uellm": _baseline(
-        baselines={
-            "padded": st.booleans(),
-            "ablation": st.fixed_dictionaries({"rectangular_kv": st.booleans(), "static_batches": st.booleans()}),
-        }
+        baselines={"padded": st.booleans(), "rectangular_kv": st.booleans(), "static_batches": st.booleans()}
     ),
     **{name: _sections(engine=_PREEMPTION, kv=_CACHING) for name in ("cohort", "disaggregated", "unified")},
     "alignedserve": _sections(
         engine=_PREEMPTION,
         kv=_CACHING,
         alignedserve={
-            "ablation": st.fixed_dictionaries({name: st.booleans() for name in ("prefetch", "aligned", "fill_memory")}),
+            **{name: st.booleans() for name in ("prefetch", "aligned", "fill_memory")},
             "starvation_s": st.sampled_from([0.2, 5.0]),
         },
     ),
@@ -114,7 +108,7 @@ OPTIONS: dict[str, st.SearchStrategy[Overrides]] = {
         kv=_CACHING,
         bucketserve={
             "fill": st.sampled_from(["oldest", "sjf", "ljf"]),
-            "ablation": st.fixed_dictionaries({"splitter": st.sampled_from(["bisection", "optimal"])}),
+            "splitter": st.sampled_from(["bisection", "optimal"]),
             "output_estimate": st.sampled_from(["mean", "max"]),
         },
     ),
@@ -122,16 +116,15 @@ OPTIONS: dict[str, st.SearchStrategy[Overrides]] = {
         engine=_PREEMPTION,
         kv=_CACHING,
         dynaserve={
-            "ablation": st.fixed_dictionaries(
-                {"balance": st.sampled_from(["work", "end"]), "await_arrivals": st.booleans()}
-            ),
+            "balance": st.sampled_from(["work", "end"]),
+            "await_arrivals": st.booleans(),
             "tbt_slo_s": st.sampled_from([0.012, 0.1]),
         },
     ),
     "ecoserve": _ECOSERVE,
     "ecoserve-forecast": _ECOSERVE,
 }
-"""What a preset leaves to its operator."""
+"""What a preset leaves to its operator, and settings."""
 
 
 @dataclass(frozen=True, kw_only=True)

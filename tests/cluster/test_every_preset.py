@@ -102,10 +102,7 @@ FOUND = [
             placement="",
             options={
                 "engine": {"prefill_chunk": 3, "preemption": "swap"},
-                "alignedserve": {
-                    "ablation": {"prefetch": True, "fill_memory": False, "aligned": True},
-                    "starvation_s": 0.2,
-                },
+                "alignedserve": {"prefetch": True, "fill_memory": False, "aligned": True, "starvation_s": 0.2},
             },
             limit_s=60.0,
         ),

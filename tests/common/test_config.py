@@ -79,20 +79,20 @@ def test_threads_are_shared_but_two_where_there_are_two() -> None:
 
 
 def test_dotted_names_reach_options_inside_sections_of_sections() -> None:
-    given = {"ecoserve.ablation.synced": False, "ecoserve.padding": 0.5, "kv.block_size": 32}
+    given = {"transfer.ucx.tls": "rc", "ecoserve.padding": 0.5, "kv.block_size": 32}
     config = load_config(overrides=nested(given, "--set"))
-    assert (config.ecoserve.ablation.synced, config.ecoserve.padding, config.kv.block_size) == (False, 0.5, 32)
-    assert config.ecoserve.ablation.ordered, "what is not named keeps its default"
+    assert (config.transfer.ucx.tls, config.ecoserve.padding, config.kv.block_size) == ("rc", 0.5, 32)
+    assert config.transfer.ucx.net_devices == "", "what is not named keeps its default"
     with pytest.raises(ConfigError, match=r"--set kv\.block_size\.x: block_size is not a section"):
         nested({"kv.block_size": 32, "kv.block_size.x": 1}, "--set")
-    with pytest.raises(ConfigError, match=r"unknown option 'ecoserve\.ablation\.synct'; did you mean 'synced'\?"):
-        load_config(overrides={"ecoserve": {"ablation": {"synct": False}}})
+    with pytest.raises(ConfigError, match=r"unknown option 'transfer\.ucx\.tlz'; did you mean 'tls'\?"):
+        load_config(overrides={"transfer": {"ucx": {"tlz": "rc"}}})
 
 
 def test_layers_merge_inside_sections_of_sections(tmp_path: Path) -> None:
-    file = write(tmp_path, "ecoserve: {ablation: {synced: false, ordered: false}}\n")
-    config = load_config([file], overrides={"ecoserve": {"ablation": {"ordered": True}}})
-    assert (config.ecoserve.ablation.synced, config.ecoserve.ablation.ordered) == (False, True)
+    file = write(tmp_path, "transfer: {ucx: {tls: rc, net_devices: eth0}}\n")
+    config = load_config([file], overrides={"transfer": {"ucx": {"net_devices": "eth1"}}})
+    assert (config.transfer.ucx.tls, config.transfer.ucx.net_devices) == ("rc", "eth1")
 
 
 INCOMPATIBLE: list[tuple[str, dict[str, object], str, str]] = [

@@ -82,6 +82,7 @@ from cohort.common.messages import (
 )
 from cohort.common.planning.simulation_jobs import to_stats
 from cohort.common.policies.interface import IterationPlan
+from cohort.common.policies.settings import EngineSettings, settings_of
 from cohort.common.process.decision_log import DecisionLog
 from cohort.common.process.metrics import TransferMetrics
 from cohort.common.process.service import ServiceContext
@@ -112,6 +113,7 @@ class WorkerLoop:
         self._host = host
         self._context = context
         self._config = config
+        self._plans_ahead = settings_of(config, EngineSettings).plan_ahead
         self._machine = machine
         self._told = told
         self._learned = learned
@@ -339,7 +341,7 @@ class WorkerLoop:
     async def _plan_ahead(self, step: StepUnderWay) -> StepUnderWay | None:
         """Begin the next step behind this one, as late as can be and yet before this one ends; None: it has to be
         decided when this one has ended."""
-        after_s = self._plan_after_s(step.plan) if self._config.engine.plan_ahead else None
+        after_s = self._plan_after_s(step.plan) if self._plans_ahead else None
         if after_s is None or step.batch.drafts is not None:  # how many tokens it yields is not known before its end
             return None
         pause_s = step.begun_s + after_s - self._clock.now_s()

@@ -18,6 +18,7 @@ from cohort.common.machines.effects import WorkerEffect
 from cohort.common.messages import StartSegment, TokenLogprob
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.policies.settings import TransferSettings, settings_of
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, DraftSource, InstanceId, TrafficClass, WorkerCapacity
 
@@ -70,7 +71,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
             lease_s=_LEASE_S,
             piece_s=_PIECE_SHARE * transfer.run_timeout_s,
             default_prediction=float(config.gateway.default_prediction_tokens),
-            chunked_transfer=transfer.ablation.chunked,
+            chunked_transfer=settings_of(config, TransferSettings).chunked,
             max_loras=config.engine.max_loras,
             speculation=config.speculation,
         )

@@ -20,14 +20,16 @@ from cohort.common.config import Config
 from cohort.common.policies.alignedserve.aligned_batching import AlignedBatching
 from cohort.common.policies.alignedserve.aligned_binding import AlignedBinding
 from cohort.common.policies.alignedserve.late_bound import LateBound
+from cohort.common.policies.settings import AlignedServeSettings, settings_of
 
 
 def build_placement(config: Config) -> LateBound:
-    return LateBound(config.alignedserve)
+    return LateBound(settings_of(config, AlignedServeSettings))
 
 
 def build_late_binding(config: Config) -> AlignedBinding:
-    return AlignedBinding(config.alignedserve, default_output=float(config.gateway.default_prediction_tokens))
+    settings = settings_of(config, AlignedServeSettings)
+    return AlignedBinding(settings, default_output=float(config.gateway.default_prediction_tokens))
 
 
 def build_iteration(config: Config) -> AlignedBatching:

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import chain
 
-from cohort.common.config import AlignedServeConfig
 from cohort.common.policies.alignedserve.batch_numbers import FIRST_BATCH
 from cohort.common.policies.alignedserve.density_first_search import density_first_search, starved_batch
 from cohort.common.policies.alignedserve.patience import patience_s
@@ -26,6 +25,7 @@ from cohort.common.policies.alignedserve.quad_tree import PooledRequest, QuadTre
 from cohort.common.policies.alignedserve.running_batch import RunningBatch
 from cohort.common.policies.alignedserve.thresholds import Thresholds
 from cohort.common.policies.interface import Bind, ClusterView, InstanceView, LateBinding, ParkedKv, Prefetch
+from cohort.common.policies.settings import AlignedServeSettings
 from cohort.common.types import InstanceId, KvGeometry, RequestId, Role
 
 _LONGEST_PREFIX = 65_536
@@ -40,11 +40,11 @@ _STARVATION_SHARE = 0.5
 
 
 class AlignedBinding(LateBinding):
-    def __init__(self, options: AlignedServeConfig, *, default_output: float) -> None:
+    def __init__(self, options: AlignedServeSettings, *, default_output: float) -> None:
         """`default_output`: tokens expected of a request without a prediction."""
         self._options, self._default_output = options, default_output
         self._thresholds = Thresholds(options)
-        aligned = options.ablation.aligned  # without: one batch without end, first come, first served
+        aligned = options.aligned  # without: one batch without end, first come, first served
         self._tree = QuadTree(longest=_LONGEST_PREFIX, leaf_tokens=options.leaf_tokens if aligned else _LONGEST_PREFIX)
         self._batches: dict[InstanceId, RunningBatch] = {}
         self._decode_of: dict[RequestId, InstanceId] = {}
@@ -183,7 +183,7 @@ class AlignedBinding(LateBinding):
                 self._choose(now_s, view, batch)
         if batch.candidate and (batch.starved or batch.switching or not batch.requests):
             self._switch(view, batch, actions)
-        if self._options.ablation.prefetch:
+        if self._options.prefetch:
             self._fetch(batch.requests, views, actions)
             self._fetch(batch.candidate, views, actions)
 
@@ -245,7 +245,7 @@ class AlignedBinding(LateBinding):
     def _match(self, view: InstanceView, batch: RunningBatch) -> None:
         """A7 · Pool requests that the running batch has grown into, the longest waiting first. No more than half a
         batch waits in the buffer: its requests are no longer free for a batch of their own."""
-        span = batch.span(_SLACK) if self._options.ablation.aligned else (1, _LONGEST_PREFIX)
+        span = batch.span(_SLACK) if self._options.aligned else (1, _LONGEST_PREFIX)
         if span is None or batch.requests or not len(self._tree):
             return
         headroom = self._thresholds.max_blocks(view.capacity) // 2
@@ -291,7 +291,7 @@ class AlignedBinding(LateBinding):
         B_max only, if memory is not to be filled."""
         capacity = view.capacity
         rows, free = batch.rows(view), batch.free_blocks(view)
-        headroom = capacity.num_blocks if self._options.ablation.fill_memory else self._thresholds.max_blocks(capacity)
+        headroom = capacity.num_blocks if self._options.fill_memory else self._thresholds.max_blocks(capacity)
         if view.stats.waiting and rows:  # a request was preempted there: none overtakes it
             return
         while waiting and rows < capacity.max_rows:

@@ -6,10 +6,10 @@ decides whether it is asked at all.
 
 from __future__ import annotations
 
-from cohort.common.config import AlignedServeConfig
 from cohort.common.policies.alignedserve.thresholds import Thresholds
 from cohort.common.policies.baselines.placements import Disaggregated
 from cohort.common.policies.interface import ClusterView, Impossible, Placed, Placement, Wait, WaitingRequest
+from cohort.common.policies.settings import AlignedServeSettings
 from cohort.common.types import InstanceId, Segment
 
 
@@ -21,7 +21,7 @@ class LateBound(Placement):
     is still computed.
     """
 
-    def __init__(self, options: AlignedServeConfig) -> None:
+    def __init__(self, options: AlignedServeSettings) -> None:
         self._thresholds = Thresholds(options)
         self._by_load = Disaggregated()
 

@@ -25,6 +25,7 @@ from cohort.common.policies.baselines.reserved_allocation import (
     predicted_positions,
 )
 from cohort.common.policies.baselines.shortest_remaining import ShortestRemaining
+from cohort.common.policies.settings import BaselinesSettings, settings_of
 from cohort.common.types import KvGeometry
 
 
@@ -65,12 +66,12 @@ def build_chunked_prefill(config: Config) -> ContinuousBatching:
         max_step_tokens=target,
         prefill_chunk=target,
         preemption=engine.preemption,
-        headroom=config.baselines.ablation.headroom,
+        headroom=settings_of(config, BaselinesSettings).headroom,
     )
 
 
 def build_vllm(config: Config) -> PrefillFirst:
-    return PrefillFirst(_whole_prompts(config), headroom=config.baselines.ablation.headroom)
+    return PrefillFirst(_whole_prompts(config), headroom=settings_of(config, BaselinesSettings).headroom)
 
 
 def build_orca(config: Config) -> RankedBatching:
@@ -82,7 +83,9 @@ def build_srtf(config: Config) -> RankedBatching:
 
 
 def build_mlfq(config: Config) -> RankedBatching:
-    return _fixed_batch(config, SkipJoinQueues(starvation_s=config.baselines.queue_starvation_s), evicting=True)
+    return _fixed_batch(
+        config, SkipJoinQueues(starvation_s=settings_of(config, BaselinesSettings).queue_starvation_s), evicting=True
+    )
 
 
 def build_multires(config: Config) -> MultiResource:
@@ -96,12 +99,12 @@ def build_round_robin(config: Config) -> ClassRoundRobin:
 
 
 def build_predicted_batches(config: Config) -> PredictedBatches:
-    options = config.baselines
+    settings = settings_of(config, BaselinesSettings)
     return PredictedBatches(
-        replace(_whole_prompts(config), padded=options.padded),
+        replace(_whole_prompts(config), padded=settings.padded),
         reservation=_reservation(config),
-        rectangular_kv=options.ablation.rectangular_kv,
-        static=options.ablation.static_batches,
+        rectangular_kv=settings.rectangular_kv,
+        static=settings.static_batches,
     )
 
 
@@ -141,6 +144,6 @@ def _reservation(config: Config) -> Reservation:
         case "max":
             return all_positions
         case "predicted":
-            return predicted_positions(config.baselines.prediction_padding)
+            return predicted_positions(settings_of(config, BaselinesSettings).prediction_padding)
         case _:
             return known_positions

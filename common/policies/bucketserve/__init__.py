@@ -20,17 +20,19 @@ from cohort.common.policies.bucketserve.controller import BatchController
 from cohort.common.policies.bucketserve.demand import DemandRule
 from cohort.common.policies.bucketserve.padded_prefill import PaddedPrefill
 from cohort.common.policies.bucketserve.prefill_order import LONGEST_PROMPT, BucketedPrefill
+from cohort.common.policies.settings import BucketServeSettings, settings_of
 
 
 def build_prefill_order(config: Config) -> BucketedPrefill:
+    settings = settings_of(config, BucketServeSettings)
     controller = BatchController(
-        config.bucketserve,
+        settings,
         dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens,
         demand=DemandRule(float(config.gateway.default_prediction_tokens)),
         padded=config.policies.iteration == "padded_prefill",
     )
     limit = config.model.max_model_len or LONGEST_PROMPT
-    return BucketedPrefill(config.bucketserve, controller, length_limit=limit)
+    return BucketedPrefill(settings, controller, length_limit=limit)
 
 
 def build_iteration(config: Config) -> PaddedPrefill:

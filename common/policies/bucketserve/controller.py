@@ -14,11 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
-from cohort.common.config import BucketServeConfig
 from cohort.common.policies.bucketserve.demand import DemandRule
 from cohort.common.policies.bucketserve.live_memory import LiveMemory
 from cohort.common.policies.bucketserve.safe_batch import expected_safe_batch, next_is_safe, safe_bytes
 from cohort.common.policies.interface import ClusterView, InstanceView
+from cohort.common.policies.settings import BucketServeSettings
 from cohort.common.types import InstanceId, KvGeometry, RequestId
 
 MEMORY_RESERVE = 0.1
@@ -137,14 +137,21 @@ class Round:
 
 class BatchController:
     def __init__(
-        self, options: BucketServeConfig, *, dispatch_ahead_tokens: int, demand: DemandRule, padded: bool
+        self,
+        options: BucketServeSettings,
+        *,
+        dispatch_ahead_tokens: int,
+        demand: DemandRule,
+        padded: bool,
+        staging_share: float = 1.0,
     ) -> None:
-        """`padded`: a batch costs N · S_max tokens, not Σ S."""
+        """`padded`: a batch costs N · S_max tokens, not Σ S. `staging_share`: of the prefill workers' caches, for
+        computed prompts that wait for a decode worker (B7)."""
         self.max_batch = options.max_batch
         self._ahead = dispatch_ahead_tokens
         self._activation_bytes = options.activation_bytes
         self._padded = padded
-        self._staging = options.ablation.staging_share
+        self._staging = staging_share
         self.demand = demand
         self._memory = LiveMemory()
         self.safe_memory_bytes = 0

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cohort.common.config import BucketServeConfig
 from cohort.common.policies.bucketserve.ageing import SERIAL, due_s, entry_of
 from cohort.common.policies.bucketserve.bucket_set import Bucket, BucketSet
 from cohort.common.policies.bucketserve.controller import BatchController, Round
@@ -22,6 +21,7 @@ from cohort.common.policies.bucketserve.length_index import LengthIndex
 from cohort.common.policies.bucketserve.optimal_split import optimal_bounds
 from cohort.common.policies.bucketserve.waste import expected_waste, waste_ratio
 from cohort.common.policies.interface import ClusterView, Dispatch, PrefillOrder, WaitingRequest
+from cohort.common.policies.settings import BucketServeSettings
 from cohort.common.types import InstanceId, Prediction, QueueBucket, RequestId
 
 LONGEST_PROMPT = 131_072
@@ -51,7 +51,7 @@ class BucketedPrefill(PrefillOrder):
     """B5, B6 · BucketServe §III-IV: requests by prompt length in buckets, one batch from one bucket."""
 
     def __init__(
-        self, options: BucketServeConfig, controller: BatchController, *, length_limit: int = LONGEST_PROMPT
+        self, options: BucketServeSettings, controller: BatchController, *, length_limit: int = LONGEST_PROMPT
     ) -> None:
         """`length_limit`: L_max until a worker names its own."""
         self._options = options
@@ -208,7 +208,7 @@ class BucketedPrefill(PrefillOrder):
     def _adjust(self, cluster: ClusterView) -> None:
         safe_batch = self._controller.expected_batch(cluster, self._total_length / len(self._items))
         self._safe_batch = safe_batch
-        if self._options.ablation.splitter == "bisection":
+        if self._options.splitter == "bisection":
             rectangle = self._controller.rectangle_tokens(cluster)
             self._buckets.adjust(safe_batch, rectangle, self._prompt_tokens / len(self._items))
         elif self._buckets.total < safe_batch:
@@ -220,7 +220,7 @@ class BucketedPrefill(PrefillOrder):
         """The bounds of least expected waste (Eq. 3) over the observed lengths instead of the bisection's."""
         self._since_resplit = 0
         lengths, weights = self._histogram.lengths_and_weights()
-        buckets = min(self._options.ablation.max_buckets, -(-self._buckets.total // max(1, self._safe_batch)) + 1)
+        buckets = min(self._options.max_buckets, -(-self._buckets.total // max(1, self._safe_batch)) + 1)
         bounds = optimal_bounds(self._histogram.edges, lengths, weights, buckets)
         # The DP's bounds are tokens; a bucket must hold whole cells, and no two bounds may share one.
         lows = {0} | {self._buckets.cell_of(bound) for bound in bounds[:-1]}
@@ -241,7 +241,7 @@ class BucketedPrefill(PrefillOrder):
                     self._insert(item)
 
     def _lay_out(self, limit: int) -> None:
-        most = self._options.ablation.max_buckets
+        most = self._options.max_buckets
         self._buckets = BucketSet(limit, max_buckets=most, count_between=self._count_between)
         self._online = LengthIndex(self._buckets.cells)
         self._offline = LengthIndex(self._buckets.cells)

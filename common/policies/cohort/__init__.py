@@ -24,27 +24,27 @@ from cohort.common.policies.cohort.cohort_batching import CohortBatching
 from cohort.common.policies.cohort.least_ttft import LeastTtft
 from cohort.common.policies.cohort.ordered_prompts import OrderedPrompts
 from cohort.common.policies.cohort.prompt_order import PromptOrder
+from cohort.common.policies.settings import CohortSettings, settings_of
 
 _NEVER_S = 1e9
 
 
 def build_prompts(config: Config) -> OrderedPrompts | None:
-    """What `engine.prompt_order` asks for; None: as they came."""
-    if config.engine.prompt_order == "fcfs":
-        return None
-    return OrderedPrompts(PromptOrder.of(config.cohort))
+    """For other schedulers, where the setting `orders_others` asks for it; None: as they came."""
+    settings = settings_of(config, CohortSettings)
+    return OrderedPrompts(PromptOrder.of(settings)) if settings.orders_others else None
 
 
 def build_iteration(config: Config) -> CohortBatching:
     engine = config.engine
     limits = IterationLimits(engine.max_rows, engine.max_step_tokens, engine.max_step_tokens, engine.preemption)
-    return CohortBatching(config.cohort, limits, cold_chunk=engine.prefill_chunk)
+    return CohortBatching(settings_of(config, CohortSettings), limits, cold_chunk=engine.prefill_chunk)
 
 
 def build_placement(config: Config) -> LeastTtft:
     """The forecast goes by the order of the workers' scheduler: `cohort_batching`'s own; that of `slack_packing`, in
     which prompts on time go by due time and late ones behind them; else that of arrival."""
-    options, iteration = config.cohort, config.policies.iteration
+    options, iteration = settings_of(config, CohortSettings), config.policies.iteration
     if iteration == "slack_packing":
         options = msgspec.structs.replace(options, prompt_order="earliest_due", patience_s=_NEVER_S)
     return LeastTtft(

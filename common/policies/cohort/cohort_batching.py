@@ -22,15 +22,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf
 
-from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, RankKey, by_arrival
-from cohort.common.policies.cohort.mixing import FREE, best_chunk, spare_s, stretched_s, strictest_s
+from cohort.common.policies.cohort.mixing import (
+    FREE,
+    HEADROOM,
+    LEAST_PREFILL,
+    best_chunk,
+    spare_s,
+    stretched_s,
+    strictest_s,
+)
 from cohort.common.policies.cohort.promise import due_s, is_interrupted, is_promised, missed_first, tpot_s
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptPlan, PromptQueue
 from cohort.common.policies.cohort.row_sharing import due_first, lasting_shape, longest_shared_s, newcomers
 from cohort.common.policies.dynaserve.kv_forecast import fits
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, IterationScheduler, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.policies.settings import CohortSettings
 from cohort.common.policies.step_times.learned_times import LearnedTimes, decode_shape, plan_shape
 from cohort.common.policies.step_times.step_cost import BatchShape
 from cohort.common.sequence import Phase, Sequence
@@ -65,7 +73,7 @@ def victim_rank(now_s: float, sequence: Sequence) -> RankKey:
 
 
 def youngest_rank(now_s: float, sequence: Sequence) -> RankKey:
-    """The same without SLOs (an ablation): the youngest gives way."""
+    """The same without SLOs (a setting): the youngest gives way."""
     return (sequence.request.traffic_class != "rt", *by_arrival(sequence))
 
 
@@ -75,14 +83,23 @@ class CohortBatching(IterationScheduler):
     wants_arriving = True
     reads_runs = True
 
-    def __init__(self, options: CohortConfig, limits: IterationLimits, *, cold_chunk: int) -> None:
+    def __init__(
+        self,
+        options: CohortSettings,
+        limits: IterationLimits,
+        *,
+        cold_chunk: int,
+        headroom: float = HEADROOM,
+        least_prefill: int = LEAST_PREFILL,
+    ) -> None:
         """`cold_chunk`: the most prompt tokens of an iteration while nothing is learned."""
         self._options, self._limits = options, limits
+        self._headroom, self._least_prefill = headroom, least_prefill
         self._longest_cold_chunk = cold_chunk
         self._cold_chunk = min(cold_chunk, _FIRST_CHUNK)
         self._times = LearnedTimes()
         self.table = self._times.table
-        self._victims = victim_rank if options.ablation.victims == "slack" else youngest_rank
+        self._victims = victim_rank if options.victims == "slack" else youngest_rank
         self._prompts = PromptQueue(PromptOrder.of(options))
         """All that have more than their last token to compute, whether they hold KV or not."""
         self._running: dict[Attempt, Sequence] = {}
@@ -207,7 +224,7 @@ class CohortBatching(IterationScheduler):
         if prefill >= self._cold_chunk and 2 * ran.latency_s < self._aim_s:
             self._cold_chunk = min(2 * self._cold_chunk, self._longest_cold_chunk)
         elif prefill and ran.latency_s > self._aim_s:
-            self._cold_chunk = max(self._options.least_prefill, prefill // 2)
+            self._cold_chunk = max(self._least_prefill, prefill // 2)
 
     def _add_decodes(self, now_s: float, builder: BatchBuilder, first: Sequence | None) -> list[Sequence]:
         """A row for each; or, where `first` and others that may start lack one, for those whose next token is due first
@@ -226,7 +243,7 @@ class CohortBatching(IterationScheduler):
             if kept < len(decoding):
                 decoding = due_first(now_s, decoding, step_s)
             if len(running) > rows:
-                self._shared_s = longest_shared_s(running, rows, step_s, self._options.headroom)
+                self._shared_s = longest_shared_s(running, rows, step_s, self._headroom)
         for sequence in decoding[:kept]:
             builder.continue_row(sequence)
         return decoding[kept:]
@@ -235,7 +252,7 @@ class CohortBatching(IterationScheduler):
         """Sequences that can start although rows lack."""
         running, rows = self._running.values(), self._limits.max_rows
         step_s = self.table.estimate(lasting_shape(running, rows)) or 0.0
-        return newcomers(running, rows, step_s, self._options.headroom)
+        return newcomers(running, rows, step_s, self._headroom)
 
     def _may_share(self, now_s: float, prompt: Sequence) -> bool:
         """Whether it may start where that leaves fewer rows than sequences: those that are late wait for a row."""
@@ -265,9 +282,9 @@ class CohortBatching(IterationScheduler):
         bound_s = self._bound_s(decoding)
         if bound_s is None:
             return self._options.longest_step_s
-        headroom, longest_s = self._options.headroom, self._options.longest_step_s
+        headroom, longest_s = self._headroom, self._options.longest_step_s
         aim_s = min(bound_s, longest_s) * min(1.0 - headroom, 1.0 / self._times.lateness.ratio)
-        if self._options.ablation.stretched and not self._crowded:
+        if self._options.stretched and not self._crowded:
             stretched = stretched_s(
                 now_s, decoding, self.table.estimate(decodes) or 0.0, headroom=headroom, late=self._are_late
             )
@@ -279,7 +296,7 @@ class CohortBatching(IterationScheduler):
     def _mix(self, now_s: float, decodes: BatchShape, decoding: list[Sequence], first: Sequence | None) -> int:
         """Prompt tokens that this iteration holds at least. Where mixing has a price and the size that pays does not
         fit the aim, prompts get that size as soon as those that decode can spare it, and nothing before."""
-        least, times = self._options.least_prefill, self.table.step_times
+        least, times = self._least_prefill, self.table.step_times
         if times is None or times.mixed_share < FREE or not decodes.decodes or first is None:
             return least
         most = self._prompts.tokens(self._limits.max_tokens - decodes.decodes)
@@ -290,14 +307,14 @@ class CohortBatching(IterationScheduler):
         if mixed_s <= self._aim_s:
             return least
         alone_s = self.table.estimate(decodes) or 0.0
-        spare = spare_s(now_s, decoding, alone_s, headroom=self._options.headroom)
+        spare = spare_s(now_s, decoding, alone_s, headroom=self._headroom)
         self._aim_s = mixed_s if mixed_s * self._times.lateness.ratio <= spare else 0.0
         return 0
 
     def _make_way(self, now_s: float, builder: BatchBuilder, kv: KvAllocator, first: Sequence) -> bool:
         """Whether best-effort sequences gave blocks or a row to the next prompt: it can still keep its TTFT, and finds
         no room beside them. Not for less than it needs, or their work would be lost for nothing."""
-        if not self._options.ablation.yielding or first.phase is Phase.RUNNING:
+        if not self._options.yielding or first.phase is Phase.RUNNING:
             return False
         if not is_promised(first) or now_s >= due_s(first):
             return False
@@ -381,7 +398,7 @@ class CohortBatching(IterationScheduler):
 
     def _pressed(self, kv: KvAllocator) -> bool:
         """Real-time sequences hold most of the rows, or of the blocks."""
-        if not self._options.ablation.yielding:
+        if not self._options.yielding:
             return False
         real_time = [s for s in self._running.values() if s.request.traffic_class == "rt"]
         if len(real_time) > _PRESSED * self._limits.max_rows:
@@ -390,7 +407,7 @@ class CohortBatching(IterationScheduler):
 
     def _lasting(self, now_s: float, newcomer: Sequence) -> list[Sequence]:
         """The sequences here whose growth a newcomer has to leave blocks for."""
-        on_time = is_promised(newcomer) and now_s < due_s(newcomer) and self._options.ablation.yielding
+        on_time = is_promised(newcomer) and now_s < due_s(newcomer) and self._options.yielding
         return [s for s in self._running.values() if not on_time or s.request.traffic_class == "rt"]
 
     def _rest_s(self, now_s: float, sequence: Sequence) -> float:
@@ -404,7 +421,7 @@ class CohortBatching(IterationScheduler):
 
     def _fitting(self, batch: BatchShape, sequence: Sequence, wanted: int, aim_s: float) -> int:
         """Tokens of this prompt with which this iteration takes no longer than `aim_s`."""
-        if not self._options.ablation.bounded:
+        if not self._options.bounded:
             return min(wanted, max(0, self._longest_cold_chunk - batch.prefill_tokens))
         if self.table.step_times is None:
             chunk = int(self._cold_chunk * min(1.0, aim_s / self._options.longest_step_s))

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from typing import assert_never
 
-from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import RankKey
 from cohort.common.policies.baselines.placements import fits, impossible
 from cohort.common.policies.cohort.admission_check import AdmissionTest
 from cohort.common.policies.cohort.arriving_prompts import ArrivingPrompts, stretch
 from cohort.common.policies.cohort.known_request import Known
+from cohort.common.policies.cohort.mixing import HEADROOM
 from cohort.common.policies.cohort.placed_work import PlacedWork
 from cohort.common.policies.cohort.prefix_record import Chain, PrefixRecord
 from cohort.common.policies.cohort.promise import targets
@@ -41,8 +41,12 @@ from cohort.common.policies.interface import (
 )
 from cohort.common.policies.link_price import transfer_seconds
 from cohort.common.policies.prediction_error import PredictionError
+from cohort.common.policies.settings import CohortSettings
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import InstanceId, KvGeometry, Request, RequestId, Segment
+
+_UNMEASURED_BYTES_PER_S = 2.0e10
+"""Between workers, as long as no transfer was measured: what a split costs. A PCIe 4 x16 link carries some more."""
 
 _USEFUL = 64
 """Prompt tokens: where not even so many can be computed beside the decode rows in time, prompts get nowhere."""
@@ -112,7 +116,7 @@ class LeastTtft(Placement):
 
     def __init__(
         self,
-        options: CohortConfig,
+        options: CohortSettings,
         test: AdmissionTest,
         *,
         default_output: float,
@@ -323,7 +327,7 @@ class LeastTtft(Placement):
         """What would become of this request on this worker. `others`: the work of those that share its device."""
         options, known, work = self._options, wanted.known, self._work[view.instance]
         cached = wanted.cached.get(view.instance, 0)
-        own, headroom = known.tokens - cached, 1.0 - options.headroom
+        own, headroom = known.tokens - cached, 1.0 - HEADROOM
         pace = work.pace(others)
         rank = wanted.ranks.get(work.token_s)
         if rank is None:
@@ -352,7 +356,7 @@ class LeastTtft(Placement):
         total = float(view.capacity.positions)
         price_s = memory_price_s(needed + growth, variance + wanted.variance, free, total)
         if needed + growth > free:
-            alike = known.best_effort or not options.ablation.yielding
+            alike = known.best_effort or not options.yielding
             blocked_s = work.blocked_s(rank, growth, wanted.overtaking, best_effort=alike)
             ttft_s = max(ttft_s, blocked_s + pace.seconds(own, own * (cached + 0.5 * own)))
         delay_s = behind / pace.rate + again_s

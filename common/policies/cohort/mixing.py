@@ -20,6 +20,10 @@ from cohort.common.types import StepTimes
 
 FREE = 0.1
 """A share of an iteration below which mixing has no price: fits scatter by as much."""
+HEADROOM = 0.05
+"""Of the strictest TPOT, left free: what iterations take is an estimate."""
+LEAST_PREFILL = 16
+"""Prompt tokens in every iteration that prompts wait for, whatever decodes take: a block, so that prompts get on."""
 _STRETCH = 0.1
 """Of a TPOT, how much longer an iteration may be for what its requests have won."""
 _SIZES = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)

@@ -1,4 +1,4 @@
-"""Cohort's order of prompts for schedulers that otherwise take them as they came (`engine.prompt_order: cohort`).
+"""Cohort's order of prompts for schedulers that otherwise take them as they came (`experiment.cohort.orders_others`).
 
 Such a scheduler says what an iteration took and asks for its prompts in order; rows, blocks and victims stay its own.
 What waits is sorted at every decision: a scheduler built on the order keeps a `PromptQueue` instead.

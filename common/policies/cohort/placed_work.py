@@ -13,15 +13,16 @@ from itertools import accumulate
 from math import ceil, inf
 from typing import NamedTuple
 
-from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import RankKey
 from cohort.common.policies.cohort.arriving_prompts import stretch
 from cohort.common.policies.cohort.block_wait import BlockWait
 from cohort.common.policies.cohort.known_request import Known
+from cohort.common.policies.cohort.mixing import HEADROOM, LEAST_PREFILL
 from cohort.common.policies.cohort.prompt_order import PromptOrder
 from cohort.common.policies.cohort.reported_queue import Prompt, ReportedQueue
 from cohort.common.policies.cohort.ttft_forecast import Pace, prompt_pace
 from cohort.common.policies.interface import InstanceView
+from cohort.common.policies.settings import CohortSettings
 from cohort.common.policies.step_times.reported_times import COLD, reported_times
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import Attempt, RequestId, StepTimes, WorkerCapacity, WorkerStats
@@ -51,7 +52,7 @@ class PlacedWork:
     """`own_order`: the worker computes prompts in the order of `options` and within the strictest TPOT;
     else as they came, in full iterations."""
 
-    def __init__(self, options: CohortConfig, *, own_order: bool) -> None:
+    def __init__(self, options: CohortSettings, *, own_order: bool) -> None:
         self._options, self._own_order = options, own_order
         self._order = PromptOrder.of(options)
         self._stats: WorkerStats | None = None
@@ -245,8 +246,8 @@ class PlacedWork:
         if not self._own_order:
             pace = prompt_pace(self.times, decodes, inf, most=most, least=1)
         else:
-            aim_s = min(options.longest_step_s, bound_s * (1.0 - options.headroom))
-            pace = prompt_pace(self.times, decodes, aim_s, most=most, least=options.least_prefill)
+            aim_s = min(options.longest_step_s, bound_s * (1.0 - HEADROOM))
+            pace = prompt_pace(self.times, decodes, aim_s, most=most, least=LEAST_PREFILL)
         self._pace, self._paced_by = None if companions else pace, paced_by
         return pace
 
@@ -254,7 +255,7 @@ class PlacedWork:
         """The share of `pace` that prompts here lose while a row with so strict a bound decodes beside them; 0 where
         nothing was promised to any decode row here, or what was is as strict."""
         there_s = self.strictest_s
-        if there_s == inf or bound_s >= min(pace.aim_s, there_s * (1.0 - self._options.headroom)) or pace.rate <= 0.0:
+        if there_s == inf or bound_s >= min(pace.aim_s, there_s * (1.0 - HEADROOM)) or pace.rate <= 0.0:
             return 0.0
         lost = self._slowed.get(bound_s)
         if lost is None:

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import RankKey
 from cohort.common.policies.cohort.feasible_set import cheapest_in_time, most_in_time
 from cohort.common.policies.cohort.promise import due_s, is_interrupted
+from cohort.common.policies.settings import CohortSettings
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt
 
@@ -55,10 +55,10 @@ class PromptOrder:
     quick_s: float = 0.0
 
     @classmethod
-    def of(cls, options: CohortConfig) -> PromptOrder:
+    def of(cls, options: CohortSettings) -> PromptOrder:
         """The one order of a pipeline: schedulers compute by it, the placement forecasts by it."""
         return cls(
-            first=options.prompt_order if options.ablation.ordered else "fcfs",
+            first=options.prompt_order if options.ordered else "fcfs",
             patience_s=options.patience_s,
             quick_s=_QUICK * options.longest_step_s,
         )

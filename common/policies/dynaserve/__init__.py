@@ -20,18 +20,22 @@ from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.dynaserve.pressure_gate import PressureGate
 from cohort.common.policies.dynaserve.slo_batching import SloBatching
 from cohort.common.policies.dynaserve.split_placement import SplitPlacement
+from cohort.common.policies.settings import DynaServeSettings, settings_of
 
 
 def build_placement(config: Config) -> SplitPlacement:
-    return SplitPlacement(config.dynaserve, default_output=float(config.gateway.default_prediction_tokens))
+    settings = settings_of(config, DynaServeSettings)
+    return SplitPlacement(settings, default_output=float(config.gateway.default_prediction_tokens))
 
 
 def build_prefill_order(config: Config) -> PressureGate:
-    return PressureGate(config.dynaserve, dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens)
+    settings = settings_of(config, DynaServeSettings)
+    return PressureGate(settings, dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens)
 
 
 def build_iteration(config: Config, prompts: PromptSort | None = None) -> SloBatching:
     """`prompts`: their order, where it is another than that of arrival."""
     engine = config.engine
     limits = IterationLimits(engine.max_rows, engine.max_step_tokens, engine.max_step_tokens, engine.preemption)
-    return SloBatching(config.dynaserve, limits, cold_chunk=engine.prefill_chunk, prompts=prompts)
+    settings = settings_of(config, DynaServeSettings)
+    return SloBatching(settings, limits, cold_chunk=engine.prefill_chunk, prompts=prompts)

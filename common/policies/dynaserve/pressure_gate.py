@@ -7,10 +7,10 @@ gateway's waiting bounds, so that its admission refuses in time.
 
 from __future__ import annotations
 
-from cohort.common.config import DynaServeConfig
 from cohort.common.policies.baselines.fcfs import Fcfs
 from cohort.common.policies.dynaserve.instance_work import decoding
 from cohort.common.policies.interface import ClusterView, Dispatch, InstanceView
+from cohort.common.policies.settings import DynaServeSettings
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import InstanceId, WorkerStats
 
@@ -24,7 +24,7 @@ class PressureGate(Fcfs):
     wants_step_times = True
     reads_queues = True
 
-    def __init__(self, options: DynaServeConfig, *, dispatch_ahead_tokens: int) -> None:
+    def __init__(self, options: DynaServeSettings, *, dispatch_ahead_tokens: int) -> None:
         super().__init__(dispatch_ahead_tokens=dispatch_ahead_tokens)
         self._within_s = options.tbt_slo_s * (1.0 - options.headroom)
         self._held_back = 0

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cohort.common.config import DynaServeConfig
 from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, PromptSort, leaves_next_blocks
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
 from cohort.common.policies.dynaserve.kv_forecast import fits
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News, Ran
 from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.policies.settings import DynaServeSettings
 from cohort.common.policies.step_times.learned_times import LearnedTimes, decode_shape, plan_shape
 from cohort.common.policies.step_times.step_cost import BatchShape
 from cohort.common.sequence import Phase, Sequence
@@ -35,7 +35,7 @@ class SloBatching(ArrivalQueues):
     wants_arriving = True
 
     def __init__(
-        self, options: DynaServeConfig, limits: IterationLimits, *, cold_chunk: int, prompts: PromptSort | None = None
+        self, options: DynaServeSettings, limits: IterationLimits, *, cold_chunk: int, prompts: PromptSort | None = None
     ) -> None:
         """`cold_chunk`: prompt tokens of an iteration while nothing is learned."""
         super().__init__(prompts)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cohort.common.config import DynaServeConfig
 from cohort.common.policies.baselines.placements import Colocated, fits
 from cohort.common.policies.dynaserve.instance_work import InstanceWork, work_seconds
 from cohort.common.policies.dynaserve.saved_work import cheaper_elsewhere_s, unmixed_s
@@ -28,6 +27,7 @@ from cohort.common.policies.interface import (
 )
 from cohort.common.policies.link_price import transfer_seconds
 from cohort.common.policies.prediction_error import PredictionError
+from cohort.common.policies.settings import DynaServeSettings
 from cohort.common.policies.step_times.reported_times import COLD
 from cohort.common.types import InstanceId, RequestId, Segment
 
@@ -81,7 +81,7 @@ class SplitPlacement(Placement):
 
     wants_step_times = True
 
-    def __init__(self, options: DynaServeConfig, *, default_output: float) -> None:
+    def __init__(self, options: DynaServeSettings, *, default_output: float) -> None:
         """`default_output`: tokens expected of a request without a prediction."""
         self._options, self._default_output = options, default_output
         self._work: dict[InstanceId, InstanceWork] = {}
@@ -184,7 +184,7 @@ class SplitPlacement(Placement):
                     view.instance,
                     pass_s=options.tbt_slo_s * (1.0 - options.headroom),
                     least_prefill=options.least_prefill,
-                    balance=options.ablation.balance,
+                    balance=options.balance,
                     margin_tokens=options.margin_tokens,
                 )
             work.refresh(now_s, view, COLD)
@@ -213,7 +213,7 @@ class SplitPlacement(Placement):
         """Of this split over leaving the request whole where it is kept best."""
         split = choice.split
         other, after_s = (choice.second, split.second_s) if kept is choice.first else (choice.first, split.first_s)
-        requests_per_s = self._rate.per_s(now_s) if self._options.ablation.await_arrivals else 0.0
+        requests_per_s = self._rate.per_s(now_s) if self._options.await_arrivals else 0.0
         return split_gain_s(kept_s, split.later_s, other.until_done(), after_s, requests_per_s)
 
     def _relief(

@@ -18,14 +18,15 @@ from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.ecoserve.by_forecast import ByForecast
 from cohort.common.policies.ecoserve.nested_allocation import NestedAllocator
 from cohort.common.policies.ecoserve.time_synced import TimeSynced
+from cohort.common.policies.settings import EcoServeSettings, settings_of
 from cohort.common.types import KvGeometry
 
 
 def build_iteration(config: Config) -> TimeSynced:
-    engine, options = config.engine, config.ecoserve
+    engine, options = config.engine, settings_of(config, EcoServeSettings)
     target = min(engine.target_forward_tokens or engine.max_step_tokens, engine.max_step_tokens)
     limits = IterationLimits(engine.max_rows, target, target, engine.preemption)
-    by_forecast = options.ablation.pipelined and options.lending == "forecast"
+    by_forecast = options.pipelined and options.lending == "forecast"
     kind = ByForecast if by_forecast else TimeSynced
     return kind(options, limits, learn_size=not engine.target_forward_tokens)
 

@@ -16,7 +16,6 @@ view, so that no computed prompt waits with its KV; prompts still fill every ite
 
 from __future__ import annotations
 
-from cohort.common.config import EcoServeConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.ecoserve.forecast import Forecast
 from cohort.common.policies.ecoserve.task_order import Rank
@@ -24,6 +23,7 @@ from cohort.common.policies.ecoserve.time_synced import TimeSynced
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.sequences import resume
+from cohort.common.policies.settings import EcoServeSettings
 from cohort.common.sequence import Phase, Sequence
 
 _LOOKED_AT = 16
@@ -31,7 +31,7 @@ _LOOKED_AT = 16
 
 
 class ByForecast(TimeSynced):
-    def __init__(self, options: EcoServeConfig, limits: IterationLimits, *, learn_size: bool = False) -> None:
+    def __init__(self, options: EcoServeSettings, limits: IterationLimits, *, learn_size: bool = False) -> None:
         super().__init__(options, limits, learn_size=learn_size)
         self._infeasible_until = 0
         """On the batch's clock: no prompt fitted, and until then none will be tried unless something happens. Time
@@ -100,7 +100,7 @@ class ByForecast(TimeSynced):
             return
         forecast = self._forecast(kv)
         spare = self._reserve(kv) if len(self._batch) else 0
-        stands = not self._parts.ordered or now_s - self._deadlines.of(waiting[0][2]) > self.options.patience_s
+        stands = not self.options.ordered or now_s - self._deadlines.of(waiting[0][2]) > self.options.patience_s
         for _, length, sequence in self._grouped(waiting):
             if self._places() < 1:
                 return
@@ -142,7 +142,7 @@ class ByForecast(TimeSynced):
             return head[0]
         forecast, spare = self._forecast(kv), self._reserve(kv)
         headroom = (kv.free_blocks + kv.cached_blocks) * kv.geometry.block_size
-        stands = not self._parts.ordered or now_s - head[1] > self.options.patience_s
+        stands = not self.options.ordered or now_s - head[1] > self.options.patience_s
         for prompt in self._prompts.first(1 if stands else _LOOKED_AT):
             if prompt.target <= headroom and forecast.fits(prompt.target, self._decode_length(prompt), spare):
                 return prompt

@@ -17,7 +17,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from cohort.common.config import EcoServeConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.ecoserve.batch import SyncedBatch
 from cohort.common.policies.ecoserve.deadlines import Deadlines
@@ -29,6 +28,7 @@ from cohort.common.policies.ecoserve.task_order import PromptQueue, Ranges, Rank
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, News
 from cohort.common.policies.kv_interface import BlockSharing, KvAllocator
 from cohort.common.policies.sequences import preempt, resume, start
+from cohort.common.policies.settings import EcoServeSettings
 from cohort.common.policies.step_times.learned_times import LearnedTimes
 from cohort.common.sequence import Phase, Row, Sequence
 from cohort.common.types import Attempt
@@ -58,16 +58,15 @@ class TimeSynced(IterationScheduler):
     - When no sequence can run, the first in order gets its place by evicting the last.
     """
 
-    def __init__(self, options: EcoServeConfig, limits: IterationLimits, *, learn_size: bool = False) -> None:
+    def __init__(self, options: EcoServeSettings, limits: IterationLimits, *, learn_size: bool = False) -> None:
         """`limits.max_tokens`: E1's target forward size, or the most that it may become where it is learned."""
         self.options, self.limits = options, limits
-        self._parts = options.ablation
-        self._padding = PaddingRatio(options.padding, tuned=self._parts.tune_padding)
+        self._padding = PaddingRatio(options.padding, tuned=self.options.tune_padding)
         self._times = LearnedTimes()
         self._deadlines = Deadlines(self._times.table)
         self._size = LearnedForwardSize(limits.max_tokens) if learn_size else None
         self._ranges = Ranges()
-        self._prompts = PromptQueue(self._ranges, ordered=self._parts.ordered)
+        self._prompts = PromptQueue(self._ranges, ordered=self.options.ordered)
         self._prefilling: dict[Sequence, int] = {}
         """Prompts begun, with the position at which each becomes a decode."""
         self._decodes: dict[Attempt, Sequence] = {}
@@ -135,7 +134,7 @@ class TimeSynced(IterationScheduler):
         if plan.rows:
             self._count.iterations += 1
             self._count.quiet += not formed and not prompts
-        self._forms_always = bool(self._decodes) and not self._parts.synced
+        self._forms_always = bool(self._decodes) and not self.options.synced
         return plan
 
     def _take_in(self, now_s: float, kv: KvAllocator, news: News) -> None:
@@ -193,7 +192,7 @@ class TimeSynced(IterationScheduler):
             return 0
         if not self._times.knows(plan):
             return 0
-        if self._decodes and not self._parts.synced and self._parts.pipelined:
+        if self._decodes and not self.options.synced and self.options.pipelined:
             return 0  # the second halves of lenders change with every iteration
         if self._drained and self._decodes:
             return 0
@@ -332,7 +331,7 @@ class TimeSynced(IterationScheduler):
             self._group_over
             or self._drained
             or not len(self._batch)
-            or not self._parts.synced
+            or not self.options.synced
             or self._freed >= max(1, self._reserve(kv))
         )
 
@@ -350,7 +349,7 @@ class TimeSynced(IterationScheduler):
 
     def _nest(self, waiting: list[tuple[Rank, int, Sequence]], kv: KvAllocator) -> None:
         """E7 · Borrowers among the waiting decodes."""
-        if not self._parts.pipelined or self._sharing is None or not self._decodes:
+        if not self.options.pipelined or self._sharing is None or not self._decodes:
             return
         # A sequence that another worker continues keeps its blocks until they are sent, which may be late: it does not
         # borrow.
@@ -365,7 +364,7 @@ class TimeSynced(IterationScheduler):
             self._count.borrowed += 1
 
     def _rank(self, now_s: float, sequence: Sequence, length: int) -> Rank:
-        if self._parts.ordered:
+        if self.options.ordered:
             return rank(self._ranges, now_s, self._deadlines.of(sequence), sequence, length)
         return (sequence.request.priority, 0, 0, 0, 0.0, sequence.arrived_s, sequence.key)
 
@@ -386,7 +385,7 @@ class TimeSynced(IterationScheduler):
             return
         head = waiting[0][2]
         stands = head.key in self._decodes and now_s - self._deadlines.of(head) > self.options.patience_s
-        if not self._parts.ordered or stands:
+        if not self.options.ordered or stands:
             return
         left = [(length, sequence) for _, length, sequence in waiting if sequence.key in self._decodes]
         left.sort(key=lambda task: (-task[0], task[1].arrived_s, task[1].key))
@@ -398,7 +397,7 @@ class TimeSynced(IterationScheduler):
                 headroom -= lacks
 
     def _grouped(self, waiting: list[tuple[Rank, int, Sequence]]) -> list[tuple[Rank, int, Sequence]]:
-        if not self._parts.synced:
+        if not self.options.synced:
             return waiting
         groups: dict[int, list[tuple[Rank, int, Sequence]]] = {}
         for task in waiting:
@@ -442,7 +441,7 @@ class TimeSynced(IterationScheduler):
             if kv.extend(sequence, sequence.computed + count):
                 rows.append(Row(sequence, sequence.computed, count))
                 tokens -= count
-        if not self._parts.decoupled and len(self._batch) and not formed:
+        if not self.options.decoupled and len(self._batch) and not formed:
             return rows  # SyncCoupled: a decode joins with a group only
         while tokens > 0 and len(rows) < places:
             chosen = self._next_prompt(now_s, kv, tokens)
@@ -450,7 +449,7 @@ class TimeSynced(IterationScheduler):
                 break
             self._prompts.remove(chosen)
             self._prefilling[chosen] = chosen.target
-            if not self._parts.decoupled:
+            if not self.options.decoupled:
                 self._claim(kv, chosen, chosen.target + self._length(chosen, 1))
             count = min(chosen.uncomputed, tokens)
             rows.append(Row(chosen, chosen.computed, count))
@@ -471,7 +470,7 @@ class TimeSynced(IterationScheduler):
             blocks = min(blocks, limit - held)
         headroom = blocks * kv.geometry.block_size
         first, deadline_s = head
-        if not self._parts.decoupled:
+        if not self.options.decoupled:
             needed = kv.geometry.blocks_for(first.target + self._length(first, 1))
             return first if needed <= blocks or (needed > kv.total_blocks and not len(self._batch)) else None
         if first.target <= headroom and now_s > deadline_s:

@@ -64,7 +64,7 @@ def measure(
     seed: int = 0,
 ) -> Cost:
     draw = random.Random(seed)
-    options: dict[str, Any] = {"dynaserve.ablation.balance": balance}
+    options: dict[str, Any] = {"experiment.dynaserve.balance": balance}
     options |= {key: parse_yaml(value) for key, _, value in (text.partition("=") for text in settings)}
     placement = compose.placement(load_config(preset=preset, overrides=nested(options, "--set")))
     capacity = WorkerCapacity(Role.UNIFIED, "m", 32_768, 48, 8, 128, 2, 16, 100_000, 0, 256, 2048)

@@ -122,7 +122,7 @@ def run(presets: Sequence[str], lengths: Sequence[int], buckets: Sequence[int], 
     for most in buckets:
         options = {
             "policies": {"prefill_order": "buckets"},
-            "bucketserve": {"max_batch": 8, "ablation": {"max_buckets": most}},
+            "experiment": {"bucketserve": {"max_batch": 8, "max_buckets": most}},
         }
         order = compose.prefill_order(load_config(overrides=options))
         costs.append(measure(order, f"buckets, at most {most}", 10_000, rounds))

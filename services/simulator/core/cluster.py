@@ -26,6 +26,7 @@ from cohort.common.machines.worker.worker_state import REPORT_INTERVAL_S
 from cohort.common.policies import compose
 from cohort.common.policies.cost_model import CostModel, ModelShape, StepWork, prefill_pairs
 from cohort.common.policies.interface import Placement
+from cohort.common.policies.settings import EngineSettings, settings_of
 from cohort.common.process import garbage
 from cohort.common.types import InstanceId, Role
 from cohort.common.virtual_cluster.cluster import GATEWAY, MANAGER, VirtualCluster
@@ -79,6 +80,7 @@ class SimCluster:
         has; the others are places for `add_worker`."""
         workload.check()
         compose.check_names(config)
+        plans_ahead = settings_of(config, EngineSettings).plan_ahead
         acceptance = Acceptance(options.acceptance, options.seed, options.draft_rates)
         if acceptance:
             speculation = config.speculation.settled("cpu")
@@ -116,7 +118,7 @@ class SimCluster:
             profile=partial(self._profile, longest) if options.profiled else None,
             device_of=partial(_device_of, cluster) if measured else None,
             draft_price=self._draft_price if asks_model else None,
-            foresee_steps=config.engine.plan_ahead and cluster.shares,
+            foresee_steps=plans_ahead and cluster.shares,
         )
         deployment = Deployment(config, options, instances, placement, shared_prompts=shared)
         self.wall = {"worker": WallTime(), "manager": WallTime()}

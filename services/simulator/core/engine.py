@@ -27,6 +27,7 @@ from cohort.common.policies.alignedserve.batch_numbers import batches_of
 from cohort.common.policies.cost_model import CostModel, StepWork, prefill_pairs
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.kv_interface import goes_beside
+from cohort.common.policies.settings import EngineSettings, settings_of
 from cohort.common.sequence import Phase, Row
 from cohort.common.types import KvGeometry
 from cohort.common.virtual_cluster.cluster import VirtualCluster
@@ -132,7 +133,7 @@ class CostEngine:
         self._shares = cluster.shares
         self._jump = options.jump and not self._shares
         self._blocking_transfers = options.blocking_transfers
-        self._plans_ahead = config.engine.plan_ahead and self._shares
+        self._plans_ahead = settings_of(config, EngineSettings).plan_ahead and self._shares
         shape = costs[0].model
         self._row_flops = 2.0 * (shape.active_parameters + shape.head_parameters)
         self._position_flops = 4.0 * shape.layers * shape.heads * (shape.pair_dim or shape.head_dim)

@@ -99,18 +99,14 @@ class _Run:
         return lab.run(self, lambda: self._simulate(lab))
 
     def config(self, kv_bytes: int) -> Config:
-        aligned = {
-            "starvation_s": self.starvation_s,
-            "least_requests": _R_MIN,
-            "ablation": dict.fromkeys(self.without, False),
-        }
         return load_config(
             preset=self.preset,
             overrides={
                 "engine": {"max_rows": _ROWS, "max_step_tokens": 8192, "prefill_chunk": 8192},
                 "kv": {"memory_bytes": kv_bytes, "prefix_caching": False},
                 "model": {"max_model_len": _CONTEXT},
-                "alignedserve": aligned,
+                "alignedserve": {"starvation_s": self.starvation_s},
+                "experiment": {"alignedserve": {"least_requests": _R_MIN, **dict.fromkeys(self.without, False)}},
             },
         )
 

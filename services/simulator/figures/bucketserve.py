@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from cohort.common.config import load_config
+from cohort.common.policies.settings import placed
 from cohort.common.types import Role
 from cohort.common.workloads.arrivals import AllAtOnce, Arrivals, RandomArrivals
 from cohort.common.workloads.changes import clip, mixture, with_slos
@@ -93,9 +94,9 @@ _LAYERS = _Place(1, {Role.UNIFIED: 1}, layers=True)
 
 Overrides = Mapping[str, Mapping[str, object]]
 _PADDED: Overrides = {"policies": {"iteration": "padded_prefill"}, "engine": {"max_step_tokens": _PADDED_TOKENS}}
-_ONE_BUCKET: Overrides = {**_PADDED, "bucketserve": {"ablation": {"max_buckets": 1}}}
-_STATIC: Overrides = {"baselines": {"padded": True, "ablation": {"static_batches": True}}}
-_RECTANGLES: Overrides = {"baselines": {"padded": True, "ablation": {"static_batches": True, "rectangular_kv": True}}}
+_ONE_BUCKET: Overrides = {**_PADDED, "experiment": {"bucketserve": {"max_buckets": 1}}}
+_STATIC: Overrides = placed({"baselines": {"padded": True, "static_batches": True}})
+_RECTANGLES: Overrides = placed({"baselines": {"padded": True, "static_batches": True, "rectangular_kv": True}})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ _SYSTEMS = {
     "bucketserve": _System("bucketserve"),
     "bucketserve-1p3d": _System("bucketserve", _ONE_THREE),
     "bucketserve-2p2d": _System("bucketserve", _HALVES),
-    "bucketserve-p90": _System("bucketserve", over={"bucketserve": {"output_estimate": "p90"}}),
+    "bucketserve-p90": _System("bucketserve", over={"experiment": {"bucketserve": {"output_estimate": "p90"}}}),
     "bucketserve-padded": _System("bucketserve", over=_PADDED),
     "first-come-padded": _System("bucketserve", over=_ONE_BUCKET),
     "distserve": _System("baseline-distserve"),

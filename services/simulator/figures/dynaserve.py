@@ -286,7 +286,7 @@ def _exposed_less(lab: Lab) -> float:
     the middle of its answer."""
 
     def per_kv_transfer(chunked: bool) -> float:
-        system = System(SPLIT, settings=(("transfer.ablation", "chunked", chunked),))
+        system = System(SPLIT, settings=(("experiment.transfer", "chunked", chunked),))
         report = lab.run(
             ("exposed", chunked),
             lambda: simulated(

@@ -6,12 +6,12 @@ Choices that the paper leaves open, made here for all systems alike:
                  them by its data sheet (28 ShareGPT requests a second are 9,500 tokens a second): nearly all requests
                  wait, and requests a second depend on which are chosen. Readings are taken where EcoServe itself
                  saturates: `_OVERLOAD` times its sustained rate. SLOs (Fig. 10) are judged at `CALM` times that
-    order        as printed, in all figures: without `ecoserve.patience_s`, a rule of ours, which readings have
+    order        as printed, in all figures: without `patience_s`, a rule of ours, which readings have
     iteration    `_STEP_S` longer than by the device file, for all systems and models alike, which gives EcoServe the
                  141 ms between tokens that the paper prints (§4), and Alpaca the queue that Table 2's rates are to
                  make (§2.1); the device file alone gives 35 ms and serves Alpaca without one. Windows are `_LONGER`
                  times as long as by the device file, as answers are; the paper's are of hours
-    newcomers    may take the last free block, in vLLM and FastGen (`baselines.ablation.headroom`): Fig. 1d prints 74
+    newcomers    may take the last free block, in vLLM and FastGen (`experiment.baselines.headroom`): Fig. 1d prints 74
                  and 67 % of failures, and neither the paper nor FastGen's source has such a headroom
     cache full   vLLM swaps, FastGen computes again, as §2.1 says of them
     sustained    the highest rate at which the mean normalised latency stays below a bound, to 6 %: 100 ms for OPT-13B,
@@ -37,9 +37,10 @@ from typing import Any
 
 from msgspec import structs
 
-from cohort.common.config import Config, EcoServeAblation, load_config
+from cohort.common.config import Config, load_config
 from cohort.common.policies.cost_model import CostModel, StepWork, prefill_pairs
 from cohort.common.policies.ecoserve.forward_size import target_forward_tokens
+from cohort.common.policies.settings import placed
 from cohort.common.workloads.arrivals import RandomArrivals
 from cohort.common.workloads.changes import with_slos
 from cohort.common.workloads.papers import paper_workload
@@ -146,7 +147,7 @@ def _bound_ms(case: Case) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """One run but for its rate. `eco`: options of `ecoserve`, `ablation` included; `slo`: t_p and t_g of E9."""
+    """One run but for its rate. `eco`: options and settings of `ecoserve`; `slo`: t_p and t_g of E9."""
 
     preset: str
     data: str
@@ -165,43 +166,41 @@ class Case:
     def config(self) -> Config:
         model, data = self.model, self.data
         tokens = _forward_tokens(model.name, model.devices)
-        switches = EcoServeAblation.__struct_fields__
         ecoserve = {
             "padding": 0.0 if self.oracle else PADDING[data],
             "buffer": BUFFER[data],
             "reserve": RESERVE[data],
             **({"patience_s": NEVER_S} if self.preset == ECOSERVE else {}),
-            **{name: value for name, value in self.eco if name not in switches},
-            "ablation": {
-                "tune_padding": not self.oracle,
-                **{name: value for name, value in self.eco if name in switches},
-            },
+            "tune_padding": not self.oracle,
+            **dict(self.eco),
         }
         return load_config(
             preset=self.preset,
-            overrides={
-                "model": {"max_model_len": _CONTEXT[data]},
-                "engine": {
-                    "max_rows": 256,
-                    "max_step_tokens": 2048,
-                    "prefill_chunk": 2048,
-                    "preemption": "recompute" if self.preset == FASTGEN else "swap",
-                    "target_forward_tokens": tokens,
-                },
-                "kv": {
-                    "memory_bytes": model.kv_bytes,
-                    "block_size": 32,
-                    "host_memory_bytes": _HOST_BYTES * model.devices,
-                    "prefix_caching": False,
-                },
-                "baselines": {
-                    "prediction_padding": PADDING[data],
-                    "batch_size": model.orca_batch,
-                    "ablation": {"headroom": self.headroom},
-                },
-                "gateway": {"max_waiting_requests": 10**6, "max_waiting_tokens": 10**9},
-                "ecoserve": ecoserve,
-            },
+            overrides=placed(
+                {
+                    "model": {"max_model_len": _CONTEXT[data]},
+                    "engine": {
+                        "max_rows": 256,
+                        "max_step_tokens": 2048,
+                        "prefill_chunk": 2048,
+                        "preemption": "recompute" if self.preset == FASTGEN else "swap",
+                        "target_forward_tokens": tokens,
+                    },
+                    "kv": {
+                        "memory_bytes": model.kv_bytes,
+                        "block_size": 32,
+                        "host_memory_bytes": _HOST_BYTES * model.devices,
+                        "prefix_caching": False,
+                    },
+                    "baselines": {
+                        "prediction_padding": PADDING[data],
+                        "batch_size": model.orca_batch,
+                        "headroom": self.headroom,
+                    },
+                    "gateway": {"max_waiting_requests": 10**6, "max_waiting_tokens": 10**9},
+                    "ecoserve": ecoserve,
+                }
+            ),
         )
 
     def run(self, lab: Lab, rate: float) -> SimReport:

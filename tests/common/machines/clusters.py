@@ -39,7 +39,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
         "least_prefill": 4,
         "margin_tokens": 2,
         "kv_transfer_s": 0.0,
-        "ablation": {"await_arrivals": False},
+        "await_arrivals": False,
     },
     "alignedserve": {"least_requests": 2, "leaf_tokens": 4, "starvation_s": 2.0},
     "ecoserve": {"group_tokens": 4, "waiting_share": 0.3, "patience_s": 2.0},

@@ -54,12 +54,8 @@ def test_through_the_pool(tmp_path: Path, small_model: Path, goldens: list[Golde
     overrides = {
         "engine": {"max_rows": ROWS},
         "kv": {"memory_bytes": kv_bytes(small_model, 182), "host_memory_bytes": kv_bytes(small_model, 364)},
-        "alignedserve": {
-            "least_requests": 2,
-            "leaf_tokens": 16,
-            "starvation_s": 2.0,
-            "ablation": {"prefetch": prefetch},
-        },
+        "alignedserve": {"starvation_s": 2.0},
+        "experiment": {"alignedserve": {"least_requests": 2, "leaf_tokens": 16, "prefetch": prefetch}},
     }
     made = Pipeline(tmp_path, small_model, overrides, preset="alignedserve")
     made.held.add("decode-0")

@@ -58,7 +58,8 @@ def test_a_wrong_predictor_changes_no_answer(
         "gateway": {"default_prediction_tokens": prediction or 256},
         "predictor": {"learns": False, "state_path": str(tmp_path / "lengths.npz")},
         "kv": {"block_size": 8, "memory_bytes": kv_bytes(small_model, 17), "prefix_caching": False},
-        "ecoserve": {"lending": lending, "ablation": {"tune_padding": False}},
+        "ecoserve": {"lending": lending},
+        "experiment": {"ecoserve": {"tune_padding": False}},
     }
     pipeline = Pipeline(tmp_path, small_model, overrides, preset="ecoserve")
     pipeline.held.add("unified-0")

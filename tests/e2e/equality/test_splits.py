@@ -115,9 +115,12 @@ def _transfers(pipeline: Pipeline, worker: str) -> float:
 def test_the_preset_itself_is_golden(tmp_path: Path, default_model: Path, goldens: list[Golden]) -> None:
     """Under load, so that it splits by itself; the bound on the time between tokens is tight for this machine."""
     some = [*goldens[::6], *goldens[-4:-1], *goldens[3::6]]
-    options = {"tbt_slo_s": 0.03, "kv_transfer_s": 0.0, "ablation": {"await_arrivals": False}}
-    state = {"engine": {"state_dir": str(tmp_path / "learned")}, "dynaserve": options}
-    with Pipeline(tmp_path, default_model, state, preset="dynaserve") as pipeline:
+    overrides = {
+        "engine": {"state_dir": str(tmp_path / "learned")},
+        "dynaserve": {"tbt_slo_s": 0.03},
+        "experiment": {"dynaserve": {"kv_transfer_s": 0.0, "await_arrivals": False}},
+    }
+    with Pipeline(tmp_path, default_model, overrides, preset="dynaserve") as pipeline:
         compare(some, pipeline.complete_all([ask(g) for g in some], concurrency=12))
         pipeline.wait_for("manager", "finish_tracked_total", len(some))
         pipeline.assert_nothing_left()

@@ -6,6 +6,7 @@ from typing import Any
 
 from cohort.common.config import Config, load_config
 from cohort.common.policies.cost_model import ModelShape
+from cohort.common.policies.settings import placed
 from cohort.common.types import Slo
 from cohort.common.workloads.items import WorkItem, Workload
 from cohort.services.simulator.core.cluster import SimCluster
@@ -18,7 +19,8 @@ MODEL = ModelShape("small", 4, 512, 8, 8, 64, 2048, True, 1000, False, 2048, 2, 
 
 
 def config(preset: str = "unified", **sections: dict[str, Any]) -> Config:
-    return load_config(preset=preset, overrides=sections)
+    """Settings stand beside the options of their section."""
+    return load_config(preset=preset, overrides=placed(sections))
 
 
 def cluster(instances: int = 1, **overrides: Any) -> Cluster:

@@ -34,7 +34,7 @@ def test_jumping_over_repeated_iterations_changes_nothing(
         "dynaserve",
         kv=cache_of(blocks),
         engine={"preemption": preemption},
-        dynaserve={"tbt_slo_s": slo_ms / 1e3, "kv_transfer_s": 0.0, "ablation": {"await_arrivals": False}},
+        dynaserve={"tbt_slo_s": slo_ms / 1e3, "kv_transfer_s": 0.0, "await_arrivals": False},
     )
     one_by_one, jumping = run(chosen, cluster(2), load, jump=False), run(chosen, cluster(2), load)
     assert outcome(jumping) == outcome(one_by_one)
@@ -82,7 +82,7 @@ class InTheMiddle(Placement):
 
 def exposed_s(chunked: bool) -> float:
     sim = SimCluster(
-        config("dynaserve", transfer={"ablation": {"chunked": chunked}}),
+        config("dynaserve", transfer={"chunked": chunked}),
         cluster(2, per_host=1, across="tcp"),
         MODEL,
         workload(*((0.05 * index, 600, 600) for index in range(8))),

@@ -61,7 +61,7 @@ def test_figures_at_one_rate_are_at_the_papers_in_its_order() -> None:
     for case, rate in asked:
         assert rate == ecoserve_setup.TABLE_2_PER_S[case.data]
         if case.preset == ecoserve_setup.ECOSERVE:
-            assert case.config().ecoserve.patience_s == ecoserve_setup.NEVER_S
+            assert case.config().experiment["ecoserve"]["patience_s"] == ecoserve_setup.NEVER_S
 
 
 def test_a_rate_with_late_requests_is_no_capacity_though_99_percent_of_the_tokens_are_in_time() -> None:

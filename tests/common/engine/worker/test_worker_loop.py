@@ -33,6 +33,7 @@ from cohort.common.machines.worker.worker_state import WorkerSettings, WorkerSet
 from cohort.common.messages import Message, SegmentEnded, StartSegment, TokenBatch
 from cohort.common.policies import compose
 from cohort.common.policies.interface import IterationPlan
+from cohort.common.policies.settings import placed
 from cohort.common.process.service import ServiceContext
 from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, FinishReason, Request, Role, SamplingParams, Segment
@@ -119,7 +120,7 @@ async def worker(
     engine_options = {"plan_ahead": plan_ahead, "max_rows": max_rows, "prefill_chunk": 12}
     speculates = {"mode": speculation, "draft_model": str(draft or "")}
     overrides = {"engine": engine_options, "speculation": speculates}
-    config = load_config(preset=preset, overrides=overrides)
+    config = load_config(preset=preset, overrides=placed(overrides))
     share = DeviceShare(graphs=1 << 40)
     engine = ThreadPoolExecutor(1)
     runner = make_runner(folder, device_steps=device_steps, share=share, num_blocks=80)

@@ -24,7 +24,7 @@ def world(
     **options: Any,
 ) -> World:
     """The preset's policies; `options` are the world's."""
-    switches = {"starvation_s": starvation_s, "ablation": {"prefetch": prefetch, "aligned": aligned}}
+    switches = {"starvation_s": starvation_s, "prefetch": prefetch, "aligned": aligned}
     overrides = {"engine": {"preemption": preemption}, "alignedserve": switches, "policies": {"iteration": iteration}}
     config = small("alignedserve", overrides)
     return of_config(seed, config, roles, **options)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from cohort.common.config import AlignedServeAblation, AlignedServeConfig
 from cohort.common.policies.alignedserve.aligned_binding import AlignedBinding
 from cohort.common.policies.alignedserve.batch_numbers import FIRST_BATCH
 from cohort.common.policies.interface import Bind, ClusterView, Prefetch
+from cohort.common.policies.settings import AlignedServeSettings
 from cohort.common.types import QueuedWork, Role
 from tests.common.policies.alignedserve.pool import cluster, parked, view
 
 
 def binding(**options: Any) -> AlignedBinding:
-    config = AlignedServeConfig(batch_share=0.4, least_requests=4, ablation=AlignedServeAblation(**options))
-    return AlignedBinding(config, default_output=256.0)
+    return AlignedBinding(AlignedServeSettings(least_requests=4, **options), default_output=256.0)
 
 
 def busy(running: int, blocks: int, *queue: tuple[str, int], waiting: int = 0) -> ClusterView:

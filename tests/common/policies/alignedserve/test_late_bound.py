@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from cohort.common.config import AlignedServeConfig, load_config
+from cohort.common.config import load_config
 from cohort.common.errors import ConfigError
 from cohort.common.policies import compose
 from cohort.common.policies.alignedserve.aligned_batching import AlignedBatching
@@ -14,12 +14,13 @@ from cohort.common.policies.alignedserve.late_bound import LateBound
 from cohort.common.policies.alignedserve.patience import patience_s
 from cohort.common.policies.alignedserve.thresholds import Thresholds
 from cohort.common.policies.interface import ClusterView, Placed, WaitingRequest
+from cohort.common.policies.settings import AlignedServeSettings
 from cohort.common.types import Prediction, Role, Segment
 from tests.common.policies.alignedserve.pool import cluster, request, view
 
 
 def place(state: ClusterView) -> tuple[Segment, ...]:
-    placed = LateBound(AlignedServeConfig(least_requests=4)).place(
+    placed = LateBound(AlignedServeSettings(least_requests=4)).place(
         0.0, WaitingRequest(request("a", 20), 0.0, None), state, None
     )
     assert isinstance(placed, Placed)
@@ -43,12 +44,12 @@ def test_without_decode_workers_it_stays_where_its_prompt_is() -> None:
 
 def test_thresholds_follow_the_device() -> None:
     capacity = view("decode-0", Role.DECODE).capacity
-    assert Thresholds(AlignedServeConfig()).max_blocks(capacity) == 40
-    assert Thresholds(AlignedServeConfig()).min_requests(replace(capacity, max_rows=256)) == 36, (
+    assert Thresholds(AlignedServeSettings()).max_blocks(capacity) == 40
+    assert Thresholds(AlignedServeSettings()).min_requests(replace(capacity, max_rows=256)) == 36, (
         "the paper's, on the paper's devices"
     )
-    assert Thresholds(AlignedServeConfig()).min_requests(capacity) == 9
-    assert Thresholds(AlignedServeConfig(least_requests=1000)).min_requests(capacity) == 64
+    assert Thresholds(AlignedServeSettings()).min_requests(capacity) == 9
+    assert Thresholds(AlignedServeSettings(least_requests=1000)).min_requests(capacity) == 64
 
 
 def test_patience_is_a_share_of_the_responses_tpot_allowance() -> None:

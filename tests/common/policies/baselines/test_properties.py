@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cohort.common.config import Config, load_config
 from cohort.common.policies import baselines, compose
 from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.policies.settings import placed
 from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import TrafficClass
 from tests.common.policies.baselines.drive import GEOMETRY, decide, leave, ran, rows, run, sequence
@@ -34,17 +35,19 @@ def configured(
     name: str, allocation: str, *, max_rows: int, budget: int, swap: bool, caching: bool, padded: bool
 ) -> Config:
     return load_config(
-        overrides={
-            "policies": {"iteration": name, "allocation": allocation},
-            "engine": {
-                "max_rows": max_rows,
-                "max_step_tokens": budget,
-                "prefill_chunk": max(1, budget // 2),
-                "preemption": "swap" if swap else "recompute",
-            },
-            "baselines": {"batch_size": 3, "queue_starvation_s": 5.0, "padded": padded},
-            "kv": {"prefix_caching": caching},
-        }
+        overrides=placed(
+            {
+                "policies": {"iteration": name, "allocation": allocation},
+                "engine": {
+                    "max_rows": max_rows,
+                    "max_step_tokens": budget,
+                    "prefill_chunk": max(1, budget // 2),
+                    "preemption": "swap" if swap else "recompute",
+                },
+                "baselines": {"batch_size": 3, "queue_starvation_s": 5.0, "padded": padded},
+                "kv": {"prefix_caching": caching},
+            }
+        )
     )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cohort.common.config import BucketServeAblation, BucketServeConfig
 from cohort.common.policies.bucketserve.controller import BatchController
 from cohort.common.policies.bucketserve.demand import DemandRule
 from cohort.common.policies.bucketserve.prefill_order import BucketedPrefill
 from cohort.common.policies.interface import ClusterView, InstanceView, WaitingRequest
+from cohort.common.policies.settings import BucketServeSettings
 from cohort.common.types import (
     Attempt,
     Prediction,
@@ -96,12 +96,14 @@ def controller(
     demand: DemandRule | None = None,
     staging: float = 0.0,
 ) -> BatchController:
-    options = BucketServeConfig(
-        max_batch=max_batch, activation_bytes=activation_bytes, ablation=BucketServeAblation(staging_share=staging)
+    return BatchController(
+        BucketServeSettings(max_batch=max_batch, activation_bytes=activation_bytes),
+        dispatch_ahead_tokens=ahead,
+        demand=demand or demand_rule(blind_share=0.0),
+        padded=padded,
+        staging_share=staging,
     )
-    demand = demand or demand_rule(blind_share=0.0)
-    return BatchController(options, dispatch_ahead_tokens=ahead, demand=demand, padded=padded)
 
 
-def order(queue: BucketServeConfig | None = None, **options: object) -> BucketedPrefill:
-    return BucketedPrefill(queue or BucketServeConfig(), controller(**options))  # type: ignore[arg-type]
+def order(queue: BucketServeSettings | None = None, **options: object) -> BucketedPrefill:
+    return BucketedPrefill(queue or BucketServeSettings(), controller(**options))  # type: ignore[arg-type]

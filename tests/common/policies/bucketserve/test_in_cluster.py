@@ -11,7 +11,6 @@ from random import Random
 
 import pytest
 
-from cohort.common.config import BucketServeConfig
 from cohort.common.machines.effects import WorkerEffect
 from cohort.common.machines.events import Received, WorkerEvent
 from cohort.common.machines.worker.worker import WorkerMachine
@@ -19,6 +18,7 @@ from cohort.common.messages import StartSegment
 from cohort.common.policies.baselines.placements import Colocated, Disaggregated
 from cohort.common.policies.bucketserve.prefill_order import BucketedPrefill
 from cohort.common.policies.interface import Placement
+from cohort.common.policies.settings import BucketServeSettings
 from cohort.common.types import Role
 from tests.common.machines.clusters import PD, PD_TWICE, UNIFIED_TWICE, Asked, finish, offer, tokens
 from tests.common.machines.world import World
@@ -28,7 +28,8 @@ from tests.support.kinds import by_default, in_turn
 
 def buckets() -> BucketedPrefill:
     return BucketedPrefill(
-        BucketServeConfig(), controller(max_batch=6, ahead=64, demand=demand_rule(blind_share=0.1, default_output=12.0))
+        BucketServeSettings(),
+        controller(max_batch=6, ahead=64, demand=demand_rule(blind_share=0.1, default_output=12.0)),
     )
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cohort.common.config import BucketServeAblation, BucketServeConfig
 from cohort.common.policies.bucketserve.prefill_order import BucketedPrefill
 from cohort.common.policies.interface import ClusterView, Dispatch, WaitingRequest
+from cohort.common.policies.settings import BucketServeSettings
 from cohort.common.types import Prediction, QueuedWork, Role
 from tests.common.policies.bucketserve.cluster import (
     BLOCK,
@@ -65,7 +65,7 @@ def test_under_load_a_batch_comes_from_one_bucket_and_the_oldest_one_leads() -> 
     ("fill", "expected"), [("sjf", ("m", "a", "b")), ("ljf", ("m", "z", "y")), ("oldest", ("m", "y", "a"))]
 )
 def test_offline_batches_are_filled_as_configured_after_the_oldest(fill: str, expected: tuple[str, ...]) -> None:
-    queue = order(BucketServeConfig(fill=fill), max_batch=3, ahead=10_000)  # type: ignore[arg-type]
+    queue = order(BucketServeSettings(fill=fill), max_batch=3, ahead=10_000)  # type: ignore[arg-type]
     # In order of arrival; all in the upper half, so that Alg. 1 leaves them in one bucket.
     lengths = {"m": 650, "y": 800, "a": 520, "b": 560, "z": 900}
     for index, (name, prompt) in enumerate(lengths.items()):
@@ -87,7 +87,7 @@ def test_online_work_goes_before_offline_work_and_keeps_it_out_of_its_batches() 
 
 def test_an_infinite_delay_lets_every_online_request_pass() -> None:
     queue = filled(
-        order(BucketServeConfig(offline_delay_s=float("inf")), max_batch=1),
+        order(BucketServeSettings(offline_delay_s=float("inf")), max_batch=1),
         waiting("off0", arrival_s=0.0, online=False),
         waiting("off1", arrival_s=1.0, online=False),
         waiting("on", arrival_s=1e6),
@@ -125,7 +125,7 @@ def test_the_estimate_of_the_output_is_configurable() -> None:
     long_tail = waiting("r", prompt=8)
     long_tail.prediction = Prediction(20.0, 15.0, 60.0, 90.0)
     for estimate, tokens in (("mean", 28), ("p50", 23), ("p90", 68), ("p99", 98), ("max", 108)):
-        queue = filled(order(BucketServeConfig(output_estimate=estimate)), long_tail)  # type: ignore[arg-type]
+        queue = filled(order(BucketServeSettings(output_estimate=estimate)), long_tail)  # type: ignore[arg-type]
         assert queue._items["r"].total_length == tokens
 
 
@@ -184,7 +184,7 @@ def test_the_optimal_splitter_separates_lengths_that_bisection_leaves_together()
     """All above the midpoint: Alg. 1 never splits, whatever waits."""
     lengths = [600] * 6 + [1000] * 6
     for splitter, bounds in (("bisection", [1024]), ("optimal", [601, 1024])):
-        queue = order(BucketServeConfig(ablation=BucketServeAblation(splitter=splitter)), max_batch=6)  # type: ignore[arg-type]
+        queue = order(BucketServeSettings(splitter=splitter), max_batch=6)  # type: ignore[arg-type]
         filled(queue, *(waiting(f"r{i}", prompt=n, max_tokens=20) for i, n in enumerate(lengths)))
         full = cluster(view("p0", Role.PREFILL), view("d0", Role.DECODE, blocks=3000))
         queue.decide(0.0, full)
@@ -219,11 +219,11 @@ def test_nothing_starves_under_any_arrivals(seed: int, fill: str, splitter: str)
     it, and those are finitely many."""
     random = Random(seed)
     queue = order(
-        BucketServeConfig(
+        BucketServeSettings(
             fill=fill,  # type: ignore[arg-type]
             priority_step_s=5.0,
             offline_delay_s=20.0,
-            ablation=BucketServeAblation(splitter=splitter),  # type: ignore[arg-type]
+            splitter=splitter,  # type: ignore[arg-type]
         ),
         max_batch=4,
         ahead=60,
@@ -347,6 +347,6 @@ def test_at_the_edge_of_memory_nothing_overflows_and_no_fixed_batch_size_does_be
 def test_controller_is_shared_by_reference() -> None:
     """M_safe of the last round rides in the figures."""
     control = controller()
-    queue = filled(BucketedPrefill(BucketServeConfig(), control), waiting("r"))
+    queue = filled(BucketedPrefill(BucketServeSettings(), control), waiting("r"))
     queue.decide(0.0, pair())
     assert queue.metrics()["safe_memory_bytes"] == control.safe_memory_bytes > 0

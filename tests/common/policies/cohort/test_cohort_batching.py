@@ -8,11 +8,12 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
-from cohort.common.config import CohortAblation, CohortConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.cohort.cohort_batching import CohortBatching, victim_rank
 from cohort.common.policies.kv_interface import KvAllocator
+from cohort.common.policies.settings import CohortSettings
 from cohort.common.policies.step_times.learned_times import plan_shape
 from cohort.common.policies.step_times.step_cost import step_seconds
 from cohort.common.sequence import Phase, Sequence
@@ -23,6 +24,7 @@ from tests.common.policies.step_times.test_step_times import random_batch
 
 TIMES = StepTimes(0.001, 0.0002, 0.0001, 0.001, 0.0, 1e-6)
 """A prompt token is 0.1 ms, a decode row 0.2 ms and its context a microsecond a position."""
+SETTINGS = CohortSettings()
 
 
 def scheduler(
@@ -32,13 +34,11 @@ def scheduler(
     rows_: int = 8,
     tokens: int = 600,
     how: str = "recompute",
-    ablation: CohortAblation | None = None,
+    settings: CohortSettings = SETTINGS,
 ) -> CohortBatching:
-    options = CohortConfig(
-        headroom=0.0, least_prefill=2, longest_step_s=longest_s, ablation=ablation or CohortAblation()
-    )
+    options = structs.replace(settings, longest_step_s=longest_s)
     limits = IterationLimits(rows_, tokens, tokens, "swap" if how == "swap" else "recompute")
-    policy = CohortBatching(options, limits, cold_chunk=24)
+    policy = CohortBatching(options, limits, cold_chunk=24, headroom=0.0, least_prefill=2)
     if learned:
         random = Random(5)
         for _ in range(400):
@@ -202,7 +202,7 @@ def test_best_effort_prompts_wait_while_real_time_sequences_hold_most(
         decoding(policy, kv, promised(f"rt{index}", 5 * BLOCK - 4, max_tokens=2))
     policy.add(waited_s, promised("effort", 8, ttft_s=0.0, traffic_class="be", arrived_s=0.0, max_tokens=2))
     assert ("effort" in names(decide(policy, kv, waited_s))) is goes
-    policy, kv = scheduler(ablation=CohortAblation(yielding=False)), cache(400)
+    policy, kv = scheduler(settings=CohortSettings(yielding=False)), cache(400)
     for index in range(5):
         decoding(policy, kv, promised(f"rt{index}", 5 * BLOCK - 4, max_tokens=2))
     policy.add(0.0, promised("effort", 8, ttft_s=0.0, traffic_class="be", max_tokens=2))
@@ -210,17 +210,17 @@ def test_best_effort_prompts_wait_while_real_time_sequences_hold_most(
 
 
 def test_each_part_can_be_taken_away() -> None:
-    def prompts_of(ablation: CohortAblation) -> list[tuple[str, int, int]]:
-        policy, kv = scheduler(ablation=ablation), cache(400)
+    def prompts_of(settings: CohortSettings) -> list[tuple[str, int, int]]:
+        policy, kv = scheduler(settings=settings), cache(400)
         decoding(policy, kv, promised("d", 40, tpot_s=0.01))
         policy.add(0.0, promised("long", 500, ttft_s=9.0, arrived_s=-1.0))
         policy.add(0.0, promised("short", 20, ttft_s=9.0))
         return [row for row in rows(decide(policy, kv, 0.0)) if row[0] != "d"]
 
-    assert [name for name, *_ in prompts_of(CohortAblation())] == ["short", "long"]
-    assert [name for name, *_ in prompts_of(CohortAblation(ordered=False))] == ["long"]
-    assert prompts_of(CohortAblation(bounded=False)) == [("short", 0, 20), ("long", 0, 4)], "24 tokens: the cold chunk"
-    policy, kv = scheduler(ablation=CohortAblation(victims="youngest")), cache(8)
+    assert [name for name, *_ in prompts_of(SETTINGS)] == ["short", "long"]
+    assert [name for name, *_ in prompts_of(CohortSettings(ordered=False))] == ["long"]
+    assert prompts_of(CohortSettings(bounded=False)) == [("short", 0, 20), ("long", 0, 4)], "24 tokens: the cold chunk"
+    policy, kv = scheduler(settings=CohortSettings(victims="youngest")), cache(8)
     decoding(policy, kv, promised("relaxed", 4 * BLOCK - 1, ttft_s=50.0, arrived_s=-1.0))
     decoding(policy, kv, promised("hurried", 4 * BLOCK - 1, ttft_s=1.0))
     step(policy, kv)
@@ -228,11 +228,11 @@ def test_each_part_can_be_taken_away() -> None:
 
 
 def holding_blocks(
-    ablation: CohortAblation | None = None, *, wanted: int = 3, ttft_s: float = 9.0, output: int = 1
+    settings: CohortSettings = SETTINGS, *, wanted: int = 3, ttft_s: float = 9.0, output: int = 1
 ) -> list[str]:
     """Of eight blocks best-effort sequences hold three each and a real-time one a block: who is preempted for a prompt
     of so many blocks."""
-    policy, kv = scheduler(ablation=ablation), cache(8)
+    policy, kv = scheduler(settings=settings), cache(8)
     decoding(policy, kv, promised("rt", BLOCK - 2, max_tokens=2))
     for name, arrived_s in (("older", -2.0), ("younger", -1.0)):
         effort = promised(name, 3 * BLOCK - 2, ttft_s=0.0, traffic_class="be", arrived_s=arrived_s, max_tokens=2)
@@ -255,7 +255,7 @@ def test_they_keep_their_blocks_where_that_would_not_help() -> None:
     assert holding_blocks(wanted=8) == [], "it would not fit without them either"
     assert holding_blocks(output=6 * BLOCK) == [], "nor would its response"
     assert holding_blocks(ttft_s=0.005) == [], "it is late"
-    assert holding_blocks(CohortAblation(yielding=False)) == []
+    assert holding_blocks(CohortSettings(yielding=False)) == []
 
 
 def test_they_give_their_blocks_also_where_no_real_time_sequence_runs() -> None:
@@ -366,15 +366,15 @@ def test_taking_turns_ends_all_of_them_whatever_was_predicted_and_however_little
 
 
 def test_an_iteration_lasts_longer_while_its_sequences_are_ahead() -> None:
-    def aim_ms(ablation: CohortAblation | None = None) -> float:
-        policy, kv = scheduler(ablation=ablation), cache(400)
+    def aim_ms(settings: CohortSettings = SETTINGS) -> float:
+        policy, kv = scheduler(settings=settings), cache(400)
         decoding(policy, kv, promised("d", 40, tpot_s=0.01)).prefill_done_s = 0.3
         policy.add(0.29, promised("p", 500, ttft_s=9.0))
         decide(policy, kv, 0.295)
         return policy.metrics()["iteration_aim_ms"]
 
     assert aim_ms() == pytest.approx(11.0)
-    assert aim_ms(CohortAblation(stretched=False)) == pytest.approx(10.0)
+    assert aim_ms(CohortSettings(stretched=False)) == pytest.approx(10.0)
 
 
 def test_where_a_prompt_waits_for_blocks_iterations_stay_even_and_the_shortest_goes_first() -> None:

@@ -8,10 +8,10 @@ from zlib import crc32
 import msgspec
 import pytest
 
-from cohort.common.config import CohortAblation, CohortConfig
 from cohort.common.policies.cohort.admission_check import AdmissionTest, RefuseLate
 from cohort.common.policies.cohort.least_ttft import LeastTtft
 from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Refuse, Wait, WaitingRequest
+from cohort.common.policies.settings import CohortSettings
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import (
     Attempt,
@@ -38,7 +38,7 @@ FAST = StepTimes(1.0e-3, 0.5e-4, 0.5e-4, 0.011, 3e-9, 0.8e-7)
 def placement(
     *, own_order: bool = True, caching: bool = True, ordered: bool = True, refuse: RefuseLate = "none"
 ) -> LeastTtft:
-    options = CohortConfig(ablation=CohortAblation(ordered=ordered))
+    options = CohortSettings(ordered=ordered)
     return LeastTtft(options, AdmissionTest(refuse), default_output=200.0, own_order=own_order, prefix_caching=caching)
 
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.config import CohortConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.cohort.cohort_batching import CohortBatching
 from cohort.common.policies.cohort.mixing import best_chunk, spare_s, stretched_s, strictest_s
+from cohort.common.policies.settings import CohortSettings
 from cohort.common.policies.step_times.learned_times import plan_shape
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.sequence import Sequence
@@ -109,7 +109,7 @@ def test_a_quarter_of_what_is_guessed_from_lengths_may_fall_behind_unless_prompt
 
 def dear_scheduler(share: float) -> CohortBatching:
     limits = IterationLimits(64, 2048, 2048, "recompute")
-    policy = CohortBatching(CohortConfig(), limits, cold_chunk=512)
+    policy = CohortBatching(CohortSettings(), limits, cold_chunk=512)
     times, random = msgspec.structs.replace(GPU, mixed_share=share), Random(5)
     for _ in range(1500):
         shape = random_batch(random)

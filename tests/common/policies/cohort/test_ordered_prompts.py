@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.config import DynaServeConfig, load_config
+from cohort.common.config import load_config
 from cohort.common.policies import compose
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
@@ -15,6 +15,7 @@ from cohort.common.policies.cohort.ordered_prompts import OrderedPrompts
 from cohort.common.policies.cohort.prompt_order import PromptOrder
 from cohort.common.policies.dynaserve.slo_batching import SloBatching
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, Ran
+from cohort.common.policies.settings import DynaServeSettings
 from cohort.common.sequence import Row, Sequence
 from cohort.common.types import Attempt, KvGeometry, Request, SamplingParams, Slo
 from tests.common.policies.baselines.drive import decide, ran, rows, run
@@ -32,7 +33,7 @@ def sequence(name: str, prompt: int, *, arrived_s: float = 0.0, ttft_s: float = 
 def scheduler(kind: str, *, patience_s: float = 60.0) -> IterationScheduler:
     prompts = OrderedPrompts(PromptOrder(patience_s=patience_s))
     if kind == "slo_batching":
-        return SloBatching(DynaServeConfig(), IterationLimits(4, 16, 16, "recompute"), cold_chunk=16, prompts=prompts)
+        return SloBatching(DynaServeSettings(), IterationLimits(4, 16, 16, "recompute"), cold_chunk=16, prompts=prompts)
     return ContinuousBatching(max_rows=4, max_step_tokens=16, prefill_chunk=16, preemption="recompute", prompts=prompts)
 
 
@@ -96,8 +97,8 @@ def test_everything_ends(kind: str, loads: list[tuple[int, int, float]], blocks:
     assert not alive, "something starved"
 
 
-def test_the_option_makes_the_order_of_both_and_of_no_other() -> None:
+def test_the_setting_makes_the_order_of_both_and_of_no_other() -> None:
     for preset in ("unified", "dynaserve"):
         assert compose.iteration(load_config(preset=preset))._prompts is None  # type: ignore[attr-defined]
-        config = load_config(preset=preset, overrides={"engine": {"prompt_order": "cohort"}})
+        config = load_config(preset=preset, overrides={"experiment": {"cohort": {"orders_others": True}}})
         assert isinstance(compose.iteration(config)._prompts, OrderedPrompts)  # type: ignore[attr-defined]

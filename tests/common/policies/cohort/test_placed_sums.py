@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from cohort.common.config import CohortConfig
 from cohort.common.policies.cohort.known_request import Known
 from cohort.common.policies.cohort.placed_work import PlacedWork
 from cohort.common.policies.interface import InstanceView
+from cohort.common.policies.settings import CohortSettings
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import Attempt, QueuedWork, Role, StepTimes, WorkerCapacity, WorkerStats
 from tests.common.policies.cohort.test_least_ttft import prompt, worker
@@ -31,7 +31,7 @@ def known(name: str, tokens: int, due_s: float) -> Known:
 
 def placed(steps: list[tuple[int, int, float, str] | int], *, look: bool) -> PlacedWork:
     """`look`: what is kept is asked for after every step, so that it is kept at all."""
-    work = PlacedWork(CohortConfig(), own_order=True)
+    work = PlacedWork(CohortSettings(), own_order=True)
     work.refresh(0.0, worker("u", prompt("x", 700), prompt("y", 90)), {})
     for step in steps:
         if isinstance(step, int):
@@ -63,13 +63,13 @@ def test_what_is_kept_is_what_is_summed_up(steps: list[tuple[int, int, float, st
 def test_a_report_of_an_idle_worker_leaves_nothing_behind_of_those_before(reports: list[tuple[int, int, bool]]) -> None:
     """Each with so many prompts, free blocks, and step times or none; the same view, as the manager keeps it."""
     shown = worker("u")
-    kept = PlacedWork(CohortConfig(), own_order=True)
+    kept = PlacedWork(CohortSettings(), own_order=True)
     for at, (prompts, free, timed) in enumerate(reports):
         told = worker("u", *(prompt(f"p{index}", 300) for index in range(prompts)))
         stats = replace(told.stats, total_blocks=100, free_blocks=free)
         shown.stats = stats if timed else replace(stats, step_times=None)
         kept.refresh(float(at), shown, {})
-        anew = PlacedWork(CohortConfig(), own_order=True)
+        anew = PlacedWork(CohortSettings(), own_order=True)
         anew.refresh(float(at), shown, {})
         rank = kept.rank(0.0, known("z", 100, 1.0))
         for each in (kept, anew):
@@ -102,7 +102,7 @@ WINDOWED = WorkerCapacity(Role.UNIFIED, "m", 4096, 2, 1, 1, 1, 16, 60, 0, 64, 51
 @given(reports=st.lists(REPORT, min_size=2, max_size=12))
 def test_reading_what_changed_is_reading_everything(reports: list[Any], capacity: WorkerCapacity) -> None:
     """Another view is another process of this name, of which nothing is kept."""
-    kept, anew = (PlacedWork(CohortConfig(), own_order=True) for _ in range(2))
+    kept, anew = (PlacedWork(CohortSettings(), own_order=True) for _ in range(2))
     shown, now_s = InstanceView("u", capacity), 0.0
     knows: dict[str, Known] = {}
     before: dict[int, tuple[int, int, int]] = {}

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.config import CohortConfig
 from cohort.common.policies.cohort.arriving_prompts import ArrivingPrompts, stretch
 from cohort.common.policies.cohort.known_request import Known
 from cohort.common.policies.cohort.placed_work import PlacedWork
 from cohort.common.policies.cohort.prompt_order import PromptOrder, PromptQueue
 from cohort.common.policies.cohort.ttft_forecast import memory_price_s, prompt_pace, transfer_fits
+from cohort.common.policies.settings import CohortSettings
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import Attempt, StepTimes
 from tests.common.policies.cohort.promised import promised
@@ -111,7 +111,7 @@ KNOWN = st.tuples(
 def test_prompts_before_a_newcomer_are_those_before_it_in_the_workers_queue(
     prompts: list[tuple[int, bool, float, float, int]], first: str, now_s: float
 ) -> None:
-    options = CohortConfig(prompt_order=first, patience_s=40.0)
+    options = CohortSettings(prompt_order=first, patience_s=40.0)
     queue = PromptQueue(PromptOrder(first=options.prompt_order, patience_s=40.0))
     queue.advance(now_s, GPU.token_s)
     work, known = PlacedWork(options, own_order=True), {}
@@ -145,7 +145,7 @@ def test_prompts_before_a_newcomer_are_those_before_it_in_the_workers_queue(
 
 
 def test_a_report_replaces_what_was_placed_and_a_request_that_never_shows_is_forgotten() -> None:
-    work, view = PlacedWork(CohortConfig(), own_order=True), worker("a")
+    work, view = PlacedWork(CohortSettings(), own_order=True), worker("a")
     known = {name: Known(Attempt(name, 1), False, 0, 0.0, 9.0, 0.1, 500, 0, 0.0, 0.0) for name in ("seen", "gone")}
     work.refresh(0.0, view, known)
     for one in known.values():
@@ -160,7 +160,7 @@ def test_a_report_replaces_what_was_placed_and_a_request_that_never_shows_is_for
 
 
 def test_what_was_computed_since_the_report_is_no_longer_before_a_newcomer() -> None:
-    work, view = PlacedWork(CohortConfig(), own_order=True), worker("a")
+    work, view = PlacedWork(CohortSettings(), own_order=True), worker("a")
     view.stats = report(prompt("x", 2000))
     work.refresh(1.0, view, {})
     newcomer = Known(Attempt("n", 1), False, 0, 1.0, 50.0, 0.1, 3000, 0, 0.0, 1.0)

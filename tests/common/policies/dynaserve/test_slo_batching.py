@@ -7,9 +7,9 @@ from random import Random
 import msgspec
 import pytest
 
-from cohort.common.config import DynaServeConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.dynaserve.slo_batching import SloBatching
+from cohort.common.policies.settings import DynaServeSettings
 from cohort.common.policies.step_times.learned_times import plan_shape
 from cohort.common.policies.step_times.step_cost import step_seconds
 from cohort.common.sequence import Phase, Sequence
@@ -22,7 +22,7 @@ TIMES = StepTimes(0.001, 0.0002, 0.0001, 0.001, 0.0, 1e-6)
 
 
 def scheduler(slo_s: float = 0.02, *, learned: bool = True, least: int = 2, rows_: int = 8) -> SloBatching:
-    options = DynaServeConfig(tbt_slo_s=slo_s, headroom=0.0, least_prefill=least)
+    options = DynaServeSettings(tbt_slo_s=slo_s, headroom=0.0, least_prefill=least)
     policy = SloBatching(options, IterationLimits(rows_, 400, 400, "recompute"), cold_chunk=24)
     if learned:
         random = Random(5)

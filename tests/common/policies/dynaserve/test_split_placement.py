@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from cohort.common.config import DynaServeAblation, DynaServeConfig
 from cohort.common.policies.dynaserve.instance_work import Balance, InstanceWork, work_seconds
 from cohort.common.policies.dynaserve.pressure_gate import PressureGate
 from cohort.common.policies.dynaserve.split_placement import SplitPlacement
 from cohort.common.policies.dynaserve.timeline import SegmentWork
 from cohort.common.policies.interface import ClusterView, Impossible, InstanceView, Placed, Wait, WaitingRequest
+from cohort.common.policies.settings import DynaServeSettings
 from cohort.common.types import (
     Attempt,
     Prediction,
@@ -32,11 +32,7 @@ GPU = StepTimes(1.3e-3, 1.06e-4, 1.3e-4, 0.022, 6e-9, 1.5e-7)
 
 def placement(balance: Balance = "work", tolerance: float = 0.05, *, await_arrivals: bool = True) -> SplitPlacement:
     return SplitPlacement(
-        DynaServeConfig(
-            search_tolerance=tolerance,
-            headroom=0.1,
-            ablation=DynaServeAblation(balance=balance, await_arrivals=await_arrivals),
-        ),
+        DynaServeSettings(search_tolerance=tolerance, headroom=0.1, balance=balance, await_arrivals=await_arrivals),
         default_output=256.0,
     )
 
@@ -336,7 +332,7 @@ def test_segments_always_meet_and_a_split_is_better_than_none(
 
 
 def gate() -> PressureGate:
-    return PressureGate(DynaServeConfig(headroom=0.1), dispatch_ahead_tokens=8192)
+    return PressureGate(DynaServeSettings(headroom=0.1), dispatch_ahead_tokens=8192)
 
 
 def test_the_gate_closes_only_when_decodes_fill_the_bound_everywhere() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from cohort.common.config import EcoServeAblation, EcoServeConfig
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.ecoserve.nested_allocation import NestedAllocator
 from cohort.common.policies.ecoserve.time_synced import TimeSynced
+from cohort.common.policies.settings import EcoServeSettings
 from tests.common.policies.baselines.drive import GEOMETRY
 
 
@@ -18,11 +18,9 @@ def scheduler(
     return TimeSynced(options(**{"waiting_share": 1.0, **given}), limits)
 
 
-def options(**given: Any) -> EcoServeConfig:
-    """Of the preset, but exact: no padding, no reserve, no rounding. Switches of `ablation` go by their own name."""
-    parts = {name: given.pop(name) for name in EcoServeAblation.__struct_fields__ if name in given}
-    ablation = EcoServeAblation(**{"tune_padding": False, **parts})
-    return EcoServeConfig(**{"padding": 0.0, "group_tokens": 1, "reserve": 0.0, **given}, ablation=ablation)
+def options(**given: Any) -> EcoServeSettings:
+    """Of the preset, but exact: no padding, no reserve, no rounding."""
+    return EcoServeSettings(**{"padding": 0.0, "group_tokens": 1, "reserve": 0.0, "tune_padding": False, **given})
 
 
 def nested(blocks: int, host: int = 0, *, caching: bool = False) -> NestedAllocator:

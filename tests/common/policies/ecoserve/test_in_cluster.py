@@ -26,13 +26,13 @@ from tests.support.kinds import by_default, in_turn
 WRONG = ("one", "max", "random", "right")
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
-    "D": {"ablation": {"synced": False, "ordered": False, "pipelined": False}},
-    "SD": {"ablation": {"ordered": False, "pipelined": False}},
-    "SDO": {"ablation": {"pipelined": False}},
-    "coupled": {"ablation": {"decoupled": False, "ordered": False, "pipelined": False}},
-    "unsynced, pipelined": {"ablation": {"synced": False}},
+    "D": {"synced": False, "ordered": False, "pipelined": False},
+    "SD": {"ordered": False, "pipelined": False},
+    "SDO": {"pipelined": False},
+    "coupled": {"decoupled": False, "ordered": False, "pipelined": False},
+    "unsynced, pipelined": {"synced": False},
     "forecast": {"lending": "forecast"},
-    "unsynced, forecast": {"lending": "forecast", "ablation": {"synced": False}},
+    "unsynced, forecast": {"lending": "forecast", "synced": False},
 }
 
 

@@ -53,7 +53,7 @@ def crowd(order: int = 5, **options: Any) -> Recorded:
 
 @pytest.mark.parametrize("order", [1, 4, 5, 8])
 def test_lending_ends_sooner(order: int) -> None:
-    lending, keeping = crowd(order), crowd(order, ablation={"pipelined": False})
+    lending, keeping = crowd(order), crowd(order, pipelined=False)
     reports = [make_report(sim, "crowd", Workload("crowd", ()).facts) for sim in (lending, keeping)]
     assert reports[0].duration_s < reports[1].duration_s
     assert reports[0].instances[0].preemptions == 0

@@ -26,6 +26,7 @@ from cohort import __version__
 from cohort.common.comparison.comparison_spec import Compared, Spec, TrafficSpec
 from cohort.common.config import Config, load_config, nested
 from cohort.common.errors import ConfigError
+from cohort.common.policies import settings
 
 OUTPUT_RATE = "output tokens/s"
 _RATES = {OUTPUT_RATE: "output_tokens_per_s", "prompt tokens/s": "prompt_tokens_per_s", "requests/s": "requests_per_s"}
@@ -156,7 +157,9 @@ def _named(what: str, names: Sequence[str], known: Mapping[str, Any]) -> Iterabl
 
 def configuration(cell: Cell) -> Config:
     """Raises `ConfigError`."""
-    return load_config([], preset=cell.compared.preset, overrides=nested(cell.options, cell.label) or None)
+    config = load_config([], preset=cell.compared.preset, overrides=nested(cell.options, cell.label) or None)
+    settings.check(config)
+    return config
 
 
 def read_results(path: Path) -> dict[str, CellResult]:

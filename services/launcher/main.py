@@ -25,6 +25,7 @@ from cohort.common.devices.inventory import this_machine, visible_gpus
 from cohort.common.errors import CohortError, ConfigError, ModelError
 from cohort.common.http import ports
 from cohort.common.keys.private_files import keep_private
+from cohort.common.policies import settings
 from cohort.services.launcher import control, preflight
 from cohort.services.launcher.box import check_host, on_box, summary
 from cohort.services.launcher.console import Console, Line
@@ -70,6 +71,7 @@ def run(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _serve(options: argparse.Namespace, arguments: list[str], config: Config, *, workers_given: bool) -> int:
+    settings.check(config)
     any_port = config.gateway.port == 0
     model = served_folder(_named_folder(config)) if options.print_config else _model_folder(config)
     gpus = visible_gpus()
@@ -119,6 +121,7 @@ def _serve_on_ray(
 def _serve_joined(options: argparse.Namespace, cluster: Cluster, config: Config, *, workers_given: bool) -> int:
     from cohort.services.launcher.on_ray.serving import settle
 
+    settings.check(config)
     model = _named_folder(config) if options.print_config else _model_folder(config)
     settled = settle(cluster, config, model=model, gateways=options.gateways or "1", workers_given=workers_given)
     config = settled.config

@@ -88,6 +88,12 @@ def test_a_changed_option_is_another_cell(trace: str, tmp_path: Path) -> None:
     assert len(before & after) == len(before) / 2
 
 
+def test_a_wrong_setting_is_refused_before_anything_runs(trace: str, tmp_path: Path) -> None:
+    spec = load_spec(str(written(tmp_path, trace)))
+    with pytest.raises(ConfigError, match=r"unknown setting 'experiment\.bros\.drosp'; did you mean 'drops'\?"):
+        comparison.cells(spec, over={"experiment.bros.drosp": False})
+
+
 def test_lengths_users_and_whole_answers_of_the_papers() -> None:
     users = Part(paper="bros-best-effort", users=3, traffic_class="be", scaled=False)
     whole = Part(paper="ecoserve-alpaca", rate=5.0, whole_s=(0.5, 0.1), max_output=100)

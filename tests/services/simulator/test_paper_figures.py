@@ -12,6 +12,7 @@ import pytest
 from msgspec import structs
 
 from cohort.common.policies.alignedserve.thresholds import Thresholds
+from cohort.common.policies.settings import AlignedServeSettings, EcoServeSettings, settings_of
 from cohort.common.types import Role, WorkerCapacity
 from cohort.common.workloads.arrivals import RandomArrivals
 from cohort.common.workloads.papers import LONGBENCH, longbench_workload
@@ -61,7 +62,7 @@ def test_figures_at_one_rate_are_at_the_papers_in_its_order() -> None:
     for case, rate in asked:
         assert rate == ecoserve_setup.TABLE_2_PER_S[case.data]
         if case.preset == ecoserve_setup.ECOSERVE:
-            assert case.config().experiment["ecoserve"]["patience_s"] == ecoserve_setup.NEVER_S
+            assert settings_of(case.config(), EcoServeSettings).patience_s == ecoserve_setup.NEVER_S
 
 
 def test_a_rate_with_late_requests_is_no_capacity_though_99_percent_of_the_tokens_are_in_time() -> None:
@@ -117,7 +118,8 @@ def test_goodput_is_compared_where_more_comes_than_dynaserve_can_serve(monkeypat
 def test_a_batch_of_alignedserve_is_as_small_as_the_paper_has_it_however_many_rows_memory_holds() -> None:
     config = alignedserve._Run("sharegpt").config(10**10)
     capacity = WorkerCapacity(Role.DECODE, "m", 1000, 1, 1, 1, 1, 16, 1000, 0, config.engine.max_rows, 8192)
-    assert capacity.max_rows > 256 and Thresholds(config.alignedserve).min_requests(capacity) == 36
+    thresholds = Thresholds(settings_of(config, AlignedServeSettings))
+    assert capacity.max_rows > 256 and thresholds.min_requests(capacity) == 36
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,7 @@ result to one file that all its processes read, so that they cannot disagree.
 """
 
 from cohort.common.config.gateway import BatchConfig, GatewayConfig, KeyLimits, KeysConfig, ResponsesConfig
-from cohort.common.config.policies import (
-    AlignedServeConfig,
-    BaselinesConfig,
-    BrosConfig,
-    BucketServeConfig,
-    CohortConfig,
-    DynaServeConfig,
-    EcoServeConfig,
-    PolicyConfig,
-)
+from cohort.common.config.policies import PolicyConfig
 from cohort.common.config.reading import CONFIGS_DIR, dump_config, load_config, nested, parse_yaml
 from cohort.common.config.root import Config
 from cohort.common.config.serving import (
@@ -29,7 +20,6 @@ from cohort.common.config.serving import (
     ModelConfig,
     MonitorConfig,
     PredictorConfig,
-    RecordingConfig,
     SecurityConfig,
     SpeculationConfig,
     TracingConfig,
@@ -39,16 +29,9 @@ from cohort.common.config.serving import (
 )
 
 __all__ = [
-    "AlignedServeConfig",
-    "BaselinesConfig",
     "BatchConfig",
-    "BrosConfig",
-    "BucketServeConfig",
     "CONFIGS_DIR",
     "Config",
-    "CohortConfig",
-    "DynaServeConfig",
-    "EcoServeConfig",
     "EndpointsConfig",
     "EngineConfig",
     "GatewayConfig",
@@ -62,7 +45,6 @@ __all__ = [
     "MonitorConfig",
     "PolicyConfig",
     "PredictorConfig",
-    "RecordingConfig",
     "ResponsesConfig",
     "SecurityConfig",
     "SpeculationConfig",

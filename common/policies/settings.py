@@ -2,7 +2,8 @@
 
 A record for each mechanism holds the options of its section, where it has one, and its settings. The mapping
 `experiment` of the configuration changes settings, and nothing else does: `--set experiment.bros.drops=false`. The
-builders of policies read their record; machines, engine and simulator read those of `engine` and `transfer`.
+builders of policies read their record; machines, engine and simulator read those of `engine` and `transfer`. What a
+setting does in full: docs/papers/NAME.md, docs/cohort.md.
 """
 
 from __future__ import annotations
@@ -12,16 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from cohort.common.config import (
-    AlignedServeConfig,
-    BaselinesConfig,
-    BrosConfig,
-    BucketServeConfig,
-    CohortConfig,
-    Config,
-    DynaServeConfig,
-    EcoServeConfig,
-)
+from cohort.common.config import Config, policies
 from cohort.common.config.kinds import Fraction, NotNegative, NotNegativeReal, Positive, Seconds, Section
 from cohort.common.config.reading import meant, readable
 from cohort.common.errors import ConfigError
@@ -29,9 +21,7 @@ from cohort.common.errors import ConfigError
 Record = TypeVar("Record", bound=Section)
 
 
-class AlignedServeSettings(AlignedServeConfig, frozen=True):
-    """docs/papers/alignedserve.md"""
-
+class AlignedServeSettings(policies.AlignedServeConfig, frozen=True):
     least_requests: NotNegative = 0  # R_min: a smaller batch is widened; 0 = from engine.max_rows (36 of 256)
     leaf_tokens: Positive = 64  # width of a leaf of the quad-tree
     prefetch: bool = True  # bring the next batch to the prefill device ahead; false = from the host when it is bound
@@ -39,9 +29,7 @@ class AlignedServeSettings(AlignedServeConfig, frozen=True):
     fill_memory: bool = True  # matching requests join while memory lasts; false = up to B_max: shorter iterations
 
 
-class BaselinesSettings(BaselinesConfig, frozen=True):
-    """docs/papers/baselines.md"""
-
+class BaselinesSettings(policies.BaselinesConfig, frozen=True):
     prediction_padding: NotNegativeReal = 0.15  # allocation predicted: share added to the predicted output
     queue_starvation_s: Seconds = 60.0  # mlfq: a request that got nothing for so long moves to the first queue
     # readings of the compared systems that their papers leave open
@@ -50,9 +38,7 @@ class BaselinesSettings(BaselinesConfig, frozen=True):
     headroom: bool = True  # vllm, chunked_prefill: newcomers leave blocks free; false = they may take the last one
 
 
-class BrosSettings(BrosConfig, frozen=True):
-    """docs/papers/bros.md"""
-
+class BrosSettings(policies.BrosConfig, frozen=True):
     group_tokens: Positive = 1  # tokens after the first that share one deadline, of as many TPOT targets (R15)
     first_batch: Positive = 32  # requests in an iteration at the start and after a deadline cut one short (R6)
     batch_step: Positive = 8  # requests more after every iteration that no deadline cut short (R6)
@@ -62,9 +48,7 @@ class BrosSettings(BrosConfig, frozen=True):
     drops: bool = True  # who finds no block takes those of others (R11); false = it is computed again itself
 
 
-class BucketServeSettings(BucketServeConfig, frozen=True):
-    """docs/papers/bucketserve.md"""
-
+class BucketServeSettings(policies.BucketServeConfig, frozen=True):
     max_batch: Positive = 256  # requests in one batch at most, whatever memory allows
     output_estimate: Literal["mean", "p50", "p90", "p99", "max"] = "mean"  # of the prediction, in a request's memory
     priority_step_s: Seconds = 10.0  # seconds of waiting that one level of priority is worth
@@ -73,9 +57,7 @@ class BucketServeSettings(BucketServeConfig, frozen=True):
     splitter: Literal["bisection", "optimal"] = "bisection"  # of a crowded bucket: halves, or least expected waste
 
 
-class CohortSettings(CohortConfig, frozen=True):
-    """docs/cohort.md"""
-
+class CohortSettings(policies.CohortConfig, frozen=True):
     ordered: bool = True  # prompts in the order that keeps most SLOs; false = first come, first served
     bounded: bool = True  # prompts as the strictest TPOT leaves time; false = engine.prefill_chunk tokens an iteration
     victims: Literal["slack", "youngest"] = "slack"  # without blocks: missed first, then most slack; or the youngest
@@ -84,9 +66,7 @@ class CohortSettings(CohortConfig, frozen=True):
     orders_others: bool = False  # continuous_batching, slo_batching: prompts in this order instead of that of arrival
 
 
-class DynaServeSettings(DynaServeConfig, frozen=True):
-    """docs/papers/dynaserve.md"""
-
+class DynaServeSettings(policies.DynaServeConfig, frozen=True):
     headroom: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.05  # share of the bound that iterations leave free
     search_tolerance: Fraction = 0.05  # the two ends may differ by this share; a split must gain more than it
     margin_tokens: NotNegative = 20  # added to every predicted length
@@ -97,9 +77,7 @@ class DynaServeSettings(DynaServeConfig, frozen=True):
     await_arrivals: bool = True  # of a split's gain only what no next request would fill counts; false = all (Alg. 1)
 
 
-class EcoServeSettings(EcoServeConfig, frozen=True):
-    """docs/papers/ecoserve.md"""
-
+class EcoServeSettings(policies.EcoServeConfig, frozen=True):
     reserve: Fraction = 0.03  # share of the cache that answers leave to prompts and to answers beyond their prediction
     waiting_share: Fraction = 0.1  # share of the cache that answers may hold which wait to run, before prompts wait
     group_tokens: Positive = 8  # predicted lengths are rounded up to this; equal ones form a group

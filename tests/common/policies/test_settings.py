@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cohort.common.config import BrosConfig, Config, load_config, nested
+from cohort.common.config import Config, load_config, nested
+from cohort.common.config.policies import BrosConfig
 from cohort.common.errors import ConfigError
 from cohort.common.policies import compose
 from cohort.common.policies.settings import KINDS, BrosSettings, placed, settings_of

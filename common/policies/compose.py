@@ -8,22 +8,46 @@ request.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from functools import reduce
+from importlib import import_module
+from typing import Any, Generic, TypeVar, cast
 
 from cohort.common.config import Config
+from cohort.common.errors import ConfigError
 from cohort.common.policies import alignedserve, baselines, bros, bucketserve, cohort, dynaserve, ecoserve, settings
 from cohort.common.policies.baselines.pass_through import PassThrough
 from cohort.common.policies.baselines.placements import Colocated, ColocatedInTurn, Disaggregated
 from cohort.common.policies.fair_order import FairOrder
 from cohort.common.policies.interface import Admission, IterationScheduler, LateBinding, Placement, PrefillOrder
 from cohort.common.policies.kv_interface import KvAllocator
-from cohort.common.policies.tables import Policy, Rule, check, chosen
 from cohort.common.types import KvGeometry
 
+Builder = TypeVar("Builder")
 Built = TypeVar("Built", covariant=True)
 _ALONE_AHEAD = 4
 """Of `manager.dispatch_ahead_tokens`: what one of several keys may have at a worker, while it is alone, where the order
 would send everything: enough for the worker's own order to choose from, little enough for another key to wait for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """About another option, by its dotted name: the values that are needed, or those that are refused, and why."""
+
+    option: str
+    values: tuple[object, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Policy(Generic[Builder]):
+    """One entry of a table. Not built unless all of `requires` and none of `refuses` hold."""
+
+    build: Builder
+    requires: tuple[Rule, ...] = ()
+    refuses: tuple[Rule, ...] = ()
+
+
 Table = Mapping[str, Policy[Callable[[Config], Built]]]
 
 ADMISSIONS: Table[Admission] = {"bounded": Policy(baselines.build_admission)}
@@ -172,6 +196,48 @@ def groups_layers(config: Config) -> bool:
 
 
 def check_names(config: Config) -> None:
-    """Raises `ConfigError` for an unknown policy or setting, and for policies and options that do not go together."""
+    """Raises `ConfigError` for an unknown policy or setting, else for the first rule that is broken, naming both
+    options."""
     settings.check(config)
-    check(config, TABLES)
+    names = {interface: str(getattr(config.policies, interface)) for interface in TABLES}
+    entries = {interface: chosen(interface, name, TABLES[interface]) for interface, name in names.items()}
+    for interface, policy in entries.items():
+        subject = f"policies.{interface} {names[interface]}"
+        for rule in policy.requires:
+            if _value(config, rule) not in rule.values:
+                needed = " or ".join(_shown(value) for value in rule.values)
+                raise ConfigError(f"{subject} needs {rule.option} {needed}: {rule.why}")
+        for rule in policy.refuses:
+            if (value := _value(config, rule)) in rule.values:
+                raise ConfigError(f"{subject} does not go with {rule.option} {_shown(value)}: {rule.why}")
+
+
+def chosen(interface: str, name: str, table: Mapping[str, Policy[Builder]]) -> Policy[Builder]:
+    """The entry of this name, or one for an import path. Raises `ConfigError` with the option, and the known names or
+    what was wrong with the import."""
+    if name in table:
+        return table[name]
+    if ":" in name:
+        return Policy(cast(Builder, _imported(f"policies.{interface} {name}", *name.split(":", 1))))
+    raise ConfigError(
+        f"policies.{interface}: no policy named {name!r}; there are: {', '.join(table)}, "
+        "and any import path module:function"
+    )
+
+
+def _imported(subject: str, module: str, attribute: str) -> object:
+    try:
+        found: object = getattr(import_module(module), attribute)
+    except Exception as error:  # the module is not the project's: importing it may raise anything
+        raise ConfigError(f"{subject}: cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"{subject}: {attribute} is of type {type(found).__name__}, not a function")
+    return found
+
+
+def _value(config: Config, rule: Rule) -> object:
+    return reduce(getattr, rule.option.split("."), config)
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -13,6 +13,7 @@ import dataclasses
 import re
 import secrets
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ class Body:
 
 
 @dataclass
-class Asked:
+class Asked(ABC):
     """What one request asks of its API, and how that says the answer."""
 
     call: Call
@@ -80,13 +81,13 @@ class Asked:
     kept: bool | None = False
     """The whole answer was kept beside; None: whether it is shows at its end."""
 
+    @abstractmethod
     def writer(self, answering: Answering) -> Writer:
         """Of all its events, once."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def whole(self, answering: Answering) -> bytes:
         """JSON. Raises the `RequestError` that the answer failed with."""
-        raise NotImplementedError
 
     def beside(self) -> bytes:
         """What is needed beside the body to ask for the same again."""

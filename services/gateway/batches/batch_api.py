@@ -32,8 +32,8 @@ from cohort.services.gateway.batches.batch_lines import ENDPOINTS
 from cohort.services.gateway.batches.batch_objects import (
     Deleted,
     Page,
+    batch_decoder,
     batch_object,
-    decode_batch,
     file_object,
     window_s,
 )
@@ -45,6 +45,7 @@ from cohort.services.gateway.batches.batch_uploads import FORM_BYTES, UploadForm
 from cohort.services.gateway.http.listing import known_id, limit_of, query_of
 from cohort.services.gateway.http.service_headers import printable
 from cohort.services.gateway.keys.middleware import HTTP_ID, OWNER, REQUEST_ID_HEADER
+from cohort.services.gateway.requests.parsing import decode
 
 PURPOSES = ("batch", "batch_output")  # of files that can be here; only the first can be uploaded
 BATCH_BODY_BYTES = 1 << 17
@@ -224,7 +225,7 @@ class BatchApi:
     # -- Batches ---------------------------------------------------------------------------------------------------
 
     async def create_batch(self, request: web.Request) -> web.Response:
-        body = decode_batch(await self._small_body(request))
+        body = decode(batch_decoder, await self._small_body(request))
         if body.endpoint not in ENDPOINTS:
             raise RequestError(
                 f"endpoint: {printable(body.endpoint)!r} cannot be used in a batch, only {' and '.join(ENDPOINTS)}.",

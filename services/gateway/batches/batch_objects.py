@@ -7,7 +7,7 @@ nor where anything is stored.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -41,7 +41,7 @@ class BatchBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output_expires_after: ExpiresAfter | None = None
 
 
-_body_decoder = msgspec.json.Decoder(BatchBody)
+batch_decoder = msgspec.json.Decoder(BatchBody)
 
 
 class FileObject(msgspec.Struct, frozen=True):
@@ -108,6 +108,10 @@ class BatchObject(msgspec.Struct, frozen=True):
     object: str = "batch"
 
 
+_SAME = [name for name in BatchObject.__struct_fields__ if name in StoredBatch.__struct_fields__ and name != "errors"]
+"""Shown as they are stored."""
+
+
 class Page(msgspec.Struct, frozen=True):
     data: list[FileObject] | list[BatchObject]
     first_id: str | None
@@ -120,18 +124,6 @@ class Deleted(msgspec.Struct, frozen=True):
     id: str
     object: str = "file"
     deleted: bool = True
-
-
-def decode_batch(data: bytes) -> BatchBody:
-    """Raises RequestError, naming the field that is wrong."""
-    try:
-        return _body_decoder.decode(data)
-    except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `")  # "$.metadata[...]", or "key` in `$.metadata"
-        param = where.rstrip("`").rpartition("$")[2].lstrip(".")
-        raise RequestError(f"{param}: {what}" if param else what, param=param or None) from error
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise RequestError(f"The body is not valid JSON: {error}") from error
 
 
 def window_s(text: str) -> int:
@@ -152,25 +144,10 @@ def file_object(file: StoredFile) -> FileObject:
 
 
 def batch_object(batch: StoredBatch) -> BatchObject:
+    same: dict[str, Any] = {name: getattr(batch, name) for name in _SAME}
     return BatchObject(
-        id=batch.id,
-        endpoint=batch.endpoint,
-        model=batch.model,
+        **same,
         errors=None if batch.errors is None else Errors(batch.errors),
-        input_file_id=batch.input_file_id,
-        completion_window=batch.completion_window,
-        status=batch.status,
-        output_file_id=batch.output_file_id,
-        error_file_id=batch.error_file_id,
-        created_at=batch.created_at,
-        in_progress_at=batch.in_progress_at,
-        expires_at=batch.expires_at,
-        finalizing_at=batch.finalizing_at,
-        completed_at=batch.completed_at,
-        failed_at=batch.failed_at,
-        expired_at=batch.expired_at,
-        cancelling_at=batch.cancelling_at,
-        cancelled_at=batch.cancelled_at,
         request_counts=Counts(batch.total, batch.completed, batch.failed),
         usage=BatchUsage(
             batch.input_tokens,
@@ -179,5 +156,4 @@ def batch_object(batch: StoredBatch) -> BatchObject:
             OutputTokens(),
             batch.input_tokens + batch.output_tokens,
         ),
-        metadata=batch.metadata,
     )

@@ -153,10 +153,6 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     context_management: Any = None
     moderation: Any = None
 
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.top_logprobs is not None or LOGPROBS in (self.include or ())
-
 
 def items_of(body: ResponsesBody) -> list[InputItem]:
     """The body's own items in their long form, each with an id. Raises `RequestError` for one that is not read here."""
@@ -186,7 +182,7 @@ def chat_of(body: ResponsesBody, items: Sequence[InputItem]) -> ChatBody:
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
-        logprobs=body.wants_logprobs,
+        logprobs=body.top_logprobs is not None or LOGPROBS in (body.include or ()),
         top_logprobs=body.top_logprobs,
         seed=body.seed,
         stream=body.stream,

@@ -262,7 +262,8 @@ class ResponseWriter:
         calls = list(piece.calls)
         while calls and not calls[0].id:  # more of a call that has begun comes before any text behind it
             yield from self._argue(calls.pop(0))
-        if piece.text or (logprobs and not piece.calls and self._in_message):
+        in_message = bool(self._items) and isinstance(self._items[-1], _Message)
+        if piece.text or (logprobs and not piece.calls and in_message):
             yield from self._say(piece.text, logprobs)  # an end token has log-probabilities and no text
         for call in calls:
             yield from self._argue(call)
@@ -334,10 +335,6 @@ class ResponseWriter:
     def _new_id(self, prefix: str) -> str:
         """Of the item that is opened next: the same whenever this response is written."""
         return f"{prefix}_{stable_id(self.asked.id, len(self._items))}"
-
-    @property
-    def _in_message(self) -> bool:
-        return bool(self._items) and isinstance(self._items[-1], _Message)
 
     @property
     def _index(self) -> int:

@@ -298,7 +298,7 @@ class BatchRunner:
         try:
             total = 0
             while wanted() and (found := await asyncio.to_thread(reader.next)):
-                await self._store.run(partial(_add_lines, batch.id, found, not total))
+                await self._store.run(partial(BatchStore.add_lines, batch_id=batch.id, lines=found, first=not total))
                 total += len(found)
         finally:
             reader.close()
@@ -486,10 +486,6 @@ class BatchRunner:
         """Free pages of the database go back to the disk, a few at a time: others use the store in between."""
         while await self._store.run(lambda store: store.shrink()):
             pass
-
-
-def _add_lines(batch_id: str, lines: list[PendingLine], first: bool, store: BatchStore) -> None:
-    store.add_lines(batch_id, lines, first=first)
 
 
 async def _busy_wait(wait_s: float) -> None:

@@ -298,7 +298,8 @@ class Answering:
 
     def _ready(self, delta: Delta) -> list[Delta]:
         first = delta.index - delta.index % self.call.n
-        if not self.call.scores_prompt or self._is_scored(first):
+        scored = self.generation.entries[first].first_token_s is not None  # with the first token of its first choice
+        if scored or not self.call.scores_prompt:
             return [delta, *self._held.pop(first, {}).values()]
         if delta.error is not None:
             return [Delta(delta.index, error=delta.error)]
@@ -308,10 +309,6 @@ class Answering:
         else:
             held[delta.index] = delta
         return []
-
-    def _is_scored(self, first: int) -> bool:
-        """The scores of a prompt come with the first token of its first choice."""
-        return self.generation.entries[first].first_token_s is not None
 
     def next(self, delta: Delta) -> Step:
         """The delta as text; a stop string ends the choice. An echoed prompt rides with the first text."""

@@ -146,5 +146,6 @@ def own_host(config: Config) -> str:
 
 
 def advertised_host(config: Config, listens: str) -> str:
-    """Of a server that listens on this host: one on loopback is found there alone."""
-    return named_host(listens if is_loopback(listens) else own_host(config) or listens)
+    """Return the host to name for a server that listens on `listens`; one on loopback is reached by loopback alone."""
+    own = own_host(config)
+    return named_host(listens if not own or (is_loopback(listens) and not is_loopback(own)) else own)

@@ -77,12 +77,10 @@ PREFILL_ORDERS: Table[PrefillOrder] = {
 }
 
 ITERATIONS: Table[IterationScheduler] = {
-    "continuous_batching": Policy(
-        lambda config: baselines.build_continuous_batching(config, cohort.build_prompts(config))
-    ),
+    "continuous_batching": Policy(baselines.build_continuous_batching),
     "padded_prefill": Policy(bucketserve.build_iteration),
     "cohort_batching": Policy(cohort.build_iteration),
-    "slo_batching": Policy(lambda config: dynaserve.build_iteration(config, cohort.build_prompts(config))),
+    "slo_batching": Policy(dynaserve.build_iteration),
     "slack_packing": Policy(bros.build_iteration),
     "time_synced": Policy(ecoserve.build_iteration),
     "aligned_batching": Policy(alignedserve.build_iteration),

@@ -63,7 +63,6 @@ class CohortSettings(policies.CohortConfig, frozen=True):
     victims: Literal["slack", "youngest"] = "slack"  # without blocks: missed first, then most slack; or the youngest
     yielding: bool = True  # best-effort work gives blocks, rows and time to real-time work; false = blocks, to decodes
     stretched: bool = True  # an iteration may last as long as mean TPOTs allow; false = the strictest TPOT each time
-    orders_others: bool = False  # continuous_batching, slo_batching: prompts in this order instead of that of arrival
 
 
 class DynaServeSettings(policies.DynaServeConfig, frozen=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cohort.common.config import Config
-from cohort.common.policies.baselines.arrival_queues import PromptSort
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.bounded_admission import BoundedAdmission
 from cohort.common.policies.baselines.class_round_robin import ClassRoundRobin
@@ -47,15 +46,13 @@ def build_fcfs(config: Config) -> Fcfs:
 # -- iterations ----------------------------------------------------------------------------------------------------
 
 
-def build_continuous_batching(config: Config, prompts: PromptSort | None = None) -> ContinuousBatching:
-    """`prompts`: their order, where it is another than that of arrival."""
+def build_continuous_batching(config: Config) -> ContinuousBatching:
     engine = config.engine
     return ContinuousBatching(
         max_rows=engine.max_rows,
         max_step_tokens=engine.max_step_tokens,
         prefill_chunk=engine.prefill_chunk,
         preemption=engine.preemption,
-        prompts=prompts,
     )
 
 

@@ -6,36 +6,21 @@ rows run; here are only the queues, and the rule that a newcomer leaves running 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import insort
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from cohort.common.policies.baselines.batch_builder import by_arrival
-from cohort.common.policies.interface import IterationScheduler, Ran
+from cohort.common.policies.interface import IterationScheduler
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.sequence import Phase, Sequence
 
 
-class PromptSort(ABC):
-    """Another order of prompts than that of arrival."""
-
-    @abstractmethod
-    def learn(self, ran: Ran) -> None:
-        """An iteration has run."""
-
-    @abstractmethod
-    def sort(self, now_s: float, prompts: Iterable[Sequence]) -> list[Sequence]:
-        """First those to be computed first, begun or not."""
-
-
 class ArrivalQueues(IterationScheduler):
-    """All three queues are sorted by `by_arrival`. With `prompts` prompts are computed in that order instead, begun or
-    not; decode rows, and which sequence gives way, still go by arrival."""
+    """Three queues, each sorted by `by_arrival`."""
 
     reads_runs = True
 
-    def __init__(self, prompts: PromptSort | None = None) -> None:
-        self._prompts = prompts
+    def __init__(self) -> None:
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._swapped: list[Sequence] = []
@@ -49,14 +34,6 @@ class ArrivalQueues(IterationScheduler):
             case _:
                 queue = self._waiting
         insort(queue, sequence, key=by_arrival)
-
-    def _prompts_in_order(self, now_s: float, begun: Collection[Sequence] | None = None) -> list[Sequence]:
-        """Begun ones, then swapped and waiting ones; or as `prompts` sorts them all. `begun`: where they are known."""
-        if begun is None:
-            begun = [s for s in self._running if s.uncomputed > 1]
-        if self._prompts is None:
-            return [*begun, *self._swapped, *self._waiting]
-        return self._prompts.sort(now_s, [*begun, *self._swapped, *self._waiting])
 
     def remove(self, now_s: float, sequence: Sequence) -> None:
         for queue in (self._running, self._waiting, self._swapped):

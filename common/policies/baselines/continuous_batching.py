@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence as Seq
 from typing import Literal
 
-from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, PromptSort, leaves_next_blocks
+from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, leaves_next_blocks
 from cohort.common.policies.baselines.batch_builder import by_arrival
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News
 from cohort.common.policies.kv_interface import KvAllocator
@@ -35,10 +35,9 @@ class ContinuousBatching(ArrivalQueues):
         max_step_tokens: int,
         prefill_chunk: int,
         preemption: Literal["swap", "recompute"],
-        prompts: PromptSort | None = None,
         headroom: bool = True,
     ) -> None:
-        super().__init__(prompts)
+        super().__init__()
         self._max_rows = max_rows
         self._max_step_tokens = max_step_tokens
         self._prefill_chunk = prefill_chunk
@@ -46,9 +45,6 @@ class ContinuousBatching(ArrivalQueues):
         self._headroom = headroom
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
-        if self._prompts is not None:
-            for ran in news.runs:
-                self._prompts.learn(ran)
         plan = IterationPlan()
         decode_rows: list[Row] = []
         prefill_rows: list[Row] = []
@@ -61,7 +57,7 @@ class ContinuousBatching(ArrivalQueues):
             left = sequence.uncomputed
             if left:
                 (decoding if left == 1 else begun).append(sequence)
-        prompts = self._prompts_in_order(now_s, begun)
+        prompts = [*begun, *self._swapped, *self._waiting]
         by_block, size = kv.grows_by_block, kv.geometry.block_size
         for sequence in decoding:
             if len(decode_rows) == self._max_rows or tokens_left == 0:
@@ -85,7 +81,7 @@ class ContinuousBatching(ArrivalQueues):
                 if goes_on and self._make_headroom(sequence, end, kv, plan, planned):
                     tokens_left -= self._row(sequence, tokens_left, decode_rows, prefill_rows, planned)
                 else:
-                    goes_on = self._prompts is not None
+                    goes_on = False
             elif admits and not plan.preempted:
                 admits = self._admit(sequence, kv)
                 if admits:
@@ -97,14 +93,13 @@ class ContinuousBatching(ArrivalQueues):
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
         """Every running sequence decodes, and no other can join: none waits, or rows, tokens or blocks are used up
-        (and growing rows only use up more). In another order than that of arrival the next one to join may change."""
+        (and growing rows only use up more)."""
         if plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows):
             return 0
         return UNTIL_DISTURBED if self.continues(plan, kv, 0, 0) else 0
 
     def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
-        """In the order of arrival; another one may follow from times."""
-        if (self._prompts is not None and len(begun) > 1) or len(begun) + single > self._max_rows:
+        if len(begun) + single > self._max_rows:
             return None
         left, counts = self._for_prompts(single), dict[Sequence, int]()
         for row in sorted(begun, key=lambda row: by_arrival(row.sequence)):
@@ -118,15 +113,13 @@ class ContinuousBatching(ArrivalQueues):
             return False
         if not self._waiting:
             return True
-        if prompt_tokens := sum([row.count for row in plan.rows if row.count > 1]):
-            if self._prompts is not None:  # one that waits may come before a prompt that goes on
-                return False
-            if prompt_tokens >= self._for_prompts(sum([row.count == 1 for row in plan.rows])):
-                return True
+        prompt_tokens = sum([row.count for row in plan.rows if row.count > 1])
+        if prompt_tokens and prompt_tokens >= self._for_prompts(sum([row.count == 1 for row in plan.rows])):
+            return True
         if leaving:  # another can join in its place
             return False
         full = rows >= min(self._max_rows, self._max_step_tokens)
-        return full or (self._prompts is None and not self._has_room(kv, self._waiting[0]))
+        return full or not self._has_room(kv, self._waiting[0])
 
     def metrics(self) -> dict[str, float]:
         return {"swapped": float(len(self._swapped))}

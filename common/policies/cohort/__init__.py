@@ -2,7 +2,6 @@
 
 promise          when a request's next token is due
 prompt_order     which prompt is computed next
-ordered_prompts  the same order for other schedulers
 row_sharing      which sequences have a row where more decode than an iteration has rows
 cohort_batching  the worker's scheduler: decodes, then prompts in this order, as much as the strictest promise leaves
 ttft_forecast    when a worker would yield the first token of one more request
@@ -22,17 +21,9 @@ from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.cohort.admission_check import AdmissionTest
 from cohort.common.policies.cohort.cohort_batching import CohortBatching
 from cohort.common.policies.cohort.least_ttft import LeastTtft
-from cohort.common.policies.cohort.ordered_prompts import OrderedPrompts
-from cohort.common.policies.cohort.prompt_order import PromptOrder
 from cohort.common.policies.settings import CohortSettings, settings_of
 
 _NEVER_S = 1e9
-
-
-def build_prompts(config: Config) -> OrderedPrompts | None:
-    """For other schedulers, where the setting `orders_others` asks for it; None: as they came."""
-    settings = settings_of(config, CohortSettings)
-    return OrderedPrompts(PromptOrder.of(settings)) if settings.orders_others else None
 
 
 def build_iteration(config: Config) -> CohortBatching:

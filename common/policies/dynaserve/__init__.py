@@ -15,7 +15,6 @@ What iterations take is learned by `step_times`, shared with other systems.
 from __future__ import annotations
 
 from cohort.common.config import Config
-from cohort.common.policies.baselines.arrival_queues import PromptSort
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.dynaserve.pressure_gate import PressureGate
 from cohort.common.policies.dynaserve.slo_batching import SloBatching
@@ -33,9 +32,8 @@ def build_prefill_order(config: Config) -> PressureGate:
     return PressureGate(settings, dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens)
 
 
-def build_iteration(config: Config, prompts: PromptSort | None = None) -> SloBatching:
-    """`prompts`: their order, where it is another than that of arrival."""
+def build_iteration(config: Config) -> SloBatching:
     engine = config.engine
     limits = IterationLimits(engine.max_rows, engine.max_step_tokens, engine.max_step_tokens, engine.preemption)
     settings = settings_of(config, DynaServeSettings)
-    return SloBatching(settings, limits, cold_chunk=engine.prefill_chunk, prompts=prompts)
+    return SloBatching(settings, limits, cold_chunk=engine.prefill_chunk)

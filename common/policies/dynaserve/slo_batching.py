@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, PromptSort, leaves_next_blocks
+from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, leaves_next_blocks
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival
 from cohort.common.policies.dynaserve.kv_forecast import fits
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News, Ran
@@ -34,11 +34,9 @@ class SloBatching(ArrivalQueues):
 
     wants_arriving = True
 
-    def __init__(
-        self, options: DynaServeSettings, limits: IterationLimits, *, cold_chunk: int, prompts: PromptSort | None = None
-    ) -> None:
+    def __init__(self, options: DynaServeSettings, limits: IterationLimits, *, cold_chunk: int) -> None:
         """`cold_chunk`: prompt tokens of an iteration while nothing is learned."""
-        super().__init__(prompts)
+        super().__init__()
         self._options, self._limits = options, limits
         self._cold_chunk = cold_chunk
         self._times = LearnedTimes()
@@ -55,7 +53,7 @@ class SloBatching(ArrivalQueues):
         self._arriving = news.arriving
         for ran in news.runs:
             self._learn(ran, kv)
-        prompts = self._prompts_in_order(now_s)
+        prompts = [*(s for s in self._running if s.uncomputed > 1), *self._swapped, *self._waiting]
         builder = BatchBuilder(self._limits, kv, self._running, by_arrival)
         # 1. Every decode.
         decodes = [s for s in self._running if s.uncomputed == 1]
@@ -87,8 +85,6 @@ class SloBatching(ArrivalQueues):
         return plan
 
     def _learn(self, ran: Ran, kv: KvAllocator) -> None:
-        if self._prompts is not None:
-            self._prompts.learn(ran)
         shape = self._times.learn(ran, kv.geometry)
         if shape is not None:
             self._late += shape.decodes > 0 and ran.latency_s > self._bound(row.sequence for row in ran.plan.rows)
@@ -109,7 +105,7 @@ class SloBatching(ArrivalQueues):
             return False
         full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
         # The forecast changes from one iteration to the next; a lack of blocks does not.
-        return full or (self._prompts is None and not leaves_next_blocks(kv, self._running, self._waiting[0]))
+        return full or not leaves_next_blocks(kv, self._running, self._waiting[0])
 
     @property
     def learned(self) -> LearnedTimes:

@@ -32,7 +32,7 @@ HOST_POOLS_SHARE = 0.5  # of the RAM, for all GPUs together
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Of the host that a configuration is read for. `gpu_memory_bytes`: of the smallest GPU, 0 = not known."""
+    """Host that a configuration is read for. `gpu_memory_bytes`: of the smallest GPU, 0 = not known."""
 
     gpus: int = 0
     gpu_memory_bytes: int = 0
@@ -60,17 +60,17 @@ GPU_CLASSES = (
 
 
 def gpu_class(memory_bytes: int) -> GpuClass:
-    """Unknown memory (0) counts as little."""
+    """Return the class of a GPU; unknown memory (0) counts as little."""
     return next(each for each in GPU_CLASSES if memory_bytes >= each.memory_bytes)
 
 
 def on_gpu(device: str, machine: Machine) -> bool:
-    """Whether `engine.device` means a GPU on this machine."""
+    """Return whether `engine.device` means a GPU on this machine."""
     return device.startswith("cuda") or (device == "auto" and machine.gpus > 0)
 
 
 def device_layer(machine: Machine) -> dict[str, dict[str, int]]:
-    """A GPU machine's defaults, as a layer of the configuration."""
+    """Return a GPU machine's defaults, as a layer of the configuration."""
     found = gpu_class(machine.gpu_memory_bytes)
     layer = {
         "engine": {
@@ -89,15 +89,15 @@ DEVICE_KEYS = (
     ("engine", ("max_step_tokens", "prefill_chunk", "max_rows", "cuda_graph_memory_bytes")),
     ("kv", ("host_memory_bytes",)),
 )
-"""What `device_layer` decides."""
+"""Options that `device_layer` decides."""
 
 
 def settled(layers: Mapping[str, Any]) -> bool:
-    """Whether these settings name every option that depends on the device."""
+    """Return whether these settings name every option that depends on the device."""
     return all(key in (layers.get(section) or {}) for section, keys in DEVICE_KEYS for key in keys)
 
 
 def host_pool_bytes(machine: Machine) -> int:
-    """Of one worker. Two that share a box's only GPU take a quarter each."""
+    """Return the host pool of one worker. Two on a box's only GPU take a quarter each."""
     share = min(HOST_POOL_SHARE, HOST_POOLS_SHARE / max(1, machine.gpus))
     return min(LARGEST_HOST_POOL_BYTES, int(share * machine.host_memory_bytes))

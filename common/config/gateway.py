@@ -66,12 +66,12 @@ class GatewayConfig(Section, frozen=True):
 
     @property
     def of_all(self) -> str:
-        """For messages, behind a divided bound."""
+        """Ending of messages about a divided bound."""
         return "" if self.processes == 1 else f", this gateway's of {self.processes}"
 
     @property
     def own_waiting_requests(self) -> int:
-        """What `max_waiting_requests` leaves to each process; together they may exceed it by rounding."""
+        """Share of `max_waiting_requests` in each process; together they may exceed it by rounding."""
         return -(-self.max_waiting_requests // self.processes)
 
     @property
@@ -80,19 +80,19 @@ class GatewayConfig(Section, frozen=True):
 
     @property
     def own_bodies_bytes(self) -> int:
-        """At least one of the largest bodies."""
+        """Share of `max_bodies_bytes`, at least one of the largest bodies."""
         largest = min(self.max_body_bytes, self.max_bodies_bytes)
         return max(largest, -(-self.max_bodies_bytes // self.processes))
 
     @property
     def own_open_work(self) -> int:
-        """At least one of the largest requests, as far as one may be open at all."""
+        """Share of `max_open_work`, at least one of the largest requests, as far as one may be open at all."""
         largest = min(self.max_request_work, self.max_open_work)
         return max(largest, -(-self.max_open_work // self.processes))
 
 
 class KeyLimits(Section, frozen=True):
-    """Of one key; 0 = no limit. Beyond: 429."""
+    """Limits of one key; 0 = no limit. Beyond: 429."""
 
     requests_per_minute: NotNegative = 0  # that generate; lines of batches count as best-effort
     tokens_per_minute: NotNegative = 0  # prompt and completion

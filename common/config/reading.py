@@ -20,7 +20,7 @@ CONFIGS_DIR = Path(__file__).resolve().parent.parent.parent / "configs"
 
 
 AUTO = "auto"
-"""`workers: auto` keeps the roles of the layers below and leaves their counts to the machine (count 0)."""
+"""Value of `workers` that keeps the roles of the layers below and leaves their counts to the machine (count 0)."""
 
 
 def load_config(
@@ -57,7 +57,7 @@ def load_config(
 def _device_defaults(
     presets: dict[str, Any], given: Mapping[str, Any], machine: Callable[[], Machine] | None
 ) -> dict[str, Any]:
-    """The lowest layer. A preset's host pool is what its policies need at least: a GPU's worker takes the larger."""
+    """Return the lowest layer. A preset's host pool is what its policies need; a GPU's worker takes the larger."""
     device = str((given.get("engine") or {}).get("device", (presets.get("engine") or {}).get("device", "auto")))
     if device == "cpu" or settled(given) or (machine is None and device == "auto"):
         return {}
@@ -72,13 +72,13 @@ def _device_defaults(
 
 
 def dump_config(config: Config) -> str:
-    """YAML of the whole configuration, readable by `load_config`."""
+    """Return the whole configuration as YAML that `load_config` reads."""
     return str(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
 
 
 def nested(flat: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """`{"kv.block_size": 32}` as a nested mapping for `load_config`. Raises `ConfigError` naming `origin` where one key
-    gives a value to what another key uses as a section."""
+    """Return a flat mapping such as `{"kv.block_size": 32}` nested for `load_config`. Raises `ConfigError` naming
+    `origin` where one key gives a value to what another key uses as a section."""
     result: dict[str, Any] = {}
     for dotted, value in flat.items():
         *sections, key = dotted.split(".")
@@ -105,7 +105,7 @@ _Loader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False
 
 
 def parse_yaml(text: str) -> Any:
-    """A file, or the value of an option on the command line. Raises `yaml.YAMLError`."""
+    """Parse a file, or the value of an option on the command line. Raises `yaml.YAMLError`."""
     return yaml.load(text, Loader=_Loader)  # a SafeLoader
 
 
@@ -135,13 +135,13 @@ def _check(data: Mapping[str, Any], origin: str) -> None:
 
 
 def meant(key: str, known: Collection[str]) -> str:
-    """What whoever wrote `key` may have meant."""
+    """Return a hint at the key that was meant instead of `key`."""
     close = difflib.get_close_matches(key, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
 
 
 def readable(message: str) -> str:
-    """msgspec writes "… - at `$.kv.block_size`"; put the key first."""
+    """Move the key to the front, which msgspec writes last: "… - at `$.kv.block_size`"."""
     text, at, where = message.partition(" - at `$")
     return f"{where.rstrip('`').lstrip('.')}: {text}" if at else message
 
@@ -165,7 +165,7 @@ def _check_keys(data: Any, struct: type[msgspec.Struct], origin: str, prefix: st
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any], below: Mapping[str, Any] | None = None) -> None:
-    """Mappings merge key by key; lists and scalars replace. `below`: the layers under `into`."""
+    """Merge mappings key by key; lists and scalars replace. `below`: the layers under `into`."""
     for key, value in new.items():
         if key == "workers" and value == AUTO:
             groups = into.get(key) or (below or {}).get(key) or msgspec.to_builtins(Config().workers)

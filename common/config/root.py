@@ -80,30 +80,31 @@ class Config(Section, frozen=True):
         return {name: group.role for name, group in self._instances()}
 
     def worker_threads(self, instance: str, cores: int) -> int:
-        """CPU threads of a worker: its group's, else the engine's, else `default_threads`."""
+        """Return CPU threads of a worker: its group's, else the engine's, else `default_threads`."""
         group = dict(self._instances()).get(instance)
         return (group.threads if group else 0) or self.default_threads(cores)
 
     def rank_threads(self, instance: str, cores: int) -> int:
-        """CPU threads of each of a worker's ranks: they share the worker's."""
+        """Return CPU threads of each rank of a worker: they share the worker's."""
         return max(1, self.worker_threads(instance, cores) // self.worker_group(instance).local_degree)
 
     def worker_group(self, instance: str, role: Role | None = None) -> WorkerGroup:
-        """A worker's; for one that the configuration does not name, as in a container, the first of its role."""
+        """Return a worker's group; for one that the configuration does not name, as in a container, the first of its
+        role."""
         if (group := dict(self._instances()).get(instance)) is not None:
             return group
         return next((group for group in self.workers if group.role is role), self.workers[0])
 
     def worker_role(self, instance: str, default: Role) -> Role:
-        """A worker's; of one that the configuration does not name, as in a container, what its name begins with where
-        that is a role (`unified-worker-0`), else `default`, its program's."""
+        """Return a worker's role; for one that the configuration does not name, as in a container, the role that its
+        name begins with (`unified-worker-0`), else `default`, its program's."""
         word = instance.partition("-")[0]
         return self.instance_roles.get(instance, Role(word) if word in list(Role) else default)
 
     def default_threads(self, cores: int) -> int:
-        """The engine's, else an equal share of the cores, but at least two where there are two: prefill and decode
-        workers are seldom both busy (measured: docs/benchmarks.md). All of them where one worker computes at a time.
-        A GPU's worker prepares steps and copies; more than a few threads are of no use to it."""
+        """Return the engine's threads, else an equal share of the cores, but at least two where there are two: prefill
+        and decode workers are seldom both busy (docs/benchmarks.md). All cores where one worker computes at a time. A
+        GPU's worker only prepares steps and copies: more than a few threads do not help it."""
         if self.on_gpu:
             return self.engine.threads or max(1, min(GPU_WORKER_THREADS, cores // max(1, len(self.instance_roles))))
         if self.engine.threads or self.gathers:
@@ -112,22 +113,23 @@ class Config(Section, frozen=True):
 
     @property
     def shares_fairly(self) -> bool:
-        """Several API keys may ask, and are given the cluster by their weights."""
+        """Whether several API keys may ask, and share the cluster by their weights."""
         return self.keys.fair_sharing and bool(self.keys.file or len(set(self.gateway.api_keys)) > 1)
 
     @property
     def on_gpu(self) -> bool:
-        """`engine.device` names a GPU. False while it is `auto`; launcher and the image's entry point settle that."""
+        """Whether `engine.device` names a GPU; not while it is `auto`, which launcher and the image's entry point
+        settle."""
         return self.engine.device.startswith("cuda")
 
     @property
     def divides(self) -> bool:
-        """`workers: auto`, not settled yet."""
+        """Whether `workers: auto` is not settled yet."""
         return any(group.count == 0 for group in self.workers)
 
     @property
     def gathers(self) -> bool:
-        """Of the workers of one device one computes and the others stand by."""
+        """Whether of the workers of one device one computes and the others stand by."""
         return self.policies.placement == "least_ttft"
 
     def _instances(self) -> list[tuple[str, WorkerGroup]]:

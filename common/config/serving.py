@@ -84,8 +84,8 @@ class KvConfig(Section, frozen=True):
 
 
 class UcxConfig(Section, frozen=True):
-    """What UCX may use (docs/guide/links.md); lists as in UCX_TLS and UCX_NET_DEVICES, which these go before. An item
-    that is not on the machine is an error at start."""
+    """Transports and devices of UCX (docs/guide/links.md); lists as in UCX_TLS and UCX_NET_DEVICES, which these go
+    before. An item that is not on the machine is an error at start."""
 
     tls: str = ""  # transports: "tcp", "rc,sm,self", "^tcp" (all but) …; "" = the environment's UCX_TLS, or all
     # "mlx5_0:1", "eth0,eth1", "^lo" …; "" = the environment's UCX_NET_DEVICES, or all; loopback while none is needed
@@ -93,18 +93,16 @@ class UcxConfig(Section, frozen=True):
 
 
 class TransferConfig(Section, frozen=True):
-    """How KV moves between workers. No link is opened where the placement never moves any.
+    """Links that move KV between workers; none is opened where the placement never moves any.
 
     ucx is fastest and knows neither encryption nor keys; nixl (docs/guide/links.md) is UCX behind NIXL's reads of
-    registered memory, and likewise. While all endpoints are on this machine it uses shared memory
-    and the loopback interface alone (an own UCX_NET_DEVICES in the environment wins); with endpoints beyond it listens
-    on every interface; with a CURVE key it is left out unless `plain_links_allowed`.
+    registered memory, and likewise. While all endpoints are on this machine it uses shared memory and the loopback
+    interface alone (UCX_NET_DEVICES in the environment wins); with endpoints beyond, it listens on every interface;
+    with a CURVE key it is left out unless `plain_links_allowed`.
     """
 
-    links: tuple[Literal["ucx", "nixl", "zmq"], ...] = (
-        "ucx",
-        "zmq",
-    )  # best first; one not installed is skipped with a warning
+    # best first; one not installed is skipped with a warning
+    links: tuple[Literal["ucx", "nixl", "zmq"], ...] = ("ucx", "zmq")
     plain_links_allowed: bool = False  # with a CURVE key: KV may also take links that do not encrypt it (ucx, nixl)
     run_timeout_s: Seconds = 5.0  # the longest one run may take on the link
     ucx: UcxConfig = UcxConfig()
@@ -159,7 +157,7 @@ class WorkerGroup(Section, frozen=True):
 
     @property
     def local_degree(self) -> int:
-        """Of the ranks on each host."""
+        """Ranks on each host."""
         return self.degree // self.hosts
 
     @property
@@ -189,14 +187,14 @@ class SpeculationConfig(Section, frozen=True):
         return self.mode not in ("auto", "off")
 
     def settled(self, device_type: str) -> SpeculationConfig:
-        """With what `auto` stands for on a device of this type: `cpu` or `cuda`."""
+        """Return the section with what `auto` stands for on a device of this type: `cpu` or `cuda`."""
         if self.mode != "auto":
             return self
         return msgspec.structs.replace(self, mode="lookup" if device_type == "cpu" else "off")
 
 
 class EndpointsConfig(Section, frozen=True):
-    """Where the processes' inboxes are. "" = a Unix socket in the pipeline's run folder (one host).
+    """Addresses of the processes' inboxes. "" = a Unix socket in the pipeline's run folder (one host).
 
     For several hosts or containers: tcp://HOST:PORT; a process binds the port on `bind_host`.
     """
@@ -237,7 +235,7 @@ class MetricsConfig(Section, frozen=True):
 
 
 class RecordingConfig(Section, frozen=True):
-    """Everything that gateway, manager and workers are told and answer, for `cohort replay`."""
+    """Recording of what gateway, manager and workers receive and answer, for `cohort replay`."""
 
     folder: str = ""  # where each of these processes writes a file, for its owner alone; "" = none is written
 

@@ -26,13 +26,14 @@ from cohort.common.types import KvGeometry
 Builder = TypeVar("Builder")
 Built = TypeVar("Built", covariant=True)
 _ALONE_AHEAD = 4
-"""Of `manager.dispatch_ahead_tokens`: what one of several keys may have at a worker, while it is alone, where the order
-would send everything: enough for the worker's own order to choose from, little enough for another key to wait for."""
+"""Factor of `manager.dispatch_ahead_tokens`: what one of several keys may have at a worker while it is alone, where the
+order would send everything: enough for the worker's own order to choose from, little enough for another key to wait
+for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """About another option, by its dotted name: the values that are needed, or those that are refused, and why."""
+    """Requirement on another option, by its dotted name: the values that are needed, or refused, and why."""
 
     option: str
     values: tuple[object, ...]
@@ -41,7 +42,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Policy(Generic[Builder]):
-    """One entry of a table. Not built unless all of `requires` and none of `refuses` hold."""
+    """Entry of a table. Not built unless all of `requires` and none of `refuses` hold."""
 
     build: Builder
     requires: tuple[Rule, ...] = ()
@@ -95,7 +96,7 @@ ITERATIONS: Table[IterationScheduler] = {
 }
 
 _ONE_TABLE = frozenset({"slack_packing", "time_synced"})
-"""BROS and EcoServe take the length of a sequence's table for its blocks."""
+"""BROS and EcoServe, which take the length of a sequence's table for its blocks."""
 
 _OVERWRITES = "padding would overwrite the other request's slots"
 ALLOCATIONS: Mapping[str, Policy[Callable[[Config, KvGeometry, int, int], KvAllocator]]] = {
@@ -140,25 +141,26 @@ def placement(config: Config) -> Placement:
 
 
 def moves_kv(config: Config) -> bool:
-    """Whether the placement ever lets a worker go on where another one stopped."""
+    """Return whether the placement ever lets a worker go on where another one stopped."""
     return placement(config).moves_kv
 
 
 def wants_step_times(config: Config) -> bool:
-    """Whether the manager decides by what workers' iterations take."""
+    """Return whether the manager decides by what workers' iterations take."""
     order = chosen("prefill_order", config.policies.prefill_order, PREFILL_ORDERS).build(config)
     return placement(config).wants_step_times or order.wants_step_times
 
 
 def reads_queues(config: Config, placed_by: Placement) -> bool:
-    """Whether a policy of the manager may look at how far each sequence of a worker is."""
+    """Return whether a policy of the manager may look at how far each sequence of a worker is."""
     order = chosen("prefill_order", config.policies.prefill_order, PREFILL_ORDERS).build(config)
     binding = late_binding(config)
     return placed_by.reads_queues or order.reads_queues or (binding is not None and binding.reads_queues)
 
 
 def prefill_order(config: Config) -> PrefillOrder:
-    """Where several API keys share the cluster, the configured order within what each key's share lets through."""
+    """Build the configured order; where several API keys share the cluster, within what each key's share lets
+    through."""
     order = chosen("prefill_order", config.policies.prefill_order, PREFILL_ORDERS).build(config)
     if not config.shares_fairly:
         return order
@@ -185,8 +187,8 @@ def allocation(config: Config, geometry: KvGeometry, num_blocks: int, host_block
 
 
 def groups_layers(config: Config) -> bool:
-    """Whether KV blocks are of groups of layers, where these have different windows: with policies that count a
-    sequence's blocks in all of its tables, and no draft model, which has a block of its own for each of the model's."""
+    """Return whether KV blocks are of groups of layers with different windows: with policies that count a sequence's
+    blocks in all of its tables, and no draft model, which has a block of its own for each of the model's."""
     policies = config.policies
     if config.speculation.mode == "model":
         return False
@@ -194,8 +196,7 @@ def groups_layers(config: Config) -> bool:
 
 
 def check_names(config: Config) -> None:
-    """Raises `ConfigError` for an unknown policy or setting, else for the first rule that is broken, naming both
-    options."""
+    """Raise `ConfigError` for an unknown policy or setting, else for the first broken rule, naming both options."""
     settings.check(config)
     names = {interface: str(getattr(config.policies, interface)) for interface in TABLES}
     entries = {interface: chosen(interface, name, TABLES[interface]) for interface, name in names.items()}
@@ -211,8 +212,8 @@ def check_names(config: Config) -> None:
 
 
 def chosen(interface: str, name: str, table: Mapping[str, Policy[Builder]]) -> Policy[Builder]:
-    """The entry of this name, or one for an import path. Raises `ConfigError` with the option, and the known names or
-    what was wrong with the import."""
+    """Return the entry of this name, or one for an import path. Raises `ConfigError` with the option, and the known
+    names or what was wrong with the import."""
     if name in table:
         return table[name]
     if ":" in name:

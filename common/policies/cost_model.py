@@ -50,7 +50,7 @@ _CORNER = 4.0
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The numbers of a decoder that cost depends on. Grouped-query attention has fewer `kv_heads` than `heads`."""
+    """Numbers of a decoder that cost depends on. Grouped-query attention has fewer `kv_heads` than `heads`."""
 
     name: str
     layers: int
@@ -66,36 +66,36 @@ class ModelShape:
     weight_bytes: int
     kv_bytes: int
     window: int = 0
-    """Positions that a token sees back: bounds the memory of a sequence. What an iteration takes is computed as without
-    it."""
+    """Positions that a token sees back: bounds a sequence's memory, not an iteration's time."""
     kv_scale_bytes: int = 0
-    """Of a row of one token's key or value of one head, where KV is in FP8 (`kv_bytes` 1)."""
+    """Scale bytes of one token's key or value of one head, where KV is in FP8 (`kv_bytes` 1)."""
     full_layers: int = 0
     """Layers that see everything, where only the others have the window; 0 = all have it."""
     experts: int = 0
-    """Of each layer but `dense_layers`, in place of its MLP; a token goes to `experts_per_token` of them. 0 = none."""
+    """Experts of each layer but `dense_layers`, in place of its MLP; a token goes to `experts_per_token` of them."""
     experts_per_token: int = 0
     expert_intermediate: int = 0
     shared_intermediate: int = 0
-    """Of what every token goes through beside them."""
+    """Width of what every token passes through beside them."""
     dense_layers: int = 0
     """Layers with an MLP (`intermediate`) in a model with experts."""
     expert_bits: float = 0.0
-    """Of a weight of an expert, scales included, where experts have another precision; 0 = `weight_bytes`."""
+    """Bits per weight of an expert, scales included, where experts have another precision; 0 = `weight_bytes`."""
     attention_weights: int = 0
-    """Of one layer, where they do not follow from the heads (multi-head latent attention); 0 = they do."""
+    """Weights of one layer's attention where they do not follow from the heads (multi-head latent attention); 0 = they
+    do."""
     pair_dim: int = 0
-    """Mean of what a head multiplies for a score and for a value, where that is not `head_dim`; 0 = it is."""
+    """Mean width of a head's score and value products, where that is not `head_dim`; 0 = it is."""
 
     @property
     def attention_parameters(self) -> int:
-        """Of the matrices of one layer's attention; norms and biases are a thousandth of them."""
+        """Parameters in one layer's attention matrices; norms and biases are a thousandth of them."""
         of_heads = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         return self.attention_weights or of_heads
 
     @property
     def layer_parameters(self) -> int:
-        """Of the matrices of one layer with an MLP."""
+        """Parameters in the matrices of one layer with an MLP."""
         return self.attention_parameters + self._mlp_parameters(self.intermediate)
 
     @property
@@ -104,12 +104,12 @@ class ModelShape:
 
     @property
     def expert_parameters(self) -> int:
-        """Of one expert of one layer."""
+        """Parameters of one expert of one layer."""
         return self._mlp_parameters(self.expert_intermediate)
 
     @property
     def common_parameters(self) -> int:
-        """Of the matrices of all layers, those that every token goes through: all but the experts."""
+        """Parameters in all layers' matrices that every token passes through: all but the experts."""
         mixtures = self.mixture_layers
         beside = self.hidden * self.experts + self._mlp_parameters(self.shared_intermediate)
         dense = (self.layers - mixtures) * self.layer_parameters
@@ -117,7 +117,7 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """Of the matrices of all layers, those that one token goes through."""
+        """Parameters in all layers' matrices that one token passes through."""
         return self.common_parameters + self.mixture_layers * self.experts_per_token * self.expert_parameters
 
     @property
@@ -126,7 +126,7 @@ class ModelShape:
 
     @property
     def _outside_experts(self) -> int:
-        """Of the layers all but the experts, and the embeddings."""
+        """Parameters of all but the experts, embeddings included."""
         return self.common_parameters + self.head_parameters * (1 if self.tied_embeddings else 2)
 
     @property
@@ -139,7 +139,7 @@ class ModelShape:
 
     @property
     def expert_bytes(self) -> int:
-        """Of all experts of all layers."""
+        """Bytes of all experts of all layers."""
         weights = self._all_experts
         return int(weights * self.expert_bits / 8.0) if self.expert_bits else weights * self.weight_bytes
 
@@ -148,14 +148,14 @@ class ModelShape:
         return self._outside_experts * self.weight_bytes + self.expert_bytes
 
     def reached_share(self, tokens: int) -> float:
-        """Expected share of a layer's experts to which at least one of so many tokens goes; what is learned spreads
-        them less evenly, so this is the upper estimate."""
+        """Return the expected share of a layer's experts that at least one of `tokens` reaches; learned routing spreads
+        less evenly, so this is the upper estimate."""
         if not self.experts:
             return 0.0
         return 1.0 - (1.0 - self.experts_per_token / self.experts) ** tokens
 
     def read_bytes(self, tokens: int) -> float:
-        """Of the weights that an iteration of so many tokens reads once: the layers' and the output head's."""
+        """Return the bytes of weights that an iteration of `tokens` reads once: the layers' and the output head's."""
         common = (self.common_parameters + self.head_parameters) * self.weight_bytes
         return common + self.expert_bytes * self.reached_share(tokens)
 
@@ -163,12 +163,12 @@ class ModelShape:
         return (3 if self.gated_mlp else 2) * self.hidden * width
 
     def kv_copies(self, devices: int) -> int:
-        """How many of so many devices that divide the model have the same KV: with fewer KV heads than devices each
-        has one, and latents, which are one head's, all of them have."""
+        """Return how many of `devices` that divide the model have the same KV: each has a head where there are fewer KV
+        heads than devices; latents, which are one head's, all of them have."""
         return max(1, devices // self.kv_heads)
 
     def kv_geometry(self, block_size: int, *, grouped: bool = False) -> KvGeometry:
-        """`grouped`: blocks of groups of layers, where only some have the window."""
+        """Return the KV geometry. `grouped`: blocks of groups of layers, where only some have the window."""
         window = 0 if self.full_layers else self.window
         width = self.head_dim + self.kv_scale_bytes // self.kv_bytes
         whole = KvGeometry(self.layers, self.kv_heads, width, self.kv_bytes, block_size, window)
@@ -179,13 +179,13 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class DeviceShape:
-    """One accelerator (or CPU): data-sheet peaks and the fitted share of them that real kernels reach.
+    """Accelerator (or CPU): data-sheet peaks and the fitted share of them that real kernels reach.
 
-    `units`: what runs a work unit of decode attention at a time (streaming multiprocessors, threads).
-    `unit_speedup`: how many times its equal share of the memory bandwidth one unit alone can draw.
-    `kv_efficiency`: share of the memory bandwidth with which decode attention reads KV, where that is not
-    `memory_efficiency` (None): on a CPU it computes more than it waits.
-    `exchange_*`: all-reduce between the devices of one instance. `host_bytes_per_s`: to host memory, for swapping.
+    `units`: what runs a work unit of decode attention at a time (streaming multiprocessors, threads). `unit_speedup`:
+    how many times its equal share of the memory bandwidth one unit alone can draw. `kv_efficiency`: share of the memory
+    bandwidth with which decode attention reads KV, where that is not `memory_efficiency` (None): on a CPU it computes
+    more than it waits. `exchange_*`: all-reduce between the devices of one instance. `host_bytes_per_s`: to host
+    memory, for swapping.
     """
 
     name: str
@@ -203,13 +203,13 @@ class DeviceShape:
     layer_s: float = 0.0
     kv_efficiency: float | None = None
     linear_table: tuple[tuple[int, float], ...] = ()
-    """Tokens of an iteration, ascending, and how many times as long its matrices take as the roofline says: straight
-    lines between them by the logarithm of the tokens. Empty: as the roofline says."""
+    """Tokens of an iteration, ascending, and how many times as long as the roofline its matrices take: interpolated by
+    the logarithm of the tokens. Empty: as the roofline."""
 
 
 @dataclass(frozen=True, slots=True)
 class StackShape:
-    """The time that the serving software adds to an iteration.
+    """Time that the serving software adds to an iteration.
 
     `launch_s`: host time to issue one layer, hidden behind the device unless it is longer. `step_s`: fixed, per
     iteration. `row_s`: per row (scheduling, block tables, sampling, detokenising). The `parallel_*` are added where an
@@ -229,12 +229,12 @@ class StackShape:
 
 
 class StepWork(msgspec.Struct, frozen=True, gc=False):
-    """One iteration in numbers.
+    """Numbers of one iteration.
 
     `tokens`: computed. `rows`: sequences in it. `sampled`: of these, how many sample a token (the output head runs for
     them). `pairs`: query-key pairs of rows with more than one token. `prefill_context`: KV positions those rows read.
-    `decode_rows`, `decode_context`, `longest_context`: rows of one token, the KV positions they read together, and
-    the most that one reads.
+    `decode_rows`, `decode_context`, `longest_context`: rows of one token, the KV positions they read together, and the
+    most that one reads.
     """
 
     tokens: int
@@ -248,7 +248,7 @@ class StepWork(msgspec.Struct, frozen=True, gc=False):
 
 
 def prefill_pairs(start: int, count: int) -> int:
-    """Query-key pairs of positions [start, start + count): each sees everything up to and including itself."""
+    """Return the query-key pairs of positions [start, start + count): each sees all before it and itself."""
     return count * start + count * (count + 1) // 2
 
 
@@ -304,11 +304,11 @@ class CostModel:
 
     @property
     def reduced_token_bytes(self) -> int:
-        """Of one token in one layer: what both sums over the devices take in, at each of them."""
+        """Bytes of one token in one layer that both sums over the devices take in, at each of them."""
         return 2 * self.model.hidden * self.model.weight_bytes if self.tensor_parallel > 1 else 0
 
     def step_s(self, work: StepWork) -> float:
-        """Seconds of one iteration; 0 rows cost nothing."""
+        """Return the seconds of one iteration; 0 rows cost nothing."""
         if work.rows == 0:
             return 0.0
         seconds = self._fixed_s + self._row_s * work.rows + max(self._host_s, self._device_s(work))
@@ -316,8 +316,8 @@ class CostModel:
         return seconds * (1.0 + self.stack.mixed_share) if mixed else seconds
 
     def repeated_s(self, work: StepWork, steps: int) -> list[float]:
-        """Seconds of this all-decode iteration and of those that follow with the same rows, one position longer each
-        time: of so many `steps`. The same numbers as `step_s` of each, only cheaper."""
+        """Return the seconds of this all-decode iteration and of those that follow with the same rows, `steps` in all,
+        each a position longer. The same numbers as `step_s` of each, only cheaper."""
         overhead = self._fixed_s + self._row_s * work.rows
         exchange = self._exchange_token_s * work.tokens + self._exchange_s
         fixed = self._linear_s(work) + exchange + self._layers_s
@@ -330,17 +330,17 @@ class CostModel:
         return [overhead + (device if device > host_s else host_s) for device in devices]
 
     def memory_share(self, work: StepWork) -> float:
-        """Which share of an iteration's time reading its weights and KV would take alone, 0 to 1."""
+        """Return the share of an iteration's time that reading its weights and KV would take alone, 0 to 1."""
         reads_s = self._read_s(work.tokens) + self._position_s * (work.prefill_context + work.decode_context)
         return min(1.0, reads_s / self.step_s(work)) if work.rows else 0.0
 
     def swap_s(self, swapped_bytes: int) -> float:
-        """Copies between device and host memory; every device of an instance has its own path."""
+        """Return the seconds of copies to or from host memory; every device of an instance has its own path."""
         copies = self.model.kv_copies(self.tensor_parallel)
         return copies * swapped_bytes / (self.device.host_bytes_per_s * self.tensor_parallel)
 
     def flops(self, work: StepWork) -> float:
-        """Model FLOPs of an iteration, for utilisation figures: matrices, output head, attention."""
+        """Return model FLOPs of an iteration, for utilisation figures: matrices, output head, attention."""
         model = self.model
         pairs = work.pairs + work.decode_context
         return (
@@ -367,7 +367,7 @@ class CostModel:
         return seconds * self._factor(work.tokens) if self._knots else seconds
 
     def _read_s(self, tokens: int) -> float:
-        """The way of an iteration's weights from memory."""
+        """Return the seconds of reading an iteration's weights from memory."""
         if not self._experts_s:
             return self._weights_s
         return self._weights_s + self._experts_s * self.model.reached_share(tokens)

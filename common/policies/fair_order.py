@@ -30,19 +30,19 @@ from cohort.common.policies.interface import ClusterView, Dispatch, PrefillOrder
 from cohort.common.types import Prediction, QueueBucket, RequestId
 
 _CALM_S = 2.0
-"""After the last moment in which several owners waited, until one that is alone is not held back any more: taking a
-long queue back for each request of another owner would cost more than it is worth."""
+"""Seconds after contention during which an owner that is alone is still held back: taking a long queue back for each
+request of another owner would cost more than it is worth."""
 
 _Rank = tuple[int, bool, float, str]
 
 
 @dataclass(slots=True)
 class _Inside:
-    """A request that the order inside has."""
+    """Request that the order inside has."""
 
     waiting: WaitingRequest
     charged: float
-    """What its owner was charged; 0 while that owner was alone."""
+    """Cost charged to its owner; 0 while that owner was alone."""
 
 
 class FairOrder(PrefillOrder):
@@ -61,9 +61,9 @@ class FairOrder(PrefillOrder):
         self._inside: dict[RequestId, _Inside] = {}
         self._inside_tokens = 0
         self._sent: dict[RequestId, _Inside] = {}
-        """Dispatched by the last decision: placement may bring them back."""
+        """Requests of the last decision: placement may bring them back."""
         self._owners: Counter[str] = Counter()
-        """Of everything that waits."""
+        """Number of waiting requests by owner."""
         self._sharing = False
         self._contended_s = float("-inf")
         self._contentions = 0
@@ -112,11 +112,11 @@ class FairOrder(PrefillOrder):
         return self._order.next_wake_s(now_s)
 
     def buckets(self) -> Seq[QueueBucket]:
-        """Of the order inside; what is held back here is in none of them."""
+        """Return the buckets of the order inside; what is held back here is in none of them."""
         return self._order.buckets()
 
     def metrics(self) -> dict[str, float]:
-        """The stats of the order inside; its own from the first contention on."""
+        """Return the metrics of the order inside; its own too, from the first contention on."""
         if not self._contentions:
             return self._order.metrics()
         own = {"fair_owners": float(len(self._owners)), "fair_held_requests": float(len(self._held))}
@@ -138,7 +138,7 @@ class FairOrder(PrefillOrder):
         return dispatches
 
     def _look(self, now_s: float) -> None:
-        """Whether several owners wait, or did a moment ago."""
+        """Update `sharing`: several owners wait, or did a moment ago."""
         contended = len(self._owners) > 1
         if contended:
             self._contended_s = now_s
@@ -161,7 +161,7 @@ class FairOrder(PrefillOrder):
                 self._hold(inside.waiting)
 
     def _release(self, now_s: float, cluster: ClusterView, limit: int) -> None:
-        """As much as the workers take soon: prompts of `limit` tokens each."""
+        """Add as much as the workers take soon: prompts of `limit` tokens each."""
         views = cluster.instances.values()
         prefill = [view for view in views if view.role.prefills] or list(views)
         headroom = sum(max(0, limit - view.queued_prefill_tokens) for view in prefill) - self._inside_tokens
@@ -211,7 +211,8 @@ class FairOrder(PrefillOrder):
         self._inside_tokens -= len(inside.waiting.request.tokens)
 
     def _drop(self, name: RequestId) -> _Inside | None:
-        """It waits no more, or is added anew; with what it was charged if it was inside."""
+        """Remove a request that waits no more, or is added anew; return it with what it was charged if it was
+        inside."""
         inside, held = self._inside.get(name), self._held.get(name)
         if inside is not None:
             self._leave(name, inside)

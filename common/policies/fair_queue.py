@@ -22,23 +22,23 @@ from typing import Any
 from cohort.common.types import RequestId
 
 _FORGOTTEN = 64
-"""Owners without requests, and entries of requests that are gone, beyond which, when they also are the majority, they
-are cleared away."""
+"""Number of owners without requests, and of entries of gone requests, beyond which they are cleared away if they are
+the majority."""
 
 
 @dataclass(slots=True)
 class _Owner:
     weight: float
     start: float
-    """Of its next request, in virtual time: cost / weight."""
+    """Virtual start time of its next request: cost / weight."""
     order: list[tuple[Any, RequestId]] = field(default_factory=list)
-    """A heap; entries of requests that are gone are skipped."""
+    """Heap; entries of requests that are gone are skipped."""
     waiting: dict[RequestId, tuple[Any, float]] = field(default_factory=dict)
     """Rank and cost."""
 
 
 class FairQueue:
-    """Ranks of one queue must be comparable with each other. Costs are positive; tokens, say."""
+    """Queue whose ranks must be comparable with each other. Costs are positive; tokens, say."""
 
     def __init__(self) -> None:
         self._owners: dict[str, _Owner] = {}
@@ -53,7 +53,7 @@ class FairQueue:
         return request_id in self._owner_of
 
     def add(self, owner: str, request_id: RequestId, *, rank: Any, cost: float, weight: float = 1.0) -> None:
-        """`weight` counts from the owner's next request on."""
+        """Add a request. `weight` counts from the owner's next request on."""
         known = self._owners.get(owner)
         if known is None:
             known = self._owners[owner] = _Owner(weight, self._now)
@@ -66,7 +66,7 @@ class FairQueue:
         self._owner_of[request_id] = owner
 
     def remove(self, request_id: RequestId) -> bool:
-        """It goes without having been served. False: it does not wait here."""
+        """Remove a request that was not served; return whether it was here."""
         owner = self._owner_of.pop(request_id, None)
         if owner is None:
             return False
@@ -77,7 +77,7 @@ class FairQueue:
         return True
 
     def next(self) -> RequestId | None:
-        """The one that goes now; it is charged to its owner. None: nothing waits."""
+        """Take the request that goes now, charged to its owner; None if nothing waits."""
         waiting = [(known.start, name) for name, known in self._owners.items() if known.waiting]
         if not waiting:
             return None
@@ -92,14 +92,12 @@ class FairQueue:
         self._now = start
         owner.start = start + known[1] / owner.weight
         if len(self._owners) > 2 * len(waiting) + _FORGOTTEN:
-            self._forget_even()
+            owners = self._owners.items()
+            self._owners = {name: known for name, known in owners if known.waiting or known.start > self._now}
         return request_id
 
     def give_back(self, owner: str, cost: float) -> None:
-        """A request that went was not served after all. What is given back does not reach into the past."""
+        """Refund a request that was not served after all; not into the past."""
         known = self._owners.get(owner)
         if known is not None:
             known.start = max(self._now, known.start - cost / known.weight)
-
-    def _forget_even(self) -> None:
-        self._owners = {name: known for name, known in self._owners.items() if known.waiting or known.start > self._now}

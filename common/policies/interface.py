@@ -64,8 +64,8 @@ from cohort.common.types import (
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A request at the door. Before tokenising `prompt_tokens` is an estimate from the body's size. `owner`: a digest
-    of its API key where several keys share the gateway, "" otherwise."""
+    """Request at the door. Before tokenising `prompt_tokens` is an estimate from the body's size. `owner`: digest of
+    its API key where several keys share the gateway, else ""."""
 
     prompt_tokens: int
     max_tokens: int
@@ -78,8 +78,8 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLoad:
-    """The gateway's knowledge when it decides: its own queue and the manager's last word. `owner_requests`,
-    `owner_tokens`: those of the offer's owner that wait at this gateway."""
+    """Load that the gateway knows: its own queue and the manager's last message. `owner_requests`, `owner_tokens`:
+    those of the offer's owner that wait at this gateway."""
 
     waiting_requests: int
     waiting_tokens: int
@@ -103,9 +103,8 @@ MIN_RETRY_S, MAX_RETRY_S = 1.0, 120.0
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Answered with 429 and Retry-After. An admission's `reason` is a text for the client; a placement's is one word,
-    a label of metrics, and `forecast_s` is the TTFT it predicts, in seconds from the request's arrival at the manager
-    (0 = none)."""
+    """Refusal with 429 and Retry-After. An admission's `reason` is a text for the client; a placement's is one word, a
+    label of metrics, and `forecast_s` is the TTFT it predicts, from the request's arrival at the manager (0 = none)."""
 
     reason: str
     retry_after_s: float
@@ -122,7 +121,7 @@ class Admission(ABC):
 
 @dataclass(slots=True)
 class InstanceView:
-    """One registered worker. `assigned_*` count what was sent to it but is not in its last report yet."""
+    """Registered worker. `assigned_*` count what was sent to it but is not in its last report yet."""
 
     instance: InstanceId
     capacity: WorkerCapacity
@@ -144,12 +143,13 @@ class InstanceView:
         return self.stats.queued_prefill_tokens + self.assigned_prefill_tokens
 
     def holds(self, adapter: str) -> bool:
-        """A request of this LoRA adapter ("" = of none) waits for no load here, or for one that has begun."""
+        """Return whether a request of this LoRA adapter ("" = none) waits for no load here, or for one that has
+        begun."""
         return not adapter or adapter in self.stats.adapters or adapter in self.assigned_adapters
 
     @property
     def has_adapter_slot(self) -> bool:
-        """Another LoRA adapter can be loaded without letting one go."""
+        """Whether another LoRA adapter can be loaded without unloading one."""
         stats = self.stats
         return stats.free_adapter_slots > len(self.assigned_adapters.difference(stats.adapters))
 
@@ -159,7 +159,7 @@ class InstanceView:
 
 
 class ClusterView(msgspec.Struct, frozen=True):
-    """Living, non-draining workers, and the monitor's summary (`forecast_age_s` infinite when it is silent: B9)."""
+    """Workers alive and not draining, and the monitor's summary (`forecast_age_s` infinite when it is silent: B9)."""
 
     instances: Mapping[InstanceId, InstanceView]
     arrival_rate: float = 0.0
@@ -171,7 +171,7 @@ class ClusterView(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class WaitingRequest:
-    """A request in the manager, not yet dispatched."""
+    """Request in the manager, not yet dispatched."""
 
     request: Request
     since_s: float
@@ -183,11 +183,11 @@ class WaitingRequest:
 
     @property
     def accepted(self) -> bool:
-        """An attempt after the first, or output exists: it is served, neither refused nor demoted."""
+        """Whether it is an attempt after the first, or has output: it is served, neither refused nor demoted."""
         return self.request.attempt.number > 0 or self.request.output_known > 0
 
     def expected_output(self, default_tokens: float) -> float:
-        """Predicted output, bounded by max_tokens."""
+        """Return the predicted output, bounded by max_tokens."""
         mean = self.prediction.mean if self.prediction else default_tokens
         return max(1.0, min(mean, float(self.request.sampling.max_tokens)))
 
@@ -197,8 +197,7 @@ class WaitingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Send these waiting requests to placement now, as one batch. `instance` is a preference (None: placement
-    chooses)."""
+    """Requests to be placed now, as one batch. `instance` is a preference (None: placement chooses)."""
 
     request_ids: tuple[RequestId, ...]
     batch_id: int
@@ -207,29 +206,29 @@ class Dispatch:
 
 
 class PrefillOrder(ABC):
-    """Owns the manager's waiting requests: in which order and in which company they are dispatched."""
+    """Owner of the manager's waiting requests: in which order and in which company they are dispatched."""
 
     wants_step_times: ClassVar[bool] = False
     reads_queues: ClassVar[bool] = True
-    """Both as of a placement."""
+    """Flags with the meaning that they have in `Placement`."""
 
     @abstractmethod
     def add(self, now_s: float, waiting: WaitingRequest) -> None: ...
 
     @abstractmethod
     def remove(self, now_s: float, request_id: RequestId) -> None:
-        """Cancelled, or dispatched but impossible to place; unknown ids are ignored."""
+        """Remove a request: cancelled, or dispatched but impossible to place; unknown ids are ignored."""
 
     @abstractmethod
     def revise(self, now_s: float, request_id: RequestId, prediction: Prediction) -> None: ...
 
     @abstractmethod
     def decide(self, now_s: float, cluster: ClusterView) -> list[Dispatch]:
-        """The requests that go next; they leave the queue. Never more than the cluster can take soon: one dispatched
-        too early can no longer be reordered."""
+        """Return the requests that go next; they leave the queue. Never more than the cluster can take soon: one
+        dispatched too early can no longer be reordered."""
 
     def next_wake_s(self, now_s: float) -> float | None:
-        """When `decide` wants to be asked again although nothing happened; None = only on events."""
+        """Return when `decide` is to be called although nothing happened; None = only on events."""
         return None
 
     @abstractmethod
@@ -240,11 +239,11 @@ class PrefillOrder(ABC):
     def waiting_tokens(self) -> int: ...
 
     def buckets(self) -> Seq[QueueBucket]:
-        """Its queue by prompt length, ascending; empty for an order that has no buckets. For people who look on."""
+        """Return the queue by prompt length, ascending; empty for an order without buckets. For monitoring."""
         return ()
 
     def metrics(self) -> dict[str, float]:
-        """Own metrics by name: bucket count, waste, …"""
+        """Return own metrics by name: bucket count, waste, …"""
         return {}
 
 
@@ -281,35 +280,32 @@ class Placement(ABC):
     moves_kv: ClassVar[bool] = True
     """False: every request stays on one worker, so that workers need no KV links."""
     wants_step_times: ClassVar[bool] = False
-    """It decides by `WorkerStats.step_times`. Live workers learn them always; a simulation, only where they are asked
-    for."""
+    """Flag: it decides by `WorkerStats.step_times`. Live workers always learn them; a simulation only then."""
     reads_queues: ClassVar[bool] = True
-    """It may look at `WorkerStats.queue`. Live workers always list it; a simulation in which nothing reads it does not.
-    A subclass of a placement that does not read it, and itself does, says so."""
+    """Flag: it may look at `WorkerStats.queue`, which a simulation lists only then. A subclass that reads it, of a
+    placement that does not, sets it."""
 
     @abstractmethod
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
     ) -> Placed | Wait | Impossible | Refuse:
-        """`Refuse`, and `Placed.best_effort`, only of a request that is not `accepted` yet: of another one the first
-        means `Wait`, the second nothing."""
+        """Choose the segments. `Refuse`, and `Placed.best_effort`, only of a request that is not `accepted` yet: of
+        another one the first means `Wait`, the second nothing."""
 
     def reported(self, now_s: float, view: InstanceView) -> None:
-        """A worker's report has come and stands in its view. For placements that read it once, not at every
-        decision."""
+        """Read a worker's new report from its view, for placements that do so once, not at every decision."""
         return
 
     def completed(self, now_s: float, request_id: RequestId) -> None:
-        """Its last token was sampled; before `finished`, which also comes for cancelled and lost requests. For
-        placements that judge their predictions (D4)."""
+        """Learn that the last token was sampled, for placements that judge their predictions (D4); before `finished`,
+        which also comes for cancelled and lost requests."""
         return
 
     def finished(self, now_s: float, request_id: RequestId) -> None:
-        """The request is off all instances; state about it can go."""
+        """Forget a request, which is off all instances."""
         return
 
     def metrics(self) -> dict[str, float]:
-        """Own metrics by name."""
         return {}
 
 
@@ -318,7 +314,7 @@ class Placement(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ParkedKv:
-    """A computed segment whose KV waits on `instance` (device or host pool) for the next segment's worker."""
+    """Computed segment whose KV waits on `instance` (device or host pool) for the next segment's worker."""
 
     request: Request
     instance: InstanceId
@@ -328,8 +324,8 @@ class ParkedKv:
 
 @dataclass(frozen=True, slots=True)
 class Bind:
-    """Hand the parked KV to `instance` now, as part of `batch_id`; where it lies already it goes on there. With `parks`
-    it waits on there too, and `parked` will say when it has arrived (A6 eviction)."""
+    """Parked KV to be handed to `instance` now, as part of `batch_id`; where it lies already it goes on there. With
+    `parks` it waits on there too, and `parked` will say when it has arrived (A6 eviction)."""
 
     request_id: RequestId
     instance: InstanceId
@@ -340,32 +336,31 @@ class Bind:
 
 @dataclass(frozen=True, slots=True)
 class Prefetch:
-    """Bring the parked KV of these requests into the fast buffer where it waits (A5, A9)."""
+    """Parked KV to be brought into the fast buffer where it waits (A5, A9)."""
 
     request_ids: tuple[RequestId, ...]
 
 
 class LateBinding(ABC):
     reads_queues: ClassVar[bool] = True
-    """As of a placement."""
+    """Flag with the meaning that it has in `Placement`."""
 
     @abstractmethod
     def parked(self, now_s: float, item: ParkedKv) -> None:
-        """Its KV waits, in full, and no other instance holds any of it."""
+        """Add KV that waits, in full; no other instance holds any of it."""
 
     @abstractmethod
     def moved(self, now_s: float, request_id: RequestId) -> None:
-        """A KV transfer of this request has arrived; also of requests that never were parked."""
+        """Learn that a KV transfer of this request has arrived; also of requests that never were parked."""
 
     @abstractmethod
     def removed(self, now_s: float, request_id: RequestId) -> None:
-        """Ended or lost; also for requests that never were parked."""
+        """Forget a request that ended or is lost; also one that never was parked."""
 
     @abstractmethod
     def decide(self, now_s: float, cluster: ClusterView) -> list[Bind | Prefetch]: ...
 
     def metrics(self) -> dict[str, float]:
-        """Own metrics by name."""
         return {}
 
 
@@ -374,14 +369,14 @@ class LateBinding(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Preempt:
-    """Take this sequence's KV off the device; it runs again later, from host memory or by recomputing."""
+    """Sequence whose KV leaves the device; it runs again later, from host memory or by recomputing."""
 
     sequence: Sequence
     how: Literal["swap", "recompute"]
 
 
 class IterationPlan(msgspec.Struct):
-    """One forward. `rows`: prefill rows first, then decode rows (R14).
+    """Rows of one forward: prefill rows first, then decode rows (R14).
 
     `padded_to`: on padded paths every prefill row counts as this many tokens (B2); 0 = variable length, no padding.
     `ended_rows`, `ended_context`: of a static batch the rows that have ended and go on as padding, and positions that
@@ -399,11 +394,11 @@ class IterationPlan(msgspec.Struct):
     estimated_s: float = 0.0
     reason: str = ""
     watched: bool = False
-    """The engine is to say what it expects behind these rows: drafts may be worth their time. Looking costs the host
-    some, so it does not look otherwise."""
+    """Flag: the engine is to report what it expects behind these rows, as drafts may be worth their time. Looking costs
+    the host some."""
     drafted: int = 0
-    """Of a plan that has run: positions of drafted tokens that were computed beside its rows' own. What it took then
-    says nothing about its rows alone."""
+    """Positions of drafted tokens that were computed beside the rows' own, in a plan that has run. Its time then does
+    not show what its rows alone take."""
 
     @property
     def tokens(self) -> int:
@@ -411,17 +406,17 @@ class IterationPlan(msgspec.Struct):
 
 
 class Ran(msgspec.Struct, frozen=True):
-    """The plan that ran last. Live hosts ask for a decision after every iteration; a virtual-time host may have run
-    several with one plan (`IterationScheduler.steady_for`): the plan's rows are then those of the last of them."""
+    """Plan that ran last. Live hosts ask for a decision after every iteration; a virtual-time host may have run several
+    with one plan (`IterationScheduler.steady_for`): the plan's rows are then those of the last of them."""
 
     plan: IterationPlan
     ended_s: float
     times_s: tuple[float, ...]
-    """How long each of these iterations took, oldest first; never empty."""
+    """Seconds of each of these iterations, oldest first; never empty."""
 
     @property
     def latency_s(self) -> float:
-        """Of the last."""
+        """Seconds of the last iteration."""
         return self.times_s[-1]
 
     @property
@@ -433,20 +428,20 @@ class News(msgspec.Struct, frozen=True):
     """Events on the worker since the last decision."""
 
     ran: Ran | None = None
-    """None when no iteration ran: at first, where the last decision had nothing to run, or when it failed."""
+    """Iteration since; None when none ran: at first, where the last decision had nothing to run, or when it failed."""
     revised: Seq[Sequence] = ()
-    """Their `predicted` has changed (E4); some may have been removed since."""
+    """Sequences whose `predicted` has changed (E4); some may have been removed since."""
     arriving: int = 0
-    """Requests that already decode and are on their way here: they wait for the iteration that is decided now
-    between two of their tokens (D5). Counted only for schedulers with `wants_arriving`."""
+    """Requests that already decode and are on their way here: they wait for the iteration that is decided now between
+    two of their tokens (D5). Counted only for schedulers with `wants_arriving`."""
 
     earlier: Seq[Ran] = ()
-    """Iterations with prompts, oldest first, behind which another was begun without a decision; `ran` is of those after
-    them. Only for schedulers with `reads_runs`."""
+    """Iterations with prompts, oldest first, behind which another was begun without a decision; `ran` comes after them.
+    Only for schedulers with `reads_runs`."""
 
     @property
     def runs(self) -> tuple[Ran, ...]:
-        """All that ran, oldest first."""
+        """Iterations that ran, oldest first."""
         return (*self.earlier, self.ran) if self.ran is not None else tuple(self.earlier)
 
     @property
@@ -455,10 +450,8 @@ class News(msgspec.Struct, frozen=True):
         return max(0, sum([ran.iterations for ran in self.runs]) - 1)
 
 
-NO_NEWS = News()
-
 UNTIL_DISTURBED = 1 << 30
-"""`IterationScheduler.steady_for`: as often as you like."""
+"""Answer of `IterationScheduler.steady_for`: without end."""
 
 
 class Learned(ABC):
@@ -466,76 +459,76 @@ class Learned(ABC):
     scheduler learns or not, its worker learns and reports `StepTimes` (D4, `step_times`)."""
 
     def step_times(self) -> StepTimes | None:
-        """For placements; None until enough was seen, or where the model says nothing to them."""
+        """Return the times for placements; None until enough was seen, or where the model means nothing to them."""
         return None
 
     @abstractmethod
     def export_state(self) -> bytes:
-        """The learned state, for `import_state` of a later process on the same machine with the same model; empty
-        while it is not worth keeping."""
+        """Return the state for `import_state` of a later process on the same machine with the same model; empty while
+        it is not worth keeping."""
 
     @abstractmethod
     def import_state(self, data: bytes) -> None:
-        """Start from this: an exported state, or the file of `cohort profile`. Raises `ValueError`."""
+        """Start from an exported state, or the file of `cohort profile`. Raises `ValueError`."""
 
 
 class IterationScheduler(ABC):
-    """Picks the rows of the next iteration. Owns the order of the worker's sequences; changes their phase, and takes
-    and gives their blocks, while it decides and at no other time. Deterministic: no I/O, time comes as an argument.
+    """Scheduler of one worker: picks the rows of the next iteration. Owns the order of the worker's sequences; changes
+    their phase and their blocks while it decides and at no other time. Deterministic: no I/O, time comes as an
+    argument.
 
-    `decide` follows every iteration that ran, before anything is reported or kept: lessons from `news.ran` are never an
-    iteration behind when the host reads `learned` or `metrics`.
+    `decide` follows every iteration that ran, before anything is reported or kept: what `learned` and `metrics` say is
+    never an iteration behind.
     """
 
     wants_arriving = False
-    """`News.arriving` is to be counted: KV transfers on their way here then disturb what was foreseen."""
+    """Flag: `News.arriving` is to be counted; KV transfers on their way here then disturb a steady plan."""
     reads_runs = False
-    """`decide` takes in all `News.runs`, so that an iteration may be begun behind one in which prompts end. Otherwise a
-    decision follows each of these."""
+    """Flag: `decide` takes in all `News.runs`, so that an iteration may begin behind one in which prompts end. Otherwise
+    a decision follows each of these."""
 
     @abstractmethod
     def add(self, now_s: float, sequence: Sequence) -> None:
-        """It may be scheduled from now on (WAITING, SWAPPED, or RUNNING after a KV transfer)."""
+        """Add a sequence (WAITING, SWAPPED, or RUNNING after a KV transfer)."""
 
     @abstractmethod
     def remove(self, now_s: float, sequence: Sequence) -> None:
-        """Finished, cancelled, handed over or parked; its blocks are freed by the machine."""
+        """Remove a sequence: finished, cancelled, handed over or parked; the machine frees its blocks."""
 
     @abstractmethod
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
-        """The next iteration; empty rows = nothing can run. Blocks for every row are reserved when this returns."""
+        """Return the next iteration; empty rows = nothing can run. Blocks for every row are reserved then."""
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """How many further iterations are certain to repeat this plan: the same rows, all decode, each one position on,
-        and nothing else. 0 = ask for each. To hold for as long as no sequence is added, removed, revised or at its end
-        and every `extend` succeeds. Only virtual-time hosts ask, right after `decide`; they run these iterations as one
-        and tell their times in the next `News.ran`, which must not lead to other decisions than one by one would."""
+        """Return how many further iterations are certain to repeat this plan: the same rows, all decode, each one
+        position on. 0 = ask for each. It holds as long as no sequence is added, removed, revised or at its end and
+        every `extend` succeeds. Only virtual-time hosts ask, right after `decide`; they run these iterations as one and
+        tell their times in the next `News.ran`, which must not lead to other decisions than one by one would."""
         return 0
 
     def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
-        """Of prompts that go on behind the iteration in flight: how many tokens `decide`, asked when that has ended,
-        would give to each, one at least. `begun`: all that each of them has left then, two tokens or more; `single`
-        rows of one token stand beside them. Asked before `continues`, which then holds the whole plan. None: that
-        follows from what is not known yet, such as times, or one of them would get nothing."""
+        """Return the tokens that `decide`, called after the iteration in flight, would give to each prompt that goes
+        on, one at least. `begun`: all that each of them has left then, two tokens or more; `single` rows of one token
+        stand beside them. Asked before `continues`, which then holds the whole plan. None: that follows from what is
+        not known yet, such as times, or one of them would get nothing."""
         return None
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
-        """Whether `decide`, asked when the iteration in flight has ended, could only choose `plan`: a decode row, one
+        """Return whether `decide`, called after the iteration in flight, could only choose `plan`: a decode row, one
         position on, for every sequence that samples a token in that iteration, also of a prompt that ends with it; and
-        of each prompt that goes on the chunk that `chunks_ahead` gave. The order of its rows is free. It had rows of
-        `leaving` sequences more, which end with it and are still to be removed. What the iteration in flight will teach
-        of times is not known yet. Whether there are blocks is not asked here: see `KvAllocator.extend_ahead`.
-        `undecided`: iterations begun since the last decision beside the one that it chose; their times come with the
-        next `News.ran`. Live hosts ask at any moment while an iteration runs, sequences may have come since the last
-        decision, and begin `plan` behind it."""
+        of each prompt that goes on the chunk that `chunks_ahead` gave. The order of rows is free. The iteration in
+        flight has rows of `leaving` sequences more, which end with it and are still to be removed; its time is not
+        known yet. `undecided`: iterations begun since the last decision beside the one that it chose; their times come
+        with the next `News.ran`. Blocks are not asked for here: see `KvAllocator.extend_ahead`. Live hosts ask at any
+        moment while an iteration runs, sequences may have come since the last decision, and begin `plan` behind it."""
         return False
 
     @property
     def learned(self) -> Learned | None:
-        """None: it needs to know nothing about times. `LearnedTimes` of the package `step_times` are reported as well;
-        beside anything else the worker learns such times itself."""
+        """Times learned; None: it needs none. `LearnedTimes` of the package `step_times` are reported as well; beside
+        anything else the worker learns such times itself."""
         return None
 
     def metrics(self) -> dict[str, float]:
-        """Own metrics by name; those that only grow end in `_total`."""
+        """Return own metrics by name; those that only grow end in `_total`."""
         return {}

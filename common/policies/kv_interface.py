@@ -16,24 +16,24 @@ from cohort.common.sequence import Row, Sequence
 from cohort.common.types import Attempt, KvGeometry
 
 NO_BLOCK = -1
-"""In a table, a block that was given back because it lies behind the sequence's window (`KvGeometry.window`)."""
+"""Entry of a table for a block that was given back, behind the sequence's window (`KvGeometry.window`)."""
 
 NoSlotAhead = Literal["memory", "shared"]
-"""Why rows cannot have their slots before the step in flight has ended: blocks lack; a slot is, or may become, another
+"""Reason why rows have no slots before the step in flight has ended: blocks lack; a slot is, or may become, another
 sequence's, so that only a decision can make it the row's own."""
 
 STAGED_BYTES = 64 << 20
-"""Of what goes out in an iteration: a GPU gathers up to so many bytes on the device, and sends them beside the rows."""
+"""Max bytes going out in an iteration that a GPU gathers on the device, to send them beside the rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvCopy:
-    """Move whole blocks or single slots between device and host memory, in step with the plan.
+    """Whole blocks or single slots to be moved between device and host memory, in step with the plan.
 
-    `unit` "block": ids are block ids. "slot": ids are block·block_size + slot. A plan's copies run in their order,
-    all before its rows; those `beside` may run while the rows are computed, because no row touches what they move
-    (R12). Rows may write over what goes out before them; with a copy of it on the device they need not wait for the
-    host link (`goes_beside`).
+    `unit` "block": ids are block ids. "slot": ids are block·block_size + slot. A plan's copies run in their order, all
+    before its rows; those `beside` may run while the rows are computed, because no row touches what they move (R12).
+    Rows may write over what goes out before them; with a copy of it on the device they need not wait for the host link
+    (`goes_beside`).
     """
 
     direction: Literal["out", "in"]
@@ -47,8 +47,8 @@ class KvCopy:
 
 
 def goes_beside(copies: Seq[KvCopy], geometry: KvGeometry) -> bool:
-    """R12 · Whether what goes out before the rows of a plan can be sent beside them, by an engine that gathers it on
-    the device: nothing comes in before the rows, which might be what has just gone out, and it is not too much."""
+    """R12 · Return whether what goes out before the rows of a plan can be sent beside them, by an engine that gathers
+    it on the device: nothing comes in before the rows, which might have just gone out, and it is not too much."""
     first = [copy for copy in copies if not copy.beside]
     if any(copy.direction == "in" for copy in first):
         return False
@@ -63,7 +63,7 @@ class BlockSharing(ABC):
     """
 
     on_demand = False
-    """The allocator moves sequences into each other's blocks by itself, and takes care of the slots it overwrites."""
+    """Flag: the allocator itself moves sequences into each other's blocks, and saves the slots it overwrites."""
 
     # On demand (R8-R12).
 
@@ -73,11 +73,11 @@ class BlockSharing(ABC):
         return 0
 
     def spare(self, keys: Iterable[Attempt]) -> None:
-        """In this iteration nothing moves into the blocks of these; sequences that share one may go on."""
+        """Move nothing into the blocks of these in this iteration; sequences that share one may go on."""
         return
 
     def checkpointed(self, key: Attempt) -> int:
-        """R10 · Positions of a sequence that are in host memory only; 0 for one that holds nothing."""
+        """R10 · Return a sequence's positions that are in host memory only; 0 for one that holds nothing."""
         return 0
 
     def restore(self, sequence: Sequence) -> bool:
@@ -86,39 +86,39 @@ class BlockSharing(ABC):
         return False
 
     def crowding(self, sequence: Sequence) -> Set[Attempt]:
-        """R9 · Owners of slots that this sequence would write over next, if host memory has no place for them: it can
-        go on only without them."""
+        """R9 · Return owners of slots that this sequence would write over next, if host memory has no place for them:
+        it can go on only without them."""
         return frozenset()
 
     # By the scheduler (E7).
 
     def lend(self, lender: Sequence, borrower: Sequence, first_block: int, positions: int) -> bool:
-        """E7 · `borrower` gets what it lacks for [0, positions) from the lender's table, from `first_block` on. False:
+        """E7 · Lend `borrower` what it lacks for [0, positions) from the lender's table, from `first_block` on. False:
         it cannot be lent, nothing changed."""
         return False
 
     def borrowers(self, lender: Sequence, index: int) -> list[Sequence]:
-        """Sequences that must leave the block at `index` of the lender's table before it writes there, last one
+        """Return sequences that must leave block `index` of the lender's table before it writes there, last one
         first."""
         return []
 
     def first_lent(self, lender: Sequence, begin: int, end: int) -> int | None:
-        """Index of the first block of the lender's table, in [begin, end), that has borrowers."""
+        """Return the index of the first block of the lender's table, in [begin, end), that has borrowers."""
         return None
 
     def lent_blocks(self) -> Iterable[int]:
-        """Blocks that two sequences use at the moment. For people who look on."""
+        """Return blocks that two sequences use at the moment. For monitoring."""
         return ()
 
     @abstractmethod
     def claim(self, sequence: Sequence, positions: int) -> bool:
-        """Like `extend`, but some of the blocks may be lent at the moment."""
+        """Extend a sequence, where some of the blocks may be lent at the moment."""
 
 
 class KvAllocator(ABC):
-    """Block bookkeeping of one worker's cache; no tensors. Position p of a request lies in
-    `blocks(key)[p // block_size]`; where layers are in groups (`KvGeometry.groups`), that is where the first group has
-    it, and `tables` has the others'. All tables of a sequence are equally long.
+    """Block bookkeeping of one worker's cache; no tensors. Position p of a request lies in `blocks(key)[p //
+    block_size]`; where layers are in groups (`KvGeometry.groups`), that is where the first group has it, and `tables`
+    has the others'. All tables of a sequence are equally long.
 
     Copies between device and host memory are collected, in the order in which they have to run, until the host takes
     them: once per decision, with everything in them that it and the host itself asked for.
@@ -126,36 +126,37 @@ class KvAllocator(ABC):
 
     geometry: KvGeometry
     grows_by_block = False
-    """`extend` changes nothing but at the first position of a block, `committed` nothing but when one is full, and
-    `extend` succeeds while blocks are free or cached. Virtual-time hosts rely on it to run iterations as one."""
+    """Flag: `extend` changes nothing but at the first position of a block, `committed` nothing but when one is full,
+    and `extend` succeeds while blocks are free or cached. Virtual-time hosts then run iterations as one."""
     sends_from_host = False
-    """Swapped-out sequences lie in `host_tables`, whole blocks in order: parked KV can go to host memory and be handed
-    over from there (A2, A9). Else it stays on the device."""
+    """Flag: swapped-out sequences lie in `host_tables`, whole blocks in order: parked KV can go to host memory and be
+    handed over from there (A2, A9). Else it stays on the device."""
 
     @abstractmethod
     def admit(self, sequence: Sequence) -> int | None:
-        """A WAITING sequence gets its first blocks, including what its policy reserves. Returns the positions whose KV
+        """Give a WAITING sequence its first blocks, including what its policy reserves. Return the positions whose KV
         the prefix cache already holds, or None when blocks are missing."""
 
     @abstractmethod
     def reserve(self, key: Attempt, tokens: Seq[int], positions: int, *, salt: str = "") -> int | None:
-        """Blocks for KV that will arrive from elsewhere: like `admit`, for `positions` positions; none for what lies
-        behind their window. `salt`: the request's `cache_salt`."""
+        """Take blocks for KV that will arrive from elsewhere: like `admit`, for `positions` positions; none for what
+        lies behind their window. `salt`: the request's `cache_salt`."""
 
     @abstractmethod
     def extend(self, sequence: Sequence, positions: int) -> bool:
-        """Blocks for positions [0, positions); False and no change when blocks are missing."""
+        """Give blocks for positions [0, positions); False and no change when blocks are missing."""
 
     def extend_ahead(self, rows: Seq[Row]) -> NoSlotAhead | None:
-        """Slots for the rows of the step behind the one in flight, in which all of their sequences have rows too, so
-        that `computed` is behind. Only slots that are the sequence's own by now or lie in free blocks: nothing is
-        copied, nothing is taken from another sequence, and the next decision's `extend` finds or takes the same.
-        Otherwise the reason, and no change."""
+        """Give slots to the rows of the step behind the one in flight, in which all of their sequences have rows too,
+        so that `computed` is behind. Only slots that are the sequence's own or lie in free blocks: nothing is copied or
+        taken from another sequence, and the next decision's `extend` finds or takes the same. Otherwise return the
+        reason, and change nothing."""
         return "shared"
 
     @abstractmethod
     def committed(self, sequence: Sequence) -> None:
-        """`sequence.computed` moved: full blocks may enter the prefix cache, those behind its window are given back."""
+        """Note that `sequence.computed` moved: full blocks may enter the prefix cache, those behind its window are
+        given back."""
 
     @abstractmethod
     def release(self, key: Attempt) -> None:
@@ -168,40 +169,40 @@ class KvAllocator(ABC):
 
     @abstractmethod
     def swap_in(self, sequence: Sequence, *, beside: bool = False) -> bool:
-        """The way back; False and no change when device blocks are missing."""
+        """Undo `swap_out`; False and no change when device blocks are missing."""
 
     @abstractmethod
     def take_copies(self) -> list[KvCopy]:
-        """All copies since the last time, in their order. Ends the iteration: until then no sequence that was served
-        in it loses anything."""
+        """Return all copies since the last time, in their order. Ends the iteration: until then no sequence that was
+        served in it loses anything."""
 
     # Several questions instead of one table: `blocks` is asked for every row of every iteration, others hardly ever.
 
     @abstractmethod
     def blocks(self, key: Attempt) -> Seq[int]:
-        """Device blocks by position, of the first group of layers; the allocator's own list, not a copy. The leading
-        ones may be `NO_BLOCK`."""
+        """Return device blocks by position, of the first group of layers; the allocator's own list, not a copy. The
+        leading ones may be `NO_BLOCK`."""
 
     def tables(self, key: Attempt) -> Seq[Seq[int]]:
-        """The same of every group of layers, in their order."""
+        """Return the device blocks of every group of layers."""
         return (self.blocks(key),)
 
     def host_tables(self, key: Attempt) -> Seq[Seq[int]]:
-        """Host blocks by position, of every group of layers, the leading ones perhaps `NO_BLOCK`; empty unless the
-        sequence's KV lies in host memory (`sends_from_host`)."""
+        """Return host blocks by position, of every group of layers, the leading ones perhaps `NO_BLOCK`; empty unless
+        the sequence's KV lies in host memory (`sends_from_host`)."""
         return ((),)
 
     def directions(self, key: Attempt) -> Seq[int] | None:
-        """Per block 0 = filled left to right, 1 = right to left; None = all 0 (R13)."""
+        """Return per block 0 = filled left to right, 1 = right to left; None = all 0 (R13)."""
         return None
 
     def cached_table(self) -> Iterable[int]:
-        """Blocks without an owner that hold a reusable prefix. For people who look on."""
+        """Return blocks without an owner that hold a reusable prefix. For monitoring."""
         return ()
 
     @property
     def sharing(self) -> BlockSharing | None:
-        """None: a block belongs to one sequence, or to a prefix that several have."""
+        """Sharing of blocks; None: a block belongs to one sequence, or to a prefix that several have."""
         return None
 
     @property
@@ -211,12 +212,12 @@ class KvAllocator(ABC):
     @property
     @abstractmethod
     def free_blocks(self) -> int:
-        """Free and not in the prefix cache."""
+        """Blocks that are free and not in the prefix cache."""
 
     @property
     @abstractmethod
     def cached_blocks(self) -> int:
-        """Unowned but reusable; they can be taken like free ones."""
+        """Blocks without an owner in the prefix cache; they can be taken like free ones."""
 
     @property
     @abstractmethod
@@ -228,23 +229,22 @@ class KvAllocator(ABC):
 
     @abstractmethod
     def owners(self) -> Mapping[Attempt, int]:
-        """Blocks held per sequence, host blocks included; empty when nothing is left over."""
+        """Return blocks held per sequence, host blocks included; empty when nothing is left over."""
 
     def holders(self) -> Collection[Attempt]:
-        """The sequences among `owners`."""
         return self.owners().keys()
 
     def held(self, key: Attempt) -> int:
-        """Of `owners`, the one; 0 for a sequence that holds nothing."""
+        """Return a sequence's blocks as in `owners`; 0 for one that holds nothing."""
         return self.owners().get(key, 0)
 
     @property
     def prefix_lookups(self) -> tuple[int, int]:
-        """Positions that were looked for in the prefix cache, and those of them that it had, since the start."""
+        """Positions looked for in the prefix cache, and those of them that it had, since the start."""
         return 0, 0
 
     def metrics(self) -> dict[str, float]:
-        """Own metrics by name; those that only grow end in `_total`."""
+        """Return own metrics by name; those that only grow end in `_total`."""
         return {}
 
     @abstractmethod

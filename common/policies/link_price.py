@@ -14,7 +14,7 @@ from cohort.common.types import InstanceId
 
 
 def link_rate(views: Mapping[InstanceId, InstanceView], sender: InstanceId, receiver: InstanceId) -> float | None:
-    """Bytes a second; None where nothing was measured."""
+    """Return bytes a second; None where nothing was measured."""
     own = views[sender].stats.link_rates.get(receiver) if sender in views else None
     if own:
         return own
@@ -30,7 +30,7 @@ def transfer_seconds(
     *,
     unmeasured_s: float,
 ) -> float:
-    """Of the KV of so many positions; `unmeasured_s` where no rate is known."""
+    """Return the seconds to send the KV of `tokens` positions; `unmeasured_s` where no rate is known."""
     rate = link_rate(views, sender, receiver)
     if rate is None:
         return unmeasured_s

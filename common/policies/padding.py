@@ -12,7 +12,7 @@ from cohort.common.sequence import Row
 
 
 def row_padding(rows: Seq[Row], padded_to: int, kv: KvAllocator) -> list[int]:
-    """B2 · tokens of padding behind each row's own, S_max − S_i of Eq. 2 for prefill rows, 0 for decode rows.
+    """B2 · Return the padding behind each row's own tokens, S_max − S_i of Eq. 2 for prefill rows, 0 for decode rows.
 
     Not beyond the row's blocks (padding writes KV there, which the row's later tokens overwrite), and not beyond the
     last real position of the batch (positions past the context's end do not exist).

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 _NEW = 0.02
-"""Weight of a new one among many; the first fifty count alike."""
+"""Weight of a new prediction among many; the first fifty count alike."""
 
 
 class PredictionError:
-    """`error`: |predicted − real| / real. `bias`: predicted / real, 1 where predictions are right on average."""
+    """Moving averages. `error`: |predicted − real| / real. `bias`: predicted / real."""
 
     def __init__(self) -> None:
         self.error = self.bias = 0.0
         self.tracked = 0
 
     def add(self, predicted_s: float, real_s: float) -> None:
-        """`real_s` above 0."""
+        """Record a prediction and what came; `real_s` is above 0."""
         self.tracked += 1
         share = max(_NEW, 1.0 / self.tracked)
         self.error += share * (abs(predicted_s - real_s) / real_s - self.error)

@@ -13,7 +13,8 @@ from cohort.common.sequence import Phase, Sequence
 
 
 def start(sequence: Sequence, kv: KvAllocator) -> bool:
-    """WAITING → RUNNING with its first blocks and the prefix that the cache holds. False: no room, nothing changed."""
+    """Move a sequence from WAITING to RUNNING, with its first blocks and the cached prefix. False: no room, nothing
+    changed."""
     cached = kv.admit(sequence)
     if cached is None:
         return False
@@ -24,7 +25,8 @@ def start(sequence: Sequence, kv: KvAllocator) -> bool:
 
 
 def preempt(sequence: Sequence, kv: KvAllocator, plan: IterationPlan, how: Literal["swap", "recompute"]) -> None:
-    """RUNNING → SWAPPED if asked and the host pool has room, else → WAITING with nothing computed."""
+    """Move a sequence from RUNNING to SWAPPED if asked and the host pool has room, else to WAITING with nothing
+    computed."""
     sequence.preemptions += 1
     if how == "swap" and kv.swap_out(sequence):
         plan.preempted.append(Preempt(sequence, "swap"))
@@ -37,7 +39,7 @@ def preempt(sequence: Sequence, kv: KvAllocator, plan: IterationPlan, how: Liter
 
 
 def resume(sequence: Sequence, kv: KvAllocator) -> bool:
-    """SWAPPED → RUNNING. False: no blocks on the device, nothing changed."""
+    """Move a sequence from SWAPPED to RUNNING. False: no blocks on the device, nothing changed."""
     if not kv.swap_in(sequence):
         return False
     sequence.phase = Phase.RUNNING

@@ -17,7 +17,8 @@ from cohort.common.policies.interface import InstanceView
 from cohort.common.types import InstanceId, Request
 
 _FORGOTTEN = 64
-"""Changes, or stale entries, beyond which, when they also are several times as many as workers, all is read anew."""
+"""Number of changes, or stale entries, beyond which all is read anew if they also are several times as many as
+workers."""
 
 
 class ServingViews(dict[InstanceId, InstanceView]):
@@ -26,12 +27,12 @@ class ServingViews(dict[InstanceId, InstanceView]):
     def __init__(self, views: Mapping[InstanceId, InstanceView]) -> None:
         super().__init__(views)
         self.touched: list[InstanceId] = []
-        """Whose view has changed, in turn, a worker as often as it did."""
+        """Workers whose view changed, in turn, each as often as it did."""
         self.era = 0
-        """Counts how often `touched` was emptied: who has not read it to its end reads all views."""
+        """Number of times that `touched` was emptied: who has not read it to its end reads all views."""
 
     def touch(self, name: InstanceId) -> None:
-        """Its view is not as it was."""
+        """Note that a worker's view changed."""
         if name in self:
             self.touched.append(name)
             if len(self.touched) > 4 * len(self) + _FORGOTTEN:
@@ -40,7 +41,7 @@ class ServingViews(dict[InstanceId, InstanceView]):
 
 
 class Least:
-    """The view with the least key among `members`. A key ends with the view's name, so that no two are equal."""
+    """View with the least key among `members`. A key ends with the view's name, so that no two are equal."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Least:
         self._positions = self._tokens = 0
 
     def of(self, views: ServingViews) -> InstanceView | None:
-        """None without members."""
+        """Return the least member; None without members."""
         self._catch_up(views)
         heap, keys = self._heap, self._keys
         while heap:
@@ -69,13 +70,13 @@ class Least:
         return None
 
     def all_hold(self, views: ServingViews, request: Request) -> bool:
-        """Whether each member could hold the whole request: so could the least one."""
+        """Return whether each member could hold the whole request: so could the least one."""
         self._catch_up(views)
         wanted = request.prompt_tokens + request.sampling.max_tokens
         return wanted <= self._tokens and request.max_positions <= self._positions
 
     def all_have(self, views: ServingViews, positions: int) -> bool:
-        """Whether each member's cache has so many."""
+        """Return whether each member's cache has `positions`."""
         self._catch_up(views)
         return positions <= self._positions
 

@@ -118,17 +118,17 @@ KINDS: Mapping[str, type[Section]] = {
     "planner": PlannerPace,
     "transfer": TransferSettings,
 }
-"""By the mechanism's name, below `experiment`."""
+"""Records by the mechanism's name, below `experiment`."""
 
 
 def names(mechanism: str) -> tuple[str, ...]:
-    """Of its settings, without its options."""
+    """Return a mechanism's settings, without its options."""
     options = getattr(Config(), mechanism).__struct_fields__
     return tuple(name for name in KINDS[mechanism].__struct_fields__ if name not in options)
 
 
 def settings_of(config: Config, kind: type[Record]) -> Record:
-    """The options of this mechanism and its settings. Raises `ConfigError` that names what is wrong."""
+    """Return the options and settings of a mechanism. Raises `ConfigError` that names what is wrong."""
     mechanism = next(name for name, known in KINDS.items() if known is kind)
     section = getattr(config, mechanism)
     options = msgspec.to_builtins(section) if issubclass(kind, type(section)) else {}
@@ -145,7 +145,7 @@ def settings_of(config: Config, kind: type[Record]) -> Record:
 
 
 def check(config: Config) -> None:
-    """Raises `ConfigError` for a mechanism or a setting of `experiment` that does not exist, or of another type."""
+    """Raise `ConfigError` for a mechanism or a setting of `experiment` that does not exist, or of another type."""
     for mechanism in config.experiment:
         if mechanism not in KINDS:
             raise ConfigError(f"unknown mechanism 'experiment.{mechanism}'; {meant(mechanism, KINDS)}")
@@ -153,7 +153,7 @@ def check(config: Config) -> None:
 
 
 def placed(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides for `load_config` of sections in which settings stand beside options: each value where it belongs."""
+    """Return overrides for `load_config` of sections in which settings stand beside options, each where it belongs."""
     found, experiment = dict(overrides), dict(overrides.get("experiment", {}))
     for mechanism in KINDS.keys() & found.keys():
         settings = names(mechanism)

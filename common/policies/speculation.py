@@ -19,34 +19,34 @@ from cohort.common.sequence import Sequence
 from cohort.common.types import StepTimes
 
 _FADES = 0.9
-"""Weight of what was seen before, each time a proposal is judged: a request changes between quoting and telling."""
+"""Weight of what was seen before, each time a proposal is judged: requests change between quoting and new text."""
 _PRIOR_WEIGHT = 2.0
-"""Judged tokens that what requests have in common counts for, of one of which little was seen."""
+"""Judged tokens that the average over requests counts for, where a request has few of its own."""
 _FIRST_CHANCE = 0.5
 _COMMON = 0.02
-"""Weight of one judged proposal in what requests have in common."""
+"""Weight of one judged proposal in the average over requests."""
 _GAIN = 1.03
-"""Fewer tokens a second more are not worth it: prices are not known better than that."""
+"""Factor on tokens a second below which drafts are not worth it: prices are not known better."""
 _WAIT = 0.05
-"""What waiting for the iteration before it costs one, as a share of it: the host's work, which planning ahead hides."""
+"""Cost of waiting for the iteration before, as a share of one: the host's work, which planning ahead hides."""
 _LIKELY = 0.9
 _ASKED_ANEW = 8
 """Iterations of as many rows for which one answer to whether drafts could pay holds."""
 _EACH, _NOTED = 32, 4
-"""Iterations of which each is noted, and after them, without drafts, one of so many."""
+"""First iterations, each noted; later, without drafts, one of `_NOTED`."""
 _LOOKS_ON = 4
-"""Positions beyond the best number so far that are looked at before the search ends."""
+"""Positions beyond the best number so far at which the search ends."""
 _NEW, _CORRECTION_PRIOR = 0.1, 2.0
-"""Weight of a measured iteration, and of the step times' own word before any was measured."""
+"""Weight of a measured iteration, and of the step times before any was measured."""
 _FORGETS = 0.98
-"""Weight that a request's record keeps with each iteration in which nothing was expected for it: where a draft model
-has to be asked, nothing else would ever tell that it has become better."""
+"""Weight that a request's record keeps with each iteration without drafts for it: where a draft model has to be asked,
+nothing else would ever show that it has become better."""
 _UNKNOWN = StepTimes(0.0, 0.0, 0.25, 1.0, 0.0, 0.0)
-"""Until step times are learned, in units of an iteration with one row: four positions cost as much as the weights."""
+"""Times until step times are learned, in iterations of one row: four positions cost as much as the weights."""
 
 
 class Mean:
-    """A moving mean that starts as a plain one."""
+    """Moving mean that starts as a plain one."""
 
     def __init__(self, prior: float = 0.0, weight: float = 0.0) -> None:
         self.value, self._count = prior, weight
@@ -61,22 +61,22 @@ class Mean:
 
 
 class StepPrices:
-    """What an iteration of decode rows takes with so many positions more, by step times and what was measured."""
+    """Seconds of decode rows with further positions, by step times and what was measured."""
 
     def __init__(self) -> None:
         self._learned = False
         self._plain = Mean()
         """Logarithm of measured over estimated time, without drafts."""
         self._more: dict[int, Mean] = {}
-        """By the octave of further positions: of the ratio to an iteration without them the same."""
+        """Logarithm of the further ratio with drafts, by the octave of their positions."""
 
     @property
     def known(self) -> bool:
-        """An iteration was measured, so that seconds are some."""
+        """Whether an iteration was measured, so that seconds are some."""
         return self._plain.known
 
     def seconds(self, times: StepTimes | None, shape: BatchShape, positions: int) -> float:
-        """Of `shape` with so many drafted positions, each as dear as a row of its own."""
+        """Return the seconds of `shape` with drafted positions, each as dear as a row of its own."""
         more = self._more.get(positions.bit_length())
         correction = self._plain.value + (more.value if more is not None and positions else 0.0)
         return _model_s(times, shape, positions) * math.exp(correction)
@@ -100,7 +100,7 @@ def _model_s(times: StepTimes | None, shape: BatchShape, positions: int) -> floa
 
 
 class Speculation:
-    """Of one worker."""
+    """Drafts of one worker."""
 
     def __init__(self, max_drafts: int, *, asks_model: bool = False) -> None:
         """`max_drafts`: of one row. `asks_model`: drafts have a price of their own, and there are some for any text."""
@@ -110,52 +110,52 @@ class Speculation:
         """Seconds that one draft of each row takes, where a model makes them."""
         self._prices = StepPrices()
         self._common = _FIRST_CHANCE
-        """The chance of a proposed token over all requests."""
+        """Chance of a proposed token over all requests."""
         self._ran = 0
         """Iterations so far."""
         self._may_pay, self._of_rows, self._asked = True, 0, 0
-        """The last answer to whether drafts could pay, of so many rows, and how often it was given."""
+        """Last answer to whether drafts could pay, for which rows, and how often it was given."""
 
     def chance(self, sequence: Sequence) -> float:
-        """Of the next token proposed for it to be right, if those before it are."""
+        """Return the chance that the next proposed token is right, if those before it are."""
         tried, right = sequence.drafts_judged, sequence.drafts_right
         return (right + _PRIOR_WEIGHT * self._common) / (tried + _PRIOR_WEIGHT)
 
     def judged(self, sequence: Sequence, proposed: int, right: int) -> None:
-        """So many tokens were expected behind it, of which the first `right` came; those behind a wrong one say
-        nothing. Expected tokens count alike where they were not computed: looking costs nothing, so no iteration is
-        spent on finding out."""
+        """Record that of `proposed` tokens the first `right` came; those behind a wrong one say nothing. Expected
+        tokens count alike where they were not computed, so no iteration is spent on finding out."""
         looked_at = min(right + 1, proposed)
         sequence.drafts_judged = _FADES * sequence.drafts_judged + looked_at
         sequence.drafts_right = _FADES * sequence.drafts_right + right
         self._common += _COMMON * (right / looked_at - self._common)
 
     def ran(self, times: StepTimes | None, shape: BatchShape, drafted: int, seconds: float) -> None:
-        """An iteration of decode rows, with so many drafted positions in all."""
+        """Record an iteration of decode rows, with `drafted` positions in all."""
         self._ran += 1
         if drafted or self._ran <= _EACH or self._ran % _NOTED == 0:
             self._prices.note(times, shape, drafted, seconds)
 
     def drafted(self, deepest: int, seconds: float) -> None:
-        """Before an iteration ran so many drafts of a row were made, or fewer of others, in this time."""
+        """Record the seconds in which `deepest` drafts of a row were made, or fewer of others."""
         if self.asks_model and deepest:
             self._draft.note(seconds / deepest)
 
     def unjudged(self, sequence: Sequence) -> None:
-        """Nothing was expected for it in an iteration that could have had drafts, where a model makes them."""
+        """Reduce the weight of a sequence's record after an iteration without drafts for it, where a model makes
+        them."""
         if self.asks_model:
             sequence.drafts_judged *= _FORGETS
             sequence.drafts_right *= _FORGETS
 
     def may_pay(self, times: StepTimes | None, shape: BatchShape) -> bool:
-        """Whether rows of this shape would be given drafts if these were as good as certain."""
+        """Return whether rows of this shape would get drafts if these were as good as certain."""
         if not self._prices.known:
             return True
         self._of_rows, self._asked, self._may_pay = shape.decodes, 0, self._could_pay(times, shape)
         return self._may_pay
 
     def lately(self, rows: int) -> bool | None:
-        """What `may_pay` said of so many rows in the last few iterations; None: it has to be asked."""
+        """Return what `may_pay` said of as many rows in the last iterations; None: it has to be asked."""
         self._asked += 1
         return self._may_pay if rows == self._of_rows and self._asked < _ASKED_ANEW else None
 
@@ -177,8 +177,9 @@ class Speculation:
         most: int,
         within_s: float,
     ) -> list[int]:
-        """Drafts of each of these sequences, whose rows have `shape` with those of others. With each the most that its
-        own end leaves it; `most` of all together. `within_s`: what the iteration may take (infinite: any time)."""
+        """Return the number of drafts of each sequence, whose rows have `shape` with those of others. Each candidate
+        has the most that its own end leaves it; `most` for all together. `within_s`: bound of the iteration (infinite:
+        none)."""
         return self._best(times, shape, candidates, most, within_s)[0]
 
     def worth_waiting(
@@ -190,10 +191,9 @@ class Speculation:
         most: int,
         within_s: float,
     ) -> bool:
-        """As `allot`, while the token before their drafts is still being computed: whether the next iteration should
-        wait for it instead of being planned ahead. The wait is certain, the drafts come if that token is as expected; a
-        model makes some whatever it is.
-        """
+        """Return whether the next iteration should wait for the token before its drafts instead of being planned ahead.
+        The wait is certain, the drafts come if that token is as expected; a model makes some whatever it is. Arguments
+        as of `allot`."""
         if not self.asks_model:
             # However little positions cost: a row's drafts bring no more than the sum of its chances' powers.
             likeliest, brought = 0.0, 0.0
@@ -218,7 +218,7 @@ class Speculation:
         most: int,
         within_s: float,
     ) -> tuple[list[int], float]:
-        """Drafts of each, and by how much they raise tokens a second."""
+        """Return drafts of each, and by how much they raise tokens a second."""
         allotted = [0] * len(candidates)
         if not self._prices.known or most < 1:
             return allotted, 1.0

@@ -29,7 +29,7 @@ from cohort.common.types import KvGeometry
 
 
 def build_admission(config: Config) -> BoundedAdmission:
-    """Of one gateway."""
+    """Build the admission of one gateway."""
     gateway = config.gateway
     return BoundedAdmission(
         max_waiting_requests=gateway.own_waiting_requests,
@@ -112,7 +112,7 @@ def _fixed_batch(config: Config, ranking: Ranking, *, evicting: bool) -> RankedB
 
 
 def _whole_prompts(config: Config) -> IterationLimits:
-    """Most baselines compute prompts as a whole where an iteration can hold them."""
+    """Return limits under which prompts are computed whole where an iteration can hold them."""
     engine = config.engine
     return IterationLimits(engine.max_rows, engine.max_step_tokens, engine.max_step_tokens, engine.preemption)
 
@@ -135,8 +135,7 @@ def build_reserved(config: Config, geometry: KvGeometry, num_blocks: int, host_b
 
 
 def _reservation(config: Config) -> Reservation:
-    """The blocks that the chosen allocation takes at admission: schedulers that plan with memory must count as it
-    does."""
+    """Return the blocks that the chosen allocation takes at admission; schedulers that plan with memory count alike."""
     match config.policies.allocation:
         case "max":
             return all_positions

@@ -7,7 +7,6 @@ rows run; here are only the queues, and the rule that a newcomer leaves running 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection
 
 from cohort.common.policies.baselines.batch_builder import by_arrival
 from cohort.common.policies.interface import IterationScheduler
@@ -42,10 +41,8 @@ class ArrivalQueues(IterationScheduler):
                 return
 
 
-def leaves_next_blocks(
-    kv: KvAllocator, running: Collection[Sequence], newcomer: Sequence, *, freed_blocks: int = 0
-) -> bool:
-    """A block for every running sequence stays free, or the newcomer is admitted only to preempt another.
+def leaves_next_blocks(kv: KvAllocator, running: int, newcomer: Sequence, *, freed_blocks: int = 0) -> bool:
+    """Return whether a block stays free for each of `running` sequences; else the newcomer would preempt one.
     `freed_blocks`: of sequences that give theirs up for it."""
     spare = kv.free_blocks + kv.cached_blocks + freed_blocks - kv.geometry.blocks_for(newcomer.target)
-    return not running or spare >= min(len(running), kv.total_blocks // 50)
+    return not running or spare >= min(running, kv.total_blocks // 50)

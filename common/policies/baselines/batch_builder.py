@@ -24,16 +24,14 @@ Rank = Callable[[Sequence], RankKey]
 
 
 def by_arrival(sequence: Sequence) -> RankKey:
-    """First come, first served within a priority."""
+    """Rank by priority, then arrival."""
     return (sequence.request.priority, sequence.arrived_s, sequence.key)
 
 
 @dataclass(frozen=True, slots=True)
 class IterationLimits:
-    """`max_rows` requests and `max_tokens` tokens in one iteration, `chunk` tokens of one prompt.
-
-    `padded`: every prompt row counts as the longest beside it (`IterationPlan.padded_to`).
-    """
+    """Max rows, tokens, and tokens of one prompt (`chunk`) in an iteration. `padded`: every prompt row counts as the
+    longest beside it (`IterationPlan.padded_to`)."""
 
     max_rows: int
     max_tokens: int
@@ -43,14 +41,14 @@ class IterationLimits:
 
 
 def whole_chunks(limits: IterationLimits, begun: Seq[Row], single: int) -> list[int] | None:
-    """`IterationScheduler.chunks_ahead` where all rows fit one iteration together, whatever their order."""
+    """Return `IterationScheduler.chunks_ahead` where all rows fit one iteration, whatever their order."""
     counts = [min(row.count, limits.chunk) for row in begun]
     fit = sum(counts) + single <= limits.max_tokens and len(begun) + single <= limits.max_rows
     return counts if fit and not limits.padded else None
 
 
 def chunks_by_arrival(limits: IterationLimits, begun: Seq[Row], single: int) -> list[int] | None:
-    """The same where rows of one token come first, then prompts by arrival, each as much as the iteration has left."""
+    """Return `chunks_ahead` where rows of one token come first, then prompts by arrival, each as much as is left."""
     left, counts = limits.max_tokens - single, dict[Sequence, int]()
     for row in sorted(begun, key=lambda row: by_arrival(row.sequence)):
         counts[row.sequence] = min(row.count, limits.chunk, left)
@@ -61,7 +59,7 @@ def chunks_by_arrival(limits: IterationLimits, begun: Seq[Row], single: int) -> 
 
 
 class BatchBuilder:
-    """`running`: every sequence that holds KV here and may be planned or preempted."""
+    """Iteration in the making. `running`: every sequence that holds KV here and may be planned or preempted."""
 
     def __init__(self, limits: IterationLimits, kv: KvAllocator, running: Iterable[Sequence], rank: Rank) -> None:
         self._limits = limits
@@ -71,7 +69,7 @@ class BatchBuilder:
         self._prefill: list[Row] = []
         self._decode: list[Row] = []
         self._rows: list[Row] = []
-        """Both, in the order in which they were added."""
+        """Rows of both kinds, in the order in which they were added."""
         self._planned: set[Sequence] = set()
         self._evicted: set[Sequence] = set()
         self._plan = IterationPlan()
@@ -92,24 +90,24 @@ class BatchBuilder:
 
     @property
     def holders(self) -> list[Sequence]:
-        """Of KV on the device, safest rank first."""
+        """Sequences with KV on the device, safest rank first."""
         return list(self._holders)
 
     @property
     def last_row(self) -> Row:
-        """The row that was added last. Raises `IndexError` before the first."""
+        """Row added last. Raises `IndexError` before the first."""
         return self._rows[-1]
 
     @property
     def preempted(self) -> bool:
-        """A sequence lost its place in the cache in this iteration."""
+        """Flag: a sequence lost its place in the cache in this iteration."""
         return bool(self._evicted)
 
     def evicted(self, sequence: Sequence) -> bool:
         return sequence in self._evicted
 
     def continue_row(self, sequence: Sequence) -> bool:
-        """A row for a running sequence. Without a free block, lower ranks give way, at last the sequence itself."""
+        """Add a row for a running sequence. Without a free block, lower ranks give way, at last the sequence itself."""
         if self.full or sequence.phase is not Phase.RUNNING or sequence in self._planned or sequence.uncomputed < 1:
             return False
         count = self._count(sequence)
@@ -128,7 +126,7 @@ class BatchBuilder:
         return True
 
     def admit(self, sequence: Sequence) -> bool:
-        """Blocks and a row for a waiting or swapped sequence, if there is room."""
+        """Give a waiting or swapped sequence blocks and a row, if there is room."""
         if self.full or sequence in self._evicted or not self._fits_beside(self._count(sequence)):
             return False
         if sequence.phase is Phase.WAITING:
@@ -143,15 +141,13 @@ class BatchBuilder:
         return admitted
 
     def give_way(self, sequence: Sequence) -> None:
-        """It loses its blocks in this iteration, in which it has no row."""
+        """Take the blocks of a sequence that has no row in this iteration."""
         self._evict(sequence)
 
     def admit_by_force(self, sequence: Sequence, blocks: int, kept: Set[Attempt]) -> bool:
-        """`admit`, and if that fails lower ranks give way, as long as they have enough to give for `blocks`.
-
-        Those in `kept` do not. If it holds every sequence without a sampled token since it came in, a token lies
-        between any two evictions: however ranks change, work that is thrown away is paid for by progress.
-        """
+        """Admit a sequence; if there is no room lower ranks give way, as long as they hold enough for `blocks`.
+        Sequences in `kept` do not. If `kept` holds all without a sampled token since they came in, a token lies between
+        any two evictions: however ranks change, work that is thrown away is paid for by progress."""
         if self.full or sequence in self._evicted:
             return False
         if self.admit(sequence):
@@ -183,7 +179,8 @@ class BatchBuilder:
         return min(sequence.uncomputed, self._limits.chunk, self.tokens_left)
 
     def _fits_beside(self, count: int) -> bool:
-        """Padded prompts are a rectangle; with the rows beside it it has no more tokens than an iteration."""
+        """Return whether a row fits: padded prompts are a rectangle, and with the rows beside it bounded by
+        `max_tokens`."""
         if not self._limits.padded:
             return True
         prompts = [row.count for row in self._prefill] + ([count] if count > 1 else [])

@@ -14,13 +14,13 @@ UNKNOWN_RATE_RETRY_S = 5.0
 
 
 class BoundedAdmission(Admission):
-    """Refuses beyond either bound. Retry-After is the time the present queue takes to drain at the present pace."""
+    """Refuse beyond either bound. Retry-After is the time the present queue takes to drain at the present pace."""
 
     def __init__(
         self, *, max_waiting_requests: int, max_waiting_tokens: int, owner_share: float = 1.0, of_all: str = ""
     ) -> None:
-        """`owner_share`: of both bounds, what may wait of one owner; 0 leaves each owner one request. `of_all`: for
-        messages, where the bounds are a part of those that are configured."""
+        """`owner_share`: of both bounds, for one owner; 0 leaves each owner one request. `of_all`: for messages, where
+        the bounds are a part of the configured ones."""
         self._max_requests = max_waiting_requests
         self._max_tokens = max_waiting_tokens
         self._owner_share = owner_share
@@ -70,5 +70,5 @@ class BoundedAdmission(Admission):
 
 
 def owner_requests(max_waiting_requests: int, owner_share: float) -> int:
-    """How many requests of one owner may wait; at least one."""
+    """Return how many requests of one owner may wait; at least one."""
     return max(1, int(owner_share * max_waiting_requests))

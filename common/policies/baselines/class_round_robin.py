@@ -7,10 +7,10 @@ sequence finds no block the latest arrival of either class gives way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from heapq import merge
 
+from cohort.common.policies.baselines.arrival_queues import leaves_next_blocks
 from cohort.common.policies.baselines.batch_builder import BatchBuilder, IterationLimits, by_arrival, whole_chunks
 from cohort.common.policies.baselines.phase_queues import PhaseQueues
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, News
@@ -22,8 +22,8 @@ _OTHER: dict[TrafficClass, TrafficClass] = {"rt": "be", "be": "rt"}
 
 
 class ClassRoundRobin(IterationScheduler):
-    """Nothing starves: each class has every other iteration, within it the earliest advances, and a request that found
-    no blocks keeps later ones of both classes from taking what becomes free.
+    """Iterations of both classes in turn. Nothing starves: within a class the earliest advances, and a request that
+    found no blocks keeps later ones of both classes from taking what becomes free.
 
     Differs from the paper: that last rule, on which it is silent; and a prompt that an iteration has no room for is
     computed in several.
@@ -63,8 +63,8 @@ class ClassRoundRobin(IterationScheduler):
         if builder.preempted:  # a place that comes free is the preempted sequence's
             return
         alive = len(running)
-        for sequence in self._in_the_queue():
-            if builder.full or not self._leaves_headroom(sequence, kv, alive):
+        for sequence in merge(self._queues.of(Phase.WAITING), self._queues.of(Phase.SWAPPED), key=by_arrival):
+            if builder.full or not leaves_next_blocks(kv, alive, sequence):
                 return  # an earlier one of either class stands in the queue for memory
             if sequence.request.traffic_class != served:
                 continue
@@ -72,20 +72,11 @@ class ClassRoundRobin(IterationScheduler):
                 return
             alive += 1
 
-    def _in_the_queue(self) -> Iterable[Sequence]:
-        """Waiting and swapped ones of both classes, by arrival."""
-        return merge(self._queues.of(Phase.WAITING), self._queues.of(Phase.SWAPPED), key=by_arrival)
-
-    def _leaves_headroom(self, sequence: Sequence, kv: KvAllocator, alive: int) -> bool:
-        """Every running sequence keeps its next block."""
-        spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_for(sequence.target)
-        return alive == 0 or spare >= min(alive, kv.total_blocks // 50)
-
     def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
         return whole_chunks(self._limits, begun, single)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
-        """All are of one class then, and have every iteration."""
+        """Return whether all have rows: they are of one class then, which has every iteration."""
         return len(plan.rows) + leaving == len(self._queues)
 
     def metrics(self) -> dict[str, float]:

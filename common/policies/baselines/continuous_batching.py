@@ -23,10 +23,10 @@ from cohort.common.sequence import Phase, Row, Sequence
 
 
 class ContinuousBatching(ArrivalQueues):
-    """`max_step_tokens`: of any iteration. `prefill_chunk`: of one that has decode rows, these included; but half of it
-    is for prompts, however many rows decode. An iteration without decode rows delays no sampled token, so its prompts
-    have all of `max_step_tokens`, for throughput. Without `headroom` a newcomer may take the last free block, and a
-    running row's next one is missing."""
+    """Scheduler by arrival. `max_step_tokens`: of any iteration. `prefill_chunk`: of one that has decode rows, these
+    included; but half of it is for prompts, however many rows decode. An iteration without decode rows delays no
+    sampled token, so its prompts have all of `max_step_tokens`. Without `headroom` a newcomer may take the last free
+    block, and a running row's next one is missing."""
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class ContinuousBatching(ArrivalQueues):
         return plan
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Every running sequence decodes, and no other can join: none waits, or rows, tokens or blocks are used up
-        (and growing rows only use up more)."""
+        """Return `UNTIL_DISTURBED` if all running sequences decode and no other can join: none waits, or rows, tokens
+        or blocks are used up (growing rows only use up more)."""
         if plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows):
             return 0
         return UNTIL_DISTURBED if self.continues(plan, kv, 0, 0) else 0
@@ -125,7 +125,7 @@ class ContinuousBatching(ArrivalQueues):
         return {"swapped": float(len(self._swapped))}
 
     def _admit(self, sequence: Sequence, kv: KvAllocator) -> bool:
-        """Blocks for a swapped or waiting sequence, which then runs."""
+        """Give a swapped or waiting sequence blocks; it then runs."""
         if sequence.phase is Phase.SWAPPED:
             queue, admitted = self._swapped, resume(sequence, kv)
         else:
@@ -137,20 +137,18 @@ class ContinuousBatching(ArrivalQueues):
 
     def _has_room(self, kv: KvAllocator, newcomer: Sequence) -> bool:
         if self._headroom or not self._running:
-            return leaves_next_blocks(kv, self._running, newcomer)
+            return leaves_next_blocks(kv, len(self._running), newcomer)
         return kv.free_blocks + kv.cached_blocks >= kv.geometry.blocks_for(newcomer.target)
 
     def _for_prompts(self, decode_rows: int) -> int:
-        """Prompt tokens of an iteration that has so many decode rows, or none."""
+        """Return the prompt tokens of an iteration with `decode_rows`."""
         left = self._max_step_tokens - decode_rows
         return min(left, self._beside(decode_rows)) if decode_rows else left
 
     def _beside(self, decode_rows: int) -> int:
-        """Prompt tokens of an iteration that has so many decode rows."""
         return max(self._prefill_chunk - decode_rows, (self._prefill_chunk + 1) // 2)
 
     def _count(self, sequence: Sequence, tokens_left: int) -> int:
-        """Tokens of one sequence, of what is left of the iteration."""
         return min(sequence.uncomputed, tokens_left)
 
     def _row(
@@ -169,7 +167,7 @@ class ContinuousBatching(ArrivalQueues):
     def _make_headroom(
         self, sequence: Sequence, positions: int, kv: KvAllocator, plan: IterationPlan, planned: set[Sequence]
     ) -> bool:
-        """Extend, preempting younger sequences that are not in this plan; as a last resort the sequence itself."""
+        """Extend a sequence, preempting younger ones that are not in this plan; as a last resort itself."""
         while not kv.extend(sequence, positions):
             younger = self._running[bisect_left(self._running, by_arrival(sequence), key=by_arrival) :]
             victim = next((s for s in reversed(younger) if s not in planned and not s.pinned), None)

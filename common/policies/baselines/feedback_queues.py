@@ -19,28 +19,28 @@ from cohort.common.types import Attempt
 
 QUANTUM_RATIO = 2.0
 LEVELS = 5
-"""As EcoServe runs it (§2.1)."""
+"""Number of queues in EcoServe's runs (§2.1)."""
 
 
 @dataclass(slots=True)
 class _Standing:
     level: int
     entered_s: float
-    """Of this level: within a level first come, first served."""
+    """Time of entry into this level: within it first come, first served."""
     used_s: float
     served_s: float
-    """When it last ran, or came."""
+    """Time at which it last ran, or came."""
     promoted: bool = False
 
 
 class SkipJoinQueues(Ranking):
-    """`quantum_s` 0: the base quantum is the mean time of an iteration without prefill, learned from `observe`.
+    """FastServe's ranking. `quantum_s` 0: the base quantum is the mean time of an iteration without prefill.
 
     Differs from FastServe: the prefill time of a newcomer comes from measured iterations instead of an offline profile,
     so the first requests after a start join at the top; a preempted request goes to host memory when its blocks are
     needed, not ahead of that; and the starving get the last queue's quantum at the top, not the first one's: in a long
     backlog every sequence starves, and places would be swapped for one token each. Even so `starvation_s` must be long
-    beside the time a swap takes: with ten seconds an overloaded large model does little but swap.
+    beside a swap: with ten seconds an overloaded large model does little else.
     """
 
     def __init__(self, *, starvation_s: float, levels: int = LEVELS, quantum_s: float = 0.0) -> None:

@@ -19,15 +19,16 @@ from cohort.common.types import Attempt
 
 
 class MultiResource(IterationScheduler):
-    """`limits.max_tokens` is the target forward size, `reservation` the allocator's exact allocation.
+    """Nearest demand first. `limits.max_tokens` is the target forward size, `reservation` the allocator's exact
+    allocation.
 
     Running sequences go on; swapped ones come back first, by arrival. Then, again and again, of the waiting requests
     that fit, the one whose demand vector (prompt tokens / target forward size, blocks / all blocks) has the smallest
     Euclidean distance to the vector of what is left.
 
-    Differs from the paper: a prompt longer than what is left of the iteration is not excluded but begun, or it would
-    never be the turn of a long prompt while a sequence decodes. Makes no other promise against starvation: a demand
-    that never is the nearest waits until the queue runs dry.
+    Differs from the paper: a prompt longer than what is left of the iteration is begun, or it would never be the turn
+    of a long prompt while a sequence decodes. Nothing prevents starvation: a demand that is never the nearest waits
+    until the queue runs dry.
     """
 
     reads_runs = True  # of which it needs none
@@ -83,8 +84,8 @@ class MultiResource(IterationScheduler):
         return chunks_by_arrival(self._limits, begun, single)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
-        """Every sequence has a row, or those that wait find no place: the iteration is full, or none of their demands
-        fits the blocks that are free (and growing rows leave fewer)."""
+        """Return whether every sequence has a row, or no waiting one finds a place: the iteration is full, or none fits
+        the free blocks (growing rows leave fewer)."""
         rows = len(plan.rows)
         if rows + leaving == len(self._sequences):
             return True

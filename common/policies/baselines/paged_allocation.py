@@ -35,7 +35,7 @@ from cohort.common.types import Attempt, KvGeometry
 
 @dataclass(slots=True)
 class Table:
-    """What a sequence holds of one group of layers."""
+    """Blocks of a sequence in one group of layers."""
 
     blocks: list[int]
     host: list[int] = field(default_factory=list)
@@ -53,10 +53,10 @@ class Table:
 
 @dataclass(slots=True)
 class Holding(Table):
-    """Of the first group, which mostly is the only one, and of all others."""
+    """Blocks of a sequence: its table in the first group, which mostly is the only one, and all others."""
 
     hashes: list[BlockHash] = field(default_factory=list)
-    """Of the leading blocks that entered (or came from) the prefix cache."""
+    """Hashes of the leading blocks that entered (or came from) the prefix cache."""
     more: list[Table] = field(default_factory=list)
 
     @property
@@ -65,7 +65,7 @@ class Holding(Table):
 
     @property
     def all_device_blocks(self) -> list[int]:
-        """Of all groups, by position: released last one first, the tail of a prefix is evicted first in all of them."""
+        """Device blocks of all groups, by position: released last one first, the tail of a prefix is evicted first."""
         if not self.more:
             return self.device_blocks
         tables = self.tables
@@ -105,7 +105,7 @@ class PagedAllocator(KvAllocator):
     # -- taking ------------------------------------------------------------------------------------------------
 
     def positions_wanted(self, sequence: Sequence) -> int:
-        """Positions a sequence gets blocks for at admission and on its way back from host memory: what is known."""
+        """Return the positions that get blocks at admission, and on the way back from host memory."""
         return sequence.target
 
     def admit(self, sequence: Sequence) -> int | None:
@@ -120,8 +120,8 @@ class PagedAllocator(KvAllocator):
     def _take(
         self, key: Attempt, tokens: Seq[int], positions: int, max_cached: int, salt: str, arriving: int
     ) -> int | None:
-        """`arriving`: positions whose KV comes from elsewhere; what lies behind their windows is not wanted, cached or
-        not."""
+        """Allocate blocks of a sequence. `arriving`: positions whose KV comes from elsewhere; what lies behind their
+        windows is not wanted, cached or not."""
         if key in self._held:
             raise InvariantViolated(f"{key} already holds blocks")
         size = self.geometry.block_size
@@ -164,7 +164,6 @@ class PagedAllocator(KvAllocator):
         return found
 
     def _behind(self, window: int, full: int) -> int:
-        """Of so many full blocks."""
         return self.geometry.behind(full * self.geometry.block_size, window)
 
     def extend(self, sequence: Sequence, positions: int) -> bool:
@@ -180,7 +179,7 @@ class PagedAllocator(KvAllocator):
         return True
 
     def _lengthen(self, holding: Holding, entries: int) -> None:
-        """All tables; there are blocks for it."""
+        """Append `entries` blocks to every table; they are available."""
         assert entries > 0 and not holding.host, "a sequence that is in host memory, or wants nothing, is given blocks"
         blocks = self._pool.allocate(entries * self._groups)
         if not holding.more:
@@ -220,8 +219,8 @@ class PagedAllocator(KvAllocator):
                     self._give_back(sequence, table, behind)
 
     def _give_back(self, sequence: Sequence, table: Table, behind: int) -> None:
-        """Its first `behind` blocks, which no token to come sees. A transfer from here never reads them either: it
-        sends what the last position's window needs, and that position is not behind this one."""
+        """Release the first `behind` blocks, which no later token sees. Transfers never read them: they send what the
+        last position's window needs."""
         first = table.behind
         assert first < behind <= len(table.blocks), f"{sequence.key} gives back [{first}, {behind}) of its blocks"
         self._pool.release(table.blocks[first:behind])
@@ -230,7 +229,7 @@ class PagedAllocator(KvAllocator):
         self._given_back += behind - first
 
     def _remember(self, sequence: Sequence, holding: Holding) -> None:
-        """Full blocks enter the prefix cache."""
+        """Enter full blocks into the prefix cache."""
         size = self.geometry.block_size
         known = len(holding.hashes)
         full = self.keepable(sequence, sequence.computed // size)
@@ -245,7 +244,7 @@ class PagedAllocator(KvAllocator):
         holding.hashes.extend(fresh)
 
     def keepable(self, sequence: Sequence, full: int) -> int:
-        """Of its first `full` blocks, how many may enter the prefix cache: all, as long as no other sequence writes
+        """Return how many of the first `full` blocks may enter the prefix cache: all, unless other sequences write
         there."""
         return full
 

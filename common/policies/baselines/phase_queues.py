@@ -20,20 +20,20 @@ class PhaseQueues:
     def __init__(self) -> None:
         self._queues: dict[Phase, list[Sequence]] = {phase: [] for phase in Phase}
         self._filed: dict[Attempt, tuple[Sequence, Phase]] = {}
-        """Every sequence, and the queue that it is in."""
+        """Sequences with the queue that each is in."""
 
     def __len__(self) -> int:
         return len(self._filed)
 
     def add(self, sequence: Sequence) -> None:
-        """One that is here already moves to the queue of its phase."""
+        """Insert a sequence into the queue of its phase; it may be in another one."""
         self.remove(sequence)
         phase = sequence.phase
         self._filed[sequence.key] = sequence, phase
         insort(self._queues[phase], sequence, key=by_arrival)
 
     def remove(self, sequence: Sequence) -> None:
-        """Unknown ones are ignored."""
+        """Remove a sequence, if it is here."""
         filed = self._filed.pop(sequence.key, None)
         if filed is not None:
             known, phase = filed
@@ -41,11 +41,11 @@ class PhaseQueues:
             del queue[bisect_left(queue, by_arrival(known), key=by_arrival)]
 
     def of(self, phase: Phase) -> Seq[Sequence]:
-        """In the order of arrival, as of the last `add`, `remove` or `decided`: nothing moves in between."""
+        """Return a queue by arrival. It changes in `add`, `remove` and `decided` only."""
         return self._queues[phase]
 
     def decided(self, plan: IterationPlan) -> None:
-        """The sequences that this decision started, resumed or preempted."""
+        """Move the sequences that this decision started, resumed or preempted."""
         filed = self._filed
         moved = [row.sequence for row in plan.rows if filed[row.sequence.key][1] is not row.sequence.phase]
         moved += [preempted.sequence for preempted in plan.preempted]

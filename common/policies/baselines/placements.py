@@ -23,23 +23,12 @@ from cohort.common.types import InstanceId, Request, Role, Segment
 
 
 def fits(view: InstanceView, request: Request) -> bool:
-    """Whether the whole request could ever be held by this instance alone."""
+    """Return whether this instance alone could ever hold the whole request."""
     capacity = view.capacity
     return (
         request.prompt_tokens + request.sampling.max_tokens <= capacity.max_model_len
         and request.max_positions <= capacity.positions
     )
-
-
-def fitting(views: Iterable[InstanceView], request: Request) -> list[InstanceView]:
-    """Those that `fits`. A thousand instances are asked for every request: what they have in common is computed
-    once."""
-    wanted, positions = request.prompt_tokens + request.sampling.max_tokens, request.max_positions
-    return [
-        view
-        for view in views
-        if wanted <= (capacity := view.capacity).max_model_len and positions <= capacity.positions
-    ]
 
 
 def impossible(views: Iterable[InstanceView], request: Request) -> Impossible:
@@ -48,8 +37,10 @@ def impossible(views: Iterable[InstanceView], request: Request) -> Impossible:
     return Impossible(f"needs {wanted} positions; the largest instance holds {most}")
 
 
+Rank = Callable[[InstanceView], tuple[float, int, str]]
+Load = Callable[[InstanceView], float]
 _NEARLY = 0.1
-"""Of a cache, or of a full iteration's tokens in the queue: so much more load is worth an adapter that is there."""
+"""Load that an adapter in place is worth: share of a cache, or of a full iteration's tokens in the queue."""
 
 
 def _prefill_load(view: InstanceView) -> tuple[int, int, str]:
@@ -58,22 +49,11 @@ def _prefill_load(view: InstanceView) -> tuple[int, int, str]:
     return (queued, stats.running + view.assigned_requests, view.instance)
 
 
-def _running(view: InstanceView) -> tuple[int, str]:
-    return (view.stats.running + view.assigned_requests, view.instance)
-
-
-def _decode_rows(view: InstanceView) -> tuple[int, str]:
-    return (view.stats.running + view.stats.awaiting_kv + view.assigned_requests, view.instance)
-
-
 def _decode_load(view: InstanceView) -> tuple[float, int, str]:
-    """Share of the cache in use or reserved, then rows. All of it where the worker has not reported: its room is not
-    known, and others that have room go first."""
+    """Return the share of the cache in use or reserved, then rows. A worker without a report counts as full."""
     capacity, stats = view.capacity, view.stats
-    blocks, reserved = (
-        capacity.num_blocks,
-        -(-view.assigned_context_tokens // capacity.block_size) * capacity.num_groups,
-    )
+    blocks = capacity.num_blocks
+    reserved = -(-view.assigned_context_tokens // capacity.block_size) * capacity.num_groups
     used = blocks - (stats.free_blocks + stats.cached_blocks) + reserved
     rows = stats.running + stats.awaiting_kv + view.assigned_requests
     return (used / (blocks or 1), rows, view.instance)
@@ -83,74 +63,24 @@ def _queued_share(view: InstanceView) -> float:
     return view.queued_prefill_tokens / max(1, view.capacity.max_step_tokens)
 
 
-def _least_queued(views: Sequence[InstanceView]) -> InstanceView:
-    """`min` by `_prefill_load`: of those that tie only what it looks at next. Of idle instances hundreds do."""
-    queued = [view.stats.queued_prefill_tokens + view.assigned_prefill_tokens for view in views]
-    least = min(queued)
-    return min((view for view, each in zip(views, queued, strict=True) if each == least), key=_running)
-
-
-def _least_filled(views: Sequence[InstanceView]) -> InstanceView:
-    """`min` by `_decode_load`, likewise."""
-    shares = [
-        (
-            (blocks := (capacity := view.capacity).num_blocks)
-            - ((stats := view.stats).free_blocks + stats.cached_blocks)
-            + (
-                -(-tokens // capacity.block_size) * capacity.num_groups
-                if (tokens := view.assigned_context_tokens)
-                else 0
-            )
-        )
-        / (blocks or 1)
-        for view in views
-    ]
-    least = min(shares)
-    return min((view for view, share in zip(views, shares, strict=True) if share == least), key=_decode_rows)
-
-
 def _unified_load(view: InstanceView) -> tuple[float, int, str]:
     used, rows, name = _decode_load(view)
     # A queued prompt delays a newcomer as a busy cache does; one step's worth of tokens weighs like a full cache.
     return (used + view.queued_prefill_tokens / max(1, view.capacity.max_step_tokens), rows, name)
 
 
-def _least_loaded(views: Sequence[InstanceView]) -> InstanceView:
-    """`min` by `_unified_load`, likewise."""
-    loads = [
-        (
-            (blocks := (capacity := view.capacity).num_blocks)
-            - ((stats := view.stats).free_blocks + stats.cached_blocks)
-            + (
-                -(-tokens // capacity.block_size) * capacity.num_groups
-                if (tokens := view.assigned_context_tokens)
-                else 0
-            )
-        )
-        / (blocks or 1)
-        + (stats.queued_prefill_tokens + view.assigned_prefill_tokens) / (capacity.max_step_tokens or 1)
-        for view in views
-    ]
-    least = min(loads)
-    return min((view for view, load in zip(views, loads, strict=True) if load == least), key=_decode_rows)
-
-
-def _near(
-    views: Sequence[InstanceView],
-    request: Request,
-    least: Callable[[Sequence[InstanceView]], InstanceView],
-    load: Callable[[InstanceView], float],
-) -> InstanceView:
-    """The one with the `least` load; of nearly equal ones one that holds the request's LoRA adapter, or can load it
-    without letting another go."""
-    best = least(views)
+def _near(views: Sequence[InstanceView], request: Request, rank: Rank, load: Load | None = None) -> InstanceView:
+    """Return the view of least `rank`; of those with nearly its `load` (the rank's first number) one that holds the
+    request's LoRA adapter, or can load it without letting another go."""
+    best = min(views, key=rank)
     if best.holds(request.adapter):
         return best
+    load = load or (lambda view: rank(view)[0])
     for better in (
         [view for view in views if view.holds(request.adapter)],
         [view for view in views if view.has_adapter_slot],
     ):
-        if better and load(other := least(better)) <= load(best) + _NEARLY:
+        if better and load(other := min(better, key=rank)) <= load(best) + _NEARLY:
             return other
     return best
 
@@ -160,11 +90,11 @@ def _preferred(views: Iterable[InstanceView], instance: InstanceId | None) -> In
 
 
 def _unified(cluster: ClusterView, request: Request) -> list[InstanceView] | Wait | Impossible:
-    """Workers that can hold the whole request: those of both roles, or any where none has both; else why none can."""
+    """Return workers that can hold the whole request: those of both roles, else any; or why none can."""
     views = list(cluster.instances.values())
     if not views:
         return Wait("no worker is registered")
-    able = fitting(views, request)
+    able = [view for view in views if fits(view, request)]
     if not able:
         return impossible(views, request)
     return [view for view in able if view.capacity.role is Role.UNIFIED] or able
@@ -189,11 +119,11 @@ class Colocated(Placement):
                 return unified
             chosen = _preferred(unified, preferred)
             if chosen is None:
-                chosen = _near(unified, waiting.request, _least_loaded, lambda view: _unified_load(view)[0])
+                chosen = _near(unified, waiting.request, _unified_load)
         return self._placed(chosen)
 
     def _foremost(self, cluster: ClusterView, request: Request) -> InstanceView | None:
-        """As below, without a look at every worker; None where that does not tell."""
+        """Return the least loaded worker without a look at every one; None where that does not tell."""
         views = cluster.instances
         if request.adapter or not isinstance(views, ServingViews) or not self._least.all_hold(views, request):
             return None
@@ -204,10 +134,8 @@ class Colocated(Placement):
 
 
 class ColocatedInTurn(Placement):
-    """One segment, instances in turn whatever their load: how DynaServe routes its colocated baseline (§2.4).
-
-    An instance that could never hold the request is passed over; a preferred instance is chosen as elsewhere.
-    """
+    """One segment, instances in turn whatever their load: DynaServe's colocated baseline (§2.4). Instances that could
+    never hold the request are passed over; a preferred instance is chosen as elsewhere."""
 
     moves_kv = False
     reads_queues = False
@@ -230,15 +158,12 @@ class ColocatedInTurn(Placement):
 
 
 _FULL_S = 1.0
-"""Seconds that a prompt's KV takes over a link weigh like a full cache at its end."""
+"""Seconds of a prompt's KV on a link that weigh like a full cache at its end."""
 
 
 class Disaggregated(Placement):
-    """[0, P) on the prefill worker with the shortest queue, [P, ∞) on the decode worker with the most room (B8).
-
-    Where the links between them were measured, a decode worker that KV takes long to reach counts as so much fuller: it
-    gets requests once the others are.
-    """
+    """[0, P) on the prefill worker with the shortest queue, [P, ∞) on the decode worker with the most room (B8). A
+    measured slow link makes a decode worker count as fuller."""
 
     reads_queues = False
 
@@ -247,7 +172,7 @@ class Disaggregated(Placement):
         self._queued = Least(_prefill_load, lambda view: view.capacity.role is not Role.DECODE)
         self._filled = Least(_decode_load, lambda view: view.capacity.role is not Role.PREFILL)
         self._linked = Least(lambda view: (not view.stats.link_rates, view.instance))
-        """First those whose links were measured."""
+        """Workers by whether their links were measured, these first."""
 
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
@@ -263,17 +188,17 @@ class Disaggregated(Placement):
         if not prefills or not decoding:
             placed = self._colocated.place(now_s, waiting, cluster, preferred)
             return Placed(placed.segments, "a role is missing: colocated") if isinstance(placed, Placed) else placed
-        decodes = fitting(decoding, request)
+        decodes = [view for view in decoding if fits(view, request)]
         able = [view for view in prefills if split <= view.capacity.positions]
         if not decodes or not able:
             return impossible(views, request)
-        prefill = _preferred(able, preferred) or _near(able, request, _least_queued, _queued_share)
+        prefill = _preferred(able, preferred) or _near(able, request, _prefill_load, _queued_share)
         return self._placed(
             request, split, prefill, lambda: self._decode_worker(cluster, prefill, decodes, request, split)
         )
 
     def _foremost(self, cluster: ClusterView, request: Request, split: int) -> tuple[InstanceView, InstanceView] | None:
-        """Both workers as `place` finds them, without a look at every worker; None where that does not tell."""
+        """Return both workers without a look at every one; None where that does not tell."""
         views = cluster.instances
         if request.adapter or not isinstance(views, ServingViews):
             return None
@@ -300,7 +225,7 @@ class Disaggregated(Placement):
         self, cluster: ClusterView, prefill: InstanceView, decodes: list[InstanceView], request: Request, split: int
     ) -> InstanceView:
         if not any(view.stats.link_rates for view in cluster.instances.values()):
-            return _near(decodes, request, _least_filled, lambda view: _decode_load(view)[0])
+            return _near(decodes, request, _decode_load)
 
         def load(view: InstanceView) -> tuple[float, int, str]:
             used, rows, name = _decode_load(view)
@@ -308,4 +233,4 @@ class Disaggregated(Placement):
             moved_s = transfer_seconds(cluster.instances, prefill.instance, receiver, split, unmeasured_s=0.0)
             return used + moved_s / _FULL_S, rows, name
 
-        return _near(decodes, request, lambda views: min(views, key=load), lambda view: load(view)[0])
+        return _near(decodes, request, load)

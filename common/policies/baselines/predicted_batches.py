@@ -18,20 +18,19 @@ from cohort.common.sequence import Phase, Row, Sequence
 from cohort.common.types import Attempt
 
 SPREAD = 1.5
-"""Outputs that differ by less count as similar: a row that ends early leaves its place empty until the batch ends."""
+"""Factor within which outputs are similar: a row that ends early leaves its place empty until the batch ends."""
 
 
 class PredictedBatches(IterationScheduler):
-    """`spread`: predicted outputs of a batch lie within a factor of so much of the oldest one's. With `limits.padded`
-    prompts are computed as rectangles, as without variable-length kernels. With `rectangular_kv` a batch is as large
-    as one contiguous cache allows, as long for every row as the longest prompt and the longest response together
-    (BucketServe Eq. 1), as without paged attention; the rows themselves still take blocks.
+    """Batches of similar predicted outputs. `spread`: factor around the oldest one's. With `limits.padded` prompts are
+    computed as rectangles, as without variable-length kernels. With `rectangular_kv` a batch is as large as one
+    contiguous cache allows, every row as long as the longest prompt and the longest response together (BucketServe Eq.
+    1), as without paged attention; the rows themselves still take blocks.
 
-    First all prompts, then all tokens; finished requests leave, none joins. With `static` rows that have ended count
-    as padding until the last row of their batch ends, and every row attends to as many positions as the longest: a
-    batch without slots to leave, as UELLM's. Differs from UELLM: its device mapping and its fine-tuned predictor belong
-    to other policies, and its latency term is left out of the grouping. Sequences that came by KV transfer join the
-    batch that runs.
+    First all prompts, then all tokens; finished requests leave, none joins. With `static` ended rows count as padding
+    until the batch ends, and every row attends to as many positions as the longest, as UELLM's. Differs from UELLM: its
+    device mapping and fine-tuned predictor belong to other policies, and its latency term is left out of the grouping.
+    Sequences that came by KV transfer join the batch that runs.
     """
 
     reads_runs = True  # of which it needs none
@@ -122,11 +121,11 @@ class PredictedBatches(IterationScheduler):
         return batch
 
     def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
-        """Prompts alone: rows of one token wait until these have ended."""
+        """Return chunks of prompts alone: rows of one token wait until these have ended."""
         return None if single else chunks_by_arrival(self._limits, begun, single)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
-        """All members of the batch have rows: none joins before the last of them has ended."""
+        """Return whether all members have rows: none joins before the last has ended."""
         return len(plan.rows) + leaving == len(self._batch)
 
     def metrics(self) -> dict[str, float]:

@@ -60,7 +60,7 @@ class PrefillFirst(IterationScheduler):
         return builder.finish()
 
     def _prefill(self, builder: BatchBuilder, kv: KvAllocator, running: Seq[Sequence], swapped: Seq[Sequence]) -> None:
-        """Prompts begun in an earlier iteration, then waiting ones as a whole, as many as fit."""
+        """Add prompts begun in an earlier iteration, then waiting ones as a whole, as many as fit."""
         for sequence in running:
             if sequence.uncomputed > 1:
                 builder.continue_row(sequence)
@@ -80,7 +80,7 @@ class PrefillFirst(IterationScheduler):
         return alive == 0 or spare >= int(self._watermark * kv.total_blocks)
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Every running sequence decodes, and the first waiting one finds no place: that stays so while they grow."""
+        """Return `UNTIL_DISTURBED` if all running sequences decode and the first waiting one finds no place."""
         if plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows):
             return 0
         running, waiting = self._queues.of(Phase.RUNNING), self._queues.of(Phase.WAITING)
@@ -93,7 +93,7 @@ class PrefillFirst(IterationScheduler):
         return UNTIL_DISTURBED if stands else 0
 
     def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
-        """Prompts alone: rows of one token wait until these have ended."""
+        """Return chunks of prompts alone: rows of one token wait until these have ended."""
         return None if single else chunks_by_arrival(self._limits, begun, single)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:

@@ -27,29 +27,29 @@ from cohort.common.types import Attempt
 
 class Ranking(ABC):
     steady = False
-    """The order of sequences that run together never changes while they do."""
+    """Flag: the order of sequences that run together never changes while they do."""
     rises = False
-    """While a sequence runs its key never grows, and none of a sequence that waits changes: one that ranks behind all
-    running ones stays there."""
+    """Flag: a running sequence's key never grows and a waiting one's is fixed, so one behind all running ones stays
+    there."""
 
     @abstractmethod
     def key(self, sequence: Sequence) -> RankKey:
-        """Lower goes first; tells any two sequences apart; fixed from `begin` to the end of the iteration."""
+        """Rank a sequence, lowest first, without ties; fixed from `begin` to the end of the iteration."""
 
     def added(self, now_s: float, sequence: Sequence) -> None:
-        """Asked for its key from now on."""
+        """Begin to rank a sequence."""
         return
 
     def removed(self, sequence: Sequence) -> None:
-        """Not asked for its key any more."""
+        """Forget a sequence."""
         return
 
     def begin(self, now_s: float, sequences: Iterable[Sequence]) -> None:
-        """An iteration is about to be planned from these."""
+        """Prepare for a plan of these sequences."""
         return
 
     def observe(self, ran: Ran) -> None:
-        """An iteration has run; before `begin` of the next."""
+        """Learn from an iteration; before `begin` of the next."""
         return
 
     def metrics(self) -> dict[str, float]:
@@ -66,7 +66,7 @@ class ArrivalRanking(Ranking):
 
 
 class RankedBatching(IterationScheduler):
-    """`reservation` is the allocator's: it says how many blocks a newcomer will ask for.
+    """Best ranked sequences first. `reservation` is the allocator's: the positions that a newcomer asks for.
 
     ORCA (Yu et al., OSDI 2022, Algorithm 1) is this with `ArrivalRanking`, max-allocation, its fixed batch size as
     `max_rows`, whole prompts, and no eviction. Differs from ORCA: a prompt of more tokens than an iteration has left is
@@ -123,7 +123,8 @@ class RankedBatching(IterationScheduler):
         return admitted
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Every sequence decodes in this plan, or its rows are all there are and none can preempt another."""
+        """Return `UNTIL_DISTURBED` if every sequence decodes, or its rows are all there are and none can preempt
+        another."""
         if not self._ranking.steady or plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows):
             return 0
         if any(row.sequence.phase is not Phase.RUNNING for row in plan.rows):
@@ -138,8 +139,8 @@ class RankedBatching(IterationScheduler):
         return whole_chunks(self._limits, begun, single)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
-        """With a row for every sequence there is none to choose, whatever their order. Else newcomers must find no
-        place: where the best ranked of them stands in the queue, all do."""
+        """Return whether every sequence has a row, or no newcomer finds a place: where the best ranked waits, all
+        do."""
         rows = len(plan.rows)
         if rows + leaving == len(self._sequences):
             return True

@@ -26,17 +26,18 @@ Reservation = Callable[[Sequence], int]
 
 
 def known_positions(sequence: Sequence) -> int:
-    """Block allocation on demand (vLLM): the known length."""
+    """Return the known length: block allocation on demand (vLLM)."""
     return sequence.target
 
 
 def all_positions(sequence: Sequence) -> int:
-    """Max-allocation: everything it can ever need."""
+    """Return everything the sequence can ever need: max-allocation."""
     return sequence.target if sequence.end is not None else max(sequence.target, sequence.max_positions)
 
 
 def predicted_positions(padding: float) -> Reservation:
-    """Exact allocation: the prompt and the predicted response, longer by `padding` (E4 pads 10, 15 or 20 %)."""
+    """Return the reservation of exact allocation: prompt and predicted response, longer by `padding` (E4: 10, 15 or 20
+    %)."""
 
     def positions(sequence: Sequence) -> int:
         if sequence.end is not None:

@@ -33,8 +33,8 @@ def build_iteration(config: Config) -> CohortBatching:
 
 
 def build_placement(config: Config) -> LeastTtft:
-    """The forecast goes by the order of the workers' scheduler: `cohort_batching`'s own; that of `slack_packing`, in
-    which prompts on time go by due time and late ones behind them; else that of arrival."""
+    """Build the placement. Its forecast follows the order of the workers' scheduler: `cohort_batching`'s own; that of
+    `slack_packing` (by due time, late ones last); else that of arrival."""
     options, iteration = settings_of(config, CohortSettings), config.policies.iteration
     if iteration == "slack_packing":
         options = msgspec.structs.replace(options, prompt_order="earliest_due", patience_s=_NEVER_S)

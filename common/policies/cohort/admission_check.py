@@ -5,34 +5,33 @@
                    ├ if_late: best_effort ───────────────▶ best_effort
                    └ if_late: refuse ────────────────────▶ Refuse, with the time after which it would be in time
 
-A pure function of a prediction and a due time, asked by placements that can predict a TTFT (`apply` is all they call);
-it predicts nothing itself. Best-effort requests, batch work and requests that were accepted before are always served.
+A pure function of a prediction and a due time, asked by placements that can predict a TTFT; it predicts
+nothing itself. Best-effort requests, batch work and requests that were accepted before are always served.
 Deterministic and without memory: the same prediction gives the same verdict, whatever was decided before.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, assert_never
+from typing import Literal
 
 from cohort.common.policies.cohort.promise import targets
-from cohort.common.policies.interface import MIN_RETRY_S, Placed, Refuse, WaitingRequest
+from cohort.common.policies.interface import MIN_RETRY_S, Refuse, WaitingRequest
 from cohort.common.types import IfLate
 
 RefuseLate = Literal["named", "all", "none"]
-"""Whose requests may be refused or demoted: those that named a TTFT SLO or an outcome themselves; all real-time
-requests; none."""
+"""Requests that may be refused or demoted: those that named a TTFT SLO or an outcome; all real-time ones; none."""
 
 INFEASIBLE = "infeasible"
-"""The cause of these refusals in messages and metrics."""
+"""Cause of these refusals in messages and metrics."""
 
 _UNPREDICTED = 200.0
 """Tokens expected of a response without a prediction."""
 
 CAUTION = 0.5
-"""Factor on a predicted TTFT. A forecast is no more certain than that: shorter prompts that come later, rows that end
-sooner. At 1 requests are refused that would have been in time, and the share that keeps its SLO is up to 3 points lower
-than without refusals; at a half it is up to 3 points higher (simulated, four A100, 1.2 of capacity)."""
+"""Factor on a predicted TTFT, which is uncertain: shorter prompts come later, rows end sooner. At 1 requests are
+refused that would have been in time, and the share that keeps its SLO is up to 3 points lower than without refusals; at
+a half it is up to 3 points higher (simulated, four A100, 1.2 of capacity)."""
 
 
 def admission_test(
@@ -44,27 +43,18 @@ def admission_test(
     *,
     caution: float = CAUTION,
 ) -> Literal["serve", "best_effort"] | Refuse:
-    """`predicted_s`: seconds from now to the first token. `due_s`: when the SLO wants it, on the clock of `now_s`.
-
-    The time to retry after is how late it would be: so long the work ahead of it takes to drain, at the predicted pace,
-    until the same request is predicted to be in time.
-    """
+    """Decide on a request. `predicted_s`: seconds from now to the first token. `due_s`: when the SLO wants it, on the
+    clock of `now_s`. The time to retry after is how late the request would be: the work ahead of it drains
+    meanwhile."""
     late_s = now_s + caution * predicted_s - due_s
     if late_s <= 0.0:
         return "serve"
-    match outcome_if_late(if_late, refuse_late):
-        case "serve":
-            return "serve"
-        case "best_effort":
-            return "best_effort"
-        case "refuse":
-            return Refuse(INFEASIBLE, max(MIN_RETRY_S, late_s))
-        case other:
-            assert_never(other)
+    outcome = outcome_if_late(if_late, refuse_late)
+    return Refuse(INFEASIBLE, max(MIN_RETRY_S, late_s)) if outcome == "refuse" else outcome
 
 
 def outcome_if_late(if_late: IfLate, refuse_late: RefuseLate) -> Literal["serve", "best_effort", "refuse"]:
-    """What becomes of a late request: the client's wish, as far as the operator lets requests be turned away."""
+    """Return what becomes of a late request: the client's wish, as far as the operator allows."""
     if refuse_late == "none":
         return "serve"
     if if_late == "":
@@ -74,13 +64,13 @@ def outcome_if_late(if_late: IfLate, refuse_late: RefuseLate) -> Literal["serve"
 
 @dataclass(frozen=True, slots=True)
 class AdmissionTest:
-    """The test as a placement applies it."""
+    """Admission test as a placement applies it."""
 
     refuse_late: RefuseLate = "named"
     caution: float = CAUTION
 
     def applies_to(self, waiting: WaitingRequest) -> bool:
-        """False: it is served, whatever is predicted."""
+        """Return whether the test decides on this request; if not, it is served whatever is predicted."""
         request = waiting.request
         real_time = request.traffic_class == "rt" and request.online
         return real_time and (request.slo.ttft_s > 0.0 or request.slo.deadline_s > 0.0) and not waiting.accepted
@@ -88,7 +78,7 @@ class AdmissionTest:
     def judge(
         self, now_s: float, waiting: WaitingRequest, predicted_s: float
     ) -> Literal["serve", "best_effort"] | Refuse:
-        """`predicted_s`: seconds from now to its first token, on the worker that gives it soonest."""
+        """Decide on a request whose first token the fastest worker yields in `predicted_s` seconds."""
         if not self.applies_to(waiting):
             return "serve"
         ttft_s, _ = targets(waiting.request.slo, waiting.expected_output(_UNPREDICTED))
@@ -100,18 +90,6 @@ class AdmissionTest:
             return replace(verdict, forecast_s=self.forecast_s(now_s, waiting, predicted_s))
         return verdict
 
-    def apply(self, now_s: float, waiting: WaitingRequest, predicted_s: float, placed: Placed) -> Placed | Refuse:
-        """`placed` as it is or demoted, or a refusal instead of it."""
-        match self.judge(now_s, waiting, predicted_s):
-            case Refuse() as refusal:
-                return refusal
-            case "best_effort":
-                return replace(placed, best_effort=True, forecast_s=self.forecast_s(now_s, waiting, predicted_s))
-            case "serve":
-                return placed
-            case other:
-                assert_never(other)
-
     def forecast_s(self, now_s: float, waiting: WaitingRequest, predicted_s: float) -> float:
-        """The predicted TTFT, from the request's arrival here."""
+        """Return the predicted TTFT, counted from the request's arrival here."""
         return now_s - waiting.since_s + predicted_s

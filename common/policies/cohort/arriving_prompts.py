@@ -11,11 +11,11 @@ from math import exp
 from typing import NamedTuple
 
 _MEMORY_S = 10.0
-"""What came so long ago counts 1/e."""
+"""Age at which an arrival counts 1/e."""
 _STEPS = 4
 """Buckets from one length to its double."""
 _MOST = 0.9
-"""Share of the time at most: beyond, a queue grows without end, and the last word is the patience of clients."""
+"""Max share of the time: beyond, a queue grows without end, and clients' patience decides."""
 
 
 class Work(NamedTuple):
@@ -34,7 +34,7 @@ class ArrivingPrompts:
         self._since_s = self._now_s = -1.0
 
     def arrived(self, now_s: float, tokens: int, positions: float) -> None:
-        """A prompt with so many tokens to compute, whose response will hold so many positions in all."""
+        """Record a prompt with `tokens` to compute, whose response will hold `positions` in all."""
         if self._since_s < 0.0:
             self._since_s = self._now_s = now_s
         kept = exp((self._now_s - now_s) / _MEMORY_S)
@@ -45,7 +45,7 @@ class ArrivingPrompts:
         self._arrived[bucket] = Work(before.tokens + tokens, before.positions + positions)
 
     def shorter_per_s(self, tokens: int) -> Work:
-        """A second, of the prompts that are shorter than this one."""
+        """Return the work that arrives per second in prompts shorter than `tokens`."""
         seen_s = self._now_s - self._since_s
         if seen_s <= 0.0:
             return _NOTHING
@@ -60,11 +60,11 @@ class ArrivingPrompts:
 
 
 def stretch(per_s: float, rate: float) -> float:
-    """Seconds that a second becomes where so much a second overtakes, of `rate` that can be served."""
+    """Return the seconds that one second becomes if `per_s` of the `rate` that can be served overtakes."""
     return 1.0 / (1.0 - min(_MOST, per_s / rate)) if rate > 0.0 else 1.0
 
 
 def _bucket(tokens: int) -> int:
-    """By powers of two, each in equal steps."""
+    """Return the bucket of a length: powers of two, each in `_STEPS` equal parts."""
     power = max(0, tokens.bit_length() - 1)
     return power * _STEPS + ((tokens - (1 << power)) * _STEPS >> power)

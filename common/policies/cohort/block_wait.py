@@ -14,13 +14,13 @@ from bisect import bisect_left
 from collections.abc import Iterable
 
 _BEGUN = 8
-"""Positions of the last block of a row that it has not filled yet, on average."""
+"""Unfilled positions in a row's last block, on average."""
 
 
 class BlockWait:
     def __init__(self, rows: Iterable[tuple[int, int]], held: int, total: int) -> None:
         """`rows`: (tokens still to sample, positions held) of every decode row that keeps its blocks. `held`: positions
-        of prompts that are being computed. `total`: of the cache."""
+        of prompts being computed. `total`: positions of the cache."""
         by_end = sorted(rows)
         self._free = max(1, total - held)
         self._ends = [left for left, _ in by_end]
@@ -31,8 +31,8 @@ class BlockWait:
         """Positions that come free in an iteration while the cache is full."""
 
     def iterations(self, needed: float) -> float:
-        """Until `needed` positions fit beside what is there. More than the whole cache waits for one turn of it, as
-        long as a response takes, after the other."""
+        """Return the iterations until `needed` positions fit. Each further cacheful waits for the length of a
+        response."""
         at = bisect_left(self._negative, needed - self._free)
         if at == 0:
             return 0.0
@@ -42,8 +42,8 @@ class BlockWait:
 
 
 def _peaks_from(by_end: list[tuple[int, int]]) -> list[int]:
-    """The most positions held together from now on, and from the end of each row on. A row holds the most just before
-    it ends; the later ones have grown by as many by then."""
+    """Return the most positions held together from now on, and from the end of each row on. A row holds the most just
+    before it ends; the later ones have grown by as many by then."""
     peaks = [0]
     held = peak = 0
     for count, (left, own) in enumerate(reversed(by_end), start=1):

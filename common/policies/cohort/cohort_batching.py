@@ -45,27 +45,27 @@ from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
 
 _PRESSED = 0.6
-"""Share of the rows or of the blocks from which on, held by real-time sequences, best-effort prompts wait: they would
-make iterations longer, so that more and more real-time sequences are there at a time."""
+"""Share of rows or blocks held by real-time sequences from which on best-effort prompts wait: they would make
+iterations longer, so that more and more real-time sequences overlap."""
 _MADE_UP = 0.5
-"""Of a TPOT, what a sequence wins with a token."""
+"""Share of a TPOT that a sequence wins with a token."""
 _LENT = 8
-"""Where rows are shared, one of so many goes to a prompt in an iteration at most."""
+"""Divisor: at most one of so many shared rows goes to a prompt in an iteration."""
 _FIRST_CHUNK = 128
-"""Prompt tokens of the first iteration of a machine of which nothing is known: a tenth of a second on two cores."""
+"""Prompt tokens of the first iteration of an unknown machine: a tenth of a second on two cores."""
 _KEPT = 0.9
-"""What an iteration counts for after the next one."""
+"""Weight that an iteration keeps after each later one."""
 _ROW_KEPT = 0.98
-"""The same for rows: in most iterations none comes free."""
+"""Weight that an iteration keeps for rows: in most none comes free."""
 _KNOWN_ROWS = 5
-"""So many are seen before their pace is known."""
+"""Rows seen before their pace is known."""
 
 
 def victim_rank(now_s: float, sequence: Sequence) -> RankKey:
-    """Rank in keeping a place in the cache, safest first: real-time before best-effort, a promise that can still be
-    kept before one that is broken, the least slack before the most. Slack is what a sequence has won, and what it will
-    win with the tokens to come: one near its end has won most, but would have no time to make up for a pause, and gives
-    its blocks back soon anyway. The last of this order gives way."""
+    """Rank sequences in keeping a place in the cache, safest first: real-time before best-effort, a promise that can be
+    kept before a broken one, least slack before most. Slack is what a sequence has won, and what it will win with the
+    tokens to come: one near its end has won most, but could not make up for a pause, and frees its blocks soon anyway.
+    The last of this order gives way."""
     best_effort = sequence.request.traffic_class != "rt"
     to_come = max(0.0, sequence.predicted - sequence.output_tokens)
     slack_s = due_s(sequence) + _MADE_UP * to_come * tpot_s(sequence)
@@ -73,12 +73,12 @@ def victim_rank(now_s: float, sequence: Sequence) -> RankKey:
 
 
 def youngest_rank(now_s: float, sequence: Sequence) -> RankKey:
-    """The same without SLOs (a setting): the youngest gives way."""
+    """Rank sequences without SLOs (a setting): the youngest gives way."""
     return (sequence.request.traffic_class != "rt", *by_arrival(sequence))
 
 
 class CohortBatching(IterationScheduler):
-    """`limits.chunk` is not asked: a prompt's share of an iteration follows from time alone."""
+    """Worker's scheduler. `limits.chunk` is ignored: a prompt's share of an iteration follows from time alone."""
 
     wants_arriving = True
     reads_runs = True
@@ -92,7 +92,7 @@ class CohortBatching(IterationScheduler):
         headroom: float = HEADROOM,
         least_prefill: int = LEAST_PREFILL,
     ) -> None:
-        """`cold_chunk`: the most prompt tokens of an iteration while nothing is learned."""
+        """`cold_chunk`: max prompt tokens of an iteration while nothing is learned."""
         self._options, self._limits = options, limits
         self._headroom, self._least_prefill = headroom, least_prefill
         self._longest_cold_chunk = cold_chunk
@@ -101,9 +101,9 @@ class CohortBatching(IterationScheduler):
         self.table = self._times.table
         self._victims = victim_rank if options.victims == "slack" else youngest_rank
         self._prompts = PromptQueue(PromptOrder.of(options))
-        """All that have more than their last token to compute, whether they hold KV or not."""
+        """Sequences with more than their last token to compute, whether they hold KV or not."""
         self._running: dict[Attempt, Sequence] = {}
-        """All that hold KV on the device."""
+        """Sequences that hold KV on the device."""
         self._swapped: set[Attempt] = set()
         self._arriving = 0
         self._budget = 0
@@ -114,13 +114,14 @@ class CohortBatching(IterationScheduler):
         self._ended = 0
         """Sequences that held KV and left since the last iteration."""
         self._rowless = False
-        """A prompt waits for a row."""
+        """Flag: a prompt waits for a row."""
         self._waits = False
-        """A prompt waits that got nothing, or not all, of the last iteration."""
+        """Flag: a prompt got nothing, or not all, of the last iteration."""
         self._crowded = False
-        """One waits for blocks."""
+        """Flag: a prompt waits for blocks."""
         self._are_late = False
-        """A prompt waits whose first token was due; asked where a response that decodes has a deadline."""
+        """Flag: the first token of a waiting prompt is overdue; computed only if a response that decodes has a
+        deadline."""
 
     # -- the policy interface --------------------------------------------------------------------------------------
 
@@ -174,14 +175,14 @@ class CohortBatching(IterationScheduler):
         return plan
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Every sequence decodes, no prompt waits, and the composition is in the table already. With prompts waiting
-        the one that goes next changes as time passes."""
+        """Return `UNTIL_DISTURBED` if all sequences decode, no prompt waits and the composition is in the table. With
+        prompts waiting the next one changes as time passes."""
         if plan.preempted or plan.copies or self._arriving or any(row.count != 1 for row in plan.rows):
             return 0
         return UNTIL_DISTURBED if self._times.knows(plan) and self.continues(plan, kv, 0, 0) else 0
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
-        """Another composition of rows may be new to the table: that of the last iteration is noted by `decide`."""
+        """Return whether `plan` could go on. A composition of rows that is new to the table is recorded by `decide`."""
         rows = len(plan.rows)
         if rows + leaving != len(self._running):
             return False
@@ -218,8 +219,8 @@ class CohortBatching(IterationScheduler):
             self._grope(ran)
 
     def _grope(self, ran: Ran) -> None:
-        """Until there is a curve the prompts' share doubles while iterations stay below half their aim, and halves
-        when one exceeds it; the sizes on the way are what the curve is made from."""
+        """Double the prompts' share, while there is no curve, as long as iterations stay below half their aim; halve it
+        when one exceeds it. The sizes tried make the curve."""
         prefill = sum(row.count for row in ran.plan.rows if row.count > 1)
         if prefill >= self._cold_chunk and 2 * ran.latency_s < self._aim_s:
             self._cold_chunk = min(2 * self._cold_chunk, self._longest_cold_chunk)
@@ -227,8 +228,8 @@ class CohortBatching(IterationScheduler):
             self._cold_chunk = max(self._least_prefill, prefill // 2)
 
     def _add_decodes(self, now_s: float, builder: BatchBuilder, first: Sequence | None) -> list[Sequence]:
-        """A row for each; or, where `first` and others that may start lack one, for those whose next token is due first
-        (`row_sharing`). Returns the others, the most urgent first."""
+        """Give each decode a row; if `first` and others that may start lack one, only those whose next token is due
+        first (`row_sharing`). Return the others, most urgent first."""
         decoding = [sequence for sequence in builder.holders if sequence.uncomputed == 1]
         rows, waiting, running = self._limits.max_rows, len(self._prompts), self._running.values()
         begun = len(builder.holders) - len(decoding)
@@ -249,19 +250,19 @@ class CohortBatching(IterationScheduler):
         return decoding[kept:]
 
     def _newcomers(self) -> int:
-        """Sequences that can start although rows lack."""
+        """Return how many sequences can start although rows lack."""
         running, rows = self._running.values(), self._limits.max_rows
         step_s = self.table.estimate(lasting_shape(running, rows)) or 0.0
         return newcomers(running, rows, step_s, self._headroom)
 
     def _may_share(self, now_s: float, prompt: Sequence) -> bool:
-        """Whether it may start where that leaves fewer rows than sequences: those that are late wait for a row."""
+        """Return whether a prompt may start where that leaves fewer rows than sequences: late ones wait for a row."""
         if is_interrupted(prompt) or now_s >= prompt.arrived_s + self._options.patience_s:
             return True
         return is_promised(prompt) and now_s < due_s(prompt)
 
     def _computed(self, now_s: float, plan: IterationPlan) -> None:
-        """Prompts of the last iteration have less left, or nothing: then they decode."""
+        """Take the last iteration's progress over into the prompt queue; finished prompts leave it."""
         for row in plan.rows:
             sequence = row.sequence
             if sequence in self._prompts:
@@ -271,14 +272,14 @@ class CohortBatching(IterationScheduler):
                     self._prompts.changed(now_s, sequence)
 
     def _bound_s(self, decoding: Iterable[Sequence]) -> float | None:
-        """The strictest TPOT among these; None: nothing was promised to any of them."""
+        """Return the strictest TPOT promised to these sequences; None if there is none."""
         bound_s = strictest_s([(s, tpot_s(s)) for s in decoding if is_promised(s) and tpot_s(s)], late=self._are_late)
         return bound_s if bound_s < inf else None
 
     def _aim(self, now_s: float, decodes: BatchShape, decoding: list[Sequence]) -> float:
-        """Seconds that this iteration may take: what keeps the mean TPOT of all that can still keep it. While requests
-        that decode are on their way here it is half of that, or what leaves prompts a quarter of it: between two of
-        their tokens they wait for the rest of one iteration and a whole one (D5)."""
+        """Return the seconds that this iteration may take: what keeps the mean TPOT of all that can still keep it.
+        While decoding requests are on their way here it is half of that, or what leaves prompts a quarter of it:
+        between two of their tokens they wait for the rest of one iteration and a whole one (D5)."""
         bound_s = self._bound_s(decoding)
         if bound_s is None:
             return self._options.longest_step_s
@@ -294,8 +295,8 @@ class CohortBatching(IterationScheduler):
         return min(aim_s, max(aim_s / 2, (self.table.estimate(decodes) or 0.0) + aim_s / 4))
 
     def _mix(self, now_s: float, decodes: BatchShape, decoding: list[Sequence], first: Sequence | None) -> int:
-        """Prompt tokens that this iteration holds at least. Where mixing has a price and the size that pays does not
-        fit the aim, prompts get that size as soon as those that decode can spare it, and nothing before."""
+        """Return the min prompt tokens of this iteration. Where mixing has a price and the size that pays does not fit
+        the aim, prompts get that size as soon as the decodes can spare the time, and nothing before."""
         least, times = self._least_prefill, self.table.step_times
         if times is None or times.mixed_share < FREE or not decodes.decodes or first is None:
             return least
@@ -312,8 +313,8 @@ class CohortBatching(IterationScheduler):
         return 0
 
     def _make_way(self, now_s: float, builder: BatchBuilder, kv: KvAllocator, first: Sequence) -> bool:
-        """Whether best-effort sequences gave blocks or a row to the next prompt: it can still keep its TTFT, and finds
-        no room beside them. Not for less than it needs, or their work would be lost for nothing."""
+        """Return whether best-effort sequences gave blocks or a row to the next prompt: it can still keep its TTFT, and
+        finds no room beside them. They give nothing if that would not be enough."""
         if not self._options.yielding or first.phase is Phase.RUNNING:
             return False
         if not is_promised(first) or now_s >= due_s(first):
@@ -343,9 +344,9 @@ class CohortBatching(IterationScheduler):
         *,
         yielded: bool,
     ) -> None:
-        """In order, while time, tokens and rows last. A prompt that does not fit the cache waits, and those behind it
-        as well, or large prompts would wait for ever; those that hold blocks already go on. For prompts on time only
-        what real-time responses will need counts: best-effort ones give way before these. `yielded`: some did."""
+        """Add prompts in order while time, tokens and rows last. One that does not fit the cache waits, and those
+        behind it too, or large prompts would wait for ever; those that hold blocks go on. For prompts on time only what
+        real-time responses will need counts: best-effort ones give way first. `yielded`: some did."""
         self._budget, self._waits, self._crowded, skipped = 0, True, False, False
         self._rowless = False
         rest_s = self._aim_s  # for prompts that get no first token now, or are not new
@@ -397,7 +398,7 @@ class CohortBatching(IterationScheduler):
         self._waits = skipped
 
     def _pressed(self, kv: KvAllocator) -> bool:
-        """Real-time sequences hold most of the rows, or of the blocks."""
+        """Return whether real-time sequences hold most of the rows, or of the blocks."""
         if not self._options.yielding:
             return False
         real_time = [s for s in self._running.values() if s.request.traffic_class == "rt"]
@@ -406,21 +407,20 @@ class CohortBatching(IterationScheduler):
         return sum(kv.held(s.key) for s in real_time) > _PRESSED * kv.total_blocks
 
     def _lasting(self, now_s: float, newcomer: Sequence) -> list[Sequence]:
-        """The sequences here whose growth a newcomer has to leave blocks for."""
+        """Return the sequences whose growth a newcomer must leave blocks for."""
         on_time = is_promised(newcomer) and now_s < due_s(newcomer) and self._options.yielding
         return [s for s in self._running.values() if not on_time or s.request.traffic_class == "rt"]
 
     def _rest_s(self, now_s: float, sequence: Sequence) -> float:
-        """How long the iteration in which this one gets its first token may take for the sake of others: the rest
-        of the longest step, less the time that it waited. Infinite for one that has queued for longer than two steps:
-        then the sum of the prompts before it decides, and full iterations serve that soonest."""
+        """Return how long the iteration with this sequence's first token may take for the sake of others: the rest of
+        the longest step. Infinite after more than two steps of queueing: full iterations then serve it soonest."""
         longest_s, waited_s = self._options.longest_step_s, now_s - sequence.arrived_s
         if sequence.output_tokens or not is_promised(sequence) or waited_s > 2 * longest_s:
             return inf
         return max(0.0, longest_s - waited_s)
 
     def _fitting(self, batch: BatchShape, sequence: Sequence, wanted: int, aim_s: float) -> int:
-        """Tokens of this prompt with which this iteration takes no longer than `aim_s`."""
+        """Return the tokens of this prompt with which the iteration stays within `aim_s`."""
         if not self._options.bounded:
             return min(wanted, max(0, self._longest_cold_chunk - batch.prefill_tokens))
         if self.table.step_times is None:
@@ -429,7 +429,7 @@ class CohortBatching(IterationScheduler):
         return self.table.prefill_budget(batch, sequence.computed, wanted, aim_s)
 
     def _sort_out(self, now_s: float, plan: IterationPlan) -> None:
-        """A preempted sequence computes its prompt again or waits in host memory; one with a row holds blocks."""
+        """Move preempted sequences to the prompts: they compute again or wait in host memory. Rows hold blocks."""
         for preempt in plan.preempted:
             sequence = preempt.sequence
             del self._running[sequence.key]
@@ -442,12 +442,9 @@ class CohortBatching(IterationScheduler):
 
 
 class PromptPace:
-    """What a prompt token takes on a worker while prompts wait: time of iterations over prompt tokens computed in them.
-
-    Decode rows, weights and iterations that lacked blocks for the next prompt are in it, so that it says when the
-    prompts in front will be done, whatever they wait for. Told of the iterations behind which a prompt waited and of no
-    others.
-    """
+    """Seconds per prompt token while prompts wait: time of iterations over prompt tokens computed in them. It includes
+    decode rows, weights and iterations that lacked blocks, so it says when the prompts in front will be done. Only
+    iterations behind which a prompt waited count."""
 
     def __init__(self) -> None:
         self._seconds = self._tokens = 0.0
@@ -458,22 +455,22 @@ class PromptPace:
 
     @property
     def token_s(self) -> float:
-        """0 = not known yet."""
+        """Seconds per prompt token; 0 = unknown."""
         return self._seconds / max(1.0, self._tokens)
 
 
 class RowPace:
-    """The time between two rows that come free, of iterations in which a prompt waited for one."""
+    """Seconds between two rows that come free, over iterations in which a prompt waited for one."""
 
     def __init__(self) -> None:
         self._seconds = self._rows = 0.0
 
     def ran(self, seconds: float, ended: int) -> None:
-        """`ended`: sequences that gave their row back."""
+        """Record an iteration in which `ended` sequences gave their row back."""
         self._seconds = _ROW_KEPT * self._seconds + seconds
         self._rows = _ROW_KEPT * self._rows + ended
 
     @property
     def row_s(self) -> float:
-        """0 = not known yet."""
+        """Seconds between two free rows; 0 = unknown."""
         return self._seconds / self._rows if self._rows >= _KNOWN_ROWS else 0.0

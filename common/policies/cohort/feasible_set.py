@@ -19,8 +19,8 @@ from collections.abc import Sequence as Items
 
 
 def most_in_time(jobs: Items[tuple[float, float]], start_s: float) -> tuple[list[int], list[int]]:
-    """`jobs`: when each is due, and seconds of work; `start_s`: when the first one can begin. Indices of those that are
-    kept, in their order, and of those that are left out. O(n log n)."""
+    """Choose the jobs to be done in time, from `start_s` on. Return the indices of those kept, in their order, and of
+    those left out. O(n log n)."""
     by_due = sorted(range(len(jobs)), key=lambda index: jobs[index][0])
     at_s = start_s
     kept: list[tuple[float, int]] = []
@@ -38,8 +38,8 @@ def most_in_time(jobs: Items[tuple[float, float]], start_s: float) -> tuple[list
 
 
 def cheapest_in_time(jobs: Items[tuple[float, float]], each_s: float, start_s: float) -> tuple[list[int], list[int]]:
-    """Of `jobs` that all take `each_s`: when each is due, and what it costs afterwards. Indices of as many as can
-    be in time, of such sets the one that costs least, by due time; and of the others, the cheapest first."""
+    """Choose among jobs that take `each_s` each and have a cost afterwards. Return the indices of the cheapest set of
+    as many as can be in time, by due time; and of the others, cheapest first."""
     at_s = start_s
     kept: list[tuple[float, int]] = []
     left_out: list[int] = []
@@ -55,8 +55,8 @@ def cheapest_in_time(jobs: Items[tuple[float, float]], each_s: float, start_s: f
 
 
 def _shortest_in_time(jobs: Items[tuple[float, float]], by_due: list[int], end_s: float) -> list[int]:
-    """Least time to the first tokens of all, none of them late: from the end backwards. `by_due`: feasible in this
-    order, ready at `end_s`."""
+    """Order jobs for least total waiting, none of them late: from the end backwards. `by_due`: feasible in this order,
+    done at `end_s`."""
     order: list[int] = []
     may_be_last: list[tuple[float, int]] = []
     for _ in range(len(by_due)):

@@ -10,8 +10,8 @@ from cohort.common.types import Attempt
 
 @dataclass(slots=True)
 class Known:
-    """`tokens`: of its prompt; `cached`: of these, expected in the cache where it is computed. `tpot_s`: promised to
-    its decode row, 0 if nothing was. `variance`: of its predicted length."""
+    """Placement's knowledge of a placed request. `cached`: prompt tokens expected in its worker's cache. `tpot_s`:
+    promised to its decode row, 0 = nothing. `variance`: of its predicted length."""
 
     attempt: Attempt
     best_effort: bool
@@ -24,10 +24,10 @@ class Known:
     variance: float
     placed_s: float
     predicted_s: float | None = None
-    """TTFT, to be compared with what came of it; None: it was, or cannot be."""
+    """TTFT to be compared with the real one; None if it was, or cannot be."""
     sent_to: tuple[str, ...] = ()
     """Workers that were given a part of it."""
 
     def demote(self) -> None:
-        """From now on it is best-effort, without SLO."""
+        """Make the request best-effort, without SLO."""
         self.best_effort, self.due_s, self.tpot_s = True, inf, 0.0

@@ -45,34 +45,28 @@ from cohort.common.policies.settings import CohortSettings
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import InstanceId, KvGeometry, Request, RequestId, Segment
 
-_UNMEASURED_BYTES_PER_S = 2.0e10
-"""Between workers, as long as no transfer was measured: what a split costs. A PCIe 4 x16 link carries some more."""
-
 _USEFUL = 64
-"""Prompt tokens: where not even so many can be computed beside the decode rows in time, prompts get nowhere."""
+"""Prompt tokens: where fewer can be computed beside the decode rows in time, prompts get nowhere."""
 
 _UNMEASURED_BYTES_PER_S = 2.0e10
-"""Between two workers until a transfer was measured: one PCIe 4 link of 16 lanes."""
+"""Rate between two workers until a transfer was measured: one PCIe 4 link of 16 lanes."""
 _ADAPTER_LOAD_S = 0.2
-"""What loading a LoRA adapter takes, as long as no worker has loaded one."""
+"""Time to load a LoRA adapter, until a worker has loaded one."""
 
 _BY_LENGTH = ("most_in_time", "shortest")
-"""Orders in which shorter prompts that come later go before this one."""
+"""Orders in which shorter prompts that come later go first."""
 
 _ALL = 1 << 30
-"""Longer than any prompt."""
+"""Length above that of any prompt."""
 
 
 @dataclass(slots=True)
 class Candidate:
-    """A worker, and what would become of the request there.
-
-    `ttft_s`: predicted. When workers are compared two prices are added to it: `delay_s`, of the prompts that go behind
-    it there and wait longer for it, and of the time that prompts lose while its decode row makes iterations shorter
-    than those there need, so that strict TPOTs gather; and `price_s`, of memory. `full`: with one more decode row,
-    these alone exceed the strictest TPOT. `closed`: no useful chunk of a prompt can go with the decode rows there in
-    time. `closes`: nor could it if this request's were among them, and all rows spread evenly over the devices.
-    """
+    """Worker, and what would become of the request there. `ttft_s`: predicted. Two prices are added when workers are
+    compared: `delay_s`, of the prompts behind it that wait longer for it, and of the time that prompts lose while its
+    decode row makes iterations shorter (so that strict TPOTs gather); and `price_s`, of memory. `full`: with one more
+    decode row, these alone exceed the strictest TPOT. `closed`: no useful chunk of a prompt fits beside the decode rows
+    in time. `closes`: nor would it with this request's row, all rows spread evenly over the devices."""
 
     view: InstanceView
     work: PlacedWork
@@ -88,9 +82,9 @@ class Candidate:
 
 @dataclass(slots=True)
 class _Wanted:
-    """A request to be placed. `output`: tokens expected of it; `variance`: of that. `stretch`: what a second of its
-    wait, and one of its computing, become because shorter prompts keep coming; `overtaking`: positions of the cache
-    that these need, a second, on every device."""
+    """Request to be placed. `output`: tokens expected of it; `variance`: of that. `stretch`: what a second of its wait,
+    and one of its computing, become because shorter prompts keep coming; `overtaking`: cache positions per second that
+    these need on every device. `even`: decode rows, and what they attend to, on a device if all were spread evenly."""
 
     request: Request
     known: Known
@@ -101,12 +95,11 @@ class _Wanted:
     chain: Chain
     cached: dict[InstanceId, int]
     even: tuple[float, float]
-    """Decode rows, and what they attend to, on a device if all were spread evenly."""
     ranks: dict[float, RankKey] = field(default_factory=dict)
-    """Its place among a worker's prompts, by what a token takes there."""
+    """Rank among a worker's prompts, by what a token takes there."""
 
     def growth(self, geometry: KvGeometry, cached: int) -> float:
-        """Positions that it needs on a worker that has `cached` of them."""
+        """Return the positions needed on a worker that has `cached` of them."""
         own = self.known.tokens - cached
         return geometry.growth(cached, own, ceil(self.output)) if geometry.gives_back else own + self.output
 
@@ -195,7 +188,7 @@ class LeastTtft(Placement):
         return self._share(now_s, wanted, best, home)
 
     def reported(self, now_s: float, view: InstanceView) -> None:
-        """Read at once: what a decision costs does not grow with what workers have."""
+        """Read a report at once, so that a decision does not cost more with what workers have."""
         self._read(now_s, view)
 
     def finished(self, now_s: float, request_id: RequestId) -> None:
@@ -205,8 +198,9 @@ class LeastTtft(Placement):
                 self._work[name].forget(request_id)
 
     def metrics(self) -> dict[str, float]:
-        """`ttft_error`, `ttft_bias`: |predicted − real| / real, and predicted / real, moving averages over requests
-        whose first token shows in reports. `placed_full_total`: where every worker's decodes fill the bound."""
+        """Return counters, and `ttft_error` = |predicted − real| / real and `ttft_bias` = predicted / real, moving
+        averages over requests whose first token shows in reports. `placed_full_total`: requests placed where decodes
+        fill the bound."""
         return {
             "splits_total": float(self._splits),
             "whole_total": float(self._whole),
@@ -219,14 +213,14 @@ class LeastTtft(Placement):
     # -- what is known ---------------------------------------------------------------------------------------------
 
     def _only(self, views: Mapping[InstanceId, InstanceView]) -> None:
-        """These workers are there now."""
+        """Forget the work of workers that are not in `views`."""
         for name in [name for name in self._work if name not in views]:
             del self._work[name]
         if self._prefixes is not None:
             self._prefixes.only(views)
 
     def _refresh(self, now_s: float, views: Mapping[InstanceId, InstanceView]) -> None:
-        """Those that have said something that `reported` was not told of: none of a manager's."""
+        """Read views that are newer than the work known of their workers. The manager has none: it calls `reported`."""
         for name, view in views.items():
             work = self._work.get(name)
             if work is None or not work.has_read(view):
@@ -241,10 +235,9 @@ class LeastTtft(Placement):
             self._adapter_load_s = view.stats.adapter_load_s or self._adapter_load_s
 
     def _learn(self, work: PlacedWork) -> None:
-        """How well first tokens were foreseen. A report names the positions of every decode row, so that the time of
-        its first token follows: as many iterations ago as it has positions beyond its prompt, and half of the one in
-        flight. A response that ended before any report showed it teaches nothing, nor does one whose prompt another
-        worker computed."""
+        """Compare first tokens with their forecasts. A report names the positions of every decode row: its first token
+        came as many iterations ago as it has positions beyond its prompt, and half of the one in flight. Responses that
+        ended before a report showed them, or whose prompt another worker computed, teach nothing."""
         step_s = work.stats.step_s
         for row, known in work.reported.take_begun():
             if known.predicted_s is None:
@@ -285,7 +278,8 @@ class LeastTtft(Placement):
         return _Wanted(request, known, output, spread * spread, stretched, overtaking / devices, chain, cached, even)
 
     def _overtaken(self, now_s: float, known: Known, output: float) -> tuple[tuple[float, float], float]:
-        """As it is computed less of it is left, and fewer are shorter: on the way half of it."""
+        """Return the stretch, and the positions per second that overtake. While a prompt is computed less of it is
+        left, and fewer are shorter: half of it on average."""
         if self._arriving is None:
             return (1.0, 1.0), 0.0
         if known.best_effort:
@@ -301,8 +295,8 @@ class LeastTtft(Placement):
     def _devices(
         self, able: list[InstanceView], views: Iterable[InstanceView]
     ) -> list[tuple[InstanceView, list[PlacedWork]]]:
-        """One worker per device, and the work of those that share it. On a shared device decode rows gather on one: on
-        the one whose role decodes, then the one that has rows already; the others are warm standbys."""
+        """Return one worker per device, and the work of those that share it. Decode rows of a shared device gather on
+        the worker whose role decodes, then on the one that has rows already; the others are warm standbys."""
         if not any(view.capacity.device for view in able):
             return [(view, []) for view in able]
         chosen: dict[str, InstanceView] = {}
@@ -324,7 +318,7 @@ class LeastTtft(Placement):
         return (not view.role.decodes, -self._work[view.instance].rows, view.instance)
 
     def forecast(self, now_s: float, view: InstanceView, others: list[PlacedWork], wanted: _Wanted) -> Candidate:
-        """What would become of this request on this worker. `others`: the work of those that share its device."""
+        """Return what would become of this request on a worker. `others`: work of those that share its device."""
         options, known, work = self._options, wanted.known, self._work[view.instance]
         cached = wanted.cached.get(view.instance, 0)
         own, headroom = known.tokens - cached, 1.0 - HEADROOM
@@ -380,8 +374,8 @@ class LeastTtft(Placement):
         return Candidate(view, work, pace, cached, ttft_s, delay_s, price_s, full, closed, closes)
 
     def _loading(self, view: InstanceView, adapter: str) -> tuple[float, float]:
-        """How long the request waits there for its LoRA adapter; and, where another has to go for it, how long that
-        one's next request will wait."""
+        """Return how long the request waits for its LoRA adapter, and how long the next request of an adapter that must
+        leave for it will wait."""
         if view.holds(adapter):
             return 0.0, 0.0
         load_s = view.stats.adapter_load_s or self._adapter_load_s
@@ -390,9 +384,9 @@ class LeastTtft(Placement):
     def _home(
         self, views: Mapping[InstanceId, InstanceView], candidates: list[Candidate], best: Candidate, wanted: _Wanted
     ) -> Candidate | None:
-        """Where only its decode goes: a worker that is closed to prompts already and has time and memory for one more
-        row, the one with the most, so that the others open again. None where there is no such worker, or the transfer
-        of its KV, over the link as it was measured, would cost it its own TPOT."""
+        """Return a worker for the decode alone: one closed to prompts already, with time and memory for one more row,
+        the one with the most, so that the others open again. None if there is none, or moving the KV over the measured
+        link would break the request's own TPOT."""
         request, tokens = wanted.request, wanted.known.tokens
         if best.closed or tokens - request.prompt_tokens + 1 >= request.sampling.max_tokens:
             return None

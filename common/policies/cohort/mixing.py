@@ -19,28 +19,28 @@ from cohort.common.sequence import Sequence
 from cohort.common.types import StepTimes
 
 FREE = 0.1
-"""A share of an iteration below which mixing has no price: fits scatter by as much."""
+"""Share of an iteration below which mixing has no price: fits scatter by as much."""
 HEADROOM = 0.05
-"""Of the strictest TPOT, left free: what iterations take is an estimate."""
+"""Share of the strictest TPOT left free: iteration times are estimates."""
 LEAST_PREFILL = 16
-"""Prompt tokens in every iteration that prompts wait for, whatever decodes take: a block, so that prompts get on."""
+"""Prompt tokens in every iteration that prompts wait for, whatever decodes take: a block."""
 _STRETCH = 0.1
-"""Of a TPOT, how much longer an iteration may be for what its requests have won."""
+"""Share of a TPOT by which an iteration may be longer for what its requests have won."""
 _SIZES = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)
 
 
 def best_chunk(times: StepTimes, decodes: BatchShape, start: int, most: int) -> int:
-    """The number of tokens, at most `most`, of a prompt from position `start` on that adds least time a token to an
-    iteration of these decodes."""
+    """Return the tokens (max `most`) of a prompt from position `start` that add least time per token to these
+    decodes."""
     alone_s = step_seconds(times, decodes)
     sizes = [size for size in _SIZES if size < most] + [most]
     return min(sizes, key=lambda size: (step_seconds(times, decodes.with_prefill(start, size)) - alone_s) / size)
 
 
 def strictest_s(targets: Iterable[tuple[Sequence, float]], *, late: bool) -> float:
-    """Of what these ask for, in seconds: the least. What follows from a deadline rests on a predicted length, and the
-    least of many guesses is nearly always a wrong one: of these a quarter may fall behind, unless prompts are `late`:
-    where not all can be kept, those that run are."""
+    """Return the least target in seconds. Targets from a deadline rest on a predicted length, and the least of many
+    guesses is nearly always wrong: a quarter of these may fall behind, unless prompts are `late`: where not all can be
+    kept, those that run are."""
     guesses: list[float] = []
     least_s = inf
     for sequence, target_s in targets:
@@ -55,9 +55,9 @@ def strictest_s(targets: Iterable[tuple[Sequence, float]], *, late: bool) -> flo
 
 
 def spare_s(now_s: float, decoding: Iterable[Sequence], decodes_s: float, *, headroom: float) -> float:
-    """The longest iteration after which each of these has kept its mean TPOT so far: a TPOT, and what its tokens came
-    before their time. Requests whose promises are lost whatever happens have no say, so infinite if nothing is at
-    stake. `decodes_s`: an iteration of decodes alone, in which time is won. `headroom`: share of a TPOT left free."""
+    """Return the longest iteration after which all have kept their mean TPOT so far: a TPOT, and what their tokens came
+    early. Requests whose promises are lost do not count; infinite if none is left. `decodes_s`: an iteration of decodes
+    alone, in which time is won. `headroom`: share of a TPOT left free."""
     kept = _kept(now_s, decoding, decodes_s)
     return min([won_s + tpot_s(s) * (1.0 - headroom) for s, won_s in kept], default=inf)
 
@@ -65,10 +65,9 @@ def spare_s(now_s: float, decoding: Iterable[Sequence], decodes_s: float, *, hea
 def stretched_s(
     now_s: float, decoding: Iterable[Sequence], decodes_s: float, *, headroom: float, late: bool = True
 ) -> float:
-    """As `spare_s`, where every iteration may take prompts: of what a request has won it spends no more than
-    `_STRETCH` of a TPOT at once, so that gaps stay even, and what it lacks it gets back in halves of one. `headroom` is
-    kept once, not in every iteration. When the first token of another worker came is not known: nothing is won. `late`:
-    as of `strictest_s`."""
+    """Return `spare_s` where every iteration may take prompts: a request spends max `_STRETCH` of a TPOT of what it has
+    won at once, so that gaps stay even, and regains what it lacks in halves of one. `headroom` is kept once, not per
+    iteration. If the first token is another worker's, nothing is won. `late`: as in `strictest_s`."""
     targets: list[tuple[Sequence, float]] = []
     for sequence, won_s in _kept(now_s, decoding, decodes_s):
         target_s = tpot_s(sequence)
@@ -80,7 +79,7 @@ def stretched_s(
 
 
 def _kept(now_s: float, decoding: Iterable[Sequence], decodes_s: float) -> Iterator[tuple[Sequence, float]]:
-    """Those whose mean TPOT can still be kept, and the time that they have won."""
+    """Yield sequences whose mean TPOT can still be kept, with the time that they have won."""
     for sequence in decoding:
         target_s = tpot_s(sequence)
         if not target_s or not is_promised(sequence) or missed_first(now_s, sequence):
@@ -92,8 +91,8 @@ def _kept(now_s: float, decoding: Iterable[Sequence], decodes_s: float) -> Itera
 
 
 def _won_s(now_s: float, sequence: Sequence) -> float:
-    """By how much its last token came before its time: by its mean TPOT since the first, or by its due times where the
-    first was another worker's or the whole response has a deadline."""
+    """Return how early the last token came: by the mean TPOT since the first, or by its due times where the first was
+    another worker's or the response has a deadline."""
     request = sequence.request
     if sequence.prefill_done_s is None or not request.slo.ttft_s:
         return due_s(sequence) - tpot_s(sequence) - now_s

@@ -29,15 +29,15 @@ from cohort.common.types import Attempt, RequestId, StepTimes, WorkerCapacity, W
 
 _DISTANT_S = 1e9
 _REPRICED = 0.1
-"""A price of a prompt token that moved by this share: all prompts are ranked anew, as a worker's `PromptQueue` does."""
+"""Change of a prompt token's price after which all prompts are ranked anew, as in a worker's `PromptQueue`."""
 _FEW = 32
-"""Prompts that come with a report: more are sorted with the others instead of inserted one by one."""
+"""Prompts per report up to which they are inserted one by one; more are sorted with the others."""
 _UNSEEN_S = 2.0
-"""A request sent so long ago and still in no report has ended between two of them."""
+"""Age at which a request that is in no report has ended between two of them."""
 
 
 class Coming(NamedTuple):
-    """A prompt, or a decode row, that was placed and is in no report yet."""
+    """Prompt or decode row that was placed and is in no report yet."""
 
     since_s: float
     rank: RankKey | None
@@ -49,8 +49,8 @@ class Coming(NamedTuple):
 
 
 class PlacedWork:
-    """`own_order`: the worker computes prompts in the order of `options` and within the strictest TPOT;
-    else as they came, in full iterations."""
+    """Work on one worker. `own_order`: it computes prompts in the order of `options` and within the strictest TPOT;
+    else as they come, in full iterations."""
 
     def __init__(self, options: CohortSettings, *, own_order: bool) -> None:
         self._options, self._own_order = options, own_order
@@ -60,21 +60,21 @@ class PlacedWork:
         self.times = COLD
         self._coming: dict[RequestId, Coming] = {}
         self.token_s = COLD.token_s
-        """Prompts are ranked by it."""
+        """Seconds per prompt token, by which prompts are ranked."""
         self.reported_s = -inf
         self.reported = ReportedQueue(self._ranking)
         self._prompts: list[Prompt] = []
-        """All that are here, in order. `_ranks` are theirs, and the lists after it the sums up to each."""
+        """Prompts here, in order. `_ranks` are theirs, and the next lists the sums up to each."""
         self._ranks: list[RankKey] = []
         self._tokens: list[int] = []
         self._pairs: list[float] = []
         self._needs: list[float] = []
         self._block_waits: dict[bool, BlockWait] = {}
         self._blocked_asked: set[bool] = set()
-        """Of which of them was asked since the last report: they are made with the next one."""
+        """Keys of `_block_waits` used since the last report: these are made with the next one."""
         self._to_come = 0, 0
         self._coming_sums: tuple[float, float] | None = None
-        """Positions that `_coming` needs, and the variance of that."""
+        """Positions that `_coming` needs, and their variance."""
         self._strictest: float | None = None
         self._pace: Pace | None = None
         self._paced_by: tuple[StepTimes, int, int, float, WorkerCapacity] | None = None
@@ -85,7 +85,7 @@ class PlacedWork:
     # -- what happened ------------------------------------------------------------------------------------------------
 
     def refresh(self, now_s: float, view: InstanceView, known: Mapping[RequestId, Known]) -> bool:
-        """Take the newest report in, best when it comes; True when there was one. Costs what changed with it."""
+        """Read the newest report, best when it comes; True if there was one. Costs what changed with it."""
         stats = view.stats
         if stats is self._stats:
             return False
@@ -119,16 +119,16 @@ class PlacedWork:
 
     @property
     def stats(self) -> WorkerStats:
-        """As reported last."""
+        """Statistics of the last report."""
         assert self._stats is not None
         return self._stats
 
     def look_again(self, request_id: RequestId) -> None:
-        """What is known of a request has changed, on which the next report will be read."""
+        """Mark a request, of which more is known now, to be read anew with the next report."""
         self.reported.look_again(request_id)
 
     def place(self, now_s: float, request: Known, *, prompt: bool, decode: bool, output: float) -> None:
-        """It was sent here: its prompt, its decode row, or both."""
+        """Record what was sent here: the request's prompt, its decode row, or both."""
         left = request.tokens - request.cached
         rank = self.rank(now_s, request) if prompt else None
         name = request.attempt.request_id
@@ -155,7 +155,7 @@ class PlacedWork:
         self._replace(left_out, _prompts_of(coming))
 
     def _growth(self, request: Known, left: int, output: float) -> float:
-        """Positions that a newcomer will need."""
+        """Return the positions that a newcomer will need."""
         if self._view is None or not (geometry := self._view.capacity.geometry).gives_back:
             return left + output
         return geometry.growth(request.cached, left, ceil(output))
@@ -166,7 +166,7 @@ class PlacedWork:
             self._replace(self._leave(request_id), [])
 
     def _leave(self, request_id: RequestId) -> list[Prompt]:
-        """It is no longer on its way; its prompt, if it has one there."""
+        """Remove a request that is no longer on its way. Return its prompt, if that was to come here."""
         coming = self._coming.pop(request_id)
         self._coming_sums = self._strictest = self._memory = None
         self._slowed.clear()
@@ -175,7 +175,7 @@ class PlacedWork:
         return _prompts_of(coming)
 
     def _replace(self, left: list[Prompt], came: list[Prompt]) -> None:
-        """Of the prompts here; the sums go on from the first that changed."""
+        """Replace prompts; the sums are made anew from the first that changed."""
         prompts, ranks = self._prompts, self._ranks
         first = len(prompts)
         if left and len(left) == len(prompts):
@@ -202,12 +202,11 @@ class PlacedWork:
     # -- what follows -------------------------------------------------------------------------------------------------
 
     def rank(self, now_s: float, request: Known) -> RankKey:
-        """The place of a newcomer among the prompts here."""
+        """Return the place of a newcomer among the prompts here."""
         return self._rank(now_s, request, request.tokens)[0]
 
     def before(self, rank: RankKey, done: float) -> tuple[int, float]:
-        """Tokens and pairs of the prompts that go before this rank, less `done` tokens that were computed since the
-        report, the first ones first."""
+        """Return tokens and pairs of the prompts before this rank, less `done` tokens computed since the report."""
         at = bisect_left(self._ranks, rank)
         if not at:
             return 0, 0.0
@@ -218,9 +217,9 @@ class PlacedWork:
         return int(left), pairs * left / tokens
 
     def blocked_s(self, rank: RankKey, needed: float, overtaking: float, *, best_effort: bool) -> float:
-        """Until a newcomer of this rank finds blocks for `needed` positions beside the prompts before it and the rows
-        that decode; where it is not best-effort, beside real-time ones: the others give way. `overtaking`: positions a
-        second that prompts will need which come later and go first."""
+        """Return the seconds until a newcomer of this rank finds blocks for `needed` positions beside earlier prompts
+        and decode rows; unless it is best-effort, beside real-time ones only. `overtaking`: positions per second needed
+        by prompts that come later and go first."""
         at = bisect_left(self._ranks, rank)
         self._blocked_asked.add(best_effort)
         wait = self._block_waits.get(best_effort)
@@ -231,7 +230,7 @@ class PlacedWork:
         return iterations * self._stats.step_s * stretch(overtaking * self._stats.step_s, wait.turnover)
 
     def pace(self, companions: Iterable[PlacedWork] = ()) -> Pace:
-        """Of this worker, with the decode rows of those that share its device."""
+        """Return the worker's pace, counting the decode rows of the workers on the same device."""
         assert self._view is not None
         capacity, options = self._view.capacity, self._options
         rows, context, bound_s = self.reported.rows, self.reported.context, self.reported.bound_s
@@ -252,8 +251,8 @@ class PlacedWork:
         return pace
 
     def slowed(self, bound_s: float, pace: Pace) -> float:
-        """The share of `pace` that prompts here lose while a row with so strict a bound decodes beside them; 0 where
-        nothing was promised to any decode row here, or what was is as strict."""
+        """Return the share of `pace` that prompts lose while a row of this bound decodes beside them; 0 if no decode
+        row here has a promise, or one is as strict."""
         there_s = self.strictest_s
         if there_s == inf or bound_s >= min(pace.aim_s, there_s * (1.0 - HEADROOM)) or pace.rate <= 0.0:
             return 0.0
@@ -265,18 +264,18 @@ class PlacedWork:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts here, whatever their rank."""
+        """Tokens of all prompts here, whatever their rank."""
         return self._tokens[-1] if self._tokens else 0
 
     def done(self, now_s: float, pace: Pace) -> float:
-        """Prompt tokens that were computed since the report, of those in it."""
+        """Return the prompt tokens of the report that were computed since."""
         if not self.reported.prompts:
             return 0.0
         return min(pace.rate * max(0.0, now_s - self.reported_s), float(self.reported.prompt_tokens))
 
     @property
     def strictest_s(self) -> float:
-        """TPOT of all that decode here or will; infinite if nothing was promised to any of them."""
+        """Strictest TPOT of all that decode here or will; infinite if nothing was promised."""
         if self._strictest is not None:
             return self._strictest
         strictest_s = min(self.reported.bound_s, self.reported.bound_to_come_s)
@@ -301,7 +300,7 @@ class PlacedWork:
         return self.reported.context + self._to_come[1]
 
     def crowded_s(self, chunk: int, rows: int) -> float:
-        """An iteration of at least so many decode rows, as long as can come here, and a chunk of prompt tokens: what is
+        """Return an upper bound on an iteration of `rows` decodes, or as many as are here, and a prompt chunk: what is
         quicker than a bound needs no closer look."""
         rows = max(rows, self.rows) + 1
         if self._crowded is None or self._crowded[0] < rows:
@@ -314,7 +313,7 @@ class PlacedWork:
 
     @property
     def memory(self) -> tuple[float, float, float]:
-        """Positions that everything here will still need, the variance of that, and those that are free."""
+        """Positions that everything here will still need, the variance of that, and free positions."""
         if self._memory is None:
             assert self._view is not None
             view, coming = self._view, self._coming.values()
@@ -329,7 +328,7 @@ class PlacedWork:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _rank(self, now_s: float, request: Known, left: int) -> tuple[RankKey, float]:
-        """As `PromptQueue` ranks it; where prompts are computed as they come, by that. And when that changes."""
+        """Return a prompt's rank. Where prompts run in arrival order, the rank is the arrival."""
         if not self._own_order:
             return (request.arrived_s, request.attempt), inf
         return self._order.place(
@@ -344,7 +343,7 @@ class PlacedWork:
         )
 
     def _ranking(self, now_s: float, request_id: RequestId, request: Known | None, left: int) -> tuple[RankKey, float]:
-        """One that a former manager placed is ranked as one that can keep its TTFT."""
+        """Return a reported prompt's rank; one that a former manager placed counts as able to keep its TTFT."""
         if request is not None:
             return self._rank(now_s, request, left)
         key = Attempt(request_id, 0)
@@ -366,7 +365,7 @@ class PlacedWork:
         return BlockWait(rows, held, self._view.capacity.positions)
 
     def _sum_up_from(self, at: int) -> None:
-        """The sums up to each prompt, from this one on: in the order in which all of them would be added."""
+        """Rebuild the sums from a prompt on, in the order in which all of them would be added."""
         prompts = self._prompts[at:]
         _go_on(self._tokens, at, [prompt.tokens for prompt in prompts])
         _go_on(self._pairs, at, [prompt.pairs for prompt in prompts])
@@ -378,7 +377,7 @@ def _prompts_of(coming: Coming) -> list[Prompt]:
 
 
 def _go_on(sums: list[float] | list[int], at: int, values: list[float] | list[int]) -> None:
-    """Sums from `at` on, of these values behind those that are summed up before."""
+    """Extend the sums before `at` by these values."""
     del sums[at:]
     if at:
         values = [sums[-1], *values]  # type: ignore[assignment]

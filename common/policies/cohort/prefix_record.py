@@ -23,7 +23,7 @@ _CHUNKS = 65_536
 
 @dataclass(slots=True)
 class _Cache:
-    """One worker's. `taken`: positions that were placed there so far; `view`: of the process that is meant."""
+    """Cache of one worker. `taken`: positions placed there so far; `view`: names the process."""
 
     view: InstanceView
     positions: int
@@ -31,7 +31,7 @@ class _Cache:
 
 
 class Chain:
-    """A prompt's full chunks: where each ends, and its name, computed as far as it is asked for."""
+    """Full chunks of a prompt: where each ends, and its hash, computed when asked for."""
 
     __slots__ = ("_hashes", "ends", "request")
 
@@ -58,14 +58,14 @@ class Chain:
 class PrefixRecord:
     def __init__(self) -> None:
         self._holders: OrderedDict[tuple[str, int], dict[InstanceId, float]] = OrderedDict()
-        """Salt and hash of a chunk → who computed it, and what had been placed there by then."""
+        """Salt and hash of a chunk → workers that computed it, and `taken` there by then."""
         self._caches: dict[InstanceId, _Cache] = {}
 
     def __len__(self) -> int:
         return len(self._holders)
 
     def cached(self, chain: Chain) -> dict[InstanceId, int]:
-        """Tokens of this prompt that workers have in their caches; those that are not named have none."""
+        """Return the tokens of this prompt in each worker's cache; unnamed workers have none."""
         found: dict[InstanceId, int] = {}
         request = chain.request
         if request.sampling.prompt_logprobs >= 0:  # every position is computed
@@ -85,7 +85,7 @@ class PrefixRecord:
         return {name: min(tokens, most) for name, tokens in found.items()}
 
     def placed(self, chain: Chain, view: InstanceView, new_positions: float) -> None:
-        """It is computed there, and takes so many positions beside those that it found."""
+        """Record a prompt that is computed there, and takes `new_positions` beside those it found."""
         name, salt = view.instance, chain.request.cache_salt
         cache = self._caches.get(name)
         if cache is None or cache.view is not view:  # another process of this name starts with an empty cache
@@ -105,18 +105,19 @@ class PrefixRecord:
             holders.popitem(last=False)
 
     def forget(self, name: InstanceId) -> None:
-        """Its cache is gone. What was said of it counts for nothing from now on."""
+        """Forget a worker, whose cache is gone."""
         if self._caches.pop(name, None) is not None:
             for entry in self._holders.values():
                 entry.pop(name, None)
 
     def only(self, views: Mapping[InstanceId, InstanceView]) -> None:
-        """These workers are there; a new process of an old name has nothing cached."""
+        """Forget workers that are not in `views`, or are another process there."""
         for name in [name for name, cache in self._caches.items() if views.get(name) is not cache.view]:
             self.forget(name)
 
     def _lasts(self, name: InstanceId, taken: float) -> bool:
-        """Between a request's placement and its release others take as many positions as are in use together; then the
-        free ones and the caches of all that were released before go first. Together that is the whole cache."""
+        """Return whether a chunk is still cached. Between a request's placement and its release others take as many
+        positions as are in use together; then the free ones and the caches of all released before go first: the whole
+        cache."""
         cache = self._caches.get(name)
         return cache is not None and cache.taken - taken < cache.positions

@@ -13,11 +13,12 @@ from cohort.common.sequence import Sequence
 from cohort.common.types import Slo
 
 _DECODING = 0.75
-"""Of a deadline, the share that is left to the tokens after the first one."""
+"""Share of a deadline that is left to the tokens after the first one."""
 
 
 def targets(slo: Slo, tokens: float) -> tuple[float, float]:
-    """TTFT and TPOT, in seconds; 0 = none. Of a deadline for a response of so many tokens, whichever is not named."""
+    """Return TTFT and TPOT, in seconds; 0 = none. A deadline gives whichever is not named, for a response of
+    `tokens`."""
     if not slo.deadline_s:
         return slo.ttft_s, slo.tpot_s
     ttft_s = slo.ttft_s or (1.0 - _DECODING) * slo.deadline_s
@@ -30,7 +31,7 @@ def ttft_s(sequence: Sequence) -> float:
 
 
 def tpot_s(sequence: Sequence) -> float:
-    """Of a response with a deadline, what was left of that when its first token came."""
+    """Return the TPOT; with a deadline, by what was left of it at the first token."""
     slo = sequence.request.slo
     if not slo.deadline_s or slo.tpot_s or sequence.prefill_done_s is None:
         return slo.tpot_s if not slo.deadline_s else targets(slo, sequence.predicted)[1]
@@ -39,20 +40,20 @@ def tpot_s(sequence: Sequence) -> float:
 
 
 def is_promised(sequence: Sequence) -> bool:
-    """Real-time with a TTFT SLO, or a deadline. Best-effort requests, and those without an SLO, are served as capacity
-    is left."""
+    """Return whether the request is real-time with a TTFT SLO or a deadline. All others get the capacity that is
+    left."""
     request = sequence.request
     return request.traffic_class == "rt" and (request.slo.ttft_s > 0 or request.slo.deadline_s > 0)
 
 
 def began_s(sequence: Sequence) -> float:
-    """When its promise starts to count. A resubmitted request starts anew: by its first attempt's deadlines it would be
-    late for good, and everything that is on time would be served before it."""
+    """Return when the promise starts to count. A resubmitted request starts anew: by its first attempt's deadlines it
+    would be late for good, and go behind everything on time."""
     return sequence.arrived_s + sequence.request.waited_s
 
 
 def due_s(sequence: Sequence) -> float:
-    """When its next token is due; infinite where nothing was promised. Tokens of former attempts earn no time."""
+    """Return when the next token is due; infinite if nothing was promised. Tokens of former attempts earn no time."""
     if not is_promised(sequence):
         return inf
     request = sequence.request
@@ -63,13 +64,13 @@ def due_s(sequence: Sequence) -> float:
 
 
 def is_interrupted(sequence: Sequence) -> bool:
-    """It lost its worker amid its output and has no token of this one yet: its client waits for the next token."""
+    """Return whether the sequence lost its worker amid its output and has no token of this one yet."""
     return 0 < sequence.request.output_known == sequence.output_tokens
 
 
 def missed_first(now_s: float, sequence: Sequence) -> bool:
-    """Its first token came, or can only come, after its TTFT; of a response with a deadline, it would have to go on at
-    twice the pace that was planned."""
+    """Return whether the first token came, or can only come, after its TTFT; for a response with a deadline, whether it
+    would need twice the planned pace."""
     if not is_promised(sequence):
         return False
     if sequence.output_tokens and not sequence.request.slo.ttft_s:

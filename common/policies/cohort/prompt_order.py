@@ -34,20 +34,19 @@ from cohort.common.types import Attempt
 
 _PATIENT, _FEASIBLE, _LATE = 0, 1, 2
 _QUICK = 0.25
-"""Of the longest step: a prompt that takes no more never waits for a longer one, whoever is late for its sake."""
+"""Share of the longest step: a prompt that takes no more never waits for a longer one, whoever is late for its sake."""
 _PLANNED = 128
-"""Prompts of a priority that are planned together, the shortest: what a decision costs is bounded."""
+"""Prompts of a priority that are planned together, the shortest: this bounds a decision's cost."""
 _REPRICED = 0.1
-"""A price that moved by this share changes which prompts can still make it: all are ranked anew."""
+"""Change of the price after which all are ranked anew: other prompts can then still make it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOrder:
-    """`first`, of those that can still make it: `most_in_time` ranks them by length as `shortest` does, and the queue
-    plans them (`PromptQueue.plan`). `patience_s`: after so long a client is about to give up, and its request goes
-    before all others of its class. `caution`: time of a prompt beside decode rows, relative to alone; and what a plan
-    allows for what it cannot foresee. `quick_s`: prompts of so little work go first in every plan, so that no long
-    prompt holds a short one up, however soon its own first token is due."""
+    """Order of prompts. `first`, of those that can make it: `most_in_time` ranks them by length as `shortest` does, and
+    the queue plans them (`PromptQueue.plan`). `patience_s`: wait after which a client gives up; its request then goes
+    first in its class. `caution`: time of a prompt beside decode rows, relative to alone; and what a plan allows for
+    the unforeseen. `quick_s`: prompts of so little work go first in every plan, however soon a long one is due."""
 
     first: Literal["most_in_time", "shortest", "earliest_due", "fcfs"] = "shortest"
     patience_s: float = 60.0
@@ -56,7 +55,7 @@ class PromptOrder:
 
     @classmethod
     def of(cls, options: CohortSettings) -> PromptOrder:
-        """The one order of a pipeline: schedulers compute by it, the placement forecasts by it."""
+        """Return the one order of a pipeline: schedulers compute by it, the placement forecasts by it."""
         return cls(
             first=options.prompt_order if options.ordered else "fcfs",
             patience_s=options.patience_s,
@@ -64,8 +63,7 @@ class PromptOrder:
         )
 
     def rank(self, now_s: float, sequence: Sequence, token_s: float) -> tuple[RankKey, float]:
-        """Its place now, and the moment from which on it has another one (infinite if none is foreseen). `token_s`:
-        seconds a prompt token takes."""
+        """Rank a sequence. `token_s`: seconds per prompt token."""
         request = sequence.request
         best_effort = request.traffic_class != "rt"
         if is_interrupted(sequence):
@@ -87,8 +85,8 @@ class PromptOrder:
         *,
         key: Attempt,
     ) -> tuple[RankKey, float]:
-        """`rank` of a prompt with so many tokens left, by what it depends on: also of one on another machine. `due_s`:
-        when its next token is due, infinite where nothing was promised; `key` tells equals apart."""
+        """Rank a prompt with `work` tokens left, also one on another machine. `due_s`: when its next token is due,
+        infinite if nothing was promised; `key` tells equals apart."""
         if self.first == "fcfs":
             return (best_effort, priority, _PATIENT, arrived_s, arrived_s, key), inf
         impatient_s = arrived_s + self.patience_s
@@ -104,7 +102,7 @@ class PromptOrder:
 
 
 class PromptQueue:
-    """Sequences with a prompt to compute, in order. A scheduler that computes a part of one says so (`changed`)."""
+    """Sequences with a prompt to compute, in order. `changed` must follow every partial computation."""
 
     def __init__(self, order: PromptOrder) -> None:
         self._order = order
@@ -112,7 +110,7 @@ class PromptQueue:
         self._ranked: list[tuple[RankKey, Sequence]] = []
         self._keys: dict[Attempt, RankKey] = {}
         self._moves: list[tuple[float, RankKey, Sequence]] = []
-        """When a place changes: void if the sequence has another key by then."""
+        """Times at which a place changes; void if the sequence has another key by then."""
 
     def __len__(self) -> int:
         return len(self._ranked)
@@ -121,24 +119,23 @@ class PromptQueue:
         return sequence.key in self._keys
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In the order as of the last `advance`."""
         return (sequence for _, sequence in self._ranked)
 
     def plan(self, now_s: float, pace_s: float, row_s: float = 0.0) -> PromptPlan:
-        """In the order in which most of them make it. `pace_s`: seconds that a prompt token takes here at present.
-        `row_s`: seconds between two rows that come free, where prompts wait for these and not for time; 0 = they do
-        not. What is foreseen counts with the order's caution."""
+        """Return the order in which most make it. `pace_s`: seconds per prompt token here at present. `row_s`: seconds
+        between free rows, where prompts wait for these and not for time; 0 = they do not. Both count with the order's
+        caution."""
         token_s, row_s = max(pace_s, self._token_s) * self._order.caution, row_s * self._order.caution
         planned = self._order.first == "most_in_time"
         return PromptPlan(self._ranked, now_s, token_s, self._order.quick_s if planned else None, row_s)
 
     def in_rank_order(self) -> PromptPlan:
-        """As of the last `advance`, none of them planned."""
+        """Return all prompts by rank, none of them planned."""
         return PromptPlan(self._ranked, 0.0, 0.0, None)
 
     def is_any_late(self, now_s: float) -> bool:
-        """Whether the first token of one was due before the time of the last `advance`. Best-effort requests have no
-        due time, those that can make it are not late, and of those that cannot the first was due first."""
+        """Return whether a first token was due before the last `advance`. Best-effort requests have no due time, those
+        that can make it are not late, and of those that cannot the first was due first."""
         at = 0
         while at < len(self._ranked):
             group, end = _group(self._ranked, at)
@@ -149,7 +146,7 @@ class PromptQueue:
         return False
 
     def tokens(self, most: int) -> int:
-        """To compute of all of them together, `most` at most."""
+        """Return the tokens left of all prompts, max `most`."""
         tokens = 0
         for _, sequence in self._ranked:
             tokens += sequence.uncomputed
@@ -165,7 +162,7 @@ class PromptQueue:
             heapq.heappush(self._moves, (moves_s, key, sequence))
 
     def remove(self, sequence: Sequence) -> bool:
-        """False: it was not in here."""
+        """Return whether it was in the queue."""
         key = self._keys.pop(sequence.key, None)
         if key is None:
             return False
@@ -173,12 +170,12 @@ class PromptQueue:
         return True
 
     def changed(self, now_s: float, sequence: Sequence) -> None:
-        """Less of it is left, or more."""
+        """Rank a sequence anew, of which more or less is left."""
         if self.remove(sequence):
             self.add(now_s, sequence)
 
     def advance(self, now_s: float, token_s: float) -> None:
-        """Time has passed and the price may have changed: everything to its place of now."""
+        """Rank by the time and the price of now."""
         if abs(token_s - self._token_s) > _REPRICED * self._token_s:
             self._token_s = token_s
             everything, self._ranked, self._moves = list(self), [], []
@@ -193,8 +190,8 @@ class PromptQueue:
 
 
 class PromptPlan(Iterator[Sequence]):
-    """The prompts of a queue one after another, to be read before the queue changes. Only those that are asked for are
-    looked at, and of a priority the `_PLANNED` shortest that can still make it."""
+    """Prompts of a queue in order, to be read before the queue changes. Only those asked for are looked at, and of a
+    priority the `_PLANNED` shortest that can still make it."""
 
     def __init__(
         self,
@@ -204,18 +201,18 @@ class PromptPlan(Iterator[Sequence]):
         quick_s: float | None,
         row_s: float = 0.0,
     ) -> None:
-        """`quick_s`: as of `PromptOrder`; None: all of them by rank. `row_s`: as of `PromptQueue.plan`."""
+        """`quick_s`: see `PromptOrder`; None: all by rank. `row_s`: see `PromptQueue.plan`."""
         self._ranked = ranked
         self._at_s, self._token_s, self._quick_s, self._row_s = now_s, token_s, quick_s, row_s
         self._group: RankKey = ()
         self._next = self._end = 0
-        """Of the group, the first that is not planned, and where the next group begins."""
+        """Index of the first unplanned prompt of the group, and of the next group."""
         self._planned: list[Sequence] = []
-        """Those that come next, last first."""
+        """Planned prompts of the group in reverse order: the next one is the last element."""
 
     @property
     def first(self) -> Sequence | None:
-        """Of those that have not been asked for."""
+        """Next prompt, which stays in the plan; None at its end."""
         if not self._planned and self._next == self._end:
             if self._end == len(self._ranked):
                 return None
@@ -234,7 +231,7 @@ class PromptPlan(Iterator[Sequence]):
         return sequence
 
     def skip(self) -> None:
-        """Leave out the others of this class and priority that have not waited too long already."""
+        """Leave out the rest of this class and priority, but for those that have waited too long."""
         if self._group and self._group[2] != _PATIENT:
             self._next = self._end
             self._planned.clear()
@@ -263,7 +260,7 @@ class PromptPlan(Iterator[Sequence]):
 
 
 def _group(ranked: list[tuple[RankKey, Sequence]], at: int) -> tuple[RankKey, int]:
-    """Class, priority and standing of the one at `at`, and where the next such group begins."""
+    """Return class, priority and standing of the prompt at `at`, and where the next such group begins."""
     group = ranked[at][0][:3]
     return group, bisect_right(ranked, group, lo=at, key=lambda entry: entry[0][:3])
 

@@ -22,11 +22,11 @@ from cohort.common.policies.interface import InstanceView
 from cohort.common.types import KvGeometry, QueuedWork, RequestId
 
 Ranking = Callable[[float, RequestId, Known | None, int], tuple[RankKey, float]]
-"""Now, a prompt, what is known of it, tokens left ─▶ its rank, and when it has another one."""
+"""Rank of a prompt from now, its id, what is known of it and the tokens left."""
 
 
 class Prompt(NamedTuple):
-    """One that waits: tokens left, pairs that they attend to, positions that it and its response will need more."""
+    """Waiting prompt: tokens left, pairs that they attend to, positions that it and its response will need more."""
 
     rank: RankKey
     tokens: int
@@ -36,7 +36,7 @@ class Prompt(NamedTuple):
 
 @dataclass(slots=True)
 class _Entry:
-    """As it counts. `prompt`: None of a decode row."""
+    """Report entry as it counts. `prompt`: None for a decode row."""
 
     work: QueuedWork
     tpot_s: float
@@ -48,38 +48,38 @@ class ReportedQueue:
     def __init__(self, rank: Ranking) -> None:
         self._rank = rank
         self.effort: set[RequestId] = set()
-        """Best-effort ones."""
+        """Best-effort requests."""
         self._unjudged: dict[RequestId, Known] = {}
-        """Decode rows whose first token was foreseen and has not been compared yet."""
+        """Decode rows whose forecast first token was not compared yet."""
         self._again: set[RequestId] = set()
         self._clear()
 
     def _clear(self) -> None:
         self.works: dict[RequestId, QueuedWork] = {}
-        """All that is listed."""
+        """Requests that the report lists."""
         self._entries: dict[RequestId, _Entry] = {}
         self._moves: list[tuple[float, RequestId, RankKey]] = []
-        """When a rank changes: void if the prompt has another one by then."""
+        """Times at which a rank changes; void if the prompt has another one by then."""
         self.rows = self.context = 0
         self.needed = self.variance = 0
         self.prompts = self.prompt_tokens = 0
         self.bound_s = self.bound_to_come_s = inf
-        """The strictest TPOT of rows, and of prompts."""
+        """Strictest TPOT of rows, and of prompts."""
         self._bounds: dict[float, int] = {}
         self._bounds_to_come: dict[float, int] = {}
         self.effort.clear()
         self._unjudged.clear()
 
     def look_again(self, request_id: RequestId) -> None:
-        """What is known of it has changed: the next report's word of it is read whatever it is."""
+        """Mark a request to be read anew with the next report, even if unchanged."""
         if request_id in self.works:
             self._again.add(request_id)
 
     def read(
         self, now_s: float, view: InstanceView, known: Mapping[RequestId, Known], *, anew: bool
     ) -> tuple[list[Prompt], list[Prompt], bool]:
-        """Take a report in: prompts that are gone or not as they were; those that came in their place; and whether it
-        says anything new. `anew`: forget those before."""
+        """Read a report. Return prompts that left or changed, those that came in their place, and whether anything is
+        new. `anew`: forget the reports before."""
         queue, left, came = view.stats.queue, list[Prompt](), list[Prompt]()
         if anew:
             left = [entry.prompt for entry in self._entries.values() if entry.prompt is not None]
@@ -119,7 +119,7 @@ class ReportedQueue:
         return left, came, news
 
     def take_begun(self) -> list[tuple[QueuedWork, Known]]:
-        """Decode rows that are beyond their prompts for the first time, of those whose first token was foreseen."""
+        """Return decode rows that are beyond their prompts for the first time, if their first token was forecast."""
         begun = [
             (self.works[name], request)
             for name, request in self._unjudged.items()
@@ -130,7 +130,7 @@ class ReportedQueue:
         return begun
 
     def _goes_on(self, entry: _Entry, work: QueuedWork, geometry: KvGeometry) -> bool:
-        """A decode row has a few tokens more, or fewer to come; False where it is something else now."""
+        """Update a decode row that has more tokens, or fewer to come; False if it is something else now."""
         former = entry.work
         if work.prefill_left or not (work.decode_left and former.decode_left):
             return False
@@ -175,7 +175,7 @@ class ReportedQueue:
         return prompt
 
     def _take(self, name: RequestId, geometry: KvGeometry) -> Prompt | None:
-        """As if it had never been added."""
+        """Undo `_add`."""
         entry = self._entries.pop(name)
         work, prompt = entry.work, entry.prompt
         self.needed -= geometry.growth(work.context, work.prefill_left, work.decode_left)

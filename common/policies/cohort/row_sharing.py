@@ -19,8 +19,8 @@ from cohort.common.sequence import Sequence
 
 
 def lasting_shape(running: Collection[Sequence], rows: int) -> BatchShape:
-    """An iteration of these as it will be while it goes on like this: `rows` of them, each as long as it is predicted
-    to get, and beside them what it takes to compute the prompts of as many as end, if those that come are like them."""
+    """Return a lasting iteration of `rows` of these, each at its predicted length, with the prompts of as many
+    newcomers as end, if they are alike."""
     prompts = sum([sequence.request.prompt_tokens for sequence in running])
     responses = sum([max(1.0, sequence.predicted) for sequence in running])
     count = max(1, len(running))
@@ -30,8 +30,7 @@ def lasting_shape(running: Collection[Sequence], rows: int) -> BatchShape:
 
 
 def due_first(now_s: float, decoding: Collection[Sequence], step_s: float) -> list[Sequence]:
-    """By when their next tokens are due. One that has no token of this worker yet is due now. `step_s`: time of an
-    iteration."""
+    """Sort by when the next token is due: now, if this worker sampled none yet. `step_s`: time of an iteration."""
 
     def next_s(sequence: Sequence) -> float:
         last_s = sequence.last_token_s
@@ -41,13 +40,13 @@ def due_first(now_s: float, decoding: Collection[Sequence], step_s: float) -> li
 
 
 def longest_shared_s(running: Collection[Sequence], rows: int, step_s: float, headroom: float) -> float:
-    """An iteration of `rows` after which every sequence still has its tokens in time on average."""
+    """Return the longest iteration of `rows` after which all sequences keep their pace on average."""
     return rows * (1.0 - headroom) / _tokens_per_s(running, step_s)
 
 
 def newcomers(running: Collection[Sequence], rows: int, step_s: float, headroom: float) -> int:
-    """How many more sequences like these can decode beside them in iterations of `step_s`, whether that leaves a row
-    for each or not."""
+    """Return how many more sequences like these can decode beside them in iterations of `step_s`, even without a row
+    each."""
     free = max(0, rows - len(running))
     if not running or step_s <= 0.0:
         return free
@@ -57,10 +56,10 @@ def newcomers(running: Collection[Sequence], rows: int, step_s: float, headroom:
 
 
 def _pace_s(sequence: Sequence, step_s: float) -> float:
-    """Between two of its tokens; it has one an iteration at most."""
+    """Return the seconds between two tokens of a sequence, at least an iteration."""
     return max(step_s, tpot_s(sequence)) if is_promised(sequence) else step_s
 
 
 def _tokens_per_s(running: Collection[Sequence], step_s: float) -> float:
-    """That all of these are to have together."""
+    """Return the token rate that these sequences need together."""
     return sum([1.0 / max(1e-6, _pace_s(sequence, step_s)) for sequence in running])

@@ -20,11 +20,11 @@ from cohort.common.types import InstanceId
 MOST = 8
 """Devices looked at for one request."""
 _CACHED = 2
-"""Of these, at most, because they are said to have a part of its prompt."""
+"""Max devices chosen for a cached part of the prompt."""
 _HOMES = 2
-"""Of these, at most, because its adapter is there."""
+"""Max devices chosen for their adapter."""
 _REMEMBERED = 3
-"""Of these, at most, because they were good for the request before."""
+"""Max devices chosen because they were good for the request before."""
 
 
 class Shortlist:
@@ -36,21 +36,20 @@ class Shortlist:
         self._next = 0
         self._remembered: list[int] = []
         self._homes: dict[str, list[InstanceId]] = {}
-        """Where requests of an adapter went last."""
+        """Workers that requests of an adapter went to last."""
 
     @property
     def devices(self) -> int:
-        """Of the whole cluster."""
+        """Number of devices in the cluster."""
         return len(self._devices)
 
     @property
     def standbys(self) -> int:
-        """Workers beside the first one of their device."""
+        """Number of workers beside the first one of their device."""
         return self._members - len(self._devices)
 
     def changed(self, views: Mapping[InstanceId, InstanceView]) -> bool:
-        """Take the cluster in; True where it is another one than last time. The manager makes a mapping anew when a
-        worker comes or goes."""
+        """Take the cluster in; True if it changed. The manager makes a new mapping when a worker comes or goes."""
         if views is self._views and len(views) == self._members:
             return False
         self._views, self._members = views, len(views)
@@ -65,8 +64,7 @@ class Shortlist:
     def of(
         self, preferred: InstanceId | None, cached: Mapping[InstanceId, int], adapter: str = ""
     ) -> Mapping[InstanceId, InstanceView]:
-        """Of the cluster that was taken in. `cached`: tokens of this prompt that workers have. `adapter`: the LoRA
-        adapter that it wants; "" = none."""
+        """Choose workers. `cached`: tokens of this prompt that workers have. `adapter`: its LoRA adapter; "" = none."""
         if len(self._devices) <= MOST:
             return self._views
         chosen: dict[int, None] = {}
@@ -85,12 +83,12 @@ class Shortlist:
         return {name: views[name] for index in chosen for name in self._devices[index]}
 
     def placed(self, adapter: str, name: InstanceId) -> None:
-        """A request with this adapter went there, which will have it loaded."""
+        """Note where a request with this adapter went."""
         homes = [name, *(each for each in self._homes.get(adapter, ()) if each != name)]
         self._homes[adapter] = homes[:_HOMES]
 
     def remember(self, names: Iterable[InstanceId]) -> None:
-        """The best ones but the chosen one, the best first."""
+        """Note the best workers but the chosen one, best first."""
         if len(self._devices) > MOST:
             devices = dict.fromkeys(self._device_of[name] for name in names)
             self._remembered = list(devices)[:_REMEMBERED]

@@ -17,17 +17,17 @@ from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import StepTimes
 
 _PROBE_PAIRS = 1_000_000
-"""Query-key pairs by which the price of one is asked."""
+"""Query-key pairs with which the price of one is asked."""
 _CLOSE = 0.005
-"""A chunk whose iteration misses the aim by this share is good enough."""
+"""Share by which a chunk's iteration may miss the aim."""
 _CROWDED = 0.75
-"""From this share of the cache on, what is held and will still be needed counts against a worker."""
+"""Share of the cache from which on held and needed KV counts against a worker."""
 
 
 class Pace(NamedTuple):
-    """How a worker computes prompts at present: beside `decodes`, in iterations of `aim_s`, `chunk` tokens each where
-    these attend to nothing. `rate`: tokens a second while prompts wait. `token_s`: what one token more adds there;
-    `pair_s`: what a query-key pair adds."""
+    """Prompt pace of a worker: beside `decodes`, in iterations of `aim_s`, of `chunk` tokens if these attend to
+    nothing. `rate`: tokens per second while prompts wait. `token_s`, `pair_s`: seconds per added token, and query-key
+    pair."""
 
     times: StepTimes
     decodes: BatchShape
@@ -40,8 +40,8 @@ class Pace(NamedTuple):
     pair_s: float
 
     def seconds(self, tokens: int, pairs: float, behind: int = 0) -> float:
-        """Until so many prompt tokens, which attend to so many pairs together, are computed. `behind`: prompt tokens
-        that wait behind them and share their last iteration."""
+        """Return the time to compute `tokens` with `pairs` in all. `behind`: later prompt tokens that share the last
+        iteration."""
         if tokens <= 0:
             return 0.0
         rows, context = self.decodes.decodes, self.decodes.decode_context
@@ -62,8 +62,8 @@ class Pace(NamedTuple):
 
 
 def prompt_pace(times: StepTimes, decodes: BatchShape, aim_s: float, *, most: int, least: int) -> Pace:
-    """`aim_s`: seconds that an iteration may take, infinite where nothing bounds it; `most`, `least`: prompt tokens in
-    one, whatever it takes."""
+    """Compute a pace. `aim_s`: seconds that an iteration may take, infinite = unbounded; `most`, `least`: bounds of its
+    prompt tokens."""
     rows, context = decodes.decodes, decodes.decode_context
 
     def seconds(tokens: float) -> float:
@@ -93,18 +93,17 @@ def prompt_pace(times: StepTimes, decodes: BatchShape, aim_s: float, *, most: in
 
 
 def mixes(times: StepTimes, decodes: BatchShape, chunk: int, bound_s: float) -> bool:
-    """Whether a chunk of so many prompt tokens can go with these decodes and keep the bound."""
+    """Return whether a chunk of prompt tokens fits beside these decodes within the bound."""
     return step_seconds(times, BatchShape(chunk, 1, 0, decodes.decodes, decodes.decode_context)) <= bound_s
 
 
 def memory_price_s(needed: float, variance: float, free: float, total: float) -> float:
-    """What it costs a newcomer that `needed` positions, all in all, will still be wanted of a cache of `total`, of
-    which `free` are free: a second for as much again as the cache holds. An upper estimate: `variance` is the sum of
-    every prediction's own (p90 − mean)²; errors of many cancel in part."""
+    """Price `needed` positions in a cache of `total`, `free` of them free: a second per cacheful. An upper estimate:
+    `variance` sums every prediction's (p90 − mean)²; errors cancel in part."""
     return max(0.0, (total - free + needed + sqrt(variance)) / max(total, 1.0) - _CROWDED)
 
 
 def transfer_fits(transfer_s: float, tokens: float, ahead_s: float) -> bool:
-    """Whether a response of so many tokens still keeps its mean TPOT if its second token comes this much later: with
-    every token after it `ahead_s` of that is made up for."""
+    """Return whether a response of `tokens` keeps its mean TPOT if the second comes `transfer_s` later and each further
+    one makes up for `ahead_s`."""
     return transfer_s <= max(0.0, tokens - 1.0) * ahead_s

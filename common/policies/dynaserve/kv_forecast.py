@@ -43,7 +43,7 @@ def holding(sequence: Sequence) -> tuple[int, int]:
 def fits(kv: KvAllocator, running: Collection[Sequence], newcomer: Sequence, *, freed_blocks: int = 0) -> bool:
     """Blocks for it and, as far as responses are predicted, for what all sequences here will hold at worst.
     `freed_blocks`: of sequences that give theirs up for it."""
-    if not running or not leaves_next_blocks(kv, running, newcomer, freed_blocks=freed_blocks):
+    if not running or not leaves_next_blocks(kv, len(running), newcomer, freed_blocks=freed_blocks):
         return not running
     geometry = kv.geometry
     holders = [holding(s) for s in (*running, newcomer)]

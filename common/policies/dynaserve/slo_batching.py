@@ -105,7 +105,7 @@ class SloBatching(ArrivalQueues):
             return False
         full = len(plan.rows) >= min(self._limits.max_rows, self._limits.max_tokens)
         # The forecast changes from one iteration to the next; a lack of blocks does not.
-        return full or not leaves_next_blocks(kv, self._running, self._waiting[0])
+        return full or not leaves_next_blocks(kv, len(self._running), self._waiting[0])
 
     @property
     def learned(self) -> LearnedTimes:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 
 _FIRST_STEP, _STEP = 0.1, 0.02
-"""Of the estimate, in logarithm: an iteration beyond it raises it by this much, at `percentile` 0.99 one within it
-lowers it by a hundredth of that. The step shrinks from the first value to the second over the first `_YOUNG`."""
+"""Change of the estimate, in logarithm, at a late iteration; at `percentile` 0.99 one in time lowers it by a hundredth
+of that. The step shrinks from the first value to the second over the first `_YOUNG`."""
 _YOUNG = 100
 _MOST = math.log(2.0)
-"""Half the bound at most: greater lateness has other reasons than the size of the iteration."""
+"""Max logarithm, half the bound: greater lateness has other reasons than the size of the iteration."""
 
 
 class Lateness:
@@ -28,12 +28,12 @@ class Lateness:
         self._recorded = 0
 
     def keep(self) -> tuple[float, int]:
-        """For `resume`."""
+        """Return the state for `resume`."""
         return self._log_ratio, self._recorded
 
     def resume(self, kept: tuple[float, int]) -> None:
-        """Go on from what an earlier process had `keep`, with the steps of its age: changes meanwhile are tracked as
-        without a restart. Raises `ValueError` for what cannot have been kept."""
+        """Go on from the state that an earlier process had `keep`, with the steps of its age. Raises `ValueError` for
+        anything else."""
         log_ratio, recorded = kept
         if not 0.0 <= log_ratio <= _MOST or recorded < 0:
             raise ValueError(f"no lateness: {kept}")
@@ -41,11 +41,11 @@ class Lateness:
 
     @property
     def ratio(self) -> float:
-        """At least 1: iterations that are early leave nothing to be aimed beyond."""
+        """Late time over estimate, at least 1."""
         return math.exp(self._log_ratio)
 
     def record(self, estimated_s: float, measured_s: float) -> None:
-        """Ignores iterations without an estimate."""
+        """Record an iteration; one without an estimate is ignored."""
         if estimated_s <= 0.0 or measured_s <= 0.0:
             return
         beyond = math.log(measured_s / estimated_s) > self._log_ratio

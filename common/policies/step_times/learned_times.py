@@ -16,11 +16,11 @@ from cohort.common.sequence import Row
 from cohort.common.types import Attempt, KvGeometry, StepTimes
 
 _PERCENTILE = 0.99
-"""The bound is one on P99 (§3.1)."""
+"""Percentile of the bound, P99 (§3.1)."""
 
 
 class _Kept(msgspec.Struct, tag_field="kind", tag="dynaserve-batching"):
-    """State kept over a restart: the profile table as it exports itself, and the lateness of iterations."""
+    """Learned state in a file: the exported profile table, and the lateness of iterations."""
 
     version: int
     table: msgspec.Raw
@@ -33,16 +33,16 @@ class LearnedTimes(Learned):
         self.lateness = Lateness(_PERCENTILE)
 
         self._observed: frozenset[Attempt] = frozenset()
-        """Of the last iteration that was recorded, if all its rows decoded."""
+        """Sequences of the last iteration recorded, if all its rows decoded."""
 
     def learn(self, ran: Ran, geometry: KvGeometry) -> BatchShape | None:
-        """`note` of what ran last."""
+        """Record an iteration that ran."""
         return self.note(ran.plan, ran.latency_s, geometry)
 
     def note(self, plan: IterationPlan, latency_s: float, geometry: KvGeometry) -> BatchShape | None:
-        """Record an iteration; its shape, or None where nothing was learned. Decode-only iterations that repeat the
-        last one by row teach nothing new and are left out, as are those that copied KV beside their rows: which of the
-        two took the time is not known. Likewise those with drafts."""
+        """Record an iteration; return its shape, or None if nothing was learned. Left out: decode-only iterations with
+        the last one's rows, those with copies beside their rows (which of the two took the time is unknown), those with
+        drafts."""
         if plan.drafted:  # its drafts are priced by `common/policies/speculation.py`
             return None
         copies, rows = plan.copies, frozenset[Attempt]()
@@ -64,7 +64,7 @@ class LearnedTimes(Learned):
         return shape
 
     def knows(self, plan: IterationPlan) -> bool:
-        """Running these decode rows once more would teach nothing."""
+        """Return whether running these decode rows once more would teach nothing."""
         return frozenset(row.sequence.key for row in plan.rows) == self._observed
 
     def step_times(self) -> StepTimes | None:
@@ -90,7 +90,7 @@ class LearnedTimes(Learned):
 
 
 def plan_shape(plan: IterationPlan, geometry: KvGeometry | None = None) -> BatchShape:
-    """With its copies, where `geometry` says how many positions a block has."""
+    """Return a plan's shape; with its copies if `geometry` is given."""
     batch = decode_shape([row for row in plan.rows if row.count == 1])
     for row in plan.rows:
         if row.count > 1:

@@ -19,7 +19,7 @@ from cohort.common.types import StepTimes
 _NEW = 0.1
 """Weight of a new measurement in a cell that has seen ten."""
 _WILD = 0.2
-"""A measurement further than this (in logarithm) from a settled cell moves it as if it were no further."""
+"""Distance (in logarithm) from a settled cell up to which a measurement moves it."""
 _SETTLED = 5
 _HALF_TRUST = 4.0
 """Measurements after which a cell corrects the curve by half its deviation from it."""
@@ -77,15 +77,15 @@ class _ProfilePoint(msgspec.Struct):
 
 
 class _Profile(msgspec.Struct):
-    """The part read of the file that `cohort profile` writes."""
+    """Points read from the file that `cohort profile` writes."""
 
     points: list[_ProfilePoint]
 
 
 def cell_key(shape: BatchShape) -> CellKey:
-    """D5 · the table's key: prefill tokens, mean context, decode rows; each in half octaves, so that neighbours in a
-    cell differ by some 40 % at most and a few hundred cells hold everything a worker runs. Iterations that copy KV have
-    cells of their own."""
+    """D5 · Return the table's key: prefill tokens, mean context, decode rows; each in half octaves, so that neighbours
+    in a cell differ by some 40 % and a few hundred cells hold everything. Iterations that copy KV have cells of their
+    own."""
     key = (_bin(shape.prefill_tokens), _bin(shape.mean_context), _bin(shape.decodes))
     return (*key, _bin(shape.copied)) if shape.copied else key
 
@@ -124,7 +124,7 @@ class ProfileTable:
 
     @property
     def step_times(self) -> StepTimes | None:
-        """The curve; None until enough was measured."""
+        """Fitted curve; None until enough was measured."""
         return self._times
 
     @property
@@ -133,12 +133,12 @@ class ProfileTable:
         return self._error
 
     def error_of(self, kind: IterationKind) -> float:
-        """Moving mean of |estimate / measured - 1| over iterations of this kind since this process started; 0 before
+        """Return the moving mean of |estimate / measured - 1| over iterations of this kind in this process; 0 before
         the first."""
         return self._errors.get(kind, (0, 0.0))[1]
 
     def record(self, shape: BatchShape, seconds: float) -> None:
-        """Alg. 2, first step: the tuple of the batch that just ran."""
+        """Alg. 2, first step: Record the batch that just ran."""
         if seconds <= 0.0 or not shape.prefill_rows + shape.decodes + shape.copied:
             return
         estimate = self.estimate(shape)
@@ -152,7 +152,7 @@ class ProfileTable:
             self._fit()
 
     def estimate(self, shape: BatchShape) -> float | None:
-        """Seconds; None until there is a curve."""
+        """Return an iteration's seconds; None until there is a curve."""
         times = self._times
         if times is None:
             return None
@@ -164,8 +164,8 @@ class ProfileTable:
         return curve_s * math.exp(deviation * cell.count / (cell.count + _HALF_TRUST))
 
     def prefill_budget(self, base: BatchShape, start: int, most: int, within_s: float) -> int:
-        """D5 · the largest number of tokens, at most `most`, of a prompt computed up to `start` that keeps the batch
-        `base` within `within_s`. 0 when none fit; `most` while nothing is known."""
+        """D5 · Return the most tokens, max `most`, of a prompt computed up to `start` that keep the batch `base` within
+        `within_s`. 0 if none fit; `most` while nothing is known."""
         if most <= 0:
             return 0
         whole_s = self.estimate(base.with_prefill(start, most))
@@ -245,7 +245,7 @@ class ProfileTable:
 
 
 def _measured_shape(shape: _ProfileShape) -> BatchShape:
-    """`context` of a profile's point counts positions after the step."""
+    """Return the shape of a profile's point, whose `context` counts positions after the step."""
     if shape.tokens_per_row == 1:
         return BatchShape(0, 0, 0, shape.rows, shape.rows * shape.context)
     batch = BatchShape(0, 0, 0, shape.decodes, shape.decodes * shape.decode_context)

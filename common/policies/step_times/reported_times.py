@@ -8,11 +8,12 @@ from __future__ import annotations
 from cohort.common.types import StepTimes, WorkerStats
 
 COLD = StepTimes(1e-3, 1e-4, 1e-4, 1e-2, 1e-9, 1e-8)
-"""Until a worker has reported times; only the proportions matter, and only for the first requests."""
+"""Times of a worker that has reported none; only their proportions matter, for the first requests."""
 
 
 def reported_times(stats: WorkerStats, fallback: StepTimes = COLD) -> StepTimes:
-    """As learned; until the worker has learned any, two constants from its averages and the rest as usual."""
+    """Return the learned times; until there are any, two constants from the worker's averages and the rest from
+    `fallback`."""
     if stats.step_times is not None:
         return stats.step_times
     rate, decode_s = stats.prefill_tokens_per_s, stats.decode_step_s

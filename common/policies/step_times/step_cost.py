@@ -15,9 +15,9 @@ CORNER = 4.0
 
 
 class BatchShape(NamedTuple):
-    """An iteration in the numbers of Alg. 2: prefill tokens (plen), decode rows (dnum) and the KV positions they read
+    """Iteration in the numbers of Alg. 2: prefill tokens (plen), decode rows (dnum) and the KV positions they read
     together (ctx · dnum), and the query-key pairs of the prefill part, which long prompts make dear. `copied`:
-    positions whose KV is copied between device and host memory before the rows are computed.
+    positions copied between device and host memory before the rows.
 
     Differs from the paper: it has neither pairs (there a chunk costs the same wherever in its prompt it lies) nor
     copies.
@@ -32,7 +32,7 @@ class BatchShape(NamedTuple):
 
     @property
     def mixed(self) -> bool:
-        """Prompt chunks and decodes share the iteration."""
+        """Flag: prompt chunks and decodes share the iteration."""
         return self.prefill_tokens > 0 and self.decodes > 0
 
     @property
@@ -43,7 +43,7 @@ class BatchShape(NamedTuple):
         return self.prefill_pairs / self.prefill_tokens if self.prefill_tokens else 0.0
 
     def with_prefill(self, start: int, count: int) -> BatchShape:
-        """And `count` more tokens of one prompt from position `start` on."""
+        """Add `count` tokens of one prompt from position `start` on."""
         pairs = count * start + count * (count + 1) // 2
         return BatchShape(
             self.prefill_tokens + count,
@@ -56,7 +56,7 @@ class BatchShape(NamedTuple):
 
 
 def step_seconds(times: StepTimes, shape: BatchShape) -> float:
-    """Seconds of an iteration; 0 for an empty one."""
+    """Return the seconds of an iteration; 0 for an empty one."""
     rows = shape.prefill_rows + shape.decodes
     copy_s = times.copy_s * shape.copied
     if not rows:
@@ -72,12 +72,12 @@ def step_seconds(times: StepTimes, shape: BatchShape) -> float:
 
 
 def linear_seconds(times: StepTimes, tokens: float) -> float:
-    """The matrix products: bound by the weights' way from memory, or by the tokens."""
+    """Return the seconds of the matrix products, bound by reading the weights or by the tokens."""
     return float(((times.token_s * tokens) ** CORNER + times.floor_s**CORNER) ** (1.0 / CORNER))
 
 
 def tokens_within(times: StepTimes, seconds: float) -> float:
-    """The most tokens whose matrix products take no longer; 0 if not even the weights can be read in that time."""
+    """Return the most tokens whose matrix products fit; 0 if the weights cannot even be read in that time."""
     if seconds <= times.floor_s or times.token_s <= 0.0:
         return 0.0
     return float((seconds**CORNER - times.floor_s**CORNER) ** (1.0 / CORNER)) / times.token_s

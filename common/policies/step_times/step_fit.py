@@ -21,22 +21,20 @@ _OUTLIER = 0.2
 _PRIOR = 0.02
 """Pull of each constant towards its starting value: decides only what the points leave open."""
 _MIXED_PRIOR = 0.2
-"""Pull of the price of mixing towards none: where no prompt ever runs without decodes, tokens are dear, not mixing."""
+"""Pull of the price of mixing towards none: where no prompt ever runs alone, tokens are dear, not mixing."""
 _DEAREST_MIXING = 1.1
-"""Logarithm: mixing at most triples an iteration, nor does it save more than two thirds of one."""
+"""Max logarithm of the price: mixing at most triples an iteration, or saves two thirds of one."""
 
 _Array = npt.NDArray[np.float64]
 _MIXED, _COPY = 6, 7
-"""Places of these two among the constants; of the first the logarithm of one more."""
+"""Indices of the constants that are no plain times: the first is the logarithm of 1 + the price of mixing."""
 
 
 def fit_step_times(
     shapes: Sequence[BatchShape], seconds: Sequence[float], weights: Sequence[float], start: StepTimes | None = None
 ) -> StepTimes:
-    """The constants that explain the measured iterations best, in logarithms.
-
-    Raises `ValueError` without points. With few of them the rest of the constants stays near `start` (or a guess).
-    """
+    """Fit the constants to the measured iterations, in logarithms. With few of these the rest stays near `start` (or a
+    guess). Raises `ValueError` without any."""
     if not shapes:
         raise ValueError("no measured iterations to fit")
     points = _Points.of(shapes, seconds)

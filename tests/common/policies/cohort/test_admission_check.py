@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.policies.cohort.admission_check import INFEASIBLE, AdmissionTest, RefuseLate, admission_test
-from cohort.common.policies.interface import Placed, Refuse, WaitingRequest
-from cohort.common.types import Attempt, IfLate, Request, SamplingParams, Segment, Slo
+from cohort.common.policies.interface import Refuse, WaitingRequest
+from cohort.common.types import Attempt, IfLate, Request, SamplingParams, Slo
 
 OUTCOMES: tuple[IfLate, ...] = get_args(IfLate)
 OPERATORS: tuple[RefuseLate, ...] = get_args(RefuseLate)
-PLACED = Placed((Segment(0, None, "w"),), "by hand")
 
 seconds = st.floats(0.0, 1e4)
 outcomes = st.sampled_from(OUTCOMES)
@@ -110,15 +109,13 @@ def test_late_by_less_than_a_second_is_retried_after_one() -> None:
 @pytest.mark.parametrize("if_late", ["refuse", "best_effort"])
 def test_others_are_served_however_late(changes: dict[str, object], if_late: IfLate) -> None:
     late = waiting(if_late=if_late, **changes)
-    assert AdmissionTest("all").apply(100.0, late, 1000.0, PLACED) is PLACED
+    assert AdmissionTest("all").judge(100.0, late, 1000.0) == "serve"
 
 
 def test_a_verdict_says_what_it_was_based_on() -> None:
     test = AdmissionTest(caution=2.0)
-    refused = test.apply(10.5, waiting(since_s=10.0), 2.0, PLACED)
-    assert refused == Refuse(INFEASIBLE, 3.5, forecast_s=2.5)
-    demoted = test.apply(10.5, waiting(since_s=10.0, if_late="best_effort"), 2.0, PLACED)
-    assert demoted == Placed(PLACED.segments, PLACED.reason, best_effort=True, forecast_s=2.5)
+    assert test.judge(10.5, waiting(since_s=10.0), 2.0) == Refuse(INFEASIBLE, 3.5, forecast_s=2.5)
+    assert test.judge(10.5, waiting(since_s=10.0, if_late="best_effort"), 2.0) == "best_effort"
 
 
 def test_waiting_in_the_queue_counts() -> None:

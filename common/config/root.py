@@ -4,36 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from cohort.common.config.gateway import BatchConfig, GatewayConfig, KeysConfig, ResponsesConfig
+from cohort.common.config import gateway as entry
+from cohort.common.config import policies as systems
+from cohort.common.config import serving
 from cohort.common.config.kinds import Seconds, Section
-from cohort.common.config.policies import (
-    AlignedServeConfig,
-    BaselinesConfig,
-    BrosConfig,
-    BucketServeConfig,
-    CohortConfig,
-    DynaServeConfig,
-    EcoServeConfig,
-    PolicyConfig,
-)
-from cohort.common.config.serving import (
-    EndpointsConfig,
-    EngineConfig,
-    KvConfig,
-    LoggingConfig,
-    ManagerConfig,
-    MetricsConfig,
-    ModelConfig,
-    MonitorConfig,
-    PlannerConfig,
-    PredictorConfig,
-    RecordingConfig,
-    SecurityConfig,
-    SpeculationConfig,
-    TracingConfig,
-    TransferConfig,
-    WorkerGroup,
-)
 from cohort.common.types import Role
 
 GPU_WORKER_THREADS = 8
@@ -41,36 +15,36 @@ GPU_WORKER_THREADS = 8
 
 class Config(Section, frozen=True):
     name: str = "cohort"  # of the preset; shown by /version, in logs and metrics
-    model: ModelConfig = ModelConfig()
+    model: serving.ModelConfig = serving.ModelConfig()
     # groups: role (prefill, decode, unified), count, threads (0 = engine.threads), tensor_parallel, hosts; or `auto`
-    workers: tuple[WorkerGroup, ...] = (WorkerGroup(Role.PREFILL), WorkerGroup(Role.DECODE))
-    policies: PolicyConfig = PolicyConfig()
-    bucketserve: BucketServeConfig = BucketServeConfig()
-    cohort: CohortConfig = CohortConfig()
-    dynaserve: DynaServeConfig = DynaServeConfig()
-    alignedserve: AlignedServeConfig = AlignedServeConfig()
-    baselines: BaselinesConfig = BaselinesConfig()
-    ecoserve: EcoServeConfig = EcoServeConfig()
-    bros: BrosConfig = BrosConfig()
-    gateway: GatewayConfig = GatewayConfig()
-    keys: KeysConfig = KeysConfig()
-    batch: BatchConfig = BatchConfig()
-    responses: ResponsesConfig = ResponsesConfig()
+    workers: tuple[serving.WorkerGroup, ...] = (serving.WorkerGroup(Role.PREFILL), serving.WorkerGroup(Role.DECODE))
+    policies: systems.PolicyConfig = systems.PolicyConfig()
+    bucketserve: systems.BucketServeConfig = systems.BucketServeConfig()
+    cohort: systems.CohortConfig = systems.CohortConfig()
+    dynaserve: systems.DynaServeConfig = systems.DynaServeConfig()
+    alignedserve: systems.AlignedServeConfig = systems.AlignedServeConfig()
+    baselines: systems.BaselinesConfig = systems.BaselinesConfig()
+    ecoserve: systems.EcoServeConfig = systems.EcoServeConfig()
+    bros: systems.BrosConfig = systems.BrosConfig()
+    gateway: entry.GatewayConfig = entry.GatewayConfig()
+    keys: entry.KeysConfig = entry.KeysConfig()
+    batch: entry.BatchConfig = entry.BatchConfig()
+    responses: entry.ResponsesConfig = entry.ResponsesConfig()
     drain_s: Seconds = 30.0  # on SIGTERM: the longest that a gateway or worker takes to finish what runs
-    predictor: PredictorConfig = PredictorConfig()
-    manager: ManagerConfig = ManagerConfig()
-    monitor: MonitorConfig = MonitorConfig()
-    planner: PlannerConfig = PlannerConfig()
-    kv: KvConfig = KvConfig()
-    transfer: TransferConfig = TransferConfig()
-    engine: EngineConfig = EngineConfig()
-    speculation: SpeculationConfig = SpeculationConfig()
-    endpoints: EndpointsConfig = EndpointsConfig()
-    security: SecurityConfig = SecurityConfig()
-    logging: LoggingConfig = LoggingConfig()
-    metrics: MetricsConfig = MetricsConfig()
-    recording: RecordingConfig = RecordingConfig()
-    tracing: TracingConfig = TracingConfig()
+    predictor: serving.PredictorConfig = serving.PredictorConfig()
+    manager: serving.ManagerConfig = serving.ManagerConfig()
+    monitor: serving.MonitorConfig = serving.MonitorConfig()
+    planner: serving.PlannerConfig = serving.PlannerConfig()
+    kv: serving.KvConfig = serving.KvConfig()
+    transfer: serving.TransferConfig = serving.TransferConfig()
+    engine: serving.EngineConfig = serving.EngineConfig()
+    speculation: serving.SpeculationConfig = serving.SpeculationConfig()
+    endpoints: serving.EndpointsConfig = serving.EndpointsConfig()
+    security: serving.SecurityConfig = serving.SecurityConfig()
+    logging: serving.LoggingConfig = serving.LoggingConfig()
+    metrics: serving.MetricsConfig = serving.MetricsConfig()
+    recording: serving.RecordingConfig = serving.RecordingConfig()
+    tracing: serving.TracingConfig = serving.TracingConfig()
     # settings of mechanisms, {cohort: {ordered: false}}: for measurements alone; common/policies/settings.py names them
     experiment: dict[str, dict[str, bool | int | float | str]] = msgspec.field(default_factory=dict)
 
@@ -88,7 +62,7 @@ class Config(Section, frozen=True):
         """Return CPU threads of each rank of a worker: they share the worker's."""
         return max(1, self.worker_threads(instance, cores) // self.worker_group(instance).local_degree)
 
-    def worker_group(self, instance: str, role: Role | None = None) -> WorkerGroup:
+    def worker_group(self, instance: str, role: Role | None = None) -> serving.WorkerGroup:
         """Return a worker's group; for one that the configuration does not name, as in a container, the first of its
         role."""
         if (group := dict(self._instances()).get(instance)) is not None:
@@ -132,7 +106,7 @@ class Config(Section, frozen=True):
         """Whether of the workers of one device one computes and the others stand by."""
         return self.policies.placement == "least_ttft"
 
-    def _instances(self) -> list[tuple[str, WorkerGroup]]:
+    def _instances(self) -> list[tuple[str, serving.WorkerGroup]]:
         counts: dict[Role, int] = {}
         named = []
         for group in self.workers:

@@ -484,8 +484,8 @@ class IterationScheduler(ABC):
     wants_arriving = False
     """Flag: `News.arriving` is to be counted; KV transfers on their way here then disturb a steady plan."""
     reads_runs = False
-    """Flag: `decide` takes in all `News.runs`, so that an iteration may begin behind one in which prompts end. Otherwise
-    a decision follows each of these."""
+    """Flag: `decide` takes in all `News.runs`, so that an iteration may begin behind one in which prompts end. Else a
+    decision follows each of these."""
 
     @abstractmethod
     def add(self, now_s: float, sequence: Sequence) -> None:

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from cohort.common.policies.interface import InstanceView
 from cohort.common.types import InstanceId
 
+Views = Mapping[InstanceId, InstanceView]
 
-def link_rate(views: Mapping[InstanceId, InstanceView], sender: InstanceId, receiver: InstanceId) -> float | None:
+
+def link_rate(views: Views, sender: InstanceId, receiver: InstanceId) -> float | None:
     """Return bytes a second; None where nothing was measured."""
     own = views[sender].stats.link_rates.get(receiver) if sender in views else None
     if own:
@@ -23,12 +25,7 @@ def link_rate(views: Mapping[InstanceId, InstanceView], sender: InstanceId, rece
 
 
 def transfer_seconds(
-    views: Mapping[InstanceId, InstanceView],
-    sender: InstanceId,
-    receiver: InstanceId,
-    tokens: int,
-    *,
-    unmeasured_s: float,
+    views: Views, sender: InstanceId, receiver: InstanceId, tokens: int, *, unmeasured_s: float
 ) -> float:
     """Return the seconds to send the KV of `tokens` positions; `unmeasured_s` where no rate is known."""
     rate = link_rate(views, sender, receiver)

@@ -44,6 +44,9 @@ nothing else would ever show that it has become better."""
 _UNKNOWN = StepTimes(0.0, 0.0, 0.25, 1.0, 0.0, 0.0)
 """Times until step times are learned, in iterations of one row: four positions cost as much as the weights."""
 
+Candidates = Seq[tuple[Sequence, int]]
+"""Sequences, each with the most drafts that its own end leaves it."""
+
 
 class Mean:
     """Moving mean that starts as a plain one."""
@@ -169,13 +172,7 @@ class Speculation:
         return False
 
     def allot(
-        self,
-        times: StepTimes | None,
-        shape: BatchShape,
-        candidates: Seq[tuple[Sequence, int]],
-        *,
-        most: int,
-        within_s: float,
+        self, times: StepTimes | None, shape: BatchShape, candidates: Candidates, *, most: int, within_s: float
     ) -> list[int]:
         """Return the number of drafts of each sequence, whose rows have `shape` with those of others. Each candidate
         has the most that its own end leaves it; `most` for all together. `within_s`: bound of the iteration (infinite:
@@ -183,13 +180,7 @@ class Speculation:
         return self._best(times, shape, candidates, most, within_s)[0]
 
     def worth_waiting(
-        self,
-        times: StepTimes | None,
-        shape: BatchShape,
-        candidates: Seq[tuple[Sequence, int]],
-        *,
-        most: int,
-        within_s: float,
+        self, times: StepTimes | None, shape: BatchShape, candidates: Candidates, *, most: int, within_s: float
     ) -> bool:
         """Return whether the next iteration should wait for the token before its drafts instead of being planned ahead.
         The wait is certain, the drafts come if that token is as expected; a model makes some whatever it is. Arguments
@@ -211,12 +202,7 @@ class Speculation:
         return (faster - 1.0) * max(chances, default=0.0) > _WAIT
 
     def _best(
-        self,
-        times: StepTimes | None,
-        shape: BatchShape,
-        candidates: Seq[tuple[Sequence, int]],
-        most: int,
-        within_s: float,
+        self, times: StepTimes | None, shape: BatchShape, candidates: Candidates, most: int, within_s: float
     ) -> tuple[list[int], float]:
         """Return drafts of each, and by how much they raise tokens a second."""
         allotted = [0] * len(candidates)

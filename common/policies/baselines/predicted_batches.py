@@ -22,7 +22,7 @@ SPREAD = 1.5
 
 
 class PredictedBatches(IterationScheduler):
-    """Batches of similar predicted outputs. `spread`: factor around the oldest one's. With `limits.padded` prompts are
+    """Batches of similar predicted outputs. With `limits.padded` prompts are
     computed as rectangles, as without variable-length kernels. With `rectangular_kv` a batch is as large as one
     contiguous cache allows, every row as long as the longest prompt and the longest response together (BucketServe Eq.
     1), as without paged attention; the rows themselves still take blocks.
@@ -36,18 +36,11 @@ class PredictedBatches(IterationScheduler):
     reads_runs = True  # of which it needs none
 
     def __init__(
-        self,
-        limits: IterationLimits,
-        *,
-        reservation: Reservation,
-        spread: float = SPREAD,
-        rectangular_kv: bool = False,
-        static: bool = False,
+        self, limits: IterationLimits, *, reservation: Reservation, rectangular_kv: bool = False, static: bool = False
     ) -> None:
         self._limits = limits
         self._rectangular_kv = rectangular_kv
         self._reservation = reservation
-        self._spread = spread
         self._sequences: dict[Attempt, Sequence] = {}
         self._batch: set[Attempt] = set()
         self._batches = 0
@@ -102,7 +95,7 @@ class PredictedBatches(IterationScheduler):
             s
             for s in waiting[1:]
             if s.request.priority == oldest.request.priority
-            and wanted / self._spread <= max(1.0, s.predicted) <= wanted * self._spread
+            and wanted / SPREAD <= max(1.0, s.predicted) <= wanted * SPREAD
         ]
         similar.sort(key=lambda s: abs(s.predicted - wanted))  # stable: of equals the earliest
         headroom = kv.free_blocks + kv.cached_blocks

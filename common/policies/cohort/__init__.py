@@ -43,5 +43,5 @@ def build_placement(config: Config) -> LeastTtft:
         AdmissionTest(options.refuse_late),
         default_output=float(config.gateway.default_prediction_tokens),
         own_order=iteration in ("cohort_batching", "slack_packing"),
-        prefix_caching=config.kv.prefix_caching,
+        caching=config.kv.prefix_caching,
     )

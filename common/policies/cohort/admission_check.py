@@ -35,13 +35,7 @@ a half it is up to 3 points higher (simulated, four A100, 1.2 of capacity)."""
 
 
 def admission_test(
-    now_s: float,
-    due_s: float,
-    predicted_s: float,
-    if_late: IfLate,
-    refuse_late: RefuseLate,
-    *,
-    caution: float = CAUTION,
+    now_s: float, due_s: float, predicted_s: float, if_late: IfLate, refuse_late: RefuseLate, caution: float = CAUTION
 ) -> Literal["serve", "best_effort"] | Refuse:
     """Decide on a request. `predicted_s`: seconds from now to the first token. `due_s`: when the SLO wants it, on the
     clock of `now_s`. The time to retry after is how late the request would be: the work ahead of it drains

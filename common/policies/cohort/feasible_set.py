@@ -17,8 +17,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence as Items
 
+Job = tuple[float, float]
+"""Due time, and seconds of work (`cheapest_in_time`: cost)."""
 
-def most_in_time(jobs: Items[tuple[float, float]], start_s: float) -> tuple[list[int], list[int]]:
+
+def most_in_time(jobs: Items[Job], start_s: float) -> tuple[list[int], list[int]]:
     """Choose the jobs to be done in time, from `start_s` on. Return the indices of those kept, in their order, and of
     those left out. O(n log n)."""
     by_due = sorted(range(len(jobs)), key=lambda index: jobs[index][0])
@@ -37,7 +40,7 @@ def most_in_time(jobs: Items[tuple[float, float]], start_s: float) -> tuple[list
     return _shortest_in_time(jobs, [index for index in by_due if index in chosen], at_s), left_out
 
 
-def cheapest_in_time(jobs: Items[tuple[float, float]], each_s: float, start_s: float) -> tuple[list[int], list[int]]:
+def cheapest_in_time(jobs: Items[Job], each_s: float, start_s: float) -> tuple[list[int], list[int]]:
     """Choose among jobs that take `each_s` each and have a cost afterwards. Return the indices of the cheapest set of
     as many as can be in time, by due time; and of the others, cheapest first."""
     at_s = start_s
@@ -54,7 +57,7 @@ def cheapest_in_time(jobs: Items[tuple[float, float]], each_s: float, start_s: f
     return sorted([index for _, index in kept], key=lambda index: jobs[index][0]), left_out
 
 
-def _shortest_in_time(jobs: Items[tuple[float, float]], by_due: list[int], end_s: float) -> list[int]:
+def _shortest_in_time(jobs: Items[Job], by_due: list[int], end_s: float) -> list[int]:
     """Order jobs for least total waiting, none of them late: from the end backwards. `by_due`: feasible in this order,
     done at `end_s`."""
     order: list[int] = []

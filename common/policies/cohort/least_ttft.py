@@ -59,6 +59,11 @@ _BY_LENGTH = ("most_in_time", "shortest")
 _ALL = 1 << 30
 """Length above that of any prompt."""
 
+Stretch = tuple[float, float]
+"""Seconds that one of waiting, and one of computing, become because shorter prompts keep coming."""
+EvenLoad = tuple[float, float]
+"""Decode rows, and the positions they attend to, on a device if all were spread evenly."""
+
 
 @dataclass(slots=True)
 class Candidate:
@@ -82,19 +87,18 @@ class Candidate:
 
 @dataclass(slots=True)
 class _Wanted:
-    """Request to be placed. `output`: tokens expected of it; `variance`: of that. `stretch`: what a second of its wait,
-    and one of its computing, become because shorter prompts keep coming; `overtaking`: cache positions per second that
-    these need on every device. `even`: decode rows, and what they attend to, on a device if all were spread evenly."""
+    """Request to be placed. `output`: tokens expected of it; `variance`: of that. `overtaking`: cache positions per
+    second that later, shorter prompts need on every device."""
 
     request: Request
     known: Known
     output: float
     variance: float
-    stretch: tuple[float, float]
+    stretch: Stretch
     overtaking: float
     chain: Chain
     cached: dict[InstanceId, int]
-    even: tuple[float, float]
+    even: EvenLoad
     ranks: dict[float, RankKey] = field(default_factory=dict)
     """Rank among a worker's prompts, by what a token takes there."""
 
@@ -108,20 +112,14 @@ class LeastTtft(Placement):
     wants_step_times = True
 
     def __init__(
-        self,
-        options: CohortSettings,
-        test: AdmissionTest,
-        *,
-        default_output: float,
-        own_order: bool,
-        prefix_caching: bool,
+        self, options: CohortSettings, test: AdmissionTest, *, default_output: float, own_order: bool, caching: bool
     ) -> None:
         """`default_output`: tokens expected of a request without a prediction. `own_order`: see `PlacedWork`."""
         self._options, self._test = options, test
         self._default_output, self._own_order = default_output, own_order
         self._work: dict[InstanceId, PlacedWork] = {}
         self._known: dict[RequestId, Known] = {}
-        self._prefixes = PrefixRecord() if prefix_caching else None
+        self._prefixes = PrefixRecord() if caching else None
         self._arriving = ArrivingPrompts() if own_order and PromptOrder.of(options).first in _BY_LENGTH else None
         self._rate = 0.0
         self._shortlist = Shortlist()
@@ -251,7 +249,7 @@ class LeastTtft(Placement):
         self,
         now_s: float,
         waiting: WaitingRequest,
-        even: tuple[float, float],
+        even: EvenLoad,
         devices: int,
         chain: Chain,
         cached: dict[InstanceId, int],
@@ -277,7 +275,7 @@ class LeastTtft(Placement):
         stretched, overtaking = self._overtaken(now_s, known, output)
         return _Wanted(request, known, output, spread * spread, stretched, overtaking / devices, chain, cached, even)
 
-    def _overtaken(self, now_s: float, known: Known, output: float) -> tuple[tuple[float, float], float]:
+    def _overtaken(self, now_s: float, known: Known, output: float) -> tuple[Stretch, float]:
         """Return the stretch, and the positions per second that overtake. While a prompt is computed less of it is
         left, and fewer are shorter: half of it on average."""
         if self._arriving is None:

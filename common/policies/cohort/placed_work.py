@@ -18,7 +18,7 @@ from cohort.common.policies.cohort.arriving_prompts import stretch
 from cohort.common.policies.cohort.block_wait import BlockWait
 from cohort.common.policies.cohort.known_request import Known
 from cohort.common.policies.cohort.mixing import HEADROOM, LEAST_PREFILL
-from cohort.common.policies.cohort.prompt_order import PromptOrder
+from cohort.common.policies.cohort.prompt_order import PromptOrder, Ranked
 from cohort.common.policies.cohort.reported_queue import Prompt, ReportedQueue
 from cohort.common.policies.cohort.ttft_forecast import Pace, prompt_pace
 from cohort.common.policies.interface import InstanceView
@@ -327,7 +327,7 @@ class PlacedWork:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _rank(self, now_s: float, request: Known, left: int) -> tuple[RankKey, float]:
+    def _rank(self, now_s: float, request: Known, left: int) -> Ranked:
         """Return a prompt's rank. Where prompts run in arrival order, the rank is the arrival."""
         if not self._own_order:
             return (request.arrived_s, request.attempt), inf
@@ -342,7 +342,7 @@ class PlacedWork:
             key=request.attempt,
         )
 
-    def _ranking(self, now_s: float, request_id: RequestId, request: Known | None, left: int) -> tuple[RankKey, float]:
+    def _ranking(self, now_s: float, request_id: RequestId, request: Known | None, left: int) -> Ranked:
         """Return a reported prompt's rank; one that a former manager placed counts as able to keep its TTFT."""
         if request is not None:
             return self._rank(now_s, request, left)

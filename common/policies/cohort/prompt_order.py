@@ -41,6 +41,11 @@ _REPRICED = 0.1
 """Change of the price after which all are ranked anew: other prompts can then still make it."""
 
 
+Ranked = tuple[RankKey, float]
+"""Rank of a prompt, and the time from which on it has another one; infinite if none is foreseen."""
+_Entry = tuple[RankKey, Sequence]
+
+
 @dataclass(frozen=True, slots=True)
 class PromptOrder:
     """Order of prompts. `first`, of those that can make it: `most_in_time` ranks them by length as `shortest` does, and
@@ -62,7 +67,7 @@ class PromptOrder:
             quick_s=_QUICK * options.longest_step_s,
         )
 
-    def rank(self, now_s: float, sequence: Sequence, token_s: float) -> tuple[RankKey, float]:
+    def rank(self, now_s: float, sequence: Sequence, token_s: float) -> Ranked:
         """Rank a sequence. `token_s`: seconds per prompt token."""
         request = sequence.request
         best_effort = request.traffic_class != "rt"
@@ -84,7 +89,7 @@ class PromptOrder:
         token_s: float,
         *,
         key: Attempt,
-    ) -> tuple[RankKey, float]:
+    ) -> Ranked:
         """Rank a prompt with `work` tokens left, also one on another machine. `due_s`: when its next token is due,
         infinite if nothing was promised; `key` tells equals apart."""
         if self.first == "fcfs":
@@ -107,7 +112,7 @@ class PromptQueue:
     def __init__(self, order: PromptOrder) -> None:
         self._order = order
         self._token_s = 0.0
-        self._ranked: list[tuple[RankKey, Sequence]] = []
+        self._ranked: list[_Entry] = []
         self._keys: dict[Attempt, RankKey] = {}
         self._moves: list[tuple[float, RankKey, Sequence]] = []
         """Times at which a place changes; void if the sequence has another key by then."""
@@ -194,12 +199,7 @@ class PromptPlan(Iterator[Sequence]):
     priority the `_PLANNED` shortest that can still make it."""
 
     def __init__(
-        self,
-        ranked: list[tuple[RankKey, Sequence]],
-        now_s: float,
-        token_s: float,
-        quick_s: float | None,
-        row_s: float = 0.0,
+        self, ranked: list[_Entry], now_s: float, token_s: float, quick_s: float | None, row_s: float = 0.0
     ) -> None:
         """`quick_s`: see `PromptOrder`; None: all by rank. `row_s`: see `PromptQueue.plan`."""
         self._ranked = ranked
@@ -259,11 +259,11 @@ class PromptPlan(Iterator[Sequence]):
         self._at_s += sum([some[index].uncomputed for index in kept]) * self._token_s
 
 
-def _group(ranked: list[tuple[RankKey, Sequence]], at: int) -> tuple[RankKey, int]:
+def _group(ranked: list[_Entry], at: int) -> tuple[RankKey, int]:
     """Return class, priority and standing of the prompt at `at`, and where the next such group begins."""
     group = ranked[at][0][:3]
     return group, bisect_right(ranked, group, lo=at, key=lambda entry: entry[0][:3])
 
 
-def _key(entry: tuple[RankKey, Sequence]) -> RankKey:
+def _key(entry: _Entry) -> RankKey:
     return entry[0]

@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 from cohort.common.policies.baselines.batch_builder import RankKey
 from cohort.common.policies.cohort.known_request import Known
+from cohort.common.policies.cohort.prompt_order import Ranked
 from cohort.common.policies.interface import InstanceView
 from cohort.common.types import KvGeometry, QueuedWork, RequestId
 
-Ranking = Callable[[float, RequestId, Known | None, int], tuple[RankKey, float]]
+Ranking = Callable[[float, RequestId, Known | None, int], Ranked]
 """Rank of a prompt from now, its id, what is known of it and the tokens left."""
 
 

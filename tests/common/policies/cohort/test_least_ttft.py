@@ -39,7 +39,7 @@ def placement(
     *, own_order: bool = True, caching: bool = True, ordered: bool = True, refuse: RefuseLate = "none"
 ) -> LeastTtft:
     options = CohortSettings(ordered=ordered)
-    return LeastTtft(options, AdmissionTest(refuse), default_output=200.0, own_order=own_order, prefix_caching=caching)
+    return LeastTtft(options, AdmissionTest(refuse), default_output=200.0, own_order=own_order, caching=caching)
 
 
 def worker(

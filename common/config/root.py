@@ -63,8 +63,7 @@ class Config(Section, frozen=True):
         return max(1, self.worker_threads(instance, cores) // self.worker_group(instance).local_degree)
 
     def worker_group(self, instance: str, role: Role | None = None) -> serving.WorkerGroup:
-        """Return a worker's group; for one that the configuration does not name, as in a container, the first of its
-        role."""
+        """Return a worker's group; for one that is not configured, as in a container, the first of its role."""
         if (group := dict(self._instances()).get(instance)) is not None:
             return group
         return next((group for group in self.workers if group.role is role), self.workers[0])
@@ -92,8 +91,7 @@ class Config(Section, frozen=True):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether `engine.device` names a GPU; not while it is `auto`, which launcher and the image's entry point
-        settle."""
+        """Whether `engine.device` names a GPU; not while it is `auto`, which launcher and entry point settle."""
         return self.engine.device.startswith("cuda")
 
     @property

@@ -1,8 +1,7 @@
 """Configuration → policies. The only file that knows all systems; live services and the simulator both build here.
 
-One table per policy interface: name → how it is built (by its own package) and what it cannot be combined with. Every
-process that decides calls `check_names` at start, so a combination that would not do what it says is refused before any
-request.
+One table per policy interface: name → how it is built and what it cannot be combined with. Every process that decides
+calls `check_names` at start, so a combination that would not do what it says is refused before any request.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from cohort.common.types import KvGeometry
 Builder = TypeVar("Builder")
 Built = TypeVar("Built", covariant=True)
 _ALONE_AHEAD = 4
-"""Factor of `manager.dispatch_ahead_tokens`: what one of several keys may have at a worker while it is alone, where the
-order would send everything: enough for the worker's own order to choose from, little enough for another key to wait
-for."""
+"""Factor of `manager.dispatch_ahead_tokens`: a key's share at a worker while it is alone, where the order would send
+everything: enough for the worker's own order to choose from, little enough for another key to wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +157,7 @@ def reads_queues(config: Config, placed_by: Placement) -> bool:
 
 
 def prefill_order(config: Config) -> PrefillOrder:
-    """Build the configured order; where several API keys share the cluster, within what each key's share lets
-    through."""
+    """Build the configured order; where several API keys share the cluster, within each key's share."""
     order = chosen("prefill_order", config.policies.prefill_order, PREFILL_ORDERS).build(config)
     if not config.shares_fairly:
         return order

@@ -82,8 +82,7 @@ class ModelShape:
     expert_bits: float = 0.0
     """Bits per weight of an expert, scales included, where experts have another precision; 0 = `weight_bytes`."""
     attention_weights: int = 0
-    """Weights of one layer's attention where they do not follow from the heads (multi-head latent attention); 0 = they
-    do."""
+    """Weights of one layer's attention if the heads do not give them (multi-head latent attention), else 0."""
     pair_dim: int = 0
     """Mean width of a head's score and value products, where that is not `head_dim`; 0 = it is."""
 

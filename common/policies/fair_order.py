@@ -4,19 +4,14 @@
     several owners wait  what none is dispatched yet is taken back into a fair queue; from there as much goes inside as
                          the workers take soon, in turn of the owners' shares, and the order inside picks among that
 
-So the share of a key is decided here and everything else (batches, buckets, lengths, deadlines) by the order inside,
-whichever it is. How much is inside at a time is bounded as FCFS bounds it: `ahead_tokens` of prompt on each worker that
-prefills, dispatched or not. That keeps workers busy (no worker below its bound waits while a request does), makes the
-share independent of how long the queue was when the second key came, and narrows the choice of orders that look at all
-that waits. An order that dispatches everything at once leaves nothing to take back: around it a key that is alone is
-held back as well, beyond `alone_tokens` on each worker, or a second one would find all of the first one's queue there.
+What is inside at a time is bounded as FCFS bounds it: `ahead_tokens` of prompt on each worker that prefills, dispatched
+or not. That keeps workers busy, and makes the share independent of how long the queue was when the second key came. An
+order that dispatches everything at once leaves nothing to take back: around it a key that is alone is held back as
+well, beyond `alone_tokens` on each worker, or a second one would find all of the first one's queue there.
 
 Requests count with their prompt and the output that is expected of them, those too that placement refuses: free ones
-would let a key whose requests are all refused go before the others as long as it asks. Online requests of all owners go
-before batch work of any, as everywhere; within an owner, priority, then class, then arrival. An attempt after the first
-was charged when the first one went, and waits for nothing. Made by `compose.prefill_order` where several keys may ask.
-The manager is the place because all requests of all gateways meet there and nowhere else, and because what waits there
-can still be taken back without a message.
+would let a key whose requests are all refused go first for ever. Online requests of all owners go before batch work of
+any; within an owner, priority, then class, then arrival. An attempt after the first is not charged and does not wait.
 """
 
 from __future__ import annotations
@@ -49,8 +44,8 @@ class FairOrder(PrefillOrder):
     def __init__(
         self, order: PrefillOrder, *, ahead_tokens: int, default_output: float, alone_tokens: int | None = None
     ) -> None:
-        """`default_output`: tokens expected of a request that brings no prediction. `alone_tokens` None: an owner that
-        is alone is never held back."""
+        """`default_output`: tokens of a request without a prediction. `alone_tokens` None: a lone owner is never held
+        back."""
         self._order = order
         self._ahead = ahead_tokens
         self._alone = alone_tokens
@@ -211,8 +206,7 @@ class FairOrder(PrefillOrder):
         self._inside_tokens -= len(inside.waiting.request.tokens)
 
     def _drop(self, name: RequestId) -> _Inside | None:
-        """Remove a request that waits no more, or is added anew; return it with what it was charged if it was
-        inside."""
+        """Remove a request that waits no more, or is added anew; return it with its charge if it was inside."""
         inside, held = self._inside.get(name), self._held.get(name)
         if inside is not None:
             self._leave(name, inside)

@@ -22,8 +22,7 @@ from typing import Any
 from cohort.common.types import RequestId
 
 _FORGOTTEN = 64
-"""Number of owners without requests, and of entries of gone requests, beyond which they are cleared away if they are
-the majority."""
+"""Owners without requests, and entries of gone requests, beyond which they are cleared if in the majority."""
 
 
 @dataclass(slots=True)

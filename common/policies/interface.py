@@ -143,8 +143,7 @@ class InstanceView:
         return self.stats.queued_prefill_tokens + self.assigned_prefill_tokens
 
     def holds(self, adapter: str) -> bool:
-        """Return whether a request of this LoRA adapter ("" = none) waits for no load here, or for one that has
-        begun."""
+        """Return whether a request of this LoRA adapter ("" = none) waits for no load here, or one that has begun."""
         return not adapter or adapter in self.stats.adapters or adapter in self.assigned_adapters
 
     @property
@@ -394,8 +393,7 @@ class IterationPlan(msgspec.Struct):
     estimated_s: float = 0.0
     reason: str = ""
     watched: bool = False
-    """Flag: the engine is to report what it expects behind these rows, as drafts may be worth their time. Looking costs
-    the host some."""
+    """Flag: the engine is to report what it expects behind these rows, at a price: drafts may be worth it."""
     drafted: int = 0
     """Positions of drafted tokens that were computed beside the rows' own, in a plan that has run. Its time then does
     not show what its rows alone take."""
@@ -464,8 +462,7 @@ class Learned(ABC):
 
     @abstractmethod
     def export_state(self) -> bytes:
-        """Return the state for `import_state` of a later process on the same machine with the same model; empty while
-        it is not worth keeping."""
+        """Return the state for `import_state` on the same machine with the same model; empty if not worth keeping."""
 
     @abstractmethod
     def import_state(self, data: bytes) -> None:

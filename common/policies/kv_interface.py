@@ -1,7 +1,6 @@
 """The policy interface of the KV cache: which blocks and slots a sequence has, what is copied between device and host.
 
-Asked by the worker machine and, while it decides, by its `IterationScheduler` (interface.py). One optional capability,
-`BlockSharing`, for allocators in which two sequences use one block. Bookkeeping only: no tensors, no I/O.
+Asked by the worker machine and, while it decides, by its `IterationScheduler`. Bookkeeping only: no tensors, no I/O.
 """
 
 from __future__ import annotations
@@ -81,13 +80,12 @@ class BlockSharing(ABC):
         return 0
 
     def restore(self, sequence: Sequence) -> bool:
-        """R12 · Bring back what is checkpointed while an iteration runs that the sequence has no row in. False: no
-        blocks for it, nothing changed."""
+        """R12 · Bring back what is checkpointed while an iteration runs without the sequence. False: no blocks, no
+        change."""
         return False
 
     def crowding(self, sequence: Sequence) -> Set[Attempt]:
-        """R9 · Return owners of slots that this sequence would write over next, if host memory has no place for them:
-        it can go on only without them."""
+        """R9 · Return owners of slots that the sequence would write over next and host memory has no place for."""
         return frozenset()
 
     # By the scheduler (E7).
@@ -98,8 +96,7 @@ class BlockSharing(ABC):
         return False
 
     def borrowers(self, lender: Sequence, index: int) -> list[Sequence]:
-        """Return sequences that must leave block `index` of the lender's table before it writes there, last one
-        first."""
+        """Return sequences that must leave block `index` of the lender's table before it writes there, latest first."""
         return []
 
     def first_lent(self, lender: Sequence, begin: int, end: int) -> int | None:
@@ -149,14 +146,12 @@ class KvAllocator(ABC):
     def extend_ahead(self, rows: Seq[Row]) -> NoSlotAhead | None:
         """Give slots to the rows of the step behind the one in flight, in which all of their sequences have rows too,
         so that `computed` is behind. Only slots that are the sequence's own or lie in free blocks: nothing is copied or
-        taken from another sequence, and the next decision's `extend` finds or takes the same. Otherwise return the
-        reason, and change nothing."""
+        taken from another sequence, and the next decision's `extend` finds or takes the same. Else return why not."""
         return "shared"
 
     @abstractmethod
     def committed(self, sequence: Sequence) -> None:
-        """Note that `sequence.computed` moved: full blocks may enter the prefix cache, those behind its window are
-        given back."""
+        """Note that `sequence.computed` moved: cache full blocks, give back those behind the window."""
 
     @abstractmethod
     def release(self, key: Attempt) -> None:
@@ -173,15 +168,13 @@ class KvAllocator(ABC):
 
     @abstractmethod
     def take_copies(self) -> list[KvCopy]:
-        """Return all copies since the last time, in their order. Ends the iteration: until then no sequence that was
-        served in it loses anything."""
+        """Return all copies since the last time, in order. Ends the iteration, whose sequences lose nothing before."""
 
     # Several questions instead of one table: `blocks` is asked for every row of every iteration, others hardly ever.
 
     @abstractmethod
     def blocks(self, key: Attempt) -> Seq[int]:
-        """Return device blocks by position, of the first group of layers; the allocator's own list, not a copy. The
-        leading ones may be `NO_BLOCK`."""
+        """Return the first group's device blocks by position, `NO_BLOCK` perhaps first; the own list, not a copy."""
 
     def tables(self, key: Attempt) -> Seq[Seq[int]]:
         """Return the device blocks of every group of layers."""

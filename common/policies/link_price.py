@@ -1,8 +1,7 @@
-"""What it costs to hand KV from one worker to another: seconds, by the rate that was measured between the two.
+"""Seconds to hand KV from one worker to another, by the rate that was measured between the two.
 
-Called by placements that split requests. A worker reports what its links carry to each worker that it has sent to
-(`WorkerStats.link_rates`). Of a pair that nothing was measured between, what others measured to the same receiver
-counts, because a slow link is mostly the receiver's; then what the placement takes for granted.
+Workers report the rates of their links (`WorkerStats.link_rates`). Of a pair without a measurement, what others
+measured to the same receiver counts, because a slow link is mostly the receiver's; then the placement's own guess.
 """
 
 from __future__ import annotations

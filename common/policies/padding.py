@@ -1,7 +1,4 @@
-"""How far each row of a padded plan is filled up: one formula for those that count the waste and those that compute it.
-
-Used by schedulers that set `IterationPlan.padded_to` and by the engine's batch builder. Pure.
-"""
+"""How far each row of a padded plan is filled up, for schedulers that count the waste and for the engine."""
 
 from __future__ import annotations
 

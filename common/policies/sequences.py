@@ -1,7 +1,4 @@
-"""State changes of a sequence that a scheduler may make while it decides: start, preempt, resume.
-
-Each keeps the sequence and the allocator in step, so that a scheduler cannot forget half of a change.
-"""
+"""State changes of a sequence that a scheduler may make while it decides: start, preempt, resume."""
 
 from __future__ import annotations
 
@@ -13,8 +10,7 @@ from cohort.common.sequence import Phase, Sequence
 
 
 def start(sequence: Sequence, kv: KvAllocator) -> bool:
-    """Move a sequence from WAITING to RUNNING, with its first blocks and the cached prefix. False: no room, nothing
-    changed."""
+    """Move a sequence from WAITING to RUNNING, with first blocks and cached prefix. False: no room, no change."""
     cached = kv.admit(sequence)
     if cached is None:
         return False
@@ -25,8 +21,7 @@ def start(sequence: Sequence, kv: KvAllocator) -> bool:
 
 
 def preempt(sequence: Sequence, kv: KvAllocator, plan: IterationPlan, how: Literal["swap", "recompute"]) -> None:
-    """Move a sequence from RUNNING to SWAPPED if asked and the host pool has room, else to WAITING with nothing
-    computed."""
+    """Move a sequence from RUNNING to SWAPPED if asked and the host pool has room, else to WAITING."""
     sequence.preemptions += 1
     if how == "swap" and kv.swap_out(sequence):
         plan.preempted.append(Preempt(sequence, "swap"))

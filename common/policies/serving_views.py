@@ -2,9 +2,8 @@
 
     a report, a request sent, one withdrawn ──▶ ServingViews.touched ──▶ each Least: that view's key, nothing else
 
-A choice among a thousand workers then costs what changed since the last one: some reports, and what was placed. The
-mapping is made anew when a worker comes, goes or drains. Any other mapping of views, as tests make them, names no
-changes: policies look at all of it. Called by placements and orders, filled by the manager's roster; decides nothing.
+A choice among a thousand workers then costs what changed since the last one. The mapping is made anew when a worker
+comes, goes or drains. Any other mapping of views names no changes: policies look at all of it.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from cohort.common.policies.interface import InstanceView
 from cohort.common.types import InstanceId, Request
 
 _FORGOTTEN = 64
-"""Number of changes, or stale entries, beyond which all is read anew if they also are several times as many as
-workers."""
+"""Changes or stale entries beyond which, if several times as many as workers, all is read anew."""
 
 
 class ServingViews(dict[InstanceId, InstanceView]):

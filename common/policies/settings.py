@@ -1,9 +1,8 @@
 """Settings of mechanisms: values that measurements and tests change, and that no operator could choose.
 
-A record for each mechanism holds the options of its section, where it has one, and its settings. The mapping
-`experiment` of the configuration changes settings, and nothing else does: `--set experiment.bros.drops=false`. The
-builders of policies read their record; machines, engine and simulator read those of `engine` and `transfer`. What a
-setting does in full: docs/papers/NAME.md, docs/cohort.md.
+A record for each mechanism holds the options of its section, where it has one, and its settings, which only
+`experiment` of the configuration changes: `--set experiment.bros.drops=false`. Builders of policies read their record;
+machines, engine and simulator those of `engine` and `transfer`. Details: docs/papers/NAME.md, docs/cohort.md.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """How many drafted tokens decode rows may carry in an iteration: as many as bring more tokens a second.
 
-Asked by the worker's machine once a scheduler has made its plan, so that every preset has it; told of every iteration
-that ran. Pure. What is proposed, and whether it is right, is the engine's.
-
-Each further position that an iteration computes is a chance of one more token, at a price that the learned step times
-know: little where reading the weights takes the time, a full share where computing does. Positions are worth it in the
-order of their chances as long as tokens a second grow (the rule of SpecInfer's and SmartSpec's goodput, one position at
-a time), and as long as the iteration keeps the TPOT SLO of each of its rows.
+Asked by the worker's machine behind every scheduler's plan. Each further position is a chance of one more token, at a
+price that the learned step times know: little where reading the weights takes the time, a full share where computing
+does. Positions are worth it in the order of their chances as long as tokens a second grow (the goodput rule of
+SpecInfer and SmartSpec, one position at a time), and the iteration keeps the TPOT SLO of each of its rows.
 """
 
 from __future__ import annotations
@@ -144,8 +141,7 @@ class Speculation:
             self._draft.note(seconds / deepest)
 
     def unjudged(self, sequence: Sequence) -> None:
-        """Reduce the weight of a sequence's record after an iteration without drafts for it, where a model makes
-        them."""
+        """Reduce the weight of the record of a sequence for which a model made no drafts in an iteration."""
         if self.asks_model:
             sequence.drafts_judged *= _FORGETS
             sequence.drafts_right *= _FORGETS
@@ -174,17 +170,15 @@ class Speculation:
     def allot(
         self, times: StepTimes | None, shape: BatchShape, candidates: Candidates, *, most: int, within_s: float
     ) -> list[int]:
-        """Return the number of drafts of each sequence, whose rows have `shape` with those of others. Each candidate
-        has the most that its own end leaves it; `most` for all together. `within_s`: bound of the iteration (infinite:
-        none)."""
+        """Return the drafts of each sequence, whose rows have `shape` with those of others; `most` of all together.
+        `within_s`: bound of the iteration (infinite: none)."""
         return self._best(times, shape, candidates, most, within_s)[0]
 
     def worth_waiting(
         self, times: StepTimes | None, shape: BatchShape, candidates: Candidates, *, most: int, within_s: float
     ) -> bool:
         """Return whether the next iteration should wait for the token before its drafts instead of being planned ahead.
-        The wait is certain, the drafts come if that token is as expected; a model makes some whatever it is. Arguments
-        as of `allot`."""
+        The wait is certain, drafts come if that token is as expected; a model makes some whatever it is."""
         if not self.asks_model:
             # However little positions cost: a row's drafts bring no more than the sum of its chances' powers.
             likeliest, brought = 0.0, 0.0

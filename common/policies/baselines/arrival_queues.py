@@ -1,8 +1,4 @@
-"""The sequences of a worker by phase, each queue in the order of priority and arrival.
-
-Base of schedulers that serve them in that order (`ContinuousBatching`, DynaServe's `SloBatching`): they decide which
-rows run; here are only the queues, and the rule that a newcomer leaves running sequences their next block.
-"""
+"""A worker's sequences by phase, by priority and arrival: base of `ContinuousBatching` and `SloBatching`."""
 
 from __future__ import annotations
 

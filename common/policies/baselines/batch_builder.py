@@ -1,7 +1,6 @@
 """One iteration in the making: rows, budgets, and which sequence gives way when the cache is full.
 
-Shared by the baseline schedulers, which decide only whom to offer a place and in which order. Knows nothing of queues;
-changes sequences through `cohort.common.policies.sequences` alone.
+Shared by schedulers, which decide whom to offer a place and in which order. Knows nothing of queues.
 """
 
 from __future__ import annotations
@@ -179,8 +178,7 @@ class BatchBuilder:
         return min(sequence.uncomputed, self._limits.chunk, self.tokens_left)
 
     def _fits_beside(self, count: int) -> bool:
-        """Return whether a row fits: padded prompts are a rectangle, and with the rows beside it bounded by
-        `max_tokens`."""
+        """Return whether a row fits: padded prompts are a rectangle, which `max_tokens` bounds with the other rows."""
         if not self._limits.padded:
             return True
         prompts = [row.count for row in self._prefill] + ([count] if count > 1 else [])

@@ -1,8 +1,7 @@
 """Admission by bounded queue: a request may come in while fewer than so many requests and tokens wait.
 
-The default `Admission`, asked by the gateway once with an estimate before any work and once with the real numbers.
-Looks at what waits only: running requests have their memory already, and how many may run is the workers' business.
-Where several API keys share the gateway, one of them may fill a share of both bounds, not all of them.
+The default `Admission`, asked by the gateway with an estimate before any work and again with the real numbers. Only
+what waits counts. Where several API keys share the gateway, each may fill a share of both bounds.
 """
 
 from __future__ import annotations

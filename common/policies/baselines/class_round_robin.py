@@ -1,8 +1,7 @@
 """Round robin between real-time and best-effort requests, iteration by iteration (BROS-Round-Robin, BROS §2.2, §7.1).
 
-Two first-come-first-served queues; iterations serve them in turn, each with continuous batching over its own sequences.
-A class with nothing to run leaves its turn to the other. KV of the class that is not served stays in the cache; when a
-sequence finds no block the latest arrival of either class gives way.
+Each class has continuous batching over its own sequences; one with nothing to run leaves its turn to the other. KV of
+the other class stays in the cache; without a free block the latest arrival of either class gives way.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Continuous batching with chunked prefill: every iteration admits, every iteration may finish (ORCA, Sarathi, vLLM).
 
-The default `IterationScheduler`. First every decode row, oldest first; then prompts of sequences already running;
-then, if none was preempted, swapped and waiting sequences by priority and arrival. When the cache is full the youngest
-running sequence gives way, so the oldest always advances and nothing starves.
-
-Prompts are computed one after another: the first takes all that the iteration has left for prompts, the next what
-remains. Side by side each would take as long as all of them together, and none would end sooner.
+First every decode row, oldest first; then prompts of sequences already running; then, if none was preempted, swapped
+and waiting sequences by priority and arrival. When the cache is full the youngest running sequence gives way, so the
+oldest always advances and nothing starves. Prompts are computed one after another, each with all that is left: side by
+side each would take as long as all of them together.
 """
 
 from __future__ import annotations

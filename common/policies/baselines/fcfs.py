@@ -1,7 +1,7 @@
 """First come, first served over the manager's waiting requests, online before offline, priorities first.
 
-The default `PrefillOrder`: one bucket, batches of one. It sends a bounded amount of prefill work ahead to each worker
-and keeps the rest, so that a later request with a better priority can still overtake.
+It sends a bounded amount of prefill work ahead to each worker and keeps the rest, so that a later request with a better
+priority can still overtake.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """FastServe's skip-join multi-level feedback queue (Wu et al., 2023): a baseline of EcoServe, with five queues there.
 
-A ranking of `RankedBatching`. Queue i serves for a quantum of base · 2^i seconds; a sequence that used it up moves one
-queue down. A newcomer does not start at the top: it joins the first queue whose quantum covers its prefill (skip-join),
-since its first iteration cannot be cut short and would use up the higher quanta at once. A sequence unserved for
-`starvation_s` is moved to the top for one quantum of the last queue, so nothing starves.
+Queue i serves for a quantum of base · 2^i seconds; a sequence that used it up moves one queue down. A newcomer joins
+the first queue whose quantum covers its prefill (skip-join), since its first iteration cannot be cut short. A sequence
+unserved for `starvation_s` is moved to the top for one quantum of the last queue, so nothing starves.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """MultiRes: the waiting request whose demand is nearest to what is left joins, until none fits (EcoServe §2.1).
 
-A multi-resource scheduler as clusters use them, over two resources: the device's tokens per iteration up to the target
-forward size, and the KV cache by exact allocation. Each choice looks at every waiting request, so an iteration costs
-O(n²): the paper shows that price, and `IterationLimits` does not hide it.
+Two resources: the device's tokens per iteration up to the target forward size, and the KV cache by exact allocation.
+Each choice looks at every waiting request, so an iteration costs O(n²), as in the paper.
 """
 
 from __future__ import annotations

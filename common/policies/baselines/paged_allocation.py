@@ -1,18 +1,15 @@
 """Paged KV allocation: blocks on demand, prefixes shared, whole sequences swapped (vLLM's scheme).
 
-The worker's default `KvAllocator`. A sequence takes the blocks its known tokens need and grows block by block; full
-blocks enter the prefix cache as soon as they are computed. Host blocks hold swapped sequences.
-
-Where every layer of the model has a sliding window, blocks that lie wholly behind it are given back while the sequence
-runs; their places in its table then hold `NO_BLOCK`. Full blocks stay known to the prefix cache, as those of finished
-sequences do.
+The worker's default `KvAllocator`. Full blocks enter the prefix cache as soon as they are computed. Host blocks hold
+swapped sequences. Where every layer has a sliding window, blocks wholly behind it are given back while the sequence
+runs; their places in its table then hold `NO_BLOCK`, and the prefix cache still knows them.
 
     [ - | - | - | 7 | 9 | 4 ]        table; the first three were given back
                   └─window─┘
 
 Where only some layers have one, they are in groups (`KvGeometry.groups`), and a sequence has a table for each group:
-equally long, of blocks from one pool, and every one gives back what lies behind its own window. A prefix is cached as
-far as each group has what the tokens to come see of it.
+equally long, of blocks from one pool, each given back behind its own window. A prefix is cached as far as each group
+has what later tokens see of it.
 
     [ 2 | 3 | 5 | 8 | 0 | 6 ]        the group of layers that see everything
     [ - | - | - | 7 | 9 | 4 ]        a group of layers with a window
@@ -219,8 +216,7 @@ class PagedAllocator(KvAllocator):
                     self._give_back(sequence, table, behind)
 
     def _give_back(self, sequence: Sequence, table: Table, behind: int) -> None:
-        """Release the first `behind` blocks, which no later token sees. Transfers never read them: they send what the
-        last position's window needs."""
+        """Release the first `behind` blocks, which no later token sees, and no transfer reads."""
         first = table.behind
         assert first < behind <= len(table.blocks), f"{sequence.key} gives back [{first}, {behind}) of its blocks"
         self._pool.release(table.blocks[first:behind])
@@ -244,8 +240,7 @@ class PagedAllocator(KvAllocator):
         holding.hashes.extend(fresh)
 
     def keepable(self, sequence: Sequence, full: int) -> int:
-        """Return how many of the first `full` blocks may enter the prefix cache: all, unless other sequences write
-        there."""
+        """Return how many of the first `full` blocks may enter the prefix cache: all that no other sequence writes."""
         return full
 
     # -- giving back -------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Nothing waits at the manager: every request is dispatched at once, in the order of first come, first served.
 
-A `PrefillOrder` for systems whose scheduling is the worker's: an iteration scheduler that orders prompts itself must
-see all that wait. A dispatched request waits on its worker from then on and cannot go to another one.
+For systems whose worker orders prompts itself and must see all that wait. A dispatched request stays on its worker.
 """
 
 from __future__ import annotations

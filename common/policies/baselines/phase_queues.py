@@ -1,8 +1,7 @@
 """The sequences of a worker by phase, each queue in the order of arrival: for schedulers that look at the head of each.
 
-Under overload thousands wait, and a decision concerns the few that run and the first that wait. A scheduler tells of
-every sequence that comes or goes, and of every plan that it made (`decided`): phases change nowhere else while a
-scheduler has a sequence. Decides nothing.
+Under overload thousands wait, and a decision concerns few. A scheduler reports every sequence that comes or goes, and
+every plan that it made (`decided`): phases change nowhere else.
 """
 
 from __future__ import annotations

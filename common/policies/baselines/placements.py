@@ -1,7 +1,6 @@
 """Where requests run: on one instance (colocated) or split at the prompt's end (P/D disaggregation, DistServe, B8).
 
-Both choose by load. When a role has no living instance the other role stands in: an answer in degraded form beats a
-queue that no worker serves.
+Both choose by load. When a role has no living instance the other role stands in.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """UELLM-like: batches of requests with similar predicted outputs, each run to its end before the next begins.
 
-The colocated baseline of BucketServe (§V-A): predicts, batches by the prediction, couples prefill and decode, and does
-not adapt while a batch runs. The oldest waiting request opens a batch, so nothing starves; it is joined by the
-requests predicted nearest to it, as many as rows and, by exact allocation, memory allow.
+The colocated baseline of BucketServe (§V-A). The oldest waiting request opens a batch, so nothing starves; those
+predicted nearest to it join, as many as rows and, by exact allocation, memory allow.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """vLLM's first scheduler (Kwon et al., SOSP 2023): batches of whole prompts first, else one decode step for all.
 
-The vLLM baseline of BROS and EcoServe: block allocation on demand, first come first served, an iteration is either
-prefill or decode. While a sequence is swapped out no new prompt is admitted. When a decoding sequence finds no block
-the latest gives way, by swap or recomputation. The earliest always advances, so nothing starves; but prompts that keep
-coming stall the tokens of running responses, which is what the comparisons are about.
+The vLLM baseline of BROS and EcoServe: blocks on demand, first come first served. While a sequence is swapped out no
+new prompt is admitted. When a decoding sequence finds no block the latest gives way, by swap or recomputation. The
+earliest always advances, so nothing starves; but prompts that keep coming stall the tokens of running responses.
 """
 
 from __future__ import annotations

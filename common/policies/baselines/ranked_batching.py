@@ -1,8 +1,8 @@
 """Iteration-level scheduling by rank: in every iteration the best ranked sequences run.
 
-The frame of three baselines, which differ in their `Ranking` alone: arrival (ORCA), shortest remaining output (SRTF),
-feedback queues (FastServe). A running sequence that is not in the plan keeps its KV. With `evicting`, a better ranked
-newcomer takes the place in the cache of worse ranked sequences; without, it waits until a sequence ends.
+Three baselines differ in their `Ranking`: arrival (ORCA), shortest remaining output (SRTF), feedback queues
+(FastServe). A running sequence that is not in the plan keeps its KV. With `evicting`, a better ranked newcomer takes
+the place in the cache of worse ranked sequences; without, it waits until a sequence ends.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ class Ranking(ABC):
     steady = False
     """Flag: the order of sequences that run together never changes while they do."""
     rises = False
-    """Flag: a running sequence's key never grows and a waiting one's is fixed, so one behind all running ones stays
-    there."""
+    """Flag: keys of running sequences never grow, those of waiting ones are fixed: who ranks last stays last."""
 
     @abstractmethod
     def key(self, sequence: Sequence) -> RankKey:
@@ -123,8 +122,7 @@ class RankedBatching(IterationScheduler):
         return admitted
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Return `UNTIL_DISTURBED` if every sequence decodes, or its rows are all there are and none can preempt
-        another."""
+        """Return `UNTIL_DISTURBED` if all decode, or the rows are all there are and none can preempt another."""
         if not self._ranking.steady or plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows):
             return 0
         if any(row.sequence.phase is not Phase.RUNNING for row in plan.rows):
@@ -139,8 +137,7 @@ class RankedBatching(IterationScheduler):
         return whole_chunks(self._limits, begun, single)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
-        """Return whether every sequence has a row, or no newcomer finds a place: where the best ranked waits, all
-        do."""
+        """Return whether every sequence has a row, or the best ranked newcomer, and so each, finds no place."""
         rows = len(plan.rows)
         if rows + leaving == len(self._sequences):
             return True

@@ -1,15 +1,13 @@
 """Allocation ahead: a request gets at admission what it will need in the end, by its bound or by its prediction.
 
-Two of the field's schemes over the paged allocator, so that prefix caching, swapping and KV transfers stay as they are:
-
 - max-allocation (ORCA §4.2, FastServe, SRTF as in EcoServe §2.1): prompt and `max_tokens`. No sequence runs out of
   blocks while it runs, at the price of blocks that are never used.
 - exact allocation by prediction (S³, MultiRes and EcoServe §2.1, UELLM): prompt and padded predicted response.
   A sequence that outgrows its prediction takes further blocks on demand, and may have to give way.
 
-Differs from the papers: blocks instead of one contiguous piece, so there is no external fragmentation to measure.
-These schemes know requests that stay where they are. A segment that will be handed over, or came by KV transfer, gets
-its blocks on demand: reserved on two workers at once, two requests could wait for each other's reservation forever.
+Differs from the papers: blocks instead of one contiguous piece, so there is no external fragmentation. A segment that
+will be handed over, or came by KV transfer, gets its blocks on demand: reserved on two workers at once, two requests
+could wait for each other's reservation forever.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ def all_positions(sequence: Sequence) -> int:
 
 
 def predicted_positions(padding: float) -> Reservation:
-    """Return the reservation of exact allocation: prompt and predicted response, longer by `padding` (E4: 10, 15 or 20
-    %)."""
+    """Return exact allocation's reservation: prompt and predicted response, `padding` longer (E4: 10, 15, 20 %)."""
 
     def positions(sequence: Sequence) -> int:
         if sequence.end is not None:

@@ -1,8 +1,7 @@
 """SRTF: the shortest predicted remaining output runs first, decided anew in every iteration.
 
-A baseline of EcoServe (§2.1: shortest remaining time first, iteration-level, max-allocation). Used as a ranking of
-`RankedBatching`. Makes no promise against starvation: a long request waits while shorter ones keep coming, which is
-what the comparison is about.
+A baseline of EcoServe (§2.1: shortest remaining time first, iteration-level, max-allocation). A long request starves
+while shorter ones keep coming, which is what the comparison is about.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 promise          when a request's next token is due
 prompt_order     which prompt is computed next
 row_sharing      which sequences have a row where more decode than an iteration has rows
-cohort_batching  the worker's scheduler: decodes, then prompts in this order, as much as the strictest promise leaves
+cohort_batching  the worker's scheduler: decodes, then prompts as far as the strictest promise leaves time
 ttft_forecast    when a worker would yield the first token of one more request
 placed_work      what is on a worker: the last report, and what was placed there since
 prefix_record    which prompts were computed where
 arriving_prompts how much prompt work keeps arriving, by length
 least_ttft       the manager's placement: where the first token comes soonest
-admission_test   whether a request that is predicted to be late is served, demoted or refused
+admission_check  whether a request that is predicted to be late is served, demoted or refused
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@
                    ├ if_late: best_effort ───────────────▶ best_effort
                    └ if_late: refuse ────────────────────▶ Refuse, with the time after which it would be in time
 
-A pure function of a prediction and a due time, asked by placements that can predict a TTFT; it predicts
-nothing itself. Best-effort requests, batch work and requests that were accepted before are always served.
-Deterministic and without memory: the same prediction gives the same verdict, whatever was decided before.
+A pure function of a prediction and a due time, asked by placements that predict a TTFT. Best-effort requests, batch
+work and requests that were accepted before are always served.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ def admission_test(
     now_s: float, due_s: float, predicted_s: float, if_late: IfLate, refuse_late: RefuseLate, caution: float = CAUTION
 ) -> Literal["serve", "best_effort"] | Refuse:
     """Decide on a request. `predicted_s`: seconds from now to the first token. `due_s`: when the SLO wants it, on the
-    clock of `now_s`. The time to retry after is how late the request would be: the work ahead of it drains
-    meanwhile."""
+    clock of `now_s`. The time to retry after is how late the request would be."""
     late_s = now_s + caution * predicted_s - due_s
     if late_s <= 0.0:
         return "serve"

@@ -1,8 +1,7 @@
-"""How much prompt work keeps arriving, by length: what will still overtake a prompt while it waits.
+"""Prompt work that keeps arriving, by length: what will still overtake a prompt while it waits.
 
-Where the shortest prompt goes first, a request waits for the shorter ones that are there and for those that come while
-it waits: work that takes a second takes 1 / (1 - share) seconds if shorter prompts take that share of the time. Kept by
-the placement over all requests that it places.
+Where the shortest prompt goes first, work that takes a second takes 1 / (1 - share) seconds if shorter prompts that
+come later take that share of the time. Kept by the placement over all requests that it places.
 """
 
 from __future__ import annotations

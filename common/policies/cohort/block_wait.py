@@ -3,9 +3,8 @@
     decode rows, by what they still sample ─▶ the most that they will hold together, from now on and from every end on
     what those before a newcomer need, and its own ─▶ the first end after which that fits beside the others
 
-The worker admits a prompt only where the cache will hold all responses to their ends (`kv_forecast`); this is the same
-question, asked ahead of time by the placement. Positions, not blocks: the half block that every row has begun is added.
-Pure arithmetic, made once per report of a worker that may be short of blocks.
+The placement's forecast of `kv_forecast`, by which the worker admits prompts; in positions, so half a block is added
+per row. Pure arithmetic, made once per report of a worker that may be short of blocks.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ class BlockWait:
         """Positions that come free in an iteration while the cache is full."""
 
     def iterations(self, needed: float) -> float:
-        """Return the iterations until `needed` positions fit. Each further cacheful waits for the length of a
-        response."""
+        """Return the iterations until `needed` positions fit. Each further cacheful waits as long as a response."""
         at = bisect_left(self._negative, needed - self._free)
         if at == 0:
             return 0.0

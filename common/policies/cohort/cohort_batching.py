@@ -1,5 +1,5 @@
-"""The worker's scheduler of `cohort`: every decode, then prompts in the order that keeps most promises, cut to the room
-that the strictest promise among the decodes leaves.
+"""The worker's scheduler of `cohort`: every decode, then prompts in the order that keeps most promises, as far as the
+strictest promise among the decodes leaves time.
 
     decide ─▶ learn what the last iteration took (D5's profile table)
            ─▶ the next prompt is on time and blocks lack: best-effort sequences give way to it
@@ -11,10 +11,7 @@ that the strictest promise among the decodes leaves.
               now, only as much as fits the rest of the time that newcomers wait; none of best-effort requests while
               real-time sequences hold most of the rows or blocks
 
-So a request delays the tokens of others by `longest_step_s` at most, however much of it there is to compute: sequences
-that decode by one iteration, a newcomer by the one it finds running and its share of its own.
-
-An `IterationScheduler`. Knows one worker; which worker a request runs on is the placement's business.
+So a request delays the tokens of others by `longest_step_s` at most, however much of it there is to compute.
 """
 
 from __future__ import annotations
@@ -120,8 +117,7 @@ class CohortBatching(IterationScheduler):
         self._crowded = False
         """Flag: a prompt waits for blocks."""
         self._are_late = False
-        """Flag: the first token of a waiting prompt is overdue; computed only if a response that decodes has a
-        deadline."""
+        """Flag: a waiting prompt's first token is overdue; computed only if a decoding response has a deadline."""
 
     # -- the policy interface --------------------------------------------------------------------------------------
 

@@ -1,15 +1,12 @@
-"""Which of the prompts that wait are computed in time, where not all can be: as many as possible, and the shortest of
-these first as far as none of the others is late for it.
+"""Which waiting prompts are computed in time, where not all can be: as many as possible, short ones first.
 
     prompts with due time and seconds of work ─▶ the most that can be kept (Moore, Hodgson 1968): by due time, and
                                                  where one would be late, the longest so far is left out
                                               ─▶ their order (Smith 1956): last the longest that is in time at the end,
                                                  before it the longest that is in time then, and so on
 
-Where nothing would be late that is the shortest first, so that a short prompt never waits for a long one without need;
-where time is short it is nearly the earliest due time. Where prompts wait for rows, not for time, all are equally long:
-as many as possible by due time, and left out is what would hold its row for longest (`cheapest_in_time`). Asked by
-`PromptQueue`; pure functions of times.
+Where none would be late that is the shortest first. Where prompts wait for rows, not for time, all take equally long:
+as many as possible by due time, without what would hold its row for longest (`cheapest_in_time`). Pure functions.
 """
 
 from __future__ import annotations
@@ -22,8 +19,7 @@ Job = tuple[float, float]
 
 
 def most_in_time(jobs: Items[Job], start_s: float) -> tuple[list[int], list[int]]:
-    """Choose the jobs to be done in time, from `start_s` on. Return the indices of those kept, in their order, and of
-    those left out. O(n log n)."""
+    """Choose jobs to be done in time from `start_s` on. Return indices of those kept, in order, and of the others."""
     by_due = sorted(range(len(jobs)), key=lambda index: jobs[index][0])
     at_s = start_s
     kept: list[tuple[float, int]] = []
@@ -58,8 +54,7 @@ def cheapest_in_time(jobs: Items[Job], each_s: float, start_s: float) -> tuple[l
 
 
 def _shortest_in_time(jobs: Items[Job], by_due: list[int], end_s: float) -> list[int]:
-    """Order jobs for least total waiting, none of them late: from the end backwards. `by_due`: feasible in this order,
-    done at `end_s`."""
+    """Order jobs for least total waiting, none late, from the end. `by_due`: feasible, done at `end_s`."""
     order: list[int] = []
     may_be_last: list[tuple[float, int]] = []
     for _ in range(len(by_due)):

@@ -6,8 +6,7 @@
            ─▶ whole on the best; or, where its decode row would close a worker to prompts, its prompt there and its
               decode row with those that have closed one already (P/D of this one request)
 
-A `Placement` of the manager. Roles are preferences: every worker may prefill and decode. What a worker does with its
-requests is its own scheduler's business; how long that takes is `ttft_forecast`'s.
+A `Placement` of the manager. Roles are preferences: every worker may prefill and decode.
 """
 
 from __future__ import annotations
@@ -197,8 +196,8 @@ class LeastTtft(Placement):
 
     def metrics(self) -> dict[str, float]:
         """Return counters, and `ttft_error` = |predicted − real| / real and `ttft_bias` = predicted / real, moving
-        averages over requests whose first token shows in reports. `placed_full_total`: requests placed where decodes
-        fill the bound."""
+        averages over requests whose first token shows in reports. `placed_full_total`: placed where decodes fill the
+        bound."""
         return {
             "splits_total": float(self._splits),
             "whole_total": float(self._whole),
@@ -372,8 +371,7 @@ class LeastTtft(Placement):
         return Candidate(view, work, pace, cached, ttft_s, delay_s, price_s, full, closed, closes)
 
     def _loading(self, view: InstanceView, adapter: str) -> tuple[float, float]:
-        """Return how long the request waits for its LoRA adapter, and how long the next request of an adapter that must
-        leave for it will wait."""
+        """Return how long the request waits for its LoRA adapter, and the next one of an adapter that goes for it."""
         if view.holds(adapter):
             return 0.0, 0.0
         load_s = view.stats.adapter_load_s or self._adapter_load_s

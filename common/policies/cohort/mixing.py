@@ -1,11 +1,9 @@
 """Whether prompts share an iteration with decodes where mixing itself has a price: at which size it pays, and what the
 promises of those that decode can spare for it.
 
-Where mixing has no price, a few prompt tokens beside decodes cost next to nothing, and every iteration takes
-what fits its bound. Where something is, few tokens cost as much as many: prompts then gather for iterations of the size
-that gets most of them done for the time it adds, and decodes go alone until all whose TPOT can be kept have won enough
-time for one. The mean TPOT of a request is kept, not every gap between two of its tokens. `CohortBatching` asks; pure
-functions of prices and times.
+Without a price every iteration takes what fits its bound. With one, few tokens cost as much as many: prompts gather for
+iterations of the size that gets most done for the time it adds, and decodes go alone until all whose TPOT can be kept
+have won enough time for one. The mean TPOT is kept, not every gap between two tokens. Pure functions.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ _SIZES = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 5
 
 
 def best_chunk(times: StepTimes, decodes: BatchShape, start: int, most: int) -> int:
-    """Return the tokens (max `most`) of a prompt from position `start` that add least time per token to these
-    decodes."""
+    """Return the tokens of a prompt from `start`, max `most`, that add least time per token to these decodes."""
     alone_s = step_seconds(times, decodes)
     sizes = [size for size in _SIZES if size < most] + [most]
     return min(sizes, key=lambda size: (step_seconds(times, decodes.with_prefill(start, size)) - alone_s) / size)
@@ -39,8 +36,7 @@ def best_chunk(times: StepTimes, decodes: BatchShape, start: int, most: int) -> 
 
 def strictest_s(targets: Iterable[tuple[Sequence, float]], *, late: bool) -> float:
     """Return the least target in seconds. Targets from a deadline rest on a predicted length, and the least of many
-    guesses is nearly always wrong: a quarter of these may fall behind, unless prompts are `late`: where not all can be
-    kept, those that run are."""
+    guesses is nearly always wrong: a quarter of these may fall behind, unless prompts are `late`."""
     guesses: list[float] = []
     least_s = inf
     for sequence, target_s in targets:

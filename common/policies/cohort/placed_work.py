@@ -1,8 +1,7 @@
 """What is on a worker, as the placement knows it: the last report, and what was placed there since.
 
-Kept by the placement, one per worker. A report says of every request how much of its prompt is left and how long its
-context is; what it was promised and what of its prompt the cache spares, only the placement knows (`Known`). From both
-follow the prompts that go before a newcomer, in the worker's own order, and the pace at which they are computed.
+A report says how much of every prompt is left and how long its context is; promises and cached tokens only the
+placement knows (`Known`). From both follow the prompts before a newcomer, in the worker's order, and their pace.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Which prompts were computed where: what the placement believes of the workers' prefix caches.
 
-Workers do not say what they have cached, so this is a record of what was placed: the beginning of every prompt in
-chunks, each named by a hash of it and of everything before it. What a worker's cache has dropped since is estimated by
-how much was placed there since: a cache that gave all its blocks to others in the meantime has nothing left of it. Only
-an estimate of time follows from it; the tokens themselves are looked up by the worker, by real hashes.
+Workers do not report what they have cached. Recorded is the beginning of every placed prompt in chunks, each named by
+a hash of it and of all before it; a worker's cache has dropped a chunk once as much was placed there since as the cache
+holds. Only an estimate of time follows: the worker looks tokens up itself, by real hashes.
 """
 
 from __future__ import annotations
@@ -117,7 +116,6 @@ class PrefixRecord:
 
     def _lasts(self, name: InstanceId, taken: float) -> bool:
         """Return whether a chunk is still cached. Between a request's placement and its release others take as many
-        positions as are in use together; then the free ones and the caches of all released before go first: the whole
-        cache."""
+        positions as are in use; then the free ones and the caches of all released before: the whole cache."""
         cache = self._caches.get(name)
         return cache is not None and cache.taken - taken < cache.positions

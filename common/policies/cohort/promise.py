@@ -1,8 +1,7 @@
 """The deadlines of a request, as times of this worker's clock: when its next token is due, and whether it is late.
 
-The one place where order, bound and victims look up deadlines. Knows requests, not queues. A token's due time comes
-from the request's own SLO: the first token after TTFT, every later one a TPOT after the one before it was due; so a
-request that is ahead of its schedule has slack and one that fell behind has none.
+A token's due time comes from the request's own SLO: the first token after TTFT, every later one a TPOT after the one
+before was due; so a request ahead of its schedule has slack and one that fell behind has none.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ _DECODING = 0.75
 
 
 def targets(slo: Slo, tokens: float) -> tuple[float, float]:
-    """Return TTFT and TPOT, in seconds; 0 = none. A deadline gives whichever is not named, for a response of
-    `tokens`."""
+    """Return TTFT and TPOT in seconds; 0 = none. A deadline gives what is not named, by the response's `tokens`."""
     if not slo.deadline_s:
         return slo.ttft_s, slo.tpot_s
     ttft_s = slo.ttft_s or (1.0 - _DECODING) * slo.deadline_s
@@ -40,8 +38,7 @@ def tpot_s(sequence: Sequence) -> float:
 
 
 def is_promised(sequence: Sequence) -> bool:
-    """Return whether the request is real-time with a TTFT SLO or a deadline. All others get the capacity that is
-    left."""
+    """Return whether it is real-time with a TTFT SLO or a deadline. Others get the capacity that is left."""
     request = sequence.request
     return request.traffic_class == "rt" and (request.slo.ttft_s > 0 or request.slo.deadline_s > 0)
 

@@ -4,16 +4,12 @@
               │                                   (or all of them shortest first, or earliest due)
               └ cannot any more ──────────────── by due time, behind all that can
     best-effort ──────────────────────────────── behind all real-time ones, as they came
-    (interrupted amid its output by the loss of its worker, or waited longer than a client's patience: before all
-    others of its class)
+    (interrupted amid its output by the loss of its worker, or waited longer than a client's patience, so that none
+    starves: before all others of its class)
 
 `PromptOrder` is that rule, a function of class, due time, remaining work and price. `PromptQueue` keeps prompts in this
-order while time passes: a prompt changes its place at two moments that are known when it comes, so no decision sorts
-what waits; only those that can still make it are planned anew (`feasible_set`), a bounded number of them. Used by a
-worker's scheduler; knows nothing of blocks or rows.
-
-Where not all can make it a long prompt goes behind those that would be late for its sake; that it is never starved is
-what the patience is for.
+order: a prompt changes its place at two moments that are known when it comes, so no decision sorts what waits; only a
+bounded number of those that can still make it are planned anew (`feasible_set`).
 """
 
 from __future__ import annotations
@@ -128,8 +124,7 @@ class PromptQueue:
 
     def plan(self, now_s: float, pace_s: float, row_s: float = 0.0) -> PromptPlan:
         """Return the order in which most make it. `pace_s`: seconds per prompt token here at present. `row_s`: seconds
-        between free rows, where prompts wait for these and not for time; 0 = they do not. Both count with the order's
-        caution."""
+        between free rows, where prompts wait for these and not for time; 0 = they do not."""
         token_s, row_s = max(pace_s, self._token_s) * self._order.caution, row_s * self._order.caution
         planned = self._order.first == "most_in_time"
         return PromptPlan(self._ranked, now_s, token_s, self._order.quick_s if planned else None, row_s)

@@ -3,9 +3,8 @@
     a report ─▶ entries that left │ that are as they were: nothing │ rows that went on: two sums │ others: read anew
                                     (under overload nearly all)      (of the rest nearly all)
 
-Called when the report comes, so that no decision reads a list. Sums are of integers, so that what is taken away and
-added again leaves what reading everything would. A prompt's rank changes with time at a moment that is known when it is
-ranked (`PromptOrder.place`); with what the placement knows of its request, which then says so (`look_again`).
+Sums are of integers, so that taking away and adding again is exact. A prompt's rank changes at a moment that is known
+when it is ranked (`PromptOrder.place`), or with what the placement knows of its request (`look_again`).
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@
     ─▶ as long as all that decode together leave the headroom, a prompt on time need not wait until one of them ends
     ─▶ rows go to those whose next token is due first, a TPOT after the last one: no gap grows beyond that
 
-So a burst of short prompts is served at once, and what it costs are tokens that came sooner than was asked for. A
-sequence without a TPOT has a row in every iteration. Pure functions of sequences and times; `CohortBatching` asks where
-rows lack, and nowhere else.
+A sequence without a TPOT has a row in every iteration. Pure functions; `CohortBatching` asks only where rows lack.
 """
 
 from __future__ import annotations
@@ -45,8 +43,7 @@ def longest_shared_s(running: Collection[Sequence], rows: int, step_s: float, he
 
 
 def newcomers(running: Collection[Sequence], rows: int, step_s: float, headroom: float) -> int:
-    """Return how many more sequences like these can decode beside them in iterations of `step_s`, even without a row
-    each."""
+    """Return how many more sequences like these can decode in iterations of `step_s`, even without a row each."""
     free = max(0, rows - len(running))
     if not running or step_s <= 0.0:
         return free

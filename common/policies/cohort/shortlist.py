@@ -4,10 +4,8 @@
     more                 ─▶ where its prefix is cached, where its adapter is, those that were next to best last time,
                             the others in turn
 
-What a decision costs then does not grow with the cluster. The best of a few, some of them known to have been good a
-moment ago, is nearly as good as the best of all (Mitzenmacher, Prabhakar, Shah: Load balancing with memory, 2002).
-Every worker comes up in turn, so none is forgotten. Workers that share a device are looked at together. Asked by
-`least_ttft`.
+The best of a few, some of them good a moment ago, is nearly the best of all (Mitzenmacher, Prabhakar, Shah: Load
+balancing with memory, 2002). Workers that share a device are looked at together.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
     its own prompt, less what is cached     ┴ ÷ the rate that the decodes there leave  ─▶ seconds to its first token
     KV that everything there holds and will still need ÷ the cache                     ─▶ the price of memory
 
-Asked by the placement (`least_ttft`), for which `placed_work` knows the tokens. Times come from `step_seconds` of what
-the worker has learned and from nothing else, so that whatever an iteration costs is in the forecast.
+Times come from `step_seconds` of what the worker has learned and from nothing else.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _CROWDED = 0.75
 
 class Pace(NamedTuple):
     """Prompt pace of a worker: beside `decodes`, in iterations of `aim_s`, of `chunk` tokens if these attend to
-    nothing. `rate`: tokens per second while prompts wait. `token_s`, `pair_s`: seconds per added token, and query-key
+    nothing. `rate`: tokens per second while prompts wait. `token_s`, `pair_s`: seconds per added token, query-key
     pair."""
 
     times: StepTimes
@@ -40,8 +39,7 @@ class Pace(NamedTuple):
     pair_s: float
 
     def seconds(self, tokens: int, pairs: float, behind: int = 0) -> float:
-        """Return the time to compute `tokens` with `pairs` in all. `behind`: later prompt tokens that share the last
-        iteration."""
+        """Return the time of `tokens` with `pairs` in all. `behind`: later prompt tokens in the last iteration."""
         if tokens <= 0:
             return 0.0
         rows, context = self.decodes.decodes, self.decodes.decode_context
@@ -62,8 +60,7 @@ class Pace(NamedTuple):
 
 
 def prompt_pace(times: StepTimes, decodes: BatchShape, aim_s: float, *, most: int, least: int) -> Pace:
-    """Compute a pace. `aim_s`: seconds that an iteration may take, infinite = unbounded; `most`, `least`: bounds of its
-    prompt tokens."""
+    """Compute a pace. `aim_s`: bound of an iteration, maybe infinite; `most`, `least`: bounds of its prompt tokens."""
     rows, context = decodes.decodes, decodes.decode_context
 
     def seconds(tokens: float) -> float:
@@ -104,6 +101,6 @@ def memory_price_s(needed: float, variance: float, free: float, total: float) ->
 
 
 def transfer_fits(transfer_s: float, tokens: float, ahead_s: float) -> bool:
-    """Return whether a response of `tokens` keeps its mean TPOT if the second comes `transfer_s` later and each further
-    one makes up for `ahead_s`."""
+    """Return whether a response keeps its mean TPOT if its second token is `transfer_s` late, each later one `ahead_s`
+    less."""
     return transfer_s <= max(0.0, tokens - 1.0) * ahead_s

@@ -1,5 +1,4 @@
-"""What an iteration takes on a machine, learned from every one that ran: the one model that order, bound, placement and
-reports ask. Shared by the systems; none of them is imported here.
+"""What an iteration takes on a machine, learned from every one that ran; shared by the systems.
 
 step_cost       the time of an iteration in closed form, and how much prefill fits a time
 step_fit        the constants from measured iterations

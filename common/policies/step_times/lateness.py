@@ -1,7 +1,4 @@
-"""How much longer than estimated iterations take, at the percentile that a bound on the time between tokens names.
-
-Owned by the worker's scheduler, which aims that much below the bound. Pure arithmetic; forgets slowly.
-"""
+"""How much longer than estimated iterations take, at the percentile that a bound on the time between tokens names."""
 
 from __future__ import annotations
 
@@ -32,8 +29,7 @@ class Lateness:
         return self._log_ratio, self._recorded
 
     def resume(self, kept: tuple[float, int]) -> None:
-        """Go on from the state that an earlier process had `keep`, with the steps of its age. Raises `ValueError` for
-        anything else."""
+        """Go on from the state that an earlier process had `keep`. Raises `ValueError` for anything else."""
         log_ratio, recorded = kept
         if not 0.0 <= log_ratio <= _MOST or recorded < 0:
             raise ValueError(f"no lateness: {kept}")

@@ -1,7 +1,6 @@
 """What is learned of a machine's iterations: the profile table, and how late they come beside what was estimated.
 
-Owned by a scheduler that decides by it, which records every iteration; the host keeps the exported state over a
-restart, and reports carry the fitted step times to the placement (D4).
+Owned by a scheduler; the host keeps the state over a restart, and reports carry the step times to placements (D4).
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class LearnedTimes(Learned):
         return self.note(ran.plan, ran.latency_s, geometry)
 
     def note(self, plan: IterationPlan, latency_s: float, geometry: KvGeometry) -> BatchShape | None:
-        """Record an iteration; return its shape, or None if nothing was learned. Left out: decode-only iterations with
-        the last one's rows, those with copies beside their rows (which of the two took the time is unknown), those with
+        """Record an iteration; return its shape, or None if nothing was learned: decode-only iterations with the last
+        one's rows, those with copies beside their rows (which of the two took the time is unknown), those with
         drafts."""
         if plan.drafted:  # its drafts are priced by `common/policies/speculation.py`
             return None

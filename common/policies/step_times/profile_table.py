@@ -1,8 +1,7 @@
 """Measured iterations by composition, and estimates from them for any other: the profile table of Alg. 2.
 
-Owned by the worker's scheduler, which records every iteration and asks for estimates. Cells hold what was measured
-there; a curve through all cells (`step_fit`) answers for compositions that have not run yet. Starts empty or from a
-profile, refines itself while serving, and can be exported: the host keeps it, nothing here does I/O.
+Cells hold what was measured there; a curve through all cells (`step_fit`) answers for compositions that have not run
+yet. Starts empty or from a profile, refines itself while serving, and can be exported. Does no I/O.
 """
 
 from __future__ import annotations
@@ -84,8 +83,7 @@ class _Profile(msgspec.Struct):
 
 def cell_key(shape: BatchShape) -> CellKey:
     """D5 · Return the table's key: prefill tokens, mean context, decode rows; each in half octaves, so that neighbours
-    in a cell differ by some 40 % and a few hundred cells hold everything. Iterations that copy KV have cells of their
-    own."""
+    in a cell differ by some 40 % and a few hundred cells hold everything. Copies of KV are a fourth number."""
     key = (_bin(shape.prefill_tokens), _bin(shape.mean_context), _bin(shape.decodes))
     return (*key, _bin(shape.copied)) if shape.copied else key
 
@@ -133,8 +131,8 @@ class ProfileTable:
         return self._error
 
     def error_of(self, kind: IterationKind) -> float:
-        """Return the moving mean of |estimate / measured - 1| over iterations of this kind in this process; 0 before
-        the first."""
+        """Return the moving mean of |estimate / measured - 1| over this process' iterations of the kind; 0 before
+        any."""
         return self._errors.get(kind, (0, 0.0))[1]
 
     def record(self, shape: BatchShape, seconds: float) -> None:

@@ -1,7 +1,4 @@
-"""The step times of a worker as its reports have them: learned ones, or what its moving averages say.
-
-Asked by placements that predict (D4; least predicted TTFT).
-"""
+"""The step times of a worker as its reports have them: learned ones, or what its moving averages say."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ COLD = StepTimes(1e-3, 1e-4, 1e-4, 1e-2, 1e-9, 1e-8)
 
 
 def reported_times(stats: WorkerStats, fallback: StepTimes = COLD) -> StepTimes:
-    """Return the learned times; until there are any, two constants from the worker's averages and the rest from
-    `fallback`."""
+    """Return the learned times; until there are any, two constants from averages and the rest from `fallback`."""
     if stats.step_times is not None:
         return stats.step_times
     rate, decode_s = stats.prefill_tokens_per_s, stats.decode_step_s

@@ -1,7 +1,6 @@
 """The time of an iteration, from a few constants in closed form; and the inverse: how much prefill fits a time.
 
-Asked by the worker's scheduler (through the profile table) and by the manager's execution predictor, which gets the
-constants with every report. Pure arithmetic; learns nothing (`profile_table` does).
+Asked by schedulers (through the profile table) and by placements, which get the constants with every report.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The constants of an iteration from measured ones: damped least squares on relative errors that single wild points
-cannot move.
-
-Called by `profile_table` now and then; pure.
-"""
+"""The constants of an iteration from measured ones: damped least squares on relative errors, robust to outliers."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ RULE = predicted_positions(0.0)
 
 
 def policy(rows: int = 4, tokens: int = 32, *, padded: bool = False) -> PredictedBatches:
-    return PredictedBatches(IterationLimits(rows, tokens, tokens, "recompute", padded), reservation=RULE, spread=1.5)
+    return PredictedBatches(IterationLimits(rows, tokens, tokens, "recompute", padded), reservation=RULE)
 
 
 def test_the_oldest_chooses_its_batch_by_prediction_and_no_request_joins_later() -> None:
@@ -50,7 +50,7 @@ def test_a_batch_is_bounded_by_rows_and_by_memory_as_predicted() -> None:
 def test_without_pages_every_row_takes_as_much_as_the_longest_prompt_and_answer_together() -> None:
     for rectangular, expected in ((False, ["a", "b", "c"]), (True, ["a", "b"])):
         batches = PredictedBatches(
-            IterationLimits(4, 64, 64, "recompute"), reservation=RULE, spread=1.5, rectangular_kv=rectangular
+            IterationLimits(4, 64, 64, "recompute"), reservation=RULE, rectangular_kv=rectangular
         )
         kv = cache(12, reservation=RULE)
         # 4 + 8, 16 + 8 and 4 + 8 positions, the last never processed: 3, 6 and 3 blocks of four, or 6 for every row.
@@ -80,7 +80,7 @@ def test_padded_prompts_are_rectangles_no_larger_than_an_iteration() -> None:
 
 def test_in_a_static_batch_ended_rows_compute_on_until_its_end() -> None:
     for static in (False, True):
-        batches = PredictedBatches(IterationLimits(4, 64, 64, "recompute"), reservation=RULE, spread=1.5, static=static)
+        batches = PredictedBatches(IterationLimits(4, 64, 64, "recompute"), reservation=RULE, static=static)
         kv = cache(60, reservation=RULE)
         members = {name: sequence(name, prompt, arrived_s=prompt) for name, prompt in (("a", 4), ("b", 10), ("c", 6))}
         for one in members.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from cohort.common.config.kinds import Fraction, NotNegative, NotNegativeSeconds, Port, Positive, Seconds, Section
+from cohort.common.config.kinds import Fraction, NotNegative, NotNegativeReal, Port, Positive, Seconds, Section
 
 
 class GatewayConfig(Section, frozen=True):
@@ -57,7 +57,7 @@ class GatewayConfig(Section, frozen=True):
     # such units of all open requests beyond one plain answer each: bounds the gateway's memory; beyond: 429
     max_open_work: Positive = 786_432
     # a stream whose client asked for it can be resumed within so long after its connection broke; 0 = none can
-    resume_s: NotNegativeSeconds = 120.0
+    resume_s: NotNegativeReal = 120.0
     # database of such streams; "" = inside the cache folder; gateways of a box may share one
     resume_file: str = ""
     resume_bytes: Positive = 268_435_456  # of it; beyond: streams without a token to resume

@@ -178,14 +178,12 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class DeviceShape:
-    """Accelerator (or CPU): data-sheet peaks and the fitted share of them that real kernels reach.
-
-    `units`: what runs a work unit of decode attention at a time (streaming multiprocessors, threads). `unit_speedup`:
-    how many times its equal share of the memory bandwidth one unit alone can draw. `kv_efficiency`: share of the memory
-    bandwidth with which decode attention reads KV, where that is not `memory_efficiency` (None): on a CPU it computes
-    more than it waits. `exchange_*`: all-reduce between the devices of one instance. `host_bytes_per_s`: to host
-    memory, for swapping.
-    """
+    """Accelerator (or CPU): data-sheet peaks and the fitted share of them that real kernels reach. `units`: what runs a
+    work unit of decode attention at a time (streaming multiprocessors, threads). `unit_speedup`: how many times its
+    equal share of the memory bandwidth one unit alone can draw. `kv_efficiency`: share of the memory bandwidth with
+    which decode attention reads KV, where that is not `memory_efficiency` (None): on a CPU it computes more than it
+    waits. `exchange_*`: all-reduce between the devices of one instance. `host_bytes_per_s`: to host memory, for
+    swapping."""
 
     name: str
     flops_per_s: float
@@ -208,14 +206,12 @@ class DeviceShape:
 
 @dataclass(frozen=True, slots=True)
 class StackShape:
-    """Time that the serving software adds to an iteration.
-
-    `launch_s`: host time to issue one layer, hidden behind the device unless it is longer. `step_s`: fixed, per
-    iteration. `row_s`: per row (scheduling, block tables, sampling, detokenising). The `parallel_*` are added where an
-    instance has several devices (their driver has to talk to them). `mixed_share`: how much longer an iteration takes
-    because it holds both prompt chunks and decodes, beside what its tokens and positions cost. `mixed_reads`: share of
-    the further reads of decode rows' KV, one for each query head of a group, that reach memory in such an iteration.
-    """
+    """Time that the serving software adds to an iteration. `launch_s`: host time to issue one layer, hidden behind the
+    device unless it is longer. `step_s`: fixed, per iteration. `row_s`: per row (scheduling, block tables, sampling,
+    detokenising). The `parallel_*` are added where an instance has several devices (their driver has to talk to them).
+    `mixed_share`: how much longer an iteration takes because it holds both prompt chunks and decodes, beside what its
+    tokens and positions cost. `mixed_reads`: share of the further reads of decode rows' KV, one for each query head of
+    a group, that reach memory in such an iteration."""
 
     name: str
     launch_s: float
@@ -228,13 +224,10 @@ class StackShape:
 
 
 class StepWork(msgspec.Struct, frozen=True, gc=False):
-    """Numbers of one iteration.
-
-    `tokens`: computed. `rows`: sequences in it. `sampled`: of these, how many sample a token (the output head runs for
-    them). `pairs`: query-key pairs of rows with more than one token. `prefill_context`: KV positions those rows read.
-    `decode_rows`, `decode_context`, `longest_context`: rows of one token, the KV positions they read together, and the
-    most that one reads.
-    """
+    """Numbers of one iteration. `tokens`: computed. `rows`: sequences in it. `sampled`: of these, how many sample a
+    token (the output head runs for them). `pairs`: query-key pairs of rows with more than one token. `prefill_context`:
+    KV positions those rows read. `decode_rows`, `decode_context`, `longest_context`: rows of one token, the KV
+    positions they read together, and the most that one reads."""
 
     tokens: int
     rows: int

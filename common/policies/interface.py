@@ -20,15 +20,6 @@ How the five systems fill them (ids of the mechanism tables in docs/papers.md):
 |              | continuous decode    |                         |                           |                         | groups; late predictions  |
 | KvAllocator  | paged                | R7–R10 bidirectional    | paged                     | paged                   | E2, E7, E8 exact, nested  |
 
-Needs of each, and where the interfaces meet them: live memory and lengths (B7, B9: `ClusterView`); batches that
-stay together (B5, A4: `Dispatch.batch_id`, `Sequence.batch_id`); deadlines per token group, times of the last token
-(R2, R15: `Sequence`); measured iteration costs coming back (R3, D5: `News.ran`, `Learned`); copies between
-device and host slots as part of a plan (R9–R12, E8: `KvAllocator.take_copies`); fill direction per block (R13:
-`KvAllocator.directions`); blocks that two requests use at once (R8–R12, E7: `BlockSharing`); KV that waits without
-running (R1 pending, E5 offload-free, A2 pool: a `Sequence` holds blocks while in no plan); progress of every queued
-request (D4: `InstanceView.stats.queue`); revised predictions (E4: `News.revised`); KV transfer at any position (D1, D7:
-`Segment`), also back from a decode worker (A6 eviction: `IterationPlan.evicted`, a `Bind` towards any instance).
-
 Every decision carries a `reason` and, where there is one, an estimated cost; both become metrics and log fields.
 """  # noqa: E501
 
@@ -375,12 +366,10 @@ class Preempt:
 
 
 class IterationPlan(msgspec.Struct):
-    """Rows of one forward: prefill rows first, then decode rows (R14).
-
-    `padded_to`: on padded paths every prefill row counts as this many tokens (B2); 0 = variable length, no padding.
-    `ended_rows`, `ended_context`: of a static batch the rows that have ended and go on as padding, and positions that
-    rows attend to beside their own. The simulator counts their time; a live engine computes none of them.
-    """
+    """Rows of one forward: prefill rows first, then decode rows (R14). `padded_to`: on padded paths every prefill row
+    counts as this many tokens (B2); 0 = variable length, no padding. `ended_rows`, `ended_context`: of a static batch
+    the rows that have ended and go on as padding, and positions that rows attend to beside their own. The simulator
+    counts their time; a live engine computes none of them."""
 
     rows: list[Row] = []
     preempted: list[Preempt] = []
@@ -472,11 +461,8 @@ class Learned(ABC):
 class IterationScheduler(ABC):
     """Scheduler of one worker: picks the rows of the next iteration. Owns the order of the worker's sequences; changes
     their phase and their blocks while it decides and at no other time. Deterministic: no I/O, time comes as an
-    argument.
-
-    `decide` follows every iteration that ran, before anything is reported or kept: what `learned` and `metrics` say is
-    never an iteration behind.
-    """
+    argument. `decide` follows every iteration that ran, before anything is reported or kept: what `learned` and
+    `metrics` say is never an iteration behind."""
 
     wants_arriving = False
     """Flag: `News.arriving` is to be counted; KV transfers on their way here then disturb a steady plan."""

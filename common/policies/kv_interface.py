@@ -27,13 +27,10 @@ STAGED_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class KvCopy:
-    """Whole blocks or single slots to be moved between device and host memory, in step with the plan.
-
-    `unit` "block": ids are block ids. "slot": ids are block·block_size + slot. A plan's copies run in their order, all
-    before its rows; those `beside` may run while the rows are computed, because no row touches what they move (R12).
-    Rows may write over what goes out before them; with a copy of it on the device they need not wait for the host link
-    (`goes_beside`).
-    """
+    """Whole blocks or single slots to be moved between device and host memory, in step with the plan. `unit` "block":
+    ids are block ids. "slot": ids are block·block_size + slot. A plan's copies run in their order, all before its rows;
+    those `beside` may run while the rows are computed, because no row touches what they move (R12). Rows may write over
+    what goes out before them; with a copy of it on the device they need not wait for the host link (`goes_beside`)."""
 
     direction: Literal["out", "in"]
     unit: Literal["block", "slot"]
@@ -56,10 +53,8 @@ def goes_beside(copies: Seq[KvCopy], geometry: KvGeometry) -> bool:
 
 class BlockSharing(ABC):
     """Blocks that two sequences use at once: the capability of an allocator that BROS (R8-R12) and EcoServe (E7) ask.
-
     Either the allocator shares by itself when no block is free (`on_demand`), or its scheduler says which sequence
-    lends what to whom (`lend`). The other way's questions have their neutral answers.
-    """
+    lends what to whom (`lend`). The other way's questions have their neutral answers."""
 
     on_demand = False
     """Flag: the allocator itself moves sequences into each other's blocks, and saves the slots it overwrites."""
@@ -115,11 +110,9 @@ class BlockSharing(ABC):
 class KvAllocator(ABC):
     """Block bookkeeping of one worker's cache; no tensors. Position p of a request lies in `blocks(key)[p //
     block_size]`; where layers are in groups (`KvGeometry.groups`), that is where the first group has it, and `tables`
-    has the others'. All tables of a sequence are equally long.
-
-    Copies between device and host memory are collected, in the order in which they have to run, until the host takes
-    them: once per decision, with everything in them that it and the host itself asked for.
-    """
+    has the others'. All tables of a sequence are equally long. Copies between device and host memory are collected, in
+    the order in which they have to run, until the host takes them: once per decision, with everything in them that it
+    and the host itself asked for."""
 
     geometry: KvGeometry
     grows_by_block = False

@@ -48,13 +48,18 @@ def whole_chunks(limits: IterationLimits, begun: Seq[Row], single: int) -> list[
 
 def chunks_by_arrival(limits: IterationLimits, begun: Seq[Row], single: int) -> list[int] | None:
     """Return `chunks_ahead` where rows of one token come first, then prompts by arrival, each as much as is left."""
-    left, counts = limits.max_tokens - single, dict[Sequence, int]()
-    for row in sorted(begun, key=lambda row: by_arrival(row.sequence)):
-        counts[row.sequence] = min(row.count, limits.chunk, left)
-        left -= counts[row.sequence]
-    if limits.padded or len(begun) + single > limits.max_rows or min(counts.values(), default=0) < 1:
+    if limits.padded or len(begun) + single > limits.max_rows:
         return None
-    return [counts[row.sequence] for row in begun]
+    return divided(begun, limits.max_tokens - single, limits.chunk)
+
+
+def divided(begun: Seq[Row], left: int, chunk: int) -> list[int] | None:
+    """Divide `left` tokens over prompts by arrival, max `chunk` for each; None if one gets nothing."""
+    counts = dict[Sequence, int]()
+    for row in sorted(begun, key=lambda row: by_arrival(row.sequence)):
+        counts[row.sequence] = min(row.count, chunk, left)
+        left -= counts[row.sequence]
+    return [counts[row.sequence] for row in begun] if min(counts.values(), default=0) > 0 else None
 
 
 class BatchBuilder:

@@ -28,44 +28,27 @@ class BoundedAdmission(Admission):
         self._owner_tokens = int(owner_share * max_waiting_tokens)
 
     def decide(self, now_s: float, offer: Offer, load: AdmissionLoad) -> Admit | Refuse:
-        refusal = self._beyond_share(offer, load) if offer.owner else None
-        return refusal or self._beyond_bounds(offer, load)
-
-    def _beyond_share(self, offer: Offer, load: AdmissionLoad) -> Refuse | None:
+        tokens = offer.prompt_tokens + offer.predicted_tokens
+        own, waiting = load.owner_requests if offer.owner else 0, load.waiting_requests
         of = f"gateway.owner_share {self._owner_share:g} of"
-        if load.owner_requests >= self._owner_requests:
+        if own >= self._owner_requests:
             share = f"{self._owner_requests} ({of} gateway.max_waiting_requests {self._max_requests}{self._of_all})"
-            return Refuse(
-                f"{load.owner_requests} requests of this API key are waiting already, its share is {share}",
-                self._retry_after_s(load, load.owner_requests),
-            )
-        tokens = offer.prompt_tokens + offer.predicted_tokens
-        if load.owner_requests and load.owner_tokens + tokens > self._owner_tokens:
+            return _refuse(load, own, f"{own} requests of this API key are waiting already, its share is {share}")
+        if own and load.owner_tokens + tokens > self._owner_tokens:
             share = f"{self._owner_tokens} ({of} gateway.max_waiting_tokens {self._max_tokens}{self._of_all})"
-            return Refuse(
-                f"{load.owner_tokens} tokens of this API key are waiting already, its share is {share}",
-                self._retry_after_s(load, load.owner_requests),
-            )
-        return None
-
-    def _beyond_bounds(self, offer: Offer, load: AdmissionLoad) -> Admit | Refuse:
-        if load.waiting_requests >= self._max_requests:
-            return Refuse(
-                f"{load.waiting_requests} requests are waiting already",
-                self._retry_after_s(load, load.waiting_requests),
-            )
-        tokens = offer.prompt_tokens + offer.predicted_tokens
+            reason = f"{load.owner_tokens} tokens of this API key are waiting already, its share is {share}"
+            return _refuse(load, own, reason)
+        if waiting >= self._max_requests:
+            return _refuse(load, waiting, f"{waiting} requests are waiting already")
         # A request larger than the whole bound must still get in when it is alone, or it never would.
-        if load.waiting_requests and load.waiting_tokens + tokens > self._max_tokens:
-            return Refuse(
-                f"{load.waiting_tokens} tokens are waiting already", self._retry_after_s(load, load.waiting_requests)
-            )
+        if waiting and load.waiting_tokens + tokens > self._max_tokens:
+            return _refuse(load, waiting, f"{load.waiting_tokens} tokens are waiting already")
         return Admit()
 
-    def _retry_after_s(self, load: AdmissionLoad, waiting_requests: int) -> float:
-        if load.drain_rate <= 0:
-            return UNKNOWN_RATE_RETRY_S
-        return min(MAX_RETRY_S, max(MIN_RETRY_S, waiting_requests / load.drain_rate))
+
+def _refuse(load: AdmissionLoad, waiting_requests: int, reason: str) -> Refuse:
+    drain_s = waiting_requests / load.drain_rate if load.drain_rate > 0 else UNKNOWN_RATE_RETRY_S
+    return Refuse(reason, min(MAX_RETRY_S, max(MIN_RETRY_S, drain_s)))
 
 
 def owner_requests(max_waiting_requests: int, owner_share: float) -> int:

@@ -22,11 +22,8 @@ _OTHER: dict[TrafficClass, TrafficClass] = {"rt": "be", "be": "rt"}
 
 class ClassRoundRobin(IterationScheduler):
     """Iterations of both classes in turn. Nothing starves: within a class the earliest advances, and a request that
-    found no blocks keeps later ones of both classes from taking what becomes free.
-
-    Differs from the paper: that last rule, on which it is silent; and a prompt that an iteration has no room for is
-    computed in several.
-    """
+    found no blocks keeps later ones of both classes from taking what becomes free. Differs from the paper: that last
+    rule, on which it is silent; and a prompt that an iteration has no room for is computed in several."""
 
     reads_runs = True  # of which it needs none
 

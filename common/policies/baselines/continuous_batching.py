@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 from typing import Literal
 
 from cohort.common.policies.baselines.arrival_queues import ArrivalQueues, leaves_next_blocks
-from cohort.common.policies.baselines.batch_builder import by_arrival
+from cohort.common.policies.baselines.batch_builder import by_arrival, divided
 from cohort.common.policies.interface import UNTIL_DISTURBED, IterationPlan, News
 from cohort.common.policies.kv_interface import KvAllocator
 from cohort.common.policies.sequences import preempt, resume, start
@@ -99,11 +99,8 @@ class ContinuousBatching(ArrivalQueues):
     def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
         if len(begun) + single > self._max_rows:
             return None
-        left, counts = self._for_prompts(single), dict[Sequence, int]()
-        for row in sorted(begun, key=lambda row: by_arrival(row.sequence)):
-            counts[row.sequence] = min(row.count, left)
-            left -= counts[row.sequence]
-        return [counts[row.sequence] for row in begun] if min(counts.values(), default=0) > 0 else None
+        left = self._for_prompts(single)
+        return divided(begun, left, left)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
         rows = len(plan.rows)

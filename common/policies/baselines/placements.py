@@ -111,15 +111,14 @@ class Colocated(Placement):
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
     ) -> Placed | Wait | Impossible:
-        chosen = self._foremost(cluster, waiting.request) if preferred is None else None
+        request = waiting.request
+        chosen = self._foremost(cluster, request) if preferred is None else None
         if chosen is None:
-            unified = _unified(cluster, waiting.request)
+            unified = _unified(cluster, request)
             if isinstance(unified, Wait | Impossible):
                 return unified
-            chosen = _preferred(unified, preferred)
-            if chosen is None:
-                chosen = _near(unified, waiting.request, _unified_load)
-        return self._placed(chosen)
+            chosen = _preferred(unified, preferred) or _near(unified, request, _unified_load)
+        return Placed((Segment(0, None, chosen.instance),), "colocated on the least loaded instance")
 
     def _foremost(self, cluster: ClusterView, request: Request) -> InstanceView | None:
         """Return the least loaded worker without a look at every one; None where that does not tell."""
@@ -127,9 +126,6 @@ class Colocated(Placement):
         if request.adapter or not isinstance(views, ServingViews) or not self._least.all_hold(views, request):
             return None
         return self._least.of(views)
-
-    def _placed(self, chosen: InstanceView) -> Placed:
-        return Placed((Segment(0, None, chosen.instance),), "colocated on the least loaded instance")
 
 
 class ColocatedInTurn(Placement):

@@ -20,11 +20,9 @@ WATERMARK = 0.01
 
 
 class PrefillFirst(IterationScheduler):
-    """`limits.max_rows` bounds all running sequences, `limits.max_tokens` the prompts of one prefill batch.
-
-    Differs from vLLM: a prompt of more tokens than an iteration may have is computed in several (vLLM refuses it), and
-    sequences that came by KV transfer run with the others. Without `headroom` a newcomer may take the last block.
-    """
+    """`limits.max_rows` bounds all running sequences, `limits.max_tokens` the prompts of one prefill batch. Differs
+    from vLLM: a prompt of more tokens than an iteration may have is computed in several (vLLM refuses it), and
+    sequences that came by KV transfer run with the others. Without `headroom` a newcomer may take the last block."""
 
     reads_runs = True  # of which it needs none
 
@@ -40,23 +38,18 @@ class PrefillFirst(IterationScheduler):
         self._queues.remove(sequence)
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
-        plan = self._decide(kv)
-        self._queues.decided(plan)
-        return plan
-
-    def _decide(self, kv: KvAllocator) -> IterationPlan:
         running, swapped = self._queues.of(Phase.RUNNING), self._queues.of(Phase.SWAPPED)
         builder = BatchBuilder(self._limits, kv, running, by_arrival)
         self._prefill(builder, kv, running, swapped)
-        if builder.rows:
-            return builder.finish()
-        for sequence in running:
-            builder.continue_row(sequence)
-        if not builder.preempted:
-            for sequence in swapped:
+        if not builder.rows:
+            for sequence in running:
+                builder.continue_row(sequence)
+            for sequence in () if builder.preempted else swapped:
                 if not self._leaves_headroom(sequence, kv, len(running)) or not builder.admit(sequence):
                     break
-        return builder.finish()
+        plan = builder.finish()
+        self._queues.decided(plan)
+        return plan
 
     def _prefill(self, builder: BatchBuilder, kv: KvAllocator, running: Seq[Sequence], swapped: Seq[Sequence]) -> None:
         """Add prompts begun in an earlier iteration, then waiting ones as a whole, as many as fit."""

@@ -65,13 +65,11 @@ class ArrivalRanking(Ranking):
 
 
 class RankedBatching(IterationScheduler):
-    """Best ranked sequences first. `reservation` is the allocator's: the positions that a newcomer asks for.
-
-    ORCA (Yu et al., OSDI 2022, Algorithm 1) is this with `ArrivalRanking`, max-allocation, its fixed batch size as
-    `max_rows`, whole prompts, and no eviction. Differs from ORCA: a prompt of more tokens than an iteration has left is
-    computed in several (ORCA bounds rows alone), and a sequence that came by KV transfer and finds no block makes the
-    latest give way.
-    """
+    """Best ranked sequences first. `reservation` is the allocator's: the positions that a newcomer asks for. ORCA (Yu
+    et al., OSDI 2022, Algorithm 1) is this with `ArrivalRanking`, max-allocation, its fixed batch size as `max_rows`,
+    whole prompts, and no eviction. Differs from ORCA: a prompt of more tokens than an iteration has left is computed in
+    several (ORCA bounds rows alone), and a sequence that came by KV transfer and finds no block makes the latest give
+    way."""
 
     reads_runs = True
 

@@ -13,11 +13,8 @@ from cohort.common.sequence import Sequence
 
 class ShortestRemaining(Ranking):
     """Rank by predicted output less what exists, at least one token: a sequence that outlives its prediction is nearly
-    done.
-
-    Differs from the paper: predictions come from the predictor, not from known lengths (give the simulator true ones
-    for that), and the prompt still to compute breaks ties, since it is work as well.
-    """
+    done. Differs from the paper: predictions come from the predictor, not from known lengths (give the simulator true
+    ones for that), and the prompt still to compute breaks ties, since it is work as well."""
 
     rises = True
 

@@ -107,7 +107,7 @@ class CohortBatching(IterationScheduler):
         self._aim_s = 0.0
         self._late = 0
         self._shared_s = inf
-        self._pace, self._row_pace = PromptPace(), RowPace()
+        self._token_pace, self._row_pace = _Pace(_KEPT), _Pace(_ROW_KEPT, _KNOWN_ROWS)
         self._ended = 0
         """Sequences that held KV and left since the last iteration."""
         self._rowless = False
@@ -138,19 +138,18 @@ class CohortBatching(IterationScheduler):
         self._arriving = news.arriving
         for ran in news.runs:
             if self._waits:
-                self._pace.ran(ran)
+                self._token_pace.note(ran.latency_s, sum(row.count for row in ran.plan.rows if row.count > 1))
             if self._rowless:
-                self._row_pace.ran(ran.latency_s, self._ended)
+                self._row_pace.note(ran.latency_s, self._ended)
             self._ended = 0
             self._learn(ran, kv)
             self._computed(now_s, ran.plan)
         times = self.table.step_times
         self._prompts.advance(now_s, times.token_s if times is not None else 0.0)
 
-        row_s = self._row_pace.row_s if self._rowless else 0.0
-        prompts = (
-            self._prompts.in_rank_order() if self._crowded else self._prompts.plan(now_s, self._pace.token_s, row_s)
-        )
+        row_s = self._row_pace.each_s if self._rowless else 0.0
+        token_s = self._token_pace.each_s
+        prompts = self._prompts.in_rank_order() if self._crowded else self._prompts.plan(now_s, token_s, row_s)
         first = prompts.first
         builder = BatchBuilder(self._limits, kv, self._running.values(), lambda s: self._victims(now_s, s))
         yielded = first is not None and self._make_way(now_s, builder, kv, first)
@@ -437,36 +436,21 @@ class CohortBatching(IterationScheduler):
             self._swapped.discard(row.sequence.key)
 
 
-class PromptPace:
-    """Seconds per prompt token while prompts wait: time of iterations over prompt tokens computed in them. It includes
-    decode rows, weights and iterations that lacked blocks, so it says when the prompts in front will be done. Only
-    iterations behind which a prompt waited count."""
+class _Pace:
+    """Seconds per unit of work that a waiting prompt needs, a prompt token or a free row: a fading sum of iterations'
+    times over that of their units. It includes decode rows, weights and iterations that lacked blocks or ended no row,
+    so it says when the prompts in front will be done. Only iterations behind which a prompt waited are noted."""
 
-    def __init__(self) -> None:
-        self._seconds = self._tokens = 0.0
+    def __init__(self, kept: float, least: int = 0) -> None:
+        """`kept`: weight that an iteration keeps after each later one. `least`: units before the pace is known."""
+        self._kept, self._least = kept, least
+        self._seconds = self._units = 0.0
 
-    def ran(self, ran: Ran) -> None:
-        self._seconds = _KEPT * self._seconds + ran.latency_s
-        self._tokens = _KEPT * self._tokens + sum(row.count for row in ran.plan.rows if row.count > 1)
-
-    @property
-    def token_s(self) -> float:
-        """Seconds per prompt token; 0 = unknown."""
-        return self._seconds / max(1.0, self._tokens)
-
-
-class RowPace:
-    """Seconds between two rows that come free, over iterations in which a prompt waited for one."""
-
-    def __init__(self) -> None:
-        self._seconds = self._rows = 0.0
-
-    def ran(self, seconds: float, ended: int) -> None:
-        """Record an iteration in which `ended` sequences gave their row back."""
-        self._seconds = _ROW_KEPT * self._seconds + seconds
-        self._rows = _ROW_KEPT * self._rows + ended
+    def note(self, seconds: float, units: int) -> None:
+        self._seconds = self._kept * self._seconds + seconds
+        self._units = self._kept * self._units + units
 
     @property
-    def row_s(self) -> float:
-        """Seconds between two free rows; 0 = unknown."""
-        return self._seconds / self._rows if self._rows >= _KNOWN_ROWS else 0.0
+    def each_s(self) -> float:
+        """Seconds per unit; 0 = unknown."""
+        return self._seconds / max(1.0, self._units) if self._units >= self._least else 0.0

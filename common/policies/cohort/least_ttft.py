@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil, inf
-from typing import assert_never
 
 from cohort.common.policies.baselines.batch_builder import RankKey
 from cohort.common.policies.baselines.placements import fits, impossible
@@ -46,18 +45,14 @@ from cohort.common.types import InstanceId, KvGeometry, Request, RequestId, Segm
 
 _USEFUL = 64
 """Prompt tokens: where fewer can be computed beside the decode rows in time, prompts get nowhere."""
-
 _UNMEASURED_BYTES_PER_S = 2.0e10
 """Rate between two workers until a transfer was measured: one PCIe 4 link of 16 lanes."""
 _ADAPTER_LOAD_S = 0.2
 """Time to load a LoRA adapter, until a worker has loaded one."""
-
 _BY_LENGTH = ("most_in_time", "shortest")
 """Orders in which shorter prompts that come later go first."""
-
 _ALL = 1 << 30
 """Length above that of any prompt."""
-
 Stretch = tuple[float, float]
 """Seconds that one of waiting, and one of computing, become because shorter prompts keep coming."""
 EvenLoad = tuple[float, float]
@@ -159,17 +154,14 @@ class LeastTtft(Placement):
         self._rate = sum([candidate.pace.rate for candidate in candidates]) * all_devices / len(devices)
         # A worker that has said nothing of its pace may be soon enough.
         soonest_s = min(candidate.ttft_s if _is_paced(candidate.view) else 0.0 for candidate in candidates)
-        match self._test.judge(now_s, waiting, soonest_s):
-            case Refuse() as refusal:
-                return refusal
-            case "best_effort":
-                wanted.known.demote()
-                placed = self._place(now_s, wanted, candidates, views)
-                return replace(placed, best_effort=True, forecast_s=self._test.forecast_s(now_s, waiting, soonest_s))
-            case "serve":
-                return self._place(now_s, wanted, candidates, views)
-            case other:
-                assert_never(other)
+        verdict = self._test.judge(now_s, waiting, soonest_s)
+        if isinstance(verdict, Refuse):
+            return verdict
+        if verdict == "serve":
+            return self._place(now_s, wanted, candidates, views)
+        wanted.known.demote()
+        placed = self._place(now_s, wanted, candidates, views)
+        return replace(placed, best_effort=True, forecast_s=self._test.forecast_s(now_s, waiting, soonest_s))
 
     def _place(
         self, now_s: float, wanted: _Wanted, candidates: list[Candidate], views: Mapping[InstanceId, InstanceView]
@@ -186,7 +178,12 @@ class LeastTtft(Placement):
 
     def reported(self, now_s: float, view: InstanceView) -> None:
         """Read a report at once, so that a decision does not cost more with what workers have."""
-        self._read(now_s, view)
+        work = self._work.get(view.instance)
+        if work is None:
+            work = self._work[view.instance] = PlacedWork(self._options, own_order=self._own_order)
+        if work.refresh(now_s, view, self._known):
+            self._learn(work)
+            self._adapter_load_s = view.stats.adapter_load_s or self._adapter_load_s
 
     def finished(self, now_s: float, request_id: RequestId) -> None:
         known = self._known.pop(request_id, None)
@@ -220,16 +217,8 @@ class LeastTtft(Placement):
         """Read views that are newer than the work known of their workers. The manager has none: it calls `reported`."""
         for name, view in views.items():
             work = self._work.get(name)
-            if work is None or not work.has_read(view):
-                self._read(now_s, view)
-
-    def _read(self, now_s: float, view: InstanceView) -> None:
-        work = self._work.get(view.instance)
-        if work is None:
-            work = self._work[view.instance] = PlacedWork(self._options, own_order=self._own_order)
-        if work.refresh(now_s, view, self._known):
-            self._learn(work)
-            self._adapter_load_s = view.stats.adapter_load_s or self._adapter_load_s
+            if work is None or work.stats is not view.stats:
+                self.reported(now_s, view)
 
     def _learn(self, work: PlacedWork) -> None:
         """Compare first tokens with their forecasts. A report names the positions of every decode row: its first token
@@ -415,9 +404,8 @@ class LeastTtft(Placement):
             return max(free, key=lambda c: (c.work.rows, c.view.instance))
         if homes and sum(not candidate.closed for candidate in candidates) == 1:
             # The last worker that computes prompts in time stays one.
-            return min(homes, key=lambda home: (home[1] + transfer_s(home[0]) / wanted.output, home[0].view.instance))[
-                0
-            ]
+            costs = [late_s + transfer_s(home) / wanted.output for home, late_s in homes]
+            return min(zip(costs, homes, strict=True), key=lambda each: (each[0], each[1][0].view.instance))[1][0]
         return None
 
     # -- one request -----------------------------------------------------------------------------------------------

@@ -113,9 +113,6 @@ class PlacedWork:
             self.pace()  # now, not when a decision asks
         return True
 
-    def has_read(self, view: InstanceView) -> bool:
-        return view.stats is self._stats
-
     @property
     def stats(self) -> WorkerStats:
         """Statistics of the last report."""
@@ -196,7 +193,10 @@ class PlacedWork:
             ranks.insert(at, prompt.rank)
             first = min(first, at)
         if first < max(len(prompts), len(self._tokens)):
-            self._sum_up_from(first)
+            rest = prompts[first:]  # summed up in the order in which all of them would be added
+            _go_on(self._tokens, first, [prompt.tokens for prompt in rest])
+            _go_on(self._pairs, first, [prompt.pairs for prompt in rest])
+            _go_on(self._needs, first, [prompt.needed for prompt in rest])
 
     # -- what follows -------------------------------------------------------------------------------------------------
 
@@ -330,16 +330,8 @@ class PlacedWork:
         """Return a prompt's rank. Where prompts run in arrival order, the rank is the arrival."""
         if not self._own_order:
             return (request.arrived_s, request.attempt), inf
-        return self._order.place(
-            now_s,
-            request.best_effort,
-            request.priority,
-            request.arrived_s,
-            request.due_s,
-            left,
-            self.token_s,
-            key=request.attempt,
-        )
+        effort, priority, key = request.best_effort, request.priority, request.attempt
+        return self._order.place(now_s, effort, priority, request.arrived_s, request.due_s, left, self.token_s, key=key)
 
     def _ranking(self, now_s: float, request_id: RequestId, request: Known | None, left: int) -> Ranked:
         """Return a reported prompt's rank; one that a former manager placed counts as able to keep its TTFT."""
@@ -362,13 +354,6 @@ class PlacedWork:
             else:
                 rows.append((geometry.growth(work.context, 0, work.decode_left), context))
         return BlockWait(rows, held, self._view.capacity.positions)
-
-    def _sum_up_from(self, at: int) -> None:
-        """Rebuild the sums from a prompt on, in the order in which all of them would be added."""
-        prompts = self._prompts[at:]
-        _go_on(self._tokens, at, [prompt.tokens for prompt in prompts])
-        _go_on(self._pairs, at, [prompt.pairs for prompt in prompts])
-        _go_on(self._needs, at, [prompt.needed for prompt in prompts])
 
 
 def _prompts_of(coming: Coming) -> list[Prompt]:

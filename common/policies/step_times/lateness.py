@@ -14,10 +14,8 @@ _MOST = math.log(2.0)
 
 class Lateness:
     """D5 · the `percentile` of measured over estimated time, tracked by stochastic approximation (Robbins and Monro).
-
     Differs from the paper: it estimates by what it measured on average and keeps the bound where iterations scatter
-    little; on a machine whose cores other processes share half of them would come late.
-    """
+    little; on a machine whose cores other processes share half of them would come late."""
 
     def __init__(self, percentile: float) -> None:
         self._percentile = percentile

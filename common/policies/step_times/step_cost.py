@@ -16,11 +16,8 @@ CORNER = 4.0
 class BatchShape(NamedTuple):
     """Iteration in the numbers of Alg. 2: prefill tokens (plen), decode rows (dnum) and the KV positions they read
     together (ctx · dnum), and the query-key pairs of the prefill part, which long prompts make dear. `copied`:
-    positions copied between device and host memory before the rows.
-
-    Differs from the paper: it has neither pairs (there a chunk costs the same wherever in its prompt it lies) nor
-    copies.
-    """
+    positions copied between device and host memory before the rows. Differs from the paper: it has neither pairs (there
+    a chunk costs the same wherever in its prompt it lies) nor copies."""
 
     prefill_tokens: int
     prefill_rows: int

@@ -21,32 +21,34 @@ class Dial(msgspec.Struct, frozen=True):
 
 
 class Send(msgspec.Struct, frozen=True):
-    """A control message. One that cannot be handed to the peer's connection comes back as `Undelivered`."""
+    """Control message to a peer. One that cannot be handed to the connection comes back as `Undelivered`."""
 
     peer: InstanceId
     message: Message
 
 
 class Wake(msgspec.Struct, frozen=True):
-    """Send a `Tick` at this time (seconds of the host's clock), or as soon after it as can be. A later `Wake` replaces
-    an earlier one."""
+    """Send a `Tick` at this time (seconds of the host's clock), or as soon after it as possible. Replaces an earlier
+    `Wake`."""
 
     at_s: float
 
 
 class StartStep(msgspec.Struct, frozen=True):
-    """Run this iteration on the engine now; answered with `StepEnded` or `StepFailed`. One is in flight at most, and
-    one behind it.
+    """Start this iteration on the engine now. `StepEnded` or `StepFailed` answers it. At most one step is in flight,
+    and one queued after it.
 
-    `ahead`: begin it behind the step in flight. All rows of both are decode rows; those of this one are rows of the
-    other, one position on, and take as their token what the other samples for them."""
+    `ahead`: queue it after the step in flight. All rows of both are decode rows. Those of this one are rows of the
+    other, one position on, and take as their token what the other samples for them.
+    """
 
     plan: IterationPlan
     ahead: bool = False
 
 
 class Run(msgspec.Struct, frozen=True):
-    """`num_blocks` consecutive blocks, from `source` here to `target` there (or from there to `target` here)."""
+    """Move of `num_blocks` consecutive blocks from `source` to `target`: block numbers of the sender and of the
+    receiver."""
 
     tag: int
     source: int
@@ -58,8 +60,7 @@ class Run(msgspec.Struct, frozen=True):
 class SendRuns(msgspec.Struct, frozen=True):
     """Announce these runs to the peer (`KvChunk`, checksums filled in) and push their bytes over the link.
 
-    Answered with `RunsSent` for every run, or for as many at a time as share their fate; until then their blocks are
-    not freed.
+    `RunsSent` answers every run, or several at once that end alike. Their blocks are not freed before.
     """
 
     peer: InstanceId
@@ -70,19 +71,19 @@ class SendRuns(msgspec.Struct, frozen=True):
     address: bytes
     runs: tuple[Run, ...]
     from_host: bool = False
-    """The runs' source blocks are host blocks (A9's direct path)."""
+    """Whether the runs' source blocks are host blocks (A9's direct path)."""
 
 
 class ReceiveRuns(msgspec.Struct, frozen=True):
-    """Post receives for these runs. Answered with `RunsReceived` for each once its bytes are checked, or for as many at
-    a time as share their fate; until then their blocks are not freed."""
+    """Post receives for these runs. `RunsReceived` answers each once its bytes are checked, or several at once that end
+    alike. Their blocks are not freed before."""
 
     lease_id: int
     round: int
     link: str
     runs: tuple[Run, ...]
     peer: InstanceId = ""
-    """The sender; as long as anything arrives from there, none of its runs is given up."""
+    """Sender of the runs. None of them times out while anything arrives from it."""
 
 
 class CancelRuns(msgspec.Struct, frozen=True):
@@ -92,8 +93,8 @@ class CancelRuns(msgspec.Struct, frozen=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True):
-    """Load this LoRA adapter beside the steps that run, after letting go of `instead_of` ("" = of none), which no step
-    names any more. Answered with `AdapterLoaded` or `AdapterFailed`."""
+    """Load this LoRA adapter while steps run, after unloading `instead_of` ("" = none), which no step names any more.
+    `AdapterLoaded` or `AdapterFailed` answers it."""
 
     adapter: str
     instead_of: str = ""
@@ -103,21 +104,21 @@ class LoadAdapter(msgspec.Struct, frozen=True):
 
 
 class Admitted(msgspec.Struct, frozen=True):
-    """This offer may come in. `entries`: its requests, owned from now on, in the order of the offer."""
+    """Admission of an offer. `entries`: its requests in the order of the offer, owned from now on."""
 
     offer_id: RequestId
     entries: list[Entry]
 
 
 class Rejected(msgspec.Struct, frozen=True):
-    """This offer may not come in, none of its choices: an HTTP error."""
+    """Refusal of an offer with all its choices: an HTTP error."""
 
     offer_id: RequestId
     error: RequestError
 
 
 class Deliver(msgspec.Struct, frozen=True, gc=False):
-    """These tokens are next in the client's stream. `finish` ends it; the entry is already forgotten then."""
+    """Next tokens of the client's stream. `finish` ends it; the entry is forgotten by then."""
 
     entry: Entry
     tokens: list[int]
@@ -126,14 +127,14 @@ class Deliver(msgspec.Struct, frozen=True, gc=False):
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """The request ends with this error; the entry is already forgotten."""
+    """End of a request with this error; the entry is forgotten by then."""
 
     entry: Entry
     error: RequestError
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """An admitted request is over: said once of each, after its last `Deliver` or its `Fail`. `finish` says how."""
+    """End of an admitted request, sent once after its last `Deliver` or its `Fail`."""
 
     entry: Entry
     finish: FinishReason
@@ -141,8 +142,8 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class ManagerFound(msgspec.Struct, frozen=True):
-    """A manager of this incarnation answered for the first time, or begins to lead, while so many requests were
-    owned."""
+    """First reply of a manager incarnation, or a manager's start to lead. `outstanding`: requests owned at that
+    time."""
 
     incarnation: int
     outstanding: int

@@ -24,7 +24,7 @@ class State(enum.Enum):
 
 
 class Happening(NamedTuple):
-    """`at_s`: the gateway's clock."""
+    """Moment in a request's life, for people. `at_s`: the gateway's clock."""
 
     at_s: float
     what: str
@@ -34,27 +34,28 @@ class Happening(NamedTuple):
 
 @dataclass(slots=True, repr=False)
 class Entry:
-    """One owned request. `output` and `logprobs` are all tokens delivered so far, over all attempts. Times are
-    monotonic seconds of the gateway."""
+    """Request that a gateway owns. `output` and `logprobs` hold all tokens delivered so far, over all attempts. Times
+    are monotonic seconds of the gateway."""
 
     request: Request
     opened_s: float
     expires_s: float
     owner: str = ""
-    """Whose share it counts against while it waits; "" where nothing is shared out."""
+    """Owner whose share the request counts against while it waits; "" if nothing is shared out."""
     attempt: Attempt = field(init=False)
     state: State = State.OPEN
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of the prompt's tokens from the second on, where asked for; complete with the first output token."""
+    """Log-probabilities of the prompt's tokens from the second on, if requested; complete with the first output
+    token."""
     facts: LengthFacts | None = None
     """Facts for the length predictor; one object for all choices of a prompt."""
     asked_as: RequestId = ""
-    """The choice of the same prompt in whose name its length was asked for; empty if it was not."""
+    """Choice of the same prompt under which its length was requested; empty if it was not."""
     prediction: Prediction | None = None
     predict_s: float = 0.0
-    """How long it waited for its prediction."""
+    """Time that the request waited for its prediction."""
     cached_tokens: int = 0
     instances: list[InstanceId] = field(default_factory=list)
     """Workers this request was placed on, in order of first appearance."""
@@ -70,28 +71,29 @@ class Entry:
     """Summed stage times up to the first token."""
     placement_reason: str = ""
     lost_because: str = ""
-    """Why the attempt before this one ended."""
+    """Reason for the end of the attempt before this one."""
     lost_kind: str = ""
-    """The same in one word: lost, gap, stall, cancelled, contradiction or manager."""
+    """Kind of that loss: lost, gap, stall, cancelled, contradiction or manager."""
     unplaced: int = 0
-    """Attempts that waited at a manager which was replaced: of these it may have any number."""
+    """Attempts that waited at a manager which was replaced. They do not count against the maximum."""
     queued_tokens: float = 0.0
-    """Prompt and expected output while it counts as waiting; 0 afterwards."""
+    """Prompt and expected output tokens while the request counts as waiting; 0 afterwards."""
     together: tuple[RequestId, ...] = ()
-    """All choices of its HTTP request, itself included, where there are several: they are refused together."""
+    """All choices of its HTTP request, itself included, if there are several: they are refused together."""
     refused_because: str = ""
-    """Why the manager refused it, in one word."""
+    """Reason of the manager's refusal, in one word."""
     best_effort: bool = False
-    """The manager demoted it: it is served as best-effort, whatever was asked for."""
+    """Whether the manager demoted the request: it is served as best-effort, whatever was requested."""
     forecast_s: float = 0.0
-    """The predicted TTFT it was refused or demoted for."""
+    """Predicted TTFT for which the request was refused or demoted."""
     happenings: list[Happening] = field(default_factory=list, compare=False)
-    """Where it was submitted, placed, begun and lost, for people, no part of its state; `MOST_MOMENTS` at most."""
+    """Submissions, placements, starts and losses of the request, for people: no part of its state. At most
+    `MOST_MOMENTS`."""
     prompt_tokens: int = field(init=False)
     most_tokens: int = field(init=False)
     stop_ids: tuple[int, ...] = field(init=False)
     with_logprobs: bool = field(init=False)
-    """Of the request, what every one of its tokens is told by."""
+    """Facts of `request` that are needed for every token, copied for speed: `prompt_tokens` to `with_logprobs`."""
 
     def __post_init__(self) -> None:
         self.attempt = self.request.attempt
@@ -116,8 +118,8 @@ class Entry:
         return self.request.prompt_tokens + len(self.output)
 
     def current(self, now_s: float) -> Request:
-        """The request as it must be submitted now. Another attempt keeps its place in line: it says how long the
-        request has waited. What was accepted as best-effort stays so."""
+        """Return the request as it must be submitted now. A later attempt keeps its place in the queue: it carries the
+        time that the request has waited. A request accepted as best-effort stays so."""
         return msgspec.structs.replace(
             self.request.as_best_effort() if self.best_effort else self.request,
             attempt=self.attempt,

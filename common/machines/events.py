@@ -1,4 +1,4 @@
-"""Events of a machine: everything a host may tell it. Data only, so that a recording can hold it.
+"""Events of a machine: everything that a host may feed it. Data only, so that a recording can hold it.
 
 Each machine has one union of events, at the end of this file, and ends its match over them with `assert_never`.
 """
@@ -19,29 +19,29 @@ class _Event(msgspec.Struct, frozen=True, tag_field="event", tag=True, omit_defa
 
 
 class Received(_Event, frozen=True):
-    """A message arrived. `sender` is the identity of the connection it came over."""
+    """Message from a peer. `sender` is the identity of the connection over which it came."""
 
     sender: InstanceId
     message: Message
 
 
 class Undelivered(_Event, frozen=True):
-    """A message that the machine asked to send could not be handed to its peer's connection; it is lost."""
+    """Message that could not be handed to its peer's connection and is lost."""
 
     peer: InstanceId
     message: Message
 
 
 class Tick(_Event, frozen=True):
-    """Time has passed: deadlines. Comes at regular intervals, and at the time a `Wake` effect asked for."""
+    """Passing of time: deadlines. Comes at regular intervals, and at the time that a `Wake` effect requested."""
 
 
 # -- To the manager --------------------------------------------------------------------------------------------------
 
 
 class PeerLost(_Event, frozen=True):
-    """The connection of this peer ended and did not come back at once: it died, or nothing gets through to it. It may
-    be wrong: a peer that is heard again lives."""
+    """End of a peer's connection that was not restored at once: the peer died or is unreachable. May be wrong: a peer
+    that sends again lives."""
 
     peer: InstanceId
 
@@ -50,27 +50,28 @@ class PeerLost(_Event, frozen=True):
 
 
 class LinkAddresses(_Event, frozen=True):
-    """Under these addresses this worker's KV links can be reached from now on, by transport name."""
+    """Addresses of this worker's KV links from now on, by transport name."""
 
     addresses: dict[str, bytes]
 
 
 class ReportDue(_Event, frozen=True):
-    """Register with the manager, or report to it. `memory_free_bytes`: of the device, now (B7)."""
+    """Time to register with the manager, or to report to it. `memory_free_bytes`: free memory of the device (B7)."""
 
     memory_free_bytes: int
 
 
 class DrainStarted(_Event, frozen=True):
-    """This worker is to end: reports say so from now on, and new requests go elsewhere."""
+    """Start of this worker's drain: reports show it from now on, and new requests go to other workers."""
 
 
 class DrainEnded(_Event, frozen=True):
-    """Nothing is left, or the time is over: take leave of the manager."""
+    """End of the drain, by completion or timeout: say `Leaving` to the manager."""
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):
-    """The token that the forward pass sampled for one sequence; with `failure`, why there is none and never will be."""
+    """Token that the forward pass sampled for one sequence. With `failure`: the reason why there is none and never will
+    be."""
 
     attempt: Attempt
     token: int
@@ -79,8 +80,8 @@ class Sampled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Drafted(msgspec.Struct, frozen=True, array_like=True):
-    """What the engine expected behind a decode row: so many tokens, of which the first `right` were sampled indeed.
-    `computed` False: it was computed without them, and only the first is judged."""
+    """Drafts for a decode row: `proposed` tokens, of which the first `right` were sampled. `computed` False: the row
+    was computed without them, and only the first is judged."""
 
     attempt: Attempt
     proposed: int
@@ -98,10 +99,10 @@ class PromptScores(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepEnded(_Event, frozen=True):
-    """The step in flight has run. `sampled`: one entry per row that reached its sequence's last known token, in the
-    order of the rows. `latency_s`: from its start until its tokens were there. Of a row with drafts (`Row.drafts`) one
-    entry for each of its tokens, in their order: those drafts that were right, and the token behind them.
-    `drafting_s`: what a draft model took before it for its rows' drafts, beside `latency_s`."""
+    """End of the step in flight. `sampled`: one entry per row that reached its sequence's last known token, in the
+    order of the rows; of a row with drafts (`Row.drafts`) one entry for each correct draft, in order, and for the token
+    after them. `latency_s`: from its start until its tokens arrived. `drafting_s`: extra time before it, in which a
+    draft model computed its rows' drafts."""
 
     sampled: list[Sampled]
     latency_s: float
@@ -111,16 +112,16 @@ class StepEnded(_Event, frozen=True):
 
 
 class StepFailed(_Event, frozen=True):
-    """The forward pass itself failed; nothing it should have written counts, nor does a step that was begun behind it
+    """Failure of the forward pass. Nothing that it should have written counts, nor does a step that was queued after it
     (`StartStep.ahead`). Both are over on the device."""
 
     reason: str
 
 
 class PlanAhead(_Event, frozen=True):
-    """The host could begin the next step behind the one in flight, now: answered with a `StartStep` that is `ahead`, or
-    with nothing. Hosts tell it as late as they can: what arrives later waits for one step more. Not told of a step that
-    computes drafts: how many tokens its rows yield is not known before it ends.
+    """Chance to queue the next step after the one in flight: a `StartStep` that is `ahead` answers it, or nothing.
+    Hosts send it as late as they can, since what arrives later waits for one more step; and not for a step that
+    computes drafts, because how many tokens its rows yield is unknown before it ends.
 
     `expected`: sequences of which the engine expects several tokens from here on, which only a decided step can draft.
     """
@@ -129,7 +130,8 @@ class PlanAhead(_Event, frozen=True):
 
 
 class RunsSent(_Event, frozen=True):
-    """So many runs of a `SendRuns` have left, or failed alike: then the receiver asks again, or a deadline ends it."""
+    """End of `runs` runs of a `SendRuns`: they were sent, or all failed with `error`. The receiver then requests them
+    again, or a deadline ends the transfer."""
 
     lease_id: int
     error: str | None = None
@@ -137,14 +139,14 @@ class RunsSent(_Event, frozen=True):
 
 
 class LinkMeasured(_Event, frozen=True):
-    """So many bytes a second go to this peer over the link that transfers take, by what went there lately."""
+    """Recent rate to this peer over the link that transfers take."""
 
     peer: InstanceId
     bytes_per_s: float
 
 
 class RunsReceived(_Event, frozen=True):
-    """So many runs of a `ReceiveRuns` are in their blocks and checked, or failed alike."""
+    """End of `runs` runs of a `ReceiveRuns`: their bytes are checked and in the blocks, or all failed with `error`."""
 
     lease_id: int
     round: int
@@ -153,13 +155,13 @@ class RunsReceived(_Event, frozen=True):
 
 
 class AdapterLoaded(_Event, frozen=True):
-    """Answers a `LoadAdapter`: steps may name this adapter."""
+    """Answer to a `LoadAdapter`: steps may name this adapter."""
 
     adapter: str
 
 
 class AdapterFailed(_Event, frozen=True):
-    """Answers a `LoadAdapter`: the adapter cannot be had, and why."""
+    """Answer to a `LoadAdapter`: the adapter cannot be loaded, and why."""
 
     adapter: str
     reason: str
@@ -170,8 +172,8 @@ class AdapterFailed(_Event, frozen=True):
 
 
 class Estimated(_Event, frozen=True):
-    """A client is about to send a request of this size. Answered with `Admitted` (without entries) or `Rejected`, so
-    that a busy server need not read it. `owner`: as in `Offered`."""
+    """Announcement of a request of this size. `Admitted` (without entries) or `Rejected` answers it, so that a busy
+    server need not read it. `owner`: as in `Offered`."""
 
     offer_id: RequestId
     body_bytes: int
@@ -180,12 +182,13 @@ class Estimated(_Event, frozen=True):
 
 
 class Offered(_Event, frozen=True):
-    """A client's request is parsed and tokenised: one `Request` per choice, `choices_per_prompt` in a row of the same
-    prompt. Answered with `Admitted` or `Rejected`. An SLO of 0 takes the gateway's default for its class; a request
-    that brings a prediction is not asked about. `text_bytes`: of the body it came in.
+    """Client's request, parsed and tokenised: one `Request` per choice, `choices_per_prompt` in a row of the same
+    prompt. `Admitted` or `Rejected` answers it. An SLO of 0 takes the gateway's default for its class; a request with a
+    prediction is not sent to the predictor. `text_bytes`: size of the body.
 
-    `owner`: whose share of what may wait it takes, a digest of the client's API key; "" where nothing is shared out.
-    `max_tokens_named`: the client said how many tokens it wants, instead of as many as fit."""
+    `owner`: digest of the client's API key, whose share of the queue the request takes; "" if nothing is shared out.
+    `max_tokens_named`: whether the client named a number of tokens, instead of as many as fit.
+    """
 
     offer_id: RequestId
     requests: list[Request]
@@ -198,8 +201,8 @@ class Offered(_Event, frozen=True):
 
 
 class Closed(_Event, frozen=True):
-    """Nothing more is wanted of this request: a stop string was found (`finish` stop), or its client is gone
-    (cancelled). Harmless for one that is over."""
+    """End of a request by its client's side: a stop string was found (`finish` stop), or the client is gone
+    (cancelled). Harmless for a request that is over."""
 
     request_id: RequestId
     finish: FinishReason

@@ -4,10 +4,10 @@
     ManagerMachine   which attempt runs where; the waiting requests
     WorkerMachine    what one worker holds, computes and transfers
 
-A machine is told what happened, as events, and says what is to be done, as effects. It knows no clock, socket or
-tensor: time is an argument, chance is a seeded generator handed to its constructor. A *host* performs the effects: a
-live service on real sockets and a real engine, or the virtual cluster under virtual time. Because events and effects
-are data, any run of any machine can be recorded and stepped through again (`recorder.py`, `replayer.py`).
+A machine takes what happened, as events, and returns what is to be done, as effects. It knows no clock, socket or
+tensor: time is an argument, chance is a seeded generator. A *host* performs the effects: a live service on real sockets
+and a real engine, or the virtual cluster under virtual time. Because events and effects are data, any run of any
+machine can be recorded and stepped through again (`recorder.py`, `replayer.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Effect = TypeVar("Effect")
 
 class Machine(Protocol[Event, Effect]):
     def handle(self, now_s: float, *events: Event) -> list[Effect]:
-        """All of these happened, in this order, by `now_s` (seconds of the host's clock, never less than before).
-        Returns what the host must do, in this order. Events that arrived together are handed over together: a decision
-        that several of them call for is made once, after the last."""
+        """Take these events, which happened in this order by `now_s` (seconds of the host's clock, never less than
+        before). Return what the host must do, in order. Events that arrived together are fed together: a decision that
+        several of them require is made once, after the last."""
 
     def check(self) -> None:
         """Raise `InvariantViolated` if anything is held by no request, or twice."""

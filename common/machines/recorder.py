@@ -1,10 +1,8 @@
-"""A machine that writes down everything it is told and everything it answers, so that a run can be replayed.
+"""Recording of a machine's events and effects, so that a run can be replayed.
 
-Live hosts use it when `recording.folder` is set; `replayer.py` feeds a recording to a fresh machine with the same
-policies and demands the same effects. That is the proof that simulator and live system decide alike, and a way to look
-at a decision again.
-
-A recording is JSON lines: a header, then one `Call` per call, in order. `write` is the host's: nothing here does I/O.
+Live hosts use it if `recording.folder` is set; `replayer.py` feeds a recording to a fresh machine with the same
+policies and demands the same effects. A recording is JSON lines: a header, then one `Call` per call, in order. `write`
+is the host's: nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -18,15 +16,15 @@ from cohort.common.config import Config, dump_config
 from cohort.common.machines.effects import Admitted, Deliver, Ended, Fail, ManagerFound, Rejected, StartStep
 from cohort.common.machines.gateway.gateway import GatewaySettings
 from cohort.common.machines.machine import Effect, Event, Machine
-from cohort.common.machines.manager.manager_settings import ManagerSettings
+from cohort.common.machines.manager.manager import ManagerSettings
 from cohort.common.machines.worker.worker_state import WorkerSetup
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.types import InstanceId
 
 
 class _Header(msgspec.Struct, frozen=True, tag_field="machine"):
-    """A machine's making, as data: the arguments of its constructor. Policies are built from `config`, the whole
-    configuration as YAML (`config_text`)."""
+    """Constructor arguments of a machine, as data. Policies are built from `config`, the whole configuration as YAML
+    (`config_text`)."""
 
 
 class WorkerHeader(_Header, frozen=True, tag="worker"):
@@ -34,7 +32,7 @@ class WorkerHeader(_Header, frozen=True, tag="worker"):
     seed: int
     config: str
     learned: bytes = b""
-    """Its scheduler's earlier knowledge of the machine (`Learned.import_state`)."""
+    """Scheduler's earlier knowledge of the machine (`Learned.import_state`)."""
 
 
 class ManagerHeader(_Header, frozen=True, tag="manager"):
@@ -58,11 +56,11 @@ class GatewayHeader(_Header, frozen=True, tag="gateway"):
 
 
 Header = WorkerHeader | ManagerHeader | GatewayHeader
-"""Of any machine; each has one, and a builder in `replayer.py`."""
+"""Header of any machine; `replayer.py` builds the machine from it."""
 
 
 class Call(msgspec.Struct, frozen=True):
-    """One `handle`: its events as they were, its effects as text. `raised`: the error that ended it, if one did."""
+    """Call of `handle`: its events unchanged, its effects as text. `raised`: the error that ended it, if one did."""
 
     now_s: float
     events: msgspec.Raw
@@ -71,8 +69,8 @@ class Call(msgspec.Struct, frozen=True):
 
 
 def config_text(config: Config) -> str:
-    """For a header. API keys do not belong in a file that is passed on; whether there are several decides something in
-    a machine, so then it names two that are none."""
+    """Return the configuration for a header. API keys do not belong in a file that is passed on. Whether there are
+    several decides something in a machine, so two invented ones stand for them."""
     gateway = msgspec.structs.replace(config.gateway, api_keys=("one", "another") if config.shares_fairly else ())
     return dump_config(msgspec.structs.replace(config, gateway=gateway))
 
@@ -87,7 +85,7 @@ def describe_plan(plan: IterationPlan) -> list[str]:
 
 
 def describe(effects: Iterable[object]) -> list[str]:
-    """Must be called before the machine is told anything else: entries of a gateway change."""
+    """Return the effects as text. Call it before the machine handles anything else: entries of a gateway change."""
     return [_describe(effect) for effect in effects]
 
 
@@ -106,7 +104,8 @@ def describe_error(error: Exception) -> str:
 
 
 class Recorded(Generic[Event, Effect]):
-    """Stands in for a machine. Made before its first event; `handle` of the machine itself is called by it only."""
+    """Recording machine in place of a machine. Made before its first event; only it calls the machine's own
+    `handle`."""
 
     def __init__(self, machine: Machine[Event, Effect], header: Header, write: Callable[[bytes], object]) -> None:
         self._handle = machine.handle

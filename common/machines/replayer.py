@@ -33,8 +33,8 @@ _ROW = re.compile(r"\[\d+, \d+\)$")
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """`plans`: steps a worker began, `rows`: theirs. `difference` is "" when everything was equal, else the first thing
-    that was not."""
+    """Result of a replay. `plans`: steps that a worker started; `rows`: their rows. `difference`: the first one; "" if
+    everything was equal."""
 
     instance: str
     calls: int
@@ -46,7 +46,7 @@ class Replayed(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One call of a recording, replayed. `line` counts from 1, the header's."""
+    """Call of a recording, replayed. `line` counts from 1, the header's."""
 
     line: int
     call: Call
@@ -60,11 +60,12 @@ class Step(msgspec.Struct, frozen=True):
     def difference(self) -> str:
         if self.equal:
             return ""
-        return f"line {self.line}: recorded {_outcome(self.call)}, replayed {_outcome(self.replayed)}"
+        recorded, replayed = (call.raised or str(call.effects) for call in (self.call, self.replayed))
+        return f"line {self.line}: recorded {recorded}, replayed {replayed}"
 
 
 class Replay:
-    """A recording and the machine that is told it again. Raises `ConfigError` for a file that is no recording."""
+    """Recorded run, and the machine that handles it again. Raises `ConfigError` for a file that is no recording."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -78,7 +79,8 @@ class Replay:
         self._events = msgspec.json.Decoder(list[events_type])  # type: ignore[valid-type]
 
     def steps(self) -> Iterator[Step]:
-        """Every call in order, once. After the first difference the machine is another one than was recorded."""
+        """Yield every call in order, once. After the first difference the machine's state is another one than was
+        recorded."""
         calls = msgspec.json.Decoder(Call)
         for number, line in enumerate(self._lines, start=2):
             try:
@@ -98,7 +100,7 @@ class Replay:
 
 
 def replay(path: Path) -> Replayed:
-    """Stops at the first difference. Raises `ConfigError` for a file that is no recording."""
+    """Replay until the first difference. Raises `ConfigError` for a file that is no recording."""
     replayed = Replay(path)
     told = plans = rows = effects = 0
     difference = ""
@@ -106,23 +108,15 @@ def replay(path: Path) -> Replayed:
         told += 1
         found = step.replayed.effects
         begun = [effect for effect in found if effect.startswith("StartStep ")]
-        plans, rows, effects = plans + len(begun), rows + sum(_rows(text) for text in begun), effects + len(found)
-        difference = step.difference
-        if difference:
+        plans, effects = plans + len(begun), effects + len(found)
+        rows += sum(_ROW.search(part) is not None for text in begun for part in text.split("; "))
+        if difference := step.difference:
             break
     return Replayed(replayed.instance, told, plans, rows, effects, difference, replayed.machine)
 
 
-def _outcome(call: Call) -> str:
-    return call.raised or str(call.effects)
-
-
-def _rows(step: str) -> int:
-    return sum(_ROW.search(part) is not None for part in step.split("; "))
-
-
 def _build(header: Header) -> tuple[str, Machine[Any, Any], Any]:
-    """The instance's name, its machine made anew, and the type of its events."""
+    """Return the instance's name, its new machine, and the type of its events."""
     config = _config(header.config)
     match header:
         case WorkerHeader(setup=setup, seed=seed):

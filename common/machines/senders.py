@@ -66,8 +66,8 @@ def may_say(
     managers: Collection[InstanceId] = ("manager",),
     predictor: InstanceId = "predictor",
 ) -> bool:
-    """False for a message that names another instance as its own, and for a manager's and the predictor's words from
-    any other sender."""
+    """Return False for a message that names another instance as its own, and for a message of a manager or the
+    predictor from any other sender."""
     kind = type(message)
     if kind in _SIGNED:
         return cast(_Signed, message).instance == sender

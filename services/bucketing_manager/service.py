@@ -18,8 +18,7 @@ from cohort.common.errors import ConfigError, PeerUnreachable
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import ManagerEvent, PeerLost, Received, Tick, Undelivered
 from cohort.common.machines.machine import Machine
-from cohort.common.machines.manager.manager import ManagerMachine
-from cohort.common.machines.manager.manager_settings import ManagerSettings
+from cohort.common.machines.manager.manager import ManagerMachine, ManagerSettings
 from cohort.common.machines.recorder import ManagerHeader, config_text
 from cohort.common.messages import (
     AttemptsLost,

@@ -20,8 +20,7 @@ from cohort.common.config import Config
 from cohort.common.errors import PeerUnreachable
 from cohort.common.machines.effects import Deliver, ManagerEffect, Send
 from cohort.common.machines.events import Received, Tick
-from cohort.common.machines.manager.manager import ManagerMachine
-from cohort.common.machines.manager.manager_settings import ManagerSettings
+from cohort.common.machines.manager.manager import ManagerMachine, ManagerSettings
 from cohort.common.messages import (
     AttemptsLost,
     Cancel,

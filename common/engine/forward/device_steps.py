@@ -45,7 +45,7 @@ from cohort.common.engine.step.decode_classes import (
 from cohort.common.engine.step.device_sampler import SampledOnDevice, sample_on_device
 from cohort.common.engine.step.grammar_masks import TokenMasks
 from cohort.common.engine.step.recorded_steps import PlainRecorder, Recorder
-from cohort.common.engine.step.sampled_before import awaited_tokens, put_tokens
+from cohort.common.engine.step.standing_inputs import awaited_tokens, put_tokens
 from cohort.common.engine.step.verification import right_ones
 from cohort.common.errors import InvariantViolated
 from cohort.kernels.batch_invariance import fixed_products_made
@@ -64,36 +64,37 @@ log = structlog.get_logger(__name__)
 LAUNCH_S = 12e-6
 """Host time of one launch from Python, a kernel's of torch or Triton's: 10 to 15 us."""
 LEAN_LAUNCHES = 13
-"""Of a layer with prompt and decode rows: ten as in a decode step, the gather of keys and values, flash attention and
-the copy of its result."""
+"""Launches per layer with prompt and decode rows: ten as in a decode step, the gather of keys and values, flash
+attention and the copy of its result."""
 EXPERT_LAUNCHES = 15
-"""More of a layer with a mixture of experts: routing, sorting, two grouped products, the weighted sum."""
+"""Further launches per layer with a mixture of experts: routing, sorting, two grouped products, the weighted sum."""
 LATENT_LAUNCHES = 5
-"""More of a layer of latents: two products of all heads, the query's rotated part, norms of latent and query."""
+"""Further launches per layer of latents: two products of all heads, the query's rotated part, norms of latent and
+query."""
 GENERIC_LAUNCHES = 45
-"""Of a layer of a transformers model: one per operation of its Python code."""
+"""Launches per layer of a transformers model: one per operation of its Python code."""
 FAST_BYTES_S, FAST_OPERATIONS_S = 4.3e12, 7.9e14
-"""Of the order of what an H200 reaches. On a slower device the device's part is longer than estimated here: then a step
-is recorded without need, padded to no more than twice its prompt tokens."""
+"""Rates of the order of an H200's. On a slower device its part is longer than estimated here: then a step is recorded
+without need, padded to no more than twice its prompt tokens."""
 
 
 def _nobody_waits() -> None:
-    """Of a device by itself: its steps end."""
+    """Ignore a step's end: the device has no group."""
 
 
 @dataclass(slots=True, eq=False)
 class Launched:
-    """A step under way."""
+    """Step under way."""
 
     _sampled: SampledOnDevice
     _mark: Mark
     _drafted: StepBatch | None = None
-    """The batch, if it has drafts."""
+    """Batch, if it has drafts."""
     _over: Callable[[], None] = _nobody_waits
-    """To be told when the device is through."""
+    """Call for the time when the device is through."""
 
     def finish(self) -> StepOutput:
-        """Wait for the device, then its answer. Everything the step wrote is there afterwards, KV included. Any
+        """Wait for the device and return its answer. Everything the step wrote is there afterwards, KV included. Any
         thread."""
         self._mark.wait()
         self._over()
@@ -102,12 +103,12 @@ class Launched:
 
     @property
     def tokens(self) -> Tensor | None:
-        """On the device, int64 [S]; for work that is launched behind it."""
+        """Sampled tokens on the device, int64 [S]; for work that is queued after the step."""
         return self._sampled.on_device
 
 
 class StepLimits(NamedTuple):
-    """The most that a step may have; `max_context`: positions of a row."""
+    """Maximum sizes of a step; `max_context`: positions of a row."""
 
     max_rows: int
     max_step_tokens: int
@@ -115,7 +116,8 @@ class StepLimits(NamedTuple):
 
 
 class DeviceSteps:
-    """`launch` only after the step before the last one has finished: one runs, and one waits behind it."""
+    """Steps on a GPU. `launch` only after the step before the last one has finished: one runs, and one is queued after
+    it."""
 
     def __init__(
         self,
@@ -131,7 +133,7 @@ class DeviceSteps:
         group: GroupSteps | None = None,
     ) -> None:
         """`geometry`: of what this process computes. `places`: of layers in several groups. `batch_invariant`: the
-        model was made so (`kernels.batch_invariance`), and attention is to be. `group`: of a rank of several."""
+        model was made so (`kernels.batch_invariance`), and attention must be. `group`: of a rank of several."""
         device, (max_rows, max_step_tokens, max_context) = kv.device, limits
         self._group = group
         self._batch_invariant = batch_invariant
@@ -157,7 +159,7 @@ class DeviceSteps:
             torch.cuda.synchronize(device)
 
     def _made_workspace(self, max_step_tokens: int) -> Workspace:
-        """Of latents without room to gather them: flash attention takes none."""
+        """Allocate the workspace; that of latents has no room to gather them, since flash attention takes none."""
         g = self._geometry
         kv_heads, head_dim, staging = g.num_kv_heads, g.head_dim, max(max_step_tokens, STAGING_TOKENS)
         if g.latent is not None:
@@ -210,7 +212,7 @@ class DeviceSteps:
         variants.precompile(served, self._max_rows, self._device, threads)
 
     def _served_experts(self) -> ServedExperts | None:
-        """Of a model whose experts are grouped on the device."""
+        """Return the experts of a model that groups them on the device."""
         mixture = self._geometry.experts
         if mixture is None or self._geometry.family not in ("moe", "gpt_oss", "deepseek"):
             return None
@@ -226,8 +228,8 @@ class DeviceSteps:
         )
 
     def record(self, budget_bytes: int, classes: Sequence[int] | None = None) -> RecordedClasses:
-        """Record the decode steps, of these batch sizes only where `classes` names some, then steps with prompts;
-        nothing may be served meanwhile. Zero bytes: none are recorded. All ranks of a group at once."""
+        """Record the decode steps, only of the batch sizes `classes` if given, then steps with prompts; nothing may be
+        served meanwhile. Zero bytes: none are recorded. All ranks of a group at once."""
         if self._group is not None:
             wanted = None if classes is None else capture_order(classes)
             budget_bytes = self._group.budget(budget_bytes, (self._max_rows, wanted, self.mixed.wanted))
@@ -255,24 +257,24 @@ class DeviceSteps:
         return RecordedClasses(self.decode.classes, self.mixed.classes)
 
     def forget(self) -> None:
-        """Let go of what is recorded: from now on every step runs kernel by kernel."""
+        """Drop what is recorded: from now on every step runs kernel by kernel."""
         self.decode.forget()
         self.mixed.forget()
 
     def _mixed_estimate(self) -> int:
-        """What the largest class adds to the pool: a layer's intermediates, twice."""
+        """Return what the largest class adds to the pool: a layer's intermediates, twice."""
         g, tokens = self._geometry, max((each.tokens for each in self.mixed.wanted), default=0)
         width = 2 * g.intermediate_size + self._expert_width() + 4 * g.hidden_size
         return 2 * tokens * width * self._dtype.itemsize
 
     def _expert_width(self) -> int:
-        """Of what a token's experts compute, in a model that has some."""
+        """Return the width of what a token's experts compute; 0 in a model without experts."""
         mixture = self._geometry.experts
         return 0 if mixture is None else mixture.per_token * (mixture.inner_size + self._geometry.hidden_size)
 
     def launch(self, batch: StepBatch, masks: Callable[[], TokenMasks | None] = lambda: None) -> Launched:
-        """Start a step without scored prompts. `masks` is asked while the device computes the forward. With a
-        `token_source`: behind the step that was launched last."""
+        """Start a step without scored prompts. `masks` is called while the device computes the forward. With a
+        `token_source` it is queued after the step that was launched last."""
         try:
             self._last = self._launch(batch, masks)
         except Exception as error:
@@ -311,8 +313,8 @@ class DeviceSteps:
             return Launched(sampled, self.stream.mark(), None if batch.drafts is None else batch, over)
 
     def follow(self, batch: StepBatch, taken: StepClass, awaited: int) -> None:
-        """Start a step of rank 0 up to its logits, on another rank; `awaited` as of `rank_messages.Step`. Returns when
-        the one before is over. Raises `InvariantViolated` where this rank has not recorded the class."""
+        """Start a step of rank 0 up to its logits, on another rank; `awaited` as in `rank_messages.Step`. Returns when
+        the one before is over. Raises `InvariantViolated` if this rank has not recorded the class."""
         assert self._group is not None, "a device by itself follows nobody"
         self._group.room()
         if taken is not None and taken not in (*self.decode.classes, *self.mixed.classes):
@@ -335,7 +337,8 @@ class DeviceSteps:
         self._uploads.restart()
 
     def _taken(self, batch: StepBatch) -> StepClass:
-        """What computes a batch. What is recorded knows no adapters: a step with any is launched kernel by kernel."""
+        """Return the class that computes a batch. What is recorded knows no adapters: a step with any is launched
+        kernel by kernel."""
         if batch.adapters:
             return None
         rows_class = self.decode.takes(batch)
@@ -343,13 +346,13 @@ class DeviceSteps:
 
     @staticmethod
     def _look_back(batch: StepBatch, last: Launched | None) -> None:
-        """Where penalties or grammars look back on tokens of the step before: once that is over, while the device
-        computes this one's forward."""
+        """Apply the tokens of the step before, if penalties or grammars need them: once it is over, while the device
+        computes this step's forward."""
         if batch.looks_back and last is not None:
             batch.look_back(last.finish().tokens)
 
     def _mixed_logits(self, batch: StepBatch, mixed: MixedClass | None, before: Tensor | None) -> Tensor:
-        """The logits of a step's sampled rows, recorded or kernel by kernel."""
+        """Return the logits of a step's sampled rows, recorded or kernel by kernel."""
         if mixed is not None:
             done = self.mixed.run(batch, mixed, before)
             sampled = batch.num_sampled
@@ -364,11 +367,11 @@ class DeviceSteps:
         return logits
 
     def with_tokens(self, batch: StepBatch) -> StepBatch:
-        """A batch behind the step that was launched last, once that one is over."""
+        """Return a batch queued after the last launched step with its tokens, once that step is over."""
         return batch if batch.token_source is None or self._last is None else batch.after(self._last.finish().tokens)
 
     def _of_sampled(self, rows: Tensor, batch: StepBatch) -> Tensor:
-        """Of a recorded step's rows those that are sampled: all but prompt tokens before the last."""
+        """Return the sampled ones of a recorded step's rows: all but prompt tokens before the last."""
         rows = rows[: batch.num_rows]
         if len(batch.sample_rows) == batch.num_rows:
             return rows
@@ -376,7 +379,7 @@ class DeviceSteps:
         return rows.index_select(0, index)
 
     def scoring_inputs(self, batch: StepBatch) -> StepInputs:
-        """The inputs of a step that the caller runs itself, on `stream`; of several ranks all have it then."""
+        """Return the inputs of a step that the caller runs itself, on `stream`; of several ranks all get it then."""
         if self._group is not None:
             self._group.tell(batch, None)
             self.stream.mark().wait()  # a follower's step may end a little after rank 0's
@@ -402,7 +405,7 @@ class DeviceSteps:
 
 
 def launch_s(geometry: ModelGeometry) -> float:
-    """Host time for all layers of a step with prompts that is not recorded."""
+    """Return the host time for all layers of a step with prompts that is not recorded."""
     launches = GENERIC_LAUNCHES if geometry.family == "generic" else LEAN_LAUNCHES
     if geometry.family == "deepseek":
         launches += LATENT_LAUNCHES
@@ -412,7 +415,8 @@ def launch_s(geometry: ModelGeometry) -> float:
 
 
 def device_s(geometry: ModelGeometry, element_bytes: int, tokens: int) -> float:
-    """The least that a fast GPU takes for the products of a step of so many tokens; attention is left out."""
+    """Return a lower bound of a fast GPU's time for the products of a step of `tokens` tokens; attention is left
+    out."""
     g = geometry
     matrices = 2 if g.family == "opt" else 3
     layer = g.hidden_size * ((2 * g.num_heads + 2 * g.num_kv_heads) * g.head_dim + matrices * g.intermediate_size)
@@ -422,6 +426,6 @@ def device_s(geometry: ModelGeometry, element_bytes: int, tokens: int) -> float:
 
 
 def launching_takes_longer(geometry: ModelGeometry, element_bytes: int, tokens: int) -> bool:
-    """Whether the device would wait for the host in a step of so many tokens, some of them of prompts. By numbers that
-    were counted or estimated, not measured on a GPU; a wrong one costs time, never a token."""
+    """Return whether the device would wait for the host in a step of `tokens` tokens, some of them of prompts. The
+    numbers were counted or estimated, not measured on a GPU; a wrong one costs time, never a token."""
     return launch_s(geometry) > device_s(geometry, element_bytes, tokens)

@@ -31,8 +31,7 @@ from cohort.common.engine.step.batch import StepBatch
 from cohort.common.engine.step.decode_classes import CaptureBudget, MixedClass, batch_classes, capture_order, class_for
 from cohort.common.engine.step.device_sampler import SampledOnDevice, StandingSampler
 from cohort.common.engine.step.recorded_steps import Recorder, StepResult, record_all
-from cohort.common.engine.step.sampled_before import fill_sources, put_tokens
-from cohort.common.engine.step.standing_inputs import Numbers, StandingInputs
+from cohort.common.engine.step.standing_inputs import Numbers, StandingInputs, fill_sources, put_tokens
 from cohort.kernels.gpu.workspace import Workspace
 from cohort.kernels.ops.paged_attention import AttentionMeta
 
@@ -41,7 +40,7 @@ _Class = TypeVar("_Class", int, MixedClass)
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What recorded steps of every kind stand on. `kv` [blocks, layers, 2, kv heads, block size, head dim], of which
+    """Ground of recorded steps of every kind. `kv` [blocks, layers, 2, kv heads, block size, head dim], of which
     `spare_block` belongs to no request. `places`: of layers in several groups."""
 
     model: Model
@@ -72,13 +71,13 @@ class StaticSteps(Generic[_Class]):
         return tuple(sorted(self._steps))
 
     def forget(self) -> None:
-        """Let go of the recorded steps."""
+        """Drop the recorded steps."""
         self._steps.clear()
 
     def _forward(
         self, tokens: int, query_start: Tensor, sample_index: Tensor, *, max_query_len: int, num_prefill_rows: int
     ) -> Callable[[], StepResult]:
-        """Of the buffers' first `tokens` tokens, in as many rows as `query_start` [rows + 1] has."""
+        """Return the forward of the buffers' first `tokens` tokens, in as many rows as `query_start` [rows + 1] has."""
         there, rows = self._buffers.there, len(query_start) - 1
         metas = [
             AttentionMeta(
@@ -141,7 +140,8 @@ class StaticDecode(StaticSteps[int]):
         self._steps |= record_all("decode steps", wanted, self._step, recorder, budget, first_estimate_bytes)
 
     def takes(self, batch: StepBatch) -> int | None:
-        """The class that computes this batch; None where it has other than one token per row, or no class holds it."""
+        """Return the class that computes this batch; None if it has other than one token per row, or no class holds
+        it."""
         if batch.num_tokens != batch.num_rows or batch.scoring:
             return None
         if batch.block_tables.shape[1] > self._width:
@@ -158,8 +158,8 @@ class StaticDecode(StaticSteps[int]):
         return self._steps[rows_class]()
 
     def sample(self, batch: StepBatch, rows_class: int, done: StepResult) -> SampledOnDevice | None:
-        """Sample behind `run`; the tokens are then on their way to the host. None where the tables have no memory for
-        what these rows want."""
+        """Sample after `run`; the tokens are then on their way to the host. None if the tables have no memory for what
+        these rows need."""
         if not self.sampler.takes(batch.sampling):
             return None
         self.sampler.fill(batch.sampling, batch.sample_rows, rows_class)
@@ -173,7 +173,7 @@ class StaticDecode(StaticSteps[int]):
         return done
 
     def _write_padding(self, numbers: Numbers, first: int, end: int) -> None:
-        """Token 0 at position 0 of the spare block; the rows share its slots, whose content is never read."""
+        """Write token 0 at position 0 of the spare block; the rows share its slots, whose content is never read."""
         numbers["token_ids"][first:end] = 0
         numbers["positions"][first:end] = 0
         for name in self._slots:
@@ -181,7 +181,7 @@ class StaticDecode(StaticSteps[int]):
         numbers["context_lens"][first:end] = 1
 
     def _fill(self, batch: StepBatch, rows_class: int) -> int:
-        """How many of the tokens the step before samples."""
+        """Fill the buffers. Return how many of the tokens the step before samples."""
         rows, width, numbers = batch.num_rows, batch.block_tables.shape[1], self._buffers.next_numbers()
         for name, array in (
             ("token_ids", batch.token_ids),

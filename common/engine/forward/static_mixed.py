@@ -27,19 +27,18 @@ from cohort.common.engine.models.step_inputs import sampled_tokens, slots_of_gro
 from cohort.common.engine.step.batch import StepBatch
 from cohort.common.engine.step.decode_classes import CaptureBudget, MixedClass, mixed_class_for
 from cohort.common.engine.step.recorded_steps import Recorder, StepResult, record_all
-from cohort.common.engine.step.sampled_before import fill_sources, put_tokens
-from cohort.common.engine.step.standing_inputs import StandingInputs
+from cohort.common.engine.step.standing_inputs import StandingInputs, fill_sources, put_tokens
 
 PROMPT_ROWS = 8
 """Prompts that a recorded step holds; each one that a step lacks costs a few programs that end at once."""
 
 LONGEST_CONTEXT = 2048
-"""Of a prompt row, in tokens. Estimated: here the kernel over the paged cache takes 0.5 ms longer for 32 layers than
-gathering and flash attention do, which is what recording saves a step that hides little."""
+"""Maximum tokens of a prompt row. Estimated: here the kernel over the paged cache takes 0.5 ms longer for 32 layers
+than gathering and flash attention do, which is what recording saves a step that hides little."""
 
 
 class StaticMixed(StaticSteps[MixedClass]):
-    """While a step is filled in, the one before it may still run."""
+    """Recorded steps with prompts. While a step is filled in, the one before it may still run."""
 
     def __init__(self, ground: Ground, classes: Sequence[MixedClass]) -> None:
         """`classes`: those that may be recorded."""
@@ -70,7 +69,7 @@ class StaticMixed(StaticSteps[MixedClass]):
         self._steps |= record_all("mixed steps", wanted, self._step, recorder, budget, first_estimate_bytes)
 
     def takes(self, batch: StepBatch) -> MixedClass | None:
-        """The class that computes this batch; None where none does."""
+        """Return the class that computes this batch; None if none does."""
         if batch.scoring or batch.block_tables.shape[1] > self._width:
             return None
         prompts = _prompt_rows(batch)
@@ -89,7 +88,7 @@ class StaticMixed(StaticSteps[MixedClass]):
         return self._steps[mixed]()
 
     def _fill(self, batch: StepBatch, mixed: MixedClass) -> int:
-        """How many of the tokens the step before samples."""
+        """Fill the buffers. Return how many of the tokens the step before samples."""
         prompts, numbers = _prompt_rows(batch), self._buffers.next_numbers()
         used = int(batch.query_start[prompts])  # tokens of prompts
         gap, decodes = mixed.prompt_tokens - used, batch.num_rows - prompts
@@ -144,7 +143,7 @@ class StaticMixed(StaticSteps[MixedClass]):
         return step
 
     def _fill_nothing(self, mixed: MixedClass) -> None:
-        """Padding only: what a class computes while it is recorded."""
+        """Fill the buffers with padding, which a class computes while it is recorded."""
         none, others = np.zeros(0, dtype=np.int64), len(self._slots) - 1
         empty = np.zeros(0, dtype=np.int32)
         self._fill(
@@ -158,6 +157,6 @@ class StaticMixed(StaticSteps[MixedClass]):
 
 
 def _prompt_rows(batch: StepBatch) -> int:
-    """Rows up to the last one of several tokens."""
+    """Return the number of rows up to the last one of several tokens."""
     longer = np.flatnonzero(np.diff(batch.query_start) > 1)
     return int(longer[-1]) + 1 if len(longer) else 0

@@ -30,8 +30,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from cohort.common.engine.ranks.group_store import HashStore, answer
-from cohort.common.engine.ranks.rank_hosts import RanksElsewhere
+from cohort.common.engine.ranks.rank_hosts import HashStore, RanksElsewhere, answer
 from cohort.common.engine.ranks.rank_messages import (
     Answer,
     Command,
@@ -63,15 +62,15 @@ from cohort.common.policies.kv_interface import KvCopy
 log = structlog.get_logger(__name__)
 
 STOP_S = 2.0
-"""The longest that a follower may take to end when it is told to; then it is killed."""
+"""Time that a follower may take to end when it is told to; then it is killed."""
 COMPILE_S = 1800.0
-"""The longest that ranks wait for the slowest of them to compile its kernels."""
+"""Time that ranks wait for the slowest of them to compile its kernels."""
 EXIT_RANK_LOST = 1
 _THREAD_NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
 class _Follower:
-    """A rank and its streams; `end` is what rank 0 has of its KV transfers. `process`: None on another host."""
+    """Rank and its streams; `end`: rank 0's side of its KV transfers. `process`: None on another host."""
 
     def __init__(self, rank: int, streams: Sequence[socket.socket], process: subprocess.Popen[bytes] | None) -> None:
         self.rank, self.process = rank, process
@@ -95,7 +94,7 @@ class _Follower:
 
 
 def _started(rank: int, threads: int) -> _Follower:
-    """On this machine, as a child of this process."""
+    """Start a rank on this machine, as a child of this process."""
     pairs = [socket.socketpair() for _ in range(3)]
     descriptors = [theirs.fileno() for _, theirs in pairs]
     process = start_rank([str(os.getpid()), *map(str, descriptors)], threads, descriptors)
@@ -105,7 +104,7 @@ def _started(rank: int, threads: int) -> _Follower:
 
 
 def start_rank(arguments: Sequence[str], threads: int, descriptors: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """A process of `follower_process`; `threads` of it, 0: as torch likes."""
+    """Start a process of `follower_process` with `threads` threads; 0: as torch likes."""
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "cohort.common.engine.worker.follower_process", *arguments],
         stdin=subprocess.DEVNULL,
@@ -124,10 +123,10 @@ class Followers:
     def __init__(
         self, degree: int, *, threads: int = 0, folder: Path | None = None, elsewhere: RanksElsewhere | None = None
     ) -> None:
-        """Starts the processes: on the main thread, with whose end they would be killed. `threads` of each rank.
-        `elsewhere`: the last ranks, which come from other hosts; theirs to close is this object's.
+        """Start the processes, on the main thread: they are killed when the thread that started them ends. `threads` of
+        each rank. `elsewhere`: the last ranks, which come from other hosts; closed by this object.
 
-        `folder`: private, for what the ranks find each other by; made anew, with what a killed predecessor left there.
+        `folder`: private, for the file by which the ranks meet; made anew, with what a killed predecessor left there.
         """
         self.degree = degree
         if folder is None:
@@ -152,17 +151,17 @@ class Followers:
 
     @property
     def store(self) -> str:
-        """Where the ranks find each other: a file; "" = they ask rank 0."""
+        """File by which the ranks meet; "" = they call rank 0."""
         return str(self._folder / f"store-{os.getpid()}") if self._store is None else ""
 
     @property
     def place(self) -> str | Store:
-        """The same for rank 0."""
+        """Store by which rank 0 meets the others."""
         return self.store if self._store is None else self._store
 
     @property
     def pids(self) -> list[int]:
-        """Of those on this machine."""
+        """Process ids of the followers on this machine."""
         return [follower.process.pid for follower in self._followers if follower.process is not None]
 
     def _serve_store(self) -> Store:
@@ -179,10 +178,8 @@ class Followers:
             send(follower.control, encoded(setup(follower.rank)))
 
     def meet(self) -> None:
-        """Until every rank has loaded. However long that takes; a rank that ends meanwhile ends the wait.
-
-        Raises `ConfigError` or `ModelError` as the rank did, or `RankLost`.
-        """
+        """Wait until every rank has loaded, however long that takes; a rank that ends meanwhile ends the wait. Raises
+        `ConfigError` or `ModelError` as the rank did, or `RankLost`."""
         for follower in self._followers:
             match self._answer_of(follower):
                 case Loaded():
@@ -207,7 +204,7 @@ class Followers:
             raise RankLost(f"rank {follower.rank}: {why}") from error
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """From now on the end of a follower is the end of this process."""
+        """Watch the followers: from now on the end of one is the end of this process."""
         if self.elsewhere is not None:
             self.elsewhere.watch(lambda rank, reason: self.end(f"rank {rank}: {reason}"))
         for follower in self._followers:
@@ -231,7 +228,7 @@ class Followers:
         os._exit(EXIT_RANK_LOST)
 
     def close(self) -> None:
-        """In order: when no step runs any more."""
+        """Close in order, when no step runs any more."""
         self._closing = True
         for descriptor in self._pidfds:
             with contextlib.suppress(RuntimeError):
@@ -257,8 +254,8 @@ class Followers:
     def ready_steps(
         self, compile_own: Callable[[], None], record_own: Callable[[], RecordedClasses], classes: Sequence[int] | None
     ) -> None:
-        """Have every rank compile what steps launch, then record the steps together. Raises `RankLost`, and
-        `InvariantViolated` where a rank has recorded others than rank 0."""
+        """Let every rank compile what steps launch, then record the steps together. Raises `RankLost`, and
+        `InvariantViolated` if a rank has recorded others than rank 0."""
         self._tell_all(Compile())
         compile_own()
         for follower in self._followers:
@@ -276,7 +273,7 @@ class Followers:
                 raise InvariantViolated(f"rank {follower.rank} has recorded {answer.classes}, and rank 0 {own}")
 
     def step(self, batch: StepBatch, taken: StepClass = None, awaited: int = 0) -> None:
-        """Have every rank run the forward of a batch; the rest as of `Step`. Raises `RankLost`."""
+        """Let every rank run the forward of a batch; the rest as in `Step`. Raises `RankLost`."""
         self._tell_all(step_of(batch, taken, awaited))
 
     def _tell_all(self, command: Command) -> None:
@@ -286,7 +283,7 @@ class Followers:
 
     @contextlib.contextmanager
     def copies(self, copies: Sequence[KvCopy]) -> Iterator[None]:
-        """Have every rank make a plan's copies, before the rows that are told within, while rank 0 makes its own. On
+        """Let every rank make a plan's copies, before the rows that are sent within, while rank 0 makes its own. On
         exit all are made. Raises `RankLost`."""
         if copies:
             self._tell_all(Copies(list(copies)))
@@ -300,12 +297,12 @@ class Followers:
 
     @property
     def ends(self) -> list[RemoteRank]:
-        """Of ranks 1 to degree - 1, in order."""
+        """Ends of ranks 1 to degree - 1, in order."""
         return [follower.end for follower in self._followers]
 
     async def open_links(self, order: OpenLinks, *, on_network: bool) -> set[str]:
-        """Have every rank open the KV links that rank 0 has opened. Returns those that all of them have. Unless it is
-        the network that they listen on, they do in the group's own folder. Raises `TransferError`."""
+        """Let every rank open the KV links that rank 0 has opened. Return those that all of them have. Unless they
+        listen on the network, they do in the group's own folder. Raises `TransferError`."""
         for end in self.ends:
             if self.elsewhere is not None and end.rank in self.elsewhere.streams:
                 await end.open(self.elsewhere.own_order(end.rank, order, end.number()))

@@ -63,11 +63,11 @@ class GroupMemory:
         return self.ranks > 1 or message.ranks > 1
 
     def buffer(self, message: Message) -> object:
-        """Of a message in parts: itself, which `GroupLink` knows what to do with."""
+        """Return the message's buffer; of a message in parts itself, which `GroupLink` takes."""
         return message if self.in_parts(message) else self.own.memory.cache.buffer(message)
 
     def outgoing(self, messages: Sequence[Message], *, summed: bool) -> list[int]:
-        """Messages to one worker. Raises `TransferError`."""
+        """Gather messages to one worker, and return their sums. Raises `TransferError`."""
         if not any(self.in_parts(message) for message in messages):
             return self.own.memory.cache.outgoing(messages, summed=summed)
         keyed = tuple(self.keyed(message) for message in messages)
@@ -89,7 +89,7 @@ class GroupMemory:
         return self.own.memory.cache.sums(messages, likes)
 
     def scatter(self, message: Message, checksum: int) -> bool:
-        """Raises `TransferError`."""
+        """Place a message's bytes; return whether their sum was right. Raises `TransferError`."""
         if not self.in_parts(message):
             return self.own.memory.cache.scatter(message, checksum)
         keyed, parts = self.keyed(message), self.parts_in(message)
@@ -121,22 +121,22 @@ class GroupMemory:
         return self.others[rank - 1].number() if rank else 0
 
     def keyed(self, message: Message) -> Keyed:
-        """Under its number, from its first mention until `release`."""
+        """Return the message under its number, which it has from its first mention until `release`."""
         key = self._keys.get(id(message))
         if key is None:
             key = self._keys[id(message)] = next(self._numbers)
         return Keyed(key, message)
 
     def parts_out(self, message: Message) -> tuple[KvPart, ...]:
-        """Of a message from here."""
+        """Return the parts of a message from here."""
         return parts_between(self._kv_heads, self.ranks, message.ranks)
 
     def parts_in(self, message: Message) -> tuple[KvPart, ...]:
-        """Of a message to here."""
+        """Return the parts of a message to here."""
         return parts_between(self._kv_heads, message.ranks, self.ranks)
 
     def _everywhere(self, orders: dict[int, Work]) -> dict[int, tuple[tuple[int, ...], ...]]:
-        """What comes of these orders, by rank; all ranks are at work at the same time."""
+        """Run these orders on all ranks at the same time; return their results by rank."""
         begun = [(rank, self.others[rank - 1].begin(order)) for rank, order in orders.items() if rank]
         found = {0: self.own.work(orders[0])} if 0 in orders else {}
         for rank, answer in begun:
@@ -145,16 +145,16 @@ class GroupMemory:
 
 
 def _heads(parts: Sequence[KvPart], *, sender: int = -1, receiver: int = -1) -> tuple[Heads, ...]:
-    """What one rank sends or receives; what it sends to several ranks once."""
+    """Return the heads that one rank sends or receives; those that it sends to several ranks once."""
     return tuple(
         dict.fromkeys(part.heads for part in parts if sender in (-1, part.sender) and receiver in (-1, part.receiver))
     )
 
 
 class GroupLink:
-    """See `KvLink`; a buffer is what `GroupMemory.buffer` gives. Over it messages go from rank to rank: one in parts is
-    as many sends or receives as it has parts, side by side, each on its rank's own link. The first that fails ends the
-    others; the message is over when nothing reads or writes any part. Called on the agent's event loop."""
+    """Link between all ranks of two workers, see `KvLink`; a buffer is what `GroupMemory.buffer` gives. A message in
+    parts is as many concurrent sends or receives as it has parts, each on its rank's own link. The first that fails
+    ends the others; the message is over when nothing reads or writes any part. Called on the agent's event loop."""
 
     def __init__(self, link: KvLink, memory: GroupMemory) -> None:
         """`link`: rank 0's own; the other ranks have one of the same name."""
@@ -165,14 +165,14 @@ class GroupLink:
         self._joint = b""
 
     def address(self) -> bytes:
-        """Of all ranks. Asked for with every event, hence kept."""
+        """Return the address of all ranks, cached: it is read with every event."""
         of_ranks = [self._link.address(), *(other.addresses.get(self.name, b"") for other in self._memory.others)]
         if of_ranks != self._of_ranks:
             self._of_ranks, self._joint = of_ranks, joint_address(of_ranks)
         return self._joint
 
     def register(self, memory: object) -> None:
-        """Every rank has registered its own (`RankTransfers`)."""
+        """Ignore it: every rank has registered its own memory (`RankTransfers`)."""
 
     async def send(self, peer: bytes, tag: int, buffer: object, *, timeout_s: float) -> None:
         addresses = addresses_of(peer)
@@ -200,7 +200,7 @@ class GroupLink:
         await self._together([(part.receiver, order(part)) for part in self._memory.parts_in(buffer)])
 
     def path(self, peer: bytes) -> str:
-        """Rank 0's own, to the first rank there."""
+        """Return rank 0's path to the peer's first rank."""
         with suppress(TransferError):
             return self._link.path(addresses_of(peer)[0])
         return ""
@@ -213,7 +213,7 @@ class GroupLink:
                     other.tell(Forget(self.name, address))
 
     async def close(self) -> None:
-        """Rank 0's; the others close theirs when they end."""
+        """Close rank 0's link; the others close theirs when they end."""
         await self._link.close()
 
     async def _move(self, rank: int, order: Move) -> None:
@@ -223,7 +223,7 @@ class GroupLink:
             await self._memory.others[rank - 1].move(order)
 
     async def _together(self, moves: Sequence[tuple[int, Move]]) -> None:
-        """All of them, or until the first fails. On return or raise none goes on, but what is stranded."""
+        """Make all moves, or until the first fails. On return or raise none goes on, but what is stranded."""
         tasks = [asyncio.create_task(self._move(rank, order)) for rank, order in moves]
         cancelled, going = False, set(tasks)
         while going:
@@ -240,7 +240,7 @@ class GroupLink:
 
 
 async def _all_ended(tasks: set[asyncio.Task[None]]) -> tuple[set[asyncio.Task[None]], set[asyncio.Task[None]]]:
-    """However often the caller is cancelled meanwhile: it is leaving already."""
+    """Wait for all, however often the caller is cancelled meanwhile: it is leaving already."""
     while any(not task.done() for task in tasks):
         with suppress(asyncio.CancelledError):
             await asyncio.wait(tasks)

@@ -47,7 +47,7 @@ _NO_MEMORY, _NOT_AT_ALL = 1 << 61, 1 << 62  # instead of a cost, which is less
 
 
 class TwoPhases(Protocol):
-    """A recorder whose exchanging part is apart from that which only this rank does."""
+    """Recorder whose exchanging part is apart from that which only this rank does."""
 
     def warm_up(self, step: Callable[[], StepResult]) -> None:
         """Run the step, on all ranks at once."""
@@ -57,15 +57,15 @@ class TwoPhases(Protocol):
 
 
 class AgreedRecorder:
-    """A step is recorded by all ranks or by none, and has cost what it cost the rank that it cost most."""
+    """Recorder by agreement: all ranks record a step or none, and its cost is that of the rank with the highest."""
 
     def __init__(self, own: TwoPhases, most: Callable[[int], int]) -> None:
-        """`most`: of all ranks' values, asked by all of them at once."""
+        """`most`: the maximum over all ranks' values, called by all of them at once."""
         self._own, self._most = own, most
 
     def record(self, step: Callable[[], StepResult]) -> Recorded:
-        """See `recorded_steps.Recorder`; it raises the same on all ranks. Raises `RankLost` where this rank cannot run
-        the step at all: the others wait within it, so there is no way on."""
+        """Record a step; see `recorded_steps.Recorder`. Raises the same on all ranks. Raises `RankLost` if this rank
+        cannot run the step at all: the others wait within it, so there is no way on."""
         try:
             self._own.warm_up(step)
         except RuntimeError as error:
@@ -93,10 +93,10 @@ def _wait(mark: Mark, over: Callable[[], None]) -> None:
 
 
 class GroupSteps:
-    """One rank's side."""
+    """Steps of a worker of several ranks, on one rank's side."""
 
     def __init__(self, ranks: Ranks, followers: Followers | None, limit_s: float = EXCHANGE_TIMEOUT_S) -> None:
-        """`followers`: rank 0's. `limit_s`: the longest that a step may take on the device."""
+        """`followers`: rank 0's. `limit_s`: maximum time of a step on the device."""
         self._ranks, self._followers, self._limit_s = ranks, followers, limit_s
         self._deadlines = StepDeadlines(limit_s, self._late)
         self._waiter: ThreadPoolExecutor | None = None
@@ -104,17 +104,18 @@ class GroupSteps:
 
     @property
     def widest(self) -> ModelGeometry:
-        """Of rank 0, which computes the most where columns do not divide evenly: by it all ranks estimate alike."""
+        """Geometry of rank 0, which computes the most if columns do not divide evenly: by it all ranks estimate
+        alike."""
         share = self._ranks.share
         return RankShare(share.geometry, 0, share.degree).working
 
     def begin(self) -> Callable[[], None]:
-        """A step is about to be launched; to be called when it is over on the device."""
+        """Start a step's deadline. Return what to call when it is over on the device."""
         return self._deadlines.begin()
 
     def tell(self, batch: StepBatch, taken: StepClass, before: Tensor | None = None) -> None:
-        """Rank 0: have the others launch the step with this one. `before`: what the step before samples, where this one
-        awaits it. Raises `RankLost`."""
+        """Let the others launch the step with rank 0. `before`: tokens that the step before samples, if this one awaits
+        them. Raises `RankLost`."""
         if self._followers is not None:
             with self._in_step():
                 self._followers.step(batch, taken, 0 if before is None else len(before))
@@ -122,7 +123,7 @@ class GroupSteps:
             self._ranks.hand_out(before)
 
     def taken_over(self, awaited: int, device: torch.device) -> Tensor | None:
-        """The same on another rank: `awaited` tokens; None where it awaits none."""
+        """Return, on another rank, the `awaited` tokens that `tell` hands out; None if there are none."""
         if not awaited:
             return None
         tokens = torch.empty(awaited, dtype=torch.int64, device=device)
@@ -130,25 +131,25 @@ class GroupSteps:
         return tokens
 
     def room(self) -> None:
-        """A follower: until one step at most is under way."""
+        """Wait, on a follower, until at most one step is under way."""
         while len(self._under_way) > 1:
             self._under_way.popleft().result()
 
     def under_way(self, mark: Mark, over: Callable[[], None]) -> None:
-        """A follower has launched a step, which ends with `mark`."""
+        """Record, on a follower, a launched step, which ends with `mark`."""
         if self._waiter is None:
             self._waiter = ThreadPoolExecutor(1, thread_name_prefix="steps")
         self._under_way.append(self._waiter.submit(_wait, mark, over))
 
     @contextmanager
     def copies(self, copies: Sequence[KvCopy]) -> Iterator[None]:
-        """Within, rank 0 makes these copies, and the others do. Raises `RankLost`."""
+        """Return a context in which rank 0 makes these copies, and the others do. Raises `RankLost`."""
         assert self._followers is not None, "only rank 0 is told of copies"
         with self._in_step(), self._followers.copies(copies):
             yield
 
     def out_of_step(self, error: Exception) -> None:
-        """This rank has not done what the others do: there is no way on."""
+        """End the group: this rank has not done what the others do, so there is no way on."""
         share = self._ranks.share
         self._ranks.failed(f"rank {share.rank} of {share.degree}: {error}")
 
@@ -161,15 +162,15 @@ class GroupSteps:
             raise
 
     def budget(self, own_bytes: int, wanted: object) -> int:
-        """Device memory for recorded steps, on every rank: the least that one has. `wanted`: the classes in their
-        order; raises `InvariantViolated` on all ranks where those differ."""
+        """Return the device memory for recorded steps, the same on every rank: the minimum. `wanted`: the classes in
+        their order; raises `InvariantViolated` on all ranks if those differ."""
         digest = zlib.crc32(repr(wanted).encode())
         if self._ranks.least(digest) != self._most(digest):
             raise InvariantViolated("the ranks of this worker would record different steps")
         return self._ranks.least(own_bytes)
 
     def recorder(self, own: TwoPhases) -> Recorder:
-        """Of steps that exchange."""
+        """Return a recorder of steps that exchange."""
         return AgreedRecorder(own, self._most)
 
     def _most(self, value: int) -> int:
@@ -184,7 +185,7 @@ class GroupSteps:
 
 
 class StepDeadlines:
-    """The longest that a step of several ranks may take on the device, whatever its ranks wait for there.
+    """Deadline of a step of several ranks on the device, whatever its ranks wait for there.
 
     A recorded exchange is a kernel that waits for the other ranks' kernels: where one of them is gone, the wait for the
     device never ends, and torch, which watches exchanges that are launched one by one, sees none of a replay. One
@@ -201,7 +202,7 @@ class StepDeadlines:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> Callable[[], None]:
-        """A step begins. To be called when it is over; again if need be."""
+        """Start a step's deadline. Return what to call when it is over; a second call is harmless."""
         step = next(self._numbers)
         with self._changed:
             self._due[step] = time.monotonic() + self._limit_s

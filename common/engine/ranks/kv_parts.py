@@ -20,16 +20,16 @@ from cohort.common.engine.config.rank_shares import MOST_RANKS, kv_heads_of
 from cohort.common.errors import TransferError
 
 Heads = tuple[int, int]
-"""Of the whole model, [first, end)."""
+"""Heads of the whole model, [first, end)."""
 
 _PLACE_SHIFT = 18
 _PLACES = MOST_RANKS - 1 << _PLACE_SHIFT
-"""The bits of a tag that tell a message's parts for one rank apart: the highest of the number of its run."""
+"""Bits of a tag that tell a message's parts for one rank apart: the highest of its run's number."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvPart:
-    """These heads of every block of a message; `place` among the parts that `receiver` gets."""
+    """Part of a message: these heads of every block; `place` among the parts that `receiver` gets."""
 
     sender: int
     receiver: int
@@ -39,9 +39,9 @@ class KvPart:
 
 @cache
 def parts_between(kv_heads: int, senders: int, receivers: int) -> tuple[KvPart, ...]:
-    """The parts of a message between workers of so many ranks, by receiver and head: every rank of the receiver gets
-    each of its heads once. Of several senders with the same head it is the one whose place in its group is the
-    receiver's in its own, as nearly as can be."""
+    """Return the parts of a message between workers of these degrees, by receiver and head: every rank of the receiver
+    gets each of its heads once. Of several senders with the same head it is the one whose place in its group is nearest
+    to the receiver's in its own."""
     owned = [kv_heads_of(kv_heads, rank, senders) for rank in range(senders)]
     found = []
     for receiver in range(receivers):
@@ -57,20 +57,20 @@ def parts_between(kv_heads: int, senders: int, receivers: int) -> tuple[KvPart, 
 
 
 def part_tag(tag: int, part: KvPart) -> int:
-    """The tag of a part of the message under `tag`. Raises `TransferError` beyond 2^18 runs of a lease."""
+    """Return the tag of a part of the message under `tag`. Raises `TransferError` beyond 2^18 runs of a lease."""
     if part.place and tag & _PLACES:
         raise TransferError(f"tag {tag:#x} leaves no room for {part.place + 1} parts of its message")
     return tag | part.place << _PLACE_SHIFT
 
 
 def joint_address(addresses: list[bytes]) -> bytes:
-    """The address of a worker: its ranks' in order."""
+    """Return the address of a worker: its ranks' in order."""
     return msgspec.msgpack.encode(addresses)
 
 
 @lru_cache(maxsize=1024)
 def addresses_of(address: bytes) -> tuple[bytes, ...]:
-    """The way back of `joint_address`. Raises `TransferError` for what is none."""
+    """Return the ranks' addresses in a `joint_address`. Raises `TransferError` for what is none."""
     try:
         found = msgspec.msgpack.decode(address, type=tuple[bytes, ...])
     except msgspec.DecodeError as error:

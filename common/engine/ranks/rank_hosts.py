@@ -11,29 +11,37 @@ followers as any others. Decides who may join; nothing about steps.
 
 from __future__ import annotations
 
+import datetime
 import fcntl
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import torch.distributed as dist
 
 import cohort
 from cohort.common.addresses import bind_address
 from cohort.common.code_fingerprint import engine_digest, model_digest
 from cohort.common.config import Config, LoggingConfig, WorkerGroup
+from cohort.common.engine.ranks.rank_messages import RankLost, framed, receive_frame, send
 from cohort.common.engine.ranks.rank_orders import OpenLinks
-from cohort.common.errors import ConfigError, TransferError
+from cohort.common.errors import CohortError, ConfigError, TransferError
 from cohort.common.transport.rank_wire import WireDialer, WireListener
 from cohort.common.transport.security import load_keys
 
 _TCP = "tcp://"
 _SIOCGIFADDR = 0x8915
+HashStore: Any = dist.HashStore  # type: ignore[attr-defined]  # torch's stubs leave it out
+_MOST_WAIT_S = 300.0
 
 
 class Join(msgspec.Struct, frozen=True):
-    """What a rank is and has. `code`, `model`: digests. `bind`, `advertise`: of its own KV link, "" without TCP."""
+    """Identity and facts of a rank. `code`, `model`: digests. `bind`, `advertise`: of its own KV link, "" without
+    TCP."""
 
     version: str
     code: str
@@ -47,7 +55,7 @@ class Join(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """All that a process on another host needs to become a rank. `device` and `threads` are its own."""
+    """Data that a process on another host needs to become a rank. `device` and `threads` are its own."""
 
     leader: str
     keys_file: str
@@ -64,7 +72,7 @@ _joins = msgspec.msgpack.Decoder(Join)
 
 
 def group_on_hosts(config: Config) -> WorkerGroup:
-    """The one group of workers whose ranks are on several hosts. Raises `ConfigError`."""
+    """Return the one group of workers whose ranks are on several hosts. Raises `ConfigError`."""
     found = [group for group in config.workers if group.hosts > 1]
     if len(found) != 1:
         raise ConfigError(f"workers: {len(found)} groups have hosts above 1; a host of ranks needs exactly one")
@@ -72,7 +80,7 @@ def group_on_hosts(config: Config) -> WorkerGroup:
 
 
 def join_of(config: Config, group: WorkerGroup, model: Path, rank: int) -> Join:
-    """As this configuration, this code and this model folder have it. Reads every file of the engine's source."""
+    """Return the rank's facts by this configuration, code and model folder. Reads every file of the engine's source."""
     own, host = config.endpoints.worker, config.endpoints.bind_host
     advertise = f"{own.rpartition(':')[0]}:0" if own.startswith(_TCP) else ""
     return Join(
@@ -89,10 +97,10 @@ def join_of(config: Config, group: WorkerGroup, model: Path, rank: int) -> Join:
 
 
 class RanksElsewhere:
-    """Rank 0's hold on them; see `Followers`, which closes it."""
+    """Rank 0's hold on the ranks of other hosts; closed by `Followers`."""
 
     def __init__(self, config: Config, group: WorkerGroup, model: Path) -> None:
-        """Listens from now on. Raises `ConfigError`."""
+        """Listen from now on. Raises `ConfigError`."""
         self._own = join_of(config, group, model, 0)
         self._first = group.local_degree
         self._joined: dict[int, Join] = {}
@@ -106,21 +114,22 @@ class RanksElsewhere:
             join_s=config.engine.rank_join_s,
         )
         self.streams = self._wire.streams
-        """Of control, orders and store, by rank."""
+        """Streams for control, orders and store, by rank."""
         self.endpoint = self._wire.endpoint
 
     def why_lost(self, rank: int) -> str:
         return self._wire.why_lost(rank)
 
     def watch(self, lost: Callable[[int, str], None]) -> None:
-        """`lost` (rank, reason) is called on another thread; at once for one that is lost already."""
+        """Call `lost` (rank, reason) on another thread for each rank that is lost; at once for one that is lost
+        already."""
         self._wire.lost = lost
         for rank in self.streams:
             if why := self._wire.why_lost(rank):
                 lost(rank, why)
 
     def own_order(self, rank: int, order: OpenLinks, number: int) -> OpenLinks:
-        """Rank 0's links as this rank opens them: on its own host's address. Raises `TransferError`."""
+        """Return rank 0's links as this rank opens them: on its own host's address. Raises `TransferError`."""
         joined = self._joined[rank]
         if not (joined.advertise and order.zmq_advertise.startswith(_TCP)):
             raise TransferError(
@@ -167,14 +176,14 @@ class RanksElsewhere:
 
 
 def joined(place: Place, lost: Callable[[str], None]) -> WireDialer:
-    """Raises `ConfigError`, `WireLost`."""
+    """Join rank 0. Raises `ConfigError`, `WireLost`."""
     said = msgspec.msgpack.encode(place.join)
     return WireDialer(place.leader, load_keys(place.keys_file), said, join_s=place.join_s, lost=lost)
 
 
 def own_interface(config: Config) -> str:
-    """Name of the network interface over which this host's ranks exchange: `engine.rank_interface`, else the one with
-    the address of `endpoints.worker`, else with that from which `endpoints.ranks` is reached. Raises `ConfigError`."""
+    """Return the network interface over which this host's ranks exchange: `engine.rank_interface`, else the one with
+    the address of `endpoints.worker`, else the one that reaches `endpoints.ranks`. Raises `ConfigError`."""
     if config.engine.rank_interface:
         return config.engine.rank_interface
     endpoints = config.endpoints
@@ -205,3 +214,121 @@ def _address(probe: socket.socket, interface: str) -> str:
     except OSError:
         return ""
     return socket.inet_ntoa(found[20:24])
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """Call of a method of torch's `Store`; `name`: the method's."""
+
+    name: str
+    keys: list[str]
+    value: bytes = b""
+    expected: bytes = b""
+    amount: int = 0
+    timeout_s: float = _MOST_WAIT_S
+
+
+class Told(msgspec.Struct, frozen=True):
+    value: bytes = b""
+    number: int = 0
+    error: str = ""
+
+
+_asks = msgspec.msgpack.Decoder(Ask)
+_tells = msgspec.msgpack.Decoder(Told)
+
+
+class StoreFailed(CohortError):
+    """Failure to get a key in time, or end of rank 0."""
+
+
+class StoreOfRankZero(dist.Store):  # type: ignore[misc, name-defined]  # torch's bindings are untyped
+    """Rank 0's store on another rank, by which ranks of several hosts meet. Usable on any thread. Raises `StoreFailed`.
+
+    torch's own store for several hosts answers whoever connects, and who writes addresses there becomes a rank. This
+    one has no port: each call goes over the stream that the rank has already, and `answer` looks it up. Used by
+    `torch.distributed` while a group begins; nothing of a step goes this way.
+    """
+
+    def __init__(self, stream: socket.socket) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stream = stream
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(Ask("set", [key], _bytes(value)))
+
+    def get(self, key: str) -> bytes:
+        return self._ask(Ask("get", [key])).value
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask(Ask("add", [key], amount=amount)).number
+
+    def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
+        return self._ask(Ask("compare_set", [key], _bytes(value), _bytes(expected))).value
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask(Ask("check", list(keys))).number)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask(Ask("delete_key", [key])).number)
+
+    def num_keys(self) -> int:
+        return self._ask(Ask("num_keys", [])).number
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        wait_s = _MOST_WAIT_S if timeout is None else timeout.total_seconds()
+        self._ask(Ask("wait", list(keys), timeout_s=wait_s))
+
+    def _ask(self, ask: Ask) -> Told:
+        with self._lock:
+            try:
+                send(self._stream, framed(msgspec.msgpack.encode(ask)))
+                told = _tells.decode(receive_frame(self._stream))
+            except RankLost as error:
+                raise StoreFailed(f"rank 0 does not answer: {error}") from error
+        if told.error:
+            raise StoreFailed(told.error)
+        return told
+
+
+def answer(stream: socket.socket, store: Any) -> None:
+    """Answer one rank's calls until it has ended; a thread of rank 0 for each. `store`: a `HashStore` of all of
+    them."""
+    try:
+        while True:
+            ask = _asks.decode(receive_frame(stream))
+            try:
+                told = _looked_up(store, ask)
+            except Exception as error:  # torch raises its own kinds, and the rank is to say which
+                told = Told(error=f"{type(error).__name__}: {error}")
+            send(stream, framed(msgspec.msgpack.encode(told)))
+    except (RankLost, msgspec.MsgspecError):
+        return
+
+
+def _looked_up(store: Any, ask: Ask) -> Told:
+    match ask.name:
+        case "set":
+            store.set(ask.keys[0], ask.value)
+            return Told()
+        case "get":
+            return Told(store.get(ask.keys[0]))
+        case "add":
+            return Told(number=store.add(ask.keys[0], ask.amount))
+        case "compare_set":
+            return Told(store.compare_set(ask.keys[0], ask.expected, ask.value))
+        case "check":
+            return Told(number=int(store.check(ask.keys)))
+        case "delete_key":
+            return Told(number=int(store.delete_key(ask.keys[0])))
+        case "num_keys":
+            return Told(number=store.num_keys())
+        case "wait":
+            store.wait(ask.keys, datetime.timedelta(seconds=ask.timeout_s))
+            return Told()
+        case other:
+            return Told(error=f"no question {other!r}")
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

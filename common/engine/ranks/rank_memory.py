@@ -33,13 +33,13 @@ class RankMemory:
         self._cut: dict[tuple[int, Heads], Tensor] = {}
 
     def buffer(self, keyed: Keyed, heads: Heads) -> object:
-        """What a link reads or writes. Never blocks."""
+        """Return the buffer that a link reads or writes. Never blocks."""
         if heads == self.heads:
             return self.cache.buffer(keyed.message)
         return self._part(keyed, heads).view(-1).numpy()
 
     def gather(self, order: Gather) -> tuple[tuple[int, ...], ...]:
-        """Fill the buffers; sums by message and heads, () unless they are asked for."""
+        """Fill the buffers. Return sums by message and heads, () unless they are requested."""
         messages = [keyed.message for keyed in order.messages]
         sums: dict[Heads, list[int]] = {}
         for heads in order.heads:
@@ -57,7 +57,7 @@ class RankMemory:
         return tuple(tuple(sums[heads][index] for heads in order.heads) for index in range(len(messages)))
 
     def sums(self, order: Sum) -> tuple[int, ...]:
-        """Of the message's buffers, by heads."""
+        """Return the sums of the message's buffers, by heads."""
         form, found = run_checksum.form_of(weighted=order.weighted), []
         for heads in order.heads:
             if heads == self.heads:
@@ -67,7 +67,7 @@ class RankMemory:
         return tuple(found)
 
     def place(self, order: Place) -> None:
-        """On return the buffers' bytes lie in their blocks."""
+        """Copy the buffers' bytes into their blocks."""
         for heads in order.heads:
             if heads != self.heads:
                 self._copy(order.keyed, heads, out=False)
@@ -75,12 +75,13 @@ class RankMemory:
                 self.cache.scatter(order.keyed.message, 0)
 
     def drop(self, key: int) -> None:
-        """Nothing reads or writes the buffers of this message any more."""
+        """Drop the buffers of this message, which nothing reads or writes any more."""
         for known in [known for known in self._cut if known[0] == key]:
             self._cut.pop(known, None)
 
     def _part(self, keyed: Keyed, heads: Heads) -> Tensor:
-        """uint8 [blocks, layers, planes, heads, bytes of a block's head], from its first mention until `drop`."""
+        """Return uint8 [blocks, layers, planes, heads, bytes of a block's head], the same from its first mention until
+        `drop`."""
         found = self._cut.get((keyed.key, heads))
         if found is None:
             _, layers, planes, _, *head = self._kv.blocks.shape

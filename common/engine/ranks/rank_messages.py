@@ -31,11 +31,11 @@ _ARRAYS = tuple(each.name for each in fields(StepBatch) if each.name not in (*_O
 
 
 class RankLost(CohortError):
-    """Another rank of the group has ended, or did not say in time what it had to."""
+    """End of another rank of the group, or its failure to send in time."""
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """All that a follower needs to load its share. `store`: a file, "" = rank 0 is asked; `interface` as of a
+    """Data that a follower needs to load its share. `store`: a file, "" = rank 0 has it; `interface`: as in
     `RankGroup`."""
 
     instance: str
@@ -49,22 +49,22 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
 
 class Connect(msgspec.Struct, frozen=True, tag=True):
-    """Every rank has loaded."""
+    """Notice that every rank has loaded."""
 
 
 class Compile(msgspec.Struct, frozen=True, tag=True):
-    """Every kernel that a step can launch; answered by `Compiled`."""
+    """Command to compile every kernel that a step can launch; `Compiled` answers it."""
 
 
 class Record(msgspec.Struct, frozen=True, tag=True):
-    """Begin to record steps, together with rank 0; answered by `Recorded`. `classes`: decode steps of these batch sizes
-    only."""
+    """Command to record steps, together with rank 0; `Recorded` answers it. `classes`: decode steps of these batch
+    sizes only."""
 
     classes: tuple[int, ...] | None
 
 
 class Named(msgspec.Struct, frozen=True, array_like=True):
-    """An array of a `StepBatch`."""
+    """Array of a `StepBatch`."""
 
     name: str
     dtype: str
@@ -73,8 +73,8 @@ class Named(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """A `StepBatch` as far as a forward needs it. `taken`: the recorded step that computes it. `awaited`: so many
-    tokens were sampled by the step before, and rank 0 hands them out on the devices (`StepBatch.token_source`)."""
+    """Parts of a `StepBatch` that a forward needs. `taken`: the recorded step that computes it. `awaited`: number of
+    tokens that the step before samples, and rank 0 hands out on the devices (`StepBatch.token_source`)."""
 
     arrays: tuple[Named, ...]
     scoring: tuple[ScoringRow, ...]
@@ -83,38 +83,38 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class Copies(msgspec.Struct, frozen=True, tag=True):
-    """To be made now, in their order; answered by `Copied`."""
+    """Copies to be made now, in their order; `Copied` answers it."""
 
     copies: list[KvCopy]
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """The worker ends."""
+    """End of the worker."""
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The weights are there; the follower waits for `Connect`."""
+    """Notice that the weights are loaded; the follower waits for `Connect`."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The share cannot be loaded. `configuration`: because of what was asked for."""
+    """Failure to load the share. `configuration`: because of the request."""
 
     reason: str
     configuration: bool
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
-    """Nothing is left to compile."""
+    """Notice that nothing is left to compile."""
 
 
 class Recorded(msgspec.Struct, frozen=True, tag=True):
-    """What this rank replays from now on."""
+    """Classes that this rank replays from now on."""
 
     classes: RecordedClasses
 
 
 class Copied(msgspec.Struct, frozen=True, tag=True):
-    """All of the last `Copies` are made."""
+    """Notice that all of the last `Copies` are made."""
 
 
 Command = Setup | Connect | Compile | Record | Step | Copies | Stop
@@ -126,7 +126,7 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def encoded(message: Command | Answer) -> bytes:
-    """With its length: for several followers it is encoded once."""
+    """Return the message with its length: for several followers it is encoded once."""
     return framed(_encoder.encode(message))
 
 
@@ -135,7 +135,7 @@ def framed(body: bytes) -> bytes:
 
 
 def send(peer: socket.socket, frame: bytes) -> None:
-    """Raises `RankLost`."""
+    """Send a frame. Raises `RankLost`."""
     try:
         peer.sendall(frame)
     except OSError as error:
@@ -151,7 +151,7 @@ def receive_answer(peer: socket.socket) -> Answer:
 
 
 def receive_exactly(peer: socket.socket, target: memoryview) -> None:
-    """Raises `RankLost` where the other end closes, or stays silent beyond the socket's timeout."""
+    """Fill `target`. Raises `RankLost` if the other end closes, or stays silent beyond the socket's timeout."""
     done = 0
     while done < len(target):
         try:
@@ -164,7 +164,7 @@ def receive_exactly(peer: socket.socket, target: memoryview) -> None:
 
 
 def receive_frame(peer: socket.socket) -> bytearray:
-    """A body that `framed` made. Raises `RankLost`."""
+    """Return a body that `framed` made. Raises `RankLost`."""
     head = bytearray(LENGTH.size)
     receive_exactly(peer, memoryview(head))
     body = bytearray(LENGTH.unpack(head)[0])
@@ -182,7 +182,7 @@ def step_of(batch: StepBatch, taken: StepClass = None, awaited: int = 0) -> Step
 
 
 def batch_of(step: Step) -> StepBatch:
-    """The batch again; how its tokens are sampled is not in it."""
+    """Return the batch again, without how its tokens are sampled."""
     found: dict[str, Any] = {
         each.name: np.frombuffer(bytearray(each.data), each.dtype).reshape(each.shape) for each in step.arrays
     }

@@ -20,7 +20,7 @@ from cohort.common.engine.transfer.transfer_memory import Message
 
 
 class OpenLinks(msgspec.Struct, frozen=True, tag=True):
-    """The configured links; fields as `open_links` takes them, the keys by their file."""
+    """Command to open the configured links; fields as `open_links` takes them, the keys by their file."""
 
     order: int
     names: tuple[str, ...]
@@ -34,14 +34,14 @@ class OpenLinks(msgspec.Struct, frozen=True, tag=True):
 
 
 class Keyed(msgspec.Struct, frozen=True):
-    """A message under the number that it has in all orders."""
+    """Message under the number that it has in all orders."""
 
     key: int
     message: Message
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """Make buffers of these heads of every message, and sum each."""
+    """Order to make buffers of these heads of every message, and to sum each."""
 
     order: int
     messages: tuple[Keyed, ...]
@@ -50,7 +50,7 @@ class Gather(msgspec.Struct, frozen=True, tag=True):
 
 
 class Sum(msgspec.Struct, frozen=True, tag=True):
-    """The sums of a message's buffers that are filled; `weighted`: in that form."""
+    """Order to sum a message's filled buffers; `weighted`: in that form."""
 
     order: int
     keyed: Keyed
@@ -59,7 +59,7 @@ class Sum(msgspec.Struct, frozen=True, tag=True):
 
 
 class Place(msgspec.Struct, frozen=True, tag=True):
-    """From these buffers to the message's blocks."""
+    """Order to copy these buffers to the message's blocks."""
 
     order: int
     keyed: Keyed
@@ -86,19 +86,19 @@ class ReceivePart(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """End this order, which is answered all the same."""
+    """Order to end another one, which is answered all the same."""
 
     order: int
 
 
 class Drop(msgspec.Struct, frozen=True, tag=True):
-    """Nothing reads or writes the buffers of this message any more."""
+    """Order to drop the buffers of this message, which nothing reads or writes any more."""
 
     key: int
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True):
-    """The process with this address is gone."""
+    """Notice that the process with this address is gone."""
 
     link: str
     address: bytes
@@ -112,7 +112,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True):
 
 
 class Summed(msgspec.Struct, frozen=True, tag=True):
-    """By message, by heads; empty where no sums were asked for."""
+    """Sums by message, then by heads; empty if none were requested."""
 
     order: int
     sums: tuple[tuple[int, ...], ...]
@@ -124,7 +124,7 @@ class Outcome(StrEnum):
     LATE = "late"
     CANCELLED = "cancelled"
     STRANDED = "stranded"
-    """`Settled` follows once the buffer is let go of."""
+    """`Settled` follows once the buffer is released."""
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):

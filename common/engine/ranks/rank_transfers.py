@@ -60,7 +60,7 @@ _THREADS = 2
 
 
 def opened(order: OpenLinks) -> list[KvLink]:
-    """Those that can be had here, best first. Raises `ConfigError`, `TransferError`."""
+    """Return the links that can be had here, best first. Raises `ConfigError`, `TransferError`."""
     return open_links(
         order.names,
         zmq_bind=order.zmq_bind,
@@ -79,14 +79,14 @@ class RankTransfers:
             for region in memory.cache.regions:
                 link.register(region)
         self.link_bytes = 0
-        """What this rank's links have moved, both ways."""
+        """Bytes that this rank's links have moved, both ways."""
 
     def work(self, order: Work) -> tuple[tuple[int, ...], ...]:
-        """Blocks; on any thread."""
+        """Follow an order about memory. Blocks; on any thread."""
         return filled(order, self.memory)
 
     async def move(self, order: Move) -> None:
-        """One part over one link. Raises and promises what `KvLink` does."""
+        """Move one part over one link. Raises and promises what `KvLink` does."""
         link = self.links.get(order.link)
         if link is None:
             raise TransferError(f"no {order.link} link at this rank")
@@ -102,8 +102,8 @@ class RankTransfers:
 
 
 async def serve(kv: KvTensors, heads: Heads, peer: socket.socket) -> None:
-    """A follower's life beside its steps: until rank 0 has gone, which raises `RankLost`. `heads` of the whole model
-    are in `kv`."""
+    """Serve a follower's transfers, concurrently with its steps, until rank 0 has gone, which raises `RankLost`.
+    `heads` of the whole model are in `kv`."""
     if kv.device.type == "cuda":  # UCX finds out what it can do on this thread
         torch.cuda.set_device(kv.device)
     reader, writer = await asyncio.open_connection(sock=peer)
@@ -161,7 +161,7 @@ class _Server:
         task.add_done_callback(partial(self._over, number))
 
     def _over(self, number: int, task: asyncio.Task[None]) -> None:
-        """Answer for what raised, or was cancelled before its first turn."""
+        """Answer for a task that raised, or was cancelled before its first turn."""
         self._tasks.pop(number, None)
         if task.cancelled():
             self._say(Ended(number, Outcome.CANCELLED))

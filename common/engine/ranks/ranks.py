@@ -37,23 +37,23 @@ from cohort.common.errors import InvariantViolated
 log = structlog.get_logger(__name__)
 
 EXCHANGE_TIMEOUT_S = 30.0
-"""The longest that one rank waits for another within a step; what is later counts as lost."""
+"""Time that one rank waits for another within a step; then that one counts as lost."""
 
 Store = Any
-"""torch's, whose bindings are untyped."""
+"""Store of torch, whose bindings are untyped."""
 _FileStore: Any = dist.FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 _gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def _raise_alone(reason: str) -> None:
-    """The error itself ends this rank."""
+    """Ignore it: the error itself ends this rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """A place in a group, before there is a model. `store`: a file that no group has used, the same for all ranks, or
-    where ranks of several hosts find each other. `interface`: of the network that they exchange over; "" = loopback.
-    `meet` returns when every rank is about to connect. `failed` is told why this rank is out of step with the
+    """Place in a group, before there is a model. `store`: a file that no group has used, the same for all ranks, or the
+    store by which ranks of several hosts meet. `interface`: of the network that they exchange over; "" = loopback.
+    `meet` returns when every rank is about to connect. `failed` gets the reason why this rank is out of step with the
     others."""
 
     rank: int
@@ -65,14 +65,14 @@ class RankGroup:
 
 
 class Ranks:
-    """The group as its rank `share.rank` sees it."""
+    """Group as its rank `share.rank` sees it."""
 
     def __init__(self, group: RankGroup, geometry: ModelGeometry, device: torch.device) -> None:
         """`geometry`: of the whole model."""
         self.share = RankShare(geometry, group.rank, group.degree)
         self.failed = group.failed
         self.reduced_bytes = 0
-        """What went into sums over the ranks so far; of a recorded step when it was recorded."""
+        """Bytes summed over the ranks so far; of a recorded step when it was recorded."""
         self._group, self._device = group, device
         self._on_gpu = device.type == "cuda"
         self._own = torch.empty(0, dtype=torch.uint8, device=device)
@@ -81,7 +81,7 @@ class Ranks:
         self._kept = False
 
     def connect(self) -> None:
-        """Once, when this rank has loaded its weights."""
+        """Connect, once, when this rank has loaded its weights."""
         self._group.meet()
         share, interface, store = self.share, self._group.interface, self._group.store
         # Of one machine: nothing else may reach it. NCCL chooses by itself between devices of one machine.
@@ -99,8 +99,8 @@ class Ranks:
             log.info("steps of ranks on a processor are not recorded: gloo exchanges there", degree=share.degree)
 
     def close(self) -> None:
-        """For a process that goes on without the group; no step that was recorded with it may be left by then, or NCCL
-        waits for its end."""
+        """Leave the group, in a process that goes on without it. No step that was recorded with it may be left by then,
+        or NCCL waits for its end."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -110,7 +110,7 @@ class Ranks:
         return int(found)
 
     def reserve(self, tokens: int, rows: int, dtype: torch.dtype) -> None:
-        """Memory for the exchanges of any step of so many tokens in `dtype`, `rows` of them sampled."""
+        """Allocate for the exchanges of any step of `tokens` tokens in `dtype`, `rows` of them sampled."""
         hidden, sampled = self.share.geometry.hidden_size, (rows, self.share.vocabulary_part, torch.float32)
         terms = (tokens, hidden, dtype if self._on_gpu else torch.float32)
         self._term(*terms)
@@ -122,15 +122,16 @@ class Ranks:
             self._whole(rows)
 
     def keep_buffers(self) -> None:
-        """Recorded steps hold the buffers' addresses: from now on an exchange that needs larger ones is an error."""
+        """Fix the buffers, whose addresses recorded steps hold: from now on an exchange that needs larger ones is an
+        error."""
         self._kept = True
 
     def hand_out(self, tokens: Tensor) -> None:
-        """int64 [n], rank 0's, to all; in place."""
+        """Broadcast rank 0's tokens, int64 [n], in place."""
         dist.broadcast(tokens, src=0)
 
     def embed(self, embedding: Embedding, ids: Tensor, out: Tensor) -> None:
-        """out [T, hidden] = the rows of tokens `ids` [T] of the whole table; `embedding` has this rank's rows."""
+        """Set out [T, hidden] to the rows of tokens `ids` [T] of the whole table; `embedding` has this rank's rows."""
         first, end = self.share.vocabulary
         here = (ids >= first) & (ids < end)
         own = (ids - first).mul_(here)
@@ -146,13 +147,13 @@ class Ranks:
         torch.index_select(everywhere, 0, places, out=out)
 
     def add_into(self, product: Linear, x: Tensor, residual: Tensor) -> None:
-        """residual [T, hidden] += the sum over the ranks of `product` of `x`, rounded before it is added."""
+        """Add to residual [T, hidden] the sum over the ranks of `product` of `x`, rounded before it is added."""
         part = self._term(len(x), product.out_features, x.dtype if self._on_gpu else torch.float32)
         product.into(x, part)
         self._add_sum(part, residual)
 
     def add_term(self, add_into: Callable[[Tensor], None], residual: Tensor) -> None:
-        """residual [T, hidden] += the sum over the ranks of what `add_into` adds to zeros of residual's type."""
+        """Add to residual [T, hidden] the sum over the ranks of what `add_into` adds to zeros of residual's type."""
         part = self._term(len(residual), residual.shape[1], residual.dtype).zero_()
         add_into(part)
         self._add_sum(part, residual)
@@ -170,7 +171,7 @@ class Ranks:
         residual.add_(total.to(residual.dtype))
 
     def whole_logits(self, part: Tensor) -> Tensor:
-        """float32 [S, vocabulary] from every rank's [S, its tokens], on rank 0; elsewhere what was given. It holds
+        """Return float32 [S, vocabulary] from every rank's [S, its tokens] on rank 0, `part` on the others. It holds
         until the next call."""
         rows, width, whole = len(part), self.share.vocabulary_part, self.share.geometry.vocab_size
         if not rows:
@@ -189,7 +190,7 @@ class Ranks:
         return logits
 
     def _gathered(self, part: Tensor) -> Tensor:
-        """[degree, *part]: every rank's, the same on all of them. They are bytes to what moves them."""
+        """Return [degree, *part]: every rank's, the same on all of them. They move as bytes."""
         rows, width = part.shape
         everywhere = self._space(rows, width, part.dtype)
         _gather_into(everywhere.view(-1).view(torch.uint8), part.view(-1).view(torch.uint8))
@@ -208,7 +209,7 @@ class Ranks:
         return self._all[:size].view(dtype).view(self.share.degree, rows, width)
 
     def _whole(self, rows: int) -> Tensor:
-        """float32 [rows, vocabulary], on rank 0."""
+        """Return float32 [rows, vocabulary], on rank 0."""
         size = rows * self.share.geometry.vocab_size
         if len(self._logits) < size:
             self._logits = self._grown(self._logits, size)

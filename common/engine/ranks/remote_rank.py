@@ -39,14 +39,14 @@ from cohort.common.errors import BufferStranded, TransferError, TransferTimeout
 _T = TypeVar("_T")
 
 ANSWER_S = 30.0
-"""The longest to wait for a rank beyond what its order may take."""
+"""Time to wait for a rank beyond what its order may take."""
 
 
 class RemoteRank:
     def __init__(self, rank: int, peer: socket.socket) -> None:
         self.rank = rank
         self.addresses: dict[str, bytes] = {}
-        """Of its links, by name; filled by `open`."""
+        """Addresses of its links, by name; filled by `open`."""
         self._peer = peer
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -58,15 +58,15 @@ class RemoteRank:
             threading.Thread(target=work, name=f"rank-{rank}-{name}", daemon=True).start()
 
     def number(self) -> int:
-        """Of the next order."""
+        """Return the number of the next order."""
         return next(self._numbers)
 
     def tell(self, order: Order) -> None:
-        """An order that is not answered. Never blocks."""
+        """Send an order that is not answered. Never blocks."""
         self._frames.put(framed(order))
 
     def begin(self, order: OpenLinks | Work | Move) -> Future[Answer]:
-        """Never blocks. The future raises `RankLost` once the rank is gone."""
+        """Send an order. Never blocks. The future raises `RankLost` once the rank is gone."""
         future: Future[Answer] = Future()
         with self._lock:
             lost = self._lost
@@ -79,7 +79,7 @@ class RemoteRank:
         return future
 
     def sums(self, answer: Future[Answer]) -> tuple[tuple[int, ...], ...]:
-        """What came of an order about memory. Blocks. Raises `TransferError`."""
+        """Return the result of an order about memory. Blocks. Raises `TransferError`."""
         try:
             match answer.result(ANSWER_S):
                 case Summed(sums=sums):
@@ -92,7 +92,7 @@ class RemoteRank:
             raise TransferError(f"rank {self.rank} does not answer: {error}") from error
 
     async def open(self, order: OpenLinks) -> None:
-        """Raises `TransferError`."""
+        """Open links. Raises `TransferError`."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 answer = await asyncio.wrap_future(self.begin(order))
@@ -102,7 +102,7 @@ class RemoteRank:
             self.addresses = answer.addresses
 
     async def move(self, order: Move) -> None:
-        """One part over that rank's link. Raises and promises what `KvLink` does, also when cancelled."""
+        """Move one part over that rank's link. Raises and promises what `KvLink` does, also when cancelled."""
         future = asyncio.wrap_future(self.begin(order))
         cancelled = False
         deadline_s = asyncio.get_running_loop().time() + order.timeout_s + ANSWER_S
@@ -124,7 +124,7 @@ class RemoteRank:
         self._check(order, answer)
 
     def close(self) -> None:
-        """Nothing is heard or told any more."""
+        """Stop the two threads."""
         self._frames.put(None)
         with contextlib.suppress(OSError):
             self._peer.shutdown(socket.SHUT_RDWR)
@@ -145,7 +145,7 @@ class RemoteRank:
                 assert_never(answer.outcome)
 
     def _settles(self, number: int) -> asyncio.Future[None]:
-        """Done when `Settled` has come, which may have been before this."""
+        """Return a future that is done when `Settled` has come, which may have been before this call."""
         with self._lock:
             held = self._stranded.pop(number, None)
             if held is not None and not held.done():
@@ -211,7 +211,7 @@ def _when_over(future: asyncio.Future[Answer]) -> asyncio.Future[None]:
 
 
 def _resolve(future: Future[_T] | None, how: Callable[[Future[_T]], None]) -> None:
-    """Unless its waiter has given it up."""
+    """Resolve a future, unless its waiter has given it up."""
     if future is not None and not future.done():
         with contextlib.suppress(Exception):
             how(future)

@@ -26,12 +26,13 @@ from cohort.common.engine.weights.weights import RandomWeights, WeightKind, Weig
 from cohort.common.errors import ModelError
 
 SHORT_ROW_BYTES = 16 << 10
-"""A row of this length is read whole and cut: a call for the part of each takes longer than its neighbours' bytes."""
+"""Length of a row up to which it is read whole and cut: a call for each part takes longer than its neighbours'
+bytes."""
 _PIECE_BYTES = 1 << 20
 
 
 def open_sharded(model_dir: Path, kind: WeightKind, share: RankShare) -> Weights:
-    """Of the folder's files, or drawn: see `weights.open_weights`."""
+    """Return the share of the folder's files, or of drawn weights: see `weights.open_weights`."""
     if kind != "files":
         return ShardedRandom(share)
     if (quantization := share.geometry.quantization) is not None:
@@ -40,7 +41,7 @@ def open_sharded(model_dir: Path, kind: WeightKind, share: RankShare) -> Weights
 
 
 class ShardedWeights(WeightFiles):
-    """The share of one rank of a model folder's tensors."""
+    """Share of one rank of a model folder's tensors."""
 
     def __init__(self, model_dir: Path, share: RankShare) -> None:
         super().__init__(model_dir)
@@ -55,7 +56,7 @@ class ShardedWeights(WeightFiles):
 
 
 class ShardedCodes(QuantizedFiles):
-    """The share of one rank of a quantised checkpoint: codes with their scales, and plain tensors."""
+    """Share of one rank of a quantised checkpoint: codes with their scales, and plain tensors."""
 
     def __init__(self, model_dir: Path, share: RankShare, quantization: Quantization) -> None:
         super().__init__(ShardedWeights(model_dir, share), quantization)
@@ -90,7 +91,7 @@ class ShardedCodes(QuantizedFiles):
 
 
 class ShardedRandom(RandomWeights):
-    """The share of one rank of the model that `RandomWeights` draws."""
+    """Share of one rank of the model that `RandomWeights` draws."""
 
     def __init__(self, share: RankShare) -> None:
         self._share = share
@@ -114,7 +115,7 @@ class ShardedRandom(RandomWeights):
 
 
 class _Slice:
-    """A part of a stored tensor along one of its dimensions, as a tensor of its own."""
+    """Part of a stored tensor along one of its dimensions, as a tensor of its own."""
 
     def __init__(self, stored: StoredTensor, name: str, part: Part) -> None:
         self._stored, self._name, self._part = stored, name, part
@@ -149,7 +150,7 @@ class _Slice:
             done += count
 
     def _cut(self, target: Tensor, first: int, width: int) -> None:
-        """As `fill`, of whole rows: what lies along the axis of the part and behind it, `width` elements a place."""
+        """Fill by whole rows: what lies along the axis of the part and behind it, `width` elements a place."""
         size, row = self.dtype.itemsize, self._part.of * width
         own, at_once = self._part.extent * width, max(1, _PIECE_BYTES // (row * self.dtype.itemsize))
         place, done = target.view(torch.uint8), 0
@@ -165,7 +166,8 @@ class _Slice:
             done += count
 
     def _at(self, index: int) -> tuple[int, int]:
-        """Where the element of this index is in the stored tensor, and how many follow it there without a gap."""
+        """Return where the element of this index is in the stored tensor, and how many follow it there without a
+        gap."""
         whole = self._stored.shape
         width = math.prod(whole[self._part.axis + 1 :])
         before, index = divmod(index, self._part.extent * width)
@@ -178,7 +180,7 @@ class _Slice:
 
 
 class _Zeros:
-    """What another rank adds."""
+    """Zeros in place of a tensor that another rank adds."""
 
     def __init__(self, stored: StoredTensor) -> None:
         self.dtype, self.shape = stored.dtype, stored.shape

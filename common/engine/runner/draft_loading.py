@@ -39,18 +39,18 @@ from cohort.common.types import KvGeometry
 log = structlog.get_logger(__name__)
 
 _MARK_BYTES = 8
-"""Beside the KV of a token, of what stands in its slot; of a head, and of what the model's state there is."""
+"""Bytes per token in addition to KV, that mark a slot's content; of a head also those of the model's state there."""
 _HEAD = "LlamaForCausalLMEagle"
 _OTHER_HEADS = ("Eagle3", "Medusa", "Eagle")
 _MOST_ROWS = 64
 _GRAPHS_SHARE = 4
-"""Of what is kept for recorded steps, a draft model has this part beside the model's: four classes of rows."""
+"""Divisor of the memory for recorded steps that a draft model has in addition: four classes of rows."""
 _FILE = "tokenizer.json"
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """What will be loaded."""
+    """Draft model to be loaded."""
 
     folder: Path
     geometry: ModelGeometry
@@ -59,13 +59,13 @@ class DraftPlan:
     block_size: int
     vocabulary: int
     head: bool = False
-    """It goes on from the model's own states."""
+    """Whether it continues from the model's own states."""
     module: bool = False
-    """A head that the model's own checkpoint brings."""
+    """Whether it is a head in the model's own checkpoint."""
     graph_bytes: int = 0
-    """On a GPU, for its recorded steps."""
+    """Bytes on a GPU for its recorded steps."""
     device_bytes: int = 0
-    """And what it takes there in all, its KV apart."""
+    """Bytes that it takes there in all, except its KV."""
 
     @property
     def kv_geometry(self) -> KvGeometry:
@@ -73,7 +73,7 @@ class DraftPlan:
 
     @property
     def block_bytes(self) -> int:
-        """Of a block of the worker's cache, what the draft model's KV adds."""
+        """Bytes that the draft model's KV adds to a block of the worker's cache."""
         beside = _MARK_BYTES
         if self.head:
             beside += _MARK_BYTES + self.geometry.hidden_size * DTYPE_BYTES[self.dtype]
@@ -83,7 +83,7 @@ class DraftPlan:
 def plan_draft(
     config: Config, model_dir: Path, geometry: ModelGeometry, *, dtype: str, device: torch.device, degree: int
 ) -> DraftPlan | None:
-    """None where no model drafts. Raises `ConfigError`, `ModelError` for what cannot be."""
+    """Return the plan; None if no model drafts. Raises `ConfigError`, `ModelError` for what is not served."""
     speculation = config.speculation
     if speculation.mode != "model":
         return None
@@ -136,13 +136,13 @@ def plan_draft(
 
 
 def _modules(model_dir: Path) -> int:
-    """How many modules for tokens further ahead a checkpoint brings."""
+    """Return how many modules for tokens further ahead a checkpoint has."""
     read = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     return int(read.get("num_nextn_predict_layers") or 0)
 
 
 def _is_head(folder: Path) -> bool:
-    """By its config.json, which is there. Raises `ConfigError` for a head that is not served."""
+    """Return whether config.json, which is there, names a head. Raises `ConfigError` for a head that is not served."""
     names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
     other = [name for name in names if name != _HEAD and any(kind in name for kind in _OTHER_HEADS)]
     if other:
@@ -151,7 +151,7 @@ def _is_head(folder: Path) -> bool:
 
 
 def _check_head(model_dir: Path, geometry: ModelGeometry, folder: Path, head: ModelGeometry) -> None:
-    """Raises `ConfigError` for a head that cannot go on from this model's states."""
+    """Raise `ConfigError` for a head that cannot continue from this model's states."""
     refused = f"speculation.draft_model: {folder.name} ({_HEAD}) cannot draft for {model_dir.name}: "
     if geometry.family not in ("llama", "moe"):
         raise ConfigError(f"{refused}states of {geometry.model_type} models are not kept; of Llama's form they are")
@@ -166,7 +166,7 @@ def _check_head(model_dir: Path, geometry: ModelGeometry, folder: Path, head: Mo
 def load_draft(
     plan: DraftPlan, config: Config, runner: ModelRunner, head_weights: WeightKind = "files"
 ) -> BatchDrafter:
-    """On the engine's thread, for this model, before its steps are recorded."""
+    """Load the draft model, on the engine's thread, before the model's steps are recorded."""
     dtype, device, on_device = TORCH_DTYPES[plan.dtype], runner.device, runner.samples_on_device
     kv = KvTensors(
         plan.kv_geometry,
@@ -225,9 +225,9 @@ def load_draft(
 
 
 def check_vocabulary(model_dir: Path, geometry: ModelGeometry, draft_dir: Path, draft: ModelGeometry) -> None:
-    """Whether both models mean the same by a token id: a draft is a token of the model that verifies it. Raises
-    `ConfigError` unless every token has the same id in both folders' tokenizers. Where neither has one, the
-    vocabularies have to be of one size; tables may be longer than the vocabulary (padding)."""
+    """Raise `ConfigError` unless every token has the same id in both folders' tokenizers: a draft is a token of the
+    model that verifies it. If neither has one, the vocabularies must be of one size; tables may be longer than the
+    vocabulary (padding)."""
     named, drafted = _tokens(model_dir), _tokens(draft_dir)
     refused = f"speculation.draft_model: {draft_dir.name} cannot draft for {model_dir.name}: "
     if (named is None) != (drafted is None):
@@ -250,7 +250,7 @@ def _id(tokens: dict[str, int], token: str) -> str:
 
 
 def _tokens(folder: Path) -> dict[str, int] | None:
-    """The ids of all tokens by their names; None where the folder has no tokenizer."""
+    """Return the ids of all tokens by their names; None if the folder has no tokenizer."""
     try:
         read: dict[str, Any] = json.loads((folder / _FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -21,21 +21,21 @@ from cohort.common.sequence import Row, Sequence
 from cohort.common.types import Attempt, DraftSource
 
 _LEARNED_AT_ONCE = 256
-"""Tokens of responses that are taken in behind one step: half a millisecond."""
+"""Tokens of responses that are taken in after one step: half a millisecond."""
 _FIRST_TRUST, _NEW_TRUST, _TRUSTED = 0.5, 0.15, 0.5
-"""Of what texts say of a request's tokens: to begin with, the weight of the latest token, and from where on no model is
-asked instead."""
+"""Confidence in lookups: initial value, weight of the latest token, and threshold from which no model is asked
+instead."""
 
 
 class Drafter(Protocol):
-    """What proposes tokens of one sequence, which only grow from call to call. Every proposal is verified: a wrong one
-    costs a computed position and never changes a response. `matched`: how many of the last tokens the latest proposal
-    is made for; of several drafters the one that knows more of them is believed."""
+    """Source of proposals for one sequence, whose tokens only grow from call to call. Every proposal is verified: a
+    wrong one costs a computed position and never changes a response. `matched`: the number of last tokens that the
+    latest proposal is made for; of several drafters the one with more of them wins."""
 
     matched: int
 
     def propose(self, tokens: Seq[int], limit: int) -> list[int]:
-        """At most `limit` tokens that are likely to follow `tokens` (prompt and response so far); perhaps none.
+        """Return at most `limit` tokens that are likely to follow `tokens` (prompt and response so far); perhaps none.
 
         `tokens` begins with the tokens of every earlier call. Costs O(new tokens + limit), not O(tokens).
         """
@@ -44,21 +44,21 @@ class Drafter(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Expected:
-    """Of one sequence: its drafters, and what they proposed when `known` tokens were known."""
+    """Drafters of one sequence, and their proposal when `known` tokens were known."""
 
     drafters: list[tuple[DraftSource, Drafter]]
     chain: TokenChain
-    """As a draft model wants it; as long as it was then."""
+    """Chain for a draft model, as long as at its last call."""
     known: int = 0
     tokens: list[int] = field(default_factory=list)
     source: DraftSource = "lookup"
     looked_up: list[int] = field(default_factory=list)
-    """What texts say comes next: one token, or nothing."""
+    """Next token by lookup, or nothing."""
     trust: float = _FIRST_TRUST
-    """How often that was right lately."""
+    """Moving average of how often that was right."""
 
     def propose(self, tokens: list[int], most: int) -> None:
-        """By the drafter that knows the end of `tokens` from the longest match; of equal ones the first."""
+        """Propose by the drafter with the longest match at the end of `tokens`; of equal ones the first."""
         self.known, self.tokens, longest = len(tokens), [], 0
         for source, drafter in self.drafters:
             found = drafter.propose(tokens, most)
@@ -74,29 +74,29 @@ class _Expected:
 @dataclass(slots=True, eq=False)
 class Drafting:
     _make: Callable[[], Drafter]
-    """A drafter that looks at one sequence alone."""
+    """Factory of a drafter that looks at one sequence alone."""
     _most: int
-    """Drafts of one row."""
+    """Maximum drafts of one row."""
     _answers: AnswerMemory | None = None
-    """Where those that ended are remembered, if they are."""
+    """Store of ended responses, if there is one."""
     model: BatchDrafter | None = None
-    """Asked where these say nothing, or too often something wrong."""
+    """Draft model, called if lookups find nothing or are wrong too often."""
     _expected: dict[Sequence, _Expected] = field(default_factory=dict)
 
     @property
     def learns(self) -> bool:
-        """Responses that ended are to be told."""
+        """Whether ended responses are to be reported here."""
         return self._answers is not None
 
     def proposals(self, rows: Seq[Row]) -> list[list[int]] | None:
-        """Of each row, whose token is the last known one; None where nothing is proposed for any."""
+        """Return the proposals for each row, whose token is the last known one; None if there are none at all."""
         if not any([row.drafts for row in rows]):
             return None
         found = [self._propose(row.sequence)[: row.drafts] if row.drafts else [] for row in rows]
         return found if any(found) else None
 
     def wanted(self, rows: Seq[Row], kv: KvAllocator, number: Callable[[Sequence], int]) -> list[DraftRow]:
-        """What the model is asked: of rows that may carry drafts and of which texts say nothing, or nothing right."""
+        """Return requests to the model for rows that may carry drafts and have no lookup, or no reliable one."""
         if self.model is None:
             return []
         return [
@@ -106,7 +106,7 @@ class Drafting:
         ]
 
     def drafted(self, rows: Seq[Row], asked: Seq[DraftRow], answers: Seq[list[int]]) -> None:
-        """What the model said, which `proposals` has then."""
+        """Store the model's drafts, which `proposals` then returns."""
         said = {id(each.chain): tokens for each, tokens in zip(asked, answers, strict=True)}
         for row in rows:
             expected = self._expected.get(row.sequence)
@@ -121,12 +121,13 @@ class Drafting:
         return self.model.takes(chain, drafts)
 
     def _trusts(self, sequence: Sequence) -> bool:
-        """Texts say more of it than a model would."""
+        """Return whether lookups are more reliable for it than a model would be."""
         return self.model is None or self._expected[sequence].trust >= _TRUSTED
 
     def _asked(self, row: Row, kv: KvAllocator, number: int) -> DraftRow:
-        """Drafts are drawn under the same penalties, with the numbers of the positions that they are for, so that they
-        are right wherever both models let the same token win. Grammars are the verifying model's alone."""
+        """Return the request for one row. Drafts are drawn under the same penalties, with the numbers of the positions
+        that they are for, so that they are right whenever both models let the same token win. Grammars are the
+        verifying model's alone."""
         sequence, key = row.sequence, row.sequence.key
         params, inputs, first = sequence.request.sampling, sequence.sampling_inputs, len(sequence.tokens)
         bias, history = (None, None) if inputs is None else (inputs.bias, inputs.history)
@@ -157,12 +158,12 @@ class Drafting:
         return DraftRow(chain, list(kv.blocks(key)), None if directions is None else list(directions), sampling, number)
 
     def expected(self, sequences: Iterable[Sequence]) -> list[Attempt]:
-        """Those of which more than the token that the step in flight samples is expected."""
+        """Return the sequences of which more is expected than the token that the step in flight samples."""
         return [s.key for s in sequences if len(self._propose(s)) > 1 or self._asks(s, self._most)]
 
     def judged(self, sampling: Seq[Sequence], proposed: Seq[int] | None, output: StepOutput) -> list[Drafted]:
-        """How the step's drafts did, and what was only expected. `proposed`: drafts of each of these. To be asked
-        before the machine hears of the tokens."""
+        """Return how the step's drafts did, and what was only expected. `proposed`: drafts of each of these. Call it
+        before the machine takes the tokens."""
         if proposed is None and not any([self._propose(each) for each in sampling]):
             return []
         judged, place = [], 0
@@ -193,24 +194,24 @@ class Drafting:
         return expected.tokens
 
     def ended(self, sequences: Iterable[Sequence]) -> None:
-        """Their responses are whole: they are remembered for others."""
+        """Remember whole responses for other sequences."""
         if self._answers is not None:
             for each in sequences:
                 self._answers.learn(answers_key(each), each.tokens[each.request.prompt_tokens :])
 
     def learn(self) -> None:
-        """Some of what has ended is taken in. Between two steps, or beside one."""
+        """Take in some of what has ended, between two steps or during one."""
         if self._answers is not None:
             self._answers.take_in(_LEARNED_AT_ONCE)
 
     def forget(self, holds: Callable[[Sequence], bool]) -> None:
-        """Those that the worker holds no more: an index takes some hundred bytes a token."""
+        """Forget sequences that the worker no longer holds: an index takes some hundred bytes a token."""
         if gone := [each for each in self._expected if not holds(each)]:
             for each in gone:
                 del self._expected[each]
 
 
 def answers_key(sequence: Sequence) -> str:
-    """Whose responses a sequence may be drafted from, and which model's: nobody may notice by a response's speed what
-    another API key's responses say. Unlike cached prefixes they are never shared between keys."""
+    """Return the key whose responses a sequence may be drafted from, with their model: a response's speed must not
+    reveal what another API key's responses say. Unlike cached prefixes they are never shared between keys."""
     return f"{sequence.request.owner}\0{sequence.request.adapter}"

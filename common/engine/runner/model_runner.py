@@ -43,12 +43,11 @@ from cohort.common.engine.models.step_inputs import StepInputs, step_inputs
 from cohort.common.engine.ranks.followers import Followers
 from cohort.common.engine.ranks.group_steps import GroupSteps
 from cohort.common.engine.ranks.ranks import RankGroup, Ranks
-from cohort.common.engine.step.batch import Int64Array, SamplingRow, StepBatch, StepOutput, TokenLogprobs
+from cohort.common.engine.step.batch import Int64Array, SamplingRow, StepBatch, StepOutput, TokenLogprobs, trial_batch
 from cohort.common.engine.step.decode_classes import RecordedClasses, StepClass
 from cohort.common.engine.step.grammar_masks import GrammarMasks, TokenMasks
 from cohort.common.engine.step.prompt_scores import by_row, score, scored_tokens
 from cohort.common.engine.step.sampler import sample
-from cohort.common.engine.step.trial_batch import trial_batch
 from cohort.common.engine.step.verification import joined, sample_drafted
 from cohort.common.engine.transfer.transfer_memory import STAGING_BYTES
 from cohort.common.engine.weights.resolved import TORCH_DTYPES, resolve_device, resolve_dtype
@@ -63,7 +62,7 @@ log = structlog.get_logger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Done:
-    """A step that has run."""
+    """Step that has run."""
 
     output: StepOutput
 
@@ -81,7 +80,7 @@ class ModelRunner:
         group: RankGroup | None = None,
         followers: Followers | None = None,
     ) -> None:
-        """Loads the model. Raises `ModelError` or `ConfigError`. `group`: this is one rank of a worker, whose
+        """Load the model. Raises `ModelError` or `ConfigError`. `group`: this is one rank of a worker, whose
         `followers` rank 0 has; blocks are counted as the worker's."""
         compiled_kernels.keep_in_cache()
         self.device = resolve_device(options.device)
@@ -108,7 +107,7 @@ class ModelRunner:
         self.drafter: BatchDrafter | None = None  # its maker's to load, beside this one
         self._grammars: GrammarMasks | None = None
         self._sampled: Int64Array | None = None
-        """Tokens of the last step, where the host has them when it is launched."""
+        """Tokens of the last step, if the host has them when it is launched."""
         self.memory_retries = 0  # steps the device refused memory for and that ran in halves
         self._threads = options.threads
         self._prepared_thread = 0
@@ -179,22 +178,22 @@ class ModelRunner:
 
     @property
     def numbers(self) -> torch.dtype:
-        """That the model computes in; its KV may be kept in fewer bits."""
+        """Dtype that the model computes in. Its KV may be stored in fewer bits."""
         return TORCH_DTYPES[self.dtype]
 
     @property
     def _held(self) -> ModelGeometry:
-        """Of what this process holds of the model."""
+        """Geometry of the part of the model that this rank holds."""
         return self.geometry if self.ranks is None else self.ranks.share.own
 
     @property
     def _working(self) -> ModelGeometry:
-        """Of what a step has intermediates of here."""
+        """Geometry of a step's intermediates on this rank."""
         return self.geometry if self.ranks is None else self.ranks.share.working
 
     @property
     def block_geometry(self) -> KvGeometry:
-        """Of a block over all ranks."""
+        """Geometry of a block over all ranks."""
         return self._block_geometry(self.geometry)
 
     def _block_geometry(self, model: ModelGeometry) -> KvGeometry:
@@ -203,17 +202,17 @@ class ModelRunner:
 
     @property
     def stream(self) -> Stream:
-        """The stream of the steps; other work on the device is ordered against it."""
+        """Stream of the steps; other work on the device is ordered against it."""
         return HostStream() if self._device_steps is None else self._device_steps.stream
 
     @property
     def samples_on_device(self) -> bool:
-        """All tokens of a step at once, as on a GPU."""
+        """Whether all tokens of a step are sampled at once, as on a GPU."""
         return self._device_steps is not None
 
     @property
     def recorded_classes(self) -> tuple[int, ...]:
-        """Row counts whose decode steps are recorded; none on a processor, or where recording failed."""
+        """Row counts whose decode steps are recorded; none on a processor, or if recording failed."""
         return () if self._device_steps is None else self._device_steps.decode.classes
 
     def execute(self, batch: StepBatch) -> StepOutput:
@@ -222,8 +221,8 @@ class ModelRunner:
 
     def launch(self, batch: StepBatch) -> Launched | Done:
         """Start a step; its `finish`, on any thread, waits for it. On a processor it is done when this returns. With a
-        `token_source` it runs behind the one that was launched last and may not have finished; the one before that
-        must have."""
+        `token_source` it runs after the one that was launched last and may not have finished; the one before that must
+        have."""
         before, self._sampled = self._sampled, None
         try:
             if before is not None:
@@ -239,11 +238,11 @@ class ModelRunner:
         return launched
 
     def copies_elsewhere(self, copies: Sequence[KvCopy]) -> AbstractContextManager[None]:
-        """Within, a plan's copies are made by the other ranks too, and its rows come after them."""
+        """Return a context in which a plan's copies are made by the other ranks too, and its rows come after them."""
         return nullcontext() if self._group is None or not copies else self._group.copies(copies)
 
     def follow(self, batch: StepBatch, taken: StepClass = None, awaited: int = 0) -> None:
-        """The forward of a step of rank 0, on another rank: the same calls, in the same order; the rest as of
+        """Run the forward of rank 0's step on another rank: the same calls in the same order; the rest as in
         `rank_messages.Step`. On a GPU it may still run when this returns."""
         self._prepare_thread()
         steps = self._device_steps
@@ -271,7 +270,7 @@ class ModelRunner:
             return begun
 
     def _in_halves(self, batch: StepBatch) -> StepOutput:
-        """Admission keeps this from happening; if the device still refuses, the rows run in two halves."""
+        """Run the rows in two halves, if the device refuses memory although admission should prevent it."""
         self.memory_retries += 1
         torch.cuda.empty_cache()
         first, second = batch.split()
@@ -280,12 +279,13 @@ class ModelRunner:
         return joined(*outputs)
 
     def use_grammars(self) -> None:
-        """Read the tokenizer, for requests that have a grammar: a few tenths of a second, which none shall wait for."""
+        """Read the tokenizer for requests with a grammar: it takes a few tenths of a second, for which none should
+        wait."""
         self._grammars = GrammarMasks.of_model(self._model_dir, self.geometry.eos_token_ids, self.geometry.vocab_size)
 
     def sampled_states(self, sampled: int) -> npt.NDArray[np.float16] | None:
-        """Final hidden states [sampled, hidden] of the last step's sampled tokens; to be read before the next step.
-        None where the model keeps none, or the step ran in parts and these are not all of them."""
+        """Return final hidden states [sampled, hidden] of the last step's sampled tokens; to be read before the next
+        step. None if the model stores none, or the step ran in parts and these are not all of them."""
         steps = self._device_steps
         states = self._model.sampled_states if steps is None else steps.sampled_states()
         if states is None or len(states) != sampled:
@@ -293,7 +293,7 @@ class ModelRunner:
         return states.to(device="cpu", dtype=torch.float16).numpy()
 
     def one_by_one(self) -> AbstractContextManager[None]:
-        """Within, a step's kernels are called one by one even where one call would do: for measuring them."""
+        """Return a context in which a step's kernels are called one by one, for measuring them."""
         return self._model.one_by_one() if isinstance(self._model, LeanLlama) else nullcontext()
 
     def warm_up(self, classes: Sequence[int] | None = None) -> None:
@@ -323,13 +323,13 @@ class ModelRunner:
                 self.execute(batch)
 
     def compile_steps(self) -> None:
-        """Every kernel that a step can launch."""
+        """Compile every kernel that a step can launch."""
         if self._device_steps is not None:
             with torch.inference_mode():
                 self._device_steps.compile(threads=min(16, os.cpu_count() or 1))
 
     def record_steps(self, classes: Sequence[int] | None = None) -> RecordedClasses:
-        """As far as there is memory for it. Of several ranks all do it at once."""
+        """Record steps as far as memory allows. Of several ranks all do it at once."""
         if (steps := self._device_steps) is None:
             return RecordedClasses()
         with torch.inference_mode():
@@ -359,7 +359,7 @@ class ModelRunner:
 
     @property
     def keeps_states(self) -> LeanLlama | LeanDeepseek | None:
-        """The model, where its final states can be kept for a head to go on from."""
+        """Model whose final states can be stored for a head; None if this model's cannot."""
         return self._model if isinstance(self._model, LeanLlama | LeanDeepseek) else None
 
     def _sample(self, logits: Tensor, batch: StepBatch) -> StepOutput:
@@ -377,8 +377,9 @@ class ModelRunner:
         return self._grammars.of(rows)
 
     def _execute_and_score(self, batch: StepBatch, inputs: StepInputs) -> StepOutput:
-        """A whole prompt's logits may be more than the device has, so those of `max_rows` tokens exist at a time. For
-        more of them the forward runs again, over the same tokens: it writes the same KV, and scoring is rare."""
+        """Compute a step and score its prompts. A whole prompt's logits may exceed the device, so those of `max_rows`
+        tokens exist at a time. For more of them the forward runs again, over the same tokens: it writes the same KV,
+        and scoring is rare."""
         sampled = len(inputs.sample_index)
         pairs = ((target, row.top) for row in batch.scoring for target in row.targets)
         scores: list[TokenLogprobs] = []
@@ -392,7 +393,7 @@ class ModelRunner:
         return dataclasses.replace(output, scores=by_row(batch.scoring, scores))
 
     def _forwards(self, batch: StepBatch, inputs: StepInputs) -> Iterator[Tensor]:
-        """The logits of its sampled and its scored tokens, so many at a time."""
+        """Yield the logits of the sampled and the scored tokens, part by part."""
         wanted = torch.cat([inputs.sample_index, scored_tokens(batch.scoring, self.device)])
         at_once = max(self.max_rows, len(inputs.sample_index), 1)
         for start in range(0, max(1, len(wanted)), at_once):
@@ -408,7 +409,7 @@ class ModelRunner:
             raise
 
     def _blocks_that_fit(self, share: DeviceShare) -> int:
-        """KV blocks that the device has memory for, of what is this worker's share."""
+        """Return the KV blocks for which this worker's share of the device has memory."""
         if self.device.type != "cuda":
             raise ConfigError("kv.memory_bytes: only a GPU's memory is divided by itself; give it a number")
         torch.cuda.synchronize(self.device)
@@ -448,7 +449,7 @@ class ModelRunner:
         return blocks
 
     def _lora_store(self, options: LoraOptions) -> tuple[LoraStore, int]:
-        """The adapters, checked, of which none is loaded yet; and what those held at once take at most."""
+        """Return the adapters, checked and not yet loaded, and the maximum bytes of those held at once."""
         if options.adapters and self.geometry.family == "moe" and self.device.type != "cpu":
             raise ModelError(f"model.lora: no adapters for {self.geometry.model_type} models on {self.device.type}")
         checked = check_lora(options.adapters, self.geometry)
@@ -456,7 +457,8 @@ class ModelRunner:
         return store, store.most_bytes(options.held)
 
     def _prepare_thread(self) -> None:
-        """torch keeps the number of OpenMP threads and the current GPU per thread: set where a step will run."""
+        """Set the number of OpenMP threads and the current GPU, which torch stores per thread, where a step will
+        run."""
         if self._prepared_thread != threading.get_ident():
             if self._threads:
                 torch.set_num_threads(self._threads)

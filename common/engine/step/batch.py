@@ -22,8 +22,8 @@ Uint8Array = npt.NDArray[np.uint8]
 
 @dataclass(slots=True, unsafe_hash=True)
 class SamplingRow:
-    """How one row's next token is sampled; `position` is where that token will stand. Never changed; not frozen,
-    because a step makes one per row and a frozen one takes twice as long to make.
+    """Sampling of one row's next token; `position` is that token's. Never changed; not frozen, because a step makes one
+    per row and a frozen one takes twice as long to make.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the neutral penalties switch themselves off.
     `banned` are ids that must not come yet (the end tokens while min_tokens is not reached). `logprobs`: -1 none,
@@ -45,15 +45,15 @@ class SamplingRow:
     logprobs: int = -1
     grammar: GrammarInputs | None = None
     awaits: int = 0
-    """Output tokens before this one that `history` and `grammar` are to have, where the last of them is sampled by the
-    step that runs (`StepBatch.look_back`); 0 = they have all."""
+    """Output tokens before this one that `history` and `grammar` must have, if the last of them is sampled by the step
+    that runs (`StepBatch.look_back`); 0 = they have all."""
     ahead: tuple[int, ...] = ()
     """Drafts between what `history` and `grammar` have and this token, for which they count too: the token stands only
-    where all of these are right. Empty where the row has neither."""
+    if all of these are right. Empty if the row has neither."""
 
     def look_back(self, token: int) -> None:
-        """Penalties and grammar take in the token before this one, which has just been sampled; once, however often
-        this is said."""
+        """Apply the token before this one, which has just been sampled, to penalties and grammar; once, however often
+        this is called."""
         if self.awaits:
             if self.history is not None and self.history.output_tokens < self.awaits:
                 self.history.catch_up([token])
@@ -110,19 +110,19 @@ class StepBatch:
     scoring: tuple[ScoringRow, ...] = ()  # rows whose prompt tokens are scored
     grammars: tuple[GrammarInputs, ...] = ()  # of all rows, those of prompts that are not yet at their end too
     token_source: Int64Array | None = None
-    """[T] of a step behind another one: which of the other's sampled tokens it is, whose `token_ids` are not known yet;
-    -1 where they are. Only rows of one token have any."""
+    """[T] for a step queued after another one: index among the other's sampled tokens, for a token not known yet; -1
+    for known ones. Only rows of one token have any."""
     adapters: tuple[str, ...] = ()
-    """[R] the LoRA adapter of each row, "" = none; empty where no row has one."""
+    """[R] LoRA adapter of each row, "" = none; empty if no row has one."""
     more_tables: Int32Array | None = None
-    """[G - 1, R, M] of a model whose layers are in G groups: the tables of those after the first, as wide as its."""
+    """[G - 1, R, M] for a model whose layers are in G groups: the tables of those after the first, as wide as its."""
     more_slots: Int64Array | None = None
-    """[G - 1, T] where each token's KV goes in these groups."""
+    """[G - 1, T] slots of each token's KV in these groups."""
     numbers: Int64Array | None = None
-    """[R] of each row its sequence's own number, above 0, where a drafter goes by it; None = nobody does."""
+    """[R] each row's sequence number, above 0, for a drafter that uses it; None = nobody does."""
     drafts: Int32Array | None = None
-    """[R] tokens at the end of each row that are only expected: the row is sampled at every position from the one
-    before them on. Such a row is a sample row, all of whose other tokens is one. None = no row has any."""
+    """[R] drafts at the end of each row: the row is sampled at every position from the one before them on. Such a row
+    is a sample row with one other token. None = no row has any."""
 
     @property
     def num_rows(self) -> int:
@@ -175,7 +175,7 @@ class StepBatch:
             raise InvariantViolated(f"step batch: not true that {'; '.join(broken)}")
 
     def after(self, tokens: Int64Array) -> StepBatch:
-        """With its tokens, once those that the step before it sampled are known."""
+        """Return the batch with its tokens, once those that the step before it sampled are known."""
         source = self.token_source
         if source is None:
             return self
@@ -188,7 +188,7 @@ class StepBatch:
         return self.token_source is not None and any([row.awaits for row in self.sampling])
 
     def look_back(self, tokens: Int64Array) -> None:
-        """Penalties and grammars take in what the step before sampled; once, however often this is said."""
+        """Apply what the step before sampled to penalties and grammars; once, however often this is called."""
         if self.token_source is None or not self.looks_back:
             return
         for index, row in zip(self.sample_rows.tolist(), self.sampling, strict=True):
@@ -196,8 +196,8 @@ class StepBatch:
                 row.look_back(int(tokens[self.token_source[self.query_start[index]]]))
 
     def split(self) -> tuple[StepBatch, StepBatch]:
-        """Two batches that together compute the same: used when the device refuses memory for the whole. Its tokens
-        must be known (`after`).
+        """Return two batches that together compute the same: used when the device refuses memory for the whole. Its
+        tokens must be known (`after`).
 
         Rows are independent (a row's tokens never read another row's KV of the same step), so cutting between rows
         changes no result.
@@ -254,13 +254,39 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The sampled tokens, in the order of `StepBatch.sample_rows`; prompt scores, in the order of
-    `StepBatch.scoring`. Of rows with drafts as many tokens as were right, and the one behind them."""
+    """Sampled tokens, in the order of `StepBatch.sample_rows`; prompt scores, in the order of `StepBatch.scoring`. Of
+    rows with drafts the correct ones, and the token after them."""
 
     tokens: Int64Array  # [S], or as many as `counts` says
     logprobs: tuple[TokenLogprobs | None, ...]  # one for each of them
     scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
     failures: Mapping[int, str] = field(default_factory=dict)
-    """By the index of a token that is none: why its request can have no further one."""
+    """Reasons why a request can have no further token, by the index of the missing one."""
     counts: tuple[int, ...] | None = None
-    """[S] how many of the tokens each sample row has; None = one each."""
+    """[S] number of tokens of each sample row; None = one each."""
+
+
+def trial_batch(
+    rows: int, tokens_per_row: int, context: int, *, block_size: int, num_blocks: int, groups: int = 1
+) -> StepBatch | None:
+    """Return a greedy batch over the first blocks, for warming up and measuring; None if the cache cannot hold it.
+    `groups` of layers."""
+    blocks_per_row = -(-context // block_size)
+    if groups * rows * blocks_per_row > num_blocks or context < tokens_per_row:
+        return None
+    every = np.arange(groups * rows * blocks_per_row, dtype=np.int32).reshape(groups, rows, blocks_per_row)
+    row_positions = np.arange(context - tokens_per_row, context, dtype=np.int64)
+    slots = every[..., row_positions // block_size].astype(np.int64) * block_size + row_positions % block_size
+    return StepBatch(
+        token_ids=np.ones(rows * tokens_per_row, dtype=np.int64),
+        positions=np.tile(row_positions, rows),
+        query_start=np.arange(rows + 1, dtype=np.int32) * np.int32(tokens_per_row),
+        context_lens=np.full(rows, context, dtype=np.int32),
+        block_tables=every[0],
+        directions=None,
+        slot_mapping=slots[0].reshape(-1),
+        sample_rows=np.arange(rows, dtype=np.int32),
+        sampling=(GREEDY,) * rows,
+        more_tables=every[1:] if groups > 1 else None,
+        more_slots=slots[1:].reshape(groups - 1, -1) if groups > 1 else None,
+    )

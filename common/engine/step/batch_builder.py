@@ -22,7 +22,7 @@ from cohort.common.sampling_inputs import LogitBias, TokenHistory
 from cohort.common.sequence import Row, Sequence
 
 _KEPT = 64
-"""Sequences beyond twice a step's rows that may stand before those without a row are forgotten."""
+"""Sequences beyond twice a step's rows that may be stored before those without a row are forgotten."""
 
 Int64s = npt.NDArray[np.int64]
 
@@ -31,7 +31,7 @@ _Constant = tuple[float, float, int, float, float, float, float, TokenHistory | 
 
 
 class _Standing:
-    """One sequence: the row of its block table, and how it samples."""
+    """Sequence with the row of its block table and its sampling."""
 
     __slots__ = (
         "adapter",
@@ -52,11 +52,11 @@ class _Standing:
         params, inputs = sequence.request.sampling, sequence.sampling_inputs
         self.slot = slot
         self.blocks: Seq[int] | None = None
-        """The allocator's list whose first `length` entries are in the table."""
+        """List of the allocator whose first `length` entries are in the table."""
         self.length = 0
         self.scored = params.prompt_logprobs >= 0
         self.banned_before = sequence.request.prompt_tokens + params.min_tokens if params.stop_token_ids else 0
-        """End tokens are banned from positions before this one."""
+        """Position from which end tokens are no longer banned."""
         self.adapter = sequence.request.adapter
         self.seed = params.seed
         self.grammar = None if inputs is None else inputs.grammar
@@ -71,15 +71,15 @@ class _Standing:
             None if inputs is None else inputs.history,
             None if inputs is None else inputs.bias,
         )
-        """Of a `SamplingRow`, what lies between `position` and `banned`."""
+        """Fields of a `SamplingRow` between `position` and `banned`."""
         self.always: SamplingRow | None = None
-        """Where nothing is drawn the same row serves every position."""
+        """Row for every position, if nothing is drawn."""
         if params.temperature == 0.0 and self.constant[7] is None and self.grammar is None:
             self.always = SamplingRow(params.seed, 0, *self.constant, (), params.logprobs)
 
     def sampling(self, sequence: Sequence, position: int, ahead: Seq[int] = ()) -> SamplingRow:
-        """Of the token that will stand at `position`, `ahead` being the drafts before it. Where the one before it is
-        still to be sampled, history and grammar are the engine's, which brings them up to date with it."""
+        """Return the sampling of the token at `position`, `ahead` being the drafts before it. If the token before it is
+        still to be sampled, the engine brings history and grammar up to date with it."""
         banned = sequence.request.sampling.stop_token_ids if position < self.banned_before else ()
         history, grammar, prompt_tokens = self.constant[7], self.grammar, sequence.request.prompt_tokens
         logprobs, bound = sequence.request.sampling.logprobs, history is not None or grammar is not None
@@ -95,10 +95,10 @@ class _Standing:
 
 
 class BatchBuilder:
-    """Of one worker, for its allocator."""
+    """Builder of one worker's batches, for its allocator."""
 
     def __init__(self, kv: KvAllocator, *, numbered: bool = False) -> None:
-        """`numbered`: batches tell which sequence each row is (`StepBatch.numbers`)."""
+        """`numbered`: batches name each row's sequence (`StepBatch.numbers`)."""
         self._kv = kv
         self._numbered = numbered
         self._numbers = itertools.count(1)
@@ -107,7 +107,7 @@ class BatchBuilder:
         self._free: list[int] = []
         self._tables = np.zeros((0, 1), dtype=np.int32)
         self._more = [self._tables] * (kv.geometry.num_groups - 1)
-        """Those of the groups of layers after the first, of the same shape."""
+        """Tables of the layer groups after the first, of the same shape."""
         # Of the last step: its sequences with what stands of them, and their positions if each had one token.
         self._sequences: list[Sequence] = []
         self._rows: list[_Standing] = []
@@ -115,18 +115,19 @@ class BatchBuilder:
         self._starts: Int64s | None = None
         self._scores = self._bound = False
         self._adapters: tuple[str, ...] = ()
-        """Of these rows; empty where none has one."""
+        """Adapters of these rows; empty if none has one."""
         self._always: tuple[SamplingRow, ...] | None = None
-        """How these rows sample, where nothing is drawn for any of them."""
+        """Sampling of these rows, if nothing is drawn for any of them."""
 
     def build(
         self, plan: IterationPlan, behind: Seq[Sequence] | None = None, proposals: Seq[list[int]] | None = None
     ) -> tuple[StepBatch, list[Sequence]]:
-        """The batch of `plan.rows`, and the sequences whose next token it samples, in the order of `sample_rows`.
+        """Return the batch of `plan.rows`, and the sequences whose next token it samples, in the order of
+        `sample_rows`.
 
         With `plan.padded_to` (B2) every prefill row is filled up to that many tokens, as far as its blocks reach.
         `behind`: the sequences that the step in flight samples, in its order, for a plan that was made ahead.
-        `proposals`: tokens expected behind each of the rows, of a plan of decode rows; rows with some come first (R14).
+        `proposals`: drafts for each of the rows, of a plan of decode rows; rows with some come first (R14).
         """
         kv, rows = self._kv, plan.rows
         if proposals is not None:
@@ -214,7 +215,7 @@ class BatchBuilder:
         return batch, sequences if len(sampled) == number else [sequences[index] for index in sampled]
 
     def number(self, sequence: Sequence) -> int:
-        """Of a sequence in `StepBatch.numbers`; 0 while none stands here."""
+        """Return a sequence's number in `StepBatch.numbers`; 0 while none is stored here."""
         standing = self._standing.get(sequence)
         return 0 if standing is None else standing.number
 
@@ -237,7 +238,7 @@ class BatchBuilder:
         return sampling
 
     def _sampling_of(self, rows: list[Row], proposals: Seq[list[int]]) -> tuple[SamplingRow, ...]:
-        """Of every token of decode rows with drafts, and of the others."""
+        """Return the sampling of every token of decode rows with drafts, and of the others."""
         return tuple(
             [
                 each.sampling(row.sequence, row.start + 1 + offset, drafts[:offset])
@@ -283,7 +284,7 @@ class BatchBuilder:
         self._tables, *self._more = (np.pad(table, ((0, rows), (0, columns))) for table in (self._tables, *self._more))
 
     def _enter(self, sequences: list[Sequence]) -> None:
-        """These are the rows of the step."""
+        """Make these sequences the rows of the step."""
         standing = self._standing
         if len(standing) > 2 * len(sequences) + _KEPT:
             present = set(sequences)
@@ -307,7 +308,7 @@ class BatchBuilder:
         self._slots = np.array([each.slot for each in rows], dtype=np.int64)
 
     def _directions(self, sequences: list[Sequence], context_lens: Int64s) -> npt.NDArray[np.uint8] | None:
-        """[R, M], or None where every block is filled from the left."""
+        """Return [R, M], or None if every block is filled from the left."""
         size, directions = self._kv.geometry.block_size, None
         widths = -(-context_lens // size)
         for index, sequence in enumerate(sequences):
@@ -321,12 +322,12 @@ class BatchBuilder:
 
 
 def build_batch(plan: IterationPlan, kv: KvAllocator) -> tuple[StepBatch, list[Sequence]]:
-    """One step of which nothing stands yet."""
+    """Return a batch without stored state of earlier steps."""
     return BatchBuilder(kv).build(plan)
 
 
 def _sources(sequences: list[Sequence], behind: Seq[Sequence]) -> Int64s:
-    """Where each of these stands in `behind`; -1: its tokens are known."""
+    """Return the index of each sequence in `behind`; -1: its tokens are known."""
     if sequences == behind:  # none has left, and no prompt has come to its end
         return np.arange(len(sequences), dtype=np.int64)
     places = {sequence: index for index, sequence in enumerate(behind)}
@@ -334,7 +335,7 @@ def _sources(sequences: list[Sequence], behind: Seq[Sequence]) -> Int64s:
 
 
 def _tokens(rows: list[Row], padding: npt.NDArray[np.int32] | None, proposals: Seq[list[int]] | None = None) -> Int64s:
-    """Of all rows; 0 where the step in flight samples it."""
+    """Return the tokens of all rows; 0 if the step in flight samples it."""
     token_ids: list[int] = []
     for index, row in enumerate(rows):
         if row.count == 1:
@@ -350,7 +351,7 @@ def _tokens(rows: list[Row], padding: npt.NDArray[np.int32] | None, proposals: S
 
 
 def _scoring(index: int, row: Row, first: int) -> ScoringRow:
-    """The prompt tokens that follow this row's tokens; nothing is known yet to follow the prompt's last one."""
+    """Return the prompt tokens that follow this row's tokens; nothing is known yet to follow the prompt's last one."""
     request = row.sequence.request
     end = min(row.start + row.count + 1, request.prompt_tokens)
     targets = tuple(row.sequence.tokens[row.start + 1 : end])

@@ -14,7 +14,7 @@ GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111E
 
 
 def splitmix64(value: int) -> int:
-    """Steele, Lea, Flood (2014): one step of SplitMix64; a bijection of 64-bit integers that passes BigCrush."""
+    """Return one step of SplitMix64 (Steele, Lea, Flood 2014): a bijection of 64-bit integers that passes BigCrush."""
     value = (value + GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * MIX_1) & _MASK
     value = ((value ^ (value >> 27)) * MIX_2) & _MASK
@@ -22,7 +22,7 @@ def splitmix64(value: int) -> int:
 
 
 def sample_key(seed: int, position: int) -> int:
-    """The 64-bit start of all random numbers of one sample.
+    """Return the 64-bit start of all random numbers of one sample.
 
     The seed is scrambled before the position enters, so that neighbouring seeds do not walk through the same
     sequence shifted by one.
@@ -31,10 +31,8 @@ def sample_key(seed: int, position: int) -> int:
 
 
 def exponentials(seed: int, position: int, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One standard exponential number per token id, for position `position` of the request with this seed.
-
-    53 random bits each; values in [0, 36.8].
-    """
+    """Return one standard exponential number per token id, for position `position` of the request with this seed: 53
+    random bits each, in [0, 36.8]."""
     key = sample_key(seed, position)
     with np.errstate(over="ignore"):
         value = (tokens.astype(np.uint64) ^ np.uint64(key)) + np.uint64(GOLDEN)

@@ -16,12 +16,13 @@ from cohort.common.engine.step.recorded_steps import Recorded, StepResult
 
 _WARM_UPS = 2
 _DRIVER_BYTES = 16 << 20
-"""Memory that the driver may keep for a graph of some hundred kernels, beside the pool. Not measured: the device's free
-memory changes with the other processes on it."""
+"""Bytes that the driver may use for a graph of some hundred kernels, in addition to the pool. Not measured: the
+device's free memory changes with the other processes on it."""
 
 
 class CudaGraphRecorder:
-    """All graphs draw on one memory pool: only one of them runs at a time."""
+    """Recorder of steps as CUDA graphs: one launch replays the some three hundred kernels of a step. All graphs draw on
+    one memory pool: only one of them runs at a time."""
 
     def __init__(self, device: torch.device, stream: Any) -> None:
         """`stream`: the torch stream on which steps are replayed."""
@@ -30,19 +31,20 @@ class CudaGraphRecorder:
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def record(self, step: Callable[[], StepResult]) -> Recorded:
-        """See `recorded_steps.Recorder`."""
+        """Record a step; see `recorded_steps.Recorder`."""
         self.warm_up(step)
         return self.capture(step)
 
     def warm_up(self, step: Callable[[], StepResult]) -> None:
-        """See `group_steps.TwoPhases`."""
+        """Run the step twice; see `group_steps.TwoPhases`. Kernels are compiled, libraries make their workspaces and
+        NCCL its connections then, which a capture would not allow."""
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):
                 step()
         self._stream.synchronize()
 
     def capture(self, step: Callable[[], StepResult]) -> Recorded:
-        """See `group_steps.TwoPhases`: within, an exchange is only taken down, whatever the other ranks do."""
+        """Capture the step; see `group_steps.TwoPhases`. An exchange is only recorded, whatever the other ranks do."""
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
         graph: Any = torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]

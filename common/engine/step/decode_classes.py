@@ -21,23 +21,23 @@ class MixedClass(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """What a step of this class computes."""
+        """Tokens that a step of this class computes."""
         return self.prompt_tokens + self.rows
 
 
 StepClass = int | MixedClass | None
-"""What takes a step: a number of decode rows, a class with prompts, or nothing that is recorded."""
+"""Class of a step: a number of decode rows, a class with prompts, or nothing that is recorded."""
 
 
 class RecordedClasses(NamedTuple):
-    """All that one process has recorded, ascending."""
+    """Classes that one process has recorded, ascending."""
 
     decode: tuple[int, ...] = ()
     mixed: tuple[MixedClass, ...] = ()
 
 
 def batch_classes(max_rows: int) -> tuple[int, ...]:
-    """Numbers of rows that steps are padded to, ascending; the last is `max_rows`.
+    """Return the numbers of rows that steps are padded to, ascending; the last is `max_rows`.
 
     Every power of two up to 8, then steps of 8 up to 64 and of an eighth to a quarter of the size beyond: a padded row
     costs little where the weights dominate, while every class costs start-up time.
@@ -51,15 +51,15 @@ def batch_classes(max_rows: int) -> tuple[int, ...]:
 
 
 def class_for(rows: int, classes: Iterable[int]) -> int | None:
-    """The smallest of `classes` that holds `rows`; None when none does."""
+    """Return the smallest of `classes` that holds `rows`; None if none does."""
     return min((size for size in classes if size >= rows), default=None)
 
 
 def mixed_classes(max_rows: int, max_tokens: int, worthwhile: Callable[[int], bool]) -> tuple[MixedClass, ...]:
-    """Sizes of steps with prompts that are recorded, of at most `max_tokens` tokens, ascending.
+    """Return sizes of steps with prompts that are recorded, of at most `max_tokens` tokens, ascending.
 
     Prompt tokens are padded to a power of two, rows to 8, 32, 128 … or `max_rows`: each class is a graph for every
-    combination. `worthwhile` says it of a step's tokens: that launching its kernels takes longer than the device does.
+    combination. `worthwhile(tokens)`: whether launching a step's kernels takes longer than the device does.
     """
     prompts, rows = [_LEAST_PROMPT_TOKENS], [8]
     while prompts[-1] < _MOST_PROMPT_TOKENS:
@@ -71,14 +71,14 @@ def mixed_classes(max_rows: int, max_tokens: int, worthwhile: Callable[[int], bo
 
 
 def mixed_class_for(prompt_tokens: int, rows: int, classes: Iterable[MixedClass]) -> MixedClass | None:
-    """Of `classes` that hold such a step the one with the fewest tokens; None when none does."""
+    """Return the class with the fewest tokens of `classes` that hold such a step; None if none does."""
     fitting = [each for each in classes if each.prompt_tokens >= prompt_tokens and each.rows >= rows]
     return min(fitting, key=lambda each: (each.tokens, each), default=None)
 
 
 def capture_order(classes: Sequence[int]) -> tuple[int, ...]:
-    """Largest first: its memory pool then serves all smaller ones, and the budget cuts off only small classes,
-    whose steps a larger class can take."""
+    """Return the classes, largest first: its memory pool then serves all smaller ones, and the budget cuts off only
+    small classes, whose steps a larger class can take."""
     return tuple(sorted(classes, reverse=True))
 
 
@@ -90,11 +90,11 @@ class CaptureBudget:
         self.spent_bytes = 0
 
     def admits(self, estimate_bytes: int) -> bool:
-        """Whether another graph of about this size may be tried."""
+        """Return whether another graph of about this size may be tried."""
         return self.spent_bytes + estimate_bytes <= self.budget_bytes
 
     def spend(self, cost_bytes: int) -> bool:
-        """Account what a graph really took; False when that was too much, and it has to be given up again."""
+        """Account what a graph really took. Return False if that was too much, and it must be dropped again."""
         cost_bytes = max(0, cost_bytes)
         if self.spent_bytes + cost_bytes > self.budget_bytes:
             return False

@@ -28,10 +28,10 @@ from cohort.kernels.ops.sampling import sample_rows
 from cohort.kernels.types import EDIT_KINDS, SampledRows, SamplingTables
 
 MOST_LOGPROBS = 20
-"""Likeliest tokens per row that a recorded step has memory for; a step that wants more runs unrecorded."""
+"""Likeliest tokens per row that a recorded step has memory for; a step that needs more runs unrecorded."""
 
 STANDING_EDITS = 1 << 20
-"""Penalised, biased and banned ids of all rows that a recorded step has memory for, 12 bytes each."""
+"""Number of penalised, biased and banned ids of all rows that a recorded step has memory for, 12 bytes each."""
 
 _NUMBERS: tuple[tuple[str, type[np.generic]], ...] = (
     ("seeds", np.int64),
@@ -48,7 +48,7 @@ Edits = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.float
 
 @dataclass(slots=True)
 class SampledOnDevice:
-    """A batch's tokens, on their way to the host. `wait` what was launched before reading `output`."""
+    """Tokens of a batch, on their way to the host. `wait` what was launched before reading `output`."""
 
     rows: Sequence[SamplingRow]
     tokens: Tensor  # int64 [S], host
@@ -62,7 +62,7 @@ class SampledOnDevice:
     )
 
     def output(self) -> StepOutput:
-        """After the copies to the host are done."""
+        """Return the output, after the copies to the host are done."""
         tokens = self.tokens.numpy()
         places = range(len(self.rows)) if self.places is None else self.places.tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(self.rows)
@@ -78,8 +78,8 @@ class SampledOnDevice:
 def sample_on_device(
     logits: Tensor, rows: Sequence[SamplingRow], uploads: Uploads, masks: TokenMasks | None = None
 ) -> SampledOnDevice:
-    """One token per row of float32 logits [S, vocabulary], which are afterwards as they were. `masks`: where a row has
-    a grammar; log-probabilities are those of all tokens nevertheless."""
+    """Return one token per row of float32 logits [S, vocabulary], which stay as they were. `masks`: if a row has a
+    grammar; log-probabilities are those of all tokens nevertheless."""
     most = max([1, *(row.logprobs for row in rows)])
     out = SampledRows.empty(len(rows), most, logits.device)
     if rows:
@@ -102,8 +102,8 @@ def sample_on_device(
 
 
 def apply_token_mask(logits: Tensor, bits: Tensor) -> None:
-    """In place: logits [n, vocabulary] become -inf where the bit of their token is not set in `bits`, int32
-    [n, ceil(vocabulary / 32)], token t at bit t % 32 of word t // 32."""
+    """Set logits [n, vocabulary], in place, to -inf if the bit of their token is not set in `bits`, int32 [n,
+    ceil(vocabulary / 32)], token t at bit t % 32 of word t // 32."""
     places = torch.arange(32, dtype=torch.int32, device=bits.device)
     forbidden = ((bits[:, :, None] >> places) & 1).logical_not().view(len(bits), -1)
     logits.masked_fill_(forbidden[:, : logits.shape[1]], float("-inf"))
@@ -112,7 +112,7 @@ def apply_token_mask(logits: Tensor, bits: Tensor) -> None:
 def results(
     rows: Sequence[SamplingRow], out: SampledRows, places: npt.NDArray[np.int64] | None = None
 ) -> SampledOnDevice:
-    """Launch the copies to the host of what `rows` want; `places`, where they stand among the rows of `out`."""
+    """Launch the copies to the host of what `rows` need; `places`: their indices among the rows of `out`."""
     sampled = SampledOnDevice(rows, _to_host(out.tokens), places=places)
     if any(row.logprobs >= 0 for row in rows):
         sampled.logprobs = _to_host(out.logprobs)
@@ -121,7 +121,7 @@ def results(
 
 
 def eager_tables(rows: Sequence[SamplingRow], vocabulary: int, uploads: Uploads) -> SamplingTables:
-    """The tables of these rows, in one copy to the device; they hold until the uploads restart."""
+    """Return the tables of these rows, in one copy to the device; they hold until the uploads restart."""
     numbers = {name: np.empty(len(rows), dtype=dtype) for name, dtype in _NUMBERS}
     _write_numbers(numbers, rows, vocabulary)
     starts, ids, values = edits_of(rows, vocabulary)
@@ -130,7 +130,7 @@ def eager_tables(rows: Sequence[SamplingRow], vocabulary: int, uploads: Uploads)
 
 
 def edits_of(rows: Sequence[SamplingRow], vocabulary: int) -> Edits:
-    """Penalties, then bias, then bans, as `SamplingTables` has them."""
+    """Return penalties, then bias, then bans, as `SamplingTables` has them."""
     counts = np.zeros(EDIT_KINDS * len(rows) + 1, dtype=np.int32)
     ids: list[npt.NDArray[np.integer]] = []
     values: list[npt.NDArray[np.floating]] = []
@@ -163,7 +163,7 @@ def _float32(values: list[npt.NDArray[np.floating]]) -> npt.NDArray[np.float32]:
 
 
 def _write_numbers(numbers: dict[str, np.ndarray], rows: Sequence[SamplingRow], vocabulary: int) -> None:
-    """The first `len(rows)` elements of each array."""
+    """Write the first `len(rows)` elements of each array."""
     count = len(rows)
     numbers["seeds"][:count] = np.array([row.seed & (1 << 64) - 1 for row in rows], dtype=np.uint64).view(np.int64)
     for name, attribute in (
@@ -183,8 +183,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 class _HostTables:
-    """What a step's sampling sends from the host. There are two: the device may still copy from that of the step
-    before."""
+    """Host memory of a step's sampling. There are two: the device may still copy from that of the step before."""
 
     def __init__(self, rows: int, size: int, device: torch.device) -> None:
         self.all = host_bytes(size, device)
@@ -200,8 +199,8 @@ class _HostTables:
 
 
 class StandingSampler:
-    """Tables and results at fixed addresses, for steps that are recorded once and replayed. While the next
-    step is filled in the one before it may still run; the one before that must be over."""
+    """Tables and results at fixed addresses, for steps that are recorded once and replayed. While the next step is
+    filled in, the one before it may still run; the one before that must be over."""
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
         self._rows, self._vocabulary = rows, vocabulary
@@ -222,7 +221,7 @@ class StandingSampler:
         self._fill_greedy()
 
     def takes(self, rows: Sequence[SamplingRow]) -> bool:
-        """Whether the tables have memory for what these rows want."""
+        """Return whether the tables have memory for what these rows need."""
         edits = 0
         for row in rows:
             if row.logprobs > MOST_LOGPROBS:
@@ -235,7 +234,8 @@ class StandingSampler:
         return edits <= STANDING_EDITS
 
     def fill(self, sampling: Sequence[SamplingRow], places: npt.NDArray[np.integer], rows: int) -> None:
-        """For a step of `rows` rows: those at `places` are sampled as `sampling` says, the others are not looked at."""
+        """Fill the tables for a step of `rows` rows: those at `places` are sampled as in `sampling`, the others are not
+        read."""
         if self._plain >= rows and all(row.plain_greedy and row.logprobs < 0 for row in sampling):
             return  # the tables say so already
         every = [GREEDY] * rows
@@ -255,7 +255,7 @@ class StandingSampler:
         self._plain = rows if all(row.plain_greedy and row.logprobs < 0 for row in every) else 0
 
     def sample(self, logits: Tensor) -> Tensor:
-        """What a recorded step launches: the tokens of its rows, int64 [rows]."""
+        """Return the tokens of a recorded step's rows, int64 [rows]."""
         sample_rows(logits, self._tables, self._out)
         return self._out.tokens[: len(logits)]
 

@@ -29,9 +29,9 @@ log = structlog.get_logger(__name__)
 
 _WORD_BITS = 32
 _COMPILED = 64
-"""Grammars that are kept for the next request that has one of them; 20 MB each at worst."""
+"""Compiled grammars that are stored for the next request with one of them; 20 MB each at worst."""
 SLOWEST_MASK_S = 0.25
-"""Processor time: a grammar that takes longer for one mask would hold every row of its steps up."""
+"""Maximum processor time of one mask: a slower grammar would hold every row of its steps up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class TokenMasks:
 
 
 class GrammarMasks:
-    """One model's. `reason`: why grammars are not possible, where `tokens` is None."""
+    """Grammars of one model. `reason`: why grammars are not possible, if `tokens` is None."""
 
     def __init__(self, tokens: GrammarTokens | None, vocabulary: int, reason: str = "") -> None:
         self._tokens = tokens
@@ -70,8 +70,8 @@ class GrammarMasks:
                 self._begin(inputs.text)
 
     def of(self, rows: Sequence[SamplingRow]) -> TokenMasks | None:
-        """None where no row has a grammar. End tokens that must not come yet stay away only where others may come: a
-        complete answer ends, whatever min_tokens says."""
+        """Return the masks; None if no row has a grammar. End tokens that are banned yet stay away only if others may
+        come: a complete answer ends, whatever min_tokens says."""
         if all(row.grammar is None for row in rows):
             return None
         masks = TokenMasks(np.full((len(rows), self._words), -1, dtype=np.int32))
@@ -85,8 +85,8 @@ class GrammarMasks:
         return masks
 
     def _fill(self, bits: Int32Array, inputs: GrammarInputs, row: SamplingRow) -> str:
-        """Sets the row's bits; otherwise says why it can have no token. Behind drafts that is nothing against the
-        grammar: one of them may be wrong."""
+        """Set the row's bits. Return why it can have no token, or "". After drafts that is nothing against the grammar:
+        one of them may be wrong."""
         try:
             matcher = self._matcher(inputs)
             began_s = time.thread_time()

@@ -20,13 +20,13 @@ AT_ONCE = 64
 
 
 def scored_tokens(rows: Sequence[ScoringRow], device: torch.device) -> Tensor:
-    """int64 [N]: the step's tokens whose logits are wanted, row after row."""
+    """Return int64 [N]: the step's tokens whose logits are needed, row after row."""
     index = [np.arange(row.first, row.first + len(row.targets), dtype=np.int64) for row in rows]
     return torch.from_numpy(np.concatenate(index)).to(device)
 
 
 def score(logits: Tensor, wanted: Iterator[tuple[int, int]]) -> Iterator[TokenLogprobs]:
-    """One for each of the float32 logits [N, vocabulary]; takes as many (target, top) from `wanted`."""
+    """Yield one for each of the float32 logits [N, vocabulary]; takes as many (target, top) from `wanted`."""
     for start in range(0, len(logits), AT_ONCE):
         part = logits[start : start + AT_ONCE].log_softmax(dim=-1)
         pairs = list(islice(wanted, len(part)))
@@ -38,6 +38,6 @@ def score(logits: Tensor, wanted: Iterator[tuple[int, int]]) -> Iterator[TokenLo
 
 
 def by_row(rows: Sequence[ScoringRow], scores: Iterable[TokenLogprobs]) -> tuple[tuple[TokenLogprobs, ...], ...]:
-    """The scores of all rows, cut into the rows' own."""
+    """Return the scores of all rows, cut into the rows' own."""
     rest = iter(scores)
     return tuple(tuple(islice(rest, len(row.targets))) for row in rows)

@@ -38,11 +38,11 @@ class Recorded:
 
 class Recorder(Protocol):
     def record(self, step: Callable[[], StepResult]) -> Recorded:
-        """Make `step` repeatable. Raises `torch.OutOfMemoryError` where the device has no memory for it."""
+        """Make `step` repeatable. Raises `torch.OutOfMemoryError` if the device has no memory for it."""
 
 
 class PlainRecorder:
-    """Repeats a step by running it again."""
+    """Recorder that repeats a step by running it again."""
 
     def record(self, step: Callable[[], StepResult]) -> Recorded:
         self.warm_up(step)
@@ -66,8 +66,8 @@ def record_all(
     budget: CaptureBudget,
     first_estimate_bytes: int,
 ) -> dict[Class, Callable[[], StepResult]]:
-    """Record these classes in this order, as far as the budget goes; the log tells what was recorded. The first class
-    is thought to take `first_estimate_bytes`, and each one after it as much as the one before."""
+    """Record these classes in this order, as far as the budget goes; log which. The first class is estimated at
+    `first_estimate_bytes`, and each one after it at as much as the one before took."""
     steps: dict[Class, Callable[[], StepResult]] = {}
     estimate, refused = first_estimate_bytes, []
     for each in classes:

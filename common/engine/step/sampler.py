@@ -26,15 +26,15 @@ from cohort.common.engine.step.grammar_masks import TokenMasks
 from cohort.common.sampling_inputs import TokenHistory
 
 GREEDY_BELOW = 1e-5
-"""Temperatures under this are greedy: dividing by them leaves nothing but the maximum in float32."""
+"""Temperature under which sampling is greedy: dividing by it leaves nothing but the maximum in float32."""
 
 NEGLIGIBLE = 2.0**-53 / 37.0
-"""Lighter tokens lose any race in which the likeliest weighs 1: that token needs 36.8 at most, any token 2**-53 at
-least."""
+"""Weight under which a token loses any race in which the likeliest weighs 1: that token needs 36.8 at most, any token
+2**-53 at least."""
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> StepOutput:
-    """One token per row of float32 logits [S, vocabulary]; the logits are left as they are. `masks`: where a row has a
+    """Return one token per row of float32 logits [S, vocabulary]; the logits stay as they are. `masks`: if a row has a
     grammar."""
     tokens = _likeliest(logits) if rows else np.empty(0, dtype=np.int64)
     for index, row in enumerate(rows):
@@ -52,7 +52,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None
 
 
 def _likeliest(logits: Tensor) -> npt.NDArray[np.int64]:
-    """Each row's largest logit, the first of equals. On the CPU NumPy finds it as fast and allocates no tensor."""
+    """Return each row's largest logit, the first of equals. On the CPU NumPy finds it as fast and allocates no
+    tensor."""
     if logits.is_cpu:
         found: npt.NDArray[np.int64] = logits.numpy().argmax(axis=1)
         return found
@@ -60,7 +61,7 @@ def _likeliest(logits: Tensor) -> npt.NDArray[np.int64]:
 
 
 def _allowed(logits: Tensor, row: SamplingRow, bits: Int32Array) -> Tensor:
-    """Logits [vocabulary] with those that the row's grammar does not allow at -inf; a copy where it has one."""
+    """Return logits [vocabulary] with those that the row's grammar does not allow at -inf; a copy if it has one."""
     if row.grammar is None:
         return logits
     allowed = np.unpackbits(bits.view(np.uint8), count=len(logits), bitorder="little").view(np.bool_)
@@ -70,7 +71,7 @@ def _allowed(logits: Tensor, row: SamplingRow, bits: Int32Array) -> Tensor:
 
 
 def _adjusted(logits: Tensor, row: SamplingRow) -> Tensor:
-    """Logits [vocabulary] after penalties, bias and bans; a copy where anything changes."""
+    """Return logits [vocabulary] after penalties, bias and bans; a copy if anything changes."""
     if row.penalised or row.logit_bias is not None or row.banned:
         logits = logits.clone()
     if row.penalised and row.history is not None:
@@ -86,7 +87,8 @@ def _adjusted(logits: Tensor, row: SamplingRow) -> Tensor:
 
 
 def _penalise(logits: Tensor, row: SamplingRow, history: TokenHistory) -> None:
-    """Repetition looks at prompt and output (as transformers does), the others at the output (as OpenAI does)."""
+    """Apply penalties: repetition looks at prompt and output (as transformers does), the others at the output (as
+    OpenAI does)."""
     if row.repetition_penalty != 1.0:
         ids = torch.from_numpy(history.seen_with(row.ahead)).to(logits.device)
         values = logits[ids]
@@ -98,7 +100,7 @@ def _penalise(logits: Tensor, row: SamplingRow, history: TokenHistory) -> None:
 
 
 def _sample(logits: Tensor, row: SamplingRow) -> int:
-    """The token of one row."""
+    """Return the token of one row."""
     if row.temperature < GREEDY_BELOW:
         return int(_likeliest(logits[None])[0])
     # How far below the largest logit: never negative, so that no temperature overflows, and 0 for the likeliest.
@@ -118,7 +120,7 @@ def _sample(logits: Tensor, row: SamplingRow) -> int:
 
 
 def _reach(distance: Tensor, mass: Tensor, wanted: float) -> float:
-    """The distance of the last token in the smallest set of nearest tokens whose mass is `wanted`.
+    """Return the distance of the last token in the smallest set of nearest tokens whose mass is `wanted`.
 
     Everything at exactly that distance belongs to the set: no sort guarantees which of equals comes first.
     Sorting a whole vocabulary for every row would cost more than the forward's share of a row. The bits of floats that
@@ -141,7 +143,7 @@ def _reach(distance: Tensor, mass: Tensor, wanted: float) -> float:
 
 
 def _race(weights: Tensor, row: SamplingRow) -> int:
-    """The index whose exponential time, divided by its weight, is smallest."""
+    """Return the index whose exponential time, divided by its weight, is smallest."""
     every = weights.double().cpu().numpy()
     runners = np.flatnonzero(every > NEGLIGIBLE)
     return int(runners[np.argmin(exponentials(row.seed, row.position, runners) / every[runners])])

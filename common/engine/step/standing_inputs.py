@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine.device.uploads import host_bytes
+from cohort.common.engine.step.batch import Int64Array, StepBatch
 
 Int32s = npt.NDArray[np.int32]
 Numbers = Mapping[str, np.ndarray]
@@ -34,7 +35,8 @@ class _HostSide:
 
 
 class StandingInputs:
-    """`layout`: name, dtype and how many of every number, int64 before int32; `there` has them on the device."""
+    """Inputs at fixed addresses. `layout`: name, dtype and count of every number, int64 before int32; `there` has them
+    on the device."""
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class StandingInputs:
         device: torch.device,
         groups: int = 1,
     ) -> None:
-        """Tables are [groups, rows, width], at first all of the spare block."""
+        """`layout` as in the class. Tables are [groups, rows, width], at first all of the spare block."""
         # One stretch of memory for all numbers, so that a step sends them in one copy.
         size = sum(count * np.dtype(dtype).itemsize for _, dtype, count in layout)
         self._numbers = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -63,7 +65,8 @@ class StandingInputs:
         self.tables = torch.full((groups, rows, width), spare_block, dtype=torch.int32, device=device)
 
     def next_numbers(self) -> Numbers:
-        """The host's numbers of the step that begins here; what they hold is of the step before the last one."""
+        """Return the host's numbers of the step that begins here; they still hold those of the step before the last
+        one."""
         self._host, self._other_host = self._other_host, self._host
         return self._host.numbers
 
@@ -71,14 +74,42 @@ class StandingInputs:
         self._numbers.copy_(self._host.packed, non_blocking=True)
 
     def host_tables(self, rows: int, width: int) -> Int32s:
-        """Of this step, [groups, rows, width], to be written."""
+        """Return this step's tables, [groups, rows, width], to be written."""
         groups = len(self.tables)
         tables: Int32s = self._host.tables[: groups * rows * width].numpy().reshape(groups, rows, width)
         return tables
 
     def send_tables(self, rows: int, width: int) -> None:
-        """`host_tables` into the first columns of the device's."""
+        """Copy `host_tables` into the first columns of the device's."""
         groups = len(self.tables)
         used = groups * rows * width
         self._packed[:used].copy_(self._host.tables[:used], non_blocking=True)
         self.tables[:, :rows, :width].copy_(self._packed[:used].view(groups, rows, width))
+
+
+# -- Tokens that the step before samples (`StepBatch.token_source`), without the host
+
+
+def awaited_tokens(token_source: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Return, of the tokens that are not known yet, the index among the sampled ones, and the place in the step."""
+    places = np.flatnonzero(token_source >= 0)
+    return token_source[places], places
+
+
+def fill_sources(batch: StepBatch, numbers: Numbers, gap: int = 0, behind: int = 0) -> int:
+    """Write `awaited_tokens` into "sources" and "places". Return how many they are. `gap`: tokens between the batch's
+    first `behind` ones and the others."""
+    if batch.token_source is None:
+        return 0
+    sources, places = awaited_tokens(batch.token_source)
+    numbers["sources"][: len(sources)] = sources
+    numbers["places"][: len(places)] = places + gap * (places >= behind)
+    return len(sources)
+
+
+def put_tokens(token_ids: Tensor, sampled: Tensor, sources: Tensor, places: Tensor, count: int) -> None:
+    """Copy the first `count` of `sampled[sources]` into `token_ids`, at `places`; in place, on the device."""
+    if count == len(token_ids):  # all of them, in order
+        torch.index_select(sampled, 0, sources[:count], out=token_ids)
+    else:
+        token_ids.index_copy_(0, places[:count], sampled.index_select(0, sources[:count]))

@@ -26,8 +26,8 @@ Masks = Callable[[tuple[SamplingRow, ...]], TokenMasks | None]
 
 
 def sample_drafted(logits: Tensor, batch: StepBatch, masks: Masks) -> StepOutput:
-    """Position after position of every sample row, as far as its drafts are right: on a processor each one sampled
-    takes time. `logits` float32 [positions, vocabulary], `StepBatch.num_sampled` of them."""
+    """Sample every sample row position after position, as far as its drafts are right: on a processor each one takes
+    time. `logits` float32 [positions, vocabulary], `StepBatch.num_sampled` of them."""
     tokens: list[int] = []
     logprobs: list[TokenLogprobs | None] = []
     failures: dict[int, str] = {}
@@ -51,7 +51,7 @@ def sample_drafted(logits: Tensor, batch: StepBatch, masks: Masks) -> StepOutput
 
 
 def right_ones(output: StepOutput, batch: StepBatch) -> StepOutput:
-    """The same of tokens that were all sampled at once."""
+    """Return the correct tokens of a batch whose tokens were all sampled at once."""
     kept: list[int] = []
     failures: dict[int, str] = {}
     counts, place = [], 0
@@ -72,7 +72,7 @@ def right_ones(output: StepOutput, batch: StepBatch) -> StepOutput:
 
 
 def joined(first: StepOutput, second: StepOutput) -> StepOutput:
-    """Of the two halves of a batch."""
+    """Return the joined output of the two halves of a batch."""
     counts = None
     if first.counts is not None or second.counts is not None:
         counts = tuple([each for half in (first, second) for each in half.counts or (1,) * len(half.tokens)])
@@ -86,7 +86,7 @@ def joined(first: StepOutput, second: StepOutput) -> StepOutput:
 
 
 def _drafts_of(batch: StepBatch) -> list[list[int]]:
-    """Of every sample row, in order."""
+    """Return the drafts of every sample row, in order."""
     assert batch.drafts is not None
     token_ids, ends, drafts = batch.token_ids, batch.query_start[1:].tolist(), batch.drafts.tolist()
     rows = batch.sample_rows.tolist()

@@ -30,12 +30,12 @@ _WORDS_PER_GROUP = 1024
 
 
 def crc32(data: Tensor) -> int:
-    """Of host bytes, uint8; never 0, which means "no sum"."""
+    """Sum host bytes, uint8; never 0, which means "no sum"."""
     return zlib.crc32(data.numpy().data) or 1
 
 
 def weighted_all(datas: Sequence[Tensor]) -> list[int]:
-    """Of each, bytes in one device's memory, uint8, a multiple of four: Σ (2 g + 1) · (sum of group g's words), folded
+    """Sum each, bytes in one device's memory, uint8, a multiple of four: Σ (2 g + 1) · (sum of group g's words), folded
     to 32 bits. Computed one after the other there, with one wait for all.
 
     Any changed word, and groups that changed places, change it; words that changed places inside a group of 4 KiB do
@@ -47,13 +47,13 @@ def weighted_all(datas: Sequence[Tensor]) -> list[int]:
 
 
 def alike_all(datas: Sequence[Tensor], others: Sequence[int]) -> list[int]:
-    """The sum of each in the form that its counterpart in `others` has."""
+    """Return the sum of each in the form that its counterpart in `others` has."""
     heavy = iter(weighted_all([data for data, other in zip(datas, others, strict=True) if other & _WEIGHTED]))
     return [next(heavy) if other & _WEIGHTED else crc32(data.cpu()) for data, other in zip(datas, others, strict=True)]
 
 
 def form_of(*, weighted: bool) -> int:
-    """A value that has this form, for `alike_all`."""
+    """Return a value that has this form, for `alike_all`."""
     return _WEIGHTED if weighted else 0
 
 
@@ -62,22 +62,22 @@ def is_weighted(value: int) -> bool:
 
 
 def of_ranks(ranks: int) -> int:
-    """What a sum from a worker of so many ranks carries beside the sum; 0 of a worker of one rank."""
+    """Return the bits by which a sum carries its sender's number of ranks; 0 for one rank."""
     return ranks - 1 << _RANKS_SHIFT
 
 
 def ranks_of(value: int) -> int:
-    """How many ranks its sender has."""
+    """Return the sender's number of ranks."""
     return (value >> _RANKS_SHIFT) + 1
 
 
 def sum_of(value: int) -> int:
-    """The sum alone; 0 where there is none."""
+    """Return the sum alone; 0 if there is none."""
     return value & _SUM_BITS
 
 
 def joint(sums: Sequence[int]) -> int:
-    """One sum over those of a message's parts, in their form."""
+    """Return one sum over those of a message's parts, in their form."""
     return (zlib.crc32(struct.pack(f"<{len(sums)}Q", *sums)) or 1) | sums[0] & _WEIGHTED
 
 

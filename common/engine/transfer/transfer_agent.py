@@ -38,24 +38,24 @@ _SCATTERED_BLOCKS = 4  # runs shorter than that on average are gathered
 _SCATTERED_BYTES = 256 * 1024
 _THREADS = 2
 RUNS_AT_ONCE = 16
-"""Of one transfer on the link, at either end."""
+"""Maximum runs of one transfer on the link, at either end."""
 _PATIENCE = 10.0
-"""Deadlines of a run that the slowest may take while others of its peer arrive."""
+"""Multiple of a run's deadline that the slowest may take while others of its peer arrive."""
 FIRST_WINDOW_BYTES = 8 << 20
 WINDOW_SHARE = 0.25
-"""Of `run_timeout_s`, that the bytes under way may take."""
+"""Share of `run_timeout_s` that the bytes under way may take."""
 MEMORY_BYTES = 64 << 20
-"""What was measured before so many bytes counts a half."""
+"""Bytes after which earlier measurements count a half."""
 LEAST_S = 0.05
-"""Of a link in use, or a quarter of the window: before that a new figure is not told."""
+"""Minimum time of a link in use, or a quarter of the window, before a rate is published."""
 NEWS = 0.1
-"""Share by which a rate differs from what was told."""
+"""Share by which a rate must differ from the published one."""
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class _Sending:
-    """A message and the runs it carries."""
+    """Message and the runs it carries."""
 
     runs: tuple[Run, ...]
     message: Message
@@ -102,8 +102,8 @@ class TransferAgent:
         self._paths: dict[tuple[str, str], str] = {}
         self._tasks: dict[int, set[asyncio.Task[None]]] = {}
         self._announcing: dict[int, asyncio.Lock] = {}
-        """By lease. The receiver takes a tag below the last announced one for a repetition, so sends are announced in
-        their order, also when the sums of the first take a thread and those of the second do not."""
+        """Locks by lease. The receiver takes a tag below the last announced one for a repetition, so sends are
+        announced in their order, also when the sums of the first take a thread and those of the second do not."""
         self._peer_addresses: dict[tuple[str, str], bytes] = {}
         self._send_slots, self._receive_slots = Slots(range(SLOTS)), Slots(range(SLOTS, 2 * SLOTS))
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kv-transfers")
@@ -167,7 +167,7 @@ class TransferAgent:
     # -- sending -----------------------------------------------------------------------------------------------
 
     async def _send(self, effect: SendRuns) -> None:
-        """Announce, then push the messages side by side. Reports each run, also when cancelled in between."""
+        """Announce the messages, then push them concurrently. Reports each run, also when cancelled in between."""
         unreported = self._messages_of(effect)
         sendings = list(unreported)
         failures: list[str] = []
@@ -218,7 +218,7 @@ class TransferAgent:
                 ended(sending, left)
 
     async def _push(self, effect: SendRuns, sending: _Sending) -> None:
-        """Once the bytes under way to this peer leave room for it."""
+        """Send a message, once the bytes under way to this peer leave room for it."""
         nbytes = sending.message.num_blocks * self._memory.block_bytes
         await self._rates.begin(effect.peer, effect.link, nbytes)
         started_s, arrived = self._clock.now_s(), False
@@ -233,7 +233,7 @@ class TransferAgent:
         self._note_path(effect.peer, effect.link, link.path(effect.address))
 
     def _messages_of(self, effect: SendRuns) -> list[_Sending]:
-        """The runs as they lie, or gathered as far as slots are free."""
+        """Return the runs as they lie, or gathered as far as slots are free."""
         found: list[_Sending] = []
         host, ranks = effect.from_host, self._memory.ranks_at(effect.address)
         together: list[Run] = []
@@ -258,7 +258,7 @@ class TransferAgent:
         return self._gathers(effect) and blocks * self._memory.block_bytes <= SLOT_BYTES
 
     def _gathers(self, effect: SendRuns) -> bool:
-        """Whether copying these runs twice costs less than as many messages."""
+        """Return whether copying these runs twice costs less than as many messages."""
         if self._memory.on_device and effect.from_host:
             return False  # not by way of the device
         blocks, runs = sum(run.num_blocks for run in effect.runs), len(effect.runs)
@@ -266,7 +266,7 @@ class TransferAgent:
         return small and blocks < _SCATTERED_BLOCKS * runs
 
     async def _prepare(self, messages: Sequence[Message]) -> list[int]:
-        """Everything gathered and summed, with one wait."""
+        """Gather and sum everything, with one wait."""
         gathered = any(message.slot is not None or self._memory.in_parts(message) for message in messages)
         if not self._checksums and not gathered:
             return []
@@ -307,8 +307,8 @@ class TransferAgent:
                 self._on_received(effect.lease_id, effect.round, error)
 
     async def _take(self, link: KvLink, peer: str, tag: int, buffer: object) -> None:
-        """Receive it, within `run_timeout_s` of its beginning or of anything else that arrives from that peer: what is
-        sent side by side over a slow link arrives in turn."""
+        """Receive a message, within `run_timeout_s` of its start or of anything else that arrives from that peer: what
+        is sent concurrently over a slow link arrives in turn."""
         waits = self._arriving.setdefault(peer, set())
         loop = asyncio.get_running_loop()
         try:
@@ -338,7 +338,7 @@ class TransferAgent:
             raise TransferTimeout(f"no staging memory within {self._run_timeout_s} s") from None
 
     async def _arrived(self, message: Message, checksum: int) -> None:
-        """Check, and bring to its place what came gathered."""
+        """Check a message, and bring to its place what was gathered."""
         if message.slot is not None or self._memory.in_parts(message):
             right = await self._blocking(message.num_blocks, lambda: self._memory.scatter(message, checksum))
         else:
@@ -351,7 +351,7 @@ class TransferAgent:
     # -- both --------------------------------------------------------------------------------------------------
 
     async def _blocking(self, num_blocks: int, work: Callable[[], _T]) -> _T:
-        """In a thread, unless it is done in no time."""
+        """Run `work` in a thread, unless it takes no time."""
         if not self._memory.on_device and num_blocks * self._memory.block_bytes <= _INLINE_BYTES:
             return work()
         return await in_thread(work, self._threads)
@@ -370,7 +370,7 @@ class TransferAgent:
         self._on_measured(peer, bytes_per_s)
 
     def _note_path(self, peer: str, link: str, path: str) -> None:
-        """Say once by what bytes reach a peer."""
+        """Report once by what path bytes reach a peer."""
         before = self._paths.get((peer, link))
         if path == before or not path:
             return
@@ -387,7 +387,8 @@ class TransferAgent:
         return str(failure)
 
     async def _quarantine(self, blocks: int, failure: BufferStranded) -> None:
-        """This run is reported once the link has released its blocks; until then they stay out of use."""
+        """Wait for the link to release the run's blocks, which stay out of use until then; the run is reported
+        afterwards."""
         self.quarantined_blocks += blocks
         self._metrics.quarantined_blocks().set(self.quarantined_blocks)
         structlog.get_logger(__name__).error(
@@ -402,7 +403,7 @@ class TransferAgent:
 
 
 class _Sums:
-    """Sums of runs that arrive together are computed together: one call, one wait for the device."""
+    """Sums of runs that arrive together, computed together: one call, one wait for the device."""
 
     def __init__(self, memory: RunMemory, threads: ThreadPoolExecutor) -> None:
         self._memory = memory
@@ -411,7 +412,8 @@ class _Sums:
         self._computing: asyncio.Task[None] | None = None
 
     async def of(self, message: Message, like: int) -> int:
-        """In the form that `like` has. On return or raise, also when cancelled, nothing reads the message's blocks."""
+        """Return the sum in the form that `like` has. On return or raise, also when cancelled, nothing reads the
+        message's blocks."""
         if not self._memory.on_device and message.num_blocks * self._memory.block_bytes <= _INLINE_BYTES:
             return self._memory.sums([message], [like])[0]
         loop = asyncio.get_running_loop()
@@ -456,7 +458,7 @@ def _joined(runs: Sequence[Run]) -> list[tuple[Run, ...]]:
 
 
 def _announcement(effect: SendRuns, sendings: Sequence[_Sending], sums: Sequence[int]) -> KvChunk:
-    """`sums`: of every message, as `run_checksum` has them."""
+    """Return the announcement. `sums`: of every message, as `run_checksum` has them."""
     runs = []
     for sending, checksum in zip(sendings, sums, strict=True):
         first, *others = sending.runs
@@ -469,7 +471,7 @@ def _announcement(effect: SendRuns, sendings: Sequence[_Sending], sums: Sequence
 class _Peer:
     under_way: int = 0
     since_s: float = 0.0
-    """When it was last looked at while bytes were under way."""
+    """Time of the last measurement while bytes were under way."""
     bytes: float = 0.0
     seconds: float = 0.0
     told: float = 0.0
@@ -477,12 +479,13 @@ class _Peer:
 
     @property
     def rate(self) -> float:
-        """Bytes a second; 0 until known."""
+        """Bytes per second; 0 until known."""
         return self.bytes / self.seconds if self.seconds >= LEAST_S or self.bytes >= FIRST_WINDOW_BYTES else 0.0
 
 
 class LinkRates:
-    """What the links to each peer carry, learned from every message sent there, and what follows for the next ones.
+    """Rates of the links to each peer, learned from every message sent there, and the window that follows for the next
+    ones.
 
         begun ──▶ bytes under way ──▶ ended      rate = bytes that arrived / time in which any were under way
 
@@ -495,18 +498,18 @@ class LinkRates:
     def __init__(
         self, run_timeout_s: float, now_s: Callable[[], float], tell: Callable[[str, str, float], None]
     ) -> None:
-        """`tell(peer, link, bytes_per_s)`: a rate is known, or differs from what was told before."""
+        """`tell(peer, link, bytes_per_s)`: a rate is known, or differs from the last one reported."""
         self._window_s = WINDOW_SHARE * run_timeout_s
         self._now_s, self._tell = now_s, tell
         self._peers: dict[tuple[str, str], _Peer] = {}
 
     def rate(self, peer: str, link: str) -> float:
-        """Bytes a second; 0 until known."""
+        """Return bytes per second; 0 until known."""
         known = self._peers.get((peer, link))
         return 0.0 if known is None else known.rate
 
     async def begin(self, peer: str, link: str, nbytes: int) -> None:
-        """Returns when these bytes may go, in the order of the calls. Every one that returns needs an `end`."""
+        """Wait until these bytes may go, in the order of the calls. Every call that returns needs an `end`."""
         known = self._peers.setdefault((peer, link), _Peer())
         if known.waiting or not self._may_go(known, nbytes):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -543,7 +546,7 @@ class LinkRates:
         self._let_go(known)
 
     def forget(self, peer: str) -> None:
-        """The peer is another process now, or elsewhere."""
+        """Forget the peer's rates: it is another process now, or elsewhere."""
         for key in [key for key, known in self._peers.items() if key[0] == peer and not known.under_way]:
             if not self._peers[key].waiting:
                 del self._peers[key]

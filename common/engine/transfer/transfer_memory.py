@@ -23,9 +23,9 @@ from cohort.common.engine.transfer import run_checksum
 
 SLOT_BYTES = 16 << 20
 SLOTS = 4
-"""In each direction."""
+"""Slots in each direction."""
 STAGING_BYTES = 2 * SLOTS * SLOT_BYTES
-"""Of a worker that moves KV, on its device; `model_runner` leaves them free there."""
+"""Bytes of a worker that moves KV, on its device; `model_runner` leaves them free there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What the link moves in one go: one span as it lies, or several that lie one behind the other in a slot.
-    `ranks`: of the worker at the other end."""
+    """Unit of the link's work: one span as it lies, or several that lie one after the other in a slot. `ranks`: of the
+    worker at the other end."""
 
     spans: tuple[Span, ...]
     slot: int | None = None
@@ -52,44 +52,44 @@ class Message:
 
 
 class RunMemory(Protocol):
-    """`on_device`: the blocks, and the slots with them, are not the processor's to read. `ranks`: of this worker."""
+    """Memory of runs. `on_device`: the blocks, and the slots with them, are not the processor's to read. `ranks`: of
+    this worker."""
 
     on_device: bool
     ranks: int
     block_bytes: int
 
     def ranks_at(self, address: bytes) -> int:
-        """How many ranks the worker has that is reached there; 1 for what is no address, which the link refuses."""
+        """Return the number of ranks of the worker at this address; 1 for what is no address, which the link
+        refuses."""
 
     def in_parts(self, message: Message) -> bool:
-        """Whether it always goes by way of `outgoing` and `scatter`, and `sums` does not take it."""
+        """Return whether it always goes by way of `outgoing` and `scatter`, and `sums` does not take it."""
 
     def buffer(self, message: Message) -> object:
-        """What the link reads or writes. Never blocks."""
+        """Return the buffer that the link reads or writes. Never blocks."""
 
     def outgoing(self, messages: Sequence[Message], *, summed: bool) -> list[int]:
-        """Gather the messages that have a slot; a sum of every message's bytes, never 0, or [] unless `summed`.
-
-        Blocks, with one wait for the device; on any thread.
-        """
+        """Gather the messages that have a slot. Return a sum of every message's bytes, never 0, or [] unless `summed`.
+        Blocks, with one wait for the device; on any thread."""
 
     def sums(self, messages: Sequence[Message], likes: Sequence[int]) -> list[int]:
-        """Sums of buffers that are filled, in the forms that `likes` have. Blocks likewise."""
+        """Return sums of filled buffers, in the forms that `likes` have. Blocks likewise."""
 
     def scatter(self, message: Message, checksum: int) -> bool:
-        """From its slot to its spans, unless its sum differs from `checksum` (0: unknown): then nothing is written and
-        the answer is False. Blocks likewise."""
+        """Copy a message from its slot to its spans. If its sum differs from `checksum` (0: unknown), nothing is
+        written and the answer is False. Blocks likewise."""
 
     def release(self, message: Message) -> None:
-        """Nothing reads or writes its buffer any more."""
+        """Release a message's buffer, which nothing reads or writes any more."""
 
 
 class CacheMemory:
-    """The cache tensors as transfer buffers: of a worker of one rank to another such, or of one rank of a group."""
+    """Cache tensors as transfer buffers: of a worker of one rank to another such, or of one rank of a group."""
 
     def __init__(self, kv: KvTensors, *, staged: bool = True) -> None:
-        """Slots on the device take their memory here; on the host a page costs nothing until it is used. Without
-        `staged` there are none: for a worker that moves no KV."""
+        """`staged`: whether there are slots; a worker that moves no KV needs none. On the device they take their memory
+        here; on the host a page costs nothing until it is used."""
         self._kv = kv
         self._stream = stream_for(kv.device)  # copies and sums must not wait for a step
         self.on_device = kv.device.type != "cpu"
@@ -99,7 +99,7 @@ class CacheMemory:
 
     @property
     def regions(self) -> list[Tensor]:
-        """All that messages are sent from and received into."""
+        """Regions that messages are sent from and received into."""
         return [self._kv.with_spare, self._kv.host_blocks, self._slots]
 
     def buffer(self, message: Message) -> object:
@@ -132,14 +132,14 @@ class CacheMemory:
         return True
 
     def _view(self, message: Message) -> Tensor:
-        """The message's bytes, uint8."""
+        """Return the message's bytes, uint8."""
         if message.slot is not None:
             return self._slots[message.slot, : message.num_blocks * self.block_bytes]
         (span,) = message.spans
         return self._kv.run_view(span.first_block, span.num_blocks, host=span.host)
 
     def _copy(self, message: Message, *, into_slot: bool) -> None:
-        """Between a message's slot and its spans, on the calling thread's stream."""
+        """Copy between a message's slot and its spans, on the calling thread's stream."""
         views = [self._kv.run_view(span.first_block, span.num_blocks, host=span.host) for span in message.spans]
         slot = self._view(message)
         if self.on_device and not any(span.host for span in message.spans):
@@ -156,7 +156,7 @@ class CacheMemory:
             offset += len(view)
 
     def _copy_on_device(self, message: Message, slot: Tensor, *, into_slot: bool) -> None:
-        """One kernel, however many spans."""
+        """Copy with one kernel, however many spans."""
         blocks = [
             block for span in message.spans for block in range(span.first_block, span.first_block + span.num_blocks)
         ]
@@ -170,7 +170,7 @@ class CacheMemory:
 
 
 class Slots:
-    """Which slots of one direction are free. On the event loop only.
+    """Free slots of one direction. On the event loop only.
 
     A sender takes what is free and never waits, and says that it gathered only once it holds the slot. So a receiver
     that waits for one waits for transfers whose bytes are on their way, and no circle of workers waits for itself.

@@ -43,7 +43,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 
 @dataclass(frozen=True, slots=True)
 class TorchGpu:
-    """A GPU as torch numbers it."""
+    """GPU as torch numbers it."""
 
     index: int
     uuid: str
@@ -52,7 +52,7 @@ class TorchGpu:
 
 
 class Claimed(NamedTuple):
-    """`share`: of it, kept as long as this process lives."""
+    """Claimed GPU. `share`: stored as long as this process lives."""
 
     gpu: TorchGpu
     share: Held
@@ -60,16 +60,16 @@ class Claimed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerDevice:
-    """A worker's device and its part of it: 1 of `sharers`. `claim`: keeps the share while the process lives."""
+    """Worker's device and its part of it: 1 of `sharers`. `claim`: holds the share while the process lives."""
 
     device: torch.device
     role: Role
     sharers: int = 1
     claim: Held | None = None
     others: tuple[tuple[torch.device, Held | None], ...] = ()
-    """Likewise of the worker's other ranks on this host, each on a device of its own; on a CPU the same."""
+    """Devices of the worker's other ranks on this host, with their claims; on a CPU all the same."""
     elsewhere: int = 0
-    """Its ranks on other hosts."""
+    """Ranks on other hosts."""
 
     @property
     def here(self) -> int:
@@ -93,7 +93,8 @@ def torch_facts() -> TorchFacts:
 
 
 def checked_device(config: Config) -> torch.device:
-    """`engine.device` as torch knows it. Raises `ConfigError` rather than fall back to the CPU, or to slow kernels."""
+    """Return `engine.device` as torch knows it. Raises `ConfigError` rather than fall back to the CPU, or to slow
+    kernels."""
     if config.engine.device != "cpu" and (reason := unusable_gpu(config.engine.device, torch_facts())):
         raise ConfigError(reason)
     device = resolve_device(config.engine.device)
@@ -111,8 +112,8 @@ def torch_gpus() -> list[TorchGpu]:
 
 
 def worker_degree(config: Config, instance: str, role: Role) -> int:
-    """How many ranks this worker has; the launcher has settled it, a worker started on its own asks here. Raises
-    `ConfigError`, `ModelError`."""
+    """Return the worker's number of ranks. The launcher has settled it; a worker started on its own determines it here.
+    Raises `ConfigError`, `ModelError`."""
     group = config.worker_group(instance, role)
     model_dir = Path(config.model.path) if config.model.path else paths.default_model_dir()
     if group.tensor_parallel == 1 or not model_dir.is_dir():
@@ -123,8 +124,8 @@ def worker_degree(config: Config, instance: str, role: Role) -> int:
 
 
 def candidates(config: Config, device: torch.device, gpus: list[TorchGpu], degree: int = 1) -> list[TorchGpu]:
-    """The GPUs this worker may take: the one that the configuration names; else those that the model fits, where one
-    worker's part is known. Raises `ConfigError` when it fits none."""
+    """Return the GPUs this worker may take: the one that the configuration names; else those that the model fits, if
+    one worker's part is known. Raises `ConfigError` if it fits none."""
     if device.index is not None:
         gpus = [gpu for gpu in gpus if gpu.index == device.index]
     model_dir = Path(config.model.path) if config.model.path else paths.default_model_dir()
@@ -148,8 +149,8 @@ def candidates(config: Config, device: torch.device, gpus: list[TorchGpu], degre
 
 
 def wish_for(config: Config, instance: str, default_role: Role, visible: int) -> Wish:
-    """The share that this worker asks for. One that the configuration does not name, as in a container, takes a role of
-    its pipeline's plan, if roles are left to it (`workers: auto`)."""
+    """Return the share that this worker requests. One that the configuration does not name, as in a container, takes a
+    role of its pipeline's plan, if roles are left to it (`workers: auto`)."""
     settled = settle(config, visible)
     role: Role | tuple[Role, ...] = settled.instance_roles.get(instance, default_role)
     if config.divides and instance not in settled.instance_roles:
@@ -159,7 +160,8 @@ def wish_for(config: Config, instance: str, default_role: Role, visible: int) ->
 
 
 def pipeline_id(config: Config) -> str:
-    """The same for all workers of a pipeline and no other one's: of their manager's address and the cluster's key."""
+    """Return an id that all workers of a pipeline share and no others: a hash of the manager's address and the
+    cluster's key."""
     file = config.security.curve_secret_key_file
     key = Path(file).read_bytes() if file and Path(file).is_file() else b""
     told = f"{config.endpoints.manager} {config.gateway.port}".encode()
@@ -169,8 +171,8 @@ def pipeline_id(config: Config) -> str:
 async def claim_device(
     config: Config, instance: str, default_role: Role, executor: Executor, stopping: asyncio.Event
 ) -> WorkerDevice | None:
-    """The worker's device; on a GPU a share of one, waited for up to `engine.claim_wait_s`: the worker that this one
-    replaces may not be gone yet. None when asked to stop meanwhile. Raises `ConfigError`, `NoDeviceLeft`.
+    """Return the worker's device; on a GPU a share of one, for which it waits up to `engine.claim_wait_s`: the worker
+    that this one replaces may still run. None if asked to stop meanwhile. Raises `ConfigError`, `NoDeviceLeft`.
 
     What asks torch runs in the engine's thread, so that the event loop goes on while CUDA starts.
     """
@@ -183,7 +185,7 @@ async def claim_device(
         return WorkerDevice(device, own_role, others=((device, None),) * (here - 1), elsewhere=degree - here)
     gpus = await in_engine(executor, torch_gpus)
     able = await in_engine(executor, candidates, config, device, gpus, degree)
-    claims = DeviceClaims(claim_folder(config))
+    claims = DeviceClaims(Path(config.engine.claim_dir) if config.engine.claim_dir else paths.cache_dir() / "claims")
     wish = wish_for(config, instance, own_role, len(able))
     waited_s, pause_s, held = 0.0, _FIRST_PAUSE_S, take_together(claims, able, wish, here)
     while not held:
@@ -214,8 +216,8 @@ async def claim_device(
 
 
 def take_together(claims: DeviceClaims, gpus: Sequence[TorchGpu], wish: Wish, degree: int) -> list[Claimed]:
-    """A share of each of `degree` GPUs for the ranks of one worker, or none at all: two workers that each held a part
-    would wait for each other."""
+    """Return a share of each of `degree` GPUs for the ranks of one worker, or none at all: two workers that each held a
+    part would wait for each other."""
     held: list[Claimed] = []
     if not isinstance(wish.role, Role):  # every worker of the plan claims as often
         wish = dataclasses.replace(wish, role=tuple(wish.role) * degree)
@@ -231,12 +233,8 @@ def take_together(claims: DeviceClaims, gpus: Sequence[TorchGpu], wish: Wish, de
     return held
 
 
-def claim_folder(config: Config) -> Path:
-    return Path(config.engine.claim_dir) if config.engine.claim_dir else paths.cache_dir() / "claims"
-
-
 def engine_facts(runner: ModelRunner) -> EngineFacts:
-    """What computes here; decides on the kernels if no step has."""
+    """Return what computes here; decides on the kernels if no step has."""
     if runner.device.type != "cuda":
         own = native.implementation() if runner.dtype != "float16" else "reference"
         return EngineFacts(_ranks(runner) + processor_name(), "", runner.dtype, own, own, own)
@@ -258,7 +256,8 @@ def _ranks(runner: ModelRunner) -> str:
 
 
 def _prefill_attention(runner: ModelRunner, *, served: bool) -> str:
-    """As `gpu/attention/prefill.py` chooses by dtype and head size, which a model has one of, and by its scores."""
+    """Return the kernel's name as `gpu/attention/prefill.py` chooses by dtype, by head size (a model has one) and by
+    scores."""
     if not served:
         return "reference"
     g = runner.geometry
@@ -271,7 +270,7 @@ def _prefill_attention(runner: ModelRunner, *, served: bool) -> str:
 
 
 def engine_warnings(runner: ModelRunner, config: Config, sharers: int) -> list[str]:
-    """What an owner of the GPU would want to know and nothing fails for."""
+    """Return what the GPU's owner would want to know and nothing fails for."""
     if runner.device.type != "cuda":
         return []
     warnings = []

@@ -1,12 +1,12 @@
-"""The threads that steps run on: one launches them, in order; on a GPU another waits for them.
+"""The worker loop's threads and its device: steps run on one that launches them, in order; on a GPU another waits.
 
     event loop   begin(n) ──────────── begin(n+1) ─────────────┬─ n is computed ────────┬─ …
     engine       └▶ copies, launch(n) ─┴▶ launch(n+1) (GPU)    │                        │
                                           or, on a processor, when n has been computed ─┘
     waiter (GPU)     └▶ waits for n ───────────────────────────┘
 
-Used by the worker loop. torch sees one launching thread (see `worker_process.run_worker`). A step begun behind one that
-fails fails too. Decides nothing.
+torch sees one launching thread (see `worker_process.run_worker`). A step queued after one that fails fails too. Another
+thread reads LoRA adapters (`LoraLoader`). Decides nothing.
 """
 
 from __future__ import annotations
@@ -18,41 +18,103 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import structlog
+import torch
+
+from cohort.common.devices.inventory import HOST, meminfo_bytes
 from cohort.common.engine.cache.kv_copies import KvCopier
 from cohort.common.engine.cache.stream_copies import StreamCopier
+from cohort.common.engine.device.streams import stream_for
 from cohort.common.engine.forward.device_steps import Launched
-from cohort.common.engine.runner.model_runner import Done
+from cohort.common.engine.models.lora import LoraStore
+from cohort.common.engine.runner.model_runner import Done, ModelRunner
 from cohort.common.engine.step.batch import StepBatch, StepOutput
-from cohort.common.engine.worker.hosts import CpuHost
 from cohort.common.engine.worker.iteration_gaps import IterationGaps
+from cohort.common.errors import ModelError
+from cohort.common.machines.effects import LoadAdapter
+from cohort.common.machines.events import AdapterFailed, AdapterLoaded
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.sequence import Sequence
+
+log = structlog.get_logger(__name__)
 
 _Result = TypeVar("_Result")
 
 
+class CpuHost:
+    """Machine that computes, as the worker loop sees it: the processor that the loop runs on itself, or a GPU."""
+
+    overlaps = False
+    """Whether a step leaves the processor free: the results of the step before are then sent while it computes. On a
+    processor that would only take the step's own time."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.free_bytes = 0
+        """Free device memory at the last `count_free`, for the worker's reports."""
+
+    @property
+    def recorded_classes(self) -> int | None:
+        return None
+
+    def copier(self) -> KvCopier | StreamCopier:
+        return KvCopier(self.runner.kv)
+
+    def enter_loop(self) -> None:
+        """Prepare the event loop's thread, before the links are opened."""
+
+    async def count_free(self) -> None:
+        self.free_bytes = meminfo_bytes(HOST, "MemAvailable")
+
+
+class GpuHost(CpuHost):
+    overlaps = True
+
+    @property
+    def recorded_classes(self) -> int | None:
+        return len(self.runner.recorded_classes)
+
+    def copier(self) -> KvCopier | StreamCopier:
+        return StreamCopier(self.runner.kv, self.runner.stream, stream_for(self.runner.device))
+
+    def enter_loop(self) -> None:
+        """Make the device current on this thread: UCX detects what it can do, and moves bytes, here."""
+        torch.cuda.set_device(self.runner.device)
+        torch.cuda.synchronize(self.runner.device)
+
+    async def count_free(self) -> None:
+        """Count in a thread: the driver may take milliseconds to answer, or wait for a lock that a launch holds."""
+        free, _ = await asyncio.to_thread(torch.cuda.mem_get_info, self.runner.device)
+        self.free_bytes = int(free)
+
+
+def host_of(runner: ModelRunner) -> CpuHost:
+    return GpuHost(runner) if runner.device.type == "cuda" else CpuHost(runner)
+
+
 @dataclass(slots=True)
 class StepUnderWay:
-    """A step that the engine was given."""
+    """Step that the engine was given."""
 
     plan: IterationPlan
     batch: StepBatch
     sampling: list[Sequence]
     begun_s: float
-    """When its rows could begin: when it was handed over or, behind another, when that one had ended."""
+    """Time at which its rows could begin: when it was handed over or, queued after another, when that one had ended."""
     launched: asyncio.Future[None]
-    """The engine thread is at it, and on a GPU has launched it: from now on the event loop's work holds nothing up."""
+    """Future that is done once the engine thread has begun it, and on a GPU has launched it: from then on the event
+    loop's work delays nothing."""
     computed: asyncio.Future[StepOutput | None]
-    """None: it had copies only. Raises what the step raised."""
+    """Output; None: it had copies only. Raises what the step raised."""
     drafting_s: float = 0.0
-    """What a draft model took before it."""
+    """Time of a draft model's proposals before it."""
 
 
 class EngineThreads:
     def __init__(
         self, host: CpuHost, copier: KvCopier | StreamCopier, gaps: IterationGaps, engine: ThreadPoolExecutor
     ) -> None:
-        """`engine`: one thread, its maker's to end."""
+        """`engine`: one thread, which its maker ends."""
         self._host = host
         self._runner = host.runner
         self._copier = copier
@@ -61,7 +123,7 @@ class EngineThreads:
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="steps")
 
     def begin(self, plan: IterationPlan, batch: StepBatch, sampling: list[Sequence], now_s: float) -> StepUnderWay:
-        """Behind the steps that were begun before."""
+        """Queue a step after those that were begun before."""
         loop = asyncio.get_running_loop()
         launched = loop.create_future()
         computed: Future[StepOutput | None] = Future()
@@ -75,7 +137,7 @@ class EngineThreads:
         return StepUnderWay(plan, batch, sampling, now_s, launched, asyncio.wrap_future(computed))
 
     async def between(self, work: Callable[[], _Result]) -> _Result:
-        """Something else on the engine thread, while no step runs."""
+        """Run `work` on the engine thread, while no step runs."""
         return await asyncio.get_running_loop().run_in_executor(self._engine, work)
 
     def close(self) -> None:
@@ -84,7 +146,7 @@ class EngineThreads:
     def _launch(
         self, plan: IterationPlan, batch: StepBatch, at_it: Callable[[], None], computed: Future[StepOutput | None]
     ) -> None:
-        """On the engine thread: the plan's rows, after its copies or beside those that may run so."""
+        """Run the plan's rows on the engine thread, after its copies or concurrently with those that allow it."""
         if not self._host.overlaps:
             at_it()
         step: Launched | Done | None = None
@@ -124,3 +186,45 @@ class EngineThreads:
 def _set(launched: asyncio.Future[None]) -> None:
     if not launched.done():
         launched.set_result(None)
+
+
+class LoraLoader:
+    """Loader of LoRA adapters during steps: a thread reads one after the other, the event loop lets steps use them."""
+
+    def __init__(self, store: LoraStore, tell: Callable[[AdapterLoaded | AdapterFailed], object]) -> None:
+        self._store = store
+        self._tell = tell
+        # One OpenMP thread: the steps have the cores.
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="lora", initializer=torch.set_num_threads, initargs=(1,)
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def load(self, effect: LoadAdapter) -> None:
+        """Start a load, on the event loop, as everything here except the reading."""
+        if effect.instead_of:
+            self._store.drop(effect.instead_of)
+        task = asyncio.get_running_loop().create_task(self._load(effect), name=f"load adapter {effect.adapter}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """Stop loads. Nothing is reported any more."""
+        for task in self._tasks:
+            task.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _load(self, effect: LoadAdapter) -> None:
+        name, loop = effect.adapter, asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            self._store.hold(await loop.run_in_executor(self._thread, self._store.load, name))
+        except Exception as error:  # damaged in any way: the requests that wait for it hear of it
+            log.warning(
+                "LoRA adapter not loaded", adapter=name, exc_info=not isinstance(error, ModelError), why=str(error)
+            )
+            self._tell(AdapterFailed(name, str(error) if isinstance(error, ModelError) else repr(error)))
+            return
+        seconds = round(loop.time() - began_s, 3)
+        log.info("LoRA adapter loaded", adapter=name, instead_of=effect.instead_of, seconds=seconds)
+        self._tell(AdapterLoaded(name))

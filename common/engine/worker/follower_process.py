@@ -28,8 +28,7 @@ import torch
 
 from cohort.common.engine.cache.kv_copies import KvCopier
 from cohort.common.engine.ranks import rank_transfers
-from cohort.common.engine.ranks.group_store import StoreOfRankZero
-from cohort.common.engine.ranks.rank_hosts import Place, joined
+from cohort.common.engine.ranks.rank_hosts import Place, StoreOfRankZero, joined
 from cohort.common.engine.ranks.rank_messages import (
     Compile,
     Compiled,
@@ -77,8 +76,8 @@ def main(arguments: list[str]) -> NoReturn:
 
 
 def follow_elsewhere(place: Place) -> NoReturn:
-    """A rank whose rank 0 is on another host, from its first word on. Exit codes: 0 the worker has ended in order, 1
-    its rank 0 is lost, or never came, 2 it refuses this rank."""
+    """Run a rank whose rank 0 is on another host, from its first message on. Exit codes: 0 the worker has ended in
+    order, 1 its rank 0 is lost, or never came, 2 it refuses this rank."""
     configure_logging(place.logging, service="rank", instance=f"rank-{place.join.rank}")
     try:
         wire = joined(place, partial(_exit_with, 1))  # at once: the main thread may wait for what rank 0 never says
@@ -109,15 +108,15 @@ def _take_no_signals() -> None:
 
 
 def die_with(parent: int) -> None:
-    """The kernel kills this process when the thread that started it ends; at once, if it has."""
+    """Let the kernel kill this process when the thread that started it ends; at once, if it has."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(0)
 
 
 def follow(control: socket.socket, orders: socket.socket, store: socket.socket, place: Place | None = None) -> None:
-    """A rank's whole life. `place`: of one on another host, which has a device, a network and a model folder of its
-    own."""
+    """Run a rank from its setup to its end. `place`: of one on another host, with a device, network and model folder of
+    its own."""
     setup = receive_command(control)
     if not isinstance(setup, Setup):
         raise RankLost("rank 0 says something else first")

@@ -10,7 +10,7 @@ from threading import Lock
 
 
 class IterationGaps:
-    """AlignedServe §4.4: from the last row of an iteration to the first of the next, in seconds.
+    """AlignedServe §4.4: Seconds from the last row of an iteration to the first of the next.
 
     Only where the next one was there at once: a worker that waits for work is idle, not slow. Copies that a plan needs
     before its rows, or that outlast the rows they run beside, are in the gap.
@@ -28,7 +28,7 @@ class IterationGaps:
             self._ended_s = None
 
     def begun(self) -> None:
-        """An iteration's rows are given to the device: no gap if those before them still run."""
+        """Record that an iteration's rows are given to the device. No gap if those before them still run."""
         with self._lock:
             if self._running:
                 self._observe(0.0)
@@ -37,7 +37,7 @@ class IterationGaps:
             self._running += 1
 
     def ended(self) -> None:
-        """They have been computed, or have failed."""
+        """Record that an iteration's rows have been computed, or have failed."""
         with self._lock:
             self._running -= 1
             self._ended_s = self._now_s()

@@ -25,7 +25,8 @@ log = structlog.get_logger(__name__)
 
 
 class LearnedState:
-    """Of one scheduler. `profile`: file of `cohort profile` to start from while there is no state; "" = none."""
+    """File of one scheduler's learned times. `profile`: file of `cohort profile` to start from while there is no state;
+    "" = none."""
 
     def __init__(self, learned: Learned, folder: Path, name: str, profile: str) -> None:
         self._learned = learned
@@ -33,13 +34,13 @@ class LearnedState:
         self._profile = profile
         self._saved_s = 0.0
         self._failures: set[str] = set()
-        """Kinds of failures that were logged: saving goes on, saying so every time would fill the log."""
+        """Kinds of failures that were logged: logging each one would fill the log."""
         self.imported = b""
-        """The state that the scheduler started from; empty if it had none."""
+        """State that the scheduler started from; empty if it had none."""
 
     def load(self) -> str:
-        """The source that it started from: "kept", "profile" or "nothing". A kept file that cannot be read is passed
-        over: it is rewritten anyway. Raises `ConfigError` for a profile that was asked for and is none."""
+        """Load, and return the source: "kept", "profile" or "nothing". A stored file that cannot be read is ignored: it
+        is rewritten anyway. Raises `ConfigError` for a requested profile that is none."""
         try:
             self._import(self._path)
             return "kept"
@@ -68,8 +69,8 @@ class LearnedState:
             self.save()
 
     def save(self) -> None:
-        """Whole or not at all. A full disk must not end a worker: the state is a convenience, and a failure is logged
-        once of each kind."""
+        """Write the state whole or not at all. A full disk must not end a worker: the state is a convenience, and each
+        kind of failure is logged once."""
         state = self._learned.export_state()
         if not state:
             return

@@ -27,17 +27,17 @@ from cohort.common.config import load_config
 from cohort.common.engine.config.model_shape import ShapeFields, model_shape
 from cohort.common.engine.config.quantization_config import keeps_codes, mxfp4_codes
 from cohort.common.engine.runner.model_runner import ModelRunner
-from cohort.common.engine.step.batch import StepBatch
-from cohort.common.engine.step.trial_batch import trial_batch
+from cohort.common.engine.step.batch import StepBatch, trial_batch
 from cohort.common.engine.worker.worker_process import load_runner
 from cohort.common.errors import CohortError
 
 _LONG_TOKENS = 256
-"""On a processor caches and allocations are nothing beside a step of more tokens: its first run is not left out."""
+"""Tokens of a step beyond which, on a processor, caches and allocations are negligible: its first run is not left
+out."""
 
 
 class StepShape(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`rows` rows of `tokens_per_row` new tokens, each with `context` KV positions after the step.
+    """Shape of a step: `rows` rows of `tokens_per_row` new tokens, each with `context` KV positions after the step.
 
     One token per row is a decode step, one row of many tokens a prefill chunk. Beside them `decodes` rows of one token,
     each with `decode_context` positions: a mixed iteration.
@@ -51,8 +51,8 @@ class StepShape(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StepPoint(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A measured step: the median of `repeats` runs, and the fastest, in seconds. `scatter`: coefficient of variation
-    of the runs (standard deviation over mean), without the slowest of them."""
+    """Measured step: the median of `repeats` runs, and the fastest, in seconds. `scatter`: coefficient of variation of
+    the runs (standard deviation over mean), without the slowest of them."""
 
     shape: StepShape
     median_s: float
@@ -62,8 +62,8 @@ class StepPoint(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def default_shapes(max_context: int, max_rows: int, max_step_tokens: int) -> Iterator[StepShape]:
-    """A grid over prefill chunks and decode rows at short and long contexts, and chunks beside decode rows, within what
-    the engine may run."""
+    """Yield a grid over prefill chunks and decode rows at short and long contexts, and chunks with decode rows, within
+    what the engine may run."""
     contexts = [context for context in (128, 512, 2048, 8192) if context <= max_context]
     for tokens in (16, 64, 256, 512, 1024, 2048):
         if tokens <= min(max_step_tokens, max_context):
@@ -81,12 +81,12 @@ def default_shapes(max_context: int, max_rows: int, max_step_tokens: int) -> Ite
 
 
 _STRIDE = 7919
-"""Between the tokens of a batch: a prime, so that they differ."""
+"""Step between the tokens of a batch: a prime, so that they differ."""
 
 
 def step_batch(shape: StepShape, *, block_size: int, num_blocks: int, vocabulary: int = 2) -> StepBatch | None:
-    """A greedy batch of this shape, every row over blocks of its own; None when the cache cannot hold it. Its tokens
-    are spread over the `vocabulary`: those of a mixture go to different experts, as a served batch's do."""
+    """Return a greedy batch of this shape, every row over blocks of its own; None if the cache cannot hold it. Its
+    tokens are spread over the `vocabulary`: those of a mixture go to different experts, as a served batch's do."""
     counts = [shape.tokens_per_row] * shape.rows + [1] * shape.decodes
     contexts = [shape.context] * shape.rows + [shape.decode_context] * shape.decodes
     held = [-(-context // block_size) for context in contexts]
@@ -122,7 +122,7 @@ def measure(
     budget_s: float = float("inf"),
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[StepPoint]:
-    """Time each shape that fits the cache; overwrites the cache's first blocks, so nothing may be served meanwhile.
+    """Time each shape that fits the cache. Overwrites the cache's first blocks, so nothing may be served meanwhile.
 
     All shapes run in turn, round by round, so that whatever else the machine does hits all alike. After `budget_s` no
     further round begins; one is measured in any case, after one that only fills caches (on a processor of short steps).
@@ -149,7 +149,7 @@ def measure(
 
 
 def point_of(shape: StepShape, seconds: Sequence[float]) -> StepPoint:
-    """Raises `statistics.StatisticsError` without any."""
+    """Return the statistics of one shape's runs. Raises `statistics.StatisticsError` without any."""
     kept = sorted(seconds)[: max(1, len(seconds) - 1)]
     scatter = statistics.stdev(kept) / statistics.fmean(kept) if len(kept) > 1 else 0.0
     return StepPoint(shape, statistics.median(seconds), min(seconds), len(seconds), scatter)

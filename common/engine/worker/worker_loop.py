@@ -25,13 +25,11 @@ from cohort.common.engine.ranks.group_memory import GroupLink, GroupMemory
 from cohort.common.engine.ranks.rank_memory import RankMemory
 from cohort.common.engine.ranks.rank_transfers import RankTransfers
 from cohort.common.engine.runner.drafting import Drafting
-from cohort.common.engine.runner.lora_loader import LoraLoader
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import StepBatch, StepOutput, TokenLogprobs
 from cohort.common.engine.step.batch_builder import BatchBuilder
 from cohort.common.engine.transfer.transfer_agent import TransferAgent, TransferOptions
-from cohort.common.engine.worker.engine_threads import EngineThreads, StepUnderWay
-from cohort.common.engine.worker.hosts import CpuHost
+from cohort.common.engine.worker.engine_threads import CpuHost, EngineThreads, LoraLoader, StepUnderWay
 from cohort.common.engine.worker.iteration_gaps import IterationGaps
 from cohort.common.engine.worker.learned_state import LearnedState
 from cohort.common.engine.worker.worker_metrics import WorkerMetrics
@@ -94,7 +92,7 @@ _TICK_S = 0.1
 _REGISTER_EVERY_S = 0.5
 _STEP_FAILURE_PAUSE_S = 0.05
 _TOGETHER = 256
-"""Messages handed to the machine together, at most: a flood must not keep the engine waiting."""
+"""Maximum messages handed to the machine together: a flood must not keep the engine waiting."""
 
 
 class WorkerLoop:
@@ -108,7 +106,7 @@ class WorkerLoop:
         learned: LearnedState | None,
         engine: ThreadPoolExecutor,
     ) -> None:
-        """`told`: the machine itself, or its recorder. `engine`: one thread, the caller's to end."""
+        """`told`: the machine itself, or its recorder. `engine`: one thread, which the caller ends."""
         config, runner = context.config, host.runner
         self._host = host
         self._context = context
@@ -144,11 +142,11 @@ class WorkerLoop:
         self._engine = EngineThreads(host, self._copier, self._gaps, engine)
         self._step_ends = StepEnds()
         self._forgotten = 0
-        """Requests that had ended when drafts of those that are here no more were forgotten."""
+        """Number of ended requests when drafts of sequences that are gone were forgotten last."""
         self._next: IterationPlan | None = None
-        """Decided, and not yet begun."""
+        """Plan that was decided and not yet begun."""
         self._behind: IterationPlan | None = None
-        """The same, to be begun behind the step that runs."""
+        """Plan to be queued after the step that runs."""
         self._decided_s = 0.0
         self._put_off: list[WorkerEffect] = []
         """Effects of a step's end that are performed once the next step runs."""
@@ -157,7 +155,7 @@ class WorkerLoop:
         self._addresses: dict[str, bytes] = {}
 
     async def run(self) -> None:
-        """Until asked to stop, then drain. All tasks end with this coroutine."""
+        """Serve until asked to stop, then drain. All tasks end with this coroutine."""
         for manager, endpoint in self._context.manager_endpoints.items():
             self._bus.connect(manager, endpoint)
         if self._config.predictor.refine_after_prefill:
@@ -187,14 +185,13 @@ class WorkerLoop:
     # -- the machine -------------------------------------------------------------------------------------------
 
     def _tell(self, *events: WorkerEvent) -> list[WorkerEffect]:
-        """Hand over what happened, and do what the machine asks for. Returns that."""
+        """Feed events to the machine, perform its effects and return them."""
         effects = self._ask(*events)
         self._perform(effects)
         return effects
 
     def _ask(self, *events: WorkerEvent) -> list[WorkerEffect]:
-        """Hand over what happened. The next step, if there is one, is taken note of; the rest is the caller's to
-        perform."""
+        """Feed events to the machine. The next step, if there is one, is stored; the caller performs the rest."""
         addresses = self._agent.addresses
         if addresses != self._addresses:  # a link may have had to move
             self._addresses = addresses
@@ -256,7 +253,7 @@ class WorkerLoop:
             asyncio.get_running_loop().call_soon(self._tell, Undelivered(peer, message))
 
     async def _receive(self) -> None:
-        """Messages that arrived together are handed over together, so that the machine plans once."""
+        """Receive messages. Those that arrived together are fed together, so that the machine plans once."""
         while True:
             arrived = [await self._bus.receive()]
             while len(arrived) < _TOGETHER and (more := self._bus.take()) is not None:
@@ -274,7 +271,7 @@ class WorkerLoop:
     # -- iterations --------------------------------------------------------------------------------------------
 
     async def _step(self) -> None:
-        """One iteration after the other; at most one runs, and one waits behind it."""
+        """Run one iteration after the other; at most one runs, and one is queued after it."""
         while True:
             plan, self._next = self._next, None
             if plan is None:
@@ -285,7 +282,7 @@ class WorkerLoop:
                 await self._iterate(plan)
 
     async def _iterate(self, plan: IterationPlan) -> None:
-        """A decided plan, and those that are planned behind it as long as there is one behind the other."""
+        """Run a decided plan, and those that are planned ahead after it."""
         drafting_s = await self._draft(plan)
         step = self._begin(plan)
         step.drafting_s = drafting_s
@@ -314,7 +311,7 @@ class WorkerLoop:
             step = following
 
     async def _draft(self, plan: IterationPlan) -> float:
-        """Have the draft model propose for rows that may carry drafts; the seconds that their drafts took."""
+        """Let the draft model propose for rows that may carry drafts. Return the seconds that it took."""
         drafting = self._drafting
         asked = [] if drafting is None else drafting.wanted(plan.rows, self._machine.kv, self._builder.number)
         if drafting is None or drafting.model is None or not asked:
@@ -339,8 +336,8 @@ class WorkerLoop:
         return self._engine.begin(plan, batch, sampling, now_s)
 
     async def _plan_ahead(self, step: StepUnderWay) -> StepUnderWay | None:
-        """Begin the next step behind this one, as late as can be and yet before this one ends; None: it has to be
-        decided when this one has ended."""
+        """Queue the next step after this one, as late as possible before this one ends; None: it must be decided when
+        this one has ended."""
         after_s = self._plan_after_s(step.plan) if self._plans_ahead else None
         if after_s is None or step.batch.drafts is not None:  # how many tokens it yields is not known before its end
             return None
@@ -356,7 +353,7 @@ class WorkerLoop:
         return None if plan is None else self._begin(plan, behind=step.sampling)
 
     def _plan_after_s(self, plan: IterationPlan) -> float | None:
-        """From this step's beginning until its successor is to be planned; None: when it will end is not foreseen."""
+        """Return the time from this step's start until its successor is to be planned; None if its end is unknown."""
         if self._config.predictor.refine_after_prefill and any(
             [row.start + row.count == row.sequence.request.prompt_tokens for row in plan.rows]
         ):
@@ -364,7 +361,7 @@ class WorkerLoop:
         return self._step_ends.plan_after_s(plan, self._machine.times)
 
     def _ended(self, step: StepUnderWay, output: StepOutput | None, latency_s: float, *, alone: bool) -> None:
-        """`alone`: no other step was begun behind it."""
+        """Take a step's results. `alone`: no other step was queued after it."""
         if step.batch.drafts is None:
             self._step_ends.note(step.plan, latency_s)
         scores, drafts = scores_of(step.plan, step.batch, output), list[Drafted]()
@@ -395,7 +392,7 @@ class WorkerLoop:
         return sum(self._machine.counters.finished.values())
 
     def _tell_predictor(self, sampling: list[Sequence]) -> None:
-        """The states in which prompts ended; nothing waits for what the predictor makes of them."""
+        """Send the predictor the states in which prompts ended; nothing waits for its result."""
         for state in prompt_states(self._host.runner, sampling):
             with contextlib.suppress(PeerUnreachable):
                 self._bus.send(PREDICTOR, state)
@@ -410,7 +407,7 @@ class WorkerLoop:
                 self._drafting.learn()
 
     async def _report(self) -> None:
-        """Often while the manager does not know this worker, else at the configured interval."""
+        """Report often while the manager does not know this worker, else at the configured interval."""
         while True:
             pause_s = _REGISTER_EVERY_S
             await self._host.count_free()
@@ -426,8 +423,8 @@ class WorkerLoop:
             await asyncio.sleep(pause_s)
 
     async def _drain(self) -> None:
-        """Finish the sequences here, but for those that the manager, told at once, moves to other workers. Those left
-        at the deadline are rescheduled by the leave."""
+        """Finish the sequences here, except those that the manager, informed at once, moves to other workers. Those
+        left at the deadline are rescheduled by the leave."""
         self._tell(DrainStarted())
         self._tell(ReportDue(self._host.free_bytes))
         deadline_s = self._clock.now_s() + self._config.drain_s
@@ -486,8 +483,8 @@ def _to_wire(logprobs: TokenLogprobs) -> TokenLogprob:
 
 
 class WorkerShow:
-    """Shows a worker to a person who looks at the live page: answers `Look` with a `WorkerView`. While nobody looks it
-    keeps the latest sequences that lost their KV to an iteration and nothing else."""
+    """View of a worker for the live page: answers `Look` with a `WorkerView`. Without requests it stores only the
+    latest sequences that lost their KV to an iteration."""
 
     def __init__(self, context: ServiceContext, machine: WorkerMachine, transfers: TransferMetrics) -> None:
         self._context = context
@@ -496,7 +493,7 @@ class WorkerShow:
         self._decisions = DecisionLog()
 
     def ran(self, plan: IterationPlan) -> None:
-        """An iteration is over: keep which sequences had to leave the device for it."""
+        """Record which sequences had to leave the device for an iteration."""
         if not plan.preempted and not plan.evicted:
             return
         now_s, here = self._context.clock.now_s(), (self._context.instance,)
@@ -507,7 +504,7 @@ class WorkerShow:
             self._decisions.note(now_s, "evicted", sequence.request_id, instances=here, reason="parked for later")
 
     def look(self, sender: InstanceId, asked: Look) -> None:
-        """The monitor's alone to ask. A view that cannot be sent is not missed: the next one is fresher."""
+        """Answer the monitor's request. A view that cannot be sent is not missed: the next one is fresher."""
         if sender != MONITOR:
             return
         with contextlib.suppress(PeerUnreachable):
@@ -537,8 +534,9 @@ class WorkerShow:
 
 
 def prompt_states(runner: ModelRunner, sampled: list[Sequence]) -> list[PromptState]:
-    """The model's final hidden states at the end of prompts, for the length predictor: one message per sequence that
-    has just sampled its very first token. Empty for models that keep no states and for steps that ran in parts."""
+    """Return the model's final hidden states at the end of prompts, for the length predictor: one message per sequence
+    that has just sampled its very first token. Empty for models that store no states and for steps that ran in
+    parts."""
     first = [index for index, each in enumerate(sampled) if each.output_tokens == 1 and not each.request.output_known]
     states = runner.sampled_states(len(sampled)) if first else None
     if states is None:

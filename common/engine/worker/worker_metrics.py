@@ -25,7 +25,7 @@ from cohort.common.types import DraftSource, TrafficClass, WorkerStats
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The sources of a worker's stats. `used_blocks` are neither free nor reusable."""
+    """Sources of a worker's stats. `used_blocks` are neither free nor reusable."""
 
     stats: WorkerStats
     counters: WorkerCounters
@@ -36,9 +36,9 @@ class Snapshot:
     quarantined_blocks: int
     memory_retries: int
     kernel_compilations: int
-    """Since the worker was ready."""
+    """Compilations since the worker was ready."""
     step_time_errors: dict[IterationKind, float]
-    """Relative, of the learned iteration times (`ProfileTable.error_of`)."""
+    """Relative errors of the learned iteration times (`ProfileTable.error_of`)."""
 
     @property
     def used_blocks(self) -> int:
@@ -47,8 +47,8 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """One number. `name`: in the heartbeat, "" = not there. `metric`: in Prometheus, None = not there. A gauge is set,
-    a counter is counted on by what is new."""
+    """Number to show. `name`: in the heartbeat, "" = not there. `metric`: in Prometheus, None = not there. A gauge is
+    set; a counter grows by the difference."""
 
     name: str
     get: Callable[[Snapshot], float]
@@ -126,6 +126,7 @@ def stats(engine: EngineMetrics, transfer: TransferMetrics) -> tuple[Stat, ...]:
         Stat("transfer_retries_total", lambda s: s.counters.transfer_retries, transfer.retries("any")),
         Stat("transfer_stalls_total", lambda s: s.counters.stalls),
         Stat("misnamed_total", lambda s: s.counters.misnamed),
+        Stat("fenced_total", lambda s: s.counters.fenced),
         Stat("pool_offloads_total", lambda s: s.counters.pooled),
         Stat("pool_prefetches_total", lambda s: s.counters.prefetched),
         Stat("pool_direct_transfers_total", lambda s: s.counters.from_host),
@@ -149,7 +150,7 @@ class WorkerMetrics:
         self._compiled_at_start = compiled_kernels.compilations()
         self._stats = stats(self.engine, self.transfer)
         self._exported: dict[int, float] = {}
-        """Totals as last exported, by their place in the table: a counter only ever grows by what is new."""
+        """Totals as last exported, by their place in the table: a counter grows by the difference."""
 
     def export(self, stats: WorkerStats, quarantined_blocks: int) -> None:
         now = self._snapshot(stats, quarantined_blocks)

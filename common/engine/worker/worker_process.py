@@ -48,7 +48,7 @@ from cohort.common.engine.worker.devices import (
     engine_facts,
     engine_warnings,
 )
-from cohort.common.engine.worker.hosts import host_of
+from cohort.common.engine.worker.engine_threads import host_of
 from cohort.common.engine.worker.learned_state import LearnedState
 from cohort.common.engine.worker.worker_loop import WorkerLoop
 from cohort.common.errors import ConfigError
@@ -69,11 +69,11 @@ from cohort.common.transport.kv_link import KvLink
 from cohort.common.types import KvGeometry, Role, WorkerCapacity
 
 _SWITCH_INTERVAL_S = 2e-4
-"""Python's own is 5 ms, which a decode step may take as a whole."""
+"""Python's own is 5 ms, which is as long as a whole decode step may take."""
 
 
 class WorkerPolicies(Protocol):
-    """Where a worker's policies come from: `common/policies/compose.py`, handed in by the service."""
+    """Source of a worker's policies: `common/policies/compose.py`, handed in by the service."""
 
     def check_names(self, config: Config) -> None: ...
 
@@ -89,7 +89,7 @@ class WorkerPolicies(Protocol):
 def capacity_of(
     config: Config, role: Role, runner: ModelRunner, model: str, *, threads: int = 0, instance: str = ""
 ) -> WorkerCapacity:
-    """`threads` of the worker; 0: one for every core."""
+    """Return the worker's capacity. `threads` of the worker; 0: one for every core."""
     geometry = runner.block_geometry
     num_blocks, cores = len(runner.kv.blocks), own_cores()
     longest = config.model.max_model_len or runner.geometry.max_positions
@@ -125,7 +125,7 @@ def load_runner(
     instance: str = "",
     grouped: bool = False,
 ) -> ModelRunner:
-    """Model and cache as configured; the cache sized from what the device has. Raises `ConfigError`, `ModelError`.
+    """Load model and cache as configured; the cache sized from what the device has. Raises `ConfigError`, `ModelError`.
 
     `own`: the device that the worker has claimed; None = it has the machine to itself. `followers`: its other ranks,
     which load their shares meanwhile; `threads` are each rank's. `grouped`: as in `ModelRunner`.
@@ -193,7 +193,7 @@ def load_runner(
 
 
 def _group(setup: Setup, followers: Followers, own: WorkerDevice) -> RankGroup:
-    """Has the other ranks load their shares, each for a device of its own; rank 0's place among them."""
+    """Let the other ranks load their shares, each for a device of its own. Return rank 0's group."""
     devices = [str(device) for device, _ in own.others] + [""] * own.elsewhere  # other hosts' ranks choose their own
     interface = "" if followers.elsewhere is None else followers.elsewhere.interface
 
@@ -208,8 +208,8 @@ def _group(setup: Setup, followers: Followers, own: WorkerDevice) -> RankGroup:
 async def open_worker_links(
     context: ServiceContext, policies: WorkerPolicies, followers: Followers | None = None
 ) -> dict[str, KvLink]:
-    """The configured links that can be had here, by all ranks, best first. None where no KV ever moves: nothing listens
-    for it. Raises `ConfigError`."""
+    """Return the configured links that all ranks have, best first. None if no KV ever moves: nothing listens for it.
+    Raises `ConfigError`."""
     config = context.config
     if not policies.moves_kv(config):
         context.log.info("no KV links: this placement moves no KV", placement=config.policies.placement)
@@ -240,7 +240,7 @@ async def open_worker_links(
 
 
 def _data_endpoint(context: ServiceContext) -> str:
-    """Where the fallback link listens: beside the worker's inbox."""
+    """Return where the fallback link listens: at the worker's inbox."""
     worker = context.config.endpoints.worker
     if worker.startswith("tcp://"):
         return f"{worker.rpartition(':')[0]}:0"
@@ -276,7 +276,7 @@ async def load_ready_runner(
     instance: str = "",
     grouped: bool = False,
 ) -> ModelRunner:
-    """A runner that compiles nothing any more: loaded and warm, the copies of host slots included."""
+    """Load a runner that compiles nothing any more: warm, the copies of host slots included."""
     in_engine = asyncio.get_running_loop().run_in_executor
     # On a GPU only copies of host slots use the compiled kernels; a processor's weights need them while they load.
     kernels = KernelBuild() if own.device.type == "cuda" and config.kv.host_memory_bytes > 0 else None
@@ -288,7 +288,7 @@ async def load_ready_runner(
 
 
 async def run_worker(context: ServiceContext, default_role: Role, policies: WorkerPolicies) -> None:
-    """The whole life of a worker process: load, serve, drain."""
+    """Run a worker process: load, serve, drain."""
     config = context.config
     policies.check_names(config)
     # The engine thread asks for the interpreter between two calls into torch: the event loop gives it up so soon.

@@ -74,10 +74,10 @@ from cohort.common.policies.interface import Admission, AdmissionLoad, Offer, Re
 from cohort.common.types import Attempt, FinishReason, InstanceId, Request, RequestId, Slo, TrafficClass
 
 BEAT_S = 1.0
-"""Between two looks at all deadlines, and two times that everything outstanding is named."""
+"""Interval at which all deadlines are checked and everything outstanding is listed."""
 
 _STALL_TIMEOUT_S = 600.0
-"""Placed but no token for so long, whatever the queue on its worker: resubmitted."""
+"""Timeout of a placed attempt without a token, whatever the queue on its worker: it is resubmitted."""
 
 # Of JSON text around a prompt in English; only a first guess, the second question has the real number.
 BYTES_PER_TOKEN = 4
@@ -85,7 +85,7 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """`load_interval_s` is the manager's, by which its silence is told. SLO defaults are for real-time requests."""
+    """`load_interval_s` is the manager's; its silence is measured by it. SLO defaults are for real-time requests."""
 
     request_timeout_s: float
     default_prediction_tokens: int
@@ -95,9 +95,9 @@ class GatewaySettings:
     drain_s: float
     stall_timeout_s: float = _STALL_TIMEOUT_S
     max_attempts: int = 8
-    """Placements before a request fails with 503: where eight workers died under it, it is the cause."""
+    """Placements before a request fails with 503: if eight workers died under it, it is the cause."""
     predictor_wait_s: float = 0.005
-    """The longest a request waits for its prediction."""
+    """Maximum time that a request waits for its prediction."""
 
     @classmethod
     def of(cls, config: Config) -> GatewaySettings:
@@ -113,11 +113,11 @@ class GatewaySettings:
 
 
 class AdmissionDesk:
-    """Whether a request may come in: asks the admission policy with what the gateway knows.
+    """Admission: requests a decision from the policy, with what the gateway knows.
 
     Twice per HTTP request: with an estimate from the body's size before anything is read, and with the real numbers
-    after tokenising. The policy decides; here is gathered what it decides on: the requests that wait altogether and,
-    where several API keys share the gateway, those of the same owner.
+    after tokenising. This class gathers what the policy decides on: all requests that wait and, if several API keys
+    share the gateway, those of the same owner.
     """
 
     def __init__(self, policy: Admission, ledger: Ledger, *, expected_output: float) -> None:
@@ -128,7 +128,7 @@ class AdmissionDesk:
     def estimate(
         self, now_s: float, body_bytes: int, traffic_class: TrafficClass, load: ClusterLoad | None, owner: str = ""
     ) -> Refuse | None:
-        """Before any work. `owner`: as in `Offered`."""
+        """Decide by the body's size. `owner`: as in `Offered`."""
         offer = Offer(
             prompt_tokens=body_bytes // BYTES_PER_TOKEN,
             max_tokens=0,
@@ -141,10 +141,10 @@ class AdmissionDesk:
         return self._decide(now_s, offer, load, ahead=0, ahead_tokens=0.0)
 
     def expected_output(self, request: Request, owner: str, *, max_tokens_named: bool) -> float:
-        """Tokens that a request counts with while it waits: what is predicted by default, or all that it asks for.
+        """Return the tokens that a request counts with while it waits: the default prediction, or all that it requests.
 
-        An owner's share is counted by what was asked for: a key could otherwise queue any length as if it were short.
-        Where nothing is shared out the prediction is the better measure of what the queue holds.
+        An owner's share is counted by the requested number: a key could otherwise queue any length as if it were short.
+        If nothing is shared out, the prediction is the better measure of the queue.
         """
         asked = float(request.sampling.max_tokens)
         return asked if owner and max_tokens_named else min(self._expected_output, asked)
@@ -158,7 +158,7 @@ class AdmissionDesk:
         *,
         max_tokens_named: bool = False,
     ) -> Refuse | None:
-        """All choices of one HTTP request come in, or none. `owner`, `max_tokens_named`: as in `Offered`."""
+        """Decide about all choices of one HTTP request together. `owner`, `max_tokens_named`: as in `Offered`."""
         ahead_tokens = 0.0
         for ahead, request in enumerate(requests):
             expected = self.expected_output(request, owner, max_tokens_named=max_tokens_named)
@@ -180,7 +180,7 @@ class AdmissionDesk:
     def _decide(
         self, now_s: float, offer: Offer, load: ClusterLoad | None, *, ahead: int, ahead_tokens: float
     ) -> Refuse | None:
-        """`ahead`: choices of the same HTTP request that would wait before this one."""
+        """Decide about one offer. `ahead`: choices of the same HTTP request that would wait before this one."""
         own = self._ledger
         # Other gateways' requests show only in the manager's load, our newest ones only in the ledger.
         waiting = max(own.waiting_requests, load.waiting if load else 0) + ahead
@@ -218,8 +218,8 @@ class GatewayMachine:
         standbys: tuple[InstanceId, ...] = (),
     ) -> None:
         """`endpoint`: this gateway's inbox, where workers send tokens. `predictor` "": there is none, and every request
-        that brings no prediction takes the default. `standbys`: managers beside `manager`, in the order in which they
-        are asked to lead."""
+        without a prediction takes the default. `standbys`: further managers, in the order in which they are asked to
+        lead."""
         self.instance = instance
         self.ledger = Ledger(
             stall_timeout_s=settings.stall_timeout_s,
@@ -233,7 +233,7 @@ class GatewayMachine:
         )
         self.draining = False
         self.misnamed_total = 0
-        """Messages dropped because another peer than their sender would have to say them."""
+        """Messages dropped because only another peer than their sender may send them."""
         self.fenced_total = 0
         """Messages dropped because another manager than their sender leads."""
         self._settings = settings
@@ -245,13 +245,13 @@ class GatewayMachine:
         self._beat_s = now_s
         self._now_s = now_s
         self._wake_s = float("inf")
-        """The time that the last `Wake` asked for."""
+        """Time of the last `Wake`."""
         self._held_back = False
-        """Something may wait to be submitted until the manager is heard of."""
+        """Whether something may wait to be submitted until the manager answers."""
         self._effects: list[GatewayEffect] = []
 
     def handle(self, now_s: float, *events: GatewayEvent) -> list[GatewayEffect]:
-        """See `Machine.handle`. Should a defect raise in the middle, the effects so far come with the next call."""
+        """See `Machine.handle`. If a defect raises in the middle, the effects so far come with the next call."""
         assert now_s >= self._now_s, f"it is {now_s} s, and was {self._now_s} s"
         self._now_s = now_s
         for event in events:
@@ -295,7 +295,7 @@ class GatewayMachine:
         return self._predictions.defaults_total
 
     def not_ready_because(self, now_s: float) -> str | None:
-        """Why no new request could be served now; None when one could."""
+        """Return why no new request could be served now; None if one could."""
         return "this gateway is shutting down" if self.draining else self.link.not_ready_because(now_s)
 
     # -- New requests ----------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class GatewayMachine:
         self._decided(offer.offer_id, refusal)
 
     def _decided(self, offer_id: RequestId, refusal: Refuse | None) -> list[Entry] | None:
-        """Says so; where the entries of an admitted offer go, None for one that was rejected."""
+        """Send the decision. Return the list for the entries of an admitted offer, or None for a rejected one."""
         if self.draining:
             error = unavailable("This server is shutting down.", self._settings.drain_s)
         elif refusal is not None:
@@ -355,8 +355,8 @@ class GatewayMachine:
             self._submit(now_s, (entry for entry in choices if entry.prediction is not None))
 
     def _with_slo(self, request: Request) -> Request:
-        """Real-time requests that name no SLO get the default one. Where the whole response has a deadline, what its
-        tokens need for that follows from its length."""
+        """Give a real-time request that names no SLO the default one. If the whole response has a deadline, its length
+        decides what its tokens need."""
         slo, settings = request.slo, self._settings
         if request.traffic_class != "rt" or (slo.ttft_s and slo.tpot_s) or slo.deadline_s:
             return request
@@ -370,7 +370,8 @@ class GatewayMachine:
             self._act(now_s, self.ledger.submit(entry.request_id))
 
     def _submit_unsent(self, now_s: float) -> None:
-        """Requests that could not be handed to the manager before. Without a prediction they still wait for one."""
+        """Submit requests that could not be handed to the manager before. Those without a prediction still wait for
+        one."""
         self._held_back = False
         self._submit(now_s, (entry for entry in self.ledger.unsubmitted() if entry.prediction is not None))
 
@@ -416,7 +417,7 @@ class GatewayMachine:
             self._submit_unsent(now_s)
 
     def _correct(self, now_s: float, manager: InstanceId) -> None:
-        """It takes itself for the one that leads."""
+        """Correct a manager that believes that it leads."""
         if (hello := self.link.correction(now_s)) is not None:
             self._effects.append(Send(manager, hello))
 

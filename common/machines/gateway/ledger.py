@@ -27,12 +27,13 @@ from cohort.common.policies.interface import MAX_RETRY_S, MIN_RETRY_S
 from cohort.common.types import Attempt, FinishReason, InstanceId, Request, RequestId
 
 _TOKENS_COME_S = 1.0
-"""Since a request's last token: more than between two messages of a worker, however far this gateway is behind."""
+"""Time since a request's last token: longer than between two messages of a worker, however far this gateway is
+behind."""
 
 
 @dataclass(slots=True)
 class Waiting:
-    """One owner's requests that were never placed so far, and their prompt and expected output tokens."""
+    """Waiting requests of one owner that were never placed, and their prompt and expected output tokens."""
 
     requests: int = 0
     tokens: float = 0.0
@@ -50,7 +51,7 @@ class SubmitAttempt:
 
 @dataclass(frozen=True, slots=True)
 class CancelAttempt:
-    """The manager and these workers should free all they hold of this attempt."""
+    """Ask the manager and these workers to free all that they hold of this attempt."""
 
     attempt: Attempt
     holders: tuple[InstanceId, ...]
@@ -69,12 +70,12 @@ class Ledger:
         self.resubmitted_total = 0
         self.dropped_tokens_total = 0
         self.waiting_requests = 0
-        """Never placed so far; bounded by admission."""
+        """Requests that were never placed so far; admission bounds their number."""
         self.waiting_online = 0
-        """Those of them that are online requests; batch work starts nothing new meanwhile."""
+        """Online requests among them; batch work starts nothing new meanwhile."""
         self.waiting_tokens = 0.0
         self._waiting_of: dict[str, Waiting] = {}
-        """By owner; only of owners that have something waiting."""
+        """Waiting requests by owner; only of owners that have some."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -86,7 +87,7 @@ class Ledger:
         return self._entries.values()
 
     def waiting_of(self, owner: str) -> Waiting:
-        """This owner's waiting requests; none for an owner without a name."""
+        """Return the owner's waiting requests; none for an owner without a name."""
         return self._waiting_of.get(owner) or Waiting()
 
     # -- From the client's side ------------------------------------------------------------------------------------
@@ -100,8 +101,8 @@ class Ledger:
         owner: str = "",
         together: tuple[RequestId, ...] = (),
     ) -> Entry:
-        """Own a request. It is submitted when its host says so (a prediction may come first). Output that it brings was
-        generated for another gateway, and is not delivered again. `together`: as in `Entry`."""
+        """Own a request. It is submitted when the caller says so (a prediction may come first). Output that it brings
+        was generated for another gateway, and is not delivered again. `together`: as in `Entry`."""
         if request.request_id in self._entries:
             raise ValueError(f"request {request.request_id} is open already")
         known = request.tokens[request.prompt_tokens :]
@@ -153,7 +154,7 @@ class Ledger:
             entry.state = State.OPEN
 
     def close(self, request_id: RequestId, reason: str) -> list[Action]:
-        """The client has enough (a stop string) or is gone: free what the request holds everywhere."""
+        """Free what the request holds everywhere: the client has enough (a stop string) or is gone."""
         entry = self._entries.get(request_id)
         if entry is None:
             return []
@@ -166,9 +167,8 @@ class Ledger:
     # -- From workers ----------------------------------------------------------------------------------------------
 
     def next_tokens(self, now_s: float, sender: InstanceId, update: TokenUpdate) -> Deliver | None:
-        """Nearly always an update holds the next tokens of a running request and nothing else: these are delivered.
-        None: it says more than that, and `tokens` judges it. (`tokens` would say the same, in several times the time.)
-        """
+        """Deliver an update that holds the next tokens of a running request and nothing else, as nearly all do. None:
+        it holds more than that, and `tokens` judges it (with the same result for all, in several times the time)."""
         attempt = update.attempt
         entry = self._entries.get(attempt.request_id)
         if entry is None or entry.state is not State.RUNNING or update.finish is not None:
@@ -274,10 +274,9 @@ class Ledger:
     def attempts_lost(
         self, now_s: float, attempts: Collection[Attempt], reason: str, *, unheld: bool = False
     ) -> list[Action]:
-        """These attempts are lost; they are submitted again in the order their requests came. The manager, which lets
-        nothing overtake what it expects to come again, is told of those that are over. An `unheld` one whose tokens
-        still come has been computed, and this gateway is behind: should they end too soon, the manager says so again.
-        """
+        """Submit these lost attempts again, in the order in which their requests came. The manager, which lets nothing
+        overtake what it expects to come again, is sent those that are over. An `unheld` one whose tokens still arrive
+        has been computed, and this gateway is behind: should they end too soon, the manager reports it again."""
         lost = {
             attempt: entry
             for attempt in attempts
@@ -291,7 +290,7 @@ class Ledger:
         return actions
 
     def refused(self, message: Refused) -> list[Action]:
-        """With one choice all of its HTTP request end: the client gets one error, and no other choice is served in
+        """Fail all choices of the request's HTTP request: the client gets one error, and no other choice is served in
         vain."""
         entry = self._entries.get(message.attempt.request_id)
         if entry is None or message.attempt != entry.attempt:
@@ -306,8 +305,8 @@ class Ledger:
         return actions
 
     def manager_replaced(self, now_s: float) -> list[Action]:
-        """Another manager took over and knows nothing of its predecessor's queue. The next attempts replace those that
-        waited there: one of them may have been placed without a word of it reaching us."""
+        """Resubmit what waited at a manager whose successor knows nothing of its queue. The next attempts replace the
+        former ones: one of them may have been placed unknown to this gateway."""
         actions: list[Action] = []
         for entry in list(self._entries.values()):
             if entry.state is State.WAITING:
@@ -318,7 +317,7 @@ class Ledger:
     # -- From the clock --------------------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> list[Action]:
-        """Deadlines: stalled attempts are resubmitted, requests past their time fail."""
+        """Check deadlines: stalled attempts are resubmitted, requests past their time fail."""
         actions: list[Action] = []
         for entry in list(self._entries.values()):
             if now_s >= entry.expires_s:
@@ -330,7 +329,7 @@ class Ledger:
         return actions
 
     def unsubmitted(self) -> list[Entry]:
-        """Entries whose current attempt has not reached the manager's connection."""
+        """Return the entries whose current attempt has not reached the manager's connection."""
         return [entry for entry in self._entries.values() if entry.state is State.OPEN]
 
     def outstanding(self) -> list[Attempt]:
@@ -362,7 +361,7 @@ class Ledger:
     # -- Within ----------------------------------------------------------------------------------------------------
 
     def _note(self, entry: Entry, sender: InstanceId, update: TokenUpdate) -> None:
-        """Which workers have it, what it took there, and how much the prefix cache saved."""
+        """Record the worker, its stage times, and how much the prefix cache saved."""
         entry.holders.add(sender)
         if sender not in entry.instances:
             entry.instances.append(sender)
@@ -372,7 +371,7 @@ class Ledger:
             entry.cached_tokens = max(entry.cached_tokens, min(update.cached_tokens, entry.request.prompt_tokens))
 
     def _lost(self, entry: Entry, now_s: float, kind: str, reason: str) -> list[Action]:
-        """No worker serves the current attempt any more, or not in a way that helps: the next one takes over."""
+        """Replace the current attempt by the next one: no worker serves it any more, or not in a way that helps."""
         cancel = self._release(entry, reason)
         finish = _finish_by_tokens(entry)
         if finish is not None:  # only the word of its end was lost
@@ -450,7 +449,8 @@ def _refusal(entry: Entry, message: Refused) -> RequestError:
 
 
 def _finish_by_tokens(entry: Entry) -> FinishReason | None:
-    """The end as the tokens show it; workers ban stop tokens until `min_tokens`, so one that is there counts."""
+    """Return the finish that the tokens show. Workers ban stop tokens until `min_tokens`, so one that is there
+    counts."""
     sampling = entry.request.sampling
     if entry.output and entry.output[-1] in sampling.stop_token_ids:
         return FinishReason.STOP

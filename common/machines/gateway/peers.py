@@ -37,9 +37,9 @@ MISSED_LOADS = 10
 LEAST_SILENCE_S = 2.0
 
 STANDBY_GREETING_S = 1.0
-"""Between two greetings of managers that stand by."""
+"""Interval of greetings to managers on standby."""
 _LIVES_S = 1.5 * STANDBY_GREETING_S
-"""A manager that has said nothing for so long is not asked to lead: it would find the question when it is back."""
+"""Time of silence after which a manager is not asked to lead: it would find the request when it is back."""
 
 
 def default_prediction(tokens: int, max_tokens: int) -> Prediction:
@@ -49,20 +49,20 @@ def default_prediction(tokens: int, max_tokens: int) -> Prediction:
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """One prompt whose length was asked for. `entries`: its choices that are not over."""
+    """Prompt whose length was requested. `entries`: its choices that are not over."""
 
     entries: list[Entry]
     asked_s: float
     waiting: bool = True
-    """No request of it was submitted yet."""
+    """Whether no request of it was submitted yet."""
 
 
 class PredictionDesk:
-    """The gateway's side of length prediction: ask, wait a few milliseconds at most, go on with a default.
+    """Gateway's side of length prediction: request one, wait a few milliseconds at most, go on with a default.
 
-    Asked when requests come in, with every answer, on ticks and when requests end. A silent predictor never costs more
-    than `wait_s`. After a few silences in a row it counts as away: then no request waits and only one question a second
-    is sent, to notice its return (and so that nothing piles up in front of a process that is not there).
+    A silent predictor never costs more than `wait_s`. After a few timeouts in a row it counts as away: then no request
+    waits and only one question a second is sent, to notice its return (and so that nothing piles up at a process that
+    is not there).
     """
 
     def __init__(self, *, wait_s: float, default_tokens: int, there: bool) -> None:
@@ -71,9 +71,10 @@ class PredictionDesk:
         self._default_tokens = default_tokens
         self._there = there
         self._questions: dict[RequestId, _Question] = {}
-        """By the id of the prompt's first choice: waited for, or (later) welcome as a correction."""
+        """Questions by the id of the prompt's first choice. Their answers are awaited or, later, serve as
+        corrections."""
         self._due: deque[tuple[float, RequestId]] = deque()
-        """When to stop waiting for which; in the order they were asked, which is the order of time."""
+        """Timeouts of questions, in the order in which they were sent, which is the order of time."""
         self._silences = 0
         self._probe_s = float("-inf")
         self.defaults_total = 0
@@ -84,14 +85,14 @@ class PredictionDesk:
         return self._silences >= PATIENCE
 
     def due_s(self) -> float:
-        """When the oldest question has waited long enough; infinite when no request waits."""
+        """Return when the oldest question times out; infinite if no request waits."""
         due = self._due
-        while due and not self._waits(due[0][1]):
+        while due and not ((question := self._questions.get(due[0][1])) and question.waiting):
             due.popleft()
         return due[0][0] if due else float("inf")
 
     def ask(self, now_s: float, choices: Sequence[Entry], facts: LengthFacts) -> PredictLength | None:
-        """All choices of one prompt share one question: the message to send, if there is one. Entries that have no
+        """Ask once for all choices of one prompt. Return the message to send, if there is one. Entries that have no
         prediction afterwards wait for `answered` or `overdue`."""
         for entry in choices:
             entry.facts = facts
@@ -111,19 +112,22 @@ class PredictionDesk:
         return PredictLength(name, facts, choices[0].request.traceparent)
 
     def answered(self, now_s: float, message: Predicted) -> tuple[list[Entry], bool]:
-        """The entries that the answer is about, and whether it is late: they have been submitted without it."""
+        """Return the entries that the answer is about, and whether it is late: they have been submitted without it."""
         self._silences = 0
         question = self._questions.pop(message.request_id, None)
         if question is None:
             return [], False
-        self._set(question, message.prediction)
+        for entry in question.entries:
+            entry.prediction = message.prediction
         if not question.waiting:
             return question.entries, True
+        if message.prediction.source == "default":
+            self.defaults_total += len(question.entries)
         self._came(now_s, question)
         return question.entries, False
 
     def unreachable(self, now_s: float, request_id: RequestId) -> list[Entry]:
-        """The question could not be sent: the entries that go on without an answer."""
+        """Return the entries that go on without an answer, because the question could not be sent."""
         question = self._questions.pop(request_id, None)
         if question is None or not question.waiting:
             return []
@@ -132,7 +136,7 @@ class PredictionDesk:
         return question.entries
 
     def overdue(self, now_s: float) -> list[Entry]:
-        """Entries that have waited long enough and go on with a default."""
+        """Return entries whose wait is over: they go on with a default."""
         ready: list[Entry] = []
         while self.due_s() <= now_s:
             question = self._questions[self._due.popleft()[1]]
@@ -142,7 +146,7 @@ class PredictionDesk:
         return ready
 
     def ended(self, entry: Entry, finish: FinishReason) -> ObserveLength | None:
-        """A request is over: the lesson for the predictor. One that is away learns nothing."""
+        """Return the observation of an ended request for the predictor. One that is away learns nothing."""
         question = self._questions.get(entry.asked_as)
         if question is not None:
             question.entries = [other for other in question.entries if other is not entry]
@@ -160,10 +164,6 @@ class PredictionDesk:
         self._silences += 1
 
     # -- Within ----------------------------------------------------------------------------------------------------
-
-    def _waits(self, name: RequestId) -> bool:
-        question = self._questions.get(name)
-        return question is not None and question.waiting
 
     def _asks(self, now_s: float) -> bool:
         if not self._there:
@@ -185,19 +185,13 @@ class PredictionDesk:
             entry.prediction = default_prediction(self._default_tokens, entry.request.sampling.max_tokens)
         self.defaults_total += len(entries)
 
-    def _set(self, question: _Question, prediction: Prediction) -> None:
-        for entry in question.entries:
-            entry.prediction = prediction
-        if question.waiting and prediction.source == "default":
-            self.defaults_total += len(question.entries)
-
     def _came(self, now_s: float, question: _Question) -> None:
         for entry in question.entries:
             entry.predict_s = now_s - question.asked_s
 
 
 class ManagerLink:
-    """The conversation with the bucketing managers: greeting, liveness, readiness, whom this gateway follows.
+    """Conversation with the bucketing managers: greeting, liveness, readiness, and which of them this gateway follows.
 
         lost ──GatewayHello, several a second──▶ ManagerHello ──▶ known ──a few loads overdue──▶ lost
                                                      │ new incarnation, or another that leads: its predecessor's queue
@@ -205,9 +199,6 @@ class ManagerLink:
 
     Of several managers it follows the one that leads, and greets the others now and then: they know it then, and it
     knows that they are there. While none leads it asks the first that lives, in the configured order, to lead.
-
-    Decides when to greet and whom to ask, whether requests may be submitted, when the manager counts as silent and what
-    `/ready` says. Called with every message of a manager and on every tick.
     """
 
     def __init__(
@@ -217,36 +208,36 @@ class ManagerLink:
         self._hello = hello
         self.managers = managers
         self.manager = managers[0]
-        """The one that is followed, or was last."""
+        """Manager that is followed, or was last."""
         self._overdue_s = max(LEAST_OVERDUE_S, OVERDUE_LOADS * load_interval_s)
         self._silence_s = max(LEAST_SILENCE_S, MISSED_LOADS * load_interval_s)
         self._incarnation: int | None = None
         self._leads = False
-        """The manager that is followed has not said that it leads no more."""
+        """Whether the manager that is followed leads, as far as it has said."""
         self._followed_epoch = 0
         self.epoch = 0
-        """The highest that was heard of."""
+        """Highest epoch received."""
         self._heard_s = float("-inf")
         self._greeted_s = float("-inf")
         self._standbys_greeted_s = float("-inf")
         self._corrected_s = float("-inf")
         self._leaderless_s = float("inf")
-        """Since when no manager is known to lead, silence apart; infinite before the first greeting."""
+        """Time since which no manager is known to lead, silence apart; infinite before the first greeting."""
         self._served_until_s = float("-inf")
-        """The manager before this one could serve: so long this one may take to hear of its workers."""
+        """Time until which a new manager may wait for its workers' registrations, if the one before it could serve."""
         self._spoke_s: dict[InstanceId, float] = {}
         self._stand_by: set[InstanceId] = set()
-        """Managers that said so since none is known to lead."""
+        """Managers that reported themselves as standby since none is known to lead."""
         self.load: ClusterLoad | None = None
         self._workers: list[InstanceId] = []
-        """As the last load of any incarnation named them: a new manager waits for their registrations."""
+        """Workers of the last load of any incarnation: a new manager waits for their registrations."""
 
     def known(self, now_s: float) -> bool:
-        """It has answered, and spoke not long ago."""
+        """Return whether the manager has answered, and not long ago."""
         return self._leads and now_s - self._heard_s < self._overdue_s
 
     def due_s(self) -> float:
-        """When there may be something to say: a greeting."""
+        """Return when the next greeting is due."""
         spoken_s = self._heard_s + self._overdue_s if self._leads else float("-inf")
         lost_s = max(spoken_s, self._greeted_s + GREETING_INTERVAL_S)
         return min(lost_s, self._standbys_greeted_s + STANDBY_GREETING_S) if len(self.managers) > 1 else lost_s
@@ -266,19 +257,19 @@ class ManagerLink:
         return [(name, self._said(lead=name == asked)) for name in self.managers]
 
     def hello(self, now_s: float) -> GatewayHello:
-        """A greeting of the manager that is followed, whether it is due or not."""
+        """Return a greeting for the manager that is followed, whether it is due or not."""
         self._greeted_s = now_s
         return self._said(lead=False)
 
     def correction(self, now_s: float) -> GatewayHello | None:
-        """For a manager that speaks as if it were followed; None: it may have been told already."""
+        """Return a hello for a manager that acts as if it were followed; None if it may have had one already."""
         if now_s - self._corrected_s < GREETING_INTERVAL_S:
             return None
         self._corrected_s = now_s
         return self._said(lead=False)
 
     def heard(self, now_s: float, manager: InstanceId) -> bool:
-        """Any message of the manager shows that it lives. False: it is not the one that is followed."""
+        """Record that the manager lives. Return whether it is the one that is followed."""
         self._spoke_s[manager] = now_s
         if manager != self.manager:
             return False
@@ -286,7 +277,7 @@ class ManagerLink:
         return True
 
     def on_hello(self, now_s: float, manager: InstanceId, message: ManagerHello) -> bool:
-        """True when this manager is to be followed and does not know us: another one, or a new incarnation."""
+        """Return whether this manager is to be followed and does not know us: another one, or a new incarnation."""
         self._spoke_s[manager] = now_s
         stale = message.epoch < self.epoch
         self.epoch = max(self.epoch, message.epoch)
@@ -315,8 +306,8 @@ class ManagerLink:
         self._workers = message.instances
 
     def not_ready_because(self, now_s: float) -> str | None:
-        """Why no request could be served now; None when one could. A manager that takes over from one that could serve
-        has as long to hear of its workers as a silent one has to speak: balancers are not told of a takeover."""
+        """Return why no request could be served now; None if one could. A manager that takes over from one that could
+        serve has as long to hear of its workers as a silent one has to answer: balancers are not told of a takeover."""
         if self._incarnation is None:
             return "the bucketing manager has not answered yet"
         if now_s - self._heard_s >= self._silence_s:
@@ -335,7 +326,7 @@ class ManagerLink:
         return msgspec.structs.replace(self._hello, workers=self._workers, epoch=self.epoch, lead=lead)
 
     def _asked(self, now_s: float) -> InstanceId | None:
-        """The manager to lead from now on; None: one may lead already that has not been heard yet."""
+        """Return the manager to lead from now on; None while one may lead already that has not answered yet."""
         since_s = self._heard_s + self._overdue_s if self._leads else self._leaderless_s + self._overdue_s
         if now_s < since_s and not self._stand_by.issuperset(self.managers):
             return None

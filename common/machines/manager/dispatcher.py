@@ -30,7 +30,8 @@ from cohort.common.types import Attempt, InstanceId, RequestId, Segment
 
 @dataclass(slots=True)
 class ManagerCounters:
-    """`refused`: by cause, as in `Refused`. `demoted`: placed as best-effort, as their TTFT could not be kept."""
+    """Totals since start. `refused`: by cause, as in `Refused`. `demoted`: placed as best-effort, as their TTFT could
+    not be met."""
 
     submitted: int = 0
     dispatched: int = 0
@@ -40,9 +41,9 @@ class ManagerCounters:
     demoted: int = 0
     workers_lost: int = 0
     takeovers: int = 0
-    """Times that it began to lead in place of another manager."""
+    """Times that this manager began to lead in place of another one."""
     misnamed: int = 0
-    """Messages dropped because another peer than their sender would have to say them."""
+    """Messages dropped because only another peer than their sender may send them."""
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -60,7 +61,7 @@ class ManagerCounters:
 
 @dataclass(slots=True, eq=False)
 class Dispatcher:
-    """Requests that the order lets go, the placement's answer to each, segments to workers.
+    """Path of released requests: the placement's decision about each, then segments to workers.
 
     order ─ Dispatch ─▶ placement ─┬▶ segments: StartSegment to each worker, Placed to the gateway
                                    ├▶ wait: back to the order
@@ -161,16 +162,16 @@ class ParkedRequests:
     _policy: LateBinding | None
     _send: Callable[[InstanceId, Message], None]
     _start: Callable[[float, Managed, WaitingRequest, int, int], None]
-    """Sends a segment to its worker, by its index and batch."""
+    """`Dispatcher.start`."""
     _lost: Callable[[float, Managed, str], None]
-    """Gives an attempt back."""
+    """`ManagerMachine._reschedule`: gives an attempt back."""
 
     @property
     def binds(self) -> bool:
         return self._policy is not None
 
     def came(self, now_s: float, managed: Managed, instance: InstanceId, positions: int) -> bool:
-        """A worker says that it keeps so many computed positions. False: it has said so before."""
+        """Record that a worker holds the computed positions parked. Return False if that was known."""
         if managed.parked_at == instance:
             return False
         managed.parked_at, managed.parked_positions = instance, positions
@@ -202,7 +203,7 @@ class ParkedRequests:
         return {} if self._policy is None else self._policy.metrics()
 
     def _tell(self, now_s: float, managed: Managed) -> None:
-        """Once no other worker holds any of it: one on the way here may not have let go yet."""
+        """Report the request to the policy, once no other worker holds any of it: one on the way here may still."""
         if self._policy is None or list(managed.live) != [managed.parked_at]:
             return
         if managed.item is None:  # placed by a former manager: nothing to tell the next worker
@@ -230,7 +231,7 @@ class ParkedRequests:
         self._send(holder, BindSegment(managed.attempt, following, worker.endpoint, action.batch_id))
 
     def _prefetch(self, action: Prefetch) -> None:
-        """To each holder its own, in the order wanted."""
+        """Send each holder its requests, in the policy's order."""
         attempts: dict[InstanceId, list[Attempt]] = {}
         for request_id in action.request_ids:
             managed = self._roster.requests.get(request_id)
@@ -242,24 +243,24 @@ class ParkedRequests:
 
 @dataclass(slots=True, eq=False)
 class Vacating:
-    """A worker drains: what runs there goes on at another one, with its KV.
+    """Evacuation of a worker that drains: what runs there goes on at another one, with its KV.
 
         WorkerReport(draining) ─▶ each request that is on that worker alone ─┬▶ StartSegment to the worker that takes it
                                                                              └▶ BindSegment to the one that drains
 
-    A request that no other worker has the blocks for stays, is looked at again with the next report, and at the end of
-    the drain is placed anew like that of any lost worker. One whose next segment is elsewhere goes there by itself.
-    Where placements move no KV there are no links, and all stay.
+    A request that no other worker has the blocks for stays until a later report, and at the end of the drain is placed
+    anew like that of any lost worker. One whose next segment is on another worker goes there by itself. Placements that
+    move no KV have no links, and all stay.
     """
 
     _roster: Roster
     _send: Callable[[InstanceId, Message], None]
     _start: Callable[[float, Managed, WaitingRequest, int, int], None]
-    """As of `ParkedRequests`."""
+    """`Dispatcher.start`."""
     _moves_kv: bool
 
     def reported(self, now_s: float, instance: InstanceId) -> None:
-        """Of this worker a report has come."""
+        """Move the worker's requests if it drains. Called after each of its reports."""
         worker = self._roster.workers.get(instance)
         if worker is None or not worker.view.draining or not self._moves_kv:
             return
@@ -275,8 +276,8 @@ class Vacating:
     def _move(
         self, now_s: float, managed: Managed, item: WaitingRequest, holder: InstanceId, target: InstanceId
     ) -> None:
-        """Where exactly it goes on the holder knows; until its offer comes, the tokens that were submitted stand for
-        it."""
+        """Move one request. The holder knows where exactly it goes on; until its offer comes, the submitted tokens
+        count."""
         assert target != holder and holder in managed.live, f"{managed.attempt} goes from {holder} to {target}"
         last = managed.segments[-1]
         at = max(last.start, len(item.request.tokens))
@@ -287,7 +288,8 @@ class Vacating:
 
 
 def _target(item: WaitingRequest, others: Mapping[InstanceId, InstanceView]) -> InstanceId | None:
-    """The least busy worker that has blocks for all of it; one that decodes by its role before one that does not."""
+    """Return the least busy worker that has blocks for all of it, preferably one whose role decodes; None if none
+    has."""
     need = len(item.request.tokens) + item.expected_output(0.0)
     able = [
         view

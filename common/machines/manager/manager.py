@@ -1,10 +1,10 @@
 """The bucketing manager as a pure state machine: requests and reports in, placements out.
 
-Its state is soft. Gateways own the requests, workers own what they compute; every second both say what they have, which
-repairs the loss of any message:
+Its state is soft. Gateways own the requests, workers own what they compute; every second both list what they have,
+which repairs the loss of any message:
 
-    gateway says outstanding, no worker holds it   → AttemptsLost: the gateway submits it again (attempt + 1)
-    worker holds it, no gateway says so            → Cancel: the worker frees it
+    gateway names it, no worker holds it           → AttemptsLost: the gateway submits it again (attempt + 1)
+    worker holds it, no gateway names it           → Cancel: the worker frees it
     worker silent, restarted or leaving            → AttemptsLost for everything it held
 
 so a lost message, a dead worker and a restarted manager are one case. A restarted manager first listens:
@@ -20,16 +20,17 @@ decide what goes where. Below the machine: the cluster as it shows it, its load 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
 
+from cohort.common.config import Config
 from cohort.common.errors import InvariantViolated
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import ManagerEvent, PeerLost, Received, Tick, Undelivered
 from cohort.common.machines.manager.dispatcher import Dispatcher, ManagerCounters, ParkedRequests, Vacating
 from cohort.common.machines.manager.leadership import Leadership, Settling
-from cohort.common.machines.manager.manager_settings import ManagerSettings
 from cohort.common.machines.manager.roster import LostAttempts, Managed, Roster
 from cohort.common.machines.senders import may_say
 from cohort.common.messages import (
@@ -59,18 +60,40 @@ from cohort.common.policies.interface import ClusterView, InstanceView, WaitingR
 from cohort.common.types import Attempt, InstanceId, Outcome, Request
 
 _LOOK_AGAIN_S = 0.05
-"""While requests wait: between two looks at the queue that no message calls for. Policies go by the age of reports."""
+"""Interval at which a queue is checked that no message calls for. Policies go by the age of reports."""
 _LEAST_WAIT_S = 0.001  # between two ticks, however far in the past a policy wanted to be asked
 _REGISTERS_S = 3.0  # workers register with a manager that stands by several times in this time
 _WINDOW_S = 1.0  # of which the drain rate's average is made
 _WEIGHT = 0.2
-"""Of the newest window in the average."""
+"""Weight of the newest window in the average."""
 _Command = StartSegment | BindSegment | PrefetchKv | Cancel
-"""To workers, with the epoch of the manager that leads."""
+"""Commands to workers, with the epoch of the manager that leads."""
 _TellEpoch = WorkerReport | GatewayHello | RegisterWorker
 _HeardStandingBy = GatewayHello | RegisterWorker | Leaving | ClusterStats
 _FromFollowers = Submit | Outstanding | WorkerReport
-"""Their sender takes this manager for the one that leads."""
+"""Messages whose sender believes that this manager leads."""
+
+_SETTLE_S = 2.0
+"""Time after a restart until requests that no worker holds are rescheduled: workers and gateways report several times.
+New requests are placed sooner."""
+_MAX_WAITING_REQUESTS = 100_000
+"""Maximum over all gateways. Each bounds what it admits; this only keeps a mistake there from filling memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerSettings:
+    report_timeout_s: float
+    settle_s: float
+    load_interval_s: float
+    max_waiting_requests: int
+    rank: int = 0
+    managers: int = 1
+    """Place in the order of all managers, and their number."""
+
+    @classmethod
+    def of(cls, config: Config, rank: int = 0, managers: int = 1) -> ManagerSettings:
+        manager = config.manager
+        return cls(manager.report_timeout_s, _SETTLE_S, manager.load_interval_s, _MAX_WAITING_REQUESTS, rank, managers)
 
 
 class ManagerMachine:
@@ -191,7 +214,7 @@ class ManagerMachine:
     # -- events ------------------------------------------------------------------------------------------------
 
     def _received(self, now_s: float, sender: InstanceId, message: Message) -> bool:
-        """True when something may be placed or bound now that could not before."""
+        """Handle a message. Return whether something may be placed or bound now that could not before."""
         if not isinstance(message, ToManager):
             raise InvariantViolated(f"a {type(message).__name__} of {sender} is not for a manager")
         if not may_say(sender, message):
@@ -272,7 +295,7 @@ class ManagerMachine:
         return ManagerHello(self._incarnation, self._lead.epoch, self._lead.leads)
 
     def _take_over(self, now_s: float, asked: GatewayHello) -> None:
-        """From here on as after a start: all workers register anew, gateways submit and name what is theirs."""
+        """Lead as after a start: all workers register anew, gateways submit and name what is theirs."""
         assert not self._roster.requests, f"takes over and has {self.live} requests"
         self.counters.takeovers += 1
         workers = self._roster.forget_workers()
@@ -282,8 +305,8 @@ class ManagerMachine:
             self._send(peer, self._hello())
 
     def _step_down(self, now_s: float) -> None:
-        """Another manager leads. What is queued here is submitted to it, what runs is named to it: nothing is said of
-        either."""
+        """Drop everything: another manager leads. Gateways submit to it what is queued here and name what runs, so
+        neither is reported lost."""
         for managed in list(self._roster.requests.values()):
             self._drop(now_s, managed)
         self._lost.clear()
@@ -294,12 +317,12 @@ class ManagerMachine:
     # -- gateways ----------------------------------------------------------------------------------------------
 
     def _abandon(self, now_s: float, instance: InstanceId, reason: str) -> None:
-        """No client waits for this gateway's requests any more. It stays known: an idle gateway may be silent."""
+        """Forget the gateway's requests, for which no client waits. It stays known: an idle gateway may be silent."""
         for managed in self._roster.requests_of(instance):
             self._forget(now_s, managed, reason)
 
     def _heard(self, now_s: float, gateway: InstanceId) -> bool:
-        """False for a gateway that has not greeted this incarnation: it is asked to, and will submit again."""
+        """Return False for a gateway that has not greeted this incarnation: it is asked to, and will submit again."""
         if self._roster.heard(now_s, gateway):
             return True
         self._send(gateway, self._hello())
@@ -456,11 +479,11 @@ class ManagerMachine:
         self._parked.moved(now_s, managed)
 
     def _reschedule(self, now_s: float, managed: Managed, reason: str) -> None:
-        """This attempt is lost; its gateway decides how it goes on."""
+        """Give an attempt up as lost; its gateway decides how it goes on."""
         self._give_back(now_s, [managed], reason)
 
     def _give_back(self, now_s: float, lost: Sequence[Managed], reason: str) -> None:
-        """Each gateway is told once of all of its own."""
+        """Give attempts up, with one message to each gateway."""
         attempts: dict[InstanceId, list[Attempt]] = {}
         for managed in lost:
             self._forget(now_s, managed, "lost")
@@ -477,7 +500,7 @@ class ManagerMachine:
             self._send(instance, Cancel([managed.attempt], reason))
 
     def _drop(self, now_s: float, managed: Managed) -> list[InstanceId]:
-        """The attempt is over; returns the workers that may still hold it."""
+        """Forget an attempt that is over. Return the workers that may still hold it."""
         assert not (managed.waiting and managed.live), f"{managed.attempt} waits and is on {[*managed.live]}"
         holders = self._roster.remove(managed)
         if managed.waiting:
@@ -510,7 +533,7 @@ class ManagerMachine:
 
 
 class DrainRate:
-    """Requests finished a second, moving average; 0 until the first second with one has passed."""
+    """Requests finished per second, moving average; 0 until the first second with one has passed."""
 
     def __init__(self, now_s: float) -> None:
         self.per_s = 0.0
@@ -528,7 +551,7 @@ class DrainRate:
 def cluster_load(
     views: Collection[InstanceView], *, ready: bool, waiting: int, waiting_tokens: int, running: int, drain_rate: float
 ) -> ClusterLoad:
-    """`views`: of the workers that take requests."""
+    """Return the load for gateways. `views`: of the workers that take requests."""
     return ClusterLoad(
         ready=ready and bool(views),
         instances=[view.instance for view in views],
@@ -544,7 +567,7 @@ def cluster_load(
 
 
 class Forecast:
-    """The monitor's last summary; none where it is silent."""
+    """Last summary of the monitor; none while it is silent."""
 
     def __init__(self) -> None:
         self._stats: ClusterStats | None = None
@@ -554,7 +577,7 @@ class Forecast:
         self._stats, self._heard_s = stats, now_s
 
     def cluster(self, now_s: float, serving: Mapping[InstanceId, InstanceView]) -> ClusterView:
-        """What policies decide by. `serving`: the workers that take requests."""
+        """Return the cluster for policies. `serving`: the workers that take requests."""
         stats = self._stats
         if stats is None:
             return ClusterView(serving)

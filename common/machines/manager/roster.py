@@ -23,20 +23,21 @@ from cohort.common.policies.serving_views import ServingViews
 from cohort.common.types import Attempt, InstanceId, RequestId, Segment
 
 _HOLD_GRACE_S = 2.0
-"""A worker's report may miss what was sent to it so recently."""
+"""Time in which a worker's report may miss what was sent to it."""
 _FINISHED_GRACE_S = 5.0
-"""A finished request's last tokens travel on another connection and may reach its gateway later than the manager hears
-of the end."""
+"""Time in which a finished request's last tokens may arrive at its gateway after the manager learns of the end: they
+travel on another connection."""
 _REMEMBERED_S = 30.0
-"""So long the end of an attempt is known: to a gateway that waits for its tokens beyond the grace, it is no loss."""
+"""Time for which the end of an attempt is stored: to a gateway that waits for its tokens beyond the grace, it is no
+loss."""
 RESUBMIT_S = 0.1
-"""The longest placements wait for lost attempts to come again: far more than the way there and back."""
+"""Maximum time that placements wait for lost attempts to come again: far longer than the round trip."""
 _SAID_S = 1.5
-"""So long an attempt counts as told; each further time twice as long. Gateways name theirs every second: if the word
-was lost, the second one after it brings another."""
+"""Time for which a first notice counts as delivered; it doubles with every repetition. Gateways list their attempts
+every second, so a lost notice is repeated after the second list."""
 _LONGEST_S = 12.0
 _LOST_REMEMBERED_S = 60.0
-"""Since it was told last; more than `_LONGEST_S`. Who names it after that names an attempt that is lost anew."""
+"""Time since the last notice, more than `_LONGEST_S`. An attempt named after it counts as lost anew."""
 
 
 @dataclass(slots=True)
@@ -53,26 +54,26 @@ class Worker:
     view: InstanceView
     last_report_s: float
     held: set[Attempt] = field(default_factory=set)
-    """Every attempt it named."""
+    """Attempts in its last report or registration."""
     awaiting: set[Attempt] = field(default_factory=set)
-    """Of these, the ones whose KV it merely waits for."""
+    """Attempts among `held` whose KV has not arrived yet."""
     live: dict[RequestId, Managed] = field(default_factory=dict)
     """Mirror of `Managed.live`."""
     attempts: set[Attempt] = field(default_factory=set)
-    """Those of `live`."""
+    """Attempts in `live`."""
     unheld: dict[Attempt, None] = field(default_factory=dict)
-    """Of these, the ones that it has not named, or no more."""
+    """Attempts in `attempts` that the worker has not named yet, or names no longer."""
     order: int = 0
-    """The place of its first registration among those of all."""
+    """Place of its first registration among all workers'."""
     report: int = 0
-    """The number of the last report that was taken in; 0 = of none since it registered."""
+    """Number of the last report that was used; 0 = none since it registered."""
     idle: bool = False
-    """One of them may have `idle_since_s`."""
+    """Whether a request in `live` may have `idle_since_s` set."""
     fresh: dict[RequestId, tuple[int, int, str]] = field(default_factory=dict)
-    """Sent to it but in no report yet: prefill tokens, context tokens, adapter."""
+    """Prefill tokens, context tokens and adapter of requests that were sent to it and are in no report yet."""
 
     def add_fresh(self, request_id: RequestId, load: tuple[int, int, str]) -> None:
-        """One more was sent to it: counted on, for thousands may be on their way."""
+        """Add a request sent to it. Its load is added, not summed anew: thousands may be under way."""
         again = request_id in self.fresh
         self.fresh[request_id] = load
         if again:
@@ -87,7 +88,7 @@ class Worker:
             view.assigned_adapters |= {adapter}
 
     def count_fresh(self) -> None:
-        """Work sent to a worker but not in its last report counts as load already."""
+        """Count work that was sent to the worker but is not in its last report as load."""
         self.view.assigned_requests = len(self.fresh)
         self.view.assigned_prefill_tokens = sum(prefill for prefill, _, _ in self.fresh.values())
         self.view.assigned_context_tokens = sum(context for _, context, _ in self.fresh.values())
@@ -96,21 +97,22 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class Managed:
-    """One live attempt. `item`: its request as the policies see it, None for one adopted from workers after a restart.
+    """Live attempt. `item`: its request as the policies see it, None for one adopted from workers after a restart.
     `live`: instances whose segment has not ended, and since when they are expected to hold it."""
 
     attempt: Attempt
     gateway: InstanceId
     item: WaitingRequest | None = None
     waiting: bool = False
-    """In the queue."""
+    """Whether the request is in the queue."""
     segments: tuple[Segment, ...] = ()
     live: dict[InstanceId, float] = field(default_factory=dict)
     parked_at: InstanceId = ""
-    """The worker that said that it waits there for late binding, with `parked_positions` computed."""
+    """Worker that reported it parked for late binding, with `parked_positions` computed."""
     parked_positions: int = 0
     idle_since_s: float | None = None
-    """Since when every worker that has it says that it waits for another, as far as the manager knows for none."""
+    """Time since which every worker that holds the attempt reports waiting for another worker, although the manager
+    knows of none. None while one of them makes progress."""
 
     @property
     def request_id(self) -> RequestId:
@@ -123,15 +125,15 @@ class Roster:
         self.workers: dict[InstanceId, Worker] = {}
         self.requests: dict[RequestId, Managed] = {}
         self.expected: set[InstanceId] = set()
-        """Workers that a gateway knew of when it greeted."""
+        """Workers that a gateway named when it greeted."""
         self._report_timeout_s = report_timeout_s
         self._views: ServingViews | None = None
         self._claimed: set[Attempt] = set()
         """Attempts of `requests`."""
         self._unclaimed: dict[Attempt, float] = {}
-        """Held by a worker, claimed by no gateway, since when: in this order."""
+        """Attempts that a worker holds and no gateway claims, with the time since when, oldest first."""
         self._elsewhere: dict[Attempt, list[InstanceId]] = {}
-        """Held by workers where it is not live: nearly only what is not claimed, and what has just ended."""
+        """Workers that hold an attempt without being in its `live`: nearly always unclaimed, or just ended."""
         self._registrations = 0
         self._finished: deque[Attempt] = deque()
         self._finished_at_s: dict[Attempt, float] = {}
@@ -139,14 +141,15 @@ class Roster:
     # -- gateways ----------------------------------------------------------------------------------------------
 
     def greeted(self, now_s: float, hello: GatewayHello) -> bool:
-        """True if a gateway of this name was known and has restarted: its earlier requests are void."""
+        """Record a gateway. Return whether one of this name was known and has restarted: its earlier requests are
+        void."""
         known = self.gateways.get(hello.instance)
         self.gateways[hello.instance] = Gateway(hello.incarnation, hello.endpoint, now_s)
         self.expected.update(hello.workers)
         return known is not None and known.incarnation != hello.incarnation
 
     def heard(self, now_s: float, sender: InstanceId) -> bool:
-        """False if this gateway has not greeted yet."""
+        """Return False if this gateway has not greeted yet."""
         gateway = self.gateways.get(sender)
         if gateway is None:
             return False
@@ -166,7 +169,7 @@ class Roster:
         return known is not None and known.incarnation != message.incarnation
 
     def registered(self, now_s: float, message: RegisterWorker) -> None:
-        """A worker is there. One of another incarnation must have been removed before."""
+        """Record a worker. One of another incarnation must have been removed before."""
         known = self.workers.get(message.instance)
         assert known is None or known.incarnation == message.incarnation, f"{message.instance} was not removed before"
         view = InstanceView(message.instance, message.capacity)
@@ -185,8 +188,8 @@ class Roster:
         self._note_unclaimed(now_s, message.held, message.awaiting)
 
     def reported(self, now_s: float, report: WorkerReport) -> list[Managed] | None:
-        """Attempts it should hold and does not, or that go on nowhere; None if this worker is thought dead, or was
-        never met. Costs what came and went since the report before it, and once a second all that is held."""
+        """Return attempts that it should hold and does not, or that make no progress anywhere; None if this worker
+        counts as dead or unknown. Costs what changed since the report before it, and once a second all that is held."""
         worker = self.workers.get(report.instance)
         if worker is None or worker.incarnation != report.incarnation:
             return None
@@ -219,7 +222,7 @@ class Roster:
         return missing
 
     def _holds(self, instance: InstanceId, worker: Worker, held: set[Attempt]) -> None:
-        """All that it named."""
+        """Set all that the worker holds."""
         for attempt in sorted(worker.held - held):  # `unheld` keeps this order, and a set's differs by process
             self._left(instance, worker, attempt)
         for attempt in held - worker.held:
@@ -242,7 +245,7 @@ class Roster:
             self._not_there(attempt, instance)
 
     def _not_there(self, attempt: Attempt, instance: InstanceId) -> None:
-        """It holds it no more, or it is live there now."""
+        """Remove a worker from an attempt's other holders: it dropped the attempt, or runs it now."""
         holders = self._elsewhere.get(attempt)
         if holders is not None and instance in holders:
             holders.remove(instance)
@@ -251,7 +254,7 @@ class Roster:
                 self._unclaimed.pop(attempt, None)
 
     def _missing(self, now_s: float, instance: InstanceId, worker: Worker) -> list[Managed]:
-        """After a report. Nearly always: all that it should hold it holds, and computes."""
+        """Return what a report shows as lost. Nearly always the worker holds and computes all that it should."""
         live, awaiting = worker.live, worker.awaiting
         missing = [
             managed
@@ -271,8 +274,8 @@ class Roster:
         return missing
 
     def _idle_for_s(self, now_s: float, managed: Managed) -> float:
-        """How long an attempt has been going on nowhere: the word that it is parked, or where it goes on from there,
-        was lost with a connection or with a former manager."""
+        """Return how long every holder has been waiting: the message that the attempt is parked, or where it goes on
+        from there, was lost with a connection or with a former manager."""
         waits = list(managed.live) != [managed.parked_at] and all(
             managed.attempt in self.workers[name].awaiting for name in managed.live
         )
@@ -285,8 +288,8 @@ class Roster:
         return now_s - managed.idle_since_s if managed.idle_since_s is not None else 0.0
 
     def silent_workers(self, now_s: float, least_s: float = 0.0) -> list[tuple[InstanceId, float]]:
-        """Name and silence, of `least_s` at least, of those that count as dead. Notes the age of every report on the
-        way."""
+        """Return name and silence of the workers that count as dead, after `least_s` at least. Updates the age of every
+        report."""
         silent, patience_s = [], max(self._report_timeout_s, least_s)
         for name, worker in self.workers.items():
             worker.view.report_age_s = now_s - worker.last_report_s
@@ -295,7 +298,7 @@ class Roster:
         return silent
 
     def remove_worker(self, instance: InstanceId) -> list[Managed]:
-        """It is gone; returns the attempts that were live there."""
+        """Remove a worker. Return the attempts that were live there."""
         worker = self.workers.pop(instance)
         self._views = None
         self.expected.discard(instance)
@@ -307,7 +310,7 @@ class Roster:
         return list(worker.live.values())
 
     def forget_workers(self) -> list[InstanceId]:
-        """Names of all that were there: each has to register anew. No attempt may be live."""
+        """Forget all workers and return their names: each has to register anew. No attempt may be live."""
         names = list(self.workers)
         self.workers.clear()
         self._views = None
@@ -316,8 +319,8 @@ class Roster:
         return names
 
     def serving(self) -> ServingViews:
-        """Workers that take requests. Built anew only when a worker came, went or drains, for every event asks. It says
-        which views have changed since."""
+        """Return the workers that take requests, as views that mark what has changed. Built anew only if a worker came,
+        left or drains: every event calls this."""
         if self._views is None:
             views = {name: worker.view for name, worker in self.workers.items() if not worker.view.draining}
             self._views = ServingViews(views)
@@ -328,8 +331,8 @@ class Roster:
             self._views.touch(instance)
 
     def computing(self, attempt: Attempt) -> list[InstanceId]:
-        """All workers that hold an attempt, if one of them has state of it; none if they all merely wait for its KV.
-        Asked of every attempt that gateways name after a restart: costs no look at the other workers."""
+        """Return all workers that hold an attempt, if one of them has state of it; none if they all merely wait for its
+        KV. Called for every attempt that gateways name after a restart, so no other worker is looked at."""
         holders = list(self._elsewhere.get(attempt, ()))
         managed = self.requests.get(attempt.request_id)
         if managed is not None and managed.attempt == attempt:
@@ -340,7 +343,7 @@ class Roster:
     # -- attempts ----------------------------------------------------------------------------------------------
 
     def add(self, managed: Managed) -> None:
-        """Also in place of an older attempt of the same request."""
+        """Add an attempt, also in place of an older one of the same request."""
         known = self.requests.get(managed.request_id)
         if known is not None:
             assert known.attempt < managed.attempt, f"{managed.attempt} comes after {known.attempt}"
@@ -350,14 +353,14 @@ class Roster:
         self._unclaimed.pop(managed.attempt, None)
 
     def adopt(self, now_s: float, attempt: Attempt, gateway: InstanceId, holders: Iterable[InstanceId]) -> None:
-        """A former manager placed it; workers still compute it."""
+        """Add an attempt that a former manager placed and workers still compute."""
         adopted = Managed(attempt, gateway)
         self.add(adopted)
         for name in holders:
             self.engage(now_s, adopted, name)
 
     def remove(self, managed: Managed) -> list[InstanceId]:
-        """The attempt is over; returns the workers that may still hold it."""
+        """Remove an attempt that is over. Return the workers that may still hold it."""
         known = self.requests.pop(managed.request_id, None)
         assert known is managed, f"{managed.attempt} is over and was not there"
         self._claimed.discard(managed.attempt)
@@ -411,11 +414,11 @@ class Roster:
             self._finished_at_s[attempt] = now_s
 
     def has_finished(self, attempt: Attempt) -> bool:
-        """Lately: a report older than the end must not bring it back."""
+        """Return whether it finished lately: a report older than the end must not bring it back."""
         return attempt in self._finished_at_s
 
     def is_overdue(self, now_s: float, attempt: Attempt) -> bool:
-        """It finished so long ago that its tokens should be at its gateway."""
+        """Return whether an attempt finished so long ago that its last tokens should have reached the gateway."""
         return now_s - self._finished_at_s.get(attempt, now_s) > _FINISHED_GRACE_S
 
     def forget_finished(self, now_s: float) -> None:
@@ -425,7 +428,7 @@ class Roster:
     # -- what no gateway claims --------------------------------------------------------------------------------
 
     def _note_unclaimed(self, now_s: float, held: Iterable[Attempt], awaiting: Iterable[Attempt]) -> None:
-        """In the worker's order, which is that of the cancels that may follow."""
+        """Record unclaimed attempts in the worker's order, which is that of the cancels that may follow."""
         claimed = self._claimed
         if not (claimed.issuperset(held) and claimed.issuperset(awaiting)):
             for attempt in (*held, *awaiting):
@@ -433,11 +436,11 @@ class Roster:
                     self._unclaimed.setdefault(attempt, now_s)
 
     def forget_unclaimed(self) -> None:
-        """As long as no gateway names anything here."""
+        """Forget unclaimed attempts. Called while this manager does not lead: gateways then name nothing to it."""
         self._unclaimed.clear()
 
     def ownerless(self, now_s: float) -> list[tuple[Attempt, list[InstanceId]]]:
-        """Attempts that no gateway has named for as long as one would need to, and their holders; named once."""
+        """Return, once, the attempts that no gateway has named for as long as one would need to, with their holders."""
         patience_s = max(_HOLD_GRACE_S, self._report_timeout_s)
         found = []
         while self._unclaimed:
@@ -493,21 +496,22 @@ class LostAttempts:
     """Attempts that the manager gave back to their gateways a moment ago.
 
         AttemptsLost ──▶ awaited, `RESUBMIT_S` at most ──▶ Submit of the next attempt
-             └─────────▶ told, `_SAID_S` ──▶ told again if its gateway still names it, `2 _SAID_S` ──▶ told again …
+             └─────────▶ sent, `_SAID_S` ──▶ sent again if its gateway still names it, `2 _SAID_S` ──▶ sent again …
 
     Lost work goes before work that came later, so placements wait for it. What a gateway still names was either named
-    before it heard of the loss (`Outstanding` crosses `AttemptsLost`, many times where a process is seconds behind with
-    its messages), or the word was lost: it is told again, ever more seldom, and counts as lost once.
+    before it learned of the loss (`Outstanding` crosses `AttemptsLost`, many times if a process is seconds behind with
+    its messages), or the message was lost: it is sent again, ever more seldom, and counts as lost once.
     """
 
     def __init__(self) -> None:
         self._awaited: dict[RequestId, float] = {}
-        """Requests whose next attempt is on its way here, and until when placements wait for it."""
+        """Requests whose next attempt is expected, and until when placements wait for it."""
         self._said: dict[Attempt, tuple[float, float]] = {}
-        """When its gateway was told last, in that order, and how long it counts as told."""
+        """Attempts by the time of their gateway's last notice, oldest first, and how long that counts as delivered."""
 
     def say(self, now_s: float, attempts: Iterable[Attempt]) -> tuple[list[Attempt], list[Attempt]]:
-        """Those of them that their gateway has to be told of: for the first time, and again. They count as told."""
+        """Return the attempts whose loss the gateway must learn of: for the first time, and again. Both then count as
+        sent."""
         said = self._said
         while said and now_s - next(iter(said.values()))[0] >= _LOST_REMEMBERED_S:
             del said[next(iter(said))]
@@ -525,7 +529,7 @@ class LostAttempts:
         return news, again
 
     def expect(self, now_s: float, attempts: Iterable[Attempt]) -> None:
-        """Placements wait for the next attempts of these."""
+        """Let placements wait for the next attempts of these."""
         self._awaited.update((attempt.request_id, now_s + RESUBMIT_S) for attempt in attempts)
 
     def came(self, request_id: RequestId) -> None:
@@ -538,7 +542,7 @@ class LostAttempts:
 
     @property
     def until_s(self) -> float | None:
-        """When they wait no longer, as it looks now."""
+        """Time at which placements wait no longer, as far as known."""
         return max(self._awaited.values(), default=None)
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Which LoRA adapters a worker holds, and which sequences wait for theirs.
+"""LoRA adapters that a worker holds, and sequences that wait for theirs.
 
     sequence ── its adapter is held, or it has none ──────────────▶ enters the scheduler
         └─ waits, FCFS ─ LoadAdapter ▶ host ▶ AdapterLoaded ───────▶ enters the scheduler
@@ -31,21 +31,21 @@ _COMPUTES = (Phase.WAITING, Phase.RUNNING, Phase.SWAPPED)
 class AdapterDesk:
     _state: WorkerState
     _enter: Callable[[float, Sequence], None]
-    """The scheduler may have it."""
+    """`WorkerMachine._enter`."""
     _refuse: Callable[[float, Sequence, str], None]
-    """Its request ends with this error."""
+    """`WorkerMachine._refuse`."""
     _held: dict[str, None] = field(default_factory=dict)
-    """Least recently wanted first."""
+    """Adapters held, least recently used first."""
     _loading: dict[str, float] = field(default_factory=dict)
-    """Since when."""
+    """Adapters under way, and since when."""
     _waiting: dict[Sequence, float] = field(default_factory=dict)
-    """Oldest first, since when."""
+    """Sequences that wait, oldest first, and since when."""
     load_s: float = 0.0
-    """What loading one took, moving average."""
+    """Time to load an adapter, moving average."""
 
     @property
     def adapters(self) -> list[str]:
-        """Held, or on their way."""
+        """Adapters held or under way."""
         return [*self._held, *self._loading]
 
     @property
@@ -53,7 +53,7 @@ class AdapterDesk:
         return self._state.settings.max_loras - len(self._held) - len(self._loading)
 
     def stuck(self) -> list[Sequence]:
-        """Those that hold KV and wait for a slot, oldest first."""
+        """Return the sequences that hold KV and wait for a slot, oldest first."""
         return [
             sequence
             for sequence in self._waiting
@@ -61,7 +61,7 @@ class AdapterDesk:
         ]
 
     def admit(self, now_s: float, sequence: Sequence) -> None:
-        """It may be computed from now on; it enters at once or when its adapter is there."""
+        """Let a sequence be computed, now or when its adapter is loaded."""
         adapter = sequence.request.adapter
         if adapter and (adapter not in self._held or self._starving(now_s)):
             self._waiting[sequence] = now_s
@@ -71,17 +71,17 @@ class AdapterDesk:
             self._enter(now_s, sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
-        """It leaves for another worker: should it wait for its adapter here, it does no more."""
+        """Stop waiting for a sequence's adapter: the sequence leaves for another worker."""
         self._waiting.pop(sequence, None)
 
     def expect(self, now_s: float, sequence: Sequence) -> None:
-        """Its KV is on its way: the adapter may be loaded meanwhile, if nothing waits for one."""
+        """Load the adapter while a sequence's KV is under way, if nothing waits for one."""
         adapter = sequence.request.adapter
         if adapter and not self._waiting:
             self._load(now_s, adapter)
 
     def settled(self, now_s: float, event: AdapterLoaded | AdapterFailed) -> None:
-        """The host's answer to a `LoadAdapter`."""
+        """Handle the host's answer to a `LoadAdapter`."""
         assert event.adapter in self._loading, f"adapter {event.adapter} was never to be loaded"
         since_s = self._loading.pop(event.adapter)
         counters = self._state.counters
@@ -100,7 +100,7 @@ class AdapterDesk:
         self.move(now_s)
 
     def move(self, now_s: float) -> None:
-        """Sequences may have left, adapters may have come: load what is waited for, let enter what can."""
+        """Load adapters that are waited for, and admit sequences whose adapter is held."""
         if not self._waiting:
             return
         passes, slots = True, True
@@ -120,8 +120,8 @@ class AdapterDesk:
                 self._enter(now_s, sequence)
 
     def check(self) -> None:
-        """Raise `InvariantViolated` if more are held than there are slots, or one is not that a sequence computes
-        with."""
+        """Raise `InvariantViolated` if more are held than there are slots, or one that a sequence computes with is
+        not."""
         most, held = self._state.settings.max_loras, self.adapters
         if len(held) > most or not self._used() <= self._held.keys():
             raise InvariantViolated(f"adapters {held} in {most} slots, {sorted(self._used())} are computed with")
@@ -143,7 +143,7 @@ class AdapterDesk:
         self._state.effects.append(LoadAdapter(adapter, instead_of))
 
     def _used(self) -> set[str]:
-        """Adapters of sequences that compute here, or of which a step under way computes a row."""
+        """Return adapters of sequences that compute here, or of which a step under way computes a row."""
         return {
             held.sequence.request.adapter
             for held in self._state.held.values()

@@ -15,7 +15,7 @@ from cohort.common.sequence import Phase, Row
 
 
 class FastForward:
-    """Of one machine. Between its `handle` calls only."""
+    """Repetition of iterations of one machine, between its `handle` calls."""
 
     def __init__(self, machine: WorkerMachine) -> None:
         self._machine = machine
@@ -23,10 +23,10 @@ class FastForward:
         self._receiver = machine.receiver
         self._scheduler = machine.scheduler
         self._steady = 0
-        """How often the plan in flight will repeat itself, as far as the scheduler knows."""
+        """Number of times that the plan in flight will repeat, as far as the scheduler knows."""
 
     def repeatable(self) -> bool:
-        """Whether the plan in flight will repeat itself, row by row one position on, until something happens."""
+        """Return whether the plan in flight will repeat itself, row by row one position on, until something happens."""
         plan = self._state.in_flight
         if not self._state.kv.grows_by_block or plan is None or not plan.rows:
             return False
@@ -49,9 +49,9 @@ class FastForward:
         return self._steady > 0
 
     def undisturbed_by(self, message: Message) -> bool:
-        """Whether receiving this neither needs nor changes what iterations depend on: sequences in them, the scheduler,
-        free blocks. Iterations that a host foresaw (`repeatable`) then hold, and need not be applied first. For peers
-        that keep to the protocol: a virtual-time host has no others."""
+        """Return whether this message neither needs nor changes what iterations depend on: sequences in them, the
+        scheduler, free blocks. Iterations that a host foresaw (`repeatable`) then hold, and need not be applied first.
+        Peers must keep to the protocol, as those of a virtual-time host do."""
         match message:
             case StartSegment(index=index):  # another worker computes first
                 return index > 0 and not self._receiver.offers
@@ -66,18 +66,18 @@ class FastForward:
                 return False
 
     def told_by_state(self, message: Message) -> bool:
-        """Whether all that receiving this can change shows in `repeatable` and `fitting_repetitions`: a host that has
-        applied the iterations before it may ask them again afterwards, and keep what they still foresee."""
+        """Return whether all that this message can change shows in `repeatable` and `fitting_repetitions`: a host that
+        has applied the iterations before it may call them again afterwards, and keep what they still foresee."""
         return isinstance(message, KvOffer) and not self._scheduler.wants_arriving  # it takes blocks, or waits for some
 
     def undisturbed_by_runs(self, lease_id: int, runs: int) -> bool:
-        """The same of so many runs received well: others of this transfer are still to come."""
+        """Return the same for `runs` runs received well, of a transfer with others still to come."""
         incoming = self._receiver.lease_of(lease_id)
         return incoming is not None and (incoming.handoff is None or incoming.in_flight > runs)
 
     def fitting_repetitions(self, wanted: int) -> int:
-        """How many of `wanted` iterations after the one in flight repeat it for certain and find blocks without any
-        sequence being preempted. Only after `repeatable`."""
+        """Return how many of `wanted` iterations after the one in flight repeat it for certain and find blocks without
+        a preemption. Only after `repeatable`."""
         plan, kv = self._machine.plan_in_flight, self._state.kv
         size = kv.geometry.block_size
         available = (kv.free_blocks + kv.cached_blocks) // kv.geometry.num_groups  # a row takes one of each group
@@ -96,10 +96,10 @@ class FastForward:
         return low
 
     def repeat(self, ends_s: Seq[float], latencies_s: Seq[float], token: int) -> None:
-        """As if a step had ended and the next one started once for each of `ends_s`, every row sampling `token` each
-        time; the plan in flight is then the one that follows. Only after `repeatable`, for no more than
-        `fitting_repetitions`, and short of every row's last token. The token updates it would send are left to the
-        host, which knows them."""
+        """Act as if a step had ended and the next one started once for each of `ends_s`, every row sampling `token`
+        each time; the plan in flight is then the one that follows. Only after `repeatable`, for no more than
+        `fitting_repetitions`, and short of every row's last token. The host, which knows the token updates, sends
+        them."""
         plan, state = self._machine.plan_in_flight, self._state
         count, size, kv = len(ends_s), state.kv.geometry.block_size, state.kv
         averages, counters = state.averages, state.counters

@@ -26,7 +26,7 @@ from cohort.common.types import Attempt, InstanceId
 
 @dataclass(slots=True, eq=False)
 class Incoming:
-    """One transfer to here, from the grant on."""
+    """Transfer to this worker, from the grant on."""
 
     sequence: Sequence
     sender: InstanceId
@@ -36,16 +36,16 @@ class Incoming:
     round: int = 0
     received_runs: int = 0
     announced_blocks: int = 0
-    """Granted as cached, not wanted, or announced by the sender, of the first group of layers; with a retry too many,
-    which does not matter."""
+    """Blocks of the first layer group that were cached at the grant, not wanted, or announced by the sender. Too many
+    after a retry, which does not matter."""
     largest_chunk: int = 0
     in_flight: int = 0
     last_tag: int = -1
-    """Of the runs that were posted. Tags count up within a lease: a chunk that comes twice is known by them."""
+    """Highest tag of the posted runs. Tags grow within a lease: a chunk that comes twice is recognised by them."""
     handoff: KvHandoff | None = None
     handoff_at_s: float = 0.0
     retry_link: str = ""
-    """Set while a failed round drains; the retry is asked for when nothing is in flight any more."""
+    """Link of the retry, set while a failed round drains; the retry is requested when nothing is in flight any more."""
     dead: bool = False
 
     def announced(self, blocks: int) -> None:
@@ -53,9 +53,9 @@ class Incoming:
         self.largest_chunk = max(self.largest_chunk, blocks)
 
     def imminent(self, block_size: int, chunk: int) -> bool:
-        """It samples tokens where it is now, and little is left before it comes: a chunk of its prompt as large as the
-        largest so far (of one that has sent nothing yet: `chunk`, what a worker computes of prompts in one iteration),
-        and an output of two blocks, because every token of that takes an iteration there."""
+        """Return whether the sequence will soon be here: it samples tokens where it is now, and little is left to send.
+        Little is a chunk of its prompt as large as the largest so far (before the first: `chunk`, a worker's prompt
+        tokens per iteration), and an output of two blocks, because every token of that takes an iteration there."""
         prompt = len(self.sequence.request.tokens)
         if self.positions < prompt:
             return False
@@ -77,7 +77,7 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class QueuedOffer:
-    """An offer that waits for free blocks, or for the `StartSegment` it belongs to."""
+    """Offer that waits for free blocks, or for its `StartSegment`."""
 
     sender: InstanceId
     attempt: Attempt
@@ -94,7 +94,7 @@ class KvReceiver:
         arrived: Callable[[float, Sequence], None],
         lost: Callable[[float, Sequence, str], None],
     ) -> None:
-        """`still_sent`: attempts that were here before and whose last run from here has not settled."""
+        """`still_sent`: attempts that were here before and whose last run from here has not ended."""
         self._state = state
         self._settings = state.settings
         self._still_sent = still_sent
@@ -106,7 +106,7 @@ class KvReceiver:
         self.offers: deque[QueuedOffer] = deque()
         self.leases = LeaseTable(state.settings.lease_s)
         self.links: dict[str, bytes] = {}
-        """Addresses under which this worker's links can be reached, by transport name."""
+        """Addresses of this worker's links, by transport name."""
 
     def __contains__(self, key: Attempt) -> bool:
         return key in self._incoming
@@ -154,7 +154,7 @@ class KvReceiver:
         self.offers = postponed
 
     def _fits(self, positions: int) -> bool:
-        """Keep a block for every running sequence, unless nothing else is going on."""
+        """Return whether a block stays free for every running sequence, unless nothing else is going on."""
         kv = self._state.kv
         running = sum(1 for held in self._state.held.values() if held.sequence.phase is Phase.RUNNING)
         spare = kv.free_blocks + kv.cached_blocks - kv.geometry.blocks_held(positions)
@@ -235,7 +235,7 @@ class KvReceiver:
             self._accept(now_s, incoming)
 
     def _round_failed(self, now_s: float, incoming: Incoming, error: str) -> None:
-        """Once over another path, then give up (the request is recomputed elsewhere)."""
+        """Retry once over another path, then give up (the request is recomputed elsewhere)."""
         if incoming.round > 0:
             self._lost(now_s, incoming.sequence, f"KV transfer failed twice: {error}")
             return
@@ -296,7 +296,8 @@ class KvReceiver:
     # -- endings -----------------------------------------------------------------------------------------------
 
     def drop(self, key: Attempt, why: str) -> bool:
-        """Forget a transfer and tell its sender. True if runs in flight must settle before its blocks are freed."""
+        """Forget a transfer and inform its sender. Return whether runs in flight must end before its blocks are
+        freed."""
         incoming = self._incoming.pop(key, None)
         if incoming is None:
             return False
@@ -316,7 +317,7 @@ class KvReceiver:
             self.offers = deque(o for o in self.offers if o.attempt != key)
 
     def aborted(self, message: KvAbort) -> Sequence | None:
-        """The sender withdraws an offer, or gives a transfer up. Returns the sequence that now waits in vain."""
+        """Handle the sender's withdrawal of an offer or transfer. Return the sequence that now waits in vain."""
         if self.offers:
             self.offers = deque(o for o in self.offers if o.transfer_id != message.transfer_id)
         incoming, held = self._incoming.get(message.attempt), self._state.held.get(message.attempt)
@@ -339,18 +340,19 @@ class KvReceiver:
 
     @property
     def settling(self) -> list[Attempt]:
-        """Forgotten, but for their runs in flight."""
+        """Forgotten transfers whose runs in flight have not ended."""
         return [incoming.sequence.key for incoming in self._settling.values()]
 
     def lease_of(self, lease_id: int) -> Incoming | None:
         return self._by_lease.get(lease_id)
 
     def unfinished(self) -> list[Sequence]:
-        """Granted, and their sender has more to compute or to send."""
+        """Return sequences with a grant whose sender has more to compute or to send."""
         return [incoming.sequence for incoming in self._incoming.values() if incoming.handoff is None]
 
     def arriving(self, chunk: int) -> int:
-        """Sequences in the middle of their output that will be here shortly. `chunk`: prompt tokens of an iteration."""
+        """Return the number of sequences in the middle of their output that will soon be here. `chunk`: prompt tokens
+        of an iteration."""
         size = self._state.block_size
         return sum(1 for incoming in self._incoming.values() if incoming.imminent(size, chunk))
 

@@ -28,17 +28,17 @@ from cohort.common.types import Attempt, InstanceId
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
-    """One transfer from here."""
+    """Transfer from this worker."""
 
     sequence: Sequence
     peer: InstanceId
     transfer_id: int
     positions: int
     deadline_s: float
-    """Of the current wait: for the grant, later for the acceptance."""
+    """Deadline of the current wait: for the grant, later for the acceptance."""
     lease_id: int = 0
     targets: list[list[int]] = field(default_factory=list)
-    """Granted blocks by position, of every group of layers; `NO_BLOCK` where nothing is wanted."""
+    """Granted blocks by position, of every layer group; `NO_BLOCK` if nothing is wanted."""
     skip_blocks: int = 0
     links: dict[str, bytes] = field(default_factory=dict)
     link: str = ""
@@ -48,7 +48,7 @@ class Outgoing:
     next_tag: int = 0
     in_flight: int = 0
     computed_at_s: float | None = None
-    """When the segment was complete; the wait from here on is exposed to the client."""
+    """Time at which the segment was complete; the wait from here on is exposed to the client."""
     handed_over: bool = False
     dead: bool = False
 
@@ -57,8 +57,8 @@ class Outgoing:
         return self.lease_id != 0
 
     def next_runs(self, sources: Seq[Seq[int]], ready_blocks: int, longest: int) -> tuple[Run, ...]:
-        """Runs for the blocks that became ready in all groups of layers; neighbours on both sides travel together,
-        at most `longest`. Raises `InvariantViolated` where one is wanted that was given back."""
+        """Return runs for the blocks that became ready in all layer groups. Neighbours on both sides travel together,
+        at most `longest` blocks. Raises `InvariantViolated` if one is wanted that was given back."""
         runs = []
         for source, target in zip(sources, self.targets, strict=True):
             index = self.sent_blocks
@@ -98,11 +98,11 @@ class Outgoing:
 
 
 _FIRST_RUN_BYTES = 4 << 20
-"""Of a run to a peer to which nothing was measured yet."""
+"""Bytes of a run to a peer without a measured rate."""
 
 
 def brings_back(plan: IterationPlan) -> bool:
-    """Whether the plan fills device blocks from host memory."""
+    """Return whether the plan fills device blocks from host memory."""
     return any(copy.direction == "in" for copy in plan.copies)
 
 
@@ -124,7 +124,7 @@ class KvSender:
     # -- what the machine asks for -----------------------------------------------------------------------------
 
     def offer(self, now_s: float, sequence: Sequence, peer: InstanceId, positions: int) -> Outgoing:
-        """[0, positions) of the sequence will go to `peer`."""
+        """Offer [0, positions) of the sequence to `peer`."""
         assert sequence.key not in self._outgoing, f"{sequence.key} is offered a second time"
         transfer_id = self._state.random.getrandbits(53)
         outgoing = Outgoing(sequence, peer, transfer_id, positions, now_s + self._settings.offer_timeout_s)
@@ -134,7 +134,7 @@ class KvSender:
         return outgoing
 
     def computed(self, now_s: float, key: Attempt) -> None:
-        """Its segment is computed: time that passes from now on is exposed."""
+        """Record that the segment is computed: time that passes from now on is exposed."""
         outgoing = self._outgoing[key]
         assert outgoing.sequence.phase is Phase.LEAVING, (
             f"{key} is computed to its end and is {outgoing.sequence.phase}"
@@ -150,12 +150,13 @@ class KvSender:
             self._push(now_s, outgoing)
 
     def push_all(self, now_s: float) -> None:
-        """The same of every sequence: a step with copies, which held pushes up, is over."""
+        """Send complete blocks of every sequence: a step with copies, which held pushes up, is over."""
         for outgoing in list(self._outgoing.values()):
             self._push(now_s, outgoing)
 
     def drop(self, key: Attempt, why: str) -> bool:
-        """Forget a transfer and tell its receiver. True if runs in flight must settle before its blocks are freed."""
+        """Forget a transfer and inform its receiver. Return whether runs in flight must end before its blocks are
+        freed."""
         outgoing = self._outgoing.pop(key, None)
         if outgoing is None:
             return False
@@ -226,19 +227,19 @@ class KvSender:
             self._free(outgoing)
 
     def _settle(self, outgoing: Outgoing) -> None:
-        """It is over, but for its runs in flight."""
+        """Store an ended transfer until its runs in flight have ended."""
         assert outgoing.dead and outgoing.lease_id not in self._settling, f"lease {outgoing.lease_id} settles twice"
         self._settling[outgoing.lease_id] = outgoing
 
     def _free(self, outgoing: Outgoing) -> None:
-        """The link has reported the end of every run from these blocks, and nothing else needs them."""
+        """Free the blocks: the link has reported the end of every run from them, and nothing else needs them."""
         key = outgoing.sequence.key
         assert outgoing.in_flight == 0, f"KV of {key} is freed with {outgoing.in_flight} runs in flight"
         assert key not in self._outgoing, f"KV of {key} is freed, which is offered again"
         self._state.kv.release(key)
 
     def aborted(self, now_s: float, sender: InstanceId, message: KvAbort) -> bool:
-        """False if it is about no transfer from here."""
+        """Handle an abort. Return False if it is about no transfer from here."""
         outgoing = self._outgoing.get(message.attempt)
         if outgoing is None or outgoing.transfer_id != message.transfer_id:
             return False
@@ -253,7 +254,7 @@ class KvSender:
         return True
 
     def offers_wait(self, now_s: float, transfer_ids: list[int]) -> None:
-        """The receiver has these offers in its queue: go on waiting."""
+        """Extend the deadlines of offers that are in the receiver's queue."""
         for outgoing in self._outgoing.values():
             if outgoing.transfer_id in transfer_ids and not outgoing.granted:
                 outgoing.deadline_s = now_s + self._settings.offer_timeout_s
@@ -274,14 +275,14 @@ class KvSender:
 
     @property
     def settling(self) -> list[Attempt]:
-        """Forgotten, but for their runs in flight."""
+        """Forgotten transfers whose runs in flight have not ended."""
         return [outgoing.sequence.key for outgoing in self._settling.values()]
 
     def ungranted(self) -> list[Sequence]:
         return [outgoing.sequence for outgoing in self._outgoing.values() if not outgoing.granted]
 
     def leases(self) -> dict[InstanceId, list[int]]:
-        """By receiver, to be renewed."""
+        """Return leases to be renewed, by receiver."""
         leases: dict[InstanceId, list[int]] = {}
         for outgoing in self._outgoing.values():
             if outgoing.granted:
@@ -342,7 +343,8 @@ class KvSender:
             self._handoff(now_s, outgoing, held, computed)
 
     def _longest_run(self, peer: InstanceId) -> int:
-        """Blocks: by what the link there carries in a part of a run's deadline; little while that is not known."""
+        """Return the maximum blocks of a run: what the link carries in a part of a run's deadline; few without a
+        measured rate."""
         measured = self._state.link_rates.get(peer, 0.0)
         nbytes = max(self._settings.piece_s * measured, 0 if measured else _FIRST_RUN_BYTES)
         return max(1, int(nbytes / self._state.setup.capacity.geometry.block_bytes))

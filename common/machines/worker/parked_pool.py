@@ -19,29 +19,29 @@ from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, InstanceId
 
 _GRACE_S = 0.25
-"""Parked KV stays on the device so long, unless space is short: where load is low it is sent on sooner."""
+"""Time that parked KV stays on the device unless space is short: under low load it is sent on sooner."""
 
 
 class ParkedPool:
-    """A2, A9 · Parked KV between device and host memory: which of it moves beside the next step.
+    """A2, A9 · Parked KV between device and host memory: which of it moves along with the next step.
 
-    Asked once per plan. Nothing it moves is in a row of the plan, and freed blocks go to no other sequence until the
-    step has ended. Knows where parked KV lies; frees nothing but by moving it. With an allocator whose KV cannot be
-    sent from host memory there is no pool: parked KV then stays on the device.
+    Called once per plan. Nothing it moves is in a row of the plan, and freed blocks go to no other sequence until the
+    step has ended. Frees nothing but by moving it. With an allocator whose KV cannot be sent from host memory there is
+    no pool: parked KV then stays on the device.
     """
 
     def __init__(self, state: WorkerState) -> None:
         self._state = state
         self._on_device: dict[Attempt, Held] = {}
-        """Parked with their KV on the device; oldest first."""
+        """Parked sequences with their KV on the device, oldest first."""
         self._buffered: dict[Attempt, Held] = {}
-        """To be sent on soon, and therefore on the device (A5): brought back, or still there; oldest first."""
+        """Sequences that will be sent on soon and are therefore on the device (A5), oldest first."""
         self._prefetches: deque[Attempt] = deque()
         self._moving: list[Held] = []
 
     @property
     def quiet(self) -> bool:
-        """Nothing is here that a later plan might move."""
+        """Return whether nothing is here that a later plan might move."""
         return not (self._on_device or self._buffered or self._prefetches)
 
     def park(self, now_s: float, held: Held) -> None:
@@ -52,13 +52,13 @@ class ParkedPool:
         self._on_device[held.sequence.key] = held
 
     def bound(self, key: Attempt) -> None:
-        """It goes on, here or elsewhere; from where its KV lies."""
+        """Forget a sequence that goes on, from wherever its KV lies."""
         self._on_device.pop(key, None)
         self._buffered.pop(key, None)
 
     def prefetch(self, attempts: list[Attempt]) -> None:
         """Bring these back to the device, in this order, as far as blocks are free. KV that has not left it stays: it
-        is asked for once, and would be offloaded only to be sent from host memory."""
+        is requested once, and would be offloaded only to be sent from host memory."""
         held = self._state.held
         for key in attempts:
             on_device = self._on_device.pop(key, None)
@@ -68,13 +68,13 @@ class ParkedPool:
                 self._prefetches.append(key)
 
     def move(self, now_s: float) -> None:
-        """Moves beside the plan that was just decided. Their copies come behind the decision's own."""
+        """Move KV along with the plan that was just decided. Its copies follow the decision's own."""
         if self._state.kv.sends_from_host and not self.quiet:
             self._bring_back()
             self._offload(now_s)
 
     def settle(self) -> list[Held]:
-        """The step has ended, well or not. Returns what it moved; some of it may have been dropped meanwhile."""
+        """Return what the step that has ended, well or not, moved; some of it may have been dropped meanwhile."""
         moved, self._moving = self._moving, []
         for held in moved:
             assert held.moving, f"{held.sequence.key} was moved twice by one step"
@@ -98,7 +98,7 @@ class ParkedPool:
             self._prefetches.popleft()
 
     def _offload(self, now_s: float) -> None:
-        """KV parked a while ago; where prompts cannot get blocks, the buffer as well, its last first."""
+        """Offload KV parked a while ago; if prompts cannot get blocks, the buffer as well, its last first."""
         kv = self._state.kv
         free = kv.free_blocks + kv.cached_blocks
         # A decode worker sends on what it set aside: that frees its blocks sooner than two copies.
@@ -114,7 +114,7 @@ class ParkedPool:
                 return
 
     def _to_host(self, held: Held) -> bool:
-        """False: the pool is full. It stays where it is, and prompts wait for its blocks."""
+        """Offload one sequence. Return False if the host pool is full: it stays, and prompts wait for its blocks."""
         if not self._state.kv.swap_out(held.sequence, beside=True):
             return False
         self.bound(held.sequence.key)
@@ -130,7 +130,7 @@ class ParkedPool:
         self._moving.append(held)
 
     def check(self) -> None:
-        """Raise `InvariantViolated` unless what is here is held, waits, and is here once."""
+        """Raise `InvariantViolated` unless every entry is held, parked, and listed once."""
         if both := self._on_device.keys() & self._buffered.keys():
             raise InvariantViolated(f"parked twice: {sorted(both)}")
         for key, held in (*self._on_device.items(), *self._buffered.items()):
@@ -138,8 +138,8 @@ class ParkedPool:
                 raise InvariantViolated(f"{key} is parked on the device, and is {held.sequence.phase}")
 
     def _spare_blocks(self) -> int:
-        """Blocks that KV of the pool may be brought back into: a twentieth stays free, and what the largest prompt
-        needs that waits."""
+        """Return blocks that KV may be brought back into: a twentieth stays free, and what the largest waiting prompt
+        needs."""
         kv = self._state.kv
         sequences = (held.sequence for held in self._state.held.values())
         wanted = kv.geometry.blocks_for(max((s.target for s in sequences if s.phase is Phase.WAITING), default=0))
@@ -148,8 +148,8 @@ class ParkedPool:
 
 @dataclass(slots=True, eq=False)
 class Onward:
-    """Where a sequence goes on that the manager binds to a worker: one that waits parked for it, or one that runs here
-    while this worker drains. Told of each message and, between two iterations, of the moment. Never decides where.
+    """Next step of a sequence that the manager binds to a worker: one that waits parked for it, or one that runs here
+    while this worker drains. Never decides where it goes.
 
         parked  ─ BindSegment(here) ──▶ running
         parked  ─ BindSegment(other) ─▶ leaving: its KV is offered
@@ -163,13 +163,13 @@ class Onward:
     _sender: KvSender
     _adapters: AdapterDesk
     _lost: Callable[[float, Sequence, str], None]
-    """Gives an attempt back."""
+    """`WorkerMachine._fail`: gives an attempt back."""
     _running: dict[Attempt, BindSegment] = field(default_factory=dict)
-    """Bound to another worker while they run here."""
+    """Messages of sequences that still run here and go to another worker after the iterations in flight."""
 
     @property
     def pending(self) -> bool:
-        """Some wait for the end of the iterations in flight; nothing may be planned behind these."""
+        """Whether some wait for the end of the iterations in flight, after which nothing may be planned."""
         return bool(self._running)
 
     def bound(self, now_s: float, message: BindSegment) -> None:
@@ -191,7 +191,7 @@ class Onward:
         self._leave(now_s, sequence, segment.instance, message.next_endpoint, segment.start)
 
     def between_iterations(self, now_s: float) -> None:
-        """Nothing computes: what was bound elsewhere while it ran leaves from where it is."""
+        """Send on, from where they are, sequences that were bound elsewhere while they ran. Nothing computes now."""
         assert self._state.in_flight is None, "a step is in flight"
         running, self._running = self._running, {}
         for key, message in running.items():

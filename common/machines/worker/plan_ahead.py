@@ -26,13 +26,13 @@ from cohort.common.policies.step_times.learned_times import LearnedTimes, plan_s
 from cohort.common.sequence import Phase, Row
 
 _LEAD_S = 0.0025
-"""To plan a step, build its arrays and hand it to the engine thread, with the timer's own delay."""
+"""Time to plan a step, build its arrays and hand it to the engine thread, with the timer's own delay."""
 _MEAN, _DEVIATION = 1 / 8, 1 / 4
 """Weights of the last step in the moving averages: those of TCP's round-trip estimate (RFC 6298)."""
 
 
 def same_rows(plan: IterationPlan, behind: IterationPlan) -> bool:
-    """Whether the second, begun behind the first, has all rows of it one position on, and these decode."""
+    """Return whether `behind` has the rows of `plan`, each one position on and decoding."""
     first, then = plan.rows, behind.rows
     return len(first) == len(then) and (not first or first[0].count == then[0].count == 1)  # prompts stand first
 
@@ -45,18 +45,18 @@ class AheadPlanner:
     _pool: ParkedPool
     _undecided: int = 0
     _last: IterationPlan | None = None
-    """The plan that was made last: of its rows all that does not change is known to be well."""
+    """Last plan made: what does not change in its rows is known to hold."""
     _left: int = 0
-    """Tokens that the one of its sequences with the fewest may still sample after it."""
+    """Minimum over its sequences of the tokens they may still sample after it."""
 
     def decided(self) -> None:
-        """The step that begins now was chosen by the scheduler."""
+        """Record that the scheduler chose the step that begins now."""
         self._undecided = 0
 
     def plan(self, *, news: bool, prompt_step: int, drafts: bool = False) -> IterationPlan | None:
-        """What follows the step in flight, with its blocks reserved; None: that must be decided when it has ended, or
-        is planned already. `news`: something waits for a decision. `prompt_step`: as of `KvReceiver.arriving`.
-        `drafts`: the next step is to have some."""
+        """Return the step after the one in flight, its blocks reserved. None: it must be decided when that has ended,
+        or is planned already. `news`: something waits for a decision. `prompt_step`: as `chunk` of
+        `KvReceiver.arriving`. `drafts`: the next step is to have some."""
         state = self._state
         if state.in_flight is None or state.ahead is not None:
             return None
@@ -73,7 +73,7 @@ class AheadPlanner:
         return plan
 
     def _refusal(self, before: IterationPlan, plan: IterationPlan, news: bool, prompt_step: int) -> NotAhead | None:
-        """Why not; None: `plan` has its rows, and their slots."""
+        """Fill `plan` with its rows and reserve their slots. Return why it cannot have these, or None."""
         if news:
             return "news"
         if before.copies or self._receiver.offers or not self._pool.quiet:
@@ -94,9 +94,9 @@ class AheadPlanner:
         return state.kv.extend_ahead(plan.rows)
 
     def _go_on(self, before: list[Row], plan: IterationPlan) -> tuple[NotAhead | None, int]:
-        """The rows of `plan`: of all sequences in the step in flight that sample a token in it and are not over then,
-        those of prompts behind the others, as a decision has them, and chunks of prompts that go on before all. Else
-        why it cannot have these; and how many sequences leave with that step."""
+        """Fill `plan` with a row for every sequence in the step in flight that samples a token in it and goes on: those
+        of prompts after the others, as a decision has them, and before all the chunks of prompts that go on. Return why
+        it cannot have these, or None, and how many sequences leave with that step."""
         aborting = {held.sequence for held in self._state.aborting} if self._state.aborting else ()
         rows, begun, prompts = plan.rows, list[Row](), list[Row]()
         leaving, fewest = 0, sys.maxsize
@@ -135,10 +135,9 @@ class AheadPlanner:
 
 
 class StepEnds:
-    """When the step in flight will end, so that the next one is planned as late as it can be: of decode steps by the
-    last ones, of steps with prompts by what the worker has learned of such.
+    """Forecast of when a step ends: a moving average for decode steps, learned times for steps with prompts.
 
-    Asked by the worker loop, and by the simulator's engine where it runs iterations one by one. What arrives after the
+    Used by the worker loop, and by the simulator's engine when it runs iterations one by one. What arrives after the
     next step was planned waits for that step, too; a step that is planned too late begins late. So the moment lies
     before the expected end by what planning takes and by how far steps stray.
     """
@@ -147,7 +146,7 @@ class StepEnds:
         self._mean_s = self._deviation_s = 0.0
 
     def note(self, plan: IterationPlan, latency_s: float) -> None:
-        """It took so long. Only steps of decode rows alone are told from others by it."""
+        """Record how long a step took. Steps with prompts are ignored."""
         if not plan.rows or not _decodes(plan):
             return
         if self._mean_s == 0.0:
@@ -157,9 +156,9 @@ class StepEnds:
         self._mean_s += _MEAN * (latency_s - self._mean_s)
 
     def plan_after_s(self, plan: IterationPlan, times: LearnedTimes | None) -> float | None:
-        """From this step's beginning until its successor is to be planned; 0 = at once, also while nothing is known of
-        decodes. None: when a step with prompts will end is not foreseen. No allowance for how far such steps stray,
-        which is too far: one that ends before it is followed by a step that is decided."""
+        """Return the time from this step's start until its successor is to be planned; 0 = at once, also while no
+        decode was measured. None: when a step with prompts ends is unknown. Such steps stray too far for an allowance:
+        one that ends before the forecast is followed by a step that is decided."""
         if _decodes(plan):
             return max(0.0, self._mean_s - 2 * self._deviation_s - _LEAD_S)
         foreseen_s = None if times is None else times.table.estimate(plan_shape(plan))

@@ -23,13 +23,13 @@ from cohort.common.sequence import Phase, Row, Sequence
 from cohort.common.types import Attempt, StepTimes
 
 _MOST_ROWS = 8
-"""Of an iteration with drafts. With more rows computing them takes the time, and looking at each row costs the host
-its own."""
+"""Maximum rows of an iteration with drafts. With more, computing them takes the time, and looking at each row costs the
+host its own."""
 
 
 class SpeculationDesk:
     def __init__(self, state: WorkerState, times: LearnedTimes | None) -> None:
-        """`times`: what iterations take, as far as anything here learns it."""
+        """`times`: learned iteration times, if anything here learns them."""
         speculation = state.settings.speculation
         self._state = state
         self._times = times
@@ -53,14 +53,15 @@ class SpeculationDesk:
                 plan.rows[index] = Row(row.sequence, row.start, 1, count)
 
     def watch(self, plan: IterationPlan) -> None:
-        """Whether the engine is to look at what comes behind these rows."""
+        """Decide whether the engine is to look for drafts for these rows."""
         policy = self.policy
         if policy is not None and self._suits(plan):
             lately = policy.lately(len(plan.rows))
             plan.watched = policy.may_pay(self._step_times(), decode_shape(plan.rows)) if lately is None else lately
 
     def wants(self, expected: Seq[Attempt]) -> bool:
-        """Whether one of these sequences, all in the step in flight, is better drafted for than planned ahead of."""
+        """Return whether one of these sequences, all in the step in flight, is better drafted for than planned ahead
+        of."""
         policy, plan = self.policy, self._state.in_flight
         if policy is None or plan is None or not expected or not plan.watched:
             return False
@@ -69,7 +70,7 @@ class SpeculationDesk:
         return policy.worth_waiting(self._step_times(), shape, candidates, most=most, within_s=within_s)
 
     def ended(self, plan: IterationPlan, event: StepEnded) -> None:
-        """The step of this plan ran. Before its tokens are taken."""
+        """Learn from the step of this plan, before its tokens are taken."""
         policy = self.policy
         if policy is None:
             return
@@ -101,8 +102,8 @@ class SpeculationDesk:
             policy.ran(self._step_times(), decode_shape(plan.rows), plan.drafted, event.latency_s)
 
     def one_by_one(self, sampled: Seq[Sampled]) -> Iterator[Sampled]:
-        """The tokens of a step with drafts. Before each but a row's first the row's position before it is computed;
-        those behind the end of a request are left out."""
+        """Yield the tokens of a step with drafts. Before each but a row's first, the row's position before it counts as
+        computed; those after the end of a request are left out."""
         state, last = self._state, None
         size, by_block = state.kv.geometry.block_size, state.kv.grows_by_block
         for each in sampled:
@@ -122,7 +123,7 @@ class SpeculationDesk:
         return {} if self.policy is None else self.policy.metrics()
 
     def _suits(self, plan: IterationPlan) -> bool:
-        """Decode rows alone, and not too many."""
+        """Return whether the plan has decode rows alone, and not too many."""
         rows = plan.rows
         if not rows or len(rows) > _MOST_ROWS or plan.copies or plan.padded_to or plan.ended_rows:
             return False
@@ -131,8 +132,8 @@ class SpeculationDesk:
     def _candidates(
         self, rows: Seq[Row], only: frozenset[Attempt] = frozenset()
     ) -> tuple[list[tuple[Sequence, int]], int, float]:
-        """By row, its sequence and the most drafts it may have; the most of all; what the iteration may take. `only`:
-        none for others; empty = for any."""
+        """Return each row's sequence and the most drafts it may have, the most of all rows, and the most time for the
+        iteration. `only`: none for others; empty = for any."""
         candidates, bound_s = list[tuple[Sequence, int]](), math.inf
         for row in rows:
             sequence = row.sequence

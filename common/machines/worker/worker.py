@@ -7,9 +7,10 @@ aborting and take effect when the step ends. On `PlanAhead` the step after it is
 certain (`plan_ahead.py`); a sequence that ends with the first of the two is then dropped with the second.
 
 The parts: `KvSender` and `KvReceiver` move KV between workers, `ParkedPool` between device and host memory. Only this
-file talks to the scheduler. Below the machine: what holds of a plan before its step begins and what a step that ran
-changes in its rows (`assert_plan`, `note_computed`), and which sequence gives way when caches wait for each other's
-blocks (`given_back`). Messages that are no worker's business are refused by the host; here they are an error.
+file talks to the scheduler. Below the machine: sampled tokens as messages (`TokenUpdates`), what holds of a plan before
+its step begins and what a step that ran changes in its rows (`assert_plan`, `note_computed`), and which sequence gives
+way when caches wait for each other's blocks (`given_back`). Messages that are no worker's business are refused by the
+host; here they are an error.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from cohort.common.machines.events import (
     ReportDue,
     RunsReceived,
     RunsSent,
+    Sampled,
     StepEnded,
     StepFailed,
     Tick,
@@ -47,7 +49,6 @@ from cohort.common.machines.worker.kv_sender import KvSender, brings_back
 from cohort.common.machines.worker.parked_pool import Onward, ParkedPool
 from cohort.common.machines.worker.plan_ahead import AheadPlanner, same_rows
 from cohort.common.machines.worker.speculation_desk import SpeculationDesk
-from cohort.common.machines.worker.token_updates import TokenUpdates
 from cohort.common.machines.worker.worker_report import WorkerReports
 from cohort.common.machines.worker.worker_state import Held, WorkerSetup, WorkerState
 from cohort.common.messages import (
@@ -65,7 +66,10 @@ from cohort.common.messages import (
     Registered,
     RevisePrediction,
     SegmentEnded,
+    StageTimes,
     StartSegment,
+    TokenBatch,
+    TokenUpdate,
     ToWorker,
 )
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, Learned, News, Ran
@@ -81,7 +85,7 @@ class WorkerMachine:
     def __init__(
         self, setup: WorkerSetup, scheduler: IterationScheduler, kv: KvAllocator, random: Random, *, learns: bool = True
     ) -> None:
-        """`learns`: what iterations take is learned and reported even if the scheduler does not decide by it."""
+        """`learns`: iteration times are learned and reported even if the scheduler does not decide by them."""
         self.setup = setup
         self.scheduler = scheduler
         self.kv = kv
@@ -94,9 +98,9 @@ class WorkerMachine:
         self._ahead = AheadPlanner(state, scheduler, self.receiver, self.pool)
         learned = scheduler.learned
         self.observed = LearnedTimes() if setup.settings.learns and not isinstance(learned, LearnedTimes) else None
-        """What iterations take, learned here because the scheduler learns no such thing."""
+        """Iteration times learned here, because the scheduler learns none."""
         self.times = learned if isinstance(learned, LearnedTimes) else self.observed
-        """What iterations take, whoever learns it; None: nobody does."""
+        """Learned iteration times, of the scheduler or of `observed`; None if neither learns them."""
         self.adapters = AdapterDesk(state, self._enter, self._refuse)
         self._onward = Onward(state, scheduler, self.pool, self.sender, self.adapters, self._fail)
         self._reports = WorkerReports(state, self.leases, self.times, self.adapters)
@@ -108,18 +112,18 @@ class WorkerMachine:
         self._now_s = float("-inf")
         self._next_renewal_s = 0.0
         self._repeats = False
-        """The step in flight was planned ahead and has the rows of the one before it."""
+        """Whether the step in flight was planned ahead and has the rows of the one before it."""
         self._ran: Ran | None = None
         self._earlier: list[Ran] = []
         self._revised: list[Sequence] = []
-        """News for the next decision: the last iteration and those before it, sequences with another prediction."""
+        """Input of the next decision: the last iteration and those before it, sequences with another prediction."""
         self._prompt_step = setup.capacity.max_step_tokens
         """Prompt tokens of the last iteration that held any."""
 
     # -- the host's side ---------------------------------------------------------------------------------------
 
     def handle(self, now_s: float, *events: WorkerEvent) -> list[WorkerEffect]:
-        """See `Machine`. Raises `InvariantViolated` for an answer to what was never asked (a step, a run)."""
+        """See `Machine`. Raises `InvariantViolated` for an answer to nothing (a step, a run)."""
         assert now_s >= self._now_s, f"it is {now_s} s, and was {self._now_s} s"
         self._now_s = now_s
         for event in events:
@@ -164,17 +168,17 @@ class WorkerMachine:
 
     @property
     def idle(self) -> bool:
-        """No request is here in any phase and no transfer is settling."""
+        """Whether no request is here in any phase and no ended transfer has runs in flight."""
         return not self._held and not self.sender.settling and not self.receiver.settling
 
     @property
     def learned(self) -> Learned | None:
-        """The state that a host keeps over a restart: the scheduler's own, or else the times that are learned here."""
+        """State that a host stores over a restart: the scheduler's own, or else the times that are learned here."""
         return self.scheduler.learned or self.observed
 
     @property
     def plan_in_flight(self) -> IterationPlan:
-        """Between `StartStep` and its answer. Raises `InvariantViolated` otherwise."""
+        """Plan between `StartStep` and its answer. Raises `InvariantViolated` otherwise."""
         if self.state.in_flight is None:
             raise InvariantViolated("no plan is in flight")
         return self.state.in_flight
@@ -254,7 +258,7 @@ class WorkerMachine:
     # -- deadlines ---------------------------------------------------------------------------------------------
 
     def _tick(self, now_s: float) -> None:
-        """Deadlines: leases no sender renewed, transfers without an answer; renewals of our own."""
+        """Check deadlines: leases no sender renewed, transfers without an answer. Renew own leases."""
         settings = self.setup.settings
         self.receiver.tick(now_s)
         self.sender.tick(now_s)
@@ -297,19 +301,19 @@ class WorkerMachine:
             self.adapters.admit(now_s, sequence)
 
     def _enter(self, now_s: float, sequence: Sequence) -> None:
-        """Its adapter is here, if it has one."""
+        """Hand a sequence whose adapter is loaded to the scheduler, unless its prompt scores must wait."""
         if sequence.phase is not Phase.WAITING or not self._scoring.must_wait(sequence):
             self.scheduler.add(now_s, sequence)
 
     def _park(self, now_s: float, sequence: Sequence) -> None:
-        """It waits, holding its KV, until a `BindSegment` says where it goes on."""
+        """Let a sequence wait, holding its KV, until a `BindSegment` says where it goes on."""
         assert self.state.holds(sequence), f"{sequence.key} is parked and not held"
         sequence.phase = Phase.PARKED
         self.pool.park(now_s, self._held[sequence.key])
         self._ended(sequence, Outcome.PARKED)
 
     def _arrived(self, now_s: float, sequence: Sequence) -> None:
-        """Its KV is here, in full."""
+        """Start or park a sequence whose KV is complete."""
         assert sequence.phase is Phase.AWAITING_KV, f"KV of {sequence.key} arrived, which is {sequence.phase}"
         assert sequence.computed <= sequence.known, f"{sequence.key}: {sequence.computed} of {sequence.known} computed"
         if sequence.end is not None and sequence.computed >= sequence.end:  # a buffer for another worker (A5, A6)
@@ -319,7 +323,7 @@ class WorkerMachine:
         self.adapters.admit(now_s, sequence)
 
     def _left(self, now_s: float, sequence: Sequence) -> None:
-        """Another worker runs it now."""
+        """Drop a sequence that another worker runs now, and report it as handed over."""
         assert sequence.phase is Phase.LEAVING, f"{sequence.key} has left and is {sequence.phase}"
         self._ended(sequence, Outcome.HANDED_OVER)
         del self._held[sequence.key]
@@ -356,7 +360,7 @@ class WorkerMachine:
         self._effects.append(StartStep(plan))
 
     def _plan_ahead(self, now_s: float, expected: list[Attempt]) -> None:
-        """Begin the next iteration behind the one in flight, if which rows it has is certain."""
+        """Queue the next iteration after the one in flight, if it is certain which rows it has."""
         news = bool(self._revised) or self._scoring.pending or self._onward.pending
         plan = self._ahead.plan(news=news, prompt_step=self._prompt_step, drafts=self.drafts.wants(expected))
         if plan is not None:
@@ -379,7 +383,7 @@ class WorkerMachine:
         return plan
 
     def _completed(self, now_s: float, event: StepEnded) -> None:
-        """The step in flight ran; `sampled` has one entry per row that reached the last known token."""
+        """Take the results of the step in flight: `sampled` has one entry per row that reached the last known token."""
         for scores in event.scores:
             self._scored(scores)
         plan, self.state.in_flight, self.state.ahead = self.plan_in_flight, self.state.ahead, None
@@ -423,13 +427,13 @@ class WorkerMachine:
         self._tokens.flush()
 
     def _scored(self, scores: PromptScores) -> None:
-        """Positions that are computed again (after a preemption) replace what was known."""
+        """Store scores. Positions that are computed again (after a preemption) replace the former ones."""
         held = self._held.get(scores.attempt)
         if held is not None:
             held.prompt_logprobs[scores.position :] = scores.scores
 
     def _step_failed(self, now_s: float, reason: str) -> None:
-        """The forward itself failed: its requests are given back to be placed again, the worker lives on."""
+        """Give a failed step's requests back to be placed again; the worker lives on."""
         plan, self.state.in_flight, self.state.ahead = self.plan_in_flight, None, None
         self.state.skipped_s, self._earlier, self._repeats = [], [], False
         for held in self.pool.settle():  # whether their copies were made is unknown
@@ -498,7 +502,7 @@ class WorkerMachine:
             self._drop(now_s, sequence, reason)
 
     def _drop(self, now_s: float, sequence: Sequence, why: str) -> None:
-        """Forget a sequence; its blocks are freed now, or as soon as its runs in flight have settled."""
+        """Forget a sequence; its blocks are freed now, or as soon as its runs in flight have ended."""
         key = sequence.key
         self.scheduler.remove(now_s, sequence)
         del self._held[key]
@@ -515,13 +519,98 @@ class WorkerMachine:
         self._effects.append(Send(self._reports.manager, ended))
 
 
+class TokenUpdates:
+    """Sampled tokens of a step as messages: one update per sequence, one message per gateway."""
+
+    def __init__(self, state: WorkerState) -> None:
+        self._state = state
+        self._updates: dict[InstanceId, list[TokenUpdate]] = {}
+
+    def add(self, now_s: float, held: Held, sampled: Sampled) -> FinishReason | None:
+        """Append the token to its sequence. Return why the request is finished with it, or None."""
+        sequence = held.sequence
+        if sampled.failure:
+            return self.fail(sequence, sampled.failure)
+        tokens, token = sequence.tokens, sampled.token
+        position = len(tokens)
+        assert sequence.computed >= position, (
+            f"{sequence.key}: token {position} is told, {sequence.computed} are computed"
+        )
+        tokens.append(token)
+        finish: FinishReason | None = None
+        if token in held.stop_ids:
+            finish = FinishReason.STOP
+        elif position + 1 >= held.most_known:
+            finish = FinishReason.LENGTH
+        logprobs = held.logprobs
+        if sampled.logprob is not None:
+            logprobs.append(sampled.logprob)
+        first_here = sequence.last_token_s is None
+        sequence.last_token_s = now_s
+        sequence.delivered += 1
+        updates = self._updates.get(held.gateway)
+        if updates is None:
+            updates = self._updates[held.gateway] = []
+        if finish is None and not logprobs and not first_here and sequence.repeat_from is None:  # nearly all of them
+            if updates and updates[-1].attempt is sequence.key:  # of the same row: they are told together
+                updates[-1].tokens.append(token)
+            else:
+                updates.append(TokenUpdate(sequence.key, position, [token], cached_tokens=sequence.cached_tokens))
+            return None
+        request = sequence.request
+        start = position if sequence.repeat_from is None else sequence.repeat_from
+        sequence.repeat_from = None
+        before = updates.pop() if updates and updates[-1].attempt is sequence.key else None
+        if before is not None:  # of the same row: they are told together
+            start = before.position
+        times = self._times(now_s, sequence) if first_here or finish else None
+        updates.append(
+            TokenUpdate(
+                request.attempt,
+                start,
+                tokens[start:],
+                logprobs[start - len(request.tokens) :] if logprobs else [],
+                finish,
+                cached_tokens=sequence.cached_tokens,
+                times=times if before is None or times is not None else before.times,
+                prompt_logprobs=held.prompt_logprobs if start == request.prompt_tokens else [],
+            )
+        )
+        return finish
+
+    def fail(self, sequence: Sequence, why: str) -> FinishReason:
+        """End the request with this error instead of having it placed again: no other worker could do better."""
+        request = sequence.request
+        self._updates.setdefault(request.gateway, []).append(
+            TokenUpdate(request.attempt, len(sequence.tokens), finish=FinishReason.FAILED, error=why)
+        )
+        return FinishReason.FAILED
+
+    def flush(self) -> None:
+        for gateway, updates in self._updates.items():
+            self._state.effects.append(Send(gateway, TokenBatch(self._state.setup.instance, updates)))
+        self._updates.clear()
+
+    def _times(self, now_s: float, sequence: Sequence) -> StageTimes:
+        first = sequence.first_scheduled_s if sequence.first_scheduled_s is not None else now_s
+        prefilled = sequence.prefill_done_s if sequence.prefill_done_s is not None else first
+        return StageTimes(
+            instance=self._state.setup.instance,
+            queue_s=max(0.0, first - sequence.arrived_s - sequence.request.waited_s),
+            prefill_s=max(0.0, prefilled - first),
+            transfer_s=sequence.transfer_s,
+            decode_s=max(0.0, now_s - prefilled),
+            preemptions=sequence.preemptions,
+        )
+
+
 class ScoringTurns:
-    """Scored prompts take turns: one at a time is the scheduler's to plan, and of that one a slice an iteration.
+    """Queue of scored prompts: one at a time is the scheduler's to plan, and of that one a slice an iteration.
 
     Every position of a scored prompt goes through the head of the model, its softmax and a selection of the likeliest
     tokens: several times the work of a position that is only computed, which schedulers, planning by tokens, do not
-    see. `Sequence.uncomputed` shows them a slice (`Sequence.scored_slice`); this keeps the number of such sequences at
-    one, so that a hundred scored prompts take no more of an iteration than one.
+    see. `Sequence.uncomputed` shows them a slice (`Sequence.scored_slice`); this class keeps the number of such
+    sequences at one, so that a hundred scored prompts take no more of an iteration than one.
     """
 
     def __init__(self, is_held: Callable[[Sequence], bool]) -> None:
@@ -530,7 +619,7 @@ class ScoringTurns:
         self._waiting: deque[Sequence] = deque()
 
     def must_wait(self, sequence: Sequence) -> bool:
-        """Whether a sequence that came in is kept from the scheduler until `next` names it."""
+        """Return whether a sequence that came in is kept from the scheduler until `next` names it."""
         if not sequence.scores_prompt:
             return False
         if self._current is None and not self._waiting:
@@ -544,8 +633,8 @@ class ScoringTurns:
         return bool(self._waiting)
 
     def next(self) -> Sequence | None:
-        """Before every decision: the sequence whose turn has come, to be added to the scheduler. First come, first
-        served."""
+        """Return the sequence whose turn has come (FCFS), to be added to the scheduler; called before every
+        decision."""
         current = self._current
         if current is not None:
             if self._is_held(current) and current.scores_prompt and current.phase in _RUNNABLE:
@@ -560,8 +649,8 @@ class ScoringTurns:
 
 
 def assert_plan(plan: IterationPlan, state: WorkerState, following: IterationPlan | None) -> None:
-    """Its rows are distinct sequences that are held, and go on where these stand; behind the step in flight
-    (`following`) they are among its own."""
+    """Assert that rows are distinct held sequences and start where these stand; after the step in flight (`following`),
+    that they are no more than its own."""
     rows, held_of = plan.rows, state.held
     sequences = {row.sequence for row in rows}
     assert len(sequences) == len(rows), f"{len(rows)} rows of {len(sequences)} sequences"
@@ -584,9 +673,9 @@ def assert_plan(plan: IterationPlan, state: WorkerState, following: IterationPla
 
 
 def note_computed(now_s: float, plan: IterationPlan, state: WorkerState) -> tuple[list[Sequence], int]:
-    """The rows' positions are computed. Returns those of their sequences that another worker takes over at some
-    position, and how many rows yield a token. Rows of sequences that are over count as wasted. Once a step, over all
-    rows: what every decode row runs through is as short as can be."""
+    """Record the rows' positions as computed. Return the sequences with a segment end, and how many rows yield a token.
+    Rows of sequences that are over count as wasted. Runs once a step over all rows: a decode row's path is as short as
+    can be."""
     counters, kv, held_of, aborting = state.counters, state.kv, state.held, state.aborting
     size, by_block, decoded, due = kv.geometry.block_size, kv.grows_by_block, 0, 0
     ending: list[Sequence] = []
@@ -615,7 +704,7 @@ def note_computed(now_s: float, plan: IterationPlan, state: WorkerState) -> tupl
 def given_back(
     now_s: float, state: WorkerState, sender: KvSender, receiver: KvReceiver, adapters: AdapterDesk
 ) -> Sequence | None:
-    """The sequence to be given back now; one at a time, as its blocks may be what all others waited for."""
+    """Return the sequence to be given back now; one at a time, as its blocks may be what all others waited for."""
     if now_s - state.moved_s < state.settings.stall_timeout_s:
         return None
     state.moved_s = now_s
@@ -625,10 +714,10 @@ def given_back(
 
 
 def holds_up(state: WorkerState, sender: KvSender, receiver: KvReceiver, adapters: AdapterDesk) -> Sequence | None:
-    """Nothing has moved here for long although blocks are wanted: they are held for KV that waits, directly or in a
-    ring of workers, for what is held here. The youngest grant goes back, or else the youngest of those that could
-    leave, or that wait for an adapter's slot; its request is placed anew. (A prefill worker whose decode worker is
-    merely full waits on.)"""
+    """Return the sequence that holds blocks up, if nothing has moved for long although blocks are wanted: they are held
+    for KV that waits, directly or in a ring of workers, for what is held here. It is the youngest grant, or else the
+    youngest of those that could leave or that wait for an adapter's slot; its request is placed anew. (A prefill worker
+    whose decode worker is merely full waits on.)"""
     offers = receiver.offers
     if not offers and not any(held.sequence.phase in _RUNNABLE for held in state.held.values()):
         return None

@@ -1,8 +1,8 @@
 """A worker's messages about itself: registration, reports and their figures, its leave; and which manager it obeys.
 
-Reports go to the manager that leads, the one of the highest epoch that was heard of. Those that stand by are registered
-with once a second, so that each knows this worker and its connection when it takes over. A command of a lower epoch
-than was heard of is refused, and its sender told.
+Reports go to the manager that leads, the one of the highest epoch received. The worker registers with those on standby
+once a second, so that each knows it and its connection when it takes over. A command of a lower epoch is refused, and
+its sender informed.
 
 Called by `WorkerMachine`. Repeats until the manager answers, counts the reports; decides nothing about requests.
 """
@@ -36,16 +36,16 @@ from cohort.common.types import Attempt, InstanceId, QueuedWork, WorkerStats
 _REPORTED_QUEUE = 512
 """Entries of the progress list in a report (D4); beyond, an execution predictor sees totals only."""
 _WHOLE_EVERY = 5
-"""Reports for one that names everything held: the others name what came and went. What is lost with one is said again
-within a second."""
+"""Interval, in reports, of those that name everything held: the others name what changed. What is lost with one is
+repeated within a second."""
 _STANDBYS_EVERY = 5
-"""Reports to the manager that leads, for one registration with those that stand by."""
+"""Interval, in reports to the leading manager, of registrations with those on standby."""
 _Command = StartSegment | BindSegment | PrefetchKv | Cancel
 
 
 def _queue(everything: Collection[Held], listed: int) -> dict[str, Any]:
-    """Sums over the sequences of a worker, by field of `WorkerStats`. `listed`: entries of the progress list at
-    most."""
+    """Return sums over a worker's sequences, by field of `WorkerStats`. `listed`: maximum entries of the progress
+    list."""
     running = waiting = awaiting_kv = parked = prefill_tokens = 0
     waits, swapped, runs, awaits = Phase.WAITING, Phase.SWAPPED, Phase.RUNNING, Phase.AWAITING_KV
     for held in everything:  # under overload thousands, most of which wait
@@ -96,7 +96,7 @@ def _progress(held: Held) -> QueuedWork:
 
 
 class WorkerReports:
-    """Messages to the manager about this worker as a whole: that it is there, how it is, that it goes."""
+    """Messages to the managers about this worker as a whole: registration, reports, leave."""
 
     def __init__(self, state: WorkerState, leases: LeaseTable, learned: Learned | None, adapters: AdapterDesk) -> None:
         self._state = state
@@ -105,19 +105,19 @@ class WorkerReports:
         self._learned = learned
         self._sequence = 0
         self._told: dict[Attempt, None] | None = None
-        """What the last report said is held here; None: the next one says everything."""
+        """Attempts in the last report; None: the next one names everything."""
         setup = state.setup
         self.managers = (setup.manager, *setup.standbys)
         self.manager = setup.manager
-        """The one that leads, as far as is known."""
+        """Manager that leads, as far as is known."""
         self._epoch = 0
         self._registered = False
-        """It knows this worker."""
+        """Whether that manager knows this worker."""
         self.draining = False
 
     def heard(self, sender: InstanceId, message: ManagerHello | Registered) -> None:
-        """A manager says that it knows this worker now, or that it does not: then it restarted, took over, or took
-        silence for death."""
+        """Handle a manager's message that it knows this worker now, or that it does not: it restarted, took over, or
+        took silence for death."""
         if message.leads and message.epoch >= self._epoch:
             self._follow(sender, message.epoch)
         leads = message.leads and message.epoch == self._epoch
@@ -128,7 +128,7 @@ class WorkerReports:
             self._register_with(sender)
 
     def refuses(self, sender: InstanceId, message: ToWorker) -> bool:
-        """Whether this is the command of a manager that was replaced. One of a higher epoch is followed."""
+        """Return whether this is the command of a manager that was replaced. One of a higher epoch is followed."""
         if not isinstance(message, _Command) or sender not in self.managers:
             return False
         if message.epoch < self._epoch:
@@ -206,9 +206,9 @@ class WorkerReports:
         )
 
     def _attempts(self) -> tuple[list[Attempt], list[Attempt]]:
-        """Attempts that are computed here or on their way from here; and those that wait for another process: for the
-        worker that should hand their state over or, parked, for a manager that binds them. A manager that does not know
-        of it never will, and has them placed anew."""
+        """Return attempts that are computed here or on their way from here, and those that wait for another process:
+        for the worker that hands over their state or, parked, for a manager that binds them. A manager that does not
+        know of it never will, and has them placed anew."""
         awaiting = [
             key
             for key, held in self._state.held.items()

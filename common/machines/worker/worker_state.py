@@ -23,21 +23,20 @@ from cohort.common.sequence import Sequence
 from cohort.common.types import Attempt, DraftSource, InstanceId, TrafficClass, WorkerCapacity
 
 REPORT_INTERVAL_S = 0.2
-"""Between two reports to the manager. Its deadlines and those of its policies (about a second) are several of these."""
+"""Interval of reports to the manager. Its deadlines and those of its policies (about a second) are several of these."""
 _OFFER_TIMEOUT_S = 30.0
-"""The longest a sender waits for blocks at the receiver: a cache that frees nothing for so long will not soon."""
+"""Maximum wait of a sender for blocks at the receiver: a cache that frees nothing for so long will not soon."""
 _LEASE_S = 5.0
-"""A receiver frees granted blocks whose lease was not renewed for so long: several renewals were lost, or the sender
-is."""
+"""Time without renewal after which a receiver frees granted blocks: several renewals were lost, or the sender is."""
 _STALL_TIMEOUT_S = 5.0
-"""Caches that wait for each other's blocks this long give a KV transfer back; a run takes far less."""
+"""Time after which caches that wait for each other's blocks give a KV transfer back; a run takes far less."""
 
 _PIECE_SHARE = 0.1
-"""Of a run's deadline."""
+"""Share of a run's deadline."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
-    """The parts of the configuration the machine needs."""
+    """Settings that the machine needs."""
 
     links: tuple[str, ...]
     """Transports this process can use, best first."""
@@ -46,20 +45,21 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     lease_s: float
     default_prediction: float
     stall_timeout_s: float = _STALL_TIMEOUT_S
-    """With KV transfers pending, the longest nothing may move: then two caches wait for each other."""
+    """Maximum time without progress while KV transfers are pending: then two caches wait for each other."""
     chunked_transfer: bool = True
-    """Push the blocks of a chunk while the next one computes (D6); else all of them once the segment is done."""
+    """Whether the blocks of a chunk are pushed while the next one computes (D6); else all of them once the segment is
+    done."""
     scored_step_tokens: int = 64
     """Tokens of scored prompts in one iteration."""
     learns: bool = True
-    """What iterations take is learned and reported, even if the scheduler does not decide by it."""
+    """Whether iteration times are learned and reported even if the scheduler does not decide by them."""
     lists_queue: bool = True
-    """Reports tell the progress of every sequence (`WorkerStats.queue`)."""
+    """Whether reports list the progress of every sequence (`WorkerStats.queue`)."""
     max_loras: int = 8
     """LoRA adapters held at once."""
     speculation: SpeculationConfig = SpeculationConfig()
     piece_s: float = 0.5
-    """What one run may take on its link, by what was measured there."""
+    """Time that one run may take on its link, at the measured rate."""
 
     @staticmethod
     def of(config: Config, links: tuple[str, ...]) -> WorkerSettings:
@@ -78,7 +78,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
-    """All data a worker's machine is made of, beside its policies and its seed.
+    """Data that a worker's machine is made of, beside its policies and its seed.
 
     `incarnation` and `endpoint` (the inbox for other workers) are this process's own; registrations carry them.
     """
@@ -95,27 +95,27 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """One sequence and everything this worker knows of it beside what policies see."""
+    """Sequence, with everything this worker knows of it beyond what policies see."""
 
     sequence: Sequence
     segment: StartSegment
-    """As it came: which segment this is, and which worker takes over."""
+    """Message that started the sequence, as received: its segment, and the worker of the next one."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of this attempt's output tokens, where asked for: they move with the request."""
+    """Log-probabilities of this attempt's output tokens, if requested: they move with the request."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     aborting: bool = False
-    """Over while its rows are computed: dropped when the step ends."""
+    """Whether it ended while its rows are computed: it is dropped when the step ends."""
     parked_s: float = 0.0
     pooled: bool = False
-    """Parked, or leaving from there, with its KV in host memory."""
+    """Whether it is parked, or leaving from there, with its KV in host memory."""
     moving: bool = False
-    """The step in flight copies its KV between device and host memory."""
+    """Whether the step in flight copies its KV between device and host memory."""
     gateway: InstanceId = field(init=False)
     stop_ids: tuple[int, ...] = field(init=False)
     most_known: int = field(init=False)
-    """Of the request, what every one of its tokens is told by: its owner, its end tokens, its last length."""
+    """Facts of the request that are needed for every token: gateway, stop tokens, greatest length."""
     prompt_known: int = field(init=False)
-    """Tokens that are prefilled alike: of the prompt, and of the output of former attempts."""
+    """Tokens to prefill: the prompt, and the output of former attempts."""
 
     def __post_init__(self) -> None:
         request = self.sequence.request
@@ -139,15 +139,15 @@ class Held:
 
     @property
     def next_instance(self) -> InstanceId | None:
-        """Which worker takes over after this segment; None: none does, or it is not known yet."""
+        """Worker that takes over after this segment; None: none does, or it is not known yet."""
         following = self.segment.segments[self.segment.index + 1 : self.segment.index + 2]
         return following[0].instance if following else None
 
 
 NotAhead = Literal["prompts", "ended", "request", "kv_transfer", "news", "policy", "memory", "shared", "drafts"]
-"""Why the step after the one in flight is not planned ahead: a prompt goes on, and its next chunk is still to be
-decided; no row goes on; a sequence does not run any more; KV is under way or copied; there is news that only a decision
-takes in; the scheduler might choose other rows; blocks lack; a row's next slot is, or may become, another sequence's
+"""Reason why the step after the one in flight is not planned ahead: a prompt goes on, and its next chunk is still to be
+decided; no row goes on; a sequence does not run any more; KV is under way or copied; something waits for a decision;
+the scheduler might choose other rows; blocks lack; a row's next slot is, or may become, another sequence's
 (`KvAllocator.extend_ahead`); the engine expects several tokens of a sequence, which only a decided step can draft."""
 
 
@@ -168,7 +168,7 @@ class Averages:
             self.prefill_tokens_per_s = mix(self.prefill_tokens_per_s, prefill / max(latency_s, 1e-9))
 
     def note_decodes(self, latencies_s: Iterable[float]) -> None:
-        """`note` of so many iterations without a prompt."""
+        """Update the averages as by a `note` of each of these iterations without a prompt."""
         step_s, decode_step_s = self.step_s, self.decode_step_s
         for latency_s in latencies_s:  # `mix`, written out
             step_s = latency_s if step_s == 0.0 else 0.9 * step_s + 0.1 * latency_s
@@ -177,7 +177,7 @@ class Averages:
 
 
 def mix(old: float, new: float) -> float:
-    """The moving average after one more measurement; 0 = none so far."""
+    """Return the moving average after one more measurement; 0 = none so far."""
     return new if old == 0.0 else 0.9 * old + 0.1 * new
 
 
@@ -194,18 +194,18 @@ class WorkerCounters:
     transfer_failures: int = 0
     transfer_retries: int = 0
     exposed_transfer_s: float = 0.0
-    """Of KV transfers to here: time from a segment's last row until the request could go on, which no compute hid."""
+    """Time of incoming KV transfers from a segment's last row until the request could go on, hidden by no compute."""
     stalls: int = 0
     fenced: int = 0
     """Commands refused because another manager leads."""
     misnamed: int = 0
-    """Messages dropped because another peer than their sender would have to say them."""
+    """Messages dropped because only another peer than their sender may send them."""
     pooled: int = 0
     """Parked sequences moved to host memory (A2), prefetched back (A9), sent straight from there."""
     prefetched: int = 0
     from_host: int = 0
     planned_ahead: int = 0
-    """Steps begun behind the one in flight, and requests for one that had to be refused, by `NotAhead`."""
+    """Steps queued after the one in flight, and requests for one that had to be refused, by `NotAhead`."""
     not_ahead: dict[NotAhead, int] = field(default_factory=dict)
     wasted_rows: int = 0
     """Rows computed for sequences that had ended meanwhile."""
@@ -215,36 +215,36 @@ class WorkerCounters:
     drafted_rows: dict[TrafficClass, int] = field(default_factory=lambda: {"rt": 0, "be": 0})
     drafted_tokens: dict[TrafficClass, int] = field(default_factory=lambda: {"rt": 0, "be": 0})
     accepted_tokens: dict[TrafficClass, int] = field(default_factory=lambda: {"rt": 0, "be": 0})
-    """Decode rows that were computed with drafts, these drafts, and those of them that were right."""
+    """Decode rows that were computed with drafts, these drafts, and the accepted ones among them."""
     drafts_of: dict[DraftSource, int] = field(default_factory=dict)
     right_of: dict[DraftSource, int] = field(default_factory=dict)
-    """The same tokens, by what expected them."""
+    """Tokens drafted and accepted, by their source."""
     finished: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class WorkerState:
-    """Shared by the parts of one machine. Only the machine changes `held`, `aborting`, `in_flight` and `ahead`."""
+    """State shared by the parts of one machine. Only the machine changes `held`, `aborting`, `in_flight`, `ahead`."""
 
     setup: WorkerSetup
     kv: KvAllocator
     random: Random
     held: dict[Attempt, Held] = field(default_factory=dict)
     aborting: list[Held] = field(default_factory=list)
-    """Of `held`, those that are dropped once no step in flight computes a row of theirs."""
+    """Sequences in `held` that are dropped once no step in flight computes a row of theirs."""
     in_flight: IterationPlan | None = None
     ahead: IterationPlan | None = None
-    """Begun behind the one in flight: decode rows of sequences that sample a token in that one."""
+    """Plan queued after the one in flight: decode rows of sequences that sample a token in that one."""
     effects: list[WorkerEffect] = field(default_factory=list)
     counters: WorkerCounters = field(default_factory=WorkerCounters)
     averages: Averages = field(default_factory=Averages)
     skipped_s: list[float] = field(default_factory=list)
-    """Times of the iterations since the last decision that ended without another one: that were run as one with the
-    plan in flight (virtual time), or ahead of which the next was planned."""
+    """Times of the iterations since the last decision that ended without another one: run as one with the plan in
+    flight (virtual time), or with the next one planned ahead."""
     link_rates: dict[InstanceId, float] = field(default_factory=dict)
-    """Bytes a second to other workers, as measured."""
+    """Measured bytes per second to other workers."""
     moved_s: float = 0.0
-    """When a plan was made or a KV transfer got on last."""
+    """Time at which a plan was made or a KV transfer progressed last."""
     settings: WorkerSettings = field(init=False)
     block_size: int = field(init=False)
 
@@ -253,12 +253,13 @@ class WorkerState:
         self.block_size = self.setup.capacity.block_size
 
     def holds(self, sequence: Sequence) -> bool:
-        """It is here and not over."""
+        """Return whether the sequence is here and not over."""
         held = self.held.get(sequence.key)
         return held is not None and held.sequence is sequence and not held.aborting
 
     def computes(self, sequence: Sequence) -> bool:
-        """It has a row in the step in flight or in the one behind it: its blocks are read and written."""
+        """Return whether a row of it is in the step in flight or the one queued after it: its blocks are read and
+        written."""
         for plan in (self.in_flight, self.ahead):
             if plan is not None and any(row.sequence is sequence for row in plan.rows):
                 return True

@@ -36,7 +36,7 @@ _LEAST_CELLS = 64
 
 
 def rows_of(machine: WorkerMachine, now_s: float) -> list[Row]:
-    """Its sequences, those that compute first, in each phase the oldest first; `MOST_ROWS` at most."""
+    """Return the sequences, those that compute first, in each phase the oldest first; `MOST_ROWS` at most."""
     plan = machine.state.in_flight
     scheduled = {row.sequence.key: row.count for row in plan.rows} if plan is not None else {}
     ranked = sorted(
@@ -56,7 +56,7 @@ def iteration_of(plan: IterationPlan | None) -> Iteration | None:
 
 
 def drafts_of(counters: WorkerCounters) -> list[DraftTally]:
-    """Of the classes that had drafts."""
+    """Return a tally for each class that had drafts."""
     return [
         DraftTally(name, rows, counters.drafted_tokens[name], counters.accepted_tokens[name])
         for name, rows in counters.drafted_rows.items()
@@ -65,7 +65,7 @@ def drafts_of(counters: WorkerCounters) -> list[DraftTally]:
 
 
 def blocks_of(machine: WorkerMachine, rows: Iterable[Row], cells: int) -> BlockMap:
-    """The map of its KV blocks in at most `cells` cells (64 to `MOST_CELLS`)."""
+    """Return the map of its KV blocks in at most `cells` cells (64 to `MOST_CELLS`)."""
     kv = machine.kv
     total = kv.total_blocks
     states, owners = _paint(machine, {Attempt(row.request_id, row.attempt): n for n, row in enumerate(rows)})
@@ -80,7 +80,7 @@ def blocks_of(machine: WorkerMachine, rows: Iterable[Row], cells: int) -> BlockM
 
 
 def _paint(machine: WorkerMachine, place: dict[Attempt, int]) -> tuple[bytearray, array[int]]:
-    """By block: its state, and which of the rows has it (-1: none of them)."""
+    """Return each block's state, and the index of the row that has it (-1: none of them)."""
     kv, held = machine.kv, machine.state.held
     states, owners = bytearray(kv.total_blocks), array("i", [-1]) * kv.total_blocks
     cached, lent, real_time = _CODE["cached"], _CODE["lent"], _CODE["rt"]
@@ -105,7 +105,7 @@ def _paint(machine: WorkerMachine, place: dict[Attempt, int]) -> tuple[bytearray
 
 
 def _most(values: bytearray | array[int]) -> int:
-    """The most frequent of a few."""
+    """Return the most frequent value."""
     first = values[0]
     if values.count(first) * 2 > len(values):  # type: ignore[arg-type]
         return first

@@ -22,8 +22,7 @@ from statistics import median
 from cohort.common.config import load_config
 from cohort.common.machines.effects import ManagerEffect, Send
 from cohort.common.machines.events import ManagerEvent, Received, Tick
-from cohort.common.machines.manager.manager import ManagerMachine
-from cohort.common.machines.manager.manager_settings import ManagerSettings
+from cohort.common.machines.manager.manager import ManagerMachine, ManagerSettings
 from cohort.common.machines.worker.worker_state import REPORT_INTERVAL_S
 from cohort.common.messages import (
     GatewayHello,

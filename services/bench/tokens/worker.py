@@ -25,7 +25,7 @@ from cohort.common.engine.device import compiled_kernels
 from cohort.common.engine.models.lora import LoraStore
 from cohort.common.engine.runner.model_runner import Done, ModelRunner
 from cohort.common.engine.step.batch import StepBatch, StepOutput
-from cohort.common.engine.worker.hosts import host_of
+from cohort.common.engine.worker.engine_threads import host_of
 from cohort.common.engine.worker.learned_state import LearnedState
 from cohort.common.engine.worker.worker_loop import WorkerLoop
 from cohort.common.engine.worker.worker_process import capacity_of

@@ -13,8 +13,7 @@ from cohort.common.config import Config
 from cohort.common.errors import ConfigError
 from cohort.common.machines.events import LinkAddresses
 from cohort.common.machines.gateway.gateway import GatewayMachine, GatewaySettings
-from cohort.common.machines.manager.manager import ManagerMachine
-from cohort.common.machines.manager.manager_settings import ManagerSettings
+from cohort.common.machines.manager.manager import ManagerMachine, ManagerSettings
 from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.machines.worker.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.policies import compose

@@ -10,8 +10,7 @@ import msgspec
 from cohort.common.machines.effects import ManagerEffect, Send, WorkerEffect
 from cohort.common.machines.events import Received, ReportDue, Tick
 from cohort.common.machines.gateway.peers import ManagerLink
-from cohort.common.machines.manager.manager import ManagerMachine
-from cohort.common.machines.manager.manager_settings import ManagerSettings
+from cohort.common.machines.manager.manager import ManagerMachine, ManagerSettings
 from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.messages import (
     AttemptsLost,

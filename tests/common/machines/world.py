@@ -15,8 +15,7 @@ from cohort.common.config import SpeculationConfig
 from cohort.common.machines.effects import Admitted, Deliver, Ended, Fail, GatewayEffect, ManagerFound, Rejected
 from cohort.common.machines.events import Closed, DrainEnded, DrainStarted, LinkAddresses, Offered, PeerLost
 from cohort.common.machines.gateway.gateway import GatewayMachine, GatewaySettings
-from cohort.common.machines.manager.manager import ManagerMachine
-from cohort.common.machines.manager.manager_settings import ManagerSettings
+from cohort.common.machines.manager.manager import ManagerMachine, ManagerSettings
 from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.machines.worker.worker_state import WorkerSettings, WorkerSetup
 from cohort.common.messages import Message

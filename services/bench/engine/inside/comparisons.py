@@ -25,7 +25,7 @@ from torch import Tensor
 
 from cohort.common.engine.config.model_config import ModelGeometry
 from cohort.common.engine.runner.model_runner import ModelRunner
-from cohort.common.engine.step.trial_batch import trial_batch
+from cohort.common.engine.step.batch import trial_batch
 from cohort.common.engine.weights.linear import GatedLinear, Linear
 from cohort.kernels.cpu.panels import Arena, huge_zeros
 from cohort.kernels.fp8_cache import SCALE_BYTES, encoded, is_fp8

@@ -26,7 +26,7 @@ from cohort.common.codec import encode
 from cohort.common.config import Config, load_config
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.worker import worker_loop
-from cohort.common.engine.worker.hosts import host_of
+from cohort.common.engine.worker.engine_threads import host_of
 from cohort.common.engine.worker.worker_process import capacity_of
 from cohort.common.machines.effects import WorkerEffect
 from cohort.common.machines.events import StepEnded, WorkerEvent

@@ -18,8 +18,7 @@ from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.config.runner_options import RunnerOptions
 from cohort.common.engine.ranks.ranks import RankGroup
 from cohort.common.engine.runner.model_runner import ModelRunner
-from cohort.common.engine.step.batch import StepBatch
-from cohort.common.engine.step.trial_batch import trial_batch
+from cohort.common.engine.step.batch import StepBatch, trial_batch
 from cohort.services.bench.gpu_check.frame import rates
 from cohort.services.bench.gpu_check.frame.guard import DoesNotFit, Guard
 from cohort.services.bench.gpu_check.frame.rates import Ceilings

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from cohort.common.engine.config import lora_checkpoint
 from cohort.common.engine.config.lora_checkpoint import LoraOptions
-from cohort.common.engine.runner.lora_loader import LoraLoader
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import SamplingRow, TokenLogprobs
 from cohort.common.engine.weights.linear import GatedLinear
+from cohort.common.engine.worker.engine_threads import LoraLoader
 from cohort.common.errors import InvariantViolated, ModelError
 from cohort.common.machines.effects import LoadAdapter
 from cohort.common.machines.events import AdapterFailed, AdapterLoaded

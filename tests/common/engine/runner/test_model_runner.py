@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cohort.common.engine.runner import model_runner
-from cohort.common.engine.step.trial_batch import trial_batch
+from cohort.common.engine.step.batch import trial_batch
 from cohort.common.engine.weights import resolved
 from cohort.common.engine.weights.resolved import resolve_device, resolve_dtype
 from cohort.common.engine.worker.profile_process import StepShape, default_shapes, measure

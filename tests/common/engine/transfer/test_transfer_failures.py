@@ -13,7 +13,7 @@ import torch
 
 from cohort.common.engine.transfer import transfer_memory
 from cohort.common.engine.transfer.transfer_memory import Message, Slots
-from cohort.common.engine.worker.hosts import CpuHost, GpuHost
+from cohort.common.engine.worker.engine_threads import CpuHost, GpuHost
 from cohort.common.errors import BufferStranded, TransferError
 from cohort.common.machines.effects import ReceiveRuns, Run
 from tests.common.engine.transfer_ends import LEASE, check_arrived, check_over, extents, held_ends, scattered, until

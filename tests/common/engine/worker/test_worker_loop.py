@@ -24,8 +24,7 @@ from cohort.common.config import load_config
 from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.runner.draft_loading import load_draft, plan_draft
 from cohort.common.engine.step.batch import StepBatch
-from cohort.common.engine.worker.engine_threads import StepUnderWay
-from cohort.common.engine.worker.hosts import host_of
+from cohort.common.engine.worker.engine_threads import StepUnderWay, host_of
 from cohort.common.engine.worker.worker_loop import WorkerLoop
 from cohort.common.engine.worker.worker_process import capacity_of
 from cohort.common.machines.worker.worker import WorkerMachine

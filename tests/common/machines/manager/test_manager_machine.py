@@ -11,8 +11,7 @@ import pytest
 from cohort.common.errors import InvariantViolated
 from cohort.common.machines.effects import ManagerEffect, Send, Wake
 from cohort.common.machines.events import PeerLost, Received, Tick, Undelivered
-from cohort.common.machines.manager.manager import ManagerMachine
-from cohort.common.machines.manager.manager_settings import ManagerSettings
+from cohort.common.machines.manager.manager import ManagerMachine, ManagerSettings
 from cohort.common.messages import (
     AttemptsLost,
     Cancel,

@@ -15,8 +15,7 @@ from cohort.common.machines.effects import ManagerEffect, Send, WorkerEffect
 from cohort.common.machines.events import Received, ReportDue, Tick
 from cohort.common.machines.gateway.peers import STANDBY_GREETING_S, ManagerLink
 from cohort.common.machines.manager.leadership import MOST_MANAGERS, Leadership
-from cohort.common.machines.manager.manager import ManagerMachine
-from cohort.common.machines.manager.manager_settings import ManagerSettings
+from cohort.common.machines.manager.manager import ManagerMachine, ManagerSettings
 from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.common.messages import (
     AttemptsLost,

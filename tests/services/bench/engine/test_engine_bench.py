@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from cohort.common.config import load_config
 from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.engine.runner import model_runner
+from cohort.common.engine.step.batch import trial_batch
 from cohort.common.engine.step.batch_builder import BatchBuilder
-from cohort.common.engine.step.trial_batch import trial_batch
 from cohort.common.machines.worker.worker import WorkerMachine
 from cohort.kernels.cpu import native
 from cohort.services.bench.engine.inside.comparisons import (

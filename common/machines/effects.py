@@ -36,11 +36,8 @@ class Wake(msgspec.Struct, frozen=True):
 
 class StartStep(msgspec.Struct, frozen=True):
     """Start this iteration on the engine now. `StepEnded` or `StepFailed` answers it. At most one step is in flight,
-    and one queued after it.
-
-    `ahead`: queue it after the step in flight. All rows of both are decode rows. Those of this one are rows of the
-    other, one position on, and take as their token what the other samples for them.
-    """
+    and one queued after it. `ahead`: queue it after the step in flight. All rows of both are decode rows. Those of this
+    one are rows of the other, one position on, and take as their token what the other samples for them."""
 
     plan: IterationPlan
     ahead: bool = False
@@ -58,10 +55,8 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class SendRuns(msgspec.Struct, frozen=True):
-    """Announce these runs to the peer (`KvChunk`, checksums filled in) and push their bytes over the link.
-
-    `RunsSent` answers every run, or several at once that end alike. Their blocks are not freed before.
-    """
+    """Announce these runs to the peer (`KvChunk`, checksums filled in) and push their bytes over the link. `RunsSent`
+    answers every run, or several at once that end alike. Their blocks are not freed before."""
 
     peer: InstanceId
     attempt: Attempt

@@ -1,6 +1,5 @@
-"""One owned request, as its gateway knows it: kept by the ledger, referred to by the gateway's effects.
-
-Changed by `ledger.py` and `peers.py` alone. Hosts read it for answers, metrics and log lines.
+"""Owned request, as its gateway knows it. Only `ledger.py` and `peers.py` change it; hosts read it for answers, metrics
+and log lines.
 """
 
 from __future__ import annotations

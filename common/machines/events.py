@@ -1,6 +1,6 @@
 """Events of a machine: everything that a host may feed it. Data only, so that a recording can hold it.
 
-Each machine has one union of events, at the end of this file, and ends its match over them with `assert_never`.
+Each machine has one union of events, at the end of this file, and matches them all.
 """
 
 from __future__ import annotations
@@ -121,10 +121,8 @@ class StepFailed(_Event, frozen=True):
 class PlanAhead(_Event, frozen=True):
     """Chance to queue the next step after the one in flight: a `StartStep` that is `ahead` answers it, or nothing.
     Hosts send it as late as they can, since what arrives later waits for one more step; and not for a step that
-    computes drafts, because how many tokens its rows yield is unknown before it ends.
-
-    `expected`: sequences of which the engine expects several tokens from here on, which only a decided step can draft.
-    """
+    computes drafts, because how many tokens its rows yield is unknown before it ends. `expected`: sequences of which
+    the engine expects several tokens from here on, which only a decided step can draft."""
 
     expected: list[Attempt] = []
 
@@ -184,11 +182,9 @@ class Estimated(_Event, frozen=True):
 class Offered(_Event, frozen=True):
     """Client's request, parsed and tokenised: one `Request` per choice, `choices_per_prompt` in a row of the same
     prompt. `Admitted` or `Rejected` answers it. An SLO of 0 takes the gateway's default for its class; a request with a
-    prediction is not sent to the predictor. `text_bytes`: size of the body.
-
-    `owner`: digest of the client's API key, whose share of the queue the request takes; "" if nothing is shared out.
-    `max_tokens_named`: whether the client named a number of tokens, instead of as many as fit.
-    """
+    prediction is not sent to the predictor. `text_bytes`: size of the body. `owner`: digest of the client's API key,
+    whose share of the queue the request takes; "" if nothing is shared out. `max_tokens_named`: whether the client
+    named a number of tokens, instead of as many as fit."""
 
     offer_id: RequestId
     requests: list[Request]

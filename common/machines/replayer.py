@@ -116,7 +116,6 @@ def replay(path: Path) -> Replayed:
 
 
 def _build(header: Header) -> tuple[str, Machine[Any, Any], Any]:
-    """Return the instance's name, its new machine, and the type of its events."""
     config = _config(header.config)
     match header:
         case WorkerHeader(setup=setup, seed=seed):

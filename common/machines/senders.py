@@ -1,8 +1,8 @@
 """Authority of senders: a message counts only from the peer that it names.
 
 Called by the gateway's and the manager's machines and by the hosts of workers and monitor, before anything else is done
-with a message. The peer's name is the identity of its connection. The worth of that name is the transport's business:
-on Unix sockets the peer runs as the same user, with CURVE it holds the cluster's key; neither proves which member.
+with a message. The peer's name is the identity of its connection, as far as the transport proves it: on Unix sockets
+the peer runs as the same user, with CURVE it holds the cluster's key; neither proves which member.
 """
 
 from __future__ import annotations
@@ -38,20 +38,8 @@ from cohort.common.messages import (
 )
 from cohort.common.types import InstanceId
 
-_Signed = (
-    TokenBatch
-    | GatewayHello
-    | RegisterWorker
-    | WorkerReport
-    | SegmentEnded
-    | Leaving
-    | KvOffer
-    | Heartbeat
-    | Farewell
-    | GatewayView
-    | ManagerView
-    | WorkerView
-)
+_Workers = TokenBatch | RegisterWorker | WorkerReport | SegmentEnded | Leaving | KvOffer | WorkerView
+_Signed = _Workers | GatewayHello | Heartbeat | Farewell | GatewayView | ManagerView
 _ManagersOwn = (
     ManagerHello | Placed | AttemptsLost | Refused | ClusterLoad | Registered | StartSegment | BindSegment | PrefetchKv
 )

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from cohort.common.config import GatewayConfig
-from cohort.common.engine.step.batch_builder import build_batch
+from cohort.common.engine.step.batch_builder import BatchBuilder
 from cohort.common.engine.step.sampler import sample
 from cohort.common.errors import RequestError
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
@@ -297,7 +297,7 @@ def test_arrays_are_built_once_per_request_not_per_step(monkeypatch: pytest.Monk
         for sequence in sequences:
             assert kv.extend(sequence, sequence.known)
         rows = [Row(sequence, sequence.known - 1 if step else 0, 1 if step else 20) for sequence in sequences]
-        batch, _ = build_batch(IterationPlan(rows=rows), kv)
+        batch, _ = BatchBuilder(kv).build(IterationPlan(rows=rows))
         tokens = sample(logits, batch.sampling).tokens.tolist()
         rows_of_step.append(batch.sampling)
         for sequence, token in zip(sequences, tokens, strict=True):

@@ -6,11 +6,10 @@
     free for other work … wait for the mark  ◀──────────────────────────┘
     ─▶ StepOutput
 
-Owned by the model runner, and by what drafts beside it (`drafts/slot_drafter.py`), on a GPU; on a processor only in
-tests, which hold its answers against the ordinary path's.
-Everything of a step is launched without asking the device for anything, so the host waits for the device exactly once
-a step; scored prompts, which are rare, are the exception. A step may be launched behind one that still runs: its tokens
-are then taken on the device, and host memory that the device copies from exists twice. Decides nothing about requests.
+Owned by the model runner and by `drafts/slot_drafter.py`, on a GPU; on a processor only in tests, which compare it with
+the ordinary path. Everything of a step is launched without asking the device for anything, so the host waits for the
+device exactly once a step; scored prompts, which are rare, are the exception. A step may be queued after one that still
+runs: its tokens are then taken on the device, and host memory that the device copies from exists twice.
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ from cohort.kernels.gpu.workspace import Workspace
 from cohort.kernels.types import products_made
 
 if TYPE_CHECKING:
-    from cohort.common.engine.step.cuda_graphs import CudaGraphRecorder
     from cohort.kernels.gpu.variants import ServedExperts
 
 log = structlog.get_logger(__name__)
@@ -78,26 +76,19 @@ FAST_BYTES_S, FAST_OPERATIONS_S = 4.3e12, 7.9e14
 without need, padded to no more than twice its prompt tokens."""
 
 
-def _nobody_waits() -> None:
-    """Ignore a step's end: the device has no group."""
-
-
 @dataclass(slots=True, eq=False)
 class Launched:
-    """Step under way."""
-
     _sampled: SampledOnDevice
     _mark: Mark
     _drafted: StepBatch | None = None
-    """Batch, if it has drafts."""
-    _over: Callable[[], None] = _nobody_waits
-    """Call for the time when the device is through."""
+    _over: Callable[[], None] | None = None
 
     def finish(self) -> StepOutput:
         """Wait for the device and return its answer. Everything the step wrote is there afterwards, KV included. Any
         thread."""
         self._mark.wait()
-        self._over()
+        if self._over is not None:
+            self._over()
         output = self._sampled.output()
         return output if self._drafted is None else right_ones(output, self._drafted)
 
@@ -212,7 +203,6 @@ class DeviceSteps:
         variants.precompile(served, self._max_rows, self._device, threads)
 
     def _served_experts(self) -> ServedExperts | None:
-        """Return the experts of a model that groups them on the device."""
         mixture = self._geometry.experts
         if mixture is None or self._geometry.family not in ("moe", "gpt_oss", "deepseek"):
             return None
@@ -235,7 +225,7 @@ class DeviceSteps:
             budget_bytes = self._group.budget(budget_bytes, (self._max_rows, wanted, self.mixed.wanted))
         if not budget_bytes:
             return self.recorded
-        recorder: PlainRecorder | CudaGraphRecorder = PlainRecorder()
+        recorder = PlainRecorder()
         if isinstance(self.stream, CudaStream):
             from cohort.common.engine.step.cuda_graphs import CudaGraphRecorder
 
@@ -293,7 +283,7 @@ class DeviceSteps:
             before = None if last is None else last.tokens
             if before is None:
                 raise InvariantViolated("a step behind another one, but none was launched")
-        over = self._begun()
+        over = None if self._group is None else self._group.begin()
         with self.stream.use():
             self._next_uploads()
             taken = self._taken(batch)
@@ -319,7 +309,7 @@ class DeviceSteps:
         self._group.room()
         if taken is not None and taken not in (*self.decode.classes, *self.mixed.classes):
             raise InvariantViolated(f"rank 0 replays {taken}, which this rank has not recorded")
-        over = self._begun()
+        over = self._group.begin()
         with self.stream.use():
             self._next_uploads()
             before = self._group.taken_over(awaited, self._device)
@@ -328,9 +318,6 @@ class DeviceSteps:
             else:
                 self._mixed_logits(batch, taken, before)
             self._group.under_way(self.stream.mark(), over)
-
-    def _begun(self) -> Callable[[], None]:
-        return _nobody_waits if self._group is None else self._group.begin()
 
     def _next_uploads(self) -> None:
         self._uploads, self._other_uploads = self._other_uploads, self._uploads

@@ -1,12 +1,11 @@
 """Decode steps over standing buffers, padded to a few batch sizes, each recorded once and replayed from then on.
 
 Owned by `device_steps`. A step of R rows of one token each is written into the buffers of the smallest class that holds
-it; the rows between R and the class are padding. What is recorded ends with the logits: sampling is one launch behind
-it, which can then have a grammar's masks, found while the device computes. Decides nothing about requests.
+it; the rows between R and the class are padding. A recording ends with the logits: sampling is one launch after it,
+which can then have a grammar's masks, found while the device computes.
 
-Padding rows are ordinary rows of one token that lie in the spare block, which no request ever owns: every kernel
-computes them like any other row, finite and never read. (Rows with an empty context would ask each kernel for a
-special case instead.)
+Padding rows are ordinary rows of one token in the spare block, which no request ever owns: every kernel computes them
+like any other row, finite and never read. (Rows with an empty context would need a special case in each kernel.)
 """
 
 from __future__ import annotations
@@ -67,11 +66,9 @@ class StaticSteps(Generic[_Class]):
 
     @property
     def classes(self) -> tuple[_Class, ...]:
-        """Recorded classes, ascending."""
         return tuple(sorted(self._steps))
 
     def forget(self) -> None:
-        """Drop the recorded steps."""
         self._steps.clear()
 
     def _forward(

@@ -1,4 +1,4 @@
-"""Steps of prompt rows beside decode rows over standing buffers, recorded in a few classes and replayed from then on.
+"""Steps with prompt and decode rows over standing buffers, recorded in a few classes and replayed from then on.
 
 Owned by `device_steps`. A class has a number of prompt tokens and one of rows; a step runs in the smallest that holds
 it. Its rows lie so, whatever the step has:
@@ -8,11 +8,10 @@ it. Its rows lie so, whatever the step has:
 
 Prompt rows that the step lacks have no tokens. The padding row fills the prompt tokens up; it lies in the spare block,
 as do decode rows beyond the step's: finite, and read by no row of a request. Padding that a padded preset puts behind
-its prompts is part of their rows. Sampling is not recorded (`device_steps` launches it behind). Decides nothing about
-requests.
+its prompts is part of their rows. Sampling is not recorded (`device_steps` launches it afterwards).
 
-Prompts are attended to over the paged cache: gathering keys for flash attention needs their number on the host, and a
-recorded step has none. That is slower for long contexts: a step with a longer one than `LONGEST_CONTEXT` is not taken.
+Prompts attend to the paged cache: gathering keys for flash attention needs their number on the host, and a recorded
+step has none. That is slower for long contexts: a step with a longer one than `LONGEST_CONTEXT` is not taken.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class StaticMixed(StaticSteps[MixedClass]):
     """Recorded steps with prompts. While a step is filled in, the one before it may still run."""
 
     def __init__(self, ground: Ground, classes: Sequence[MixedClass]) -> None:
-        """`classes`: those that may be recorded."""
         super().__init__(ground)
         # The padding row is a context of its own.
         self.wanted: Sequence[MixedClass] = sorted(
@@ -157,6 +155,5 @@ class StaticMixed(StaticSteps[MixedClass]):
 
 
 def _prompt_rows(batch: StepBatch) -> int:
-    """Return the number of rows up to the last one of several tokens."""
     longer = np.flatnonzero(np.diff(batch.query_start) > 1)
     return int(longer[-1]) + 1 if len(longer) else 0

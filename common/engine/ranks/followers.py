@@ -1,16 +1,15 @@
-"""Rank 0's hold on the other ranks of a tensor-parallel worker: it starts them, tells them every step, ends with them.
+"""Rank 0's hold on the other ranks of a tensor-parallel worker: it starts them, sends them every step, ends with them.
 
     start ──▶ processes load their shares ──Loaded──▶ Connect ──▶ Compile, Record ──▶ Step, Copies, Step … ──▶ Stop
                                  └─ Failed: the same error here        │
                                           a process ends ──────────────┴──▶ the whole worker ends
 
 A follower dies with rank 0: the kernel kills it (parent-death signal), and its socket ends. Rank 0 ends as soon as a
-follower has: the kernel tells of its end (a pidfd), and an exchange with it fails. Ranks of other hosts are no children
-of this process: they come by themselves, and the end of their connection tells of theirs (`rank_hosts`). The worker's
-supervisor starts the group again as it starts any worker, and requests go on elsewhere, as after any worker's death.
+follower has: the kernel reports its end (a pidfd), and an exchange with it fails. Ranks of other hosts are no children
+of this process: the end of their connection reports theirs (`rank_hosts`). The worker's supervisor starts the group
+again as it starts any worker, and requests go on elsewhere.
 
 Made by `worker_process` on the thread that lives as long as the process; `ModelRunner` calls the rest on the engine's.
-Decides nothing about requests.
 """
 
 from __future__ import annotations
@@ -94,7 +93,6 @@ class _Follower:
 
 
 def _started(rank: int, threads: int) -> _Follower:
-    """Start a rank on this machine, as a child of this process."""
     pairs = [socket.socketpair() for _ in range(3)]
     descriptors = [theirs.fileno() for _, theirs in pairs]
     process = start_rank([str(os.getpid()), *map(str, descriptors)], threads, descriptors)
@@ -124,10 +122,8 @@ class Followers:
         self, degree: int, *, threads: int = 0, folder: Path | None = None, elsewhere: RanksElsewhere | None = None
     ) -> None:
         """Start the processes, on the main thread: they are killed when the thread that started them ends. `threads` of
-        each rank. `elsewhere`: the last ranks, which come from other hosts; closed by this object.
-
-        `folder`: private, for the file by which the ranks meet; made anew, with what a killed predecessor left there.
-        """
+        each rank. `elsewhere`: the last ranks, which come from other hosts; closed by this object. `folder`: private,
+        for the file by which the ranks meet; made anew, with what a killed predecessor left there."""
         self.degree = degree
         if folder is None:
             folder = Path(tempfile.mkdtemp(prefix="cohort-ranks-"))  # its owner's alone
@@ -161,7 +157,6 @@ class Followers:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the followers on this machine."""
         return [follower.process.pid for follower in self._followers if follower.process is not None]
 
     def _serve_store(self) -> Store:
@@ -170,8 +165,6 @@ class Followers:
             name = f"rank-{follower.rank}-store"
             threading.Thread(target=answer, args=(follower.store, store), name=name, daemon=True).start()
         return store
-
-    # -- the worker's life -----------------------------------------------------------------------------------------
 
     def set_up(self, setup: Callable[[int], Setup]) -> None:
         for follower in self._followers:
@@ -249,8 +242,6 @@ class Followers:
             self.elsewhere.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    # -- steps -----------------------------------------------------------------------------------------------------
-
     def ready_steps(
         self, compile_own: Callable[[], None], record_own: Callable[[], RecordedClasses], classes: Sequence[int] | None
     ) -> None:
@@ -293,11 +284,8 @@ class Followers:
                 if not isinstance(receive_answer(follower.control), Copied):
                     raise _not_asked(follower.rank)
 
-    # -- KV transfers ----------------------------------------------------------------------------------------------
-
     @property
     def ends(self) -> list[RemoteRank]:
-        """Ends of ranks 1 to degree - 1, in order."""
         return [follower.end for follower in self._followers]
 
     async def open_links(self, order: OpenLinks, *, on_network: bool) -> set[str]:

@@ -1,14 +1,12 @@
-"""The caches and the links of all ranks of a worker as the transfer agent sees them: one memory, one link a name.
+"""Caches and links of all ranks of a worker as the transfer agent sees them: one memory, one link a name.
 
     rank 0's cache ── its heads ══ rank 0's link ══▶ …
     rank 1's cache ── its heads ══ rank 1's link ══▶ …        what goes to whom: `kv_parts`
     rank n's cache ── its heads ══ rank n's link ══▶ …
 
-Every worker has one; between two workers of one rank each it is the cache itself. A message in parts is gathered,
-summed and placed by every rank for its own part, by rank 0's order. No KV passes through rank 0 but its own. The
-message's sum is one over its parts' sums.
-
-What blocks here is called in the agent's threads. Decides how memory is copied and summed, never what is sent.
+Between two workers of one rank each it is the cache itself. A message in parts is gathered, summed and placed by every
+rank for its own part, by rank 0's order; its sum is one over its parts' sums. No KV passes through rank 0 but its own.
+What blocks here is called in the agent's threads.
 """
 
 from __future__ import annotations
@@ -95,9 +93,8 @@ class GroupMemory:
         keyed, parts = self.keyed(message), self.parts_in(message)
         wanted = {rank: _heads(parts, receiver=rank) for rank in range(self.ranks)}
         if checksum:
-            weighted = run_checksum.is_weighted(checksum)
             found = self._everywhere(
-                {rank: Sum(self.number(rank), keyed, heads, weighted) for rank, heads in wanted.items()}
+                {rank: Sum(self.number(rank), keyed, heads, checksum) for rank, heads in wanted.items()}
             )
             each = [found[part.receiver][0][part.place] for part in parts]
             if run_checksum.joint(each) != checksum:
@@ -115,8 +112,6 @@ class GroupMemory:
             for other in self.others:
                 other.tell(Drop(key))
 
-    # -- what `GroupLink` asks ---------------------------------------------------------------------------------------
-
     def number(self, rank: int) -> int:
         return self.others[rank - 1].number() if rank else 0
 
@@ -128,11 +123,9 @@ class GroupMemory:
         return Keyed(key, message)
 
     def parts_out(self, message: Message) -> tuple[KvPart, ...]:
-        """Return the parts of a message from here."""
         return parts_between(self._kv_heads, self.ranks, message.ranks)
 
     def parts_in(self, message: Message) -> tuple[KvPart, ...]:
-        """Return the parts of a message to here."""
         return parts_between(self._kv_heads, message.ranks, self.ranks)
 
     def _everywhere(self, orders: dict[int, Work]) -> dict[int, tuple[tuple[int, ...], ...]]:
@@ -200,7 +193,6 @@ class GroupLink:
         await self._together([(part.receiver, order(part)) for part in self._memory.parts_in(buffer)])
 
     def path(self, peer: bytes) -> str:
-        """Return rank 0's path to the peer's first rank."""
         with suppress(TransferError):
             return self._link.path(addresses_of(peer)[0])
         return ""

@@ -1,4 +1,4 @@
-"""What the ranks of one worker do alike around their steps on a device: record the same ones, replay the same one.
+"""Agreement of a worker's ranks about their steps on a device: they record the same ones, and replay the same one.
 
     start   rank 0 ── Compile, Record ──▶ followers      each: agree on memory and classes, then for every class
                                                          warm up (exchanging) · capture · agree on what that took
@@ -7,9 +7,8 @@
             before: while a step runs, the next one is launched behind it, with the tokens that rank 0 samples
 
 An exchange belongs to a recorded step as its kernels do: it is recorded on all ranks or on none, in the same order, and
-a replay waits for the others' replays. Hence nothing here follows from one rank's own memory or mood: what they decide
-by is the least, or the most, of all ranks. Owned by the model runner, used by `device_steps`; decides nothing about
-requests.
+a replay waits for the others' replays. Hence nothing here follows from one rank's own memory: they decide by the
+minimum, or the maximum, of all ranks. Owned by the model runner, used by `device_steps`.
 """
 
 from __future__ import annotations
@@ -170,7 +169,6 @@ class GroupSteps:
         return self._ranks.least(own_bytes)
 
     def recorder(self, own: TwoPhases) -> Recorder:
-        """Return a recorder of steps that exchange."""
         return AgreedRecorder(own, self._most)
 
     def _most(self, value: int) -> int:
@@ -185,12 +183,10 @@ class GroupSteps:
 
 
 class StepDeadlines:
-    """Deadline of a step of several ranks on the device, whatever its ranks wait for there.
-
-    A recorded exchange is a kernel that waits for the other ranks' kernels: where one of them is gone, the wait for the
-    device never ends, and torch, which watches exchanges that are launched one by one, sees none of a replay. One
-    thread for all steps, from the first one on; who made it says what happens to a step that is late.
-    """
+    """Deadline of a step of several ranks on the device, whatever its ranks wait for there. A recorded exchange is a
+    kernel that waits for the other ranks' kernels: where one of them is gone, the wait for the device never ends, and
+    torch, which watches exchanges that are launched one by one, sees none of a replay. One thread for all steps, from
+    the first one on; who made it says what happens to a step that is late."""
 
     def __init__(self, limit_s: float, late: Callable[[], None]) -> None:
         """`late` is called once, on that thread, which then ends."""

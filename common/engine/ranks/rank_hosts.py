@@ -4,8 +4,8 @@
     `services/rank_host` ── Join ──▶ RanksElsewhere: same code, model, degree, hosts? a rank that is awaited?
                          ◀── "" ───   │ then streams for control, orders and the store, as of a child (`followers`)
 
-A process says who it is over a connection that asked for the cluster's key (`rank_wire`). Rank 0 awaits all of them
-for `engine.rank_join_s` and says which did not come and why the last one was turned away. From then on they are
+A process proves that it has the cluster's key on its connection (`rank_wire`). Rank 0 awaits all of them for
+`engine.rank_join_s` and reports which did not come and why the last one was turned away. From then on they are
 followers as any others. Decides who may join; nothing about steps.
 """
 
@@ -243,11 +243,9 @@ class StoreFailed(CohortError):
 
 class StoreOfRankZero(dist.Store):  # type: ignore[misc, name-defined]  # torch's bindings are untyped
     """Rank 0's store on another rank, by which ranks of several hosts meet. Usable on any thread. Raises `StoreFailed`.
-
     torch's own store for several hosts answers whoever connects, and who writes addresses there becomes a rank. This
     one has no port: each call goes over the stream that the rank has already, and `answer` looks it up. Used by
-    `torch.distributed` while a group begins; nothing of a step goes this way.
-    """
+    `torch.distributed` while a group begins; nothing of a step goes this way."""
 
     def __init__(self, stream: socket.socket) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

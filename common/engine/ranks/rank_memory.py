@@ -5,7 +5,7 @@
     some of them      cut out of every block into host memory that lasts as long as the message, or cut in from there
 
 Only the end whose ranks hold more heads cuts, so between equal degrees nothing is copied that a worker of one rank
-would not copy. Called by `rank_transfers` on every rank; what blocks here is called in threads. Decides nothing.
+would not copy. Called by `rank_transfers` on every rank; what blocks here is called in threads.
 """
 
 from __future__ import annotations
@@ -50,24 +50,22 @@ class RankMemory:
                 self._copy(keyed, heads, out=True)
             if order.summed:
                 parts = [self._part(keyed, heads).view(-1) for keyed in order.messages]
-                form = [run_checksum.form_of(weighted=self.cache.on_device)] * len(parts)
-                sums[heads] = run_checksum.alike_all(parts, form)
+                form = run_checksum.WEIGHTED if self.cache.on_device else 0
+                sums[heads] = run_checksum.alike_all(parts, [form] * len(parts))
         if not order.summed:
             return ()
         return tuple(tuple(sums[heads][index] for heads in order.heads) for index in range(len(messages)))
 
     def sums(self, order: Sum) -> tuple[int, ...]:
-        """Return the sums of the message's buffers, by heads."""
-        form, found = run_checksum.form_of(weighted=order.weighted), []
+        found = list[int]()
         for heads in order.heads:
             if heads == self.heads:
-                found += self.cache.sums([order.keyed.message], [form])
+                found += self.cache.sums([order.keyed.message], [order.like])
             else:
-                found += run_checksum.alike_all([self._part(order.keyed, heads).view(-1)], [form])
+                found += run_checksum.alike_all([self._part(order.keyed, heads).view(-1)], [order.like])
         return tuple(found)
 
     def place(self, order: Place) -> None:
-        """Copy the buffers' bytes into their blocks."""
         for heads in order.heads:
             if heads != self.heads:
                 self._copy(order.keyed, heads, out=False)

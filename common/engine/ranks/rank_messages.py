@@ -1,5 +1,5 @@
-"""What rank 0 of a tensor-parallel worker and its followers say to each other, over a socket pair for each follower
-(of another host: carried by `rank_wire`).
+"""Messages between rank 0 of a tensor-parallel worker and its followers, over a socket pair for each follower (of
+another host: carried by `rank_wire`).
 
     rank 0 ──▶ follower   Setup, Connect, Compile, Record, Step, Copies, Stop
     follower ──▶ rank 0   Loaded, Failed, Compiled, Recorded, Copied

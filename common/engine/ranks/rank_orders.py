@@ -1,15 +1,15 @@
-"""What rank 0 has the other ranks do for KV transfers, and what they answer, over a socket pair for each follower.
+"""Orders of rank 0 to the other ranks for KV transfers, and their answers, over a socket pair for each follower.
 
     rank 0 ──▶ follower   OpenLinks; Gather, Sum, Place (the cache's memory); SendPart, ReceivePart (its links);
                           Cancel, Drop, Forget (without an answer)
     follower ──▶ rank 0   Opened, Summed, Ended, Settled; Moved, whenever a link's address has changed
 
 Rank 0 follows the same orders by itself (`rank_transfers`). No bytes of KV go this way. Frames as in `rank_messages`.
-Decides nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
@@ -50,12 +50,12 @@ class Gather(msgspec.Struct, frozen=True, tag=True):
 
 
 class Sum(msgspec.Struct, frozen=True, tag=True):
-    """Order to sum a message's filled buffers; `weighted`: in that form."""
+    """Order to sum a message's filled buffers, in the form that the sum `like` has."""
 
     order: int
     keyed: Keyed
     heads: tuple[Heads, ...]
-    weighted: bool
+    like: int
 
 
 class Place(msgspec.Struct, frozen=True, tag=True):
@@ -146,18 +146,9 @@ Move = SendPart | ReceivePart
 Order = OpenLinks | Work | Move | Cancel | Drop | Forget
 Answer = Opened | Summed | Ended | Settled | Moved
 
-_encoder = msgspec.msgpack.Encoder()
-_orders: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)
-_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+order_of: Callable[[bytes], Order] = msgspec.msgpack.Decoder(Order).decode
+answer_of: Callable[[bytes | bytearray], Answer] = msgspec.msgpack.Decoder(Answer).decode
 
 
 def framed(message: Order | Answer) -> bytes:
-    return rank_messages.framed(_encoder.encode(message))
-
-
-def order_of(body: bytes) -> Order:
-    return _orders.decode(body)
-
-
-def answer_of(body: bytes | bytearray) -> Answer:
-    return _answers.decode(body)
+    return rank_messages.framed(msgspec.msgpack.encode(message))

@@ -5,7 +5,7 @@
 
 Rank 0 calls `work` and `move` for its own part. A follower runs `serve` on a thread with an event loop of its own, so
 that transfers go on while steps compute. Every order about bytes is answered exactly once, when nothing reads or writes
-its buffer any more; where a link cannot promise that yet, the answer says so and `Settled` follows. Decides nothing.
+its buffer any more; if a link cannot promise that yet, the answer says so and `Settled` follows.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class RankTransfers:
             for region in memory.cache.regions:
                 link.register(region)
         self.link_bytes = 0
-        """Bytes that this rank's links have moved, both ways."""
 
     def work(self, order: Work) -> tuple[tuple[int, ...], ...]:
         """Follow an order about memory. Blocks; on any thread."""

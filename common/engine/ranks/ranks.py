@@ -6,14 +6,14 @@
     lm_head       every rank's tokens' logits ──gather──▶ rank 0, which samples
     tokens        rank 0's ──broadcast──▶ all, where a step begins behind the one that samples them
 
-The order of a sum is the order of the ranks, for every row and every batch: a row computes the same bits whatever
-stands beside it, and all ranks hold the same residual to the last bit. An all-reduce would not do: gloo's cuts the
-buffer into as many parts as there are ranks and begins the sum of each part at another rank, so that a row's order
-would follow its place in the batch. On a processor the terms are float32, rounded once when they have been summed. On a
-GPU the sums are NCCL's all-reduce in the model's dtype: there the matrix products depend on the batch already. NCCL's
-are kernels, so a recorded step has them in it; gloo's are the processor's work, and no step with them is recorded.
+The order of a sum is the order of the ranks, for every row and every batch: a row computes the same bits in any batch,
+and all ranks hold the same residual to the last bit. An all-reduce would not do: gloo's cuts the buffer into as many
+parts as there are ranks and begins the sum of each part at another rank, so that a row's order would follow its place
+in the batch. On a processor the terms are float32, rounded once when they have been summed. On a GPU the sums are
+NCCL's all-reduce in the model's dtype: there the matrix products depend on the batch already. NCCL's are kernels, so a
+recorded step has them in it; gloo's are the processor's work, and no step with them is recorded.
 
-Used by the lean model on every rank, in lock-step: every rank calls the same with as many rows. Decides nothing.
+Used by the lean model on every rank, in lock-step: every rank calls the same with as many rows.
 """
 
 from __future__ import annotations
@@ -45,10 +45,6 @@ _FileStore: Any = dist.FileStore  # type: ignore[attr-defined]  # torch's stubs 
 _gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def _raise_alone(reason: str) -> None:
-    """Ignore it: the error itself ends this rank."""
-
-
 @dataclass(frozen=True, slots=True)
 class RankGroup:
     """Place in a group, before there is a model. `store`: a file that no group has used, the same for all ranks, or the
@@ -60,15 +56,12 @@ class RankGroup:
     degree: int
     store: str | Store
     meet: Callable[[], None]
-    failed: Callable[[str], None] = _raise_alone
+    failed: Callable[[str], None] = lambda reason: None  # the error itself ends this rank
     interface: str = ""
 
 
 class Ranks:
-    """Group as its rank `share.rank` sees it."""
-
     def __init__(self, group: RankGroup, geometry: ModelGeometry, device: torch.device) -> None:
-        """`geometry`: of the whole model."""
         self.share = RankShare(geometry, group.rank, group.degree)
         self.failed = group.failed
         self.reduced_bytes = 0

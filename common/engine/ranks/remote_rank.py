@@ -1,8 +1,7 @@
 """Another rank's end of KV transfers as rank 0 sees it: orders go out, answers come back, each order has one.
 
 Two threads for each follower move the frames, so that neither the event loop nor the agent's threads wait for a socket.
-Made by `followers`; called by `group_memory` in threads and on the event loop. Once the rank is lost
-every order fails: the process's end lets go of all its memory. Decides nothing.
+Once the rank is lost every order fails: the process's end releases all its memory.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ class RemoteRank:
             threading.Thread(target=work, name=f"rank-{rank}-{name}", daemon=True).start()
 
     def number(self) -> int:
-        """Return the number of the next order."""
         return next(self._numbers)
 
     def tell(self, order: Order) -> None:
@@ -124,7 +122,6 @@ class RemoteRank:
         self._check(order, answer)
 
     def close(self) -> None:
-        """Stop the two threads."""
         self._frames.put(None)
         with contextlib.suppress(OSError):
             self._peer.shutdown(socket.SHUT_RDWR)
@@ -154,8 +151,6 @@ class RemoteRank:
             held = Future()
             held.set_result(None)
         return asyncio.wrap_future(held)
-
-    # -- the two threads -------------------------------------------------------------------------------------------
 
     def _write(self) -> None:
         while (frame := self._frames.get()) is not None:
@@ -211,7 +206,6 @@ def _when_over(future: asyncio.Future[Answer]) -> asyncio.Future[None]:
 
 
 def _resolve(future: Future[_T] | None, how: Callable[[Future[_T]], None]) -> None:
-    """Resolve a future, unless its waiter has given it up."""
     if future is not None and not future.done():
         with contextlib.suppress(Exception):
             how(future)

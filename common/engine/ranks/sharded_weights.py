@@ -1,8 +1,8 @@
 """A rank's share of a model's tensors: read from the files, and no byte of the others' shares but in short rows.
 
-Called by the lean model of a tensor-parallel rank in the place of `weights.open_weights`. What a share is:
-`rank_shares`. Shapes that are asked for are the rank's own. A quantised module is read whole and its codes are cut, one
-module at a time: its layouts pack outputs or inputs into words, and scales follow codes only when both are unpacked.
+Called by the lean model of a tensor-parallel rank in place of `weights.open_weights`; `rank_shares` defines a share.
+Requested shapes are the rank's own. A quantised module is read whole and its codes are cut, one module at a time: its
+layouts pack outputs or inputs into words, and scales follow codes only when both are unpacked.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ def open_sharded(model_dir: Path, kind: WeightKind, share: RankShare) -> Weights
 
 
 class ShardedWeights(WeightFiles):
-    """Share of one rank of a model folder's tensors."""
-
     def __init__(self, model_dir: Path, share: RankShare) -> None:
         super().__init__(model_dir)
         self._share = share

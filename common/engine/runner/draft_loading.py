@@ -1,7 +1,4 @@
-"""The draft model or head of a worker: what is refused before a byte is loaded, its share of the cache, its making.
-
-Called by `worker_process`. How it drafts is the business of `drafts/draft_model.py` and `drafts/states_drafter.py`.
-"""
+"""The draft model or head of a worker: what is refused before a byte is loaded, its share of the cache, its loading."""
 
 from __future__ import annotations
 
@@ -88,7 +85,7 @@ def plan_draft(
     if speculation.mode != "model":
         return None
     module = not speculation.draft_model
-    if module and not _modules(model_dir):
+    if module and not json.loads((model_dir / "config.json").read_text("utf-8")).get("num_nextn_predict_layers"):
         raise ConfigError("speculation.draft_model: speculation.mode model needs the folder of a smaller model")
     folder = model_dir if module else Path(speculation.draft_model).expanduser()
     if not folder.is_dir():
@@ -133,12 +130,6 @@ def plan_draft(
     element, graphs = DTYPE_BYTES[dtype], config.engine.cuda_graph_memory_bytes // _GRAPHS_SHARE
     beside = weight_bytes(folder, draft, element) + step_bytes(draft, element, _MOST_ROWS, FILLED_AT_ONCE)
     return dataclasses.replace(plan, graph_bytes=graphs, device_bytes=beside + graphs)
-
-
-def _modules(model_dir: Path) -> int:
-    """Return how many modules for tokens further ahead a checkpoint has."""
-    read = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    return int(read.get("num_nextn_predict_layers") or 0)
 
 
 def _is_head(folder: Path) -> bool:

@@ -1,7 +1,8 @@
 """Tokens that the engine expects behind sequences: proposed for their rows, judged when their tokens are there.
 
-Owned by the worker loop, on the event loop's thread. How many a row may carry is the machine's (`Row.drafts`); what is
-proposed, the drafters' (`drafts/`). A proposal is made once for what is known of a sequence, and kept until more is.
+Owned by the worker loop, on the event loop's thread. The machine decides how many drafts a row may carry
+(`Row.drafts`), the drafters which (`drafts/`). A proposal is made once for what is known of a sequence, and stored
+until more is.
 """
 
 from __future__ import annotations
@@ -36,9 +37,7 @@ class Drafter(Protocol):
 
     def propose(self, tokens: Seq[int], limit: int) -> list[int]:
         """Return at most `limit` tokens that are likely to follow `tokens` (prompt and response so far); perhaps none.
-
-        `tokens` begins with the tokens of every earlier call. Costs O(new tokens + limit), not O(tokens).
-        """
+        `tokens` begins with the tokens of every earlier call. Costs O(new tokens + limit), not O(tokens)."""
         ...
 
 
@@ -74,11 +73,8 @@ class _Expected:
 @dataclass(slots=True, eq=False)
 class Drafting:
     _make: Callable[[], Drafter]
-    """Factory of a drafter that looks at one sequence alone."""
     _most: int
-    """Maximum drafts of one row."""
     _answers: AnswerMemory | None = None
-    """Store of ended responses, if there is one."""
     model: BatchDrafter | None = None
     """Draft model, called if lookups find nothing or are wrong too often."""
     _expected: dict[Sequence, _Expected] = field(default_factory=dict)

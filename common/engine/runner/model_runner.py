@@ -1,10 +1,7 @@
-"""One model on one device with its KV cache: executes a step, and nothing else.
-
-On a GPU the steps are `device_steps`' business: recorded decode steps, tokens sampled there, one wait a step.
+"""One model on one device with its KV cache: executes a step, and nothing else. On a GPU by `device_steps`.
 
 Owned by a worker's engine thread, which calls `execute` once per iteration; also used by the profiler. Decides nothing
-about requests, blocks or order. torch releases the GIL inside its operators, so the worker's event loop runs on while a
-step computes.
+about requests, blocks or order. torch releases the GIL inside its operators, so the event loop runs on during a step.
 """
 
 from __future__ import annotations
@@ -62,8 +59,6 @@ log = structlog.get_logger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Done:
-    """Step that has run."""
-
     output: StepOutput
 
     def finish(self) -> StepOutput:
@@ -71,8 +66,6 @@ class Done:
 
 
 class ModelRunner:
-    """Weights, KV cache and the forward over both."""
-
     def __init__(
         self,
         model_dir: Path,
@@ -207,7 +200,6 @@ class ModelRunner:
 
     @property
     def samples_on_device(self) -> bool:
-        """Whether all tokens of a step are sampled at once, as on a GPU."""
         return self._device_steps is not None
 
     @property
@@ -297,11 +289,9 @@ class ModelRunner:
         return self._model.one_by_one() if isinstance(self._model, LeanLlama) else nullcontext()
 
     def warm_up(self, classes: Sequence[int] | None = None) -> None:
-        """Run the step shapes that occur, so that the first request does not pay for code and caches being made.
-
-        Writes KV into the first blocks: call it before any request owns one. On a GPU this is also when kernels are
-        compiled and the decode steps recorded; `classes`: of these batch sizes only, for measuring.
-        """
+        """Run the step shapes that occur, so that the first request does not pay for code and caches being made. Writes
+        KV into the first blocks: call it before any request owns one. On a GPU this is also when kernels are compiled
+        and the decode steps recorded; `classes`: of these batch sizes only, for measuring."""
         if self._device_steps is not None:
             if self.followers is None:
                 self.compile_steps()
@@ -323,7 +313,6 @@ class ModelRunner:
                 self.execute(batch)
 
     def compile_steps(self) -> None:
-        """Compile every kernel that a step can launch."""
         if self._device_steps is not None:
             with torch.inference_mode():
                 self._device_steps.compile(threads=min(16, os.cpu_count() or 1))
@@ -393,7 +382,6 @@ class ModelRunner:
         return dataclasses.replace(output, scores=by_row(batch.scoring, scores))
 
     def _forwards(self, batch: StepBatch, inputs: StepInputs) -> Iterator[Tensor]:
-        """Yield the logits of the sampled and the scored tokens, part by part."""
         wanted = torch.cat([inputs.sample_index, scored_tokens(batch.scoring, self.device)])
         at_once = max(self.max_rows, len(inputs.sample_index), 1)
         for start in range(0, max(1, len(wanted)), at_once):

@@ -1,7 +1,6 @@
 """The rows that one iteration of the engine computes, and their results: plain NumPy, no torch.
 
-Built by the worker loop from the iteration scheduler's decision, consumed by `ModelRunner.execute`. Decides nothing:
-which rows run, which blocks they own and where a token's KV goes is settled before a batch exists.
+Built by the worker loop from the iteration scheduler's decision, consumed by `ModelRunner.execute`.
 """
 
 from __future__ import annotations
@@ -23,12 +22,10 @@ Uint8Array = npt.NDArray[np.uint8]
 @dataclass(slots=True, unsafe_hash=True)
 class SamplingRow:
     """Sampling of one row's next token; `position` is that token's. Never changed; not frozen, because a step makes one
-    per row and a frozen one takes twice as long to make.
-
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the neutral penalties switch themselves off.
-    `banned` are ids that must not come yet (the end tokens while min_tokens is not reached). `logprobs`: -1 none,
-    k ≥ 0 the sampled token's log-probability and the k likeliest ones.
-    """
+    per row and a frozen one takes twice as long to make. `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and
+    the neutral penalties switch themselves off. `banned` are ids that must not come yet (the end tokens while
+    min_tokens is not reached). `logprobs`: -1 none, k ≥ 0 the sampled token's log-probability and the k likeliest
+    ones."""
 
     seed: int
     position: int
@@ -62,7 +59,6 @@ class SamplingRow:
 
     @property
     def penalised(self) -> bool:
-        """Whether any penalty changes anything."""
         return self.history is not None and (
             self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         )
@@ -91,11 +87,9 @@ GREEDY = SamplingRow(seed=0, position=0, temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Rows of one forward: prefill rows first, then decode rows, concatenated (R14).
-
-    T tokens in R rows, S of which are sampled. A row's tokens are the last ones of its context. On the padded path the
-    last `padding[r]` tokens of a row are padding: computed, written behind its context, attended to by no row.
-    """
+    """Rows of one forward: prefill rows first, then decode rows, concatenated (R14). T tokens in R rows, S of which are
+    sampled. A row's tokens are the last ones of its context. On the padded path the last `padding[r]` tokens of a row
+    are padding: computed, written behind its context, attended to by no row."""
 
     token_ids: Int64Array  # [T]
     positions: Int64Array  # [T] absolute positions
@@ -134,7 +128,6 @@ class StepBatch:
 
     @property
     def num_sampled(self) -> int:
-        """Positions whose logits are sampled."""
         drafted = 0 if self.drafts is None else int(self.drafts[self.sample_rows].sum())
         return len(self.sample_rows) + drafted
 
@@ -197,11 +190,8 @@ class StepBatch:
 
     def split(self) -> tuple[StepBatch, StepBatch]:
         """Return two batches that together compute the same: used when the device refuses memory for the whole. Its
-        tokens must be known (`after`).
-
-        Rows are independent (a row's tokens never read another row's KV of the same step), so cutting between rows
-        changes no result.
-        """
+        tokens must be known (`after`). Rows are independent (a row's tokens never read another row's KV of the same
+        step), so cutting between rows changes no result."""
         if self.num_rows < 2:
             raise InvariantViolated("a batch of one row cannot be split")
         middle = self.num_rows // 2

@@ -1,9 +1,9 @@
-"""From an iteration plan to the arrays of a step, and from the step's rows back to their sequences.
+"""Arrays of a step from an iteration plan, and the sequences of its rows.
 
 Called by the worker loop, between two iterations or while one runs; the only place where block tables meet tokens.
-Decides nothing. What stays the same from one step to the next stands: block tables per sequence, of which a step
-changes only new entries, and how a sequence samples. All else is arithmetic over whole arrays. Arrays of a step are its
-own: the engine may still read those of the step before.
+State from one step to the next: block tables per sequence, of which a step changes only new entries, and how a sequence
+samples. All else is arithmetic over whole arrays. Arrays of a step are its own: the engine may still read those of the
+step before.
 """
 
 from __future__ import annotations
@@ -32,20 +32,6 @@ _Constant = tuple[float, float, int, float, float, float, float, TokenHistory | 
 
 class _Standing:
     """Sequence with the row of its block table and its sampling."""
-
-    __slots__ = (
-        "adapter",
-        "always",
-        "banned_before",
-        "blocks",
-        "constant",
-        "grammar",
-        "length",
-        "number",
-        "scored",
-        "seed",
-        "slot",
-    )
 
     def __init__(self, slot: int, sequence: Sequence, number: int) -> None:
         self.number = number
@@ -95,8 +81,6 @@ class _Standing:
 
 
 class BatchBuilder:
-    """Builder of one worker's batches, for its allocator."""
-
     def __init__(self, kv: KvAllocator, *, numbered: bool = False) -> None:
         """`numbered`: batches name each row's sequence (`StepBatch.numbers`)."""
         self._kv = kv
@@ -123,12 +107,9 @@ class BatchBuilder:
         self, plan: IterationPlan, behind: Seq[Sequence] | None = None, proposals: Seq[list[int]] | None = None
     ) -> tuple[StepBatch, list[Sequence]]:
         """Return the batch of `plan.rows`, and the sequences whose next token it samples, in the order of
-        `sample_rows`.
-
-        With `plan.padded_to` (B2) every prefill row is filled up to that many tokens, as far as its blocks reach.
-        `behind`: the sequences that the step in flight samples, in its order, for a plan that was made ahead.
-        `proposals`: drafts for each of the rows, of a plan of decode rows; rows with some come first (R14).
-        """
+        `sample_rows`. With `plan.padded_to` (B2) every prefill row is filled up to that many tokens, as far as its
+        blocks reach. `behind`: the sequences that the step in flight samples, in its order, for a plan that was made
+        ahead. `proposals`: drafts for each of the rows, of a plan of decode rows; rows with some come first (R14)."""
         kv, rows = self._kv, plan.rows
         if proposals is not None:
             pairs = sorted(zip(rows, proposals, strict=True), key=lambda pair: not pair[1])
@@ -247,8 +228,6 @@ class BatchBuilder:
             ]
         )
 
-    # -- what stands -------------------------------------------------------------------------------------------
-
     def _stand(self, plan: IterationPlan, sequences: list[Sequence], starts: Int64s | None, width: int) -> None:
         """Bring the tables of these rows up to date. `starts`: of rows that all have one token."""
         if width > self._tables.shape[1]:
@@ -284,7 +263,6 @@ class BatchBuilder:
         self._tables, *self._more = (np.pad(table, ((0, rows), (0, columns))) for table in (self._tables, *self._more))
 
     def _enter(self, sequences: list[Sequence]) -> None:
-        """Make these sequences the rows of the step."""
         standing = self._standing
         if len(standing) > 2 * len(sequences) + _KEPT:
             present = set(sequences)
@@ -321,11 +299,6 @@ class BatchBuilder:
         return directions
 
 
-def build_batch(plan: IterationPlan, kv: KvAllocator) -> tuple[StepBatch, list[Sequence]]:
-    """Return a batch without stored state of earlier steps."""
-    return BatchBuilder(kv).build(plan)
-
-
 def _sources(sequences: list[Sequence], behind: Seq[Sequence]) -> Int64s:
     """Return the index of each sequence in `behind`; -1: its tokens are known."""
     if sequences == behind:  # none has left, and no prompt has come to its end
@@ -335,7 +308,6 @@ def _sources(sequences: list[Sequence], behind: Seq[Sequence]) -> Int64s:
 
 
 def _tokens(rows: list[Row], padding: npt.NDArray[np.int32] | None, proposals: Seq[list[int]] | None = None) -> Int64s:
-    """Return the tokens of all rows; 0 if the step in flight samples it."""
     token_ids: list[int] = []
     for index, row in enumerate(rows):
         if row.count == 1:

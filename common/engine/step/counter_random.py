@@ -1,7 +1,7 @@
 """Randomness without state: the random numbers of position t of a request depend only on (seed, t).
 
-Called by the sampler. A request that moved, was preempted or is recovered therefore draws exactly what it would have
-drawn undisturbed, and rows of one batch cannot influence each other.
+A request that moved, was preempted or is recovered therefore draws exactly what it would have drawn undisturbed, and
+rows of one batch cannot influence each other.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ def splitmix64(value: int) -> int:
 
 
 def sample_key(seed: int, position: int) -> int:
-    """Return the 64-bit start of all random numbers of one sample.
-
-    The seed is scrambled before the position enters, so that neighbouring seeds do not walk through the same
-    sequence shifted by one.
-    """
+    """Return the 64-bit start of all random numbers of one sample. The seed is scrambled before the position enters, so
+    that neighbouring seeds do not walk through the same sequence shifted by one."""
     return splitmix64(splitmix64(seed & _MASK) ^ (position & _MASK))
 
 

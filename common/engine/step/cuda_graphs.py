@@ -1,9 +1,4 @@
-"""Records steps as CUDA graphs: one launch replays the some three hundred kernels of a step.
-
-Called at start through `recorded_steps`. The thin part that only a GPU can prove. A step is run twice as it is before
-it is captured: kernels are compiled, libraries make their workspaces and NCCL its connections then, which a capture
-would not allow.
-"""
+"""Steps recorded as CUDA graphs: the thin part that only a GPU can prove. Called at start through `recorded_steps`."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cohort.common.engine.step.recorded_steps import Recorded, StepResult
+from cohort.common.engine.step.recorded_steps import PlainRecorder, Recorded, StepResult
 
 _WARM_UPS = 2
 _DRIVER_BYTES = 16 << 20
@@ -20,20 +15,14 @@ _DRIVER_BYTES = 16 << 20
 device's free memory changes with the other processes on it."""
 
 
-class CudaGraphRecorder:
+class CudaGraphRecorder(PlainRecorder):
     """Recorder of steps as CUDA graphs: one launch replays the some three hundred kernels of a step. All graphs draw on
     one memory pool: only one of them runs at a time."""
 
     def __init__(self, device: torch.device, stream: Any) -> None:
-        """`stream`: the torch stream on which steps are replayed."""
         self._device = device
         self._stream = stream
         self._pool: Any = torch.cuda.graph_pool_handle()
-
-    def record(self, step: Callable[[], StepResult]) -> Recorded:
-        """Record a step; see `recorded_steps.Recorder`."""
-        self.warm_up(step)
-        return self.capture(step)
 
     def warm_up(self, step: Callable[[], StepResult]) -> None:
         """Run the step twice; see `group_steps.TwoPhases`. Kernels are compiled, libraries make their workspaces and

@@ -1,7 +1,7 @@
-"""Which steps are kept ready as recorded graphs: classes of size, and the memory their graphs may take.
+"""Classes of step sizes that are recorded as graphs, and the memory their graphs may take.
 
 Called by `static_decode` and `static_mixed` at start (what to record, in which order, when to stop) and in every step
-(which class takes the step). Plain arithmetic: no torch.
+(which class takes it). Plain arithmetic: no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ class MixedClass(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens that a step of this class computes."""
         return self.prompt_tokens + self.rows
 
 
@@ -30,18 +29,14 @@ StepClass = int | MixedClass | None
 
 
 class RecordedClasses(NamedTuple):
-    """Classes that one process has recorded, ascending."""
-
     decode: tuple[int, ...] = ()
     mixed: tuple[MixedClass, ...] = ()
 
 
 def batch_classes(max_rows: int) -> tuple[int, ...]:
-    """Return the numbers of rows that steps are padded to, ascending; the last is `max_rows`.
-
-    Every power of two up to 8, then steps of 8 up to 64 and of an eighth to a quarter of the size beyond: a padded row
-    costs little where the weights dominate, while every class costs start-up time.
-    """
+    """Return the numbers of rows that steps are padded to, ascending; the last is `max_rows`. Every power of two up to
+    8, then steps of 8 up to 64 and of an eighth to a quarter of the size beyond: a padded row costs little where the
+    weights dominate, while every class costs start-up time."""
     sizes = {1, 2, 4, *range(8, 65, 8), 80, 96, 112, 128, 160, 192, 224, 256}
     size = 256
     while size < max_rows:
@@ -56,11 +51,9 @@ def class_for(rows: int, classes: Iterable[int]) -> int | None:
 
 
 def mixed_classes(max_rows: int, max_tokens: int, worthwhile: Callable[[int], bool]) -> tuple[MixedClass, ...]:
-    """Return sizes of steps with prompts that are recorded, of at most `max_tokens` tokens, ascending.
-
-    Prompt tokens are padded to a power of two, rows to 8, 32, 128 … or `max_rows`: each class is a graph for every
-    combination. `worthwhile(tokens)`: whether launching a step's kernels takes longer than the device does.
-    """
+    """Return sizes of steps with prompts that are recorded, of at most `max_tokens` tokens, ascending. Prompt tokens
+    are padded to a power of two, rows to 8, 32, 128 … or `max_rows`: each class is a graph for every combination.
+    `worthwhile(tokens)`: whether launching a step's kernels takes longer than the device does."""
     prompts, rows = [_LEAST_PROMPT_TOKENS], [8]
     while prompts[-1] < _MOST_PROMPT_TOKENS:
         prompts.append(2 * prompts[-1])
@@ -83,8 +76,6 @@ def capture_order(classes: Sequence[int]) -> tuple[int, ...]:
 
 
 class CaptureBudget:
-    """Device memory that recorded graphs may take together."""
-
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.spent_bytes = 0

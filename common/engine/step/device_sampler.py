@@ -1,9 +1,9 @@
-"""Samples the next tokens of a whole batch on the device: host rows into the tables of `kernels.sampling`, and back.
+"""Sampler of a whole batch on the device: host rows into the tables of `kernels.sampling`, and back.
 
 Called by `static_decode`, which has the sampler in its recorded steps, over standing tables (`StandingSampler`), and by
 `device_steps` for all other steps (`sample_on_device`). Same order, rules and random numbers as `sampler`, grammars
-first, so the same tokens, up to the last bits of a logarithm. Asks the device for nothing: results stay there until
-their copy to the host, which is launched, not awaited.
+first, so the same tokens, up to the last bits of a logarithm. Results stay on the device until their copy to the host,
+which is launched, not awaited.
 
 Penalties: a request's history counts its tokens as they come (`TokenHistory`), so that a step costs a copy of the ids
 that differ, eight bytes each, and nothing is counted again. The counts do not stay on the device: there they would be
@@ -62,7 +62,6 @@ class SampledOnDevice:
     )
 
     def output(self) -> StepOutput:
-        """Return the output, after the copies to the host are done."""
         tokens = self.tokens.numpy()
         places = range(len(self.rows)) if self.places is None else self.places.tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(self.rows)
@@ -130,7 +129,6 @@ def eager_tables(rows: Sequence[SamplingRow], vocabulary: int, uploads: Uploads)
 
 
 def edits_of(rows: Sequence[SamplingRow], vocabulary: int) -> Edits:
-    """Return penalties, then bias, then bans, as `SamplingTables` has them."""
     counts = np.zeros(EDIT_KINDS * len(rows) + 1, dtype=np.int32)
     ids: list[npt.NDArray[np.integer]] = []
     values: list[npt.NDArray[np.floating]] = []
@@ -155,15 +153,11 @@ def edits_of(rows: Sequence[SamplingRow], vocabulary: int) -> Edits:
             add(index, 3, banned, np.zeros(len(banned), dtype=np.float32))
     if not ids:
         return counts, np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
-    return np.cumsum(counts, dtype=np.int32), np.concatenate(ids).astype(np.int32), _float32(values)
-
-
-def _float32(values: list[npt.NDArray[np.floating]]) -> npt.NDArray[np.float32]:
-    return np.concatenate(values).astype(np.float32)
+    amounts: npt.NDArray[np.float32] = np.concatenate(values).astype(np.float32)
+    return np.cumsum(counts, dtype=np.int32), np.concatenate(ids).astype(np.int32), amounts
 
 
 def _write_numbers(numbers: dict[str, np.ndarray], rows: Sequence[SamplingRow], vocabulary: int) -> None:
-    """Write the first `len(rows)` elements of each array."""
     count = len(rows)
     numbers["seeds"][:count] = np.array([row.seed & (1 << 64) - 1 for row in rows], dtype=np.uint64).view(np.int64)
     for name, attribute in (
@@ -217,8 +211,11 @@ class StandingSampler:
         there += [ids, values, torch.empty_like(values)]
         self._tables = SamplingTables(*there)
         self._out = SampledRows.empty(rows, min(MOST_LOGPROBS, vocabulary), device)
-        self._plain = 0  # so many first rows are known to be plainly greedy there
-        self._fill_greedy()
+        for host in (self._host, self._other_host):
+            _write_numbers(host.numbers, [GREEDY] * rows, vocabulary)
+            host.numbers["starts"][:] = 0
+        self._there.copy_(self._host.all)
+        self._plain = rows  # number of first rows that are known to be plainly greedy there
 
     def takes(self, rows: Sequence[SamplingRow]) -> bool:
         """Return whether the tables have memory for what these rows need."""
@@ -255,12 +252,10 @@ class StandingSampler:
         self._plain = rows if all(row.plain_greedy and row.logprobs < 0 for row in every) else 0
 
     def sample(self, logits: Tensor) -> Tensor:
-        """Return the tokens of a recorded step's rows, int64 [rows]."""
         sample_rows(logits, self._tables, self._out)
         return self._out.tokens[: len(logits)]
 
     def results(self, sampling: Sequence[SamplingRow], places: npt.NDArray[np.integer], rows: int) -> SampledOnDevice:
-        """Launch the copies of the last step's results to the host."""
         out = self._out
         used = SampledRows(
             out.tokens[:rows], out.logprobs[:rows], out.top_ids[:rows], out.top_logprobs[:rows], out.scratch
@@ -269,10 +264,3 @@ class StandingSampler:
         if len(places) == rows:  # no step runs behind one that does not sample all of its rows
             sampled.on_device = used.tokens
         return sampled
-
-    def _fill_greedy(self) -> None:
-        for host in (self._host, self._other_host):
-            _write_numbers(host.numbers, [GREEDY] * self._rows, self._vocabulary)
-            host.numbers["starts"][:] = 0
-        self._there.copy_(self._host.all)
-        self._plain = self._rows

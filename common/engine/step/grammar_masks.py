@@ -4,8 +4,8 @@
     forward under way ──▶ step with new tokens ──┴─▶ mask ──▶ both samplers, ahead of everything else
 
 Owned by the model runner, called on the engine thread: on a GPU while the device computes, on a processor after it. A
-grammar is compiled once for all requests that have it, beside the steps of their prompts; its matcher lives with the
-sequence. A grammar that goes beyond its limits ends its own request and no other.
+grammar is compiled once for all requests that have it, during the steps of their prompts; its matcher lives with the
+sequence. A grammar beyond its limits ends its own request and no other.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Log-probabilities of a prompt's own tokens, from the logits of the positions before them.
 
-Called by the model runner for the rows of a step that ask for it (`StepBatch.scoring`). Raw logits, before temperature
-and penalties, as for sampled tokens.
+Called by the model runner (`StepBatch.scoring`). Raw logits, before temperature and penalties, as for sampled tokens.
 """
 
 from __future__ import annotations
@@ -38,6 +37,5 @@ def score(logits: Tensor, wanted: Iterator[tuple[int, int]]) -> Iterator[TokenLo
 
 
 def by_row(rows: Sequence[ScoringRow], scores: Iterable[TokenLogprobs]) -> tuple[tuple[TokenLogprobs, ...], ...]:
-    """Return the scores of all rows, cut into the rows' own."""
     rest = iter(scores)
     return tuple(tuple(islice(rest, len(row.targets))) for row in rows)

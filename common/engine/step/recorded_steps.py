@@ -1,8 +1,8 @@
-"""What "recorded" means: a step that is computed once over standing buffers and repeated from then on.
+"""Recorded steps: computed once over standing buffers and repeated from then on.
 
 Used by `static_decode` and `static_mixed`, which own the buffers and decide which batch a recorded step computes. The
-recorder decides what repetition is: a CUDA graph on a GPU (`cuda_graphs`), plain repetition elsewhere, which is how
-tests hold the logic around it against the ordinary path. Never looks at a batch.
+recorder decides what repetition is: a CUDA graph on a GPU (`cuda_graphs`), plain repetition elsewhere, by which tests
+compare the logic around it with the ordinary path.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ class Recorder(Protocol):
 
 
 class PlainRecorder:
-    """Recorder that repeats a step by running it again."""
-
     def record(self, step: Callable[[], StepResult]) -> Recorded:
         self.warm_up(step)
         return self.capture(step)

@@ -1,7 +1,7 @@
-"""Draws the next token of every sampled row from its logits.
+"""Sampler of the next token of every sampled row from its logits.
 
-Called by the model runner after the forward. Rows never influence each other, and a row's sample depends only on its
-own logits, its parameters and (seed, position): the same whatever the batch, the worker or the attempt.
+Rows never influence each other, and a row's sample depends only on its own logits, its parameters and (seed, position):
+the same whatever the batch, the worker or the attempt.
 
 Order: grammar, penalties, bias, bans, temperature, top_k, top_p, min_p, then a race: every token left runs for an
 exponential time divided by its weight, and the first one wins (the Gumbel-max trick in another form; it draws with
@@ -100,7 +100,6 @@ def _penalise(logits: Tensor, row: SamplingRow, history: TokenHistory) -> None:
 
 
 def _sample(logits: Tensor, row: SamplingRow) -> int:
-    """Return the token of one row."""
     if row.temperature < GREEDY_BELOW:
         return int(_likeliest(logits[None])[0])
     # How far below the largest logit: never negative, so that no temperature overflows, and 0 for the likeliest.
@@ -120,14 +119,11 @@ def _sample(logits: Tensor, row: SamplingRow) -> int:
 
 
 def _reach(distance: Tensor, mass: Tensor, wanted: float) -> float:
-    """Return the distance of the last token in the smallest set of nearest tokens whose mass is `wanted`.
-
-    Everything at exactly that distance belongs to the set: no sort guarantees which of equals comes first.
-    Sorting a whole vocabulary for every row would cost more than the forward's share of a row. The bits of floats that
-    are not negative order like the floats, so their upper half sorts tokens into buckets in one pass, and only the
-    bucket in which the mass is reached is sorted. (On a GPU sorting is cheap, and summing into buckets would add in no
-    fixed order.)
-    """
+    """Return the distance of the last token in the smallest set of nearest tokens whose mass is `wanted`. Everything at
+    exactly that distance belongs to the set: no sort guarantees which of equals comes first. Sorting a whole vocabulary
+    for every row would cost more than the forward's share of a row. The bits of floats that are not negative order like
+    the floats, so their upper half sorts tokens into buckets in one pass, and only the bucket in which the mass is
+    reached is sorted. (On a GPU sorting is cheap, and summing into buckets would add in no fixed order.)"""
     before = 0.0
     if distance.is_cpu:
         buckets = (distance.view(torch.int32) >> 16).clamp_(min=0)

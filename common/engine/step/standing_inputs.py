@@ -1,7 +1,7 @@
 """Inputs of recorded steps: numbers and block tables at fixed addresses on the device, filled from the host.
 
 Owned by `static_decode` and `static_mixed`, one each. Host memory exists twice: while a step is filled in, the device
-may still copy from that of the step before; the one before that must be over. Knows names and sizes, no meaning.
+may still copy from that of the step before; the one before that must be over.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which drafted tokens stand: those that the sampler gives at their positions, and the first that it gives instead.
+"""Drafted tokens that stand: those that the sampler gives at their positions, and the first that it gives instead.
 
-Called by the model runner and the device's steps for batches with drafts (`StepBatch.drafts`), behind the forward.
+Called by the model runner and the device's steps for batches with drafts (`StepBatch.drafts`), after the forward.
 
     position    p        p+1      p+2      p+3
     computed    known    draft a  draft b  draft c
@@ -72,7 +72,6 @@ def right_ones(output: StepOutput, batch: StepBatch) -> StepOutput:
 
 
 def joined(first: StepOutput, second: StepOutput) -> StepOutput:
-    """Return the joined output of the two halves of a batch."""
     counts = None
     if first.counts is not None or second.counts is not None:
         counts = tuple([each for half in (first, second) for each in half.counts or (1,) * len(half.tokens)])
@@ -86,7 +85,6 @@ def joined(first: StepOutput, second: StepOutput) -> StepOutput:
 
 
 def _drafts_of(batch: StepBatch) -> list[list[int]]:
-    """Return the drafts of every sample row, in order."""
     assert batch.drafts is not None
     token_ids, ends, drafts = batch.token_ids, batch.query_start[1:].tolist(), batch.drafts.tolist()
     rows = batch.sample_rows.tolist()

@@ -1,15 +1,15 @@
-"""Sums over a run's bytes that both ends of a transfer compare, in the form that suits the memory they lie in.
+"""Sums over a run's bytes that both ends of a transfer compare, in the form that suits their memory.
 
-Called by the worker's view of its cache. CRC-32 where a processor sums; on a GPU a weighted sum of words, in one
-pass at the memory's speed and with eight bytes to the host instead of the run. The sum tells its own form, so that
-workers of both kinds understand each other: values under 2**32 are CRC-32, others carry bit 32.
+CRC-32 if a processor sums; on a GPU a weighted sum of words, in one pass at the memory's speed and with eight bytes to
+the host instead of the run. The sum carries its form, so that workers of both kinds understand each other: values under
+2**32 are CRC-32, others carry bit 32.
 
-A sender may gather scattered runs and send them as one message under the first one's tag. It says so where the sums are
-said: a run with bit 33 has no sum of its own; its bytes follow those of the run before in the same message, whose first
+A sender may gather scattered runs and send them as one message under the first one's tag. It announces that with the
+sums: a run with bit 33 has no sum of its own; its bytes follow those of the run before in the same message, whose first
 run carries the sum of all.
 
 A message between workers of which one has several ranks goes in parts, from rank to rank (`kv_parts`). Its sum is a sum
-over its parts' sums, and says of how many ranks the sender is: bits 34 on hold that number less one.
+over its parts' sums; bits 34 on hold the sender's number of ranks less one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 JOINED = 1 << 33
-_WEIGHTED = 1 << 32
+WEIGHTED = 1 << 32
 _SUM_BITS = (1 << 33) - 1
 _RANKS_SHIFT = 34
 _WORDS_PER_GROUP = 1024
@@ -36,29 +36,18 @@ def crc32(data: Tensor) -> int:
 
 def weighted_all(datas: Sequence[Tensor]) -> list[int]:
     """Sum each, bytes in one device's memory, uint8, a multiple of four: Σ (2 g + 1) · (sum of group g's words), folded
-    to 32 bits. Computed one after the other there, with one wait for all.
-
-    Any changed word, and groups that changed places, change it; words that changed places inside a group of 4 KiB do
-    not.
-    """
+    to 32 bits. Computed one after the other there, with one wait for all. Any changed word, and groups that changed
+    places, change it; words that changed places inside a group of 4 KiB do not."""
     if not datas:
         return []
-    return [_folded(total) for total in torch.stack([_weighted_words(data) for data in datas]).tolist()]
+    totals = [total & ((1 << 64) - 1) for total in torch.stack([_weighted_words(data) for data in datas]).tolist()]
+    return [(bits ^ bits >> 32) & 0xFFFFFFFF | WEIGHTED for bits in totals]
 
 
 def alike_all(datas: Sequence[Tensor], others: Sequence[int]) -> list[int]:
     """Return the sum of each in the form that its counterpart in `others` has."""
-    heavy = iter(weighted_all([data for data, other in zip(datas, others, strict=True) if other & _WEIGHTED]))
-    return [next(heavy) if other & _WEIGHTED else crc32(data.cpu()) for data, other in zip(datas, others, strict=True)]
-
-
-def form_of(*, weighted: bool) -> int:
-    """Return a value that has this form, for `alike_all`."""
-    return _WEIGHTED if weighted else 0
-
-
-def is_weighted(value: int) -> bool:
-    return bool(value & _WEIGHTED)
+    heavy = iter(weighted_all([data for data, other in zip(datas, others, strict=True) if other & WEIGHTED]))
+    return [next(heavy) if other & WEIGHTED else crc32(data.cpu()) for data, other in zip(datas, others, strict=True)]
 
 
 def of_ranks(ranks: int) -> int:
@@ -67,7 +56,6 @@ def of_ranks(ranks: int) -> int:
 
 
 def ranks_of(value: int) -> int:
-    """Return the sender's number of ranks."""
     return (value >> _RANKS_SHIFT) + 1
 
 
@@ -78,7 +66,7 @@ def sum_of(value: int) -> int:
 
 def joint(sums: Sequence[int]) -> int:
     """Return one sum over those of a message's parts, in their form."""
-    return (zlib.crc32(struct.pack(f"<{len(sums)}Q", *sums)) or 1) | sums[0] & _WEIGHTED
+    return (zlib.crc32(struct.pack(f"<{len(sums)}Q", *sums)) or 1) | sums[0] & WEIGHTED
 
 
 def _weighted_words(data: Tensor) -> Tensor:
@@ -86,8 +74,3 @@ def _weighted_words(data: Tensor) -> Tensor:
     groups = words.view(-1, math.gcd(len(words), _WORDS_PER_GROUP)).sum(dim=1, dtype=torch.int64)
     weights = torch.arange(1, 2 * len(groups) + 1, 2, dtype=torch.int64, device=data.device)
     return (groups * weights).sum()
-
-
-def _folded(total: int) -> int:
-    bits = total & ((1 << 64) - 1)
-    return (bits ^ bits >> 32) & 0xFFFFFFFF | _WEIGHTED

@@ -1,12 +1,12 @@
-"""Moves the runs a `WorkerMachine` asks for over its KV links, checks them, and reports every one back exactly once.
+"""Agent that moves a `WorkerMachine`'s runs over its KV links, checks them, and reports each one exactly once.
 
 Owned by the worker loop, on its event loop. A run that is not reported keeps its blocks forever, so every path ends in
-`on_sent` or `on_received`; where a link cannot promise silence yet, only once it can.
+`on_sent` or `on_received`; if a link cannot promise silence yet, only once it can.
 
-A transfer's runs go side by side, at most `runs_at_once` of them and as many as the link to that peer carries in time
-(`LinkRates`); after the first that fails none begins any more.
-Scattered runs are gathered into staging memory and go as one message under the first one's tag, which the announcement
-says (`run_checksum.JOINED`): the sender alone decides it. Sums and copies are made in threads.
+A transfer's runs go concurrently, at most `runs_at_once` of them and as many as the link to that peer carries in time
+(`LinkRates`); after a failure none begins any more. Scattered runs are gathered into staging memory and go as one
+message under the first one's tag, as the announcement says (`run_checksum.JOINED`): the sender alone decides it. Sums
+and copies are made in threads.
 """
 
 from __future__ import annotations
@@ -55,8 +55,6 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class _Sending:
-    """Message and the runs it carries."""
-
     runs: tuple[Run, ...]
     message: Message
 
@@ -348,8 +346,6 @@ class TransferAgent:
                 f"{message.num_blocks} blocks from {message.spans[0].first_block} differ from what was sent"
             )
 
-    # -- both --------------------------------------------------------------------------------------------------
-
     async def _blocking(self, num_blocks: int, work: Callable[[], _T]) -> _T:
         """Run `work` in a thread, unless it takes no time."""
         if not self._memory.on_device and num_blocks * self._memory.block_bytes <= _INLINE_BYTES:
@@ -504,7 +500,6 @@ class LinkRates:
         self._peers: dict[tuple[str, str], _Peer] = {}
 
     def rate(self, peer: str, link: str) -> float:
-        """Return bytes per second; 0 until known."""
         known = self._peers.get((peer, link))
         return 0.0 if known is None else known.rate
 

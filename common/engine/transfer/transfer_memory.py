@@ -3,7 +3,6 @@
     scattered runs ──gather──▶ slot of staging memory ══ one message over the link ══▶ slot ──check, scatter──▶ runs
 
 Owned by the worker loop. What blocks here is called in the agent's threads, and waits for the device once a call.
-Decides how memory is copied and summed, never what is sent or gathered.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from cohort.common.engine.transfer import run_checksum
 
 SLOT_BYTES = 16 << 20
 SLOTS = 4
-"""Slots in each direction."""
 STAGING_BYTES = 2 * SLOTS * SLOT_BYTES
 """Bytes of a worker that moves KV, on its device; `model_runner` leaves them free there."""
 
@@ -99,7 +97,6 @@ class CacheMemory:
 
     @property
     def regions(self) -> list[Tensor]:
-        """Regions that messages are sent from and received into."""
         return [self._kv.with_spare, self._kv.host_blocks, self._slots]
 
     def buffer(self, message: Message) -> object:
@@ -156,7 +153,6 @@ class CacheMemory:
             offset += len(view)
 
     def _copy_on_device(self, message: Message, slot: Tensor, *, into_slot: bool) -> None:
-        """Copy with one kernel, however many spans."""
         blocks = [
             block for span in message.spans for block in range(span.first_block, span.first_block + span.num_blocks)
         ]
@@ -170,11 +166,9 @@ class CacheMemory:
 
 
 class Slots:
-    """Free slots of one direction. On the event loop only.
-
-    A sender takes what is free and never waits, and says that it gathered only once it holds the slot. So a receiver
-    that waits for one waits for transfers whose bytes are on their way, and no circle of workers waits for itself.
-    """
+    """Free slots of one direction. On the event loop only. A sender takes what is free and never waits, and says that
+    it gathered only once it holds the slot. So a receiver that waits for one waits for transfers whose bytes are on
+    their way, and no circle of workers waits for itself."""
 
     def __init__(self, slots: Sequence[int]) -> None:
         self._free = list(slots)

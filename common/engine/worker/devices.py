@@ -1,7 +1,6 @@
 """A worker's device: which GPU, by a claim, with how many sharers, what is refused before a byte is loaded.
 
-Called once by `worker_process`. `common/devices` has the rules; this module asks torch, and says in the log what was
-chosen.
+Called by `worker_process`. `common/devices` has the rules; this module asks torch, and logs the choice.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 
 @dataclass(frozen=True, slots=True)
 class TorchGpu:
-    """GPU as torch numbers it."""
-
     index: int
     uuid: str
     name: str
@@ -69,11 +66,9 @@ class WorkerDevice:
     others: tuple[tuple[torch.device, Held | None], ...] = ()
     """Devices of the worker's other ranks on this host, with their claims; on a CPU all the same."""
     elsewhere: int = 0
-    """Ranks on other hosts."""
 
     @property
     def here(self) -> int:
-        """Ranks on this host."""
         return 1 + len(self.others)
 
     @property
@@ -172,10 +167,8 @@ async def claim_device(
     config: Config, instance: str, default_role: Role, executor: Executor, stopping: asyncio.Event
 ) -> WorkerDevice | None:
     """Return the worker's device; on a GPU a share of one, for which it waits up to `engine.claim_wait_s`: the worker
-    that this one replaces may still run. None if asked to stop meanwhile. Raises `ConfigError`, `NoDeviceLeft`.
-
-    What asks torch runs in the engine's thread, so that the event loop goes on while CUDA starts.
-    """
+    that this one replaces may still run. None if asked to stop meanwhile. Raises `ConfigError`, `NoDeviceLeft`. What
+    asks torch runs in the engine's thread, so that the event loop goes on while CUDA starts."""
     in_engine = asyncio.get_running_loop().run_in_executor
     device = await in_engine(executor, checked_device, config)
     own_role = config.worker_role(instance, default_role)

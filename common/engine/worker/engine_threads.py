@@ -53,10 +53,6 @@ class CpuHost:
         self.free_bytes = 0
         """Free device memory at the last `count_free`, for the worker's reports."""
 
-    @property
-    def recorded_classes(self) -> int | None:
-        return None
-
     def copier(self) -> KvCopier | StreamCopier:
         return KvCopier(self.runner.kv)
 
@@ -69,10 +65,6 @@ class CpuHost:
 
 class GpuHost(CpuHost):
     overlaps = True
-
-    @property
-    def recorded_classes(self) -> int | None:
-        return len(self.runner.recorded_classes)
 
     def copier(self) -> KvCopier | StreamCopier:
         return StreamCopier(self.runner.kv, self.runner.stream, stream_for(self.runner.device))
@@ -94,8 +86,6 @@ def host_of(runner: ModelRunner) -> CpuHost:
 
 @dataclass(slots=True)
 class StepUnderWay:
-    """Step that the engine was given."""
-
     plan: IterationPlan
     batch: StepBatch
     sampling: list[Sequence]

@@ -1,11 +1,11 @@
-"""A rank of a tensor-parallel worker beside its first: loads its share, runs every step that rank 0 tells it.
+"""A further rank of a tensor-parallel worker: loads its share, runs every step that rank 0 sends.
 
     python -m cohort.common.engine.worker.follower_process PARENT_PID CONTROL_FD ORDERS_FD STORE_FD
     python -m cohort.common.engine.worker.follower_process PARENT_PID PLACE     (on another host; `rank_hosts.Place`)
 
 Started by `followers`, and on another host by `services/rank_host`, which is such a rank itself (`follow_elsewhere`).
-It has no inbox, no metrics and no clients: rank 0 is the worker, this is part of its engine. It ends when rank 0 does,
-however that ends, and takes no signal that is meant for the worker. Decides nothing.
+It has no inbox, no metrics and no clients: rank 0 is the worker. It ends when rank 0 does, however that ends, and takes
+no signal that is meant for the worker.
 """
 
 from __future__ import annotations

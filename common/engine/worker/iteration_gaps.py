@@ -1,6 +1,6 @@
-"""A10 · How long the engine stands still between two iterations: deciding, building the batch, copies in its way.
+"""A10 · Idle time of the engine between two iterations: deciding, building the batch, copies in its way.
 
-Told when rows begin and end, by the threads that launch and await them; tells a metric. Decides nothing.
+Called when rows begin and end, by the threads that launch and await them; observes a metric.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from threading import Lock
 
 
 class IterationGaps:
-    """AlignedServe §4.4: Seconds from the last row of an iteration to the first of the next.
-
-    Only where the next one was there at once: a worker that waits for work is idle, not slow. Copies that a plan needs
-    before its rows, or that outlast the rows they run beside, are in the gap.
-    """
+    """AlignedServe §4.4: Seconds from the last row of an iteration to the first of the next. Only where the next one
+    was there at once: a worker that waits for work is idle, not slow. Copies that a plan needs before its rows, or that
+    outlast the rows they run beside, are in the gap."""
 
     def __init__(self, now_s: Callable[[], float], observe: Callable[[float], None]) -> None:
         self._now_s = now_s
@@ -37,7 +35,6 @@ class IterationGaps:
             self._running += 1
 
     def ended(self) -> None:
-        """Record that an iteration's rows have been computed, or have failed."""
         with self._lock:
             self._running -= 1
             self._ended_s = self._now_s()

@@ -1,8 +1,7 @@
-"""The times that a worker's scheduler has learned, kept on disk over a restart.
+"""Learned step times of a worker's scheduler, on disk over a restart.
 
-Made by `worker_process`, kept by `worker_loop`: loaded once before serving, saved now and then and at the end. The
-scheduler itself stays pure (`Learned`). One file per instance, model, device, precision, thread count and kind of
-scheduler: its values hold for nothing else.
+Loaded once before serving, saved now and then and at the end; the scheduler itself stays pure (`Learned`). One file per
+instance, model, device, precision, thread count and kind of scheduler: its values hold for nothing else.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     python -m cohort.common.engine.worker.profile_process --config FILE --threads N --repeats N --model-name NAME \\
         --output FILE
 
-A process of its own because the command line never loads torch. What a step costs at chosen shapes are the points that
-cost models are fitted to. Fits nothing, serves nothing; decides nothing.
+A process of its own because the command line never loads torch. Cost models are fitted to its points.
 """
 
 from __future__ import annotations
@@ -37,11 +36,9 @@ out."""
 
 
 class StepShape(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Shape of a step: `rows` rows of `tokens_per_row` new tokens, each with `context` KV positions after the step.
-
-    One token per row is a decode step, one row of many tokens a prefill chunk. Beside them `decodes` rows of one token,
-    each with `decode_context` positions: a mixed iteration.
-    """
+    """Shape of a step: `rows` rows of `tokens_per_row` new tokens, each with `context` KV positions after the step. One
+    token per row is a decode step, one row of many tokens a prefill chunk. Beside them `decodes` rows of one token,
+    each with `decode_context` positions: a mixed iteration."""
 
     rows: int
     tokens_per_row: int
@@ -122,11 +119,10 @@ def measure(
     budget_s: float = float("inf"),
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[StepPoint]:
-    """Time each shape that fits the cache. Overwrites the cache's first blocks, so nothing may be served meanwhile.
-
-    All shapes run in turn, round by round, so that whatever else the machine does hits all alike. After `budget_s` no
-    further round begins; one is measured in any case, after one that only fills caches (on a processor of short steps).
-    """
+    """Time each shape that fits the cache. Overwrites the cache's first blocks, so nothing may be served meanwhile. All
+    shapes run in turn, round by round, so that whatever else the machine does hits all alike. After `budget_s` no
+    further round begins; one is measured in any case, after one that only fills caches (on a processor of short
+    steps)."""
     begun_s, steps = clock(), []
     on_processor = runner.device.type == "cpu"
     for shape in shapes:

@@ -6,8 +6,8 @@
                                   └ the same, ahead ─▶ behind the step that runs (`PlanAhead`)
 
 The step task waits for the engine and for work, never for the network. Shortly before a step ends it has the next one
-planned and begun behind it, if the machine can; messages are performed once the engine is at work. Everything that
-touches the machine runs on the event loop, so the machine needs no locks. Made by `worker_process.py`; decides nothing.
+planned and queued, if the machine can; effects are performed once the engine is at work. Everything that touches the
+machine runs on the event loop, so the machine needs no locks. Decides nothing.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class WorkerLoop:
         self._clock = context.clock
         self._log = context.log
         self._metrics = WorkerMetrics(context.metrics, machine, lambda: runner.memory_retries)
-        if (recorded := host.recorded_classes) is not None:
-            self._metrics.engine.decode_classes_recorded().set(recorded)
+        if host.overlaps:
+            self._metrics.engine.decode_classes_recorded().set(len(runner.recorded_classes))
         self._show = WorkerShow(context, machine, self._metrics.transfer)
         memory = _transfer_memory(runner, links)
         self._agent = TransferAgent(
@@ -181,8 +181,6 @@ class WorkerLoop:
             self._copier.close()
             if self._learned is not None:
                 self._learned.save()
-
-    # -- the machine -------------------------------------------------------------------------------------------
 
     def _tell(self, *events: WorkerEvent) -> list[WorkerEffect]:
         """Feed events to the machine, perform its effects and return them."""

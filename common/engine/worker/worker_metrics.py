@@ -1,7 +1,4 @@
-"""A worker's metrics: one table of its stats for Prometheus and for the heartbeat, and every step's facts.
-
-Called by the worker loop with each report, heartbeat and step. Reads the machine, changes nothing.
-"""
+"""A worker's metrics: one table of its stats for Prometheus and for the heartbeat, and every step's facts."""
 
 from __future__ import annotations
 

@@ -126,10 +126,8 @@ def load_runner(
     grouped: bool = False,
 ) -> ModelRunner:
     """Load model and cache as configured; the cache sized from what the device has. Raises `ConfigError`, `ModelError`.
-
     `own`: the device that the worker has claimed; None = it has the machine to itself. `followers`: its other ranks,
-    which load their shares meanwhile; `threads` are each rank's. `grouped`: as in `ModelRunner`.
-    """
+    which load their shares meanwhile; `threads` are each rank's. `grouped`: as in `ModelRunner`."""
     model_dir = model_folder(config)
     if not model_dir.is_dir():
         raise ConfigError(f"model.path: no folder {model_dir}; run scripts/setup or name a Hugging Face folder")

@@ -4,12 +4,8 @@
                               │ ▲                     TokenBatch ◀─ workers
     Deliver, Fail, Ended ◀────┘ └──── Placed, AttemptsLost, Refused ◀─ manager
 
-Everything but HTTP, text and metrics is decided here; four parts keep the state:
-
-    ledger.py            what is owned, exactly-once delivery, attempts, deadlines
-    AdmissionDesk        whether a request may come in
-    peers.py             how long it will be, as the predictor says, and how long to wait for its answer;
-                         whether the manager is there and what it last said of the cluster
+Everything but HTTP, text and metrics is decided here. `ledger.py` holds the requests, their attempts and deadlines;
+`peers.py` the conversation with predictor and manager.
 
 Hosted by the live gateway (`services/gateway`) and by virtual clusters. A manager, predictor or worker that dies costs
 a pause: a message that cannot be sent comes back as `Undelivered`, or the messages of the next second repair its loss.
@@ -97,7 +93,6 @@ class GatewaySettings:
     max_attempts: int = 8
     """Placements before a request fails with 503: if eight workers died under it, it is the cause."""
     predictor_wait_s: float = 0.005
-    """Maximum time that a request waits for its prediction."""
 
     @classmethod
     def of(cls, config: Config) -> GatewaySettings:
@@ -113,12 +108,10 @@ class GatewaySettings:
 
 
 class AdmissionDesk:
-    """Admission: requests a decision from the policy, with what the gateway knows.
-
-    Twice per HTTP request: with an estimate from the body's size before anything is read, and with the real numbers
-    after tokenising. This class gathers what the policy decides on: all requests that wait and, if several API keys
-    share the gateway, those of the same owner.
-    """
+    """Admission: requests a decision from the policy, with what the gateway knows. Twice per HTTP request: with an
+    estimate from the body's size before anything is read, and with the real numbers after tokenising. This class
+    gathers what the policy decides on: all requests that wait and, if several API keys share the gateway, those of the
+    same owner."""
 
     def __init__(self, policy: Admission, ledger: Ledger, *, expected_output: float) -> None:
         self._policy = policy
@@ -142,10 +135,8 @@ class AdmissionDesk:
 
     def expected_output(self, request: Request, owner: str, *, max_tokens_named: bool) -> float:
         """Return the tokens that a request counts with while it waits: the default prediction, or all that it requests.
-
         An owner's share is counted by the requested number: a key could otherwise queue any length as if it were short.
-        If nothing is shared out, the prediction is the better measure of the queue.
-        """
+        If nothing is shared out, the prediction is the better measure of the queue."""
         asked = float(request.sampling.max_tokens)
         return asked if owner and max_tokens_named else min(self._expected_output, asked)
 
@@ -235,7 +226,6 @@ class GatewayMachine:
         self.misnamed_total = 0
         """Messages dropped because only another peer than their sender may send them."""
         self.fenced_total = 0
-        """Messages dropped because another manager than their sender leads."""
         self._settings = settings
         self._predictor = predictor
         self._admission = AdmissionDesk(admission, self.ledger, expected_output=settings.default_prediction_tokens)
@@ -245,7 +235,6 @@ class GatewayMachine:
         self._beat_s = now_s
         self._now_s = now_s
         self._wake_s = float("inf")
-        """Time of the last `Wake`."""
         self._held_back = False
         """Whether something may wait to be submitted until the manager answers."""
         self._effects: list[GatewayEffect] = []
@@ -287,8 +276,6 @@ class GatewayMachine:
     def check(self) -> None:
         self.ledger.check()
 
-    # -- For the host to look at -----------------------------------------------------------------------------------
-
     @property
     def default_predictions_total(self) -> int:
         """Requests that were submitted with a default prediction."""
@@ -297,8 +284,6 @@ class GatewayMachine:
     def not_ready_because(self, now_s: float) -> str | None:
         """Return why no new request could be served now; None if one could."""
         return "this gateway is shutting down" if self.draining else self.link.not_ready_because(now_s)
-
-    # -- New requests ----------------------------------------------------------------------------------------------
 
     def _estimated(self, now_s: float, offer: Estimated) -> None:
         load = self.link.load
@@ -381,8 +366,6 @@ class GatewayMachine:
             self._act(now_s, self.ledger.close(request_id, reason))
             self._end(entry, finish, reason)
 
-    # -- Messages --------------------------------------------------------------------------------------------------
-
     def _received(self, now_s: float, sender: InstanceId, message: ToGateway) -> None:
         if not may_say(sender, message, managers=self.link.managers, predictor=self._predictor):
             self.misnamed_total += 1
@@ -417,7 +400,6 @@ class GatewayMachine:
             self._submit_unsent(now_s)
 
     def _correct(self, now_s: float, manager: InstanceId) -> None:
-        """Correct a manager that believes that it leads."""
         if (hello := self.link.correction(now_s)) is not None:
             self._effects.append(Send(manager, hello))
 
@@ -454,8 +436,6 @@ class GatewayMachine:
             case _:
                 pass  # greetings and outstanding requests are repeated; a cancel, at the next word of its attempt
 
-    # -- Time ------------------------------------------------------------------------------------------------------
-
     def _tick(self, now_s: float) -> None:
         self._wake_s = float("inf")
         self._submit(now_s, self._predictions.overdue(now_s))
@@ -470,8 +450,6 @@ class GatewayMachine:
     def _name(self, held: list[Attempt]) -> None:
         if held:
             self._effects.append(Send(self.link.manager, Outstanding(held)))
-
-    # -- What the ledger asks --------------------------------------------------------------------------------------
 
     def _act(self, now_s: float, actions: Iterable[Action]) -> None:
         effects = self._effects

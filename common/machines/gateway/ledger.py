@@ -7,9 +7,8 @@
                                                     ended (forgotten; one final delivery)
 
 Decides what a message about a request means: which of its tokens are new, whether an attempt is lost and must be
-resubmitted, when a request has ended. Called by `gateway.py`, which performs the actions it returns; it never sends
-itself. Exactly-once delivery lives here: whatever workers and managers repeat, reorder or lose, the client gets every
-position once, in order.
+resubmitted, when a request has ended. `gateway.py` performs the actions. Delivery is exactly once: whatever workers and
+managers repeat, reorder or lose, the client gets every position once, in order.
 """
 
 from __future__ import annotations
@@ -314,8 +313,6 @@ class Ledger:
                 actions += self._lost(entry, now_s, "manager", "the manager was replaced while the request waited")
         return actions
 
-    # -- From the clock --------------------------------------------------------------------------------------------
-
     def tick(self, now_s: float) -> list[Action]:
         """Check deadlines: stalled attempts are resubmitted, requests past their time fail."""
         actions: list[Action] = []
@@ -357,8 +354,6 @@ class Ledger:
                 raise InvariantViolated(f"{entry.attempt} has tokens and counts as waiting")
             if len(entry.output) >= max(1, entry.request.sampling.max_tokens):
                 raise InvariantViolated(f"{entry.attempt} has all its tokens and is not over")
-
-    # -- Within ----------------------------------------------------------------------------------------------------
 
     def _note(self, entry: Entry, sender: InstanceId, update: TokenUpdate) -> None:
         """Record the worker, its stage times, and how much the prefix cache saved."""

@@ -1,7 +1,7 @@
 """The other processes that a gateway talks to: the length predictor and the bucketing managers.
 
-Called by `gateway.py`. Neither class submits a request: the first says which ones have their prediction now, the
-second whether any may be submitted.
+Called by `gateway.py`. `PredictionDesk` names the requests that have their prediction, `ManagerLink` says whether any
+may be submitted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ MISSED_LOADS = 10
 LEAST_SILENCE_S = 2.0
 
 STANDBY_GREETING_S = 1.0
-"""Interval of greetings to managers on standby."""
 _LIVES_S = 1.5 * STANDBY_GREETING_S
 """Time of silence after which a manager is not asked to lead: it would find the request when it is back."""
 
@@ -58,12 +57,10 @@ class _Question:
 
 
 class PredictionDesk:
-    """Gateway's side of length prediction: request one, wait a few milliseconds at most, go on with a default.
-
-    A silent predictor never costs more than `wait_s`. After a few timeouts in a row it counts as away: then no request
-    waits and only one question a second is sent, to notice its return (and so that nothing piles up at a process that
-    is not there).
-    """
+    """Gateway's side of length prediction: request one, wait a few milliseconds at most, go on with a default. A silent
+    predictor never costs more than `wait_s`. After a few timeouts in a row it counts as away: then no request waits and
+    only one question a second is sent, to notice its return (and so that nothing piles up at a process that is not
+    there)."""
 
     def __init__(self, *, wait_s: float, default_tokens: int, there: bool) -> None:
         """`there`: whether a predictor exists at all."""
@@ -163,8 +160,6 @@ class PredictionDesk:
     def observation_lost(self) -> None:
         self._silences += 1
 
-    # -- Within ----------------------------------------------------------------------------------------------------
-
     def _asks(self, now_s: float) -> bool:
         if not self._there:
             return False
@@ -213,10 +208,8 @@ class ManagerLink:
         self._silence_s = max(LEAST_SILENCE_S, MISSED_LOADS * load_interval_s)
         self._incarnation: int | None = None
         self._leads = False
-        """Whether the manager that is followed leads, as far as it has said."""
         self._followed_epoch = 0
         self.epoch = 0
-        """Highest epoch received."""
         self._heard_s = float("-inf")
         self._greeted_s = float("-inf")
         self._standbys_greeted_s = float("-inf")
@@ -319,8 +312,6 @@ class ManagerLink:
         if not self.load.ready:
             return "no worker could take a request now"
         return None
-
-    # -- Within ----------------------------------------------------------------------------------------------------
 
     def _said(self, *, lead: bool) -> GatewayHello:
         return msgspec.structs.replace(self._hello, workers=self._workers, epoch=self.epoch, lead=lead)

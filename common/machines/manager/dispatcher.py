@@ -1,7 +1,5 @@
-"""Where the manager sends requests: what the order lets go (`Dispatcher`), what waits parked on a worker
-(`ParkedRequests`), what runs on a worker that drains (`Vacating`).
-
-Called by `ManagerMachine`, which says when and owns the requests. Decides nothing that a policy decides.
+"""Placement of requests: released by the order (`Dispatcher`), parked on a worker (`ParkedRequests`), on a worker that
+drains (`Vacating`). Called by `ManagerMachine`. Decides nothing that a policy decides.
 """
 
 from __future__ import annotations
@@ -162,7 +160,6 @@ class ParkedRequests:
     _policy: LateBinding | None
     _send: Callable[[InstanceId, Message], None]
     _start: Callable[[float, Managed, WaitingRequest, int, int], None]
-    """`Dispatcher.start`."""
     _lost: Callable[[float, Managed, str], None]
     """`ManagerMachine._reschedule`: gives an attempt back."""
 
@@ -231,7 +228,6 @@ class ParkedRequests:
         self._send(holder, BindSegment(managed.attempt, following, worker.endpoint, action.batch_id))
 
     def _prefetch(self, action: Prefetch) -> None:
-        """Send each holder its requests, in the policy's order."""
         attempts: dict[InstanceId, list[Attempt]] = {}
         for request_id in action.request_ids:
             managed = self._roster.requests.get(request_id)
@@ -256,7 +252,6 @@ class Vacating:
     _roster: Roster
     _send: Callable[[InstanceId, Message], None]
     _start: Callable[[float, Managed, WaitingRequest, int, int], None]
-    """`Dispatcher.start`."""
     _moves_kv: bool
 
     def reported(self, now_s: float, instance: InstanceId) -> None:

@@ -7,14 +7,10 @@ which repairs the loss of any message:
     worker holds it, no gateway names it           → Cancel: the worker frees it
     worker silent, restarted or leaving            → AttemptsLost for everything it held
 
-so a lost message, a dead worker and a restarted manager are one case. A restarted manager first listens:
+so a lost message, a dead worker and a restarted manager are one case. A restarted manager first listens (`Settling`).
 
-    start ── listens ──▶ places ──settled──▶ displaces what no worker holds      (`Settling`)
-
-Of several managers one leads (`leadership.py`). The others stand by: they know who is there and decide nothing. To take
-over is to start again without the start. `roster.py` keeps the books; here is what follows from them. The policies
-decide what goes where. Below the machine: the cluster as it shows it, its load to gateways, for admission and readiness
-(`cluster_load`), and to policies, with the monitor's forecast (`Forecast`).
+Of several managers one leads (`leadership.py`); the others stand by: they know the peers and decide nothing. To take
+over is to start again without the start. `roster.py` holds what is known; the policies decide what goes where.
 """
 
 from __future__ import annotations
@@ -65,9 +61,7 @@ _LEAST_WAIT_S = 0.001  # between two ticks, however far in the past a policy wan
 _REGISTERS_S = 3.0  # workers register with a manager that stands by several times in this time
 _WINDOW_S = 1.0  # of which the drain rate's average is made
 _WEIGHT = 0.2
-"""Weight of the newest window in the average."""
 _Command = StartSegment | BindSegment | PrefetchKv | Cancel
-"""Commands to workers, with the epoch of the manager that leads."""
 _TellEpoch = WorkerReport | GatewayHello | RegisterWorker
 _HeardStandingBy = GatewayHello | RegisterWorker | Leaving | ClusterStats
 _FromFollowers = Submit | Outstanding | WorkerReport
@@ -128,8 +122,6 @@ class ManagerMachine:
         self._look_again_s = float("inf")
         self._now_s = now_s
         self._effects: list[ManagerEffect] = []
-
-    # -- the host's side ---------------------------------------------------------------------------------------
 
     def handle(self, now_s: float, *events: ManagerEvent) -> list[ManagerEffect]:
         """See `Machine.handle`. Raises `InvariantViolated` for a message that is not to a manager."""
@@ -211,8 +203,6 @@ class ManagerMachine:
             **self._parked.metrics(),
         }
 
-    # -- events ------------------------------------------------------------------------------------------------
-
     def _received(self, now_s: float, sender: InstanceId, message: Message) -> bool:
         """Handle a message. Return whether something may be placed or bound now that could not before."""
         if not isinstance(message, ToManager):
@@ -289,8 +279,6 @@ class ManagerMachine:
             wake_s = min(wake_s, self._lost.until_s or wake_s)
         return wake_s
 
-    # -- leading -----------------------------------------------------------------------------------------------
-
     def _hello(self) -> ManagerHello:
         return ManagerHello(self._incarnation, self._lead.epoch, self._lead.leads)
 
@@ -313,8 +301,6 @@ class ManagerMachine:
         self._settling.forget()
         for gateway in self._roster.gateways:
             self._send(gateway, self._hello())
-
-    # -- gateways ----------------------------------------------------------------------------------------------
 
     def _abandon(self, now_s: float, instance: InstanceId, reason: str) -> None:
         """Forget the gateway's requests, for which no client waits. It stays known: an idle gateway may be silent."""
@@ -396,10 +382,9 @@ class ManagerMachine:
             if those:
                 self._send(sender, AttemptsLost(those, reason, unheld=True, counted=counted))
 
-    # -- workers -----------------------------------------------------------------------------------------------
-
     def _register(self, now_s: float, message: RegisterWorker) -> None:
-        if self._roster.is_new_incarnation(message):
+        known = self._roster.workers.get(message.instance)
+        if known is not None and known.incarnation != message.incarnation:
             self._worker_lost(now_s, message.instance, "restarted")
         self._roster.registered(now_s, message)
         self._settling.came(message.instance)
@@ -422,8 +407,6 @@ class ManagerMachine:
         self._settling.died(now_s, instance)
         self._give_back(now_s, self._roster.remove_worker(instance), f"{instance}: {reason}")
 
-    # -- placement ---------------------------------------------------------------------------------------------
-
     def _schedule(self, now_s: float) -> None:
         if not len(self._order) and not self._parked.binds:
             return
@@ -436,8 +419,6 @@ class ManagerMachine:
         ):
             self._dispatcher.dispatch(now_s, cluster)
         self._parked.decide(now_s, cluster)
-
-    # -- endings -----------------------------------------------------------------------------------------------
 
     def _segment_ended(self, now_s: float, message: SegmentEnded) -> bool:
         managed = self._roster.requests.get(message.attempt.request_id)
@@ -500,7 +481,6 @@ class ManagerMachine:
             self._send(instance, Cancel([managed.attempt], reason))
 
     def _drop(self, now_s: float, managed: Managed) -> list[InstanceId]:
-        """Forget an attempt that is over. Return the workers that may still hold it."""
         assert not (managed.waiting and managed.live), f"{managed.attempt} waits and is on {[*managed.live]}"
         holders = self._roster.remove(managed)
         if managed.waiting:
@@ -510,8 +490,6 @@ class ManagerMachine:
         self._placement.finished(now_s, managed.request_id)
         self._parked.removed(now_s, managed.request_id)
         return holders
-
-    # -- what policies and gateways are told -------------------------------------------------------------------
 
     def _send(self, peer: InstanceId, message: Message) -> None:
         if self._lead.epoch and isinstance(message, _Command):
@@ -567,8 +545,6 @@ def cluster_load(
 
 
 class Forecast:
-    """Last summary of the monitor; none while it is silent."""
-
     def __init__(self) -> None:
         self._stats: ClusterStats | None = None
         self._heard_s = 0.0

@@ -6,8 +6,8 @@
                                │
         in requests  = claimed │ held by a worker, in no request = unclaimed, since when
 
-Called by `ManagerMachine` alone. Keeps the books and answers questions about them: which attempts are lost with a
-worker, which are held although no gateway claims them. Sends nothing, asks no policy, decides nothing about a request.
+Called by `ManagerMachine` alone. Answers which attempts are lost with a worker, and which are held although no gateway
+claims them. Sends nothing, decides nothing about a request.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class Worker:
     live: dict[RequestId, Managed] = field(default_factory=dict)
     """Mirror of `Managed.live`."""
     attempts: set[Attempt] = field(default_factory=set)
-    """Attempts in `live`."""
     unheld: dict[Attempt, None] = field(default_factory=dict)
     """Attempts in `attempts` that the worker has not named yet, or names no longer."""
     order: int = 0
@@ -104,7 +103,6 @@ class Managed:
     gateway: InstanceId
     item: WaitingRequest | None = None
     waiting: bool = False
-    """Whether the request is in the queue."""
     segments: tuple[Segment, ...] = ()
     live: dict[InstanceId, float] = field(default_factory=dict)
     parked_at: InstanceId = ""
@@ -129,7 +127,6 @@ class Roster:
         self._report_timeout_s = report_timeout_s
         self._views: ServingViews | None = None
         self._claimed: set[Attempt] = set()
-        """Attempts of `requests`."""
         self._unclaimed: dict[Attempt, float] = {}
         """Attempts that a worker holds and no gateway claims, with the time since when, oldest first."""
         self._elsewhere: dict[Attempt, list[InstanceId]] = {}
@@ -164,12 +161,7 @@ class Roster:
 
     # -- workers -----------------------------------------------------------------------------------------------
 
-    def is_new_incarnation(self, message: RegisterWorker) -> bool:
-        known = self.workers.get(message.instance)
-        return known is not None and known.incarnation != message.incarnation
-
     def registered(self, now_s: float, message: RegisterWorker) -> None:
-        """Record a worker. One of another incarnation must have been removed before."""
         known = self.workers.get(message.instance)
         assert known is None or known.incarnation == message.incarnation, f"{message.instance} was not removed before"
         view = InstanceView(message.instance, message.capacity)
@@ -222,7 +214,6 @@ class Roster:
         return missing
 
     def _holds(self, instance: InstanceId, worker: Worker, held: set[Attempt]) -> None:
-        """Set all that the worker holds."""
         for attempt in sorted(worker.held - held):  # `unheld` keeps this order, and a set's differs by process
             self._left(instance, worker, attempt)
         for attempt in held - worker.held:
@@ -298,7 +289,6 @@ class Roster:
         return silent
 
     def remove_worker(self, instance: InstanceId) -> list[Managed]:
-        """Remove a worker. Return the attempts that were live there."""
         worker = self.workers.pop(instance)
         self._views = None
         self.expected.discard(instance)
@@ -343,7 +333,6 @@ class Roster:
     # -- attempts ----------------------------------------------------------------------------------------------
 
     def add(self, managed: Managed) -> None:
-        """Add an attempt, also in place of an older one of the same request."""
         known = self.requests.get(managed.request_id)
         if known is not None:
             assert known.attempt < managed.attempt, f"{managed.attempt} comes after {known.attempt}"
@@ -360,7 +349,6 @@ class Roster:
             self.engage(now_s, adopted, name)
 
     def remove(self, managed: Managed) -> list[InstanceId]:
-        """Remove an attempt that is over. Return the workers that may still hold it."""
         known = self.requests.pop(managed.request_id, None)
         assert known is managed, f"{managed.attempt} is over and was not there"
         self._claimed.discard(managed.attempt)
@@ -451,8 +439,6 @@ class Roster:
             found.append((attempt, sorted(self._elsewhere[attempt], key=lambda name: self.workers[name].order)))
         return found
 
-    # -- the books ---------------------------------------------------------------------------------------------
-
     def check(self) -> None:
         for request_id, managed in self.requests.items():
             if managed.request_id != request_id:
@@ -529,7 +515,6 @@ class LostAttempts:
         return news, again
 
     def expect(self, now_s: float, attempts: Iterable[Attempt]) -> None:
-        """Let placements wait for the next attempts of these."""
         self._awaited.update((attempt.request_id, now_s + RESUBMIT_S) for attempt in attempts)
 
     def came(self, request_id: RequestId) -> None:

@@ -6,10 +6,9 @@
                              └ where all slots are taken, instead of the adapter unused for longest that no sequence
                                in the scheduler, and no row under way, computes with
 
-Called by `WorkerMachine`; pure. The scheduler sees only sequences whose adapter is held, so no scheduler knows of
-adapters. KV that waits, parked or under way to or from here, keeps no adapter: workers cannot wait for each other's.
-Sequences that keep coming for held adapters let an older one pass that finds no slot: after `_PATIENCE_S` they wait
-behind it.
+Called by `WorkerMachine`. The scheduler sees only sequences whose adapter is held, so no scheduler knows of adapters.
+KV that waits, parked or under way, keeps no adapter: workers cannot wait for each other's. Sequences that keep coming
+for held adapters overtake one without a slot; after `_PATIENCE_S` they wait behind it.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ _COMPUTES = (Phase.WAITING, Phase.RUNNING, Phase.SWAPPED)
 class AdapterDesk:
     _state: WorkerState
     _enter: Callable[[float, Sequence], None]
-    """`WorkerMachine._enter`."""
     _refuse: Callable[[float, Sequence, str], None]
-    """`WorkerMachine._refuse`."""
     _held: dict[str, None] = field(default_factory=dict)
     """Adapters held, least recently used first."""
     _loading: dict[str, float] = field(default_factory=dict)
@@ -41,11 +38,9 @@ class AdapterDesk:
     _waiting: dict[Sequence, float] = field(default_factory=dict)
     """Sequences that wait, oldest first, and since when."""
     load_s: float = 0.0
-    """Time to load an adapter, moving average."""
 
     @property
     def adapters(self) -> list[str]:
-        """Adapters held or under way."""
         return [*self._held, *self._loading]
 
     @property
@@ -81,7 +76,6 @@ class AdapterDesk:
             self._load(now_s, adapter)
 
     def settled(self, now_s: float, event: AdapterLoaded | AdapterFailed) -> None:
-        """Handle the host's answer to a `LoadAdapter`."""
         assert event.adapter in self._loading, f"adapter {event.adapter} was never to be loaded"
         since_s = self._loading.pop(event.adapter)
         counters = self._state.counters
@@ -125,8 +119,6 @@ class AdapterDesk:
         most, held = self._state.settings.max_loras, self.adapters
         if len(held) > most or not self._used() <= self._held.keys():
             raise InvariantViolated(f"adapters {held} in {most} slots, {sorted(self._used())} are computed with")
-
-    # -- slots -------------------------------------------------------------------------------------------------
 
     def _load(self, now_s: float, adapter: str) -> None:
         if self._is_known(adapter):

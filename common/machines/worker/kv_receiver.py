@@ -2,10 +2,9 @@
 
     queued ─blocks free─▶ granted ─chunks─▶ receiving ─handoff and all runs checked─▶ arrived
 
-Driven by `WorkerMachine`, which it tells `arrived` (the sequence can run here) and `lost` (its KV will not come). A
-transfer may turn dead at any moment (cancelled, failed, expired): then it only waits for its runs in flight to settle
-before its blocks are freed, because a late write into a reused block would be another request's wrong token. Never
-touches the scheduler.
+Called by `WorkerMachine`; calls back `arrived` (the sequence can run here) and `lost` (its KV will not come). A
+transfer may be closed at any moment (cancelled, failed, expired): it then waits for its runs in flight before its
+blocks are freed, because a late write into a reused block would be another request's wrong token.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from cohort.common.types import Attempt, InstanceId
 
 @dataclass(slots=True, eq=False)
 class Incoming:
-    """Transfer to this worker, from the grant on."""
-
     sequence: Sequence
     sender: InstanceId
     transfer_id: int
@@ -106,12 +103,9 @@ class KvReceiver:
         self.offers: deque[QueuedOffer] = deque()
         self.leases = LeaseTable(state.settings.lease_s)
         self.links: dict[str, bytes] = {}
-        """Addresses of this worker's links, by transport name."""
 
     def __contains__(self, key: Attempt) -> bool:
         return key in self._incoming
-
-    # -- offers and grants -------------------------------------------------------------------------------------
 
     def offered(self, now_s: float, sender: InstanceId, offer: KvOffer) -> None:
         if offer.positions <= 0:
@@ -179,8 +173,6 @@ class KvReceiver:
             offer.attempt, offer.transfer_id, lease_id, self._settings.lease_s, blocks, cached, dict(self.links)
         )
         self._state.effects.append(Send(offer.sender, grant))
-
-    # -- chunks, runs, the KV transfer ---------------------------------------------------------------------------
 
     def announced(self, now_s: float, chunk: KvChunk) -> None:
         incoming = self._by_lease.get(chunk.lease_id)
@@ -293,8 +285,6 @@ class KvReceiver:
         state.effects.append(Send(incoming.sender, KvAccepted(sequence.key, incoming.lease_id)))
         self._arrived(now_s, sequence)
 
-    # -- endings -----------------------------------------------------------------------------------------------
-
     def drop(self, key: Attempt, why: str) -> bool:
         """Forget a transfer and inform its sender. Return whether runs in flight must end before its blocks are
         freed."""
@@ -335,8 +325,6 @@ class KvReceiver:
             incoming = self._by_lease.get(lease.lease_id)
             if incoming is not None:
                 self._lost(now_s, incoming.sequence, f"lease expired: {incoming.sender} went silent")
-
-    # -- what others want to know ------------------------------------------------------------------------------
 
     @property
     def settling(self) -> list[Attempt]:

@@ -2,10 +2,9 @@
 
     offered ─grant─▶ pushing (chunk by chunk while computing) ─all sent─▶ handed over ─accepted─▶ left
 
-Driven by `WorkerMachine`, which it tells `left` (the receiver runs the sequence) and `lost` (the transfer is over). A
-transfer may turn dead at any moment (cancelled, failed): then it only waits for its runs in flight to settle before
-its blocks are freed, because a late read of a reused block would be another request's wrong token. Never touches the
-scheduler.
+Called by `WorkerMachine`; calls back `left` (the receiver runs the sequence) and `lost` (the transfer is over). A
+transfer may be closed at any moment (cancelled, failed): it then waits for its runs in flight before its blocks are
+freed, because a late read of a reused block would be another request's wrong token.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from cohort.common.types import Attempt, InstanceId
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
-    """Transfer from this worker."""
-
     sequence: Sequence
     peer: InstanceId
     transfer_id: int
@@ -102,7 +99,6 @@ _FIRST_RUN_BYTES = 4 << 20
 
 
 def brings_back(plan: IterationPlan) -> bool:
-    """Return whether the plan fills device blocks from host memory."""
     return any(copy.direction == "in" for copy in plan.copies)
 
 
@@ -120,8 +116,6 @@ class KvSender:
 
     def __contains__(self, key: Attempt) -> bool:
         return key in self._outgoing
-
-    # -- what the machine asks for -----------------------------------------------------------------------------
 
     def offer(self, now_s: float, sequence: Sequence, peer: InstanceId, positions: int) -> Outgoing:
         """Offer [0, positions) of the sequence to `peer`."""
@@ -168,8 +162,6 @@ class KvSender:
         self._settle(outgoing)
         self._state.effects.append(CancelRuns(outgoing.lease_id))
         return True
-
-    # -- what happens ------------------------------------------------------------------------------------------
 
     def granted(self, now_s: float, grant: KvGrant) -> None:
         outgoing = self._outgoing.get(grant.attempt)
@@ -271,8 +263,6 @@ class KvSender:
                 what = "accept the KV" if outgoing.granted else "grant blocks"
                 self._lost(now_s, outgoing.sequence, f"{outgoing.peer} did not {what} in time")
 
-    # -- what others want to know ------------------------------------------------------------------------------
-
     @property
     def settling(self) -> list[Attempt]:
         """Forgotten transfers whose runs in flight have not ended."""
@@ -282,7 +272,6 @@ class KvSender:
         return [outgoing.sequence for outgoing in self._outgoing.values() if not outgoing.granted]
 
     def leases(self) -> dict[InstanceId, list[int]]:
-        """Return leases to be renewed, by receiver."""
         leases: dict[InstanceId, list[int]] = {}
         for outgoing in self._outgoing.values():
             if outgoing.granted:
@@ -301,8 +290,6 @@ class KvSender:
             held = self._state.held.get(key)
             if held is None or held.sequence is not outgoing.sequence or outgoing.dead or outgoing.in_flight < 0:
                 raise InvariantViolated(f"{key} is sent and not held")
-
-    # -- pushing -----------------------------------------------------------------------------------------------
 
     def _push(self, now_s: float, outgoing: Outgoing) -> None:
         """Send the blocks that are complete; at the segment's end also the last, partial one, and the handoff."""

@@ -1,6 +1,4 @@
-"""What is parked on a worker: where its KV lies (`ParkedPool`), and where it goes on (`Onward`). Parts of
-`WorkerMachine`.
-"""
+"""Sequences parked on a worker: where their KV lies (`ParkedPool`), and where they go on (`Onward`)."""
 
 from __future__ import annotations
 
@@ -23,12 +21,10 @@ _GRACE_S = 0.25
 
 
 class ParkedPool:
-    """A2, A9 · Parked KV between device and host memory: which of it moves along with the next step.
-
-    Called once per plan. Nothing it moves is in a row of the plan, and freed blocks go to no other sequence until the
-    step has ended. Frees nothing but by moving it. With an allocator whose KV cannot be sent from host memory there is
-    no pool: parked KV then stays on the device.
-    """
+    """A2, A9 · Parked KV between device and host memory: which of it moves along with the next step. Called once per
+    plan. Nothing it moves is in a row of the plan, and freed blocks go to no other sequence until the step has ended.
+    Frees nothing but by moving it. With an allocator whose KV cannot be sent from host memory there is no pool: parked
+    KV then stays on the device."""
 
     def __init__(self, state: WorkerState) -> None:
         self._state = state
@@ -163,7 +159,6 @@ class Onward:
     _sender: KvSender
     _adapters: AdapterDesk
     _lost: Callable[[float, Sequence, str], None]
-    """`WorkerMachine._fail`: gives an attempt back."""
     _running: dict[Attempt, BindSegment] = field(default_factory=dict)
     """Messages of sequences that still run here and go to another worker after the iterations in flight."""
 

@@ -6,11 +6,11 @@
 
 Called by `WorkerMachine`. The scheduler promises that it could decide nothing else, the allocator that every slot is
 the row's own. Nothing of a sequence moves before step n has ended; only slots are reserved, which a decision would
-reserve for the same rows. So a refusal, and a row that turns out to have ended, leave nothing to undo:
-such a row is computed in vain, its token is dropped, and its blocks are freed once its step is over.
+reserve for the same rows. So a refusal leaves nothing to undo. A row that turns out to have ended is computed in vain:
+its token is dropped, and its blocks are freed once its step is over.
 
-Whatever may need a decision, or the host between two tokens, is refused, and the machine decides as ever when the step
-ends. The reasons are counted (`NotAhead`).
+Whatever may need a decision, or the host between two tokens, is refused (`NotAhead`); the machine then decides when the
+step ends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class AheadPlanner:
     """Minimum over its sequences of the tokens they may still sample after it."""
 
     def decided(self) -> None:
-        """Record that the scheduler chose the step that begins now."""
         self._undecided = 0
 
     def plan(self, *, news: bool, prompt_step: int, drafts: bool = False) -> IterationPlan | None:
@@ -135,12 +134,10 @@ class AheadPlanner:
 
 
 class StepEnds:
-    """Forecast of when a step ends: a moving average for decode steps, learned times for steps with prompts.
-
-    Used by the worker loop, and by the simulator's engine when it runs iterations one by one. What arrives after the
-    next step was planned waits for that step, too; a step that is planned too late begins late. So the moment lies
-    before the expected end by what planning takes and by how far steps stray.
-    """
+    """Forecast of when a step ends: a moving average for decode steps, learned times for steps with prompts. Used by
+    the worker loop, and by the simulator's engine when it runs iterations one by one. What arrives after the next step
+    was planned waits for that step, too; a step that is planned too late begins late. So the moment lies before the
+    expected end by what planning takes and by how far steps stray."""
 
     def __init__(self) -> None:
         self._mean_s = self._deviation_s = 0.0

@@ -123,7 +123,6 @@ class SpeculationDesk:
         return {} if self.policy is None else self.policy.metrics()
 
     def _suits(self, plan: IterationPlan) -> bool:
-        """Return whether the plan has decode rows alone, and not too many."""
         rows = plan.rows
         if not rows or len(rows) > _MOST_ROWS or plan.copies or plan.padded_to or plan.ended_rows:
             return False

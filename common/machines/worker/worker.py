@@ -1,16 +1,13 @@
 """The worker as a pure state machine: segments in; tokens, KV transfers and reports out.
 
 Hosted by the live worker loop (`engine/worker/worker_loop.py`) and by virtual-time hosts. After the last event of a
-`handle` call the next iteration is decided, if none is in flight: its effects follow those of the events, `StartStep`
-comes last. While a step is in flight nothing it reads or writes is freed: cancellations mark their sequences as
-aborting and take effect when the step ends. On `PlanAhead` the step after it is begun behind it, if its rows are
-certain (`plan_ahead.py`); a sequence that ends with the first of the two is then dropped with the second.
+`handle` call the next iteration is decided, if none is in flight: `StartStep` is the last effect. While a step is in
+flight nothing it reads or writes is freed: cancellations mark their sequences as aborting and take effect when the step
+ends. On `PlanAhead` the next step is queued, if its rows are certain (`plan_ahead.py`); a sequence that ends with the
+first of the two is then dropped with the second.
 
-The parts: `KvSender` and `KvReceiver` move KV between workers, `ParkedPool` between device and host memory. Only this
-file talks to the scheduler. Below the machine: sampled tokens as messages (`TokenUpdates`), what holds of a plan before
-its step begins and what a step that ran changes in its rows (`assert_plan`, `note_computed`), and which sequence gives
-way when caches wait for each other's blocks (`given_back`). Messages that are no worker's business are refused by the
-host; here they are an error.
+`KvSender` and `KvReceiver` move KV between workers, `ParkedPool` between device and host memory; only this file calls
+the scheduler. Messages that are not for a worker are refused by the host; here they are an error.
 """
 
 from __future__ import annotations
@@ -120,8 +117,6 @@ class WorkerMachine:
         self._prompt_step = setup.capacity.max_step_tokens
         """Prompt tokens of the last iteration that held any."""
 
-    # -- the host's side ---------------------------------------------------------------------------------------
-
     def handle(self, now_s: float, *events: WorkerEvent) -> list[WorkerEffect]:
         """See `Machine`. Raises `InvariantViolated` for an answer to nothing (a step, a run)."""
         assert now_s >= self._now_s, f"it is {now_s} s, and was {self._now_s} s"
@@ -199,8 +194,6 @@ class WorkerMachine:
         self.pool.check()
         self.adapters.check()
 
-    # -- messages ----------------------------------------------------------------------------------------------
-
     def _received(self, now_s: float, sender: InstanceId, message: ToWorker) -> None:
         if not may_say(sender, message, managers=self._reports.managers):
             self.counters.misnamed += 1
@@ -255,8 +248,6 @@ class WorkerMachine:
         if awaiting is not None:  # the sender decided about the request and told the manager; here it only goes
             self._drop(now_s, awaiting, message.reason)
 
-    # -- deadlines ---------------------------------------------------------------------------------------------
-
     def _tick(self, now_s: float) -> None:
         """Check deadlines: leases no sender renewed, transfers without an answer. Renew own leases."""
         settings = self.setup.settings
@@ -271,8 +262,6 @@ class WorkerMachine:
         self.adapters.move(now_s)
         if stalled := given_back(now_s, self.state, self.sender, self.receiver, self.adapters):
             self._fail(now_s, stalled, "caches waited for each other's blocks")
-
-    # -- segments ----------------------------------------------------------------------------------------------
 
     def _start_segment(self, now_s: float, message: StartSegment) -> None:
         key = message.request.attempt
@@ -327,8 +316,6 @@ class WorkerMachine:
         assert sequence.phase is Phase.LEAVING, f"{sequence.key} has left and is {sequence.phase}"
         self._ended(sequence, Outcome.HANDED_OVER)
         del self._held[sequence.key]
-
-    # -- iterations --------------------------------------------------------------------------------------------
 
     def _plan(self, now_s: float) -> None:
         """Start the next iteration, if anything can run. Its rows' blocks are reserved until it has ended."""
@@ -460,8 +447,6 @@ class WorkerMachine:
             sequence.phase = Phase.LEAVING
             self.sender.computed(now_s, key)
         self.sender.push(now_s, key)
-
-    # -- endings -----------------------------------------------------------------------------------------------
 
     def _finished(self, now_s: float, sequence: Sequence, finish: FinishReason) -> None:
         self.counters.finished[finish.value] = self.counters.finished.get(finish.value, 0) + 1
@@ -605,13 +590,11 @@ class TokenUpdates:
 
 
 class ScoringTurns:
-    """Queue of scored prompts: one at a time is the scheduler's to plan, and of that one a slice an iteration.
-
-    Every position of a scored prompt goes through the head of the model, its softmax and a selection of the likeliest
-    tokens: several times the work of a position that is only computed, which schedulers, planning by tokens, do not
-    see. `Sequence.uncomputed` shows them a slice (`Sequence.scored_slice`); this class keeps the number of such
-    sequences at one, so that a hundred scored prompts take no more of an iteration than one.
-    """
+    """Queue of scored prompts: one at a time is the scheduler's to plan, and of that one a slice an iteration. Every
+    position of a scored prompt goes through the head of the model, its softmax and a selection of the likeliest tokens:
+    several times the work of a position that is only computed, which schedulers, planning by tokens, do not see.
+    `Sequence.uncomputed` shows them a slice (`Sequence.scored_slice`); this class keeps the number of such sequences at
+    one, so that a hundred scored prompts take no more of an iteration than one."""
 
     def __init__(self, is_held: Callable[[Sequence], bool]) -> None:
         self._is_held = is_held

@@ -4,7 +4,7 @@ Reports go to the manager that leads, the one of the highest epoch received. The
 once a second, so that each knows it and its connection when it takes over. A command of a lower epoch is refused, and
 its sender informed.
 
-Called by `WorkerMachine`. Repeats until the manager answers, counts the reports; decides nothing about requests.
+Called by `WorkerMachine`. Decides nothing about requests.
 """
 
 from __future__ import annotations
@@ -112,7 +112,6 @@ class WorkerReports:
         """Manager that leads, as far as is known."""
         self._epoch = 0
         self._registered = False
-        """Whether that manager knows this worker."""
         self.draining = False
 
     def heard(self, sender: InstanceId, message: ManagerHello | Registered) -> None:

@@ -1,8 +1,4 @@
-"""State that the parts of a worker's machine share: the record of each sequence, the settings, the counters, the
-effects so far.
-
-Made by `WorkerMachine`, handed to `KvSender`, `KvReceiver` and `ParkedPool`. Decides nothing.
-"""
+"""State that the parts of a worker's machine share: records of sequences, settings, counters, effects so far."""
 
 from __future__ import annotations
 
@@ -36,8 +32,6 @@ _PIECE_SHARE = 0.1
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
-    """Settings that the machine needs."""
-
     links: tuple[str, ...]
     """Transports this process can use, best first."""
     offer_timeout_s: float
@@ -56,7 +50,6 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     lists_queue: bool = True
     """Whether reports list the progress of every sequence (`WorkerStats.queue`)."""
     max_loras: int = 8
-    """LoRA adapters held at once."""
     speculation: SpeculationConfig = SpeculationConfig()
     piece_s: float = 0.5
     """Time that one run may take on its link, at the measured rate."""
@@ -78,10 +71,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
 
 class WorkerSetup(msgspec.Struct, frozen=True):
-    """Data that a worker's machine is made of, beside its policies and its seed.
-
-    `incarnation` and `endpoint` (the inbox for other workers) are this process's own; registrations carry them.
-    """
+    """Data that a worker's machine is made of, beside its policies and its seed. `incarnation` and `endpoint` (the
+    inbox for other workers) are this process's own; registrations carry them."""
 
     instance: InstanceId
     incarnation: int
@@ -90,7 +81,6 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     capacity: WorkerCapacity
     settings: WorkerSettings
     standbys: tuple[InstanceId, ...] = ()
-    """Managers that may lead in place of `manager`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +99,6 @@ class Held:
     pooled: bool = False
     """Whether it is parked, or leaving from there, with its KV in host memory."""
     moving: bool = False
-    """Whether the step in flight copies its KV between device and host memory."""
     gateway: InstanceId = field(init=False)
     stop_ids: tuple[int, ...] = field(init=False)
     most_known: int = field(init=False)
@@ -183,8 +172,6 @@ def mix(old: float, new: float) -> float:
 
 @dataclass(slots=True)
 class WorkerCounters:
-    """Totals since start, for metrics."""
-
     prefill_tokens: int = 0
     decode_tokens: int = 0
     steps: int = 0

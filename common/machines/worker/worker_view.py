@@ -1,7 +1,7 @@
-"""A worker as a person sees it: its sequences, the iteration that runs, and who has which KV block.
+"""View of a worker for people: its sequences, the iteration that runs, and who has which KV block.
 
-Pure: reads a `WorkerMachine`, changes nothing, is asked only while a person looks (`Look`). Called by the live host.
-One walk over the held blocks; what leaves is bounded by `common/views.py`.
+Called by the live host while a person looks (`Look`). Reads a `WorkerMachine` in one walk over the held blocks; what
+leaves is bounded by `common/views.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ def iteration_of(plan: IterationPlan | None) -> Iteration | None:
 
 
 def drafts_of(counters: WorkerCounters) -> list[DraftTally]:
-    """Return a tally for each class that had drafts."""
     return [
         DraftTally(name, rows, counters.drafted_tokens[name], counters.accepted_tokens[name])
         for name, rows in counters.drafted_rows.items()
@@ -105,7 +104,6 @@ def _paint(machine: WorkerMachine, place: dict[Attempt, int]) -> tuple[bytearray
 
 
 def _most(values: bytearray | array[int]) -> int:
-    """Return the most frequent value."""
     first = values[0]
     if values.count(first) * 2 > len(values):  # type: ignore[arg-type]
         return first

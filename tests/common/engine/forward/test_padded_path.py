@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 
 from cohort.common.engine.runner.model_runner import ModelRunner
-from cohort.common.engine.step.batch_builder import build_batch
+from cohort.common.engine.step.batch_builder import BatchBuilder
 from cohort.common.policies.baselines.continuous_batching import ContinuousBatching
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.bucketserve.padded_prefill import PaddedPrefill
@@ -42,7 +42,7 @@ def generate(
         plan = decide(scheduler, kv, 0.0)
         if not plan.rows:
             break
-        batch, sampled = build_batch(plan, kv)
+        batch, sampled = BatchBuilder(kv).build(plan)
         batch.check()
         padding += 0 if batch.padding is None else int(batch.padding.sum())
         output = runner.execute(batch)
@@ -84,7 +84,7 @@ def test_rows_become_a_rectangle_behind_which_only_padding_lies() -> None:
         kv.admit(each)
     assert kv.extend(short, 10)
     plan = IterationPlan(rows=[Row(long, 0, 10), Row(short, 0, 3), Row(decoding, 4, 1)], padded_to=10)
-    batch, sampled = build_batch(plan, kv)
+    batch, sampled = BatchBuilder(kv).build(plan)
     batch.check()
     assert batch.padding is not None
     assert batch.padding.tolist() == [0, 7, 0]
@@ -104,12 +104,12 @@ def test_padding_ends_where_the_blocks_or_the_longest_row_end() -> None:
     long, short = sequence("a", [5] * 10), sequence("b", [6] * 3)
     kv.admit(long)
     kv.admit(short)
-    batch, _ = build_batch(IterationPlan(rows=[Row(long, 0, 10), Row(short, 0, 3)], padded_to=10), kv)
+    batch, _ = BatchBuilder(kv).build(IterationPlan(rows=[Row(long, 0, 10), Row(short, 0, 3)], padded_to=10))
     assert batch.padding is not None
     assert batch.padding.tolist() == [0, 1]  # one block of four
     started_later = sequence("c", [6] * 9)
     kv.admit(started_later)
     kv.extend(started_later, 20)
-    batch, _ = build_batch(IterationPlan(rows=[Row(long, 0, 10), Row(started_later, 6, 3)], padded_to=10), kv)
+    batch, _ = BatchBuilder(kv).build(IterationPlan(rows=[Row(long, 0, 10), Row(started_later, 6, 3)], padded_to=10))
     assert batch.padding is not None
     assert batch.padding.tolist() == [0, 1]  # position 10 may not exist

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cohort.common.engine.step.batch import StepBatch
-from cohort.common.engine.step.batch_builder import BatchBuilder, build_batch
+from cohort.common.engine.step.batch_builder import BatchBuilder
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.sequence import Row, Sequence
@@ -47,7 +47,7 @@ def test_every_token_lands_in_its_slot(shapes: list[tuple[int, int, int]], direc
         sequence = running(f"s{index}", known, computed)
         assert kv.admit(sequence) == 0
         rows.append(Row(sequence, computed, min(count, known - computed)))
-    batch, sampled = build_batch(IterationPlan(rows=rows), kv)
+    batch, sampled = BatchBuilder(kv).build(IterationPlan(rows=rows))
     batch.check()
     token = 0
     for index, row in enumerate(rows):
@@ -119,7 +119,7 @@ def test_what_stands_from_step_to_step_is_what_would_be_built_anew(seed: int, di
         if not plan.rows and not plan.copies:
             continue
         ours, sampled = builder.build(plan)
-        fresh, expected = build_batch(plan, kv)
+        fresh, expected = BatchBuilder(kv).build(plan)
         assert _same(ours, fresh) and sampled == expected
         for row in plan.rows:
             row.sequence.computed += row.count
@@ -145,7 +145,7 @@ def test_a_step_behind_another_takes_its_tokens_from_it() -> None:
     for sequence, token in zip(sequences, (11, 12, 13), strict=True):
         sequence.tokens.append(token)
         sequence.computed = 4
-    assert _same(behind.after(np.array([11, 12, 13])), build_batch(plan, kv)[0])
+    assert _same(behind.after(np.array([11, 12, 13])), BatchBuilder(kv).build(plan)[0])
 
 
 def test_a_prompt_that_has_ended_stands_behind_rows_that_stood_behind_it() -> None:
@@ -164,7 +164,7 @@ def test_a_prompt_that_has_ended_stands_behind_rows_that_stood_behind_it() -> No
     for sequence, token, computed in ((prompt, 11, 5), (decoding, 12, 4)):
         sequence.tokens.append(token)
         sequence.computed = computed
-    assert _same(behind.after(np.array([11, 12])), build_batch(plan, kv)[0])
+    assert _same(behind.after(np.array([11, 12])), BatchBuilder(kv).build(plan)[0])
 
 
 def test_a_chunk_behind_another_has_its_own_tokens_and_samples_with_the_last() -> None:
@@ -189,7 +189,7 @@ def test_a_chunk_behind_another_has_its_own_tokens_and_samples_with_the_last() -
             sequence.tokens.append(token)
         for row in plan.rows:
             row.sequence.computed = row.start
-        expected, again = build_batch(plan, kv)
+        expected, again = BatchBuilder(kv).build(plan)
         assert _same(behind.after(np.array(tokens)), expected) and also == again
         sampled = also
 
@@ -205,7 +205,7 @@ def test_a_chunk_behind_a_chunk_is_a_step_of_its_own() -> None:
     behind, also = builder.build(plan, sampled)
     prompt.computed = 5
     assert sampled == [] and also == [prompt]
-    assert behind.token_source is None and _same(behind, build_batch(plan, kv)[0])
+    assert behind.token_source is None and _same(behind, BatchBuilder(kv).build(plan)[0])
 
 
 def test_what_sampling_looks_back_on_is_left_to_the_engine_while_a_token_is_under_way() -> None:
@@ -249,8 +249,8 @@ def test_end_tokens_are_banned_until_enough_is_there() -> None:
     kv = PagedAllocator(KvGeometry(1, 1, 1, 1, SIZE), 8, 0)
     sequence = running("a", 3, 0, min_tokens=3, stop_token_ids=(7,))  # type: ignore[arg-type]
     kv.admit(sequence)
-    batch, _ = build_batch(IterationPlan(rows=[Row(sequence, 0, 3)]), kv)
+    batch, _ = BatchBuilder(kv).build(IterationPlan(rows=[Row(sequence, 0, 3)]))
     assert batch.sampling[0].banned == (7,)  # two output tokens exist, the third is drawn now
     sequence.tokens.append(1)
-    batch, _ = build_batch(IterationPlan(rows=[Row(sequence, 3, 1)]), kv)
+    batch, _ = BatchBuilder(kv).build(IterationPlan(rows=[Row(sequence, 3, 1)]))
     assert batch.sampling[0].banned == ()

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import ScoringRow, TokenLogprobs
-from cohort.common.engine.step.batch_builder import build_batch
+from cohort.common.engine.step.batch_builder import BatchBuilder
 from cohort.common.engine.step.prompt_scores import AT_ONCE, score
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.interface import IterationPlan
@@ -70,7 +70,7 @@ def test_as_transformers_says(model_folder: Callable[[str], Path], family: str, 
     start = 0
     for count in chunks:
         plan = IterationPlan(rows=[Row(sequence, start, count) for sequence in sequences])
-        batch, sampled = build_batch(plan, kv)
+        batch, sampled = BatchBuilder(kv).build(plan)
         output = runner.execute(batch)
         assert [batch.scoring[index].row for index in range(2)] == [0, 1] and len(batch.scoring) == 2
         for row, scores in zip(batch.scoring, output.scores, strict=True):
@@ -79,7 +79,7 @@ def test_as_transformers_says(model_folder: Callable[[str], Path], family: str, 
     assert len(sampled) == 3
     check(found["a"], reference(folder, scored.tokens), scored.tokens, 3)
     check(found["b"], reference(folder, other.tokens), other.tokens, 0)
-    again = runner.execute(build_batch(IterationPlan(rows=[Row(plain, 0, 23)]), kv)[0])
+    again = runner.execute(BatchBuilder(kv).build(IterationPlan(rows=[Row(plain, 0, 23)]))[0])
     assert again.scores == ()
     assert output.tokens[2] == again.tokens[0], "scoring changes nothing for its neighbours"
 
@@ -90,7 +90,7 @@ def test_a_batch_in_halves_gives_the_same(model_folder: Callable[[str], Path]) -
     sequences = [sequence_of(name, 9, prompt_logprobs=k) for name, k in (("a", -1), ("b", 2), ("c", 1))]
     for sequence in sequences:
         kv.admit(sequence)
-    batch, _ = build_batch(IterationPlan(rows=[Row(sequence, 0, 9) for sequence in sequences]), kv)
+    batch, _ = BatchBuilder(kv).build(IterationPlan(rows=[Row(sequence, 0, 9) for sequence in sequences]))
     whole = runner.execute(batch)
     halves = [runner.execute(half) for half in batch.split()]
     assert [row for half in batch.split() for row in half.scoring] == [
@@ -124,11 +124,11 @@ def test_nothing_follows_tokens_that_are_not_in_the_prompt() -> None:
     sequence = sequence_of("a", 10, prompt_logprobs=0)
     kv.admit(sequence)
     for start, count, targets in ((0, 10, 9), (0, 4, 4), (9, 1, 0), (8, 1, 1)):
-        batch, _ = build_batch(IterationPlan(rows=[Row(sequence, start, count)]), kv)
+        batch, _ = BatchBuilder(kv).build(IterationPlan(rows=[Row(sequence, start, count)]))
         [row] = batch.scoring
         assert row.targets == tuple(sequence.tokens[start + 1 : start + 1 + targets])
     sequence.tokens.append(3)
-    assert build_batch(IterationPlan(rows=[Row(sequence, 10, 1)]), kv)[0].scoring == ()
+    assert BatchBuilder(kv).build(IterationPlan(rows=[Row(sequence, 10, 1)]))[0].scoring == ()
 
 
 def test_scores_against_numpy() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from cohort.common.engine.step.batch_builder import build_batch
+from cohort.common.engine.step.batch_builder import BatchBuilder
 from cohort.common.engine.worker.worker_loop import prompt_states
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
 from cohort.common.policies.interface import IterationPlan
@@ -52,7 +52,7 @@ def test_one_message_per_first_token_only(model_folder: Callable[[str], Path]) -
     first, recovered = sequence("new", 4), sequence("recovered", 6)  # two output tokens were known on arrival
     for each in (first, recovered):
         kv.admit(each)
-    batch, sampled = build_batch(IterationPlan(rows=[Row(first, 0, 4), Row(recovered, 0, 6)]), kv)
+    batch, sampled = BatchBuilder(kv).build(IterationPlan(rows=[Row(first, 0, 4), Row(recovered, 0, 6)]))
     for each, token in zip(sampled, runner.execute(batch).tokens.tolist(), strict=True):
         each.computed = each.known
         each.tokens.append(token)
@@ -60,7 +60,7 @@ def test_one_message_per_first_token_only(model_folder: Callable[[str], Path]) -
     assert message.attempt == Attempt("new", 2)
     assert len(message.hidden) == 2 * 48
     assert kv.extend(first, 5)
-    batch, sampled = build_batch(IterationPlan(rows=[Row(first, 4, 1)]), kv)
+    batch, sampled = BatchBuilder(kv).build(IterationPlan(rows=[Row(first, 4, 1)]))
     first.tokens.append(int(runner.execute(batch).tokens[0]))
     assert prompt_states(runner, sampled) == []
 

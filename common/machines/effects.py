@@ -1,5 +1,5 @@
 """Requests of a machine to its host. The host performs effects in their order and answers with events where an effect
-says so. Each machine has one union of effects, at the end of this file.
+requires it. Each machine has one union of effects, at the end of this file.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class LoadAdapter(msgspec.Struct, frozen=True):
     instead_of: str = ""
 
 
-# -- Of a gateway, for its own process: their text (`repr`) says all that a recording needs ---------------------------
+# -- Of a gateway, for its own process: their text (`repr`) has all that a recording needs ---------------------------
 
 
 class Admitted(msgspec.Struct, frozen=True):

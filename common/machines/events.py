@@ -66,7 +66,7 @@ class DrainStarted(_Event, frozen=True):
 
 
 class DrainEnded(_Event, frozen=True):
-    """End of the drain, by completion or timeout: say `Leaving` to the manager."""
+    """End of the drain, by completion or timeout: send `Leaving` to the manager."""
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):
@@ -205,22 +205,8 @@ class Closed(_Event, frozen=True):
     reason: str
 
 
-WorkerEvent = (
-    Received
-    | Undelivered
-    | Tick
-    | LinkAddresses
-    | ReportDue
-    | DrainStarted
-    | DrainEnded
-    | StepEnded
-    | StepFailed
-    | PlanAhead
-    | RunsSent
-    | LinkMeasured
-    | RunsReceived
-    | AdapterLoaded
-    | AdapterFailed
-)
+_OfSteps = StepEnded | StepFailed | PlanAhead | AdapterLoaded | AdapterFailed
+_OfTransfers = LinkAddresses | LinkMeasured | RunsSent | RunsReceived
+WorkerEvent = Received | Undelivered | Tick | ReportDue | DrainStarted | DrainEnded | _OfSteps | _OfTransfers
 ManagerEvent = Received | Undelivered | PeerLost | Tick
 GatewayEvent = Received | Undelivered | Tick | Estimated | Offered | Closed | DrainStarted | DrainEnded

@@ -1,4 +1,4 @@
-"""A worker of several ranks: who they are, what each is told, which part of the model and of the KV is whose.
+"""A worker of several ranks: their processes, their messages, and each one's part of the model and of the KV.
 
 The room knows `config/`, `cache/`, `weights/`, `step/` and `transfer/`; no model.
 """

@@ -3,7 +3,7 @@
     start   rank 0 ── Compile, Record ──▶ followers      each: agree on memory and classes, then for every class
                                                          warm up (exchanging) · capture · agree on what that took
             rank 0 ◀──── Recorded ─────── followers      other classes than rank 0's: the worker does not start
-    step    rank 0 chooses the class and says it with the step; followers replay what is said, and wait for the one
+    step    rank 0 chooses the class and sends it with the step; followers replay it, and wait for the one
             before: while a step runs, the next one is launched behind it, with the tokens that rank 0 samples
 
 An exchange belongs to a recorded step as its kernels do: it is recorded on all ranks or on none, in the same order, and
@@ -186,7 +186,7 @@ class StepDeadlines:
     """Deadline of a step of several ranks on the device, whatever its ranks wait for there. A recorded exchange is a
     kernel that waits for the other ranks' kernels: where one of them is gone, the wait for the device never ends, and
     torch, which watches exchanges that are launched one by one, sees none of a replay. One thread for all steps, from
-    the first one on; who made it says what happens to a step that is late."""
+    the first one on; `late` decides about a step that is late."""
 
     def __init__(self, limit_s: float, late: Callable[[], None]) -> None:
         """`late` is called once, on that thread, which then ends."""

@@ -1,4 +1,4 @@
-"""Ranks of a worker on other hosts: how they come to rank 0, and what it asks of them before one becomes a rank.
+"""Ranks of a worker on other hosts: how they come to rank 0, and what it checks before one becomes a rank.
 
     another host                                        rank 0's host
     `services/rank_host` ── Join ──▶ RanksElsewhere: same code, model, degree, hosts? a rank that is awaited?
@@ -297,7 +297,7 @@ def answer(stream: socket.socket, store: Any) -> None:
             ask = _asks.decode(receive_frame(stream))
             try:
                 told = _looked_up(store, ask)
-            except Exception as error:  # torch raises its own kinds, and the rank is to say which
+            except Exception as error:  # torch raises its own kinds, and the rank must report which
                 told = Told(error=f"{type(error).__name__}: {error}")
             send(stream, framed(msgspec.msgpack.encode(told)))
     except (RankLost, msgspec.MsgspecError):

@@ -92,7 +92,7 @@ class BatchBuilder:
         self._tables = np.zeros((0, 1), dtype=np.int32)
         self._more = [self._tables] * (kv.geometry.num_groups - 1)
         """Tables of the layer groups after the first, of the same shape."""
-        # Of the last step: its sequences with what stands of them, and their positions if each had one token.
+        # Of the last step: its sequences with their stored state, and their positions if each had one token.
         self._sequences: list[Sequence] = []
         self._rows: list[_Standing] = []
         self._slots: Int64s = np.zeros(0, dtype=np.int64)

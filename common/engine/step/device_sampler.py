@@ -24,6 +24,7 @@ from torch import Tensor
 from cohort.common.engine.device.uploads import Uploads, host_bytes
 from cohort.common.engine.step.batch import GREEDY, SamplingRow, StepOutput, TokenLogprobs
 from cohort.common.engine.step.grammar_masks import TokenMasks
+from cohort.common.engine.step.standing_inputs import Layout, packed_bytes, parts_of
 from cohort.kernels.ops.sampling import sample_rows
 from cohort.kernels.types import EDIT_KINDS, SampledRows, SamplingTables
 
@@ -55,7 +56,7 @@ class SampledOnDevice:
     logprobs: Tensor | None = None  # float32 [S], host; None: no row wants any
     top_ids: Tensor | None = None  # int64 [S, most], host
     top_logprobs: Tensor | None = None  # float32 [S, most], host
-    places: npt.NDArray[np.int64] | None = None  # where the sampled rows stand among S; None: they are all, in order
+    places: npt.NDArray[np.int64] | None = None  # indices of the sampled rows among S; None: they are all, in order
     failures: Mapping[int, str] = field(default_factory=dict)
     on_device: Tensor | None = (
         None  # int64 [len(rows)]: the tokens where they were sampled, for the step behind this one
@@ -179,16 +180,9 @@ def _to_host(tensor: Tensor) -> Tensor:
 class _HostTables:
     """Host memory of a step's sampling. There are two: the device may still copy from that of the step before."""
 
-    def __init__(self, rows: int, size: int, device: torch.device) -> None:
-        self.all = host_bytes(size, device)
-        self.numbers: dict[str, np.ndarray] = {}
-        begin = 0
-        layout: tuple[tuple[str, type[np.generic]], ...] = (*_NUMBERS, ("starts", np.int32))
-        for name, dtype in layout:
-            count = EDIT_KINDS * rows + 1 if name == "starts" else rows
-            end = begin + count * np.dtype(dtype).itemsize
-            self.numbers[name] = self.all[begin:end].numpy().view(dtype)
-            begin = end
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.all = host_bytes(packed_bytes(layout), device)
+        self.numbers = {name: part.numpy() for name, part in parts_of(self.all, layout).items()}
         self.edits = host_bytes(8 * STANDING_EDITS, device).view(torch.int32).view(2, STANDING_EDITS)
 
 
@@ -197,19 +191,17 @@ class StandingSampler:
     filled in, the one before it may still run; the one before that must be over."""
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
-        self._rows, self._vocabulary = rows, vocabulary
-        size = sum(rows * np.dtype(dtype).itemsize for _, dtype in _NUMBERS) + 4 * (EDIT_KINDS * rows + 1)
-        self._host, self._other_host = _HostTables(rows, size, device), _HostTables(rows, size, device)
-        self._there = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._vocabulary = vocabulary
+        layout: Layout = [
+            *((name, dtype, rows) for name, dtype in _NUMBERS),
+            ("starts", np.int32, EDIT_KINDS * rows + 1),
+        ]
+        self._host, self._other_host = _HostTables(layout, device), _HostTables(layout, device)
+        self._there = torch.zeros(packed_bytes(layout), dtype=torch.uint8, device=device)
         ids = torch.zeros(STANDING_EDITS, dtype=torch.int32, device=device)
         values = torch.zeros(STANDING_EDITS, dtype=torch.float32, device=device)
-        there: list[Tensor] = []
-        begin = 0
-        for array in self._host.numbers.values():
-            there.append(self._there[begin : begin + array.nbytes].view(torch.from_numpy(array).dtype))
-            begin += array.nbytes
-        there += [ids, values, torch.empty_like(values)]
-        self._tables = SamplingTables(*there)
+        numbers = parts_of(self._there, layout).values()
+        self._tables = SamplingTables(*[*numbers, ids, values, torch.empty_like(values)])
         self._out = SampledRows.empty(rows, min(MOST_LOGPROBS, vocabulary), device)
         for host in (self._host, self._other_host):
             _write_numbers(host.numbers, [GREEDY] * rows, vocabulary)
@@ -234,7 +226,7 @@ class StandingSampler:
         """Fill the tables for a step of `rows` rows: those at `places` are sampled as in `sampling`, the others are not
         read."""
         if self._plain >= rows and all(row.plain_greedy and row.logprobs < 0 for row in sampling):
-            return  # the tables say so already
+            return  # the tables hold that already
         every = [GREEDY] * rows
         for place, row in zip(places.tolist(), sampling, strict=True):
             every[place] = row

@@ -25,7 +25,7 @@ class StepResult:
     """The results of a recorded step, in buffers that the next step writes again."""
 
     logits: Tensor  # float32 [S, vocabulary], S rows of the class
-    states: Tensor | None  # final hidden states [S, hidden], where the model keeps them
+    states: Tensor | None  # final hidden states [S, hidden], if the model stores them
 
 
 @dataclass(frozen=True, slots=True)

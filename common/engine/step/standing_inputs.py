@@ -19,18 +19,28 @@ from cohort.common.engine.step.batch import Int64Array, StepBatch
 Int32s = npt.NDArray[np.int32]
 Numbers = Mapping[str, np.ndarray]
 
-_TORCH = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
+Layout = Sequence[tuple[str, type[np.generic], int]]
+"""Name, dtype and count of arrays that lie in one stretch of memory, so that a step sends them in one copy."""
+
+
+def packed_bytes(layout: Layout) -> int:
+    return sum(count * np.dtype(dtype).itemsize for _, dtype, count in layout)
+
+
+def parts_of(packed: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """Return the arrays in `packed`, uint8, by name and in the order of `layout`."""
+    found, begin = dict[str, Tensor](), 0
+    for name, dtype, count in layout:
+        end = begin + count * np.dtype(dtype).itemsize
+        found[name] = packed[begin:end].view(torch.from_numpy(np.empty(0, dtype)).dtype)
+        begin = end
+    return found
 
 
 class _HostSide:
-    def __init__(self, layout: Sequence[tuple[str, type, int]], size: int, cells: int, device: torch.device) -> None:
-        self.packed = host_bytes(size, device)
-        self.numbers: dict[str, np.ndarray] = {}
-        begin = 0
-        for name, dtype, count in layout:
-            end = begin + count * np.dtype(dtype).itemsize
-            self.numbers[name] = self.packed[begin:end].numpy().view(dtype)
-            begin = end
+    def __init__(self, layout: Layout, cells: int, device: torch.device) -> None:
+        self.packed = host_bytes(packed_bytes(layout), device)
+        self.numbers = {name: part.numpy() for name, part in parts_of(self.packed, layout).items()}
         self.tables = host_bytes(4 * cells, device).view(torch.int32)
 
 
@@ -39,27 +49,12 @@ class StandingInputs:
     on the device."""
 
     def __init__(
-        self,
-        layout: Sequence[tuple[str, type, int]],
-        *,
-        rows: int,
-        width: int,
-        spare_block: int,
-        device: torch.device,
-        groups: int = 1,
+        self, layout: Layout, *, rows: int, width: int, spare_block: int, device: torch.device, groups: int = 1
     ) -> None:
         """`layout` as in the class. Tables are [groups, rows, width], at first all of the spare block."""
-        # One stretch of memory for all numbers, so that a step sends them in one copy.
-        size = sum(count * np.dtype(dtype).itemsize for _, dtype, count in layout)
-        self._numbers = torch.zeros(size, dtype=torch.uint8, device=device)
-        there: dict[str, Tensor] = {}
-        begin = 0
-        for name, dtype, count in layout:
-            end = begin + count * np.dtype(dtype).itemsize
-            there[name] = self._numbers[begin:end].view(_TORCH[np.dtype(dtype)])
-            begin = end
-        self.there: Mapping[str, Tensor] = there
-        self._host, self._other_host = (_HostSide(layout, size, groups * rows * width, device) for _ in range(2))
+        self._numbers = torch.zeros(packed_bytes(layout), dtype=torch.uint8, device=device)
+        self.there: Mapping[str, Tensor] = parts_of(self._numbers, layout)
+        self._host, self._other_host = (_HostSide(layout, groups * rows * width, device) for _ in range(2))
         # Tables travel as wide as the step needs, and are spread over the full width on the device.
         self._packed = torch.zeros(groups * rows * width, dtype=torch.int32, device=device)
         self.tables = torch.full((groups, rows, width), spare_block, dtype=torch.int32, device=device)

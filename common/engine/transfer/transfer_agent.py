@@ -1,6 +1,6 @@
 """Agent that moves a `WorkerMachine`'s runs over its KV links, checks them, and reports each one exactly once.
 
-Owned by the worker loop, on its event loop. A run that is not reported keeps its blocks forever, so every path ends in
+Owned by the worker loop, on its event loop. A run that is not reported holds its blocks forever, so every path ends in
 `on_sent` or `on_received`; if a link cannot promise silence yet, only once it can.
 
 A transfer's runs go concurrently, at most `runs_at_once` of them and as many as the link to that peer carries in time

@@ -209,7 +209,7 @@ class LoraLoader:
         began_s = loop.time()
         try:
             self._store.hold(await loop.run_in_executor(self._thread, self._store.load, name))
-        except Exception as error:  # damaged in any way: the requests that wait for it hear of it
+        except Exception as error:  # damaged in any way: the requests that wait for it end with it
             log.warning(
                 "LoRA adapter not loaded", adapter=name, exc_info=not isinstance(error, ModelError), why=str(error)
             )

@@ -57,7 +57,7 @@ from cohort.common.transport.rank_wire import WireLost
 
 _PR_SET_PDEATHSIG = 1
 _SAID_S = 0.2
-_SWITCH_INTERVAL_S = 2e-4  # as of a worker: the thread that moves blocks gives the interpreter up so soon
+_SWITCH_INTERVAL_S = 2e-4  # as in a worker: the thread that moves blocks gives the interpreter up so soon
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -80,7 +80,7 @@ def follow_elsewhere(place: Place) -> NoReturn:
     order, 1 its rank 0 is lost, or never came, 2 it refuses this rank."""
     configure_logging(place.logging, service="rank", instance=f"rank-{place.join.rank}")
     try:
-        wire = joined(place, partial(_exit_with, 1))  # at once: the main thread may wait for what rank 0 never says
+        wire = joined(place, partial(_exit_with, 1))  # at once: the main thread may wait for what rank 0 never sends
     except ConfigError as error:
         _exit_with(2, str(error))
     except WireLost as error:
@@ -92,7 +92,7 @@ def follow_elsewhere(place: Place) -> NoReturn:
         _exit_with(1, str(error))
     except Exception:
         structlog.get_logger(__name__).critical("this rank cannot go on", exc_info=True)
-        time.sleep(_SAID_S)  # what it said to rank 0 goes out by a thread
+        time.sleep(_SAID_S)  # a thread sends what is left for rank 0
     os._exit(1)
 
 

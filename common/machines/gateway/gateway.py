@@ -406,7 +406,7 @@ class GatewayMachine:
     def _manager_hello(self, now_s: float, sender: InstanceId, message: ManagerHello) -> None:
         if self.link.on_hello(now_s, sender, message):
             self._effects.append(ManagerFound(message.incarnation, len(self.ledger), sender))
-            # This may answer something that was said to its predecessor: then it does not know us yet.
+            # This may answer a message to its predecessor: then it does not know us yet.
             self._effects.append(Send(sender, self.link.hello(now_s)))
             again = self.ledger.manager_replaced(now_s)
             held = self.ledger.outstanding()  # runs somewhere; waiting requests come anew
@@ -434,7 +434,7 @@ class GatewayMachine:
             case ObserveLength():
                 self._predictions.observation_lost()
             case _:
-                pass  # greetings and outstanding requests are repeated; a cancel, at the next word of its attempt
+                pass  # greetings and outstanding requests are repeated; a cancel, at the next message of its attempt
 
     def _tick(self, now_s: float) -> None:
         self._wake_s = float("inf")

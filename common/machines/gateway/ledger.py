@@ -38,7 +38,7 @@ class Waiting:
     tokens: float = 0.0
 
 
-# -- Actions that the ledger asks for, beside the effects `Deliver` and `Fail` -------------------------------------
+# -- Actions that the ledger requests, besides the effects `Deliver` and `Fail` ------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Ledger:
         owner: str = "",
         together: tuple[RequestId, ...] = (),
     ) -> Entry:
-        """Own a request. It is submitted when the caller says so (a prediction may come first). Output that it brings
+        """Own a request. It is submitted when the caller decides (a prediction may come first). Output that it brings
         was generated for another gateway, and is not delivered again. `together`: as in `Entry`."""
         if request.request_id in self._entries:
             raise ValueError(f"request {request.request_id} is open already")

@@ -27,12 +27,12 @@ from cohort.common.types import FinishReason, InstanceId, Prediction, RequestId
 PATIENCE = 8  # questions in a row without an answer in time
 PROBE_INTERVAL_S = 1.0
 
-# Of manager.load_interval_s. Without a message for so many of them the manager is greeted anew, and new requests wait
-# until it says something: a manager that was started again takes nothing from a gateway that has not greeted it.
+# In units of manager.load_interval_s. After so long without a message the manager is greeted anew, and new requests
+# wait until it answers: a manager that was started again takes nothing from a gateway that has not greeted it.
 OVERDUE_LOADS = 3
 LEAST_OVERDUE_S = 0.5
 GREETING_INTERVAL_S = 0.2
-# For so many of them: the gateway counts as not ready.
+# In the same units: after so long the gateway counts as not ready.
 MISSED_LOADS = 10
 LEAST_SILENCE_S = 2.0
 
@@ -300,7 +300,7 @@ class ManagerLink:
 
     def not_ready_because(self, now_s: float) -> str | None:
         """Return why no request could be served now; None if one could. A manager that takes over from one that could
-        serve has as long to hear of its workers as a silent one has to answer: balancers are not told of a takeover."""
+        serve has as long to hear of its workers as a silent one has to answer: balancers do not learn of a takeover."""
         if self._incarnation is None:
             return "the bucketing manager has not answered yet"
         if now_s - self._heard_s >= self._silence_s:

@@ -44,16 +44,11 @@ class ManagerCounters:
     """Messages dropped because only another peer than their sender may send them."""
 
     def metrics(self) -> dict[str, float]:
+        counted = ("dispatched", "finished", "attempts_lost", "demoted", "workers_lost", "takeovers", "misnamed")
         return {
-            "dispatched_total": float(self.dispatched),
-            "finished_total": float(self.finished),
-            "attempts_lost_total": float(self.attempts_lost),
+            **{f"{name}_total": float(getattr(self, name)) for name in counted},
             "refused_total": float(sum(self.refused.values())),
             **{f"refused_{cause}_total": float(count) for cause, count in sorted(self.refused.items())},
-            "demoted_total": float(self.demoted),
-            "workers_lost_total": float(self.workers_lost),
-            "takeovers_total": float(self.takeovers),
-            "misnamed_total": float(self.misnamed),
         }
 
 
@@ -203,7 +198,7 @@ class ParkedRequests:
         """Report the request to the policy, once no other worker holds any of it: one on the way here may still."""
         if self._policy is None or list(managed.live) != [managed.parked_at]:
             return
-        if managed.item is None:  # placed by a former manager: nothing to tell the next worker
+        if managed.item is None:  # placed by a former manager: nothing to send to the next worker
             self._lost(now_s, managed, "parked for a former manager")
             return
         request = managed.item.request

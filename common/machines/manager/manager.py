@@ -57,7 +57,7 @@ from cohort.common.types import Attempt, InstanceId, Outcome, Request
 
 _LOOK_AGAIN_S = 0.05
 """Interval at which a queue is checked that no message calls for. Policies go by the age of reports."""
-_LEAST_WAIT_S = 0.001  # between two ticks, however far in the past a policy wanted to be asked
+_LEAST_WAIT_S = 0.001  # between two ticks, however far in the past a policy wanted to be called
 _REGISTERS_S = 3.0  # workers register with a manager that stands by several times in this time
 _WINDOW_S = 1.0  # of which the drain rate's average is made
 _WEIGHT = 0.2
@@ -318,7 +318,7 @@ class ManagerMachine:
         if not self._heard(now_s, sender):
             return False
         if self._roster.has_finished(request.attempt):
-            return False  # said twice
+            return False  # sent twice
         self._lost.came(request.request_id)
         known = self._roster.requests.get(request.request_id)
         if known is not None:
@@ -365,7 +365,7 @@ class ManagerMachine:
             if self._roster.has_finished(attempt):
                 if self._roster.is_overdue(now_s, attempt):
                     overdue.append(attempt)
-                continue  # its gateway will hear
+                continue  # its gateway will learn of it
             holders = self._roster.computing(attempt)
             if holders:
                 if managed is not None:
@@ -448,7 +448,7 @@ class ManagerMachine:
 
     def _handed_over(self, now_s: float, managed: Managed, instance: InstanceId) -> None:
         if instance not in managed.live:
-            return  # said twice
+            return  # sent twice
         self._roster.disengage(managed, instance)
         if not managed.live:  # adopted before the receiver was there
             for holder in self._roster.computing(managed.attempt):

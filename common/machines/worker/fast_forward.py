@@ -1,6 +1,6 @@
 """Iterations that provably repeat each other, run as one: for hosts with virtual time. Live hosts never ask.
 
-A host asks `repeatable` once a step is in flight, foresees as many iterations as `fitting_repetitions` allows, and
+A host calls `repeatable` once a step is in flight, foresees as many iterations as `fitting_repetitions` allows, and
 applies those that have ended with `repeat`; before an event that is not `undisturbed_by` it voids the rest.
 """
 

@@ -131,7 +131,7 @@ class KvReceiver:
                     postponed.append(offer)
                 continue
             if key in self._incoming or held.sequence.phase is not Phase.AWAITING_KV:
-                continue  # said twice
+                continue  # sent twice
             if key in self._still_sent() or key in self.settling:
                 postponed.append(offer)
                 continue
@@ -182,7 +182,7 @@ class KvReceiver:
             self._lost(now_s, incoming.sequence, f"{incoming.sender} sent KV of another request under this lease")
             return
         if not chunk.runs or chunk.runs[0].tag <= incoming.last_tag:
-            return  # said twice
+            return  # sent twice
         first, *more = self._state.kv.tables(incoming.sequence.key)
         of_first = set(first)
         own = of_first.union(*more) if more else of_first

@@ -166,7 +166,7 @@ class KvSender:
     def granted(self, now_s: float, grant: KvGrant) -> None:
         outgoing = self._outgoing.get(grant.attempt)
         if outgoing is None or outgoing.transfer_id != grant.transfer_id or outgoing.granted:
-            return  # given up meanwhile; the abort that said so is on its way
+            return  # given up meanwhile; its abort is on its way
         if not grant.lease_id or grant.lease_id in self._by_lease or grant.lease_id in self._settling:
             self._lost(now_s, outgoing.sequence, f"{outgoing.peer} grants a lease that is another transfer's")
             return
@@ -213,7 +213,7 @@ class KvSender:
         del self._outgoing[key]
         self._left(now_s, outgoing.sequence)
         outgoing.dead = True
-        if outgoing.in_flight:  # its bytes have arrived, but the link has not said so yet
+        if outgoing.in_flight:  # its bytes have arrived, but the link has not reported it yet
             self._settle(outgoing)
         else:
             self._free(outgoing)
@@ -236,7 +236,7 @@ class KvSender:
         if outgoing is None or outgoing.transfer_id != message.transfer_id:
             return False
         if message.retry_link and message.round <= outgoing.round:
-            return True  # said twice
+            return True  # sent twice
         if message.retry_link and message.retry_link in outgoing.links:
             self._state.counters.transfer_retries += 1
             outgoing.restart(message.retry_link, message.round)

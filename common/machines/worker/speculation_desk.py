@@ -1,7 +1,7 @@
 """Drafts of a worker's decode rows: how many a plan's rows may carry, and what came of them.
 
     plan made ──▶ allotted: `Row.drafts`, with blocks ──▶ the engine proposes, computes, keeps what is right
-    StepEnded ──▶ one token after the other, as if so many steps had ended ──▶ learned: chances, prices
+    StepEnded ──▶ one token after the other, as if a step had ended for each ──▶ learned: chances, prices
 
 Called by `WorkerMachine`. Rows carry drafts in iterations of decode rows alone: beside prompts each position costs its
 full share of time. None where KV is copied, or where the cache is nearly full: the blocks would be taken from another.
@@ -76,7 +76,7 @@ class SpeculationDesk:
             return
         if event.drafts:
             plan.drafted = sum([each.proposed for each in event.drafts if each.computed])
-        if plan.drafted and self._state.in_flight is not None:  # by now the one that was begun behind it
+        if plan.drafted and self._state.in_flight is not None:  # by now the one that was queued after it
             raise InvariantViolated("a step was planned behind one with drafts")
         counters, held_of = self._state.counters, self._state.held
         for each in event.drafts:

@@ -245,7 +245,7 @@ class WorkerMachine:
             return
         awaiting = self.receiver.aborted(message)
         assert awaiting is None or awaiting.phase is Phase.AWAITING_KV
-        if awaiting is not None:  # the sender decided about the request and told the manager; here it only goes
+        if awaiting is not None:  # the sender decided about the request and informed the manager; here it only goes
             self._drop(now_s, awaiting, message.reason)
 
     def _tick(self, now_s: float) -> None:
@@ -267,7 +267,7 @@ class WorkerMachine:
         key = message.request.attempt
         settling = key in self.sender.settling or key in self.receiver.settling
         if key in self._held or (message.index == 0 and settling):
-            return  # said twice
+            return  # sent twice
         self._effects.append(Dial(message.request.gateway, message.gateway_endpoint))
         if message.next_endpoint:
             following = message.segments[message.index + 1].instance
@@ -390,7 +390,7 @@ class WorkerMachine:
             self.state.skipped_s = []
             if behind is None:
                 self._ran = ran
-            else:  # no decision follows, and the next plan does not tell of its prompts
+            else:  # no decision follows, and the next plan does not show its prompts
                 self._earlier.append(ran)
         ending, due = note_computed(now_s, plan, self.state)
         assert len(event.sampled) == due or plan.drafted or plan.ended_rows, (
@@ -537,7 +537,7 @@ class TokenUpdates:
         if updates is None:
             updates = self._updates[held.gateway] = []
         if finish is None and not logprobs and not first_here and sequence.repeat_from is None:  # nearly all of them
-            if updates and updates[-1].attempt is sequence.key:  # of the same row: they are told together
+            if updates and updates[-1].attempt is sequence.key:  # of the same row: they are sent together
                 updates[-1].tokens.append(token)
             else:
                 updates.append(TokenUpdate(sequence.key, position, [token], cached_tokens=sequence.cached_tokens))
@@ -546,7 +546,7 @@ class TokenUpdates:
         start = position if sequence.repeat_from is None else sequence.repeat_from
         sequence.repeat_from = None
         before = updates.pop() if updates and updates[-1].attempt is sequence.key else None
-        if before is not None:  # of the same row: they are told together
+        if before is not None:  # of the same row: they are sent together
             start = before.position
         times = self._times(now_s, sequence) if first_here or finish else None
         updates.append(

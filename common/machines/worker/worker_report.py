@@ -132,7 +132,7 @@ class WorkerReports:
             return False
         if message.epoch < self._epoch:
             self._state.counters.fenced += 1
-            self._register_with(sender)  # and so tells it
+            self._register_with(sender)  # and so informs it
             return True
         self._follow(sender, message.epoch)
         return False
@@ -143,7 +143,7 @@ class WorkerReports:
         assert epoch >= self._epoch, f"epoch {epoch} is followed after {self._epoch}"
         former, self.manager, self._epoch, self._registered = self.manager, manager, epoch, False
         self._told = None
-        if former != manager:  # it hears at once that it was replaced, if it hears anything
+        if former != manager:  # it learns at once that it was replaced, if anything reaches it
             self._register_with(former)
 
     def due(self, memory_free_bytes: int) -> None:

@@ -49,7 +49,7 @@ def render() -> str:
 
 
 def _section(name: str, values: Any, struct: Any, comments: Mapping[tuple[str, str], str], indent: str) -> list[str]:
-    """A section with its docstring above it; sections inside it come last, as in the source."""
+    """Return a section with its docstring above it; sections inside it come last, as in the source."""
     lines = [*_comment(_own_docstring(struct), indent), f"{indent}{name}:"]
     types, within = typing.get_type_hints(struct), indent + "  "
     for key, value in values.items():
@@ -96,7 +96,7 @@ def _own_docstring(struct: type) -> str:
 
 
 def _field_comments() -> dict[tuple[str, str], str]:
-    """(class, field) → the comment behind the field in the source, or on the lines above where that is too long."""
+    """Map (class, field) to the comment after the field in the source, or on the lines above where that is too long."""
     found = {}
     for module in (gateway, serving, policies, root):
         source = Path(module.__file__).read_text(encoding="utf-8")
@@ -118,7 +118,7 @@ def _field_comments() -> dict[tuple[str, str], str]:
 
 
 def _lines_above(line: int, comments: Mapping[int, tokenize.TokenInfo]) -> list[tokenize.TokenInfo]:
-    """Comments that have a line to themselves, without a gap; one behind a field belongs to that field."""
+    """Return comments that have a line to themselves, without a gap; one after a field belongs to that field."""
     found: list[tokenize.TokenInfo] = []
     while (above := comments.get(line - 1 - len(found))) is not None and above.line.strip() == above.string:
         found.insert(0, above)

@@ -73,7 +73,7 @@ Pins = dict[str, list[Pin]]
 
 
 def resolve(extras: Sequence[str], constraints: Pins, *, upgrade: bool = False, without_torch: bool = False) -> Pins:
-    """Requirements of pyproject.toml with these extras on Linux, for each supported Python."""
+    """Resolve the requirements of pyproject.toml with these extras on Linux, for each supported Python."""
     pins: Pins = {}
     for python in PYTHONS:
         text = compiled(extras, lines(constraints, python), python, upgrade=upgrade, without_torch=without_torch)
@@ -101,7 +101,7 @@ def compiled(extras: Sequence[str], constraints: str, python: str, *, upgrade: b
 
 
 def parse(text: str, pythons: tuple[str, ...] = PYTHONS) -> Pins:
-    """A requirements file of ours, or of uv for one Python."""
+    """Parse a requirements file of ours, or of uv for one Python."""
     pins: Pins = {}
     for block in re.split(r"\n(?=\S)", text.strip()):
         if found := re.match(r"([\w.-]+)==([^\s;\\]+)(?: ; python_version == \"([\d.]+)\")?", block):
@@ -112,7 +112,7 @@ def parse(text: str, pythons: tuple[str, ...] = PYTHONS) -> Pins:
 
 
 def lines(pins: Pins, python: str) -> str:
-    """The pins of one Python as constraints."""
+    """Return the pins of one Python as constraints."""
     return "".join(f"{name}=={pin.version}\n" for name, some in pins.items() for pin in some if python in pin.pythons)
 
 

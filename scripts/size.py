@@ -34,7 +34,7 @@ OTHER = (".cpp", ".h", ".js", ".css", ".html")
 
 
 def tracked(root: Path) -> list[PurePosixPath]:
-    """Files of the working tree that git knows or would take, links left out."""
+    """Return the files of the working tree that git knows or would take, links left out."""
     command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split("\0")
     return sorted(
@@ -43,14 +43,14 @@ def tracked(root: Path) -> list[PurePosixPath]:
 
 
 def options(value: object) -> int:
-    """Leaves of a configuration; a list or mapping that an operator fills counts as one."""
+    """Count the leaves of a configuration; a list or mapping that an operator fills counts as one."""
     if isinstance(value, msgspec.Struct):
         return sum(options(getattr(value, name)) for name in value.__struct_fields__)
     return 1
 
 
 def measured(root: Path, files: Iterable[PurePosixPath]) -> dict[str, int]:
-    """Sizes by name, in lines, files, options and words."""
+    """Return sizes by name, in lines, files, options and words."""
     lines: Counter[str] = Counter()
     folders: Counter[str] = Counter()
     words = 0
@@ -77,7 +77,7 @@ _KINDS = {"Python": PYTHON, "YAML and JSON": DATA, "other languages": OTHER}
 
 
 def above(sizes: dict[str, int], caps: dict[str, int]) -> list[str]:
-    """One line for every size over its cap, or without one."""
+    """Return one line for every size over its cap, or without one."""
     return [
         f"{name}: {size:,}, cap {caps.get(name, 0):,} (docs/size.json; a larger cap is a commit that says why)"
         for name, size in sizes.items()

@@ -43,8 +43,16 @@ class AttentionMeta:
     read these, and know a direction by the entry that they load anyway; the compiled kernels for processors read
     `directions`. Tables without directions are both."""
 
+    def tensors(self, query: Tensor, cache: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+        """Return a launch's tensors over one layer's cache, as the kernels on a GPU have them in common."""
+        return query, cache, self.query_start, self.context_lens, self.block_tables, out
+
+    def strides(self, query: Tensor, cache: Tensor, out: Tensor) -> tuple[int, ...]:
+        """Return the strides that go with `tensors`; the cache's last two are of keys to values and of heads."""
+        return (*query.stride()[:2], *out.stride()[:2], self.block_tables.stride(0), *cache.stride()[:3])
+
     def as_signed(self) -> AttentionMeta:
-        """The same rows with directions in the tables' signs."""
+        """Return the same rows with directions in the tables' signs."""
         if self.signed:
             return self
         tables = self.block_tables
@@ -53,7 +61,7 @@ class AttentionMeta:
         return dataclasses.replace(self, block_tables=tables, directions=None, signed=True)
 
     def separate(self) -> tuple[Tensor, Tensor | None]:
-        """Tables without signs, and directions beside them."""
+        """Return the tables without signs, and the directions apart."""
         if not self.signed:
             return self.block_tables, self.directions
         return self.block_tables ^ (self.block_tables >> 31), (self.block_tables < 0).to(torch.uint8)

@@ -32,7 +32,7 @@ def in_force() -> bool:
 
 @contextmanager
 def batch_invariant(wanted: bool) -> Iterator[None]:
-    """Within, layers are made so, or not."""
+    """Set whether layers made within the context are batch-invariant."""
     token = _in_force.set(wanted)
     try:
         yield
@@ -41,10 +41,10 @@ def batch_invariant(wanted: bool) -> Iterator[None]:
 
 
 def is_to_be_compiled(product: FixedProduct) -> None:
-    """`fixed_products_made` tells it from now on."""
+    """Record a product for `fixed_products_made`."""
     _made[product] = None
 
 
 def fixed_products_made() -> tuple[FixedProduct, ...]:
-    """Of all layers of this process so far, each kind once."""
+    """Return the products of all layers of this process so far, each kind once."""
     return tuple(_made)

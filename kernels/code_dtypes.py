@@ -13,7 +13,7 @@ E4M3 = torch.float8_e4m3fn
 E2M1 = torch.float4_e2m1fn_x2
 """OCP Microscaling Formats v1.0: a sign, two bits of exponent and one of mantissa: 0 to 6."""
 E8M0 = torch.float8_e8m0fnu
-"""Of E2M1's scales: a power of two for each `MX_GROUP` inputs."""
+"""Scales of E2M1: a power of two for each `MX_GROUP` inputs."""
 MX_GROUP = 32
 
 _PAIRED = (torch.uint8, E2M1)
@@ -25,10 +25,10 @@ def bits_of(codes: torch.dtype) -> int:
 
 
 def inputs_of(codes: Tensor) -> int:
-    """Of a weight [..., outputs, stored]."""
+    """Return the inputs of a weight of codes [..., outputs, stored]."""
     return codes.shape[-1] * (2 if codes.dtype in _PAIRED else 1)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Codes or scales as a kernel takes them: bytes, where they are floating point that it makes numbers of itself."""
+    """Return floating-point codes or scales as bytes, which is how kernels read them; others stay as they are."""
     return tensor.view(torch.uint8) if tensor.dtype in _UNREAD_BY_KERNELS else tensor

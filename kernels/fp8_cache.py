@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 SCALE_BYTES = 1
-"""Of a row, behind its codes."""
+"""Scale of a row, after its codes."""
 
 PLANE_SCALE_BYTES = 4
-"""Of a row in planes."""
+"""Scale of a row in planes."""
 
 _BIAS = 120
 _LARGEST_SCALE = 239
@@ -32,13 +32,13 @@ _SPOILED = 240
 
 
 def is_fp8(kv: Tensor) -> bool:
-    """Whether a cache's rows are as above; others have the model's dtype."""
+    """Return whether a cache's rows are in FP8; others have the model's dtype."""
     return kv.dtype == torch.uint8
 
 
 def encoded(values: Tensor) -> Tensor:
-    """uint8 [..., D + 1] of numbers [..., D]. A number moves by at most 2^-4 of itself, or 2^-14 of the row's largest;
-    a row with an infinity or a NaN becomes NaN."""
+    """Encode numbers [..., D] as uint8 [..., D + 1]. A number moves by at most 2^-4 of itself, or 2^-14 of the row's
+    largest; a row with an infinity or a NaN becomes NaN."""
     bits = values.float().contiguous().view(torch.int32)
     largest = (bits & 0x7FFFFFFF).amax(dim=-1, keepdim=True)
     exponents = (largest >> 23) - 127 - 8 + ((largest & 0x7FFFFF) > 0x600000).int()
@@ -61,13 +61,13 @@ def _power_of_two(exponents: Tensor) -> Tensor:
 
 
 def in_planes(kv: Tensor, head_dim: int) -> bool:
-    """Whether codes and scales of a cache [..., block size, width] for heads of `head_dim` lie apart."""
+    """Return whether codes and scales of a cache [..., block size, width] for heads of `head_dim` lie apart."""
     return is_fp8(kv) and kv.shape[-1] == head_dim + PLANE_SCALE_BYTES
 
 
 def planes(kv: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of a contiguous cache in planes, uint8 [..., block size, D + 4]: codes uint8 [..., block size, D] and
-    scales float32 [..., block size]."""
+    """Return views of a contiguous cache in planes, uint8 [..., block size, D + 4]: codes uint8 [..., block size, D]
+    and scales float32 [..., block size]."""
     block_size, head_dim = kv.shape[-2], kv.shape[-1] - PLANE_SCALE_BYTES
     flat = kv.flatten(-2)
     codes = flat[..., : block_size * head_dim].unflatten(-1, (block_size, head_dim))  # type: ignore[no-untyped-call]
@@ -75,20 +75,20 @@ def planes(kv: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def encoded_apart(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Of numbers [..., D]: codes uint8 [..., D] and scales float32 [...], as planes hold them."""
+    """Encode numbers [..., D] as planes hold them: codes uint8 [..., D] and scales float32 [...]."""
     rows = encoded(values)
     exponents = rows[..., -1].int()
     return rows[..., :-1], torch.where(exponents >= _SPOILED, torch.nan, _power_of_two(exponents - _BIAS))
 
 
 def decoded_apart(codes: Tensor, scales: Tensor) -> Tensor:
-    """float32 [..., D], the numbers that `decoded` gives for the same row."""
+    """Return float32 [..., D], the numbers that `decoded` gives for the same row."""
     exponents = torch.where(scales.isnan(), _SPOILED, (scales.view(torch.int32) >> 23) - 127 + _BIAS)
     return decoded(torch.cat((codes, exponents[..., None].to(torch.uint8)), dim=-1))
 
 
 def decoded(rows: Tensor) -> Tensor:
-    """float32 [..., D] of rows uint8 [..., D + 1]: numbers that bfloat16 holds, too."""
+    """Return float32 [..., D] of rows uint8 [..., D + 1]; bfloat16 holds these numbers, too."""
     codes, scales = rows[..., :-1].int(), rows[..., -1:].int()
     size = (codes & 0x7F) << 20
     bits = torch.where(size < 0x800000, 0, size + (scales << 23)) | torch.where(codes >= 0x80, -(1 << 31), 0)

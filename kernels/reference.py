@@ -28,7 +28,7 @@ _E8M0_BIAS = 127
 
 
 def row_slots(meta: AttentionMeta, row: int, context_len: int) -> tuple[Tensor, Tensor]:
-    """Block id and slot inside the block of each of the row's first `context_len` tokens.
+    """Return block id and slot inside the block of each of the row's first `context_len` tokens.
 
     R7, R13 · In a block whose direction is 1, or that stands as ~block in signed tables, the j-th token lies in slot
     block_size - 1 - j.
@@ -58,7 +58,7 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """Causal attention of each row's last tokens over its whole context, one row after the other, in float32."""
+    """Compute causal attention of each row's last tokens over its context, row after row, in float32."""
     starts = meta.query_start.tolist()
     keys, values = kv[:, layer, 0], kv[:, layer, -1]  # [num_blocks, Hkv, block_size, D]
     group = query.shape[1] // kv.shape[3]
@@ -92,7 +92,7 @@ def paged_attention(
 
 
 def write_kv(key: Tensor, value: Tensor, kv: Tensor, layer: int, slot_mapping: Tensor) -> None:
-    """Put one layer's new keys and values into their slots (slot = block · block_size + offset)."""
+    """Store one layer's new keys and values in their slots (slot = block · block_size + offset)."""
     block_size = kv.shape[4]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     if in_planes(kv, key.shape[2]):
@@ -121,7 +121,7 @@ def gather_slots(kv: Tensor, slots: Tensor, out: Tensor, *, apart: bool = False)
 
 
 def scatter_slots(src: Tensor, kv: Tensor, slots: Tensor, *, apart: bool = False) -> None:
-    """The way back of `gather_slots`; the slots must differ from each other."""
+    """Copy rows back to slots, the reverse of `gather_slots`; the slots must differ from each other."""
     block_size = kv.shape[4]
     block, offset = slots // block_size, slots % block_size
     src = src.to(device=kv.device, dtype=kv.dtype)
@@ -134,14 +134,14 @@ def scatter_slots(src: Tensor, kv: Tensor, slots: Tensor, *, apart: bool = False
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """x / sqrt(mean(x²) + eps) · weight: in float32, rounded to x's dtype before the weight, as transformers does."""
+    """Compute x / sqrt(mean(x²) + eps) · weight in float32, rounded before the weight, as transformers does."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
     out.copy_(weight * normed.to(x.dtype))
 
 
 def wide_rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """`rms_norm` with a weight in float32, rounded once at the end (Gemma, gpt-oss)."""
+    """Compute `rms_norm` with a weight in float32, rounded once at the end (Gemma, gpt-oss)."""
     wide = x.float()
     out.copy_(wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps) * weight)
 
@@ -158,14 +158,14 @@ def rope_inplace(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tens
 
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """silu(gate) · up, where gate is the first half of the last dimension."""
+    """Compute silu(gate) · up, where gate is the first half of the last dimension."""
     gate, up = gate_up.chunk(2, dim=-1)
     torch.mul(F.silu(gate), up, out=out)
 
 
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor, *, in_turn: bool = False) -> None:
-    """gpt-oss: (up + 1) · gate · sigmoid(alpha · gate), gate at most `limit`, up within ±`limit`; gates before ups, or
-    each gate before its up."""
+    """Compute gpt-oss's (up + 1) · gate · sigmoid(alpha · gate), gate at most `limit`, up within ±`limit`; gates before
+    ups, or `in_turn` each gate before its up."""
     gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if in_turn else gate_up.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     torch.mul(up + 1, gate * torch.sigmoid(gate * alpha), out=out)
@@ -179,7 +179,7 @@ def expert_outputs(
     biases: tuple[Tensor, Tensor] | None = None,
     clamped: ClampedSwiglu | None = None,
 ) -> Tensor:
-    """[T · k, hidden] of x [T, hidden] and chosen [T, k]: expert by expert, over its rows."""
+    """Return [T · k, hidden] of x [T, hidden] and chosen [T, k]: expert by expert, over its rows."""
     tokens, per_token = chosen.shape
     flat = chosen.reshape(-1)
     out = x.new_empty((tokens * per_token, x.shape[1]))
@@ -209,8 +209,8 @@ def coded_product(
     add: bool = False,
     fixed: bool = False,
 ) -> None:
-    """out [T, out] = x · weightᵀ + bias, in float32 and rounded once; with `add` beside what is there. `fixed` asks for
-    a row's bits beside any others, which torch's product does not promise.
+    """Compute out [T, out] = x · weightᵀ + bias, in float32 and rounded once; with `add` out is added to. `fixed` asks
+    for a row's bits to be the same with any others, which torch's product does not promise.
 
     weight[o, i] = scales[o, i // group] · codes[o, i] + offsets[o, i // group]; codes as `code_dtypes` has them.
     """
@@ -223,7 +223,7 @@ def coded_product(
 
 
 def coded_numbers(codes: Tensor, scales: Tensor, offsets: Tensor | None, group: int) -> Tensor:
-    """float32 [out, in]: what codes stand for."""
+    """Return float32 [out, in]: what codes stand for."""
     if codes.dtype == E2M1:
         return _mx_numbers(as_bytes(codes), as_bytes(scales))
     values = codes.float()
@@ -239,7 +239,7 @@ def _nibbles(codes: Tensor) -> Tensor:
 
 
 def _mx_numbers(codes: Tensor, exponents: Tensor) -> Tensor:
-    """Of MXFP4 [out, in / 2] and exponents [out, groups], both as bytes; exact but for numbers below 2^-126."""
+    """Return numbers of MXFP4 [out, in / 2] and exponents [out, groups], as bytes; exact but for those below 2^-126."""
     numbers = torch.tensor(_E2M1_NUMBERS, device=codes.device)[_nibbles(codes).int()]
     numbers = numbers.view(*exponents.shape, -1)
     torch.ldexp(numbers, (exponents.int() - _E8M0_BIAS).unsqueeze(-1), out=numbers)
@@ -247,7 +247,7 @@ def _mx_numbers(codes: Tensor, exponents: Tensor) -> Tensor:
 
 
 def expert_numbers(weight: ExpertCodes) -> Tensor:
-    """float32 [experts, out, in]: what all experts' codes stand for."""
+    """Return float32 [experts, out, in]: what all experts' codes stand for."""
     parts = (weight.codes, weight.scales, weight.offsets)
     codes, scales, offsets = (None if part is None else part.flatten(0, 1) for part in parts)
     assert codes is not None and scales is not None
@@ -255,7 +255,7 @@ def expert_numbers(weight: ExpertCodes) -> Tensor:
 
 
 def choose_experts(scores: Tensor, per_token: int, over_chosen: bool, rounded: bool) -> tuple[Tensor, Tensor]:
-    """As `kernels.experts.choose_experts`."""
+    """See `kernels.ops.experts.choose_experts`."""
     if over_chosen:
         chosen, experts = torch.topk(scores.float(), per_token, dim=-1)
         weights = torch.softmax(chosen, dim=-1)
@@ -267,7 +267,7 @@ def choose_experts(scores: Tensor, per_token: int, over_chosen: bool, rounded: b
 
 
 def add_weighted(parts: Tensor, weights: Tensor, shared: Tensor | None, residual: Tensor) -> None:
-    """residual += Σ weights · parts in ascending order of places, and shared; every operation rounds."""
+    """Add Σ weights · parts in ascending order of places, and shared, to residual; every operation rounds."""
     weighted = (parts.view(*weights.shape, -1).float() * weights.float().unsqueeze(2)).to(residual.dtype)
     total = weighted[:, 0]
     for place in range(1, weights.shape[1]):

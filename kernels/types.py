@@ -28,11 +28,11 @@ class ServedProduct:
     offsets: bool
     biased: bool
     experts: int = 0
-    """Of so many experts, whose rows are grouped; 0: of all rows."""
+    """Number of experts, whose rows are grouped; 0: the product is of all rows."""
     gathers: bool = False
-    """Of experts: rows are tokens', in any order, else sorted already."""
+    """Flag of experts: rows are tokens', in any order, else sorted already."""
     clamped: bool = False
-    """Of experts: `ClampedSwiglu` follows it, else SiLU."""
+    """Flag of experts: `ClampedSwiglu` follows the product, else SiLU."""
     fixed: bool = False
     """Tiles do not follow the number of rows (`batch_invariance`)."""
 
@@ -41,12 +41,12 @@ served_products: dict[ServedProduct, None] = {}
 
 
 def products_made() -> tuple[ServedProduct, ...]:
-    """Of all weights of this process so far, each kind once: what is to be compiled before requests come."""
+    """Return the products of all weights of this process so far, each kind once, for compiling at start."""
     return tuple(served_products)
 
 
 def takes(codes: torch.dtype, group: int, inputs: int) -> bool:
-    """Whether the kernel multiplies weights of these codes (see `code_dtypes`) in groups of so many inputs."""
+    """Return whether the kernel multiplies weights of these codes (see `code_dtypes`) in groups of `group` inputs."""
     if codes == E2M1:
         return group == MX_GROUP and inputs % MX_GROUP == 0
     return codes in CODES_OF_PRODUCTS and tiled(bits=bits_of(codes), group=group, inputs=inputs)
@@ -63,13 +63,11 @@ class ExpertCodes:
     group: int
 
     def is_to_be_compiled(self, *, gathers: bool, biased: bool = False, clamped: bool = False) -> None:
-        """`products_made` tells it from now on."""
+        """Record this weight's product for `products_made`."""
         experts, outputs, _ = self.codes.shape
-        offsets, inputs = self.offsets is not None, inputs_of(self.codes)
-        kind = self.codes.dtype
+        shape = (outputs, inputs_of(self.codes), self.codes.dtype, self.group, self.offsets is not None)
         fixed = batch_invariance.in_force()
-        made = ServedProduct(outputs, inputs, kind, self.group, offsets, biased, experts, gathers, clamped, fixed)
-        served_products[made] = None
+        served_products[ServedProduct(*shape, biased, experts, gathers, clamped, fixed)] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ EDIT_KINDS = 4
 
 @dataclass(frozen=True, slots=True)
 class SamplingTables:
-    """How each of S rows is sampled; tensors on the logits' device.
+    """Sampling parameters of S rows; tensors on the logits' device.
 
     `temperatures` below `GREEDY_BELOW` are greedy. `top_ks` 0, `top_ps` 1 and `min_ps` 0 switch themselves off.
     `wants`: -1 no log-probabilities, k >= 0 the sampled token's and those of the k likeliest.
@@ -93,7 +91,7 @@ class SamplingTables:
     Edits are (id, value) entries in order of rows, and in a row of kinds: repetition (a logit above 0 is divided by the
     value, else multiplied), presence and frequency (the value is subtracted), bias (added), bans. Entries of kind k of
     row r are [edit_starts[4r + k], edit_starts[4r + k + 1]); within a kind ids differ, and ids outside the vocabulary
-    are left out. `saved` has as many elements as there are entries at least, and is written.
+    are left out. `saved` has at least one element per entry, and is written.
     """
 
     seeds: Tensor  # int64 [S], the bits of unsigned numbers
@@ -111,7 +109,7 @@ class SamplingTables:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """Where results go; log-probabilities, from the raw logits, only of rows that want them."""
+    """Results of sampling; log-probabilities, from the raw logits, only of rows that want them."""
 
     tokens: Tensor  # int64 [S]
     logprobs: Tensor  # float32 [S]
@@ -121,7 +119,7 @@ class SampledRows:
 
     @staticmethod
     def empty(rows: int, most: int, device: torch.device) -> SampledRows:
-        """Room for `rows` rows with `most` likeliest tokens each."""
+        """Return room for `rows` rows with `most` likeliest tokens each."""
         return SampledRows(
             torch.empty(rows, dtype=torch.int64, device=device),
             torch.empty(rows, dtype=torch.float32, device=device),
@@ -132,4 +130,4 @@ class SampledRows:
 
 
 SCRATCH_CELLS = 24 << 9
-"""Of a row: the distances that are searched for top_k's or top_p's last one, once few are left."""
+"""Cells of a row: distances that are searched for top_k's or top_p's last one, once few are left."""

@@ -49,13 +49,13 @@ def _quiet(_: str) -> None:
 
 
 def find_compiler() -> str | None:
-    """`$CXX`, else the first C++ compiler on the path."""
+    """Return `$CXX`, else the first C++ compiler on the path."""
     candidates = [os.environ.get("CXX"), "c++", "g++", "clang++"]
     return next((found for name in candidates if name and (found := shutil.which(name))), None)
 
 
 def _cpu_identity() -> str:
-    """What -march=native may depend on: the instruction sets this processor offers."""
+    """Return what -march=native may depend on: the instruction sets of this processor."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith(("flags", "Features")):
@@ -64,7 +64,7 @@ def _cpu_identity() -> str:
 
 
 def build_key() -> str:
-    """Names one build: same key, same library."""
+    """Return the name of a build: same key, same library."""
     digest = hashlib.sha256()
     for source in sorted(path for path in SOURCE_DIR.iterdir() if path.suffix in {".h", ".cpp"}):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -74,13 +74,13 @@ def build_key() -> str:
 
 
 def library_path(cache: Path) -> Path:
-    """Where in the cache folder the library of this source, torch and processor lies once built."""
+    """Return where the built library of this source, torch and processor lies in the cache folder."""
     return cache / "kernels" / build_key() / LIBRARY_NAME
 
 
 @contextlib.contextmanager
 def _build_lock(path: Path) -> Iterator[None]:
-    """One builder at a time. The lock file stays; a crashed holder's lock ends with its process."""
+    """Let one builder in at a time. The lock file stays; a crashed holder's lock ends with its process."""
     deadline_s = time.monotonic() + BUILD_TIMEOUT_S
     with path.open("w") as lock:
         while True:
@@ -105,7 +105,7 @@ def _run(command: list[str]) -> None:
 
 
 def _openmp_link_flags(torch_lib: Path) -> list[str]:
-    """torch's own OpenMP runtime if it brings one: a second runtime would be a second pool of threads."""
+    """Return flags for torch's own OpenMP runtime if it brings one: a second one would have threads of its own."""
     bundled = sorted(torch_lib.glob("libgomp*.so*"))
     return [str(bundled[0])] if bundled else ["-fopenmp"]
 
@@ -132,7 +132,7 @@ def _compile(compiler: str, work: Path, report: Callable[[str], None]) -> Path:
 
 
 def build(cache: Path, report: Callable[[str], None] = _quiet, *, force: bool = False) -> Path:
-    """Path of the built library in `cache`; builds it unless it is there. `report` hears a few words at each step.
+    """Return the path of the built library in `cache`; build it unless it is there. `report` gets a few words a step.
 
     Raises KernelBuildError when there is no compiler or it fails.
     """
@@ -155,7 +155,7 @@ def build(cache: Path, report: Callable[[str], None] = _quiet, *, force: bool = 
 
 
 def main() -> int:
-    """Builds with one line of progress, for people and set-up scripts."""
+    """Build with one line of progress, for people and set-up scripts."""
     parser = argparse.ArgumentParser(prog="python -m cohort.kernels.cpu.build", description="Build the C++ kernels.")
     parser.add_argument("cache", type=Path, metavar="FOLDER", help="Cohort's cache folder")
     cache = parser.parse_args().cache

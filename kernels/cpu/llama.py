@@ -8,7 +8,7 @@ between.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from cohort.kernels.cpu import native
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer: norms plain, projections as packed panels."""
+    """One layer, in the order of the compiled operator's arguments: norms plain, projections as packed panels."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -50,23 +50,11 @@ class LayerStack:
 
     def __init__(self, layers: Sequence[LayerWeights], cos: Tensor, sin: Tensor, *, eps: float, scale: float) -> None:
         self._op: Any = native.operators().llama_layers
-        names = (
-            "input_norm",
-            "qkv",
-            "qkv_bias",
-            "q_norm",
-            "k_norm",
-            "attention_out",
-            "mlp_norm",
-            "gate_up",
-            "down",
-            "sliding_window",
-        )
-        self._weights = [[getattr(layer, name) for layer in layers] for name in names]
+        self._weights = [[getattr(layer, field.name) for layer in layers] for field in fields(LayerWeights)]
         self._constants = (eps, scale, cos, sin)
 
     def run(self, buffers: StepBuffers, positions: Tensor, slots: Tensor, meta: AttentionMeta, kv: Tensor) -> None:
-        """One step: writes its keys and values into `kv` and moves the residual on."""
+        """Run one step: write its keys and values into `kv` and update the residual."""
         tables, directions = meta.separate()
         self._op(
             *self._weights,

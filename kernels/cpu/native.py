@@ -23,7 +23,6 @@ from cohort.kernels.errors import KernelBuildError, KernelChoiceError
 
 ENVIRONMENT = "COHORT_KERNELS"
 _DTYPES = frozenset({torch.float32, torch.bfloat16})
-_BYTES = torch.uint8  # of caches in FP8, which copies move as they are
 _OPERATORS = (
     "paged_attention",
     "write_kv",
@@ -68,7 +67,7 @@ _deciding = threading.Lock()
 
 
 def keep_in(cache: Path) -> None:
-    """Names the folder of built kernels; to be called before the first use. Nothing is built yet.
+    """Set the folder of built kernels; to be called before the first use. Nothing is built yet.
 
     Raises `KernelChoiceError` for a wrong `COHORT_KERNELS`.
     """
@@ -88,9 +87,9 @@ def _mode() -> Literal["auto", "reference"]:
 
 
 def load(report: Callable[[str], None] | None = None) -> Operators | None:
-    """The extension's operators, built if need be; None (and the reason logged) when the reference must do.
+    """Return the extension's operators, built if need be; None (and the reason logged) when the reference must do.
 
-    `report` hears a few words at each step of a build. Raises `KernelChoiceError` for a wrong `COHORT_KERNELS`, and
+    `report` gets a few words at each step of a build. Raises `KernelChoiceError` for a wrong `COHORT_KERNELS`, and
     where `keep_in` was not called.
     """
     if _mode() == "reference":
@@ -121,27 +120,25 @@ def _decide(report: Callable[[str], None] | None = None) -> None:
 
 
 def prepare(report: Callable[[str], None]) -> Literal["native", "reference"]:
-    """Decides now, so that no later call compiles; see `load`. On any thread; calls for kernels wait meanwhile."""
+    """Load the kernels now, so that no later call compiles; see `load`. Calls on other threads wait meanwhile."""
     _decide(report)
     return implementation()
 
 
 def implementation() -> Literal["native", "reference"]:
-    """The implementation for float32 and bfloat16 on the CPU in this process; decides if nothing was called yet."""
-    if not _decided:
-        _decide()
-    return "reference" if _operators is None else "native"
+    """Return the implementation for float32 and bfloat16 on the CPU; decide if nothing was called yet."""
+    return "reference" if operators() is None else "native"
 
 
 def operators() -> Any:
-    """The compiled operators, or None where the reference must do; decides if nothing was called yet."""
+    """Return the compiled operators, or None where the reference must do; decide if nothing was called yet."""
     if not _decided:
         _decide()
     return _operators
 
 
 def ops_for(tensor: Tensor) -> Any:
-    """The compiled operators when they serve this tensor's device and dtype, else None."""
+    """Return the compiled operators when they serve this tensor's device and dtype, else None."""
     if not tensor.is_cpu or tensor.dtype not in _DTYPES:
         return None
     if not _decided:
@@ -150,5 +147,5 @@ def ops_for(tensor: Tensor) -> Any:
 
 
 def ops_for_cache(kv: Tensor) -> Any:
-    """Those that move a cache's tokens as they are, likewise."""
-    return operators() if kv.is_cpu and kv.dtype == _BYTES else ops_for(kv)
+    """Return the compiled operators when they move this cache's tokens, else None; bytes are moved as they are."""
+    return operators() if kv.is_cpu and kv.dtype == torch.uint8 else ops_for(kv)

@@ -20,7 +20,7 @@ _ALIGNMENT = 64
 
 
 def available(dtype: torch.dtype, inputs: int) -> bool:
-    """Whether products with this dtype and number of inputs are served on this processor."""
+    """Return whether products with this dtype and number of inputs are served on this processor."""
     if (ops := native.operators()) is None:
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and inputs % 2 == 0 and ops.panels_multiply_bf16())
@@ -34,7 +34,7 @@ class Arena:
         self._used = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Zeros. Pages that are not written cost nothing, so the end of a piece is not wasted."""
+        """Return zeros. Pages that are not written cost nothing, so the end of a piece is not wasted."""
         size = math.prod(shape) * dtype.itemsize
         if self._used + size > len(self._chunk):
             self._chunk, self._used = huge_zeros(max(size, _CHUNK_BYTES)), 0
@@ -44,7 +44,7 @@ class Arena:
 
 
 def huge_zeros(size: int) -> Tensor:
-    """`size` zero bytes, uint8, on huge pages where the system grants them; plain torch memory without the kernels."""
+    """Return `size` zero bytes, uint8, on huge pages where the kernels are there and the system grants them."""
     ops = native.operators()
     out: Tensor = torch.zeros(size, dtype=torch.uint8) if ops is None else ops.huge_zeros(size)
     return out
@@ -68,19 +68,19 @@ class Panels:
         self._ops.pack_panels(weight.contiguous(), self.data, gated)
 
     def product(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """out [T, outputs] = x [T, inputs] · weightᵀ + bias; a float32 `out` takes the sums unrounded."""
+        """Compute out [T, outputs] = x [T, inputs] · weightᵀ + bias; a float32 `out` takes the sums unrounded."""
         self._ops.panel_product(x, self.data, bias, out)
 
     def add_product(self, x: Tensor, residual: Tensor) -> None:
-        """residual [T, outputs] += x · weightᵀ, the product rounded before it is added."""
+        """Add x · weightᵀ to residual [T, outputs]; the product is rounded before."""
         self._ops.panel_product_added(x, self.data, residual)
 
     def gated_product(self, x: Tensor, out: Tensor) -> None:
-        """out [T, outputs] = silu(x · gateᵀ) · (x · upᵀ)."""
+        """Compute out [T, outputs] = silu(x · gateᵀ) · (x · upᵀ)."""
         self._ops.panel_product_gated(x, self.data, out)
 
     def halves(self, x: Tensor) -> Tensor:
-        """[T, 2 · outputs]: the gates and the ups of a gated weight, before what `gated_product` makes of them."""
+        """Return [T, 2 · outputs]: the gates and the ups of a gated weight, before their activation."""
         width = self._ops.panel_outputs()
         panels = -(-self.outputs // (width // 2))
         both = x.new_empty((len(x), panels * width))
@@ -89,5 +89,5 @@ class Panels:
         return apart[:, :, : self.outputs].reshape(len(x), -1)
 
     def rows(self, ids: Tensor, out: Tensor) -> None:
-        """out[t] = weight[ids[t]]: the embedding, where it is the same matrix as the last product's."""
+        """Copy out[t] = weight[ids[t]]: the embedding, where it is the same matrix as the last product's."""
         self._ops.panel_rows(self.data, ids, out)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cohort.kernels.code_dtypes import bits_of, inputs_of
 from cohort.kernels.code_units import packable
 from cohort.kernels.code_units import unit_of as unit_of
 from cohort.kernels.cpu import native
@@ -22,11 +23,12 @@ _LARGEST_EXPONENT = 14  # a row's largest scale is moved into [2^14, 2^15), so i
 
 
 def available(codes: torch.dtype, group: int, inputs: int, *, offsets: bool = False) -> bool:
-    """Whether weights of these codes (int8; uint8 of two nibbles; E4M3) and groups are served on this processor."""
+    """Return whether weights of these codes (int8; uint8 of two nibbles; E4M3) and groups are served here."""
     if codes not in _CODES or native.operators() is None:
         return False
-    bits = 4 if codes == torch.uint8 else 8
-    return packable(bits=bits, floating=codes == torch.float8_e4m3fn, group=group, inputs=inputs, offsets=offsets)
+    return packable(
+        bits=bits_of(codes), floating=codes == torch.float8_e4m3fn, group=group, inputs=inputs, offsets=offsets
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,12 @@ class Codes:
 
     @property
     def even_group(self) -> int:
-        """Of E4M3: the group, or all inputs where it is no shorter."""
+        """Group of E4M3 codes, or all inputs where it is no shorter."""
         return min(self.group, self.inputs)
 
     @property
     def inputs(self) -> int:
-        return self.codes.shape[1] * (2 if self.nibbles else 1)
+        return inputs_of(self.codes)
 
 
 class QuantizedPanels(Panels):
@@ -68,7 +70,7 @@ class QuantizedPanels(Panels):
     __slots__ = ()
 
     def __init__(self, parts: Sequence[Codes], arena: Arena, *, gated: bool = False) -> None:
-        """The tensors may be dropped afterwards. With `gated` the first half of the only part are the gates."""
+        """Pack the tensors, which may be dropped afterwards. With `gated` the only part's first half are the gates."""
         rows = sum(len(part.codes) for part in parts)
         self.inputs = parts[0].inputs
         self.gated = gated
@@ -89,25 +91,25 @@ class QuantizedPanels(Panels):
         if not part.floating:
             unit, zero = unit_of(part.group, part.inputs) or 0, _zero(part)
             kept = part.offsets is not None and not zero
-        bits, rows = 4 if part.nibbles else 8, len(part.codes)
+        bits, rows = bits_of(part.codes.dtype), len(part.codes)
         size: int = self._ops.quantized_bytes(bits, unit, kept, self.gated, rows, part.inputs, part.floating)
         return size
 
 
 def _zero(part: Codes) -> int:
-    """Of the codes: offsets that only move 0 to the code 8 need not be kept."""
+    """Return the code that stands for 0: 8 where offsets only move the codes by 8 and need not be stored, else 0."""
     moved = part.nibbles and part.offsets is not None and torch.equal(part.offsets, part.scales * -8)
     return 8 if moved else 0
 
 
 def _prepare(part: Codes) -> tuple[int, int, Tensor, Tensor, Tensor | None]:
-    """Unit, zero of the codes, and `_halves`."""
+    """Return the unit, the zero code, and `_halves`."""
     zero = _zero(part)
     return unit_of(part.group, part.inputs) or 0, zero, *_halves(part.scales, None if zero else part.offsets)
 
 
 def _halves(scales: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Factors float32 [rows], scales and offsets float16 [rows, groups]: factor times these are the given ones."""
+    """Return factors float32 [rows], and scales and offsets float16 [rows, groups] to be multiplied by them."""
     if scales.shape[1] == 1 and offsets is None:
         return scales[:, 0].contiguous(), torch.ones_like(scales, dtype=torch.float16), None
     largest = scales.abs().amax(dim=1)

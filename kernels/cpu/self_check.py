@@ -20,25 +20,23 @@ _BLOCK_SIZE = 16
 
 
 def _differs(ours: Tensor, truth: Tensor) -> bool:
-    """Also true for NaN."""
+    """Return whether two results differ beyond the tolerance, or one is NaN."""
     error = (ours.float() - truth.float()).abs().max()
     return not bool(error <= _TOLERANCE[truth.dtype] * truth.float().abs().max())
 
 
+def _rows(contexts: list[int], tables: list[list[int]], directions: Tensor | None = None) -> AttentionMeta:
+    """Return a prefill row of 20 tokens and a decode row."""
+    starts, lens, blocks = (torch.tensor(each, dtype=torch.int32) for each in ([0, 20, 21], contexts, tables))
+    return AttentionMeta(starts, lens, blocks, directions, _BLOCK_SIZE, max_query_len=20, num_prefill_rows=1)
+
+
 def _attention_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) -> bool:
-    """A decode row and a prefill row over blocks of both directions, five query heads per kv head; plain, within a
-    window under a soft cap, and with sinks."""
+    """Check attention over blocks of both directions: plain, within a window under a soft cap, and with sinks."""
     kv_heads, group, head_dim = 2, 5, 64
     kv = torch.randn(8, 1, 2, kv_heads, _BLOCK_SIZE, head_dim, generator=random).to(dtype)
-    meta = AttentionMeta(
-        query_start=torch.tensor([0, 20, 21], dtype=torch.int32),
-        context_lens=torch.tensor([37, 60], dtype=torch.int32),
-        block_tables=torch.tensor([[3, 1, 6, 0], [2, 7, 4, 5]], dtype=torch.int32),
-        directions=torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]], dtype=torch.uint8),
-        block_size=_BLOCK_SIZE,
-        max_query_len=20,
-        num_prefill_rows=1,
-    )
+    both_ways = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]], dtype=torch.uint8)
+    meta = _rows([37, 60], [[3, 1, 6, 0], [2, 7, 4, 5]], both_ways)
     query = torch.randn(21, kv_heads * group, head_dim, generator=random).to(dtype)
     scale = head_dim**-0.5
     # through the signs, which tables on a GPU carry, and back
@@ -55,7 +53,7 @@ def _attention_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) ->
 
 
 def _mixture_differs(ops: Any, x: Tensor) -> bool:
-    """Routing over 24 experts by three tokens' scores, and the weighted sum of three outputs each of one token."""
+    """Check routing over 24 experts by three tokens' scores, and the weighted sum of one token's three outputs."""
     experts, weights = torch.empty((3, 3), dtype=torch.int64), torch.empty((3, 3))
     ops.choose_experts(x[:, :24].contiguous(), False, False, experts, weights)
     chosen, likely = reference.choose_experts(x[:, :24], 3, False, False)
@@ -68,20 +66,16 @@ def _mixture_differs(ops: Any, x: Tensor) -> bool:
 def _elementwise_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) -> bool:
     x = torch.randn(3, 72, generator=random).to(dtype)
     weight = torch.randn(72, generator=random).to(dtype)
-    ours, truth = torch.empty_like(x), torch.empty_like(x)
-    ops.rms_norm(x, weight, 1e-5, ours)
-    reference.rms_norm(x, weight, 1e-5, truth)
-    if _differs(ours, truth):
-        return True
-    ours, truth = ours[:, :36].contiguous(), truth[:, :36].contiguous()
-    ops.silu_mul(x, ours)
-    reference.silu_mul(x, truth)
-    if _differs(ours, truth):
-        return True
-    ops.clamped_swiglu(x, 1.702, 1.5, ours)
-    reference.clamped_swiglu(x, 1.702, 1.5, truth)
-    if _differs(ours, truth):
-        return True
+    for name, width, more in (
+        ("rms_norm", 72, (weight, 1e-5)),
+        ("silu_mul", 36, ()),
+        ("clamped_swiglu", 36, (1.702, 1.5)),
+    ):
+        ours, truth = x.new_empty(3, width), x.new_empty(3, width)
+        getattr(ops, name)(x, *more, ours)
+        getattr(reference, name)(x, *more, truth)
+        if _differs(ours, truth):
+            return True
     if _mixture_differs(ops, x):
         return True
     ours, truth = x.view(3, 2, 36).clone(), x.view(3, 2, 36).clone()
@@ -92,7 +86,7 @@ def _elementwise_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) 
 
 
 def _fp8_cache_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) -> bool:
-    """The same bytes are written, and read as the same numbers by a decode row and a prefill row."""
+    """Check that the same bytes are written, and read as the same numbers by a decode row and a prefill row."""
     tokens, kv_heads, head_dim = 21, 2, 72
     ours = torch.zeros(4, 1, 2, kv_heads, _BLOCK_SIZE, head_dim + 1, dtype=torch.uint8)
     truth = ours.clone()
@@ -102,15 +96,7 @@ def _fp8_cache_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) ->
     reference.write_kv(key, value, truth, 0, slots)
     if not torch.equal(ours, truth):
         return True
-    meta = AttentionMeta(
-        query_start=torch.tensor([0, 20, 21], dtype=torch.int32),
-        context_lens=torch.tensor([31, 60], dtype=torch.int32),
-        block_tables=torch.tensor([[3, 1, 0, 0], [2, 0, 1, 3]], dtype=torch.int32),
-        directions=None,
-        block_size=_BLOCK_SIZE,
-        max_query_len=20,
-        num_prefill_rows=1,
-    )
+    meta = _rows([31, 60], [[3, 1, 0, 0], [2, 0, 1, 3]])
     query = torch.randn(21, 2 * kv_heads, head_dim, generator=random).to(dtype)
     found, expected = torch.empty_like(query), torch.empty_like(query)
     rows = (meta.query_start, meta.context_lens, meta.block_tables, None)
@@ -120,7 +106,7 @@ def _fp8_cache_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) ->
 
 
 def _e4m3_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) -> bool:
-    """All numbers of E4M3 but NaN, subnormals too, in two groups."""
+    """Check products over all numbers of E4M3 but NaN, subnormals too, in two groups."""
     codes = (torch.arange(40 * 64) * 37 % 254).view(40, 64)
     codes = (codes + (codes >= 0x7F).int()).to(torch.uint8).view(torch.float8_e4m3fn)
     scales, x = torch.rand(40, 2, generator=random), torch.randn(3, 64, generator=random).to(dtype)
@@ -132,7 +118,7 @@ def _e4m3_differs(ops: Any, dtype: torch.dtype, random: torch.Generator) -> bool
 
 
 def _codes_differ(ops: Any, random: torch.Generator) -> bool:
-    """Products over weights of 8 and of 4 bits, with offsets; the difference is the rounding of x to 8 bits."""
+    """Check products over weights of 8 and of 4 bits, with offsets; the difference is the rounding of x to 8 bits."""
     x = torch.randn(3, 64, generator=random)
     scales = torch.rand(40, 2, generator=random).half()
     offsets = torch.rand(40, 2, generator=random).half()
@@ -153,7 +139,7 @@ def _codes_differ(ops: Any, random: torch.Generator) -> bool:
 
 
 def first_difference(ops: Any) -> str | None:
-    """Names what the extension gets wrong; None when it agrees with the reference."""
+    """Return the name of what the extension computes wrongly; None when it agrees with the reference."""
     random = torch.Generator().manual_seed(0)
     with torch.inference_mode():
         for dtype in _TOLERANCE:

@@ -19,7 +19,7 @@ _deciding = threading.Lock()
 
 
 def ops_for(tensor: Tensor) -> Any:
-    """The Triton operators (`kernels.gpu.operators`) when they serve this tensor's device, else None."""
+    """Return the Triton operators (`kernels.gpu.operators`) when they serve this tensor's device, else None."""
     if not tensor.is_cuda:
         return None
     if not _decided:

@@ -25,9 +25,8 @@ from triton.runtime.driver import driver
 
 from cohort.kernels.batch_invariance import FixedProduct
 from cohort.kernels.code_dtypes import E2M1, MX_GROUP
-from cohort.kernels.gpu.attention.latents import ServedLatents
 from cohort.kernels.gpu.plan import decode_plan, latent_decode_plan, latent_group
-from cohort.kernels.gpu.variants import Served, ServedExperts, compile_only, launches
+from cohort.kernels.gpu.variants import Served, ServedExperts, ServedLatents, compile_only, launches
 from cohort.kernels.types import ServedProduct
 
 _MULTIPROCESSORS = 132
@@ -53,64 +52,45 @@ def _codes(codes: torch.dtype, group: int, *, offsets: bool) -> tuple[ServedProd
 
 
 def _invariant(*shapes: tuple[int, int]) -> dict[str, Any]:
-    """Steps that give a position the same bits, with these products."""
+    """Return options of batch-invariant steps with these products."""
     return {"batch_invariant": True, "fixed": tuple(FixedProduct(*shape, False) for shape in shapes)}
 
 
 _MIXTRAL = ServedExperts(count=8, per_token=2, inner=14336, shared_inner=0, rounded=False)
-_QWEN3 = ServedExperts(count=128, per_token=8, inner=768, shared_inner=0, rounded=True)
-
-
+_QWEN3_EXPERTS = ServedExperts(count=128, per_token=8, inner=768, shared_inner=0, rounded=True)
+_LLAMA = (32, 8, 128, 4096, 14336, 128256, "bfloat16")
+_QWEN3 = (32, 4, 128, 2048, 6144, 151936, "bfloat16")
 _GEMMA_2: dict[str, Any] = {"windowed": _SOME, "capped": True, "wide_norms": True}
-_GPT_OSS = ServedExperts(count=32, per_token=4, inner=2880, shared_inner=0, rounded=True, clamped=True)
+_GPT_OSS_EXPERTS = ServedExperts(count=32, per_token=4, inner=2880, shared_inner=0, rounded=True, clamped=True)
 _GPT_OSS_MXFP4 = (
     ServedProduct(5760, 2880, E2M1, MX_GROUP, False, True, 32, gathers=True, clamped=True),
     ServedProduct(2880, 2880, E2M1, MX_GROUP, False, True, 32, clamped=True),
 )
+_GPT_OSS: dict[str, Any] = {"windowed": _SOME, "sinks": True, "wide_norms": True} | {
+    "experts": _GPT_OSS_EXPERTS,
+    "products": _GPT_OSS_MXFP4,
+}
 
 
 def _expert_codes(codes: torch.dtype, group: int, *, offsets: bool) -> tuple[ServedProduct, ...]:
-    """The products of Qwen3-30B-A3B's experts."""
+    """Return the products of Qwen3-30B-A3B's experts."""
     shapes = ((1536, 2048, True), (2048, 768, False))
     return tuple(ServedProduct(out, inputs, codes, group, offsets, False, 128, first) for out, inputs, first in shapes)
 
 
 MODELS = {
-    "Llama-3-8B": _model(32, 8, 128, 4096, 14336, 128256, "bfloat16"),
+    "Llama-3-8B": _model(*_LLAMA),
     "Qwen2.5-14B": _model(40, 8, 128, 5120, 13824, 152064, "bfloat16"),
     "SmolLM2-135M": _model(9, 3, 64, 576, 1536, 49152, "float32"),
     "Mixtral-8x7B": _model(32, 8, 128, 4096, 14336, 32000, "bfloat16", experts=_MIXTRAL),
-    "Qwen3-30B-A3B": _model(32, 4, 128, 2048, 6144, 151936, "bfloat16", experts=_QWEN3),
-    "Llama-3-8B in 4 bits": _model(
-        32, 8, 128, 4096, 14336, 128256, "bfloat16", products=_codes(torch.uint8, 128, offsets=True)
-    ),
-    "Llama-3-8B in FP8": _model(
-        32, 8, 128, 4096, 14336, 128256, "bfloat16", products=_codes(torch.float8_e4m3fn, 128, offsets=False)
-    ),
-    "Llama-3-8B, KV in FP8": _model(32, 8, 128, 4096, 14336, 128256, "bfloat16", fp8=True),
-    "Qwen3-30B-A3B in FP8": _model(
-        32, 4, 128, 2048, 6144, 151936, "bfloat16", products=_expert_codes(torch.float8_e4m3fn, 128, offsets=False)
-    ),
-    "Qwen3-30B-A3B in 4 bits": _model(
-        32, 4, 128, 2048, 6144, 151936, "bfloat16", products=_expert_codes(torch.uint8, 128, offsets=True)
-    ),
-    "Qwen3-30B-A3B in INT8": _model(
-        32, 4, 128, 2048, 6144, 151936, "bfloat16", products=_expert_codes(torch.int8, 2048, offsets=False)
-    ),
-    "gpt-oss-20b": _model(
-        64,
-        8,
-        64,
-        2880,
-        2880,
-        201088,
-        "bfloat16",
-        windowed=_SOME,
-        sinks=True,
-        wide_norms=True,
-        experts=_GPT_OSS,
-        products=_GPT_OSS_MXFP4,
-    ),
+    "Qwen3-30B-A3B": _model(*_QWEN3, experts=_QWEN3_EXPERTS),
+    "Llama-3-8B in 4 bits": _model(*_LLAMA, products=_codes(torch.uint8, 128, offsets=True)),
+    "Llama-3-8B in FP8": _model(*_LLAMA, products=_codes(torch.float8_e4m3fn, 128, offsets=False)),
+    "Llama-3-8B, KV in FP8": _model(*_LLAMA, fp8=True),
+    "Qwen3-30B-A3B in FP8": _model(*_QWEN3, products=_expert_codes(torch.float8_e4m3fn, 128, offsets=False)),
+    "Qwen3-30B-A3B in 4 bits": _model(*_QWEN3, products=_expert_codes(torch.uint8, 128, offsets=True)),
+    "Qwen3-30B-A3B in INT8": _model(*_QWEN3, products=_expert_codes(torch.int8, 2048, offsets=False)),
+    "gpt-oss-20b": _model(64, 8, 64, 2880, 2880, 201088, "bfloat16", **_GPT_OSS),
     "Gemma-2-9B": _model(16, 8, 256, 3584, 14336, 256000, "bfloat16", **_GEMMA_2),
     "Gemma-2-27B": _model(32, 16, 128, 4608, 36864, 256000, "bfloat16", **_GEMMA_2),
 }
@@ -148,7 +128,7 @@ _DEEPSEEK_V3_FP8 = tuple(
 
 
 def of_rank(served: Served, degree: int, columns: int = 0) -> Served:
-    """What one of `degree` ranks launches; `columns`: of each expert's, its own, where they do not divide evenly."""
+    """Return the part of one of `degree` ranks; `columns`: of each expert, where they do not divide evenly."""
     experts, divided = served.experts, []
     if experts is not None:
         columns = columns or experts.inner // degree
@@ -192,7 +172,7 @@ RANKS |= {
     for columns in every
 }
 OF_EXPERTS = ("expert",)
-"""In the names of their launches."""
+"""Word in the names of their launches."""
 SHAPES = (
     MODELS
     | RANKS
@@ -222,7 +202,7 @@ class Compiled:
 
 
 class AbsentGpu:
-    """As much of a Triton driver as compiling asks for."""
+    """Triton driver with the three methods that compiling calls."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -240,8 +220,8 @@ class AbsentGpu:
 def compile_all(
     served: Served, capability: int = 90, max_rows: int = _MAX_ROWS, named: Sequence[str] = ("",)
 ) -> Iterator[Compiled]:
-    """Every variant that steps of up to `max_rows` rows launch, for compute capability `capability` (90 = Hopper);
-    `named`: by launches whose names have one of these."""
+    """Compile every variant that steps of up to `max_rows` rows launch, for compute capability `capability` (90 =
+    Hopper); `named`: only launches whose names contain one of these."""
     element_bytes = served.dtype.itemsize
     plan = decode_plan(
         head_dim=served.head_dim, element_bytes=element_bytes, multiprocessors=_MULTIPROCESSORS, fp8=served.fp8
@@ -283,7 +263,7 @@ def _read(kernel: Any, launch: str) -> Compiled:
 
 
 def main() -> int:
-    """One line per variant; 1 when one spills more than a few registers or does not fit."""
+    """Print one line per variant; return 1 when one spills more than a few registers or does not fit."""
     parser = argparse.ArgumentParser(prog="python -m cohort.kernels.gpu.compile_offline", description=__doc__)
     parser.add_argument("--capability", type=int, default=90, help="compute capability × 10 (default: %(default)s)")
     parser.add_argument("--model", choices=list(SHAPES), action="append", help="only this one's shapes; repeatable")

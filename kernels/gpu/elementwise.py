@@ -1,13 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, no-any-return"
 """The elementwise steps of a Llama-shaped layer on a GPU, each in one launch and one pass over memory.
 
-Called by `kernels.fused` and `kernels.paged_attention`. Roundings are the reference's. A decode step of a small batch
+Called by `ops.fused` and `ops.paged_attention`. Roundings are the reference's. A decode step of a small batch
 has nothing else to hide these steps behind, so rotation and the store of new keys and values are one launch.
-Triton reads annotations, so this file must not postpone them.
 """
 
+from typing import Any
+
 import torch
-import triton
+import triton  # reads annotations: they are not to be postponed here
 import triton.language as tl
 from torch import Tensor
 
@@ -21,7 +22,7 @@ _SILU_TILE = 1024
 def _rms_norm(
     x, weight, out, eps, x_stride, x_head_stride, out_stride, out_head_stride, WIDTH: tl.constexpr, PAD: tl.constexpr
 ):
-    """Rounded before the weight, but not where that is in float32. Grid (tokens, heads)."""
+    """Compute `rms_norm`, rounded before the weight unless that is in float32. Grid (tokens, heads)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim = tl.arange(0, PAD)
@@ -36,7 +37,7 @@ def _rms_norm(
 
 @triton.jit
 def _silu_mul(gate_up, out, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """Grid (tokens, tiles of the width)."""
+    """Compute silu(gate) · up. Grid (tokens, tiles of the width)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     there = column < WIDTH
@@ -49,7 +50,7 @@ def _silu_mul(gate_up, out, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl
 
 @triton.jit
 def _gelu_mul(gate_up, out, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """With the hyperbolic tangent: x · (1 + tanh(y)) / 2 is x / (1 + e^-2y). Grid (tokens, tiles of the width)."""
+    """Compute gelu(gate) · up: x · (1 + tanh(y)) / 2 is x / (1 + e^-2y). Grid (tokens, tiles of the width)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     there = column < WIDTH
@@ -63,7 +64,7 @@ def _gelu_mul(gate_up, out, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl
 
 @triton.jit
 def _soft_cap(x, cap, stride, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """x = cap · tanh(x / cap) in float32. Grid (rows, tiles of the width)."""
+    """Compute x = cap · tanh(x / cap) in float32. Grid (rows, tiles of the width)."""
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     cell = x + tl.program_id(0).to(tl.int64) * stride + column
     wide = tl.load(cell, mask=column < WIDTH, other=0.0)
@@ -76,8 +77,8 @@ def _soft_cap(x, cap, stride, WIDTH: tl.constexpr, TILE: tl.constexpr):
 def _clamped_swiglu(
     gate_up, out, alpha, limit, in_stride, out_stride, WIDTH: tl.constexpr, TILE: tl.constexpr, IN_TURN: tl.constexpr
 ):
-    """Grid (tokens, tiles of the width). Roundings after every operation, as in transformers. IN_TURN: each gate stands
-    before its up."""
+    """Compute `reference.clamped_swiglu`, rounded after every operation, as in transformers. IN_TURN: each gate stands
+    before its up. Grid (tokens, tiles of the width)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     there = column < WIDTH
@@ -107,8 +108,7 @@ def _rotate_in_place(
     HALF: tl.constexpr,
     PAD_HALF: tl.constexpr,
 ):
-    """The first 2 · HALF elements of every head of one token. Both halves are read before either is stored, by the same
-    thread."""
+    """Rotate the first 2 · HALF elements of every head of one token; a thread reads both halves before it stores."""
     head = tl.arange(0, PAD_HEADS)
     dim = tl.arange(0, PAD_HALF)
     there = (head < HEADS)[:, None] & (dim < HALF)[None, :]
@@ -140,7 +140,7 @@ def _rope(
     HALF: tl.constexpr,
     PAD_HALF: tl.constexpr,
 ):
-    """Grid (tokens, 2): queries, keys."""
+    """Rotate queries and keys. Grid (tokens, 2): queries, keys."""
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
     if tl.program_id(1) == 0:
@@ -156,8 +156,8 @@ def _power_of_two(exponents):
 
 @triton.jit
 def _store_fp8(numbers, cells, scales, held, there):
-    """Numbers [heads, PAD_DIM], zeros where not `there`, as `fp8_cache.encoded_apart` has them; `scales` [heads, 1] are
-    addresses of bytes, written where `held`."""
+    """Store numbers [heads, PAD_DIM], zeros where not `there`, as `fp8_cache.encoded_apart` has them; `scales` [heads,
+    1] are addresses of bytes, written where `held`."""
     wide = numbers.to(tl.float32)
     largest = tl.max(wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)[:, None]
     exponents = (largest >> 23) - 135 + tl.where((largest & 0x7FFFFF) > 0x600000, 1, 0)
@@ -203,9 +203,9 @@ def _store_kv(
     ROTATED: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Keys, rotated on their way if ROTATED, and values into their slots, as codes and scales if FP8; then also queries
-    are rotated, where they lie. A slot below zero takes nothing. Grid (tokens, 3 if ROTATED else 2, of latents 1):
-    keys, values, queries."""
+    """Store keys, rotated if ROTATED, and values in their slots, as codes and scales if FP8; if ROTATED also rotate
+    queries. A slot below zero takes nothing. Grid (tokens, 3 if ROTATED else 2, of latents 1): keys, values,
+    queries."""
     token = tl.program_id(0).to(tl.int64)
     what = tl.program_id(1)
     if what == 2:
@@ -265,7 +265,7 @@ def _store_kv(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """As `kernels.fused.rms_norm`, for [T, W] or [T, H, W]; with a weight in float32 as `wide_rms_norm`."""
+    """See `ops.fused.rms_norm`, for [T, W] or [T, H, W]; with a weight in float32 `wide_rms_norm`."""
     _unit_stride(x, out, weight)
     width = x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
@@ -290,25 +290,30 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
 
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """As `kernels.fused.silu_mul`."""
-    tokens, width, tile = _gated(gate_up, out)
-    if tokens:
-        _silu_mul[(tokens, -(-width // tile))](
-            gate_up, out, gate_up.stride(0), out.stride(0), WIDTH=width, TILE=tile, num_warps=4
-        )
+    _activate(_silu_mul, gate_up, out)
 
 
 def gelu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """As `kernels.fused.gelu_mul`."""
-    tokens, width, tile = _gated(gate_up, out)
+    _activate(_gelu_mul, gate_up, out)
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor, *, in_turn: bool = False) -> None:
+    _activate(_clamped_swiglu, gate_up, out, alpha, limit, IN_TURN=in_turn)
+
+
+def _activate(kernel: Any, gate_up: Tensor, out: Tensor, *numbers: float, **constants: bool) -> None:
+    _unit_stride(gate_up, out)
+    tokens, width = out.shape
+    if gate_up.shape != (tokens, 2 * width):
+        raise ValueError(f"gate and up {list(gate_up.shape)} for {list(out.shape)}")
+    tile = min(_SILU_TILE, power_of_two_from(width))
     if tokens:
-        _gelu_mul[(tokens, -(-width // tile))](
-            gate_up, out, gate_up.stride(0), out.stride(0), WIDTH=width, TILE=tile, num_warps=4
+        kernel[(tokens, -(-width // tile))](
+            gate_up, out, *numbers, gate_up.stride(0), out.stride(0), WIDTH=width, TILE=tile, num_warps=4, **constants
         )
 
 
 def soft_cap(x: Tensor, cap: float) -> None:
-    """As `kernels.fused.soft_cap`."""
     _unit_stride(x)
     rows, width = x.shape
     tile = min(_SILU_TILE, power_of_two_from(width))
@@ -318,35 +323,8 @@ def soft_cap(x: Tensor, cap: float) -> None:
         _soft_cap[(rows, -(-width // tile))](x, cap, x.stride(0), WIDTH=width, TILE=tile, num_warps=4)
 
 
-def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor, *, in_turn: bool = False) -> None:
-    """As `kernels.fused.clamped_swiglu`; `in_turn`: each gate stands before its up."""
-    tokens, width, tile = _gated(gate_up, out)
-    if tokens:
-        _clamped_swiglu[(tokens, -(-width // tile))](
-            gate_up,
-            out,
-            alpha,
-            limit,
-            gate_up.stride(0),
-            out.stride(0),
-            WIDTH=width,
-            TILE=tile,
-            IN_TURN=in_turn,
-            num_warps=4,
-        )
-
-
-def _gated(gate_up: Tensor, out: Tensor) -> tuple[int, int, int]:
-    """Tokens, width and tile of an activation."""
-    _unit_stride(gate_up, out)
-    tokens, width = out.shape
-    if gate_up.shape != (tokens, 2 * width):
-        raise ValueError(f"gate and up {list(gate_up.shape)} for {list(out.shape)}")
-    return tokens, width, min(_SILU_TILE, power_of_two_from(width))
-
-
 def rope_inplace(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-    """As `kernels.fused.rope_inplace`; positions are not checked."""
+    """See `ops.fused.rope_inplace`; positions are not checked."""
     _unit_stride(q, k)
     if len(q) == 0:
         return
@@ -357,10 +335,8 @@ def rope_inplace(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tens
         cos,
         sin,
         positions,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
+        *q.stride()[:2],
+        *k.stride()[:2],
         Q_HEADS=q.shape[1],
         PAD_Q_HEADS=power_of_two_from(q.shape[1]),
         K_HEADS=k.shape[1],
@@ -372,26 +348,11 @@ def rope_inplace(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tens
 
 
 def write_kv(key: Tensor, value: Tensor, kv: Tensor, layer: int, slot_mapping: Tensor) -> None:
-    """As `kernels.paged_attention.write_kv`; slots are not checked, and one below zero takes nothing."""
-    _store(None, key, value, None, None, None, kv, layer, slot_mapping)
+    """See `ops.paged_attention.write_kv`; slots are not checked, and one below zero takes nothing."""
+    rope_and_write_kv(None, key, value, None, None, None, kv, layer, slot_mapping)
 
 
 def rope_and_write_kv(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    kv: Tensor,
-    layer: int,
-    slot_mapping: Tensor,
-) -> None:
-    """As `kernels.fused.rope_and_write_kv`: in one launch, and `key` itself stays as it was."""
-    _store(query, key, value, cos, sin, positions, kv, layer, slot_mapping)
-
-
-def _store(
     query: Tensor | None,
     key: Tensor,
     value: Tensor,
@@ -402,6 +363,7 @@ def _store(
     layer: int,
     slots: Tensor,
 ) -> None:
+    """See `ops.fused.rope_and_write_kv`: one launch, and `key` stays as it was; without a query `write_kv`."""
     cache = kv[:, layer]
     _, _, kv_heads, block_size, head_dim = cache.shape
     fp8 = is_fp8(kv)
@@ -414,14 +376,12 @@ def _store(
     _unit_stride(key, value)
     if len(key) == 0:
         return
-    rotated = query is not None and cos is not None and sin is not None and positions is not None
-    half, heads = 1, 1
+    rotated, half, heads, planes = False, 1, 1, cache.shape[1]  # one where a latent is key and value
     if query is not None and cos is not None and sin is not None and positions is not None:
         _unit_stride(query)
-        half, heads = _half(cos, sin, positions, head_dim), query.shape[1]
+        rotated, half, heads, planes = True, _half(cos, sin, positions, head_dim), query.shape[1], 3
     else:
         query, cos, sin, positions = key, key, key, slots  # pointers that are not read
-    planes = 3 if rotated else cache.shape[1]  # one where a latent is key and value
     _store_kv[(len(key), planes)](
         query,
         key,
@@ -431,14 +391,10 @@ def _store(
         positions,
         cache,
         slots,
-        query.stride(0),
-        query.stride(1),
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        cache.stride(0),
-        cache.stride(1),
+        *query.stride()[:2],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *cache.stride()[:2],
         QUERY_HEADS=heads,
         PAD_QUERY_HEADS=power_of_two_from(heads),
         KV_HEADS=kv_heads,

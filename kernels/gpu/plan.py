@@ -35,7 +35,7 @@ class DecodePlan:
     stages: int
 
     def parts(self, rows: int, kv_heads: int) -> int:
-        """`rows` rows never have more parts than this, all together."""
+        """Return a bound of the parts of `rows` rows together."""
         return rows + self.items // kv_heads
 
 
@@ -51,8 +51,7 @@ class PrefillPlan:
 
 
 def decode_plan(*, head_dim: int, element_bytes: int, multiprocessors: int, fp8: bool = False) -> DecodePlan:
-    """The plan for rows of one token each, however many and however long; `fp8`: over codes, of queries of these
-    bytes."""
+    """Return the plan for rows of one token each, of any number and length; `fp8`: over codes of such queries' KV."""
     # K and V of a tile are up to 32 KiB. A tile takes two loads, one after the other (the block table's entry, then the
     # keys), so five stages are two tiles on their way: 72 KiB on Hopper for heads of 128; two programs share its 227.
     tile_keys = max(16, min(128, _power_of_two_below(16384 // (head_dim * element_bytes))))
@@ -66,7 +65,7 @@ def decode_plan(*, head_dim: int, element_bytes: int, multiprocessors: int, fp8:
 
 
 def prefill_plan(*, group: int, head_dim: int, element_bytes: int) -> PrefillPlan:
-    """The plan for rows of several tokens; `group` query heads share a kv head."""
+    """Return the plan for rows of several tokens; `group` query heads share a kv head."""
     if element_bytes > 2:  # products without matrix units: more threads, or the sums leave the registers
         tile_rows = max(32, power_of_two_from(group))
         return PrefillPlan(tile_rows, tile_rows // group, tile_keys=16, warps=8, stages=1)
@@ -76,18 +75,14 @@ def prefill_plan(*, group: int, head_dim: int, element_bytes: int) -> PrefillPla
     return PrefillPlan(tile_rows, tile_rows // group, tile_keys, warps=4 if wide else 8, stages=2 if wide else 3)
 
 
-_LATENT_HEADS = 64
-_LATENT_HEADS_WIDE = 16  # products without matrix units keep their sums in registers
-
-
 def latent_group(heads: int, element_bytes: int) -> int:
-    """How many heads a program serves together: the most that divide them and whose sums its registers hold."""
-    most = _LATENT_HEADS_WIDE if element_bytes > 2 else _LATENT_HEADS
+    """Return how many heads a program serves together: the most that divide them and whose sums its registers hold."""
+    most = 16 if element_bytes > 2 else 64  # products without matrix units keep their sums in registers
     return next(group for group in range(min(heads, most), 0, -1) if heads % group == 0)
 
 
 def latent_decode_plan(*, group: int, element_bytes: int, multiprocessors: int) -> DecodePlan:
-    """For rows of one token over latents of 512 + 64 numbers, `group` heads at a time."""
+    """Return the plan for rows of one token over latents of 512 + 64 numbers, `group` heads at a time."""
     programs = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
     if element_bytes > 2:
         return DecodePlan(programs, _ITEMS_PER_PROGRAM * programs, 128, tile_keys=16, warps=8, stages=1)
@@ -97,7 +92,7 @@ def latent_decode_plan(*, group: int, element_bytes: int, multiprocessors: int) 
 
 
 def latent_prefill_plan(*, group: int, element_bytes: int) -> PrefillPlan:
-    """For rows of several tokens over latents, `group` heads at a time."""
+    """Return the plan for rows of several tokens over latents, `group` heads at a time."""
     if element_bytes > 2:
         tile_rows = max(16, power_of_two_from(group))
         return PrefillPlan(tile_rows, tile_rows // group, tile_keys=16, warps=8, stages=1)
@@ -146,8 +141,8 @@ class FixedPlan:
 
 
 def position_plan(*, group: int, head_dim: int, element_bytes: int) -> PositionPlan:
-    """The plan for rows of any number of tokens; `group` query heads share a kv head. A decode row fills a small part
-    of a tile: its arithmetic is padding, but reading the keys still takes longer."""
+    """Return the plan for rows of any number of tokens; `group` query heads share a kv head. A decode row fills a small
+    part of a tile: its arithmetic is padding, but reading the keys still takes longer."""
     if element_bytes > 2:  # products without matrix units
         tile_rows, tile_keys, warps, stages = 32, 16, 8, 1
     elif head_dim > 128:  # two sums of a tile's values are held: of one part, and of those before it
@@ -159,8 +154,8 @@ def position_plan(*, group: int, head_dim: int, element_bytes: int) -> PositionP
 
 
 def fixed_plan(*, outputs: int, inputs: int, element_bytes: int) -> FixedPlan:
-    """The plan of a weight, for any number of rows. A decode row fills one row of a tile: its arithmetic is padding,
-    but reading the weight still takes longer. Weights of few columns have more parts: many programs read them then."""
+    """Return the plan of a weight, for any number of rows. A decode row fills one row of a tile: its arithmetic is
+    padding, but reading the weight still takes longer. Weights of few columns have more parts, for more programs."""
     columns, depth, rows, warps, stages = (32, 32, 32, 4, 2) if element_bytes > 2 else (128, 64, 128, 8, 3)
     columns = max(16, min(columns, power_of_two_from(outputs)))
     parts, tiles = 1, -(-outputs // columns)
@@ -171,8 +166,8 @@ def fixed_plan(*, outputs: int, inputs: int, element_bytes: int) -> FixedPlan:
 
 
 def expert_plan(*, rows: int, experts: int, element_bytes: int, fixed: bool = False) -> ExpertPlan:
-    """`rows` over all experts. Two plans a type, so that two variants serve all steps: experts with few rows each are
-    bound by reading weights, others by arithmetic. `fixed`: one for all, so that a row's bits do not follow them."""
+    """Return the plan for `rows` rows over all experts. Two plans a type, so that two variants serve all steps: few
+    rows an expert are bound by reading weights, others by arithmetic. `fixed`: one for all numbers of rows."""
     few = rows <= 16 * experts and not fixed
     if element_bytes > 2:  # products without matrix units
         return ExpertPlan(16 if few else 32, 32, 32, warps=4, stages=2)
@@ -180,9 +175,8 @@ def expert_plan(*, rows: int, experts: int, element_bytes: int, fixed: bool = Fa
 
 
 def coded_plan(*, rows: int, group: int, inputs: int, element_bytes: int, fixed: bool = False) -> ExpertPlan:
-    """A product over codes with scales for `group` inputs each. Few rows are bound by reading codes, and want many
-    programs; more by turning codes into numbers, which a tile does once for all its rows. `fixed`: as in
-    `expert_plan`."""
+    """Return the plan of a product over codes with scales for `group` inputs each. Few rows are bound by reading codes,
+    and want many programs; more by making numbers of codes, once a tile. `fixed`: as in `expert_plan`."""
     few = rows <= 16 and not fixed
     if element_bytes > 2:  # products without matrix units
         return ExpertPlan(16 if few else 32, 32, 32, warps=4, stages=2)
@@ -192,15 +186,15 @@ def coded_plan(*, rows: int, group: int, inputs: int, element_bytes: int, fixed:
 
 
 def padded_rows(rows: int, at_least: int = 0) -> int:
-    """What kernels that keep something per row are compiled for. Below 16 it costs nothing, and saves variants."""
+    """Return the rows that kernels are compiled for. Below 16 padding costs nothing, and saves variants."""
     return power_of_two_from(max(rows, at_least, _LEAST_ROWS))
 
 
 def power_of_two_from(value: int) -> int:
-    """The smallest power of two that is not less than `value` ≥ 1."""
+    """Return the smallest power of two that is not less than `value` ≥ 1."""
     return 1 << (value - 1).bit_length()
 
 
 def _power_of_two_below(value: int) -> int:
-    """The largest power of two that is not more than `value` ≥ 1; 1 below that."""
+    """Return the largest power of two that is not more than `value` ≥ 1; 1 below that."""
     return 1 << (max(1, value).bit_length() - 1)

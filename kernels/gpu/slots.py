@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, no-any-return"
 """R12 · Gather and scatter of whole tokens on a GPU: a list of any length is one launch.
 
-Called by `kernels.slots`. A slot number counts slots from the left of the pool, whatever the direction of its block, so
+Called by `ops.slots`. A slot number counts slots from the left of the pool, whatever the direction of its block, so
 the direction is already in it. A cache of bytes is in FP8, in planes (`fp8_cache`): a token's row is then its codes and
-behind them its scale's bytes. Triton reads annotations, so this file must not postpone them.
+behind them its scale's bytes.
 """
 
 import torch
-import triton
+import triton  # reads annotations: they are not to be postponed here
 import triton.language as tl
 from torch import Tensor
 
@@ -31,7 +31,7 @@ def _copy_tokens(
     PIECES: tl.constexpr,
     INTO_CACHE: tl.constexpr,
 ):
-    """Grid (tokens, parts of a token). The last SCALE elements of a row lie behind all rows' others."""
+    """Copy tokens. The last SCALE elements of a row lie after all rows' others. Grid (tokens, parts of a token)."""
     item = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + item)
     piece = tl.program_id(1) * PIECES + tl.arange(0, PIECES)
@@ -51,12 +51,12 @@ def _copy_tokens(
 
 
 def gather_slots(kv: Tensor, slots: Tensor, out: Tensor) -> None:
-    """out[i] = the token in slots[i]; `out` on the cache's device."""
+    """Copy out[i] = the token in slots[i]; `out` on the cache's device."""
     _launch(kv, slots, out, into_cache=False)
 
 
 def scatter_slots(src: Tensor, kv: Tensor, slots: Tensor) -> None:
-    """The token in slots[i] = src[i]; the slots must differ from each other; `src` on the cache's device."""
+    """Copy src[i] to slots[i]; the slots must differ from each other; `src` on the cache's device."""
     _launch(kv, slots, src, into_cache=True)
 
 

@@ -36,31 +36,38 @@ from cohort.kernels.types import EDIT_KINDS, ExpertCodes, SampledRows, SamplingT
 
 _log = structlog.get_logger(__name__)
 
-Launch = Callable[[], None]
+Launch = Callable[[], object]
 _WIDE_WINDOW = 1 << 20  # wide enough for rows to be read in parts, which are merged
 
 
 @dataclass(frozen=True, slots=True)
 class ServedExperts:
-    """A mixture whose products are grouped on the device. `shared_inner`: of an expert that every token takes beside
-    them; 0 = there is none."""
+    """Experts whose products are grouped on the device."""
 
     count: int
     per_token: int
     inner: int
-    shared_inner: int
+    shared_inner: int  # of an expert that every token takes, too; 0 = there is none
     rounded: bool  # their weights are of the model's type, else float32
     clamped: bool = False  # their activation is gpt-oss's, and their products have biases
 
 
 @dataclass(frozen=True, slots=True)
+class ServedLatents:
+    """Latents of a model as the kernels see them. `query_rank`: size of the compressed queries; 0 = not compressed."""
+
+    rank: int
+    rotated: int
+    query_rank: int
+
+    @property
+    def width(self) -> int:
+        return self.rank + self.rotated
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
-    """A model as the kernels see it. `rotary_half`: half of the elements of a head that are rotated, 0 for models that
-    leave all but attention to other kernels; `windowed`: whether layers have a sliding window, some or none; `sinks`,
-    `capped`: whether attention has sinks, and bounds its scores; `products`: over weights in codes; `fp8`: keys and
-    values are kept so; `wide_norms`: weights of norms are in float32; `latents`: keys and values are latents;
-    `batch_invariant`: attention is `positions`', and `fixed` are the products over plain weights that go with it;
-    `gelu`: the activation is Gemma's."""
+    """Shapes and kinds of a model, as far as kernels are compiled for them."""
 
     query_heads: int
     kv_heads: int
@@ -70,24 +77,23 @@ class Served:
     vocabulary: int
     dtype: torch.dtype
     block_size: int = 16
-    rotary_half: int = 0
-    windowed: frozenset[bool] = frozenset({False})
-    sinks: bool = False
-    capped: bool = False
+    rotary_half: int = 0  # of a head's elements; 0 for models that leave all but attention to other kernels
+    windowed: frozenset[bool] = frozenset({False})  # whether layers have a sliding window, some or none
+    sinks: bool = False  # of attention
+    capped: bool = False  # attention bounds its scores
     experts: ServedExperts | None = None
-    products: tuple[ServedProduct, ...] = ()
+    products: tuple[ServedProduct, ...] = ()  # over weights in codes
     layers: int = 2
-    fp8: bool = False
-    wide_norms: bool = False
-    batch_invariant: bool = False
-    fixed: tuple[FixedProduct, ...] = ()
-    gelu: bool = False
-    latents: latents.ServedLatents | None = None
+    fp8: bool = False  # keys and values are stored so
+    wide_norms: bool = False  # weights of norms are in float32
+    batch_invariant: bool = False  # attention is `positions`'
+    fixed: tuple[FixedProduct, ...] = ()  # over plain weights, if batch-invariant
+    gelu: bool = False  # the activation is Gemma's
+    latents: ServedLatents | None = None  # in place of keys and values
 
 
 def row_classes(max_rows: int) -> tuple[int, ...]:
-    """The numbers of rows that kernels are compiled for: powers of two from the least up to the one that holds
-    `max_rows`."""
+    """Return the numbers of rows that kernels are compiled for: powers of two up to the one that holds `max_rows`."""
     most = padded_rows(max_rows)
     return tuple(size for size in (1 << power for power in range(most.bit_length())) if size >= padded_rows(1))
 
@@ -95,27 +101,21 @@ def row_classes(max_rows: int) -> tuple[int, ...]:
 def launches(
     served: Served, max_rows: int, device: torch.device, plan: DecodePlan | None = None
 ) -> Iterator[tuple[str, Launch]]:
-    """Each launch that steps of up to `max_rows` rows make, named; on tensors with the strides of the engine's.
+    """Yield each launch that steps of up to `max_rows` rows make, named; on tensors with the strides of the engine's.
 
     The tensors are small and their content has no meaning: compile, but never run these.
     """
+    step = _Tensors(served, device)
     if served.latents is not None:
-        yield from latents.launches(
-            served.latents,
-            heads=served.query_heads,
-            hidden=served.hidden,
-            inner=served.inner,
-            dtype=served.dtype,
-            block_size=served.block_size,
-            layers=served.layers,
-            row_classes=row_classes(max_rows),
-            device=device,
-            plan=plan,
-        )
+        yield from _of_latents(served.latents, step, max_rows, plan)
+    elif served.batch_invariant:
+        yield from _of_positions(step, padded_rows(max_rows))
     else:
-        yield from _of_layers(served, max_rows, device, plan)
+        yield from _of_rows(step, max_rows, plan)
+    if served.latents is None:
+        yield from step.elementwise()
     if served.experts is not None:
-        yield from _of_experts(served, served.experts, device)
+        yield from _of_experts(served.experts, step, device)
     for product in served.products:
         yield from _of_codes(product, served.dtype, device)
     for plain in served.fixed:
@@ -123,38 +123,23 @@ def launches(
     yield "sample", lambda: sampling.sample_rows(*_sampled(served, device))
 
 
-def _of_layers(
-    served: Served, max_rows: int, device: torch.device, plan: DecodePlan | None
-) -> Iterator[tuple[str, Launch]]:
-    """Attention over keys and values, and what is elementwise."""
-    at_most = padded_rows(max_rows)
-    step = _Tensors(served, device)
-    if served.batch_invariant:
-        yield from _of_positions(served, step, at_most, device)
-    else:
-        yield from _of_rows(served, step, max_rows, device, plan)
-    yield from step.elementwise()
-
-
-def _of_positions(served: Served, step: _Tensors, rows: int, device: torch.device) -> Iterator[tuple[str, Launch]]:
-    """Attention of batch-invariant steps: one variant for all rows; what differs between these compiles nothing."""
-    sinks = torch.zeros(served.query_heads, device=device) if served.sinks else None
-    cap = 50.0 if served.capped else 0.0
-    for window in [_WIDE_WINDOW if windowed else 0 for windowed in sorted(served.windowed)]:
+def _of_positions(step: _Tensors, rows: int) -> Iterator[tuple[str, Launch]]:
+    """Yield attention of batch-invariant steps: one variant serves all rows, so the others compile nothing."""
+    for window in step.windows:
         for count in (1, rows):
             for _, query, out in step.queries(count):
                 meta = step.meta(count, prefill_rows=0)
                 yield (
                     f"every row, window {window}",
                     lambda q=query, o=out, m=meta, w=window: attention.invariant(
-                        q, step.kv, step.layer, m, 1.0, o, w, sinks, cap
+                        q, step.kv, step.layer, m, 1.0, o, w, step.sinks, step.cap
                     ),  # type: ignore[misc]
                 )
 
 
 def _of_fixed(product: FixedProduct, dtype: torch.dtype) -> Iterator[tuple[str, Launch]]:
-    """A product in parts and at once, into a place of the model's type, into float32, and added to a residual. None of
-    its tensors takes memory: the cache has it by now."""
+    """Yield a product in parts and at once, into a place of the model's type, into float32, and added to a residual.
+    Its tensors take no memory, which belongs to the cache by now."""
     weight = torch.empty((product.outputs, product.inputs), dtype=dtype, device="meta")
     bias = torch.empty(product.outputs, dtype=dtype, device="meta") if product.biased else None
     for rows in (1, 129):
@@ -168,64 +153,108 @@ def _of_fixed(product: FixedProduct, dtype: torch.dtype) -> Iterator[tuple[str, 
                 )
 
 
-def _of_rows(
-    served: Served, step: _Tensors, max_rows: int, device: torch.device, plan: DecodePlan | None
-) -> Iterator[tuple[str, Launch]]:
-    """Attention by kind of row."""
+def _of_rows(step: _Tensors, max_rows: int, plan: DecodePlan | None) -> Iterator[tuple[str, Launch]]:
+    """Yield attention by kind of row."""
     at_most = padded_rows(max_rows)
-    sinks = torch.zeros(served.query_heads, device=device) if served.sinks else None
-    cap = 50.0 if served.capped else 0.0
-    windows = [_WIDE_WINDOW if windowed else 0 for windowed in sorted(served.windowed)]
     for rows in row_classes(max_rows):
-        for window in windows:
+        for window in step.windows:
             for name, query, out in step.queries(rows):
                 meta = step.meta(rows, prefill_rows=0)
                 yield (
                     f"decode {name} {rows} rows, window {window}",
                     lambda q=query, o=out, m=meta, w=window: attention.decode(
-                        q, step.kv, step.layer, m, 1.0, o, w, plan, sinks, cap
+                        q, step.kv, step.layer, m, 1.0, o, w, plan, step.sinks, step.cap
                     ),  # type: ignore[misc]
                 )
-    for window in windows:
+    every = step.meta(at_most, prefill_rows=at_most)
+    for window in step.windows:
         for name, query, out in step.queries(at_most):
-            meta = step.meta(at_most, prefill_rows=at_most)
             yield (
                 f"prefill {name}, window {window}",
-                lambda q=query, o=out, m=meta, w=window: attention.prefill(
-                    q, step.kv, step.layer, m, 1.0, o, w, sinks, cap
+                lambda q=query, o=out, w=window: attention.prefill(
+                    q, step.kv, step.layer, every, 1.0, o, w, step.sinks, step.cap
                 ),  # type: ignore[misc]
             )
-    staging = torch.empty(2, 64, served.kv_heads, served.head_dim, dtype=served.dtype, device=device)
-    starts = torch.zeros(at_most + 1, dtype=torch.int32, device=device)
-    staged = step.meta(at_most, prefill_rows=at_most)
-    yield "stage", lambda: _ignore(prefill.stage(step.kv, step.layer, staged, staging, starts))
+    staging = step.empty(2, 64, step.served.kv_heads, step.served.head_dim)
+    starts = step.empty(at_most + 1, dtype=torch.int32)
+    yield "stage", lambda: prefill.stage(step.kv, step.layer, every, staging, starts)
+
+
+def _of_latents(
+    shape: ServedLatents, step: _Tensors, max_rows: int, plan: DecodePlan | None
+) -> Iterator[tuple[str, Launch]]:
+    """Yield attention over latents, and what is elementwise."""
+    s, kv, layer, tokens, width = step.served, step.kv, step.layer, 8, shape.width
+    for rows in row_classes(max_rows):
+        meta = step.meta(rows, prefill_rows=0)
+        query, out = step.empty(rows, s.query_heads, width), step.empty(rows, s.query_heads, width)
+        yield (
+            f"decode latents {rows} rows",
+            lambda q=query, o=out, m=meta: latents.decode(q, kv, layer, m, 1.0, o, shape.rank, plan),  # type: ignore[misc]
+        )
+    most = padded_rows(max_rows)
+    queries, outs = step.empty(most, s.query_heads, width), step.empty(most, s.query_heads, width)
+    every = step.meta(most, prefill_rows=most)
+    yield "prefill latents", lambda: latents.prefill(queries, kv, layer, every, 1.0, outs, shape.rank)
+    positions = step.positions(tokens)
+    turned, latent = step.empty(tokens, s.query_heads, width), step.empty(tokens, 1, width)
+    turn = step.empty(64, shape.rotated // 2, dtype=torch.float32)
+    yield (
+        "rotate",
+        lambda: elementwise.rope_inplace(turned[:, :, shape.rank :], latent[:, :, shape.rank :], turn, turn, positions),
+    )
+    yield "store", lambda: elementwise.write_kv(latent, latent, kv, layer, positions)
+    yield from step.copies(positions)
+    normed = [("norm", step.empty(tokens, s.hidden)), ("norm of latent", latent[:, 0, : shape.rank])]
+    if shape.query_rank:
+        normed.append(("norm of query", step.empty(tokens, shape.query_rank)))
+    for name, x in normed:
+        weight = step.empty(x.shape[1])
+        yield name, lambda x=x, w=weight: elementwise.rms_norm(x, w, 1e-5, x)  # type: ignore[misc]
+    both, inner = step.empty(tokens, 2 * s.inner), step.empty(tokens, s.inner)
+    yield "activate", lambda: elementwise.silu_mul(both, inner)
 
 
 class _Tensors:
     """Inputs of one step's kernels, eight tokens."""
 
     def __init__(self, served: Served, device: torch.device) -> None:
-        self._served, self._device = served, device
-        row = served.head_dim + (PLANE_SCALE_BYTES if served.fp8 else 0)
+        self.served, self._device = served, device
+        self.sinks = torch.zeros(served.query_heads, device=device) if served.sinks else None
+        self.cap = 50.0 if served.capped else 0.0
+        self.windows = [_WIDE_WINDOW if windowed else 0 for windowed in sorted(served.windowed)]
         self.layer = min(1, served.layers - 1)
-        """Not the first where there is another: that one begins where the cache does."""
-        shape = (4, served.layers, 2, served.kv_heads, served.block_size, row)
-        self.kv = torch.empty(shape, dtype=torch.uint8 if served.fp8 else served.dtype, device=device)
+        """Layer to launch for: not the first where there is another, as that one begins where the cache does."""
+        kinds, heads, row = 2, served.kv_heads, served.head_dim + (PLANE_SCALE_BYTES if served.fp8 else 0)
+        if served.latents is not None:
+            kinds, heads, row = 1, 1, served.latents.width
+        shape = (4, served.layers, kinds, heads, served.block_size, row)
+        self.kv = self.empty(*shape, dtype=torch.uint8 if served.fp8 else served.dtype)
 
-    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(shape, dtype=dtype or self._served.dtype, device=self._device)
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.served.dtype, device=self._device)
+
+    def positions(self, tokens: int) -> Tensor:
+        return torch.zeros(tokens, dtype=torch.int64, device=self._device)
+
+    def copies(self, places: Tensor) -> Iterator[tuple[str, Launch]]:
+        """Yield the copies of whole tokens from and to these slots."""
+        _, layers, kinds, heads, _, row = self.kv.shape
+        copied = self.empty(len(places), layers, kinds, heads, row, dtype=self.kv.dtype)
+        yield "gather", lambda: slots.gather_slots(self.kv, places, copied)
+        yield "scatter", lambda: slots.scatter_slots(copied, self.kv, places)
 
     def _fused(self, rows: int) -> tuple[Tensor, ...]:
-        """Query, key and value as views of one projection, as the lean models have them."""
-        s = self._served
+        """Return query, key and value as views of one projection, as the lean models have them."""
+        s = self.served
         return torch.split(
-            self._empty(rows, s.query_heads + 2 * s.kv_heads, s.head_dim), [s.query_heads, s.kv_heads, s.kv_heads], 1
+            self.empty(rows, s.query_heads + 2 * s.kv_heads, s.head_dim), [s.query_heads, s.kv_heads, s.kv_heads], 1
         )
 
     def queries(self, rows: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Queries and outputs: in a fused projection, and on their own (`generic`), where that makes a difference."""
-        s = self._served
-        fused, out = self._fused(rows)[0], self._empty(rows, s.query_heads, s.head_dim)
+        """Yield queries and outputs: in a fused projection, and on their own where that makes a difference."""
+        s = self.served
+        fused, out = self._fused(rows)[0], self.empty(rows, s.query_heads, s.head_dim)
         yield "fused", fused, out
         if fused.stride(0) % 16 != out.stride(0) % 16:
             yield "own", torch.empty_like(out), out
@@ -233,17 +262,15 @@ class _Tensors:
     def meta(self, rows: int, prefill_rows: int) -> AttentionMeta:
         starts = torch.zeros(rows + 1, dtype=torch.int32, device=self._device)
         tables = torch.zeros((rows, 64), dtype=torch.int32, device=self._device)
-        return AttentionMeta(starts, starts[1:], tables, None, self._served.block_size, 16, prefill_rows, 1024, 64)
+        return AttentionMeta(starts, starts[1:], tables, None, self.served.block_size, 16, prefill_rows, 1024, 64)
 
     def elementwise(self) -> Iterator[tuple[str, Launch]]:
-        s, tokens = self._served, 8
+        s, tokens = self.served, 8
         query, key, value = self._fused(tokens)
-        positions = torch.zeros(tokens, dtype=torch.int64, device=self._device)
-        copied = self._empty(tokens, s.layers, 2, s.kv_heads, self.kv.shape[5], dtype=self.kv.dtype)
-        yield "gather", lambda: slots.gather_slots(self.kv, positions, copied)
-        yield "scatter", lambda: slots.scatter_slots(copied, self.kv, positions)
+        positions = self.positions(tokens)
+        yield from self.copies(positions)
         if s.rotary_half:
-            cos = self._empty(64, s.rotary_half, dtype=torch.float32)
+            cos = self.empty(64, s.rotary_half, dtype=torch.float32)
             yield (
                 "rotate and store",
                 lambda: elementwise.rope_and_write_kv(
@@ -257,64 +284,60 @@ class _Tensors:
             yield "store own", lambda: elementwise.write_kv(own, own, self.kv, self.layer, positions)
         if not s.rotary_half:
             return
-        hidden, both = self._empty(tokens, s.hidden), self._empty(tokens, 2 * s.inner)
+        hidden, both = self.empty(tokens, s.hidden), self.empty(tokens, 2 * s.inner)
         kind = torch.float32 if s.wide_norms else s.dtype
-        weight, of_head = self._empty(s.hidden, dtype=kind), self._empty(s.head_dim, dtype=kind)
+        weight, of_head = self.empty(s.hidden, dtype=kind), self.empty(s.head_dim, dtype=kind)
         yield "norm", lambda: elementwise.rms_norm(hidden, weight, 1e-5, hidden)
         for name, heads in (("query", query), ("key", key)):
             yield f"norm of {name}", lambda x=heads: elementwise.rms_norm(x, of_head, 1e-5, x)  # type: ignore[misc]
-        inner = self._empty(tokens, s.inner)
+        inner = self.empty(tokens, s.inner)
         if not s.gelu:
             yield "activate", lambda: elementwise.silu_mul(both, inner)
         elif s.batch_invariant:  # else torch activates
-            logits = self._empty(2, s.vocabulary, dtype=torch.float32)
+            logits = self.empty(2, s.vocabulary, dtype=torch.float32)
             yield "activate", lambda: elementwise.gelu_mul(both, inner)
             yield "cap", lambda: elementwise.soft_cap(logits, 30.0)
 
 
-def _of_experts(served: Served, mixture: ServedExperts, device: torch.device) -> Iterator[tuple[str, Launch]]:
-    """A mixture's kernels: for rows that are few for their experts, and for many."""
-    hidden, count, fixed = served.hidden, mixture.count, served.batch_invariant
+def _of_experts(mixture: ServedExperts, step: _Tensors, device: torch.device) -> Iterator[tuple[str, Launch]]:
+    """Yield a mixture's kernels: for rows that are few for their experts, and for many."""
+    served, count = step.served, mixture.count
+    hidden, fixed = served.hidden, served.batch_invariant
     gate_up = torch.empty((count, 2 * mixture.inner, hidden), dtype=served.dtype, device="meta")
     down = torch.empty((count, hidden, mixture.inner), dtype=served.dtype, device="meta")
     starts = torch.zeros(count + 1, dtype=torch.int32, device=device)
     for name, tokens in (("few", 1), ("many", 17 * count)):
-        x = torch.empty((tokens, hidden), dtype=served.dtype, device=device)
-        order = torch.zeros(tokens * mixture.per_token, dtype=torch.int64, device=device)
+        x, order = step.empty(tokens, hidden), step.positions(tokens * mixture.per_token)
         if mixture.clamped:
-            inner = torch.empty((len(order), mixture.inner), dtype=served.dtype, device=device)
+            inner = step.empty(len(order), mixture.inner)
             for what, rows, weight, k in (("into", x, gate_up, mixture.per_token), ("out of", inner, down, 0)):
-                bias = torch.empty(weight.shape[:2], dtype=served.dtype, device=device)
+                bias = step.empty(*weight.shape[:2])
                 yield (
                     f"{what} experts, {name} rows",
-                    lambda x=rows, o=order, w=weight, b=bias, k=k: _ignore(  # type: ignore[misc]
-                        experts.products(x, o, starts, w, b, per_token=k, fixed=fixed)
+                    lambda x=rows, o=order, w=weight, b=bias, k=k: experts.products(  # type: ignore[misc]
+                        x, o, starts, w, b, per_token=k, fixed=fixed
                     ),
                 )
             continue
         yield (
             f"experts, {name} rows",
-            lambda x=x, o=order: _ignore(  # type: ignore[misc]
-                experts.grouped_products(x, o, starts, gate_up, down, per_token=mixture.per_token, fixed=fixed)
+            lambda x=x, o=order: experts.grouped_products(  # type: ignore[misc]
+                x, o, starts, gate_up, down, per_token=mixture.per_token, fixed=fixed
             ),
         )
     if mixture.clamped:
         yield "activate experts", _clamped(mixture.inner, served.dtype, device)
-    weights = torch.empty(
-        (2, mixture.per_token), dtype=served.dtype if mixture.rounded else torch.float32, device=device
-    )
-    parts = torch.empty((2 * mixture.per_token, hidden), dtype=served.dtype, device=device)
-    total = torch.empty((2, hidden), dtype=served.dtype, device=device)
+    weights = step.empty(2, mixture.per_token, dtype=None if mixture.rounded else torch.float32)
+    parts, total = step.empty(2 * mixture.per_token, hidden), step.empty(2, hidden)
     own = total if mixture.shared_inner else None
     if mixture.shared_inner:
-        both = torch.empty((2, 2 * mixture.shared_inner), dtype=served.dtype, device=device)
-        inner = torch.empty((2, mixture.shared_inner), dtype=served.dtype, device=device)
-        yield "activate shared", lambda: elementwise.silu_mul(both, inner)
+        both, shared = step.empty(2, 2 * mixture.shared_inner), step.empty(2, mixture.shared_inner)
+        yield "activate shared", lambda: elementwise.silu_mul(both, shared)
     yield "weighted sum", lambda: experts.add_weighted(parts, weights, own, total)
 
 
 def _of_codes(product: ServedProduct, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Launch]]:
-    """A product's two plans, each into a place of the model's type, into float32, and added to a residual."""
+    """Yield a product's two plans, each into a place of the model's type, into float32, and added to a residual."""
     stored = product.inputs * bits_of(product.codes) // 8
     if product.experts:
         yield from _of_coded_experts(product, stored, dtype, device)
@@ -348,7 +371,7 @@ def _of_codes(product: ServedProduct, dtype: torch.dtype, device: torch.device) 
 def _of_coded_experts(
     product: ServedProduct, stored: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Launch]]:
-    """For rows that are few for their experts, and for many; behind the first product its activation."""
+    """Yield products for rows that are few for their experts, and for many; after the first product its activation."""
     shape = (product.experts, product.outputs)
     codes = torch.empty((*shape, stored), dtype=product.codes, device="meta")
     scales = torch.empty((*shape, -(-product.inputs // product.group)), dtype=_scale(product), device="meta")
@@ -361,8 +384,8 @@ def _of_coded_experts(
         order = torch.zeros(rows, dtype=torch.int64, device=device)
         yield (
             f"experts of {product.codes} {product.outputs} x {product.inputs}, {name} rows".replace("torch.", ""),
-            lambda x=x, o=order, k=2 * product.gathers: _ignore(  # type: ignore[misc]
-                experts.products(x, o, starts, weight, bias, per_token=k, fixed=product.fixed)
+            lambda x=x, o=order, k=2 * product.gathers: experts.products(  # type: ignore[misc]
+                x, o, starts, weight, bias, per_token=k, fixed=product.fixed
             ),
         )
     if product.gathers and product.clamped:
@@ -391,13 +414,9 @@ def _sampled(served: Served, device: torch.device) -> tuple[Tensor, SamplingTabl
     return logits, tables, SampledRows.empty(2, 1, device)
 
 
-def _ignore(_: object) -> None:
-    pass
-
-
 @contextmanager
 def compile_only(compiled: list[Any] | None = None) -> Iterator[None]:
-    """Within, a launch compiles its variant and runs nothing; what was compiled goes to `compiled`."""
+    """Compile the variants of launches made within, and run nothing; results go to `compiled`."""
     run = JITFunction.run
 
     def compiling(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -413,9 +432,7 @@ def compile_only(compiled: list[Any] | None = None) -> Iterator[None]:
 
 
 def precompile(served: Served, max_rows: int, device: torch.device, threads: int) -> int:
-    """Compile what `launches` names, on so many threads at a time; how many launches those were.
-
-    Nothing may be launched meanwhile."""
+    """Compile all of `launches` on `threads` threads; return their number. Nothing may be launched meanwhile."""
     every = list(launches(served, max_rows, device))
     with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool, compile_only(), AsyncCompileMode(pool):
         for _, launch in every:
@@ -425,7 +442,7 @@ def precompile(served: Served, max_rows: int, device: torch.device, threads: int
 
 
 class _Compilations:
-    """How many variants this process has compiled, or read from the cache folder: either way a launch waited."""
+    """Number of variants that this process compiled, or read from the cache folder: either way a launch waited."""
 
     def __init__(self) -> None:
         self.count = 0

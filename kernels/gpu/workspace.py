@@ -6,6 +6,8 @@ captured with, so it must outlive every graph. One step at a time may use it.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from cohort.kernels.gpu.plan import decode_plan
@@ -37,19 +39,18 @@ class Workspace:
         `batch_invariant`: attention is `positions`', and nothing is gathered."""
         self.batch_invariant = batch_invariant
         if batch_invariant:
-            self.partial = torch.empty(POSITION_ROOM * query_heads * head_dim, dtype=torch.float32, device=device)
-            self.lse = torch.empty(2 * POSITION_ROOM * query_heads, dtype=torch.float32, device=device)
-            self.staging = torch.empty((2, 0, kv_heads, head_dim), dtype=dtype, device=device)
-            self.starts = torch.empty(0, dtype=torch.int32, device=device)
-            return
-        plan = decode_plan(head_dim=head_dim, element_bytes=dtype.itemsize, multiprocessors=multiprocessors(device))
-        parts = plan.parts(max_rows, kv_heads)
+            parts, levels, staging_tokens, starts = POSITION_ROOM, 2 * POSITION_ROOM, 0, 0
+        else:
+            plan = decode_plan(head_dim=head_dim, element_bytes=dtype.itemsize, multiprocessors=multiprocessors(device))
+            parts = levels = plan.parts(max_rows, kv_heads)
+            starts = max_rows + 1
         self.partial = torch.empty(parts * query_heads * head_dim, dtype=torch.float32, device=device)
-        self.lse = torch.empty(parts * query_heads, dtype=torch.float32, device=device)
+        self.lse = torch.empty(levels * query_heads, dtype=torch.float32, device=device)
         self.staging = torch.empty((2, staging_tokens, kv_heads, head_dim), dtype=dtype, device=device)
-        self.starts = torch.empty(max_rows + 1, dtype=torch.int32, device=device)
+        self.starts = torch.empty(starts, dtype=torch.int32, device=device)
 
 
+@cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; elsewhere (the interpreter) 1, so that the plan stays small."""
+    """Return a GPU's multiprocessors; elsewhere (the interpreter) 1, so that the plan stays small."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -18,7 +18,7 @@ from cohort.kernels.types import ServedProduct, served_products, takes
 
 
 def available(codes: Tensor, group: int, inputs: int) -> bool:
-    """Whether these codes are where a kernel reads them."""
+    """Return whether a kernel reads codes of this device, type and group."""
     return gpu.ops_for(codes) is not None and takes(codes.dtype, group, inputs)
 
 
@@ -43,29 +43,25 @@ class CodedMatrix:
         self.outputs = sum(len(part.codes) for part in parts)
         for each in self._parts:
             offsets = each.offsets is not None
-            made = ServedProduct(
-                len(each.codes), each.inputs, each.codes.dtype, each.group, offsets, biased, fixed=self._fixed
-            )
-            served_products[made] = None
+            shape = (len(each.codes), each.inputs, each.codes.dtype, each.group)
+            served_products[ServedProduct(*shape, offsets, biased, fixed=self._fixed)] = None
 
     @property
     def num_bytes(self) -> int:
-        """Of codes, scales and offsets."""
-        return sum(
-            part.codes.nbytes + part.scales.nbytes + (0 if part.offsets is None else part.offsets.nbytes)
-            for part in self._parts
-        )
+        """Size of codes, scales and offsets."""
+        stored = (each for part in self._parts for each in (part.codes, part.scales, part.offsets))
+        return sum(each.nbytes for each in stored if each is not None)
 
     def product(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """out [T, outputs] = x · weightᵀ + bias; `out` may be float32, then it takes the sums unrounded."""
+        """Compute out [T, outputs] = x · weightᵀ + bias; a float32 `out` takes the sums unrounded."""
         self._each(x, bias, out, add=False)
 
     def add_product(self, x: Tensor, residual: Tensor) -> None:
-        """residual [T, outputs] += the product, rounded once."""
+        """Add the product to residual [T, outputs], rounded once."""
         self._each(x, None, residual, add=True)
 
     def rows(self, ids: Tensor, out: Tensor) -> None:
-        """out [T, inputs] = the weight's rows of these numbers; of a weight in one part."""
+        """Copy these rows of a weight in one part to out [T, inputs]."""
         (part,) = self._parts
         offsets = None if part.offsets is None else part.offsets[ids]
         codes, scales = (as_bytes(each)[ids].view(each.dtype) for each in (part.codes, part.scales))

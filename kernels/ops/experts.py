@@ -17,8 +17,8 @@ from cohort.kernels.types import ClampedSwiglu, ExpertCodes
 
 
 def choose_experts(scores: Tensor, per_token: int, over_chosen: bool, rounded: bool) -> tuple[Tensor, Tensor]:
-    """The `per_token` experts of the largest scores [T, experts] of each token: experts int64 [T, k], ascending in each
-    row, and their weights [T, k], a softmax over all experts, or `over_chosen` ones alone.
+    """Return the `per_token` experts of the largest scores [T, experts] of each token: experts int64 [T, k], ascending
+    in each row, and their weights [T, k], a softmax over all experts, or `over_chosen` ones alone.
 
     Computed in float32, and `rounded` to the scores' dtype. Who wins of equals does not depend on other rows.
     """
@@ -40,7 +40,7 @@ def expert_outputs(
     *,
     fixed: bool = False,
 ) -> Tensor:
-    """[T · k, hidden]: of every token of x [T, hidden] the output of each of its experts, `chosen` [T, k].
+    """Return [T · k, hidden]: of every token of x [T, hidden] the output of each of its experts, `chosen` [T, k].
 
     gate_up [experts, 2 · inner, hidden], gates over ups; down [experts, hidden, inner]; or both in codes, with scales
     [experts, outputs, groups]. `biases` of x's type: of both products [experts, outputs]. The activation is SiLU, or
@@ -56,8 +56,8 @@ def expert_outputs(
 
 
 def add_weighted(parts: Tensor, weights: Tensor, shared: Tensor | None, residual: Tensor) -> None:
-    """residual [T, hidden] += Σ weights [T, k] · parts [T · k, hidden], in ascending k, and shared [T, hidden]; every
-    operation rounds."""
+    """Add Σ weights [T, k] · parts [T · k, hidden], in ascending k, and shared to residual [T, hidden], rounding
+    each."""
     if (ops := native.ops_for(residual)) is not None:
         ops.add_weighted(parts, weights.float(), shared, residual)
     elif (ops := gpu.ops_for(residual)) is not None:

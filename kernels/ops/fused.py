@@ -17,15 +17,12 @@ from cohort.kernels.ops.paged_attention import write_kv
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """out = x / sqrt(mean(x²) + eps) · weight over the last dimension; `out` may be `x`, both may be strided views."""
-    if (ops := native.ops_for(x) or gpu.ops_for(x)) is not None:
-        ops.rms_norm(x, weight, eps, out)
-    else:
-        reference.rms_norm(x, weight, eps, out)
+    """Compute out = x / sqrt(mean(x²) + eps) · weight over the last dimension; `out` may be `x`, both strided views."""
+    (native.ops_for(x) or gpu.ops_for(x) or reference).rms_norm(x, weight, eps, out)
 
 
 def wide_rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """`rms_norm` whose weight is in float32, and whose result is rounded once, behind it (Gemma, gpt-oss)."""
+    """Compute `rms_norm` with a weight in float32, rounded once, at the end (Gemma, gpt-oss)."""
     if x.dtype == torch.float32:
         rms_norm(x, weight, eps, out)
     elif (ops := gpu.ops_for(x)) is not None:
@@ -35,28 +32,22 @@ def wide_rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
 
 
 def rope_inplace(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-    """Rotary embedding of q [T, Hq, D] and k [T, Hkv, D] in place (views of one fused tensor are fine).
+    """Apply the rotary embedding to q [T, Hq, D] and k [T, Hkv, D] in place (views of one fused tensor are fine).
 
     cos and sin are float32 [max_positions, rotary_dim / 2]; rotate-half convention of Llama; with rotary_dim < D the
     rest of each head stays as it is. positions int64 [T].
     """
-    if (ops := native.ops_for(q) or gpu.ops_for(q)) is not None:
-        ops.rope_inplace(q, k, cos, sin, positions)
-    else:
-        reference.rope_inplace(q, k, cos, sin, positions)
+    (native.ops_for(q) or gpu.ops_for(q) or reference).rope_inplace(q, k, cos, sin, positions)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """out [T, I] = silu(gate) · up with gate_up [T, 2I], gate first."""
-    if (ops := native.ops_for(gate_up) or gpu.ops_for(gate_up)) is not None:
-        ops.silu_mul(gate_up, out)
-    else:
-        reference.silu_mul(gate_up, out)
+    """Compute out [T, I] = silu(gate) · up with gate_up [T, 2I], gate first."""
+    (native.ops_for(gate_up) or gpu.ops_for(gate_up) or reference).silu_mul(gate_up, out)
 
 
 def gelu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """out [T, I] = gelu(gate) · up with gate_up [T, 2I], gate first; the form with the hyperbolic tangent. On a GPU an
-    element does not follow the others, where torch has kernels for other shapes (`batch_invariance`)."""
+    """Compute out [T, I] = gelu(gate) · up with gate_up [T, 2I], gate first; the form with the hyperbolic tangent. On a
+    GPU an element does not follow the others, where torch has kernels for other shapes (`batch_invariance`)."""
     if (ops := gpu.ops_for(gate_up)) is not None:
         ops.gelu_mul(gate_up, out)
     else:
@@ -65,7 +56,7 @@ def gelu_mul(gate_up: Tensor, out: Tensor) -> None:
 
 
 def soft_cap(x: Tensor, cap: float) -> None:
-    """x float32 [S, V] = cap · tanh(x / cap); see `gelu_mul`."""
+    """Compute x float32 [S, V] = cap · tanh(x / cap); see `gelu_mul`."""
     if (ops := gpu.ops_for(x)) is not None:
         ops.soft_cap(x, cap)
     else:
@@ -73,12 +64,9 @@ def soft_cap(x: Tensor, cap: float) -> None:
 
 
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float, out: Tensor) -> None:
-    """out [T, I] = (up + 1) · gate · sigmoid(alpha · gate) with gate_up [T, 2I], gate first; gate is clamped to at most
-    `limit`, up to ±`limit` (gpt-oss)."""
-    if (ops := native.ops_for(gate_up) or gpu.ops_for(gate_up)) is not None:
-        ops.clamped_swiglu(gate_up, alpha, limit, out)
-    else:
-        reference.clamped_swiglu(gate_up, alpha, limit, out)
+    """Compute out [T, I] = (up + 1) · gate · sigmoid(alpha · gate) with gate_up [T, 2I], gate first; gate is clamped to
+    at most `limit`, up to ±`limit` (gpt-oss)."""
+    (native.ops_for(gate_up) or gpu.ops_for(gate_up) or reference).clamped_swiglu(gate_up, alpha, limit, out)
 
 
 def rope_and_write_kv(
@@ -92,7 +80,7 @@ def rope_and_write_kv(
     layer: int,
     slot_mapping: Tensor,
 ) -> None:
-    """`rope_inplace` of query and key, then `write_kv`: on a GPU one launch. `key` is not to be read afterwards."""
+    """Run `rope_inplace` of query and key, then `write_kv`: on a GPU one launch. `key` is not to be read afterwards."""
     if (ops := gpu.ops_for(kv)) is not None:
         ops.rope_and_write_kv(query, key, value, cos, sin, positions, kv, layer, slot_mapping)
     else:

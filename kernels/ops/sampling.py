@@ -20,7 +20,7 @@ NEGLIGIBLE = 2.0**-53 / 37.0
 
 
 def sample_rows(logits: Tensor, tables: SamplingTables, out: SampledRows) -> None:
-    """One token per row of float32 logits [S, vocabulary], which are afterwards as they were.
+    """Sample one token per row of float32 logits [S, vocabulary], which are unchanged afterwards.
 
     Tokens are those of `common.engine.sampler`, up to the last bits of a logarithm. A row in which no token can run
     (all banned, or not numbers) gets its largest logit's; of equal ones the first, and NaN is larger than any number.
@@ -32,7 +32,7 @@ def sample_rows(logits: Tensor, tables: SamplingTables, out: SampledRows) -> Non
 
 
 def sample_rows_reference(logits: Tensor, tables: SamplingTables, out: SampledRows) -> None:
-    """As `sample_rows`, row by row in plain torch on any device."""
+    """Compute `sample_rows` row by row in plain torch on any device."""
     starts = tables.edit_starts.tolist()
     for row in range(len(logits)):
         edited = _edited(logits[row], tables, starts[EDIT_KINDS * row : EDIT_KINDS * row + EDIT_KINDS + 1])
@@ -67,7 +67,7 @@ def _edited(logits: Tensor, tables: SamplingTables, starts: list[int]) -> Tensor
 
 
 def _weights(logits: Tensor, tables: SamplingTables, row: int) -> Tensor:
-    """float32, proportional to the probabilities, the largest 1; 0 for tokens that are out."""
+    """Return float32 weights, proportional to the probabilities, the largest 1; 0 for tokens that are out."""
     distance = logits.max() - logits
     weights = (distance / -tables.temperatures[row]).exp()
     nearest, order = distance.sort()
@@ -82,7 +82,7 @@ def _weights(logits: Tensor, tables: SamplingTables, row: int) -> Tensor:
 
 
 def race(weights: Tensor, key: Tensor) -> Tensor:
-    """int64 []: the token whose exponential time, divided by its weight, is smallest."""
+    """Return the token whose exponential time, divided by its weight, is smallest; int64 []."""
     drawn = _shifted(_mixed(torch.arange(len(weights), dtype=torch.int64, device=weights.device) ^ key), 11)
     times = -((drawn.double() + 1.0) * 2.0**-53).log()
     wide = weights.double()
@@ -90,12 +90,12 @@ def race(weights: Tensor, key: Tensor) -> Tensor:
 
 
 def sample_key(seed: Tensor, position: Tensor) -> Tensor:
-    """The start of all random numbers of one sample, the bits of an unsigned number in int64."""
+    """Return the start of all random numbers of one sample, the bits of an unsigned number in int64."""
     return _mixed(_mixed(seed) ^ position)
 
 
 def _mixed(value: Tensor) -> Tensor:
-    """SplitMix64 in 64-bit integers that wrap around; torch shifts arithmetically, so the sign's copies are cut off."""
+    """Run SplitMix64 in 64-bit integers that wrap around; torch shifts arithmetically, so sign copies are cut off."""
     value = value + _signed(GOLDEN)
     value = (value ^ _shifted(value, 30)) * _signed(MIX_1)
     value = (value ^ _shifted(value, 27)) * _signed(MIX_2)

@@ -16,8 +16,8 @@ from cohort.kernels.gpu import available as gpu
 
 
 def gather_slots(kv: Tensor, slots: Tensor, out: Tensor, *, apart: bool = False) -> None:
-    """out[i] = the token in slots[i]; slots int64 [n], out [n, L, 2, Hkv, D]. `apart`: codes and scales of the cache
-    lie apart (`fp8_cache`, planes), as those of a GPU's worker do in host memory, too."""
+    """Copy out[i] = the token in slots[i]; slots int64 [n], out [n, L, 2, Hkv, D]. `apart`: codes and scales of the
+    cache lie apart (`fp8_cache`, planes), as those of a GPU's worker do in host memory, too."""
     if out.device == kv.device and (ops := _ops_for(kv, apart)) is not None:
         ops.gather_slots(kv, slots, out)
     else:
@@ -25,7 +25,7 @@ def gather_slots(kv: Tensor, slots: Tensor, out: Tensor, *, apart: bool = False)
 
 
 def scatter_slots(src: Tensor, kv: Tensor, slots: Tensor, *, apart: bool = False) -> None:
-    """The token in slots[i] = src[i]; the slots must differ from each other. `apart` as above."""
+    """Copy src[i] to slots[i]; the slots must differ from each other. `apart` as above."""
     if src.device == kv.device and (ops := _ops_for(kv, apart)) is not None:
         ops.scatter_slots(src, kv, slots)
     else:
@@ -33,5 +33,5 @@ def scatter_slots(src: Tensor, kv: Tensor, slots: Tensor, *, apart: bool = False
 
 
 def _ops_for(kv: Tensor, apart: bool) -> Any:
-    """The compiled kernels of a processor move rows; Triton's take caches of bytes to be in planes."""
+    """Return what moves this cache's tokens: a processor's kernels move rows, Triton's take bytes to be in planes."""
     return (None if apart else native.ops_for_cache(kv)) or gpu.ops_for(kv)

@@ -172,7 +172,6 @@ class DeviceSteps:
         if not self._on_gpu:
             return
         from cohort.kernels.gpu import variants
-        from cohort.kernels.gpu.attention.latents import ServedLatents
 
         g = self._geometry
         latent = g.latent
@@ -197,7 +196,7 @@ class DeviceSteps:
             batch_invariant=self._batch_invariant,
             fixed=fixed_products_made(),
             gelu=g.family == "gemma",
-            latents=None if latent is None else ServedLatents(latent.rank, latent.rotated, latent.query_rank),
+            latents=None if latent is None else variants.ServedLatents(latent.rank, latent.rotated, latent.query_rank),
         )
         variants.compilations.watch()
         variants.precompile(served, self._max_rows, self._device, threads)

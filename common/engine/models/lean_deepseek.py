@@ -43,8 +43,7 @@ from cohort.common.engine.weights.weights import WeightKind, Weights, open_weigh
 from cohort.common.errors import ModelError
 from cohort.kernels.cpu.panels import Arena
 from cohort.kernels.ops.fused import rms_norm, rope_inplace
-from cohort.kernels.ops.latent_attention import latent_attention
-from cohort.kernels.ops.paged_attention import write_kv
+from cohort.kernels.ops.paged_attention import latent_attention, write_kv
 
 _LATENT_EPS = 1e-6  # of the norms inside attention, whatever the configuration says of the others
 

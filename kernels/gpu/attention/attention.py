@@ -1,6 +1,6 @@
 """Paged attention on a GPU: prefill rows and decode rows of one step, each by the kernel made for it.
 
-Called by `kernels.paged_attention` once per layer. Prefill rows in 16 bits go through flash attention (`prefill`), in
+Called by `ops.paged_attention` once per layer. Prefill rows in 16 bits go through flash attention (`prefill`), in
 float32, or where their gathered context has no room, through our own kernel over the paged cache. A decode row that
 carries drafts has several positions, so it is a prefill row here.
 
@@ -31,7 +31,6 @@ from cohort.kernels.gpu.workspace import multiprocessors
 WIDEN_PRODUCTS = bool(knobs.runtime.interpret)
 _MERGED_AT_ONCE = 16
 _planned = lru_cache(decode_plan)
-_multiprocessors = lru_cache(multiprocessors)
 
 
 def paged_attention(
@@ -46,8 +45,8 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> None:
-    """As `kernels.paged_attention.paged_attention`. Rows without a context give zeros. Flash attention is given neither
-    sinks nor caps; of a cache in FP8 the numbers, gathered in the query's type.
+    """See `ops.paged_attention.paged_attention`. Rows without a context give zeros. Flash attention takes neither
+    sinks nor caps; of a cache in FP8 it gets the numbers, gathered in the query's type.
 
     R14 · Rows before `meta.num_prefill_rows` are taken as prefill, the others have at most one token each.
     """
@@ -73,7 +72,7 @@ def invariant(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> None:
-    """All rows, each position with the bits that it has in any step; a CUDA graph may capture it."""
+    """Compute all rows, each position with the bits that it has in any step; a CUDA graph may capture it."""
     scales, pad_dim = scaling(scale, softcap), padded(query.shape[2])
     attend(query, kv, layer, meta, scales, out, sliding_window, sinks, pad_dim=pad_dim, widen=WIDEN_PRODUCTS)
 
@@ -113,7 +112,7 @@ def prefill(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> None:
-    """The step's prefill rows by our own kernel, any dtype: keys are read from the paged cache."""
+    """Compute the step's prefill rows from the paged cache by our own kernel, in any dtype."""
     cache = kv[:, layer]
     _, _, kv_heads, block_size, _ = cache.shape
     head_dim = query.shape[2]
@@ -121,23 +120,11 @@ def prefill(
     plan = prefill_plan(group=group, head_dim=head_dim, element_bytes=query.element_size())
     grid = (kv_heads, meta.num_prefill_rows, -(-meta.max_query_len // plan.tile_tokens))
     prefill_rows[grid](
-        query,
-        cache,
-        meta.query_start,
-        meta.context_lens,
-        meta.block_tables,
-        out,
+        *meta.tensors(query, cache, out),
         meta.query_start if sinks is None else sinks,  # read with SINKS only
         *scaling(scale, softcap),
         sliding_window,
-        query.stride(0),
-        query.stride(1),
-        out.stride(0),
-        out.stride(1),
-        meta.block_tables.stride(0),
-        cache.stride(0),
-        cache.stride(1),
-        cache.stride(2),
+        *meta.strides(query, cache, out),
         GROUP=group,
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,
@@ -167,8 +154,8 @@ def decode(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
 ) -> None:
-    """The step's decode rows; a CUDA graph may capture it. `plan`: other than `decode_plan`'s, for tests and measuring;
-    a workspace must then have been made large enough."""
+    """Compute the step's decode rows; a CUDA graph may capture it. `plan`: other than `decode_plan`'s, for tests and
+    measuring; a workspace must then have been made large enough."""
     cache = kv[:, layer]
     _, _, kv_heads, block_size, _ = cache.shape
     heads, head_dim, first = query.shape[1], query.shape[2], meta.num_prefill_rows
@@ -176,17 +163,10 @@ def decode(
     plan = plan or _planned(
         head_dim=head_dim,
         element_bytes=query.element_size(),
-        multiprocessors=_multiprocessors(kv.device),
+        multiprocessors=multiprocessors(kv.device),
         fp8=is_fp8(kv),
     )
-    parts = plan.parts(rows, kv_heads)
-    if meta.workspace is not None:
-        partial, lse = meta.workspace.partial, meta.workspace.lse
-        if parts * heads > len(lse):
-            raise ValueError(f"a workspace for fewer than {rows} rows")
-    else:
-        partial = torch.empty(parts * heads * head_dim, dtype=torch.float32, device=kv.device)
-        lse = torch.empty(parts * heads, dtype=torch.float32, device=kv.device)
+    partial, lse = parts_memory(meta, plan.parts(rows, kv_heads), heads, head_dim)
     group = heads // kv_heads
     shared = {
         "GROUP": group,
@@ -200,12 +180,7 @@ def decode(
         "SINKS": sinks is not None,
     }
     decode_rows[(plan.programs,)](
-        query,
-        cache,
-        meta.query_start,
-        meta.context_lens,
-        meta.block_tables,
-        out,
+        *meta.tensors(query, cache, out),
         partial,
         lse,
         meta.query_start if sinks is None else sinks,  # read with SINKS only
@@ -214,14 +189,7 @@ def decode(
         plan.items,
         *scaling(scale, softcap),
         sliding_window,
-        query.stride(0),
-        query.stride(1),
-        out.stride(0),
-        out.stride(1),
-        meta.block_tables.stride(0),
-        cache.stride(0),
-        cache.stride(1),
-        cache.stride(2),
+        *meta.strides(query, cache, out),
         BLOCK_SIZE=block_size,
         CAPPED=softcap > 0,
         FP8=is_fp8(kv),
@@ -243,28 +211,38 @@ def decode(
             rows,
             plan.items,
             sliding_window,
-            out.stride(0),
-            out.stride(1),
+            *out.stride()[:2],
             AT_ONCE=_MERGED_AT_ONCE,
             num_warps=4,
             **shared,
         )
 
 
+def parts_memory(meta: AttentionMeta, parts: int, heads: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return memory for the averages and the levels of `parts` parts, the workspace's if there is one."""
+    if meta.workspace is None:
+        sizes, device = (parts * heads * width, parts * heads), meta.block_tables.device
+        averages, levels = (torch.empty(size, dtype=torch.float32, device=device) for size in sizes)
+        return averages, levels
+    if parts * heads > len(meta.workspace.lse):
+        raise ValueError(f"a workspace for fewer than {len(meta.context_lens) - meta.num_prefill_rows} rows")
+    return meta.workspace.partial, meta.workspace.lse
+
+
 def scaling(scale: float, softcap: float) -> tuple[float, float]:
-    """What multiplies products, and the bound of scores, in units of log2. cap · tanh(y) is cap − 2 · cap / (1 + e^2y),
-    so with a cap products become 2 · log2(e) · y."""
+    """Return the factor of products and the bound of scores, in units of log2. cap · tanh(y) is cap − 2 · cap / (1 +
+    e^2y), so with a cap products become 2 · log2(e) · y."""
     if softcap > 0:
         return 2 * math.log2(math.e) * scale / softcap, softcap * math.log2(math.e)
     return scale * math.log2(math.e), 0.0
 
 
 def longest_read(meta: AttentionMeta, sliding_window: int = 0) -> int:
-    """No row reads more keys than this, as far as the host knows."""
+    """Return a bound, known to the host, of the keys that a row reads."""
     longest = meta.max_context_len or meta.block_tables.shape[1] * meta.block_size
     return min(longest, sliding_window or longest)
 
 
 def padded(head_dim: int) -> int:
-    """Triton's tiles are powers of two, its matrix products at least 16 wide."""
+    """Round up for Triton: its tiles are powers of two, its matrix products at least 16 wide."""
     return max(16, power_of_two_from(head_dim))

@@ -12,11 +12,9 @@ makes them.
 
 A cache in FP8 (FP8, `fp8_cache`) has a head's codes of a block, then their scales. Codes become numbers of the query's
 type; a key's scale, a power of two, multiplies its scores, a value's scale its weights.
-
-Triton reads annotations, so this file must not postpone them.
 """
 
-import triton
+import triton  # reads annotations: they are not to be postponed here
 import triton.language as tl
 
 from cohort.kernels.gpu.attention.attention_tiles import beside_sink, number_of, over_keys, scales_at
@@ -43,8 +41,7 @@ def _parts(
     TILE_KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):
-    """Into how many parts each row's keys fall, int32 [PAD_ROWS]: none for a row without a query, one for a row without
-    keys. Every program computes the same."""
+    """Count each row's parts, int32 [PAD_ROWS]: none without a query, one without keys. The same in all programs."""
     row = tl.arange(0, PAD_ROWS)
     there = row < rows
     start = tl.load(query_start + first_row + row, mask=there, other=0)
@@ -98,7 +95,8 @@ def decode_rows(
     FP8: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Items in turn: one part of one row's keys, for the query heads of one kv head. Grid (any number of programs).
+    """Compute items in turn: one part of one row's keys, for the query heads of one kv head. Grid (any number of
+    programs).
 
     A row of one part goes to `out`. Of others each part's average and its log2-sum-exp2 go to `partial` and `lse`,
     [parts of all rows, query heads(, HEAD_DIM)]. A row without keys (a captured graph's padding) gives zeros.
@@ -198,7 +196,7 @@ def merge_parts(
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """The parts of one row and one kv head's query heads, averaged by their weights. Grid (kv heads, rows)."""
+    """Join the parts of one row and one kv head's query heads, averaged by their weights. Grid (kv heads, rows)."""
     kv_head = tl.program_id(0)
     row = tl.program_id(1)
     parts = _parts(
@@ -280,7 +278,7 @@ def prefill_rows(
     FP8: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """TILE_TOKENS tokens of one row over the row's whole past in the cache, for one kv head's query heads.
+    """Attend from TILE_TOKENS tokens of one row to the row's whole past in the cache, for one kv head's query heads.
 
     Grid (kv heads, rows, tiles of the longest row); a row's last tiles, which see most, start first.
     """
@@ -340,7 +338,7 @@ def prefill_rows(
 
 @triton.jit
 def _stage_numbers(codes, scales, to, there, wanted, kind: tl.constexpr):
-    """Rows of FP8 as the numbers that they stand for, which 16 bits with float32's exponents hold."""
+    """Copy rows of FP8 as the numbers that they stand for, which 16 bits with float32's exponents hold."""
     scale = scales_at(scales, there) * 256.0
     numbers = number_of(tl.load(codes, mask=wanted, other=0), tl.float32) * scale[:, None]
     tl.store(to, numbers.to(kind), mask=wanted)
@@ -366,7 +364,7 @@ def stage_rows(
     TILE_KEYS: tl.constexpr,
     FP8: tl.constexpr,
 ):
-    """Every row's keys and values, one row after the other: [positions, KV_HEADS, HEAD_DIM], of FP8 the numbers;
+    """Gather every row's keys and values, one row after the other: [positions, KV_HEADS, HEAD_DIM], of FP8 the numbers;
     `starts`, where each row begins and the last ends. Grid (kv heads, rows, tiles of the longest context)."""
     kv_head = tl.program_id(0)
     row = tl.program_id(1)

@@ -1,20 +1,18 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, no-any-return"
 """What every attention kernel in Triton does with a tile of keys: scores, their softmax, the sum of values.
 
-Called by `attention_kernels` and `position_kernels`. A row that sees none of a tile's keys keeps its sums as they are.
+Called by `attention_kernels` and `positions`. A row that sees none of a tile's keys keeps its sums as they are.
 Where FIXED, the code chooses what a compiler may choose otherwise (which product of a sum is rounded): a product that
 is added to is one `fma`. That keeps more registers busy, so kernels that need not have it do not.
-
-Triton reads annotations, so this file must not postpone them.
 """
 
-import triton
+import triton  # reads annotations: they are not to be postponed here
 import triton.language as tl
 
 
 @triton.jit
 def product(a, b, total, WIDE: tl.constexpr):
-    """total + a · b in float32. WIDE: a and b are widened before, see `attention.WIDEN_PRODUCTS`."""
+    """Return total + a · b in float32. WIDE: a and b are widened before, see `attention.WIDEN_PRODUCTS`."""
     if WIDE:
         return total + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, total, input_precision="ieee")
@@ -22,8 +20,8 @@ def product(a, b, total, WIDE: tl.constexpr):
 
 @triton.jit
 def number_of(code, kind: tl.constexpr):
-    """What a code of E4M3 stands for without its scale, in float16 or another `kind`; of it a 256th, as the same digits
-    and exponent at their places in a float16 have exponents that count from 8 lower. Not a number stays none."""
+    """Return a 256th of what a code of E4M3 stands for without its scale, in `kind`: the same digits and exponent at
+    their places in a float16 have exponents that count from 8 lower. NaN stays NaN."""
     bits = code.to(tl.uint16)
     half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
     if kind == tl.float16:
@@ -33,7 +31,7 @@ def number_of(code, kind: tl.constexpr):
 
 @triton.jit
 def scales_at(at, there):
-    """Float32 at addresses of bytes."""
+    """Load float32 from addresses of bytes."""
     return tl.load(at.to(tl.pointer_type(tl.float32)), mask=there, other=0.0)
 
 
@@ -63,8 +61,8 @@ def over_keys(
     WIDE: tl.constexpr,
     FIXED: tl.constexpr,
 ):
-    """Softmax-weighted values of keys [begin, end), in tiles from `first_key` on: the sum [TILE_ROWS, PAD_DIM], its
-    peak score and its weight. Keys behind these are not read, FIXED none before them; else `begin` is `first_key`."""
+    """Sum the softmax-weighted values of keys [begin, end), in tiles from `first_key` on: the sum [TILE_ROWS, PAD_DIM],
+    its peak score and its weight. Keys after `end` are not read, FIXED none before `begin`; else the two are equal."""
     dim = tl.arange(0, PAD_DIM)
     peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([TILE_ROWS], tl.float32)
@@ -122,16 +120,16 @@ def over_keys(
 
 @triton.jit
 def beside_sink(sinks, head, there, level):
-    """What a head's sink leaves of the weight, for a sum of weights of 2^level: 1 / (1 + 2^(sink - level)). A context
-    in parts asks once, after its parts are joined."""
+    """Return the share of the weight that a head's sink leaves, for a sum of weights of 2^level: 1 / (1 + 2^(sink -
+    level)). A context in parts asks once, after its parts are joined."""
     sink = tl.load(sinks + head, mask=there, other=0.0) * 1.4426950408889634
     return 1.0 / (1.0 + tl.exp2(sink - tl.maximum(level, -1e30)))  # no keys at all: -inf less -inf is no number
 
 
 @triton.jit
 def joined(total, peak, weight, next_total, next_peak, next_weight):
-    """Sums over keys and those over the keys behind them, as one. With nothing (zeros, -inf) before or behind, they
-    stay as they are: a part that a row sees nothing of may be joined or left out."""
+    """Join sums over keys with those over the keys after them. Nothing (zeros, -inf) on either side leaves them as they
+    are: a part that a row sees nothing of may be joined or left out."""
     higher = tl.maximum(peak, next_peak)
     above = tl.where(higher == float("-inf"), 0.0, higher)
     fade, next_fade = tl.exp2(peak - above), tl.exp2(next_peak - above)
@@ -141,8 +139,7 @@ def joined(total, peak, weight, next_total, next_peak, next_weight):
 
 @triton.jit
 def averaged(total, peak, weight, sinks, head, there, SINKS: tl.constexpr):
-    """What joined sums give: zeros where no key was seen, and no zero below zero, which a part that is left out would
-    have made one above."""
+    """Return the average of joined sums: zeros without keys, and no negative zero, as parts may be left out."""
     some = tl.where(weight > 0, weight, 1.0)
     share = tl.div_rn(1.0, some)
     if SINKS:  # as `beside_sink`

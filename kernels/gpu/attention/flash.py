@@ -28,7 +28,7 @@ _INTERFACES: dict[PrefillAttention, tuple[str, ...]] = {
     "flash_attn_3": ("flash_attn_interface", "flash_attn_3.flash_attn_interface"),
     "flash_attn_2": ("flash_attn",),
 }
-"""Where the function is found, in the order in which they are tried."""
+"""Modules with the function, in the order in which they are tried."""
 _HOPPER = 9
 _TOLERANCE = 2e-2  # of values about 1, rounded to bfloat16
 
@@ -41,29 +41,28 @@ class Choice:
 
 
 class _Unfit(Exception):
-    """Why a flash attention is not taken."""
+    """Reason why an installed flash attention is not taken."""
 
 
 def flash_function() -> Flash:
-    """All let a row's last query see its last key, and share keys between query heads."""
+    """Return this process's flash attention; a row's last query sees its last key, and query heads share keys."""
     return chosen().function
 
 
 def prefill_attention_name() -> PrefillAttention:
-    """What computes this process's prefill rows; decides if no prefill row was computed yet."""
+    """Return the name of what computes this process's prefill rows; decide if no prefill row was computed yet."""
     return chosen().name
 
 
 @cache
 def chosen() -> Choice:
-    """The choice of this process."""
     choice, broken = _choose(_gpu())
     (log.warning if broken else log.info)("prefill attention", implementation=choice.name, reason=choice.reason)
     return choice
 
 
 def _choose(gpu: tuple[torch.device, int] | None) -> tuple[Choice, bool]:
-    """`gpu`: it and the first number of its compute capability. Also, whether one that is installed cannot be used."""
+    """Choose for `gpu`, a device and its major compute capability; return also whether a library is broken."""
     if gpu is None:
         return Choice("torch", _torch_flash, "no GPU"), False
     reasons: list[str] = []
@@ -89,7 +88,7 @@ def _gpu() -> tuple[torch.device, int] | None:
 
 
 def _fit(name: PrefillAttention, device: torch.device, capability: int) -> Flash:
-    """Raises `ModuleNotFoundError` where it is not installed, and what not where it does not work here."""
+    """Return the library's function. Raise `ModuleNotFoundError` if not installed, other errors if it fails here."""
     interface = _interface(_INTERFACES[name])
     if name == "flash_attn_3" and capability != _HOPPER:
         raise _Unfit(f"needs a Hopper GPU (compute capability 9), this one has {capability}")
@@ -113,7 +112,7 @@ def _interface(modules: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def _calling(varlen: Callable[..., Any]) -> Flash:
-    """Versions 2 and 3 name these arguments alike; early versions of 3 return the scores' logarithms, too."""
+    """Wrap version 2 or 3, which name these arguments alike; early versions of 3 also return the scores' logarithms."""
 
     def flash(
         query: Tensor,
@@ -145,8 +144,7 @@ def _calling(varlen: Callable[..., Any]) -> Flash:
 
 
 def _difference(flash: Flash, device: torch.device) -> float:
-    """The largest distance from plain attention on a trial: two rows with a prefix, four query heads over two, with and
-    without a window."""
+    """Return the largest distance from plain attention on two rows with a prefix, with and without window."""
     generator = torch.Generator().manual_seed(7)
 
     def values(*shape: int) -> Tensor:
@@ -166,7 +164,7 @@ def _difference(flash: Flash, device: torch.device) -> float:
 
 
 def _plain(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int) -> Tensor:
-    """Attention of one row's last queries [n, Hq, D] over its keys [m, Hkv, D], in float32."""
+    """Return attention of one row's last queries [n, Hq, D] over its keys [m, Hkv, D], in float32."""
     group = query.shape[1] // keys.shape[1]
     wide_keys, wide_values = (part.float().repeat_interleave(group, dim=1) for part in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", query.float(), wide_keys) * scale

@@ -13,10 +13,8 @@ from torch import Tensor
 from cohort.kernels.attention_meta import AttentionMeta
 from cohort.kernels.fp8_cache import is_fp8
 from cohort.kernels.gpu.attention.attention_kernels import stage_rows
-from cohort.kernels.gpu.attention.flash import flash_function, prefill_attention_name
+from cohort.kernels.gpu.attention.flash import flash_function
 from cohort.kernels.gpu.plan import padded_rows, power_of_two_from
-
-__all__ = ["flash_prefill", "flash_serves", "prefill_attention_name", "stage"]
 
 _TILE_BYTES = 32768  # of keys: a program holds as many values beside them, in registers
 
@@ -24,8 +22,8 @@ _TILE_BYTES = 32768  # of keys: a program holds as many values beside them, in r
 def flash_prefill(
     query: Tensor, kv: Tensor, layer: int, meta: AttentionMeta, scale: float, out: Tensor, sliding_window: int
 ) -> bool:
-    """Whether flash attention took the step's prefill rows: on a GPU, in 16 bits, their context known to the host and
-    with room in the workspace. Rows that are not prefill rows are left with no meaning in `out`."""
+    """Return whether flash attention took the step's prefill rows: on a GPU, in 16 bits, their context known to the
+    host and with room in the workspace. Rows that are not prefill rows are left with no meaning in `out`."""
     workspace, rows = meta.workspace, meta.num_prefill_rows
     if workspace is None or not flash_serves(query) or rows >= len(workspace.starts):
         return False
@@ -50,14 +48,14 @@ def flash_prefill(
 
 
 def flash_serves(query: Tensor) -> bool:
-    """Flash attention wants a GPU, 16 bits, and heads of a multiple of 8 up to 256."""
+    """Return whether flash attention takes the query: on a GPU, in 16 bits, heads of a multiple of 8 up to 256."""
     head_dim = query.shape[2]
     return query.is_cuda and query.dtype != torch.float32 and head_dim % 8 == 0 and head_dim <= 256
 
 
 def stage(kv: Tensor, layer: int, meta: AttentionMeta, staging: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """One layer's keys and values of the prefill rows, in order, one row after the other: [positions, Hkv, D] each, of
-    a cache in FP8 the numbers that it stands for.
+    """Return one layer's keys and values of the prefill rows, in order, one row after the other: [positions, Hkv, D]
+    each, of a cache in FP8 the numbers that it stands for.
 
     Writes into `staging` [2, room, Hkv, D] and into `starts` [rows + 1] where each row begins. Needs
     `meta.prefill_context`.
@@ -77,9 +75,7 @@ def stage(kv: Tensor, layer: int, meta: AttentionMeta, staging: Tensor, starts: 
         values,
         starts,
         meta.block_tables.stride(0),
-        cache_layer.stride(0),
-        cache_layer.stride(1),
-        cache_layer.stride(2),
+        *cache_layer.stride()[:3],
         KV_HEADS=kv_heads,
         BLOCK_SIZE=block_size,
         HEAD_DIM=head_dim,

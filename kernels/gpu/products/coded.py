@@ -1,22 +1,172 @@
-"""Products over weights of 8 and 4 bits on a GPU: one launch for each part of a weight.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, no-any-return"
+"""Products over weights of 8 and 4 bits on a GPU: codes are read as they are stored and become numbers in the tile.
 
-Called by `kernels.coded`. The tiles follow from rows, type and group alone, so two variants of a product serve all
-steps, and a recorded step keeps its own.
+Called by `ops.coded`, one launch for each part of a weight. The tiles follow from rows, type and group alone, so two
+variants of a product serve all steps, and a recorded step keeps its own. A code is a number of few digits, exact in 16
+bits, so a tile of them goes to the matrix units as it is; scales and offsets multiply sums in float32, group by group.
+Of MXFP4 a scale is a power of two, so numbers are exact in bfloat16 with their scales as well, and a tile may span
+groups. x is not rounded.
 """
 
-from __future__ import annotations
-
 import torch
+import triton  # reads annotations: they are not to be postponed here
+import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from cohort.kernels.code_dtypes import E2M1, E4M3, as_bytes, inputs_of
+from cohort.kernels import code_dtypes
+from cohort.kernels.code_dtypes import as_bytes, inputs_of
+from cohort.kernels.gpu.attention.attention_tiles import product
 from cohort.kernels.gpu.plan import ExpertPlan, coded_plan
-from cohort.kernels.gpu.products.coded_kernels import coded_rows
 from cohort.kernels.types import takes
 
 _WIDEN_PRODUCTS = bool(knobs.runtime.interpret)  # as `attention.WIDEN_PRODUCTS`
-CODE_KINDS = {torch.int8: 0, torch.uint8: 1, E4M3: 2, E2M1: 3}  # as `coded_kernels` names them
+CODE_KINDS = {torch.int8: 0, torch.uint8: 1, code_dtypes.E4M3: 2, code_dtypes.E2M1: 3}  # as below
+
+# Of these Triton compiles no variant for a 1 or a multiple of 16, as in `attention_kernels`.
+_VARYING = ["rows"]
+
+# Of odd numbers a byte is two inputs.
+INT8 = tl.constexpr(0)
+UINT4 = tl.constexpr(1)
+E4M3 = tl.constexpr(2)
+E2M1 = tl.constexpr(3)
+
+
+@triton.jit
+def _number(byte, kind: tl.constexpr, CODE: tl.constexpr):
+    """Return what codes of 8 bits stand for, in the type of x; of E4M3 a 256th of it, which the scale makes good."""
+    if CODE == E4M3:
+        # The same digits and exponent at their places in a float16, whose exponents count from 8 lower; subnormals too.
+        bits = byte.to(tl.uint16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        return half.to(tl.float16, bitcast=True).to(tl.float32).to(kind)
+    return byte.to(tl.float32).to(kind)
+
+
+@triton.jit
+def _mx_scale(exponent):
+    """Return 2^14 times what exponents of E8M0 stand for; NaN beyond 2^113, where no weight is."""
+    wide = exponent.to(tl.int32)
+    return tl.where(wide > 240, float("nan"), ((wide + 14) << 23).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _mx_number(nibble, scale, kind: tl.constexpr):
+    """Return what codes of MXFP4 stand for: the same digits and exponent at their places in a float16, whose exponents
+    count from 14 lower, times `_mx_scale`."""
+    bits = nibble.to(tl.uint16)
+    half = (((bits & 8) << 12) | ((bits & 7) << 9)).to(tl.float16, bitcast=True)
+    return (half.to(tl.float32) * scale).to(kind)
+
+
+@triton.jit
+def coded_sums(
+    tokens,
+    codes,
+    scales,
+    offsets,
+    held,
+    column,
+    wanted,
+    total,
+    INPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CODE: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Add to `total` [rows, columns] the products of rows that begin at `tokens` [rows, 1] and these columns of a
+    weight. GROUP is a multiple of TILE_DEPTH, or at least INPUTS; of E2M1 it is 32, and TILE_DEPTH a multiple of it."""
+    kind = tokens.dtype.element_ty
+    GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+    for deep in range(0, INPUTS, TILE_DEPTH):
+        if CODE % 2:
+            # the lower nibble is the even input's, so the even inputs of x meet the lower nibbles
+            pair = deep // 2 + tl.arange(0, TILE_DEPTH // 2)
+            inside = pair < INPUTS // 2
+            here = held[:, None] & inside[None, :]
+            even = tl.load(tokens + 2 * pair[None, :], mask=here, other=0.0)
+            odd = tl.load(tokens + 2 * pair[None, :] + 1, mask=here, other=0.0)
+        if CODE == E2M1:
+            group = deep // GROUP + tl.arange(0, TILE_DEPTH // GROUP)
+            own_group = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+            known = (group < GROUPS)[:, None] & wanted[None, :]
+            cell = codes + column.to(tl.int64)[None, None, :] * (INPUTS // 2) + own_group[:, :, None]
+            byte = tl.load(cell, mask=known[:, None, :], other=0)
+            exponent = tl.load(scales + column.to(tl.int64)[None, :] * GROUPS + group[:, None], mask=known, other=0)
+            scale = _mx_scale(exponent)[:, None, :]
+            low = _mx_number(byte & 15, scale, kind).reshape(TILE_DEPTH // 2, column.shape[0])
+            high = _mx_number(byte >> 4, scale, kind).reshape(TILE_DEPTH // 2, column.shape[0])
+            total = product(odd, high, product(even, low, total, WIDE), WIDE)
+        elif CODE == UINT4:
+            cell = codes + column[None, :].to(tl.int64) * (INPUTS // 2) + pair[:, None]
+            byte = tl.load(cell, mask=inside[:, None] & wanted[None, :], other=0)
+            part = product(even, (byte & 15).to(tl.float32).to(kind), tl.zeros_like(total), WIDE)
+            part = product(odd, (byte >> 4).to(tl.float32).to(kind), part, WIDE)
+            sums = tl.sum(even.to(tl.float32), 1) + tl.sum(odd.to(tl.float32), 1)
+        else:
+            at = deep + tl.arange(0, TILE_DEPTH)
+            inside = at < INPUTS
+            own = tl.load(tokens + at[None, :], mask=held[:, None] & inside[None, :], other=0.0)
+            cell = codes + column[None, :].to(tl.int64) * INPUTS + at[:, None]
+            byte = tl.load(cell, mask=inside[:, None] & wanted[None, :], other=0)
+            part = product(own, _number(byte, kind, CODE), tl.zeros_like(total), WIDE)
+            sums = tl.sum(own.to(tl.float32), 1)
+        if CODE != E2M1:
+            place = column.to(tl.int64) * GROUPS + deep // GROUP
+            factor = tl.load(scales + place, mask=wanted, other=0.0)
+            if CODE == E4M3:
+                factor *= 256.0
+            total += part * factor[None, :]
+            if OFFSETS:
+                total += sums[:, None] * tl.load(offsets + place, mask=wanted, other=0.0)[None, :]
+    return total
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def coded_rows(
+    x,
+    codes,
+    scales,
+    offsets,
+    bias,
+    out,
+    rows,
+    x_stride,
+    out_stride,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CODE: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_DEPTH: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Compute out[t, o] = Σ x[t, i] · (scales[o, i // GROUP] · number(codes[o, i]) + offsets[o, i // GROUP]) + bias[o].
+
+    With ADD out is added to; rounded once. Grid (tiles of rows, tiles of OUTPUTS). GROUP as in `coded_sums`.
+    """
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    held, wanted = row < rows, column < OUTPUTS
+    tokens = x + row[:, None].to(tl.int64) * x_stride
+    total = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    total = coded_sums(
+        tokens, codes, scales, offsets, held, column, wanted, total, INPUTS, GROUP, CODE, OFFSETS, TILE_DEPTH, WIDE
+    )
+    if BIAS:
+        total += tl.load(bias + column, mask=wanted, other=0.0).to(tl.float32)[None, :]
+    there = out + row[:, None].to(tl.int64) * out_stride + column[None, :]
+    kept = held[:, None] & wanted[None, :]
+    if ADD:
+        total += tl.load(there, mask=kept, other=0.0).to(tl.float32)
+    tl.store(there, total.to(out.dtype.element_ty), mask=kept)
 
 
 def coded_product(
@@ -31,7 +181,7 @@ def coded_product(
     add: bool = False,
     fixed: bool = False,
 ) -> None:
-    """As `reference.coded_product`. `out` may be a part of wider rows. `fixed`: one plan for any number of rows."""
+    """See `reference.coded_product`. `out` may be a part of wider rows. `fixed`: one plan for any number of rows."""
     outputs, inputs = len(codes), inputs_of(codes)
     rows, groups = len(x), -(-inputs // group)
     if not takes(codes.dtype, group, inputs):
@@ -73,8 +223,7 @@ def coded_product(
 
 
 def plan_of(x: Tensor, rows: int, codes: Tensor, group: int, fixed: bool) -> ExpertPlan:
-    """Of a product of so many rows like x's. Numbers of MXFP4 are made in the tile, scales included, so a tile may span
-    groups."""
+    """Return the plan of a product of `rows` rows like x's. MXFP4's scales are applied in the tile, across groups."""
     inputs = inputs_of(codes)
-    whole = inputs if codes.dtype == E2M1 else group
+    whole = inputs if codes.dtype == code_dtypes.E2M1 else group
     return coded_plan(rows=rows, group=whole, inputs=inputs, element_bytes=x.element_size(), fixed=fixed)

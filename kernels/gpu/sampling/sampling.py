@@ -1,6 +1,6 @@
 """Sampling on a GPU: the launch of `sampling_kernel`, one program per row.
 
-Called by `kernels.sampling`. A CUDA graph may capture it: nothing is allocated, and nothing is asked of the device.
+Called by `ops.sampling`. A CUDA graph may capture it: nothing is allocated, and nothing is asked of the device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def sample_rows(
     slots: int = SLOTS,
     edits: int = EDITS,
 ) -> None:
-    """As `kernels.sampling.sample_rows`. The shape of a tile changes the cost, never a token."""
+    """See `ops.sampling.sample_rows`. The shape of a tile changes the cost, never a token."""
     rows, vocabulary = logits.shape
     if logits.stride(1) != 1 or logits.dtype.itemsize != 4:
         raise ValueError("logits must be float32, and a row's must lie side by side")

@@ -16,17 +16,9 @@ row is data in device buffers, so one recorded launch serves any mixture of rows
 
 Penalties, bias and bans are applied to the row where it lies, after saving what they replace, and taken back at the
 end: nothing copies a row, and log-probabilities come from the raw logits.
-
-Cost, estimated from the assembler's instructions, not measured, for 256 rows of 128,256 logits on an H200: a pass over
-all rows reads 131 MB, more than the second-level cache holds (50 MB), so 31 us from memory at 4.3 TB/s. Arithmetic is
-more than that: per logit 10 instructions for the maximum, 44 for a pass with pivots, 23 for the copy (47 where it is
-weighed), 10 to 40 for the search aside, 62 for the race: 10 for a greedy row, 220 at most. What decides is that nothing
-in these loops crosses lanes: counts and masses are kept per lane, and reduced once a pass.
-
-Triton reads annotations, so this file must not postpone them.
 """
 
-import triton
+import triton  # reads annotations: they are not to be postponed here
 import triton.language as tl
 
 from cohort.kernels.gpu.sampling.sampling_search import distance_bits, reach_of, row_logits, weight_of
@@ -40,7 +32,7 @@ _NEVER = tl.constexpr(-(2**63))
 
 @triton.jit
 def _likeliest(row, vocab, below, LANES: tl.constexpr, VEC: tl.constexpr):
-    """The largest (logit, id) before `below`, of equal logits the first id, as one int64: logit above, id below.
+    """Return the largest (logit, id) before `below`, of equal logits the first id, as one int64: logit above, id below.
 
     As argmax has it, NaN is larger than any number, and the two zeros are equal.
     """
@@ -70,7 +62,7 @@ def _id_of(pair):
 
 @triton.jit
 def _largest(row, vocab, LANES: tl.constexpr, VEC: tl.constexpr):
-    """The largest logit and the first id that has it, as `_likeliest` orders them: logit, id."""
+    """Return the largest logit and the first id that has it, as `_likeliest` orders them."""
     best = tl.full([LANES, VEC], -(2**31), tl.int32)
     tile = tl.zeros([LANES, VEC], tl.int32)  # where the best of each place was
     # Four loads at a time: little is computed meanwhile, and 8 KiB on their way are a quarter of what memory gives.
@@ -91,7 +83,7 @@ def _largest(row, vocab, LANES: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def _mixed(value):
-    """One step of SplitMix64 on uint64; see `common.engine.counter_random`."""
+    """Run one step of SplitMix64 on uint64; see `common.engine.counter_random`."""
     value = value + 0x9E3779B97F4A7C15
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB
@@ -102,10 +94,10 @@ def _mixed(value):
 def _race(
     row, vocab, top, temperature, reach, min_p, key, LANES: tl.constexpr, VEC: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """The id whose exponential time, divided by its weight, is smallest, the first of equals; -1 if none runs.
+    """Return the id whose exponential time, divided by its weight, is smallest, the first of equals; -1 if none runs.
 
-    -log(u) >= 1 - u, so a tile in which these bounds, over weights rounded up, all lie behind the best time so far
-    needs neither logarithms nor exact weights.
+    -log(u) >= 1 - u, so a tile in which these bounds, over weights rounded up, all lie after the best time so far needs
+    neither logarithms nor exact weights.
     """
     times = tl.full([LANES, VEC], float("inf"), tl.float64)
     ids = tl.full([LANES, VEC], 0x7FFFFFFF, tl.int32)
@@ -135,7 +127,7 @@ def _race(
 
 @triton.jit
 def _edit(row, vocab, begin, end, ids, values, saved, KIND: tl.constexpr, EDITS: tl.constexpr):
-    """Entries [begin, end) of one kind, whose ids differ: 0 repetition, 1 less, 2 more, 3 banned."""
+    """Apply entries [begin, end) of one kind, whose ids differ: 0 repetition, 1 less, 2 more, 3 banned."""
     for first in range(begin, end, EDITS):
         entry = first + tl.arange(0, EDITS)
         token = tl.load(ids + entry, mask=entry < end, other=0)
@@ -167,7 +159,7 @@ def _take_back(row, vocab, begin, end, ids, saved, EDITS: tl.constexpr):
 
 @triton.jit
 def _normaliser(row, vocab, top, LANES: tl.constexpr, VEC: tl.constexpr):
-    """log of the sum of exp(logit - top), float32."""
+    """Return the log of the sum of exp(logit - top), float32."""
     total = tl.zeros([LANES], tl.float64)
     for first in range(0, vocab, LANES * VEC):
         _, _, logit = row_logits(row, first, vocab, LANES, VEC)

@@ -4,11 +4,9 @@
 Device functions only. Works on the bits of distances below the largest logit: never negative, so they order like
 integers. Counts and masses are kept per lane and reduced once a pass: what crosses lanes in a loop over a row costs
 more than all the rest of it. A guess decides what is looked at next, never what is answered.
-
-Triton reads annotations, so this file must not postpone them.
 """
 
-import triton
+import triton  # reads annotations: they are not to be postponed here
 import triton.language as tl
 from triton.language.extra import libdevice
 
@@ -24,7 +22,7 @@ _INFINITE = tl.constexpr(0x7F800000)
 
 @triton.jit
 def row_logits(row, first, vocab, LANES: tl.constexpr, VEC: tl.constexpr):
-    """A tile of a row: ids [LANES, VEC], which of them there are, and their logits (others: -inf)."""
+    """Load a tile of a row: ids [LANES, VEC], which of them exist, and their logits (others: -inf)."""
     index = first + tl.arange(0, LANES)[:, None] * VEC + tl.arange(0, VEC)[None, :]
     there = index < vocab
     return index, there, tl.load(row + index, mask=there, other=float("-inf"))
@@ -32,16 +30,15 @@ def row_logits(row, first, vocab, LANES: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def distance_bits(logit, top):
-    """How far below the largest logit, as bits, which order like integers; ids that are not there are infinitely far,
-    as are those that are out."""
+    """Return distances below the largest logit, as bits, which order like integers; infinite for absent ids."""
     return (top - logit).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _quotient(distance, temperature):
-    """distance / temperature as division rounds it, in four instructions instead of eleven and a branch: a product with
-    the rounded inverse, and what it leaves over (Markstein 1990). Beyond 200 temperatures, where no weight is left, it
-    is 200: the rest of infinity would be none."""
+    """Divide distance by temperature as division rounds it, in four instructions instead of eleven and a branch: a
+    product with the rounded inverse, and what it leaves over (Markstein 1990). Beyond 200 temperatures, where no weight
+    is left, it is 200: the rest of infinity would be none."""
     inverse = tl.math.div_rn(1.0, temperature)  # once a row: nothing of it changes
     near = tl.minimum(distance, 200.0 * temperature)
     about = near * inverse
@@ -50,7 +47,7 @@ def _quotient(distance, temperature):
 
 @triton.jit
 def weight_of(bits, temperature, INTERPRETED: tl.constexpr):
-    """exp(-distance / temperature) in float32, rounded as torch rounds it on a GPU."""
+    """Return exp(-distance / temperature) in float32, rounded as torch rounds it on a GPU."""
     distance = bits.to(tl.float32, bitcast=True)
     if INTERPRETED:  # whose fma rounds twice
         return tl.exp(tl.math.div_rn(distance, -temperature))
@@ -59,7 +56,7 @@ def weight_of(bits, temperature, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _add_within(bits, weight, pivot, count, mass, BY_MASS: tl.constexpr):
-    """Counts and masses of every lane, with what lies within the pivot added."""
+    """Add what lies within the pivot to the counts and masses of every lane."""
     within = bits <= pivot
     count += tl.sum(within.to(tl.int32), 1)
     if BY_MASS:
@@ -69,7 +66,7 @@ def _add_within(bits, weight, pivot, count, mass, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _sums(count, other_count, mass, other_mass, BY_MASS: tl.constexpr):
-    """Over all lanes. Two counts are one number: a reduction costs more than what it adds."""
+    """Sum over all lanes. Two counts are one number: a reduction costs more than what it adds."""
     both = tl.sum((other_count.to(tl.int64) << 32) | count.to(tl.int64), 0)
     total, other = both.to(tl.int32), (both >> 32).to(tl.int32)
     if BY_MASS:
@@ -79,8 +76,7 @@ def _sums(count, other_count, mass, other_mass, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _few(cells, slot, held, temperature, EXACT: tl.constexpr, LANES: tl.constexpr, INTERPRETED: tl.constexpr):
-    """AT_ONCE distances of every lane that stand aside, as bits, and their weights: exact ones in float64, others to
-    some bits in float32."""
+    """Load AT_ONCE copied distances of every lane, as bits, and their weights: float64 if EXACT, else roughly."""
     place = slot + tl.arange(0, AT_ONCE)[None, :]
     cell = cells + place * LANES + tl.arange(0, LANES)[:, None]
     bits = tl.load(cell, mask=place < held[:, None], other=_INFINITE)
@@ -93,7 +89,7 @@ def _few(cells, slot, held, temperature, EXACT: tl.constexpr, LANES: tl.constexp
 
 @triton.jit
 def _mass_of_few(cells, held, most, temperature, EXACT: tl.constexpr, LANES: tl.constexpr, INTERPRETED: tl.constexpr):
-    """What the distances that stand aside weigh together."""
+    """Return the weight of all copied distances."""
     mass = tl.zeros([LANES], tl.float64 if EXACT else tl.float32)
     for slot in range(0, most, AT_ONCE):
         _, weight = _few(cells, slot, held, temperature, EXACT, LANES, INTERPRETED)
@@ -119,8 +115,8 @@ def _within(
     VEC: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """How many distances lie within each of four pivots, and what they weigh: those of a row's `end` tokens or, ASIDE,
-    those in cells, `held` of every lane and `end` at most, EXACT or nearly so. What is not there is infinitely far."""
+    """Count the distances within each of four pivots, and sum their weights: those of a row's `end` tokens or, ASIDE,
+    those in cells, `held` of every lane and `end` at most, EXACT or nearly so."""
     PARTS: tl.constexpr = 1 if ASIDE else 2
     STEP: tl.constexpr = AT_ONCE if ASIDE else LANES * VEC
     zero, none = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.float64 if EXACT else tl.float32)
@@ -147,7 +143,7 @@ def _within(
 
 @triton.jit
 def _narrowed(low, high, before, upto, below, above, pivot, count, mass, enough):
-    """A bracket (low, high] with the masses and numbers of what lies up to either end, after one more pivot."""
+    """Return a bracket (low, high], with the masses and numbers of what lies up to either end, after one more pivot."""
     inside = (pivot > low) & (pivot < high)
     reached = mass >= enough
     higher, lower = inside & reached, inside & (mass < enough)
@@ -163,7 +159,7 @@ def _narrowed(low, high, before, upto, below, above, pivot, count, mass, enough)
 
 @triton.jit
 def _pivot(low, high, part: tl.constexpr, by_bits):
-    """A pivot inside (low, high], of four: equally far apart as distances, or as bits, which always come to an end."""
+    """Return one of four pivots inside (low, high]: equally far apart as distances, or as bits, which always ends."""
     near = tl.maximum(low, 0).to(tl.float32, bitcast=True)
     far = high.to(tl.float32, bitcast=True)
     between = (near + (far - near) * (part / 5)).to(tl.int32, bitcast=True)
@@ -178,7 +174,7 @@ def _pivot(low, high, part: tl.constexpr, by_bits):
 
 @triton.jit
 def _inside(low, high, distance):
-    """The bits of a distance, put into (low, high)."""
+    """Return the bits of a distance, put into (low, high)."""
     bits = tl.maximum(distance, 0.0).to(tl.int32, bitcast=True)
     return tl.minimum(tl.maximum(bits, low + 1), high - 1)
 
@@ -202,9 +198,8 @@ def _narrow_few(
     LANES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The bracket after a search among the distances that stand aside, all of which lie in it, until it has no more
-    than `stop` of them, and how many it has; `before` and `below` are of what lies up to `low`, `upto` and `above` of
-    what lies up to `high`."""
+    """Search among the copied distances of the bracket, until it has at most `stop` of them; return it, and their
+    number. `before` and `below` are of what lies up to `low`, `upto` and `above` of what lies up to `high`."""
     started, skipped = before, below
     rounds = tl.full([], 0, tl.int32)
     while (high - low > 1) & (above - below > stop):
@@ -255,8 +250,8 @@ def _copy_bracket(
     SLOTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Distances in (low, high] into cells [SLOTS, LANES], of one group of VEC ids in EACH; how many each lane has,
-    above SLOTS where some are lost. Beside it, if `weighed`, the number of those up to `low`, and what they weigh."""
+    """Copy distances in (low, high] into cells [SLOTS, LANES], of one group of VEC ids in EACH; return how many each
+    lane has, above SLOTS where some are lost, and, if `weighed`, the number of those up to `low` and their weight."""
     held, count, lane = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32), tl.arange(0, LANES)
     mass = tl.zeros([LANES], tl.float64)
     for first in range(0, vocab, LANES * VEC * EACH):
@@ -289,8 +284,8 @@ def _guess(
     SLOTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """A bracket within (low, high] that holds the distance at which `share` of what lies in it is reached, most likely:
-    where a sample has it, and two deviations more to either side. (low, high] itself where the sample is too small."""
+    """Return a bracket within (low, high] that most likely holds the distance at which `share` of what lies in it is
+    reached: where a sample has it, and two deviations more to either side; all of it if the sample is too small."""
     held = tl.minimum(held, SLOTS)
     some, most = tl.sum(held, 0), tl.max(held, 0)
     mass = some.to(tl.float32)
@@ -340,8 +335,8 @@ def reach_of(
     SLOTS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """A distance, as bits, that has within it as few tokens as there can be and `wanted` of them; BY_MASS: `wanted` of
-    the mass of all tokens up to `limit`. Between it and the last token's distance no other token's lies."""
+    """Return a distance, as bits, that has within it as few tokens as there can be and `wanted` of them; BY_MASS:
+    `wanted` of the mass of all tokens up to `limit`. Between it and the last token's distance no other token's lies."""
     low = tl.full([], -1, tl.int32)  # what lies up to here is less than wanted
     high = limit + tl.full([], 0, tl.int32)  # what lies up to here is enough
     before, upto = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)

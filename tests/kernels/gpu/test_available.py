@@ -11,8 +11,7 @@ from cohort.kernels.cpu.quantized_panels import Codes
 from cohort.kernels.gpu import available, operators
 from cohort.kernels.ops import experts, fused, sampling, slots
 from cohort.kernels.ops.coded import CodedMatrix
-from cohort.kernels.ops.latent_attention import latent_attention
-from cohort.kernels.ops.paged_attention import paged_attention, write_kv
+from cohort.kernels.ops.paged_attention import latent_attention, paged_attention, write_kv
 
 
 class Called(Exception):

@@ -16,8 +16,7 @@ from torch import Tensor
 from cohort.common.engine.config.model_config import read_geometry
 from cohort.kernels import reference
 from cohort.kernels.ops.coded import CodedMatrix
-from cohort.kernels.ops.latent_attention import latent_attention
-from cohort.kernels.ops.paged_attention import paged_attention
+from cohort.kernels.ops.paged_attention import latent_attention, paged_attention
 from cohort.kernels.types import ExpertCodes
 from cohort.services.bench.gpu_check.frame.context import LLAMA_3_8B, TINY, shape_folder
 from cohort.services.bench.gpu_check.frame.rates import products

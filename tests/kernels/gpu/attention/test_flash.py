@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cohort.kernels.gpu.attention import flash, prefill
+from cohort.kernels.gpu.attention import flash
 
 CPU = torch.device("cpu")
 
@@ -138,7 +138,7 @@ def test_each_interface_computes_plain_attention(monkeypatch: pytest.MonkeyPatch
     """Rows with and without a prefix, query heads that share keys, windows."""
     module, function, name = CASES[case]
     install(monkeypatch, module, function)
-    assert prefill.prefill_attention_name() == name
+    assert flash.prefill_attention_name() == name
     query, keys, values = torch.randn(17, 6, 16), torch.randn(40, 2, 16), torch.randn(40, 2, 16)
     query_rows, key_rows = [0, 5, 6, 17], [0, 5, 20, 40]
     found = flash.flash_function()(

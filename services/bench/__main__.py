@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "") -> int:
 
 
 def _named(words: Sequence[str]) -> str:
-    """Which command is meant. Raises `CohortError` for a first word that is none."""
+    """Return the command's name. Raises `CohortError` for a first word that is none."""
     first = words[0] if words else ""
     if not first or first.startswith("-"):
         return HTTP
@@ -73,7 +73,7 @@ def _others() -> str:
 
 
 def _complain(error: CohortError) -> None:
-    """In colour, where there is one: a wrong option is what a person most often meets here."""
+    """Print an error in colour, where there is one: a wrong option is what a person most often meets here."""
     from rich.console import Console
     from rich.markup import escape
 

@@ -28,12 +28,12 @@ class MeasurementFailed(CohortError):
 
 
 def shown_on(console: Console) -> Report:
-    """Progress as lines; none on a quiet console."""
+    """Return a report of progress as lines; none on a quiet console."""
     return lambda done, total, what: console.print(f"{done + 1}/{total} {what}", highlight=False, markup=False)
 
 
 def run_child(module: str, arguments: Sequence[str], report: Report) -> None:
-    """Returns when it ended well, else raises `MeasurementFailed` with the last it said. Never leaves it behind."""
+    """Run a measuring process to its end. Raises `MeasurementFailed` with its last lines. Never leaves it behind."""
     command = [sys.executable, "-P", "-m", module, *arguments]
     last: deque[str] = deque(maxlen=_LAST_LINES)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as child:
@@ -54,8 +54,8 @@ def run_child(module: str, arguments: Sequence[str], report: Report) -> None:
 
 @contextmanager
 def leaves_when_terminated() -> Iterator[Callable[[], None]]:
-    """SIGTERM, which by default would end us and leave running what the block started, ends the block by `SystemExit`:
-    once the function that is given has been called, before which there may be nothing to end yet. Main thread only."""
+    """End the block by `SystemExit` at SIGTERM, whose default would leave running what the block started: once the
+    given function has been called, before which there may be nothing to end. Main thread only."""
     begun, terminated = False, False
 
     def leave(*_: object) -> None:

@@ -46,7 +46,7 @@ ROUNDS = 5
 TOTAL_MB = 512
 PERFTEST = "ucx_perftest"
 LINKS = ("ucx", "ucx-tcp", "nixl", "nixl-tcp", "zmq", "zmq-curve")
-"""As UCX chooses, or over TCP alone; ZeroMQ in clear, or with a key."""
+"""Links: as UCX chooses, or over TCP alone; ZeroMQ in clear, or with a key."""
 PIPELINED = 16  # messages under way at once, as the transfer agent has runs
 TIMEOUT_S = 60.0
 _LISTENING_S = 0.5  # ucx_perftest does not say when it listens
@@ -78,7 +78,7 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
         return next((found for found in self.rates if found.name == name and found.size_mb == size_mb), None)
 
     def ratio(self, name: str, other: str, size_mb: int) -> float | None:
-        """`name` over `other`, median of the rounds' own ratios; None where one of them did not run."""
+        """Return `name` over `other`, median of the rounds' own ratios; None where one of them did not run."""
         ours, theirs = self.of(name, size_mb), self.of(other, size_mb)
         if ours is None or theirs is None:
             return None
@@ -90,7 +90,7 @@ Contender = Callable[[int], Awaitable[float]]
 
 
 class Memory:
-    """Where the bytes lie that are sent and arrive: the host's, here."""
+    """Memory of the bytes that are sent and arrive: the host's, here."""
 
     def make(self, size: int, value: int) -> Any:
         return np.full(size, value, np.uint8)
@@ -101,9 +101,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Where the two processes are. `host`: the address at which ZeroMQ listens here. `through`: a command that runs the
-    other process, as `ip netns exec …`. `keys_file`: of a cluster's key, made for this measurement.
-    `net_devices`: UCX's. `memory`: of this process. `sender`: the other process's module, and its own first words."""
+    """Places of the two processes. `host`: the address at which ZeroMQ listens here. `through`: a command that runs the
+    other process, as `ip netns exec …`. `keys_file`: of a cluster's key, made for this measurement. `net_devices`:
+    UCX's. `memory`: of this process. `sender`: the other process's module, and its own first words."""
 
     host: str = "127.0.0.1"
     through: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ async def measure(
     progress: Callable[[int, int, str], None],
     ends: Ends | None = None,
 ) -> LinkReport:
-    """All contenders in turn, round after round; the first round of every size only warms up."""
+    """Run all contenders in turn, round after round; the first round of every size only warms up."""
     ends = ends or Ends()
     load_before = os.getloadavg()[0]
     contenders: dict[str, Contender] = {}
@@ -183,7 +183,7 @@ class LinkPair:
 
     @classmethod
     async def open(cls, name: str, ends: Ends, link: KvLink | None = None) -> LinkPair:
-        """`link`: of this side, if it is open. Raises `TransferError` where it cannot be had."""
+        """Open both sides; `link`: this side's, if it is open. Raises `TransferError` where it cannot be had."""
         link = link or open_link(name, ends)
         child = await asyncio.create_subprocess_exec(
             *ends.through,
@@ -211,7 +211,7 @@ class LinkPair:
         return cls(name, link, child, ends.memory)
 
     async def rate(self, size_mb: int, count: int) -> float:
-        """Bytes a second of `count` messages, a few under way at once."""
+        """Return bytes a second of `count` messages, a few under way at once."""
         assert self._child.stdin is not None
         buffers = self._buffers.get(size_mb)
         if buffers is None:  # registered like a KV cache
@@ -243,7 +243,7 @@ class LinkPair:
 
 
 async def send_there(name: str, receiver: bytes, ends: Ends) -> None:
-    """The child: a line names the first tag, megabytes and count; the end of stdin is the end."""
+    """Run the child: a line names the first tag, megabytes and count; the end of stdin is the end."""
     link = open_link(name, ends)
     print(link.address().hex(), flush=True)
     lines = asyncio.StreamReader()
@@ -283,14 +283,14 @@ async def _perftest_rate(tool: Path, total_mb: int, size_mb: int) -> float:
 
 
 def find_perftest() -> Path | None:
-    """UCX's own tool as the libucx wheel brings it; None where there is none."""
+    """Find UCX's own tool as the libucx wheel brings it; None where there is none."""
     package = importlib.util.find_spec("libucx")
     tool = Path(package.origin).parent / "bin" / PERFTEST if package is not None and package.origin else None
     return tool if tool is not None and os.access(tool, os.X_OK) else None
 
 
 def perftest_rate(tool: Path, size_mb: int, count: int) -> float:
-    """Bytes a second by UCX's own measure, tag matching as we use it. Raises `TransferError`."""
+    """Return bytes a second by UCX's own measure, tag matching as we use it. Raises `TransferError`."""
     library = tool.parent.parent / "lib"
     environment = {**os.environ, "LD_LIBRARY_PATH": str(library), "UCX_WARN_UNUSED_ENV_VARS": "n"}
     port = 20_000 + os.getpid() % 20_000
@@ -314,7 +314,7 @@ def perftest_rate(tool: Path, size_mb: int, count: int) -> float:
 
 
 def perftest_result(shown: str) -> float | None:
-    """Overall bytes a second from the tool's last line; None where it says none."""
+    """Return the overall bytes a second in the tool's last line; None where it has none."""
     final = re.search(r"^Final:\s+(.*)$", shown, re.MULTILINE)
     # columns: iterations, three latencies, bandwidth average and overall (MB/s), two message rates
     columns = final.group(1).split() if final is not None else []
@@ -370,7 +370,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Everything from parsed options; 1 where no link could be measured. Raises `CohortError`."""
+    """Run the command with parsed options; return 1 where no link could be measured. Raises `CohortError`."""
     sizes = args.sizes or (SIZES_MB[:1] if args.quick else SIZES_MB)
     rounds = args.rounds if args.rounds is not None else 1 if args.quick else ROUNDS
     total_mb = args.total_mb if args.total_mb is not None else _QUICK_TOTAL_MB if args.quick else TOTAL_MB
@@ -393,7 +393,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def encode(report: LinkReport) -> bytes:
-    """JSON with medians, ratios and the target, which the report leaves to be derived."""
+    """Encode as JSON, with medians, ratios and the target, which the report leaves to be derived."""
     document: dict[str, Any] = {"schema_version": 1, "mode": "kv_link", **msgspec.to_builtins(report)}
     for entry, found in zip(document["rates"], report.rates, strict=True):
         entry["median"] = found.median
@@ -403,7 +403,7 @@ def encode(report: LinkReport) -> bytes:
 
 
 def link_targets(report: LinkReport) -> Iterator[Target]:
-    """One for each size at which both ran."""
+    """Yield one target for each size at which both ran."""
     for size_mb in sizes_of(report):
         ratio = report.ratio("ucx", PERFTEST, size_mb)
         if ratio is not None:
@@ -431,7 +431,7 @@ def print_links(report: LinkReport, console: Console) -> None:
 
 
 def _rates(report: LinkReport) -> Table:
-    """A row for each contender, then one for each ratio; a column for each size."""
+    """Return a row for each contender, then one for each ratio; a column for each size."""
     names = [name for name in NAMES if any(found.name == name for found in report.rates)]
     sizes = sizes_of(report)
     table = plain_table("GB/s, median (min–max)", *(f"{size_mb} MB" for size_mb in sizes))
@@ -460,7 +460,7 @@ def _say_progress(done: int, total: int, what: str) -> None:
 
 
 def main() -> None:
-    """`--sender LINK ADDRESS KEYS DEVICES`: the other process; else the keywords of `_report` in JSON."""
+    """Run the other process (`--sender LINK ADDRESS KEYS DEVICES`), or report by the keywords of `_report` in JSON."""
     if sys.argv[1] == "--sender":
         link, address, keys_file, net_devices = sys.argv[2:]
         ends = Ends(keys_file=keys_file, net_devices=net_devices)

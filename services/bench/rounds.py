@@ -12,7 +12,7 @@ import msgspec
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collects first; nothing is collected within: it would hit one call in hundreds."""
+    """Collect first, then nothing within: a collection would hit one call in hundreds."""
     gc.collect()
     gc.disable()
     try:

@@ -51,8 +51,8 @@ class Waits(msgspec.Struct):
 
 
 class Fault(msgspec.Struct):
-    """What was done to a process, when all was whole again (None: not yet), and what its clients waited between the
-    two. Seconds since the start."""
+    """Fault of a process: when all was whole again (None: not yet), and its clients' waits until then. Seconds of the
+    run."""
 
     process: str
     action: str
@@ -97,7 +97,7 @@ class Accounts:
         return sum(each.total() for each in self.by_kind.values())
 
     def book(self, kind: str, from_s: float, to_s: float, ending: Ending, expected: Said | int | None) -> Verdict:
-        """One request's end. `expected`: the answer, a status, or None where any answer is right."""
+        """Record one request's end. `expected`: the answer, a status, or None where any answer is right."""
         under = [fault for fault in self.faults if fault.during(from_s, to_s)]
         verdict, detail = judge(ending, expected, under)
         self.by_kind.setdefault(kind, Counter())[verdict] += 1
@@ -111,7 +111,8 @@ class Accounts:
         return verdict
 
     def time(self, from_s: float, events_s: Sequence[float]) -> None:
-        """An answer's waits, from its request to its last event: those that reach into a fault are the fault's too."""
+        """Record an answer's waits, from its request to its last event, for all and for the faults that they reach
+        into."""
         spans = [(self.waits, 0.0, inf)]
         spans += [(fault.waits, fault.at_s, inf if fault.back_s is None else fault.back_s) for fault in self.faults]
         for longest, begin_s, end_s in spans:
@@ -124,12 +125,12 @@ class Accounts:
 
 
 def is_of(name: str, kind: str) -> bool:
-    """Whether a process is this one, or one of this kind: `decode-0` is of `decode-0` and of `decode`."""
+    """Return whether a process is this one, or of this kind: `decode-0` is of `decode-0` and of `decode`."""
     return name == kind or name.startswith(f"{kind}-")
 
 
 def judge(ending: Ending, expected: Said | int | None, under: Sequence[Fault]) -> tuple[Verdict, str]:
-    """The verdict, and for one that is bad what came instead."""
+    """Return the verdict, and for a bad one what came instead."""
     gateway_down = any(fault.hits(GATEWAY) and fault.action != "stop" for fault in under)
     match ending:
         case Left():

@@ -63,7 +63,7 @@ def words(random: Random, count: int) -> str:
 
 
 def catalogue(seed: int) -> list[Case]:
-    """All APIs; greedy, seeded, bound to a form, with tools, choices, stop strings, log-probabilities."""
+    """Return requests to all APIs: greedy, seeded, with forms, tools, choices, stop strings and log-probabilities."""
     random = Random(seed)
     cases = [*_completions(random), *_chats(random), *_responses(random), *_messages(random)]
     assert len({case.name for case in cases}) == len(cases)
@@ -151,7 +151,7 @@ def _messages(random: Random) -> Iterator[Case]:
 
 
 def refusal(random: Random, key: str) -> Refusal:
-    """One of those that must not be served; ever other keys, names and paths, so that no memory of them may grow."""
+    """Return a request that must not be served, with new keys, names and paths, so that no memory of them may grow."""
     good = {"prompt": words(random, 4), "max_tokens": 4}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     odd = f"{random.randrange(1 << 40):x}"
@@ -177,7 +177,7 @@ def refusal(random: Random, key: str) -> Refusal:
 
 
 def fresh(random: Random) -> Case:
-    """Never asked before: new prompts, new forms, new tools; what it says first it must say again."""
+    """Return a request never sent before: new prompts, forms and tools; its second answer must be the first one's."""
     odd = f"{random.randrange(1 << 40):x}"
     body: dict[str, Any] = {**_seeded(random), "prompt": f"{odd} {words(random, random.randint(1, 100))}"}
     match random.randrange(5):

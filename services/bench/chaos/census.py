@@ -67,7 +67,7 @@ class Census:
         return msgspec.json.decode(self._run_file.read_bytes(), type=RunFile)
 
     def living(self) -> dict[str, Life]:
-        """By name; where a process has several helpers of one module, all but the first have a number."""
+        """Return the lives by name; of several helpers of one module all but the first have a number."""
         run = self.run_file()
         stats = dict(_stats())
         children: dict[int, list[int]] = {}
@@ -92,7 +92,7 @@ class Census:
         return found
 
     def sample(self, now_s: float, *, maps: bool) -> dict[str, Life]:
-        """One look at each of them; `maps`: also at what they have mapped, which costs more."""
+        """Sample each of them once; `maps`: also what they have mapped, which costs more."""
         living = self.living()
         for life in living.values():
             with contextlib.suppress(OSError, KeyError):  # it may end meanwhile
@@ -102,8 +102,7 @@ class Census:
         return living
 
     def left(self) -> list[str]:
-        """After the pipeline has ended: processes, files in /dev/shm and System V segments of any life that are still
-        there."""
+        """Return what is left of any life after the pipeline's end: processes, files in /dev/shm, System V segments."""
         pids = {life.pid for life in self.series}
         now = dict(_stats())
         found = [

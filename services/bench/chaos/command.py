@@ -59,7 +59,7 @@ TINY = "tiny"
 _TINY_KV_BYTES = 16 << 20
 
 Publish = Callable[[list[Run]], None]
-"""Of the runs of this preset, so far."""
+"""Writer of the runs of this preset, so far."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +106,7 @@ def _victim(name: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Everything from parsed options. Raises `CohortError`."""
+    """Run the command with parsed options. Raises `CohortError`."""
     if args.show is not None:
         return _print(report.read_document(args.show))
     if min(args.clients, args.requests, args.output_len, args.kills) < 1:
@@ -171,7 +171,7 @@ def _soak(args: argparse.Namespace, preset: str, publish: Publish) -> list[Run]:
 
 
 def _run_of(args: argparse.Namespace, preset: str, soak: Soak, left: list[str]) -> Run:
-    """What a soak has found so far."""
+    """Return what a soak has found so far."""
     accounts, census = soak.accounts, soak.census
     lives = report.lives(census.series, census.cpu_s, args.skip_s)
     return Run.of(
@@ -189,7 +189,7 @@ def _run_of(args: argparse.Namespace, preset: str, soak: Soak, left: list[str]) 
 
 
 def _own_state(model: str, folder: Path, keys: list[str], resume_s: float, drain_s: float) -> dict[str, Any]:
-    """Configuration of a pipeline that is broken on purpose, with all its state in `folder`. `model`: a folder,
+    """Return configuration of a pipeline that is broken on purpose, with all its state in `folder`. `model`: a folder,
     `tiny` (written here) or `default`. The waits are short, so that what a client leaves behind soon ends."""
     state = folder / "state"
     state.mkdir(exist_ok=True)
@@ -225,7 +225,7 @@ def _workers(port: int) -> frozenset[str]:
 
 @contextlib.contextmanager
 def _temporary(folder: Path) -> Iterator[Path]:
-    """The pipeline's folder of temporary files, so that those it leaves are seen."""
+    """Make the pipeline's folder of temporary files, so that those it leaves are seen."""
     path = folder / "tmp"
     path.mkdir()
     before = os.environ.get("TMPDIR")

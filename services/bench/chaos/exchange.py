@@ -63,12 +63,12 @@ class Broken:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """By the client's own choice."""
+    """End by the client's own choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """Nothing came for `ANSWER_TIMEOUT_S`."""
+    """End without a byte for `ANSWER_TIMEOUT_S`."""
 
 
 Ending = Answered | Told | Refused | Failed | Broken | Left | Silent
@@ -76,30 +76,30 @@ Ending = Answered | Told | Refused | Failed | Broken | Left | Silent
 
 @dataclass(slots=True)
 class Manner:
-    """How a client reads. `leave_after_events` 0: before the answer, after `leave_s`; None: never."""
+    """Pace of a client's reading. `leave_after_events` 0: before the answer, after `leave_s`; None: never."""
 
     stream: bool = True
     leave_after_events: int | None = None
     leave_s: float = 0.0
     pause_s: float = 0.0
-    """Between two reads of a few bytes."""
+    """Pause between two reads of a few bytes."""
     stall_after_events: int | None = None
-    """It stops reading there, and waits `leave_s`."""
+    """Events after which it stops reading, and waits `leave_s`."""
 
 
 @dataclass(slots=True)
 class Stream:
-    """What a client of a resumable stream keeps from one connection to the next."""
+    """State that a client of a resumable stream keeps from one connection to the next."""
 
     reader: Reader
     token: str = ""
     last_id: str = ""
     times_s: list[float] = field(default_factory=list)
-    """When each event came, of the monotonic clock."""
+    """Times of each event, of the monotonic clock."""
 
 
 def session(key: str, *, keep_alive: bool, small_buffers: bool = False) -> aiohttp.ClientSession:
-    """A client's own connections. With small buffers a server soon notices a reader that is slow."""
+    """Return a client's own connections. With small buffers a server soon notices a reader that is slow."""
     connector = (
         aiohttp.TCPConnector(limit=0, keepalive_timeout=20)
         if keep_alive
@@ -114,7 +114,7 @@ def session(key: str, *, keep_alive: bool, small_buffers: bool = False) -> aioht
 
 
 def _ended(call: Callable[P, Awaitable[Ending]]) -> Callable[P, Coroutine[Any, Any, Ending]]:
-    """Its ending, that of a broken connection and of an answer that cannot be read included."""
+    """Wrap a call so that a broken connection and an unreadable answer are endings, too."""
 
     @functools.wraps(call)
     async def ended(*args: P.args, **kwargs: P.kwargs) -> Ending:
@@ -155,7 +155,7 @@ async def _ask(http: aiohttp.ClientSession, url: str, api: Api, body: Mapping[st
 async def follow_resumed(
     http: aiohttp.ClientSession, url: str, stream: Stream, manner: Manner, first: tuple[str, Mapping[str, Any]] | None
 ) -> Ending:
-    """One connection of a resumable stream: the first one with `first` (path and body), a later one by its token."""
+    """Read one connection of a resumable stream: the first with `first` (path and body), later ones by its token."""
     if first is not None:
         path, body = first
         request = http.post(url + path, json={**body, "stream": True}, headers={"x-cohort-resume": "keep"})
@@ -183,7 +183,7 @@ async def tell(http: aiohttp.ClientSession, method: str, url: str, **how: Any) -
 
 
 async def half_a_body(host: str, port: int, key: str, wait_s: float) -> Ending:
-    """Headers that promise more than is sent, some seconds, then the end of the connection."""
+    """Send headers that promise more than follows, wait, then end the connection."""
     try:
         _, writer = await asyncio.open_connection(host, port)
     except OSError as error:
@@ -205,7 +205,7 @@ async def _refused(response: aiohttp.ClientResponse) -> Refused:
 
 
 async def _follow(response: aiohttp.ClientResponse, stream: Stream, manner: Manner) -> Ending:
-    """Until the stream says that it is done, or the client leaves."""
+    """Read until the stream reports its end, or the client leaves."""
     events_here = 0
     async for identity, data in _events(response, manner):
         stream.times_s.append(time.monotonic())
@@ -225,7 +225,7 @@ async def _follow(response: aiohttp.ClientResponse, stream: Stream, manner: Mann
 
 
 async def _events(response: aiohttp.ClientResponse, manner: Manner) -> AsyncIterator[tuple[str, str]]:
-    """(id, data) of each complete event; comments and names are skipped."""
+    """Yield (id, data) of each complete event; comments and names are skipped."""
     rest, identity, data = b"", "", ""
     while piece := await (response.content.read(160) if manner.pause_s else response.content.readany()):
         if manner.pause_s:

@@ -43,13 +43,13 @@ class Faults:
         self._say = say
         self._deck: list[tuple[str, str]] = []
         self.victims: Sequence[str] | None = None
-        """By name or kind; None for every process."""
+        """Names or kinds; None for every process."""
         self.restarts = False
         self.missing: list[str] = []
-        """What did not come back in time."""
+        """Processes that did not come back in time."""
 
     async def run(self, stopping: asyncio.Event, mean_pause_s: float) -> None:
-        """Fault after fault from the deck until it is told to stop; the last one is waited for."""
+        """Apply fault after fault from the deck until `stopping`; the last one is waited for."""
         while True:
             with contextlib.suppress(TimeoutError):
                 pause_s = min(self._random.expovariate(1 / mean_pause_s), 3 * mean_pause_s)
@@ -60,12 +60,12 @@ class Faults:
                 await self.strike(*dealt)
 
     def one_of(self, kind: str) -> str | None:
-        """An instance of this kind that runs; None where the pipeline has none."""
+        """Return an instance of this kind that runs; None where the pipeline has none."""
         names = sorted(name for name in self._census.run_file().processes if is_of(name, kind))
         return self._random.choice(names) if names else None
 
     async def strike(self, name: str, action: str) -> None:
-        """One fault, until all is whole again."""
+        """Apply one fault, until all is whole again."""
         life = None if action == RESTART else self._census.living().get(name)
         if life is None and action != RESTART:  # a helper that nothing has asked for since its process began
             return
@@ -99,7 +99,7 @@ class Faults:
             self.missing.append(f"`cohort restart` ended with {code}")
 
     async def _whole_again(self, gone: Life | None) -> bool:
-        """Once the broken life has ended, every process is ready and the manager counts all workers."""
+        """Wait until the broken life has ended, every process is ready and the manager counts all workers."""
         deadline_s = self._place.now_s() + _BACK_TIMEOUT_S
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as http:
             while self._place.now_s() < deadline_s:
@@ -126,7 +126,7 @@ class Faults:
         return bool(processes["manager"]["stats"].get("workers", 0) >= self._workers)
 
     def _deal(self) -> tuple[str, str] | None:
-        """None where no victim lives."""
+        """Return the next fault; None where no victim lives."""
         if not self._deck:
             living = [name for name in self._census.living() if name != LAUNCHER]
             victims = living if self.victims is None else self.victims

@@ -90,7 +90,7 @@ class KillTable:
         return any(is_of(name, kind) for name in self._census.run_file().processes)
 
     async def run(self, broken: str, kills: int = 0) -> Run:
-        """One row: `broken` is a kind that is killed so many times, `UNDISTURBED` or `RESTARTED`. Raises
+        """Return one row: `broken` is a kind that is killed so many times, `UNDISTURBED` or `RESTARTED`. Raises
         `NotDeterministic` when the undisturbed run gives no references."""
         self._say(f"{self._preset}: {broken}")
         load, accounts, over = self._load, Accounts(), asyncio.Event()
@@ -123,7 +123,7 @@ class KillTable:
 
 
 def lost(accounts: Accounts, clients: int, kills: int) -> Iterator[str]:
-    """What a soak accounts for, and a row does not. Of the clients half are cut; one may meet a dying gateway twice."""
+    """Yield what a row does not allow. Half of the clients are cut; one may meet a dying gateway twice."""
     if refused := accounts.total(Verdict.REFUSED):
         yield f"{refused} requests were refused"
     if (cut := accounts.total(Verdict.CUT)) > clients * kills:

@@ -94,7 +94,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def of(preset: str, broken: str, seconds: float, accounts: Accounts, found: Sequence[str], **of_a_soak: Any) -> Run:
-        """With what was found beside the accounts."""
+        """Return a run with the accounts and other findings."""
         findings = (
             [f"{accounts.unaccounted_total} requests are not accounted for"] if accounts.unaccounted_total else []
         )
@@ -138,7 +138,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_document(path: Path) -> Document:
-    """The result of a run. Raises `ConfigError`."""
+    """Read the result of a run. Raises `ConfigError`."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Document)
     except OSError as error:
@@ -148,7 +148,7 @@ def read_document(path: Path) -> Document:
 
 
 def lives(series: Mapping[Life, Sequence[Sample]], cpu_s: Mapping[Life, float], skip_s: float) -> list[LifeReport]:
-    """Of every life that was long enough, in the order in which they began."""
+    """Report every life that was long enough, in the order in which they began."""
     found = []
     for life, samples in series.items():
         if samples[-1].at_s - samples[0].at_s < SHORT_S:
@@ -173,7 +173,7 @@ def lives(series: Mapping[Life, Sequence[Sample]], cpu_s: Mapping[Life, float], 
 
 
 def slope(samples: Sequence[Sample], skip_s: float) -> Slope | None:
-    """Of a life without its first `skip_s` seconds; None where too little is left."""
+    """Return the slope of a life without its first `skip_s` seconds; None where too little is left."""
     if not samples:
         return None
     begin_s = samples[0].at_s + skip_s
@@ -190,7 +190,7 @@ def slope(samples: Sequence[Sample], skip_s: float) -> Slope | None:
 
 
 def theil_sen(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """The slope of these (x, y) with different x, and the ends of its 95 % interval."""
+    """Return the slope of these (x, y) with different x, and the ends of its 95 % interval."""
     slopes = sorted((y2 - y1) / (x2 - x1) for (x1, y1), (x2, y2) in combinations(points, 2))
     count, number = len(points), len(slopes)
     spread = _Z * sqrt(count * (count - 1) * (2 * count + 5) / 18)
@@ -200,7 +200,7 @@ def theil_sen(points: Sequence[tuple[float, float]]) -> tuple[float, float, floa
 
 
 def growing(found: Sequence[LifeReport], limit_mb_per_h: float) -> list[str]:
-    """The lives that were long enough and grow for certain by more than the limit, or are beyond their bound."""
+    """Name the lives that were long enough and grow for certain by more than the limit, or are beyond their bound."""
     said = []
     for life in found:
         bound, most = BOUNDED.get(life.name), max(life.rss_mb)
@@ -222,8 +222,8 @@ def kinds(accounts: Accounts) -> dict[str, dict[str, int]]:
 
 
 def table(document: Document) -> str:
-    """The runs; where one of them had several faults the faults by process; of a soak requests by kind, and memory by
-    life. Markdown."""
+    """Render the runs; where one of them had several faults the faults by process; of a soak requests by kind, and
+    memory by life. Markdown."""
     parts = [markdown_table(["preset", "broken"], _NUMBERS, [run.cells for run in document.runs])]
     if any(len(run.faults) > 1 for run in document.runs):
         parts.append(markdown_table(["preset", "process"], _OF_FAULTS, list(_by_process(document.runs))))

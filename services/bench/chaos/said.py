@@ -12,7 +12,7 @@ from typing import Any, assert_never
 
 
 class Api(StrEnum):
-    """How an answer is written; the value is the path."""
+    """Form of an answer; the value is the path."""
 
     COMPLETIONS = "/v1/completions"
     CHAT = "/v1/chat/completions"
@@ -22,7 +22,7 @@ class Api(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """By choice: its text, its calls as (name, arguments as canonical JSON), the tokens that were scored, its end."""
+    """Answer by choice: its text, its calls as (name, arguments as canonical JSON), the scored tokens, its end."""
 
     texts: tuple[str, ...]
     calls: tuple[tuple[tuple[str, str], ...], ...]
@@ -46,7 +46,7 @@ class _Choice:
 
 
 def whole(api: Api, body: Any) -> Said:
-    """Of an answer that was not streamed. Raises `KeyError`, `TypeError` or `StreamFailed` for one that is none."""
+    """Read an answer that was not streamed. Raises `KeyError`, `TypeError` or `StreamFailed` for one that is none."""
     match api:
         case Api.COMPLETIONS | Api.CHAT:
             choices = {choice["index"]: _openai(choice, choice.get("message") or {}) for choice in body["choices"]}
@@ -68,7 +68,7 @@ class Reader:
         self.done = False
 
     def take(self, data: str) -> None:
-        """One event's data. Raises `StreamFailed` where it tells of a failure."""
+        """Read one event's data. Raises `StreamFailed` where it reports a failure."""
         if data == "[DONE]":
             self.done = True
             return
@@ -116,7 +116,7 @@ class Reader:
 
 
 def _openai(choice: dict[str, Any], message: dict[str, Any]) -> _Choice:
-    """Of a choice of a completion or chat, whole or a part of a stream."""
+    """Read a choice of a completion or chat, whole or a part of a stream."""
     found = _Choice(text=choice.get("text") or message.get("content") or "", end=choice.get("finish_reason") or "")
     for place, call in enumerate(message.get("tool_calls") or ()):
         name, arguments = call["function"].get("name") or "", call["function"].get("arguments") or ""

@@ -51,7 +51,7 @@ class Moment(msgspec.Struct, frozen=True):
 
 
 def held(stats: Mapping[str, Mapping[str, float]], workers: frozenset[str]) -> list[str]:
-    """What any process holds for a request."""
+    """Return what any process holds for a request."""
     found = []
     for name, each in stats.items():
         for stat in HELD["worker" if name in workers else name] if name in workers or name in HELD else ():
@@ -68,7 +68,7 @@ def held(stats: Mapping[str, Mapping[str, float]], workers: frozenset[str]) -> l
 
 
 def grown(start: Moment, end: Moment) -> list[str]:
-    """Threads, descriptors, tasks and helpers beyond those of the start."""
+    """Return threads, descriptors, tasks and helpers beyond those of the start."""
     found = []
     for name, now in end.samples.items():
         before = start.samples.get(name)
@@ -91,7 +91,7 @@ def grown(start: Moment, end: Moment) -> list[str]:
 
 
 def unknown_files(run_folder: Path, state_folder: Path, temporary: Path) -> list[str]:
-    """Files that the pipeline left once it had ended, other than those that it keeps."""
+    """Return files that the pipeline left once it had ended, other than those that it keeps."""
     found = [str(path) for path in _beside(run_folder, _RUN_FILES) if not path.name.endswith(".sock.lock")]
     found += [str(path) for path in (run_folder / _LOGS).glob("*") if not path.name.endswith((".log", ".log.1"))]
     found += map(str, _beside(state_folder, _STATE_FILES))
@@ -107,7 +107,7 @@ def _beside(folder: Path, known: tuple[str, ...]) -> Iterator[Path]:
 
 
 def stats_of(state: Any) -> dict[str, dict[str, float]]:
-    """By instance, of the processes that the monitor hears of."""
+    """Return the stats of the processes that the monitor reports, by instance."""
     return {each["instance"]: each["stats"] for each in state["processes"] if each["status"] == "up"}
 
 
@@ -135,8 +135,8 @@ _COUNTERS = (
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Of the whole soak. `kill_every_s` 0: no faults; `kill`: by name or kind, None for every process;
-    `rolling_restart`: of all of them are in the deck."""
+    """Parameters of the whole soak. `kill_every_s` 0: no faults; `kill`: names or kinds, None for every process;
+    `rolling_restart`: restarts of all of them are in the deck."""
 
     seconds: float
     kills_for_s: float
@@ -164,7 +164,7 @@ class Soak:
         self._say = say
 
     async def run(self, publish: Callable[[], None]) -> None:
-        """All of it; `publish` is called now and then. Raises `NotDeterministic` when the quiet run fails."""
+        """Run the soak; `publish` is called now and then. Raises `NotDeterministic` when the quiet run fails."""
         terms = self._terms
         cases = catalogue(terms.seed)
         known = await references(self.place, cases)
@@ -210,7 +210,7 @@ class Soak:
         self.findings += faults.missing
 
     async def _traffic(self, users: list[User], seconds: float) -> None:
-        """Raises whatever a client raises: that is a defect of the soak."""
+        """Raise whatever a client raises: that is a defect of the soak."""
         terms, stopping = self._terms, asyncio.Event()
         timer = asyncio.get_running_loop().call_later(seconds, stopping.set)
         pause_s = terms.clients / terms.rate
@@ -224,7 +224,7 @@ class Soak:
             timer.cancel()
 
     async def _moment(self, quiet_s: float) -> Moment:
-        """After this time without any client."""
+        """Sample the processes after this time without any client."""
         await asyncio.sleep(quiet_s)
         async with exchange.session("", keep_alive=False) as http:
             state = await self._state(http)
@@ -238,7 +238,7 @@ class Soak:
             return msgspec.json.decode(await response.read())
 
     async def _look(self, publish: Callable[[], None]) -> None:
-        """Samples, progress and the document, until it is cancelled."""
+        """Sample, print progress and publish the document until cancelled."""
         place, number = self.place, 0
         said_s = published_s = place.now_s()
         while True:

@@ -30,7 +30,7 @@ _TRAINING = (
 
 
 def write(folder: Path, seed: int = 0) -> Path:
-    """The model in Hugging Face format in `folder`, which may exist."""
+    """Write the model in Hugging Face format to `folder`, which may exist."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def _tokenizer() -> Tokenizer:
 
 
 def _weights(vocabulary: int, seed: int) -> dict[str, Any]:
-    """Large enough that logits differ clearly: a near-tie could fall either way when a prompt is computed again."""
+    """Return weights so large that logits differ clearly: a near-tie could fall either way when a prompt runs again."""
     random = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int) -> Any:

@@ -36,7 +36,7 @@ from cohort.services.bench.chaos.exchange import (
 from cohort.services.bench.chaos.said import Api, Reader, Said
 
 AWAY_S = 0.3
-"""Between two tries of a client whose gateway is away."""
+"""Pause between two tries of a client whose gateway is away."""
 RESUME_DEADLINE_S = 120.0
 _MIX = {
     "read": 30,
@@ -62,7 +62,7 @@ class NotDeterministic(CohortError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the pipeline answers, with whose keys, and when the clients began (monotonic seconds)."""
+    """Addresses and keys of the pipeline, and the clients' start (monotonic seconds)."""
 
     url: str
     monitor_url: str
@@ -74,7 +74,7 @@ class Place:
 
 
 async def references(place: Place, cases: Sequence[Case]) -> dict[str, Said]:
-    """Every case's answer, asked whole and once more as a stream while nothing is broken. Raises `NotDeterministic`."""
+    """Return every case's answer, sent whole and as a stream while nothing is broken. Raises `NotDeterministic`."""
     known: dict[str, Said] = {}
     async with exchange.session(place.keys[0], keep_alive=True) as http:
         for case in cases:
@@ -94,7 +94,7 @@ async def references(place: Place, cases: Sequence[Case]) -> dict[str, Said]:
 class User:
     away_s = AWAY_S
     asks_again = False
-    """For a stream of which nothing came, not even what it is resumed by."""
+    """Flag: repeat a stream of which nothing came, not even its resume token."""
 
     def __init__(
         self, place: Place, accounts: Accounts, cases: Sequence[Case], known: dict[str, Said], random: Random
@@ -107,7 +107,7 @@ class User:
         self._key = random.choice(place.keys)
 
     async def run(self, stopping: asyncio.Event, mean_pause_s: float) -> None:
-        """Until it is told to stop; what it has begun it ends."""
+        """Send requests until `stopping`; end those that have begun."""
         random = self._random
         sessions = {
             slow: exchange.session(self._key, keep_alive=random.random() < 0.6, small_buffers=slow)
@@ -163,7 +163,7 @@ class User:
         self._accounts.book(what, begun_s, self._place.now_s(), ending, expected)
 
     def _book_case(self, what: str, begun_s: float, ending: Ending, case: Case, *, timed: bool) -> None:
-        """The first answer of a case that has no reference is its reference. `timed`: it was read as it came."""
+        """Record an answer, as the reference of a case that has none. `timed`: it was read as it came."""
         self._book(f"{what}: {case.name}", begun_s, ending, self._known.get(case.name))
         if isinstance(ending, Answered):
             self._known.setdefault(case.name, ending.said)
@@ -177,7 +177,7 @@ class User:
         return ending
 
     async def _fresh(self, http: aiohttp.ClientSession) -> None:
-        """A new request, and again: what it said first it must say again."""
+        """Send a new request twice: both answers must be equal."""
         case, first = fresh(self._random), None
         for stream in (True, False):
             begun_s = self._place.now_s()
@@ -199,7 +199,7 @@ class User:
         self._book(wrong.name, begun_s, ending, wrong.status)
 
     async def _look(self, http: aiohttp.ClientSession) -> None:
-        """What people and programs look at beside the answers. Those of the monitor may be away with it."""
+        """Read what people and programs read besides answers. The monitor's pages may be away with it."""
         own, monitor = self._place.url, self._place.monitor_url
         tokenize = {"json": {"prompt": f"{self._random.random()} words"}}
         method, url, how = self._random.choice(
@@ -224,7 +224,7 @@ class User:
         self._book("look: monitor" if at_monitor else "look", begun_s, Left() if at_monitor and away else ending, 200)
 
     async def _chain(self, http: aiohttp.ClientSession) -> None:
-        """A response that is kept, one that goes on from it, both read again and deleted."""
+        """Create a stored response and one that continues it, read both again and delete them."""
         url, ids = self._place.url + Api.RESPONSES, []
         body: dict[str, Any] = {"input": "clock river", "temperature": 0, "max_output_tokens": 8}
         for part in ("first", "second"):
@@ -244,8 +244,8 @@ class User:
                 self._book(f"chain: {method}", begun_s, ending, 200)
 
     async def _resumable(self, what: str, http: aiohttp.ClientSession, case: Case, breaks: int) -> Ending:
-        """A stream that is left so many times and taken up again, over the gateway's end too; or left for good, or
-        deleted."""
+        """Leave a stream and resume it, `breaks` times, across the gateway's end too; or leave it for good, or delete
+        it."""
         random, place = self._random, self._place
         timed, broken = breaks == 0, False
         stream, begun_s = Stream(Reader(case.api)), place.now_s()

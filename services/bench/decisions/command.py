@@ -23,6 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the chosen one. Raises `CohortError`."""
+    """Run the chosen one. Raises `CohortError`."""
     code: int = args.execute(args)
     return code

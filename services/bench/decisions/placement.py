@@ -35,7 +35,7 @@ from cohort.services.bench.output import print_costs
 from cohort.services.bench.rounds import no_collection
 
 STEP_TIMES = StepTimes(1.3e-3, 1.06e-4, 1.3e-4, 0.022, 6e-9, 1.5e-7)
-"""Roughly Qwen2.5-14B on an A100."""
+"""Times of about Qwen2.5-14B on an A100."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,12 @@ def measure(
 
 
 def made_request(name: str, tokens: list[int], most: int, at_s: float, **more: Any) -> Request:
-    """With at most so many output tokens; `more`: further fields."""
+    """Return a request of at most `most` output tokens; `more`: further fields."""
     return Request(Attempt(name, 1), "gateway", tokens, len(tokens), SamplingParams(max_tokens=most), at_s, **more)
 
 
 def _report(draw: random.Random, name: str, count: int) -> WorkerStats:
-    """A loaded instance: a third of its requests still wait for their prompts."""
+    """Return a loaded instance: a third of its requests still wait for their prompts."""
     queue = [
         QueuedWork(f"{name}-{index}", draw.randint(16, 4000), 0, draw.randint(1, 800))
         if draw.random() < 0.33

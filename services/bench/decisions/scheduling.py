@@ -37,11 +37,11 @@ class Cost:
     median_us: float
     p99_us: float
     add_us: float
-    """Of it, `add` alone."""
+    """Share of `add` alone."""
 
 
 def measure(order: PrefillOrder, name: str, waiting: int, rounds: int, seed: int = 0) -> Cost:
-    """Steady state at `waiting` requests: as many arrive as leave."""
+    """Measure a steady state of `waiting` requests: as many arrive as leave."""
     draw = random.Random(seed)
     serial = 0
 
@@ -102,7 +102,7 @@ def measure(order: PrefillOrder, name: str, waiting: int, rounds: int, seed: int
 
 
 def _cluster(queued: int) -> ClusterView:
-    """Two prefill and two decode workers that have just reported."""
+    """Return two prefill and two decode workers that have just reported."""
 
     def view(name: str, role: Role, queued: int) -> InstanceView:
         capacity = WorkerCapacity(role, "m", _LIMIT, 32, 8, 128, 2, 16, 4096, 0, 256, 2048)

@@ -46,11 +46,11 @@ _LISTED = 512
 """Requests that a report lists one by one, as of a live worker."""
 _GATEWAY = "gateway"
 _ROWS = 32
-"""Of these, the first ones, which decode: each report has them a few tokens further."""
+"""Number of the first sequences, which decode: each report has them a few tokens further."""
 _WHOLE_EVERY = 5
 """Reports of a worker for one that names everything that it holds."""
 _ROUNDS = 10
-"""Of reports while the requests that wait come."""
+"""Rounds of reports while the waiting requests come."""
 _UNSEEN_S = 3.0
 
 
@@ -100,7 +100,7 @@ class _Cluster:
         roles = [group.role for group in config.workers]
         self.held: dict[InstanceId, dict[Attempt, int]] = {}
         self._placed: deque[list[tuple[InstanceId, Attempt]]] = deque()
-        """Of each request the workers of its segments, in their order."""
+        """Workers of the segments of each request, in order."""
         self._serial = 0
         self.machine.handle(0.0, Received(_GATEWAY, GatewayHello(_GATEWAY, 1, "at-gateway")))
         named = {f"{role}-{index}": role for index, role in zip(range(workers), cycle(roles), strict=False)}
@@ -123,7 +123,7 @@ class _Cluster:
         self.machine.handle(0.0, Received(name, self._report(name)))
 
     def told(self, now_s: float, event: ManagerEvent) -> float:
-        """Seconds that it took."""
+        """Return the seconds that handling the event took."""
         began_s = time.thread_time()
         effects = self.machine.handle(now_s, event)
         spent_s = time.thread_time() - began_s
@@ -150,7 +150,7 @@ class _Cluster:
         return Received(_GATEWAY, Submit(request))
 
     def ends(self) -> list[Received]:
-        """Of the oldest request that was placed: each of its segments."""
+        """Return the ends of the oldest request's segments."""
         if not self._placed:
             return []
         segments = self._placed.popleft()
@@ -169,7 +169,7 @@ class _Cluster:
         return Received(name, self._report(name))
 
     def _report(self, name: InstanceId) -> WorkerReport:
-        """As a live worker's: of what it holds what came and went, now and then all; and how far its first are."""
+        """Return a worker's report with the shape of a live one."""
         held = self.held[name]
         number = self._reports[name] = self._reports[name] + 1
         listed = list(islice(held.items(), _LISTED))

@@ -61,7 +61,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def engine_targets(report: EngineReport) -> Iterator[Target]:
-    """Those whose figure was measured."""
+    """Yield the targets whose figure was measured."""
     for comparison in report.comparisons:
         for point in comparison.steps:
             ratio = point.ratios.get("prepacked")
@@ -93,7 +93,7 @@ class EngineBench(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode(result: EngineBench) -> bytes:
-    """JSON with what is derived: whether targets were met."""
+    """Encode as JSON, with whether targets were met."""
     document: dict[str, Any] = msgspec.to_builtins(result)
     document["targets"] = [{**msgspec.to_builtins(target), "met": target.met} for target in result.targets]
     return msgspec.json.encode(document)
@@ -213,7 +213,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Everything from parsed options. Raises `CohortError`."""
+    """Run the command with parsed options. Raises `CohortError`."""
     if args.threads is not None and args.threads < 1:
         raise ConfigError("--threads must be above 0")
     check_output(args)

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Everything from parsed options. Raises `CohortError`."""
+    """Run the command with parsed options. Raises `CohortError`."""
     from cohort.services.bench.engine.inside.host_time import measure
 
     with contextlib.redirect_stdout(sys.stderr):  # logs

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Loads the model in this process. Raises `CohortError`."""
+    """Run the command with parsed options; load the model in this process. Raises `CohortError`."""
     from cohort.common.config import load_config
     from cohort.common.engine.worker.worker_process import load_runner
     from cohort.services.bench.engine.inside.mixed_lengths import (

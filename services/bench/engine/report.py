@@ -31,7 +31,7 @@ PARTS = {
     "completed": "bookkeeping",
     "glue": "loop",
 }
-"""Where a step's time goes. Kernels: products, attention, elementwise, embedding. The rest of `ModelRunner.execute`:
+"""Parts of a step's time. Kernels: products, attention, elementwise, embedding. The rest of `ModelRunner.execute`:
 sampling, inputs (arrays to tensors), dispatch (Python between the kernels). Outside it: plan (the scheduler), build
 (plan to arrays), completed (bookkeeping of the results), glue (effects and the loop itself)."""
 
@@ -39,7 +39,7 @@ KERNEL_PARTS: tuple[StepPart, ...] = ("products", "attention", "elementwise", "e
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Of some rounds: median, fastest and slowest."""
+    """Median, fastest and slowest of some rounds."""
 
     median_s: float
     min_s: float
@@ -47,7 +47,7 @@ class Timing(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and with what it was measured. `load_1m` is the load average before and after: above the number of threads
+    """Place and means of the measurement. `load_1m` is the load average before and after: above the number of threads
     used, others had the cores too. `omp_wait_policy` "" = unset: torch's threads spin while they wait."""
 
     processor: str
@@ -146,7 +146,7 @@ class AttentionPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything; empty where a section was not asked for. `notes`: measurements left out here, and why."""
+    """All results; empty where a section was not chosen. `notes`: measurements left out here, and why."""
 
     machine: Machine
     model: ModelFacts

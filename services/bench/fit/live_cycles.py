@@ -59,7 +59,7 @@ class Iteration:
 
 
 def iterations(path: Path) -> Iterator[Iteration]:
-    """A step that was begun behind another (`StartStep.ahead`) counts from the end of that one, when it runs."""
+    """Yield recorded steps. One begun while another ran (`StartStep.ahead`) counts from the end of that one."""
     begun: deque[tuple[float, tuple[tuple[int, int], ...]]] = deque()
     free_s = 0.0
     with path.open(encoding="utf-8") as lines:
@@ -82,7 +82,7 @@ def _started(call: dict[str, Any]) -> Iterator[tuple[tuple[int, int], ...]]:
 
 
 def overlap(iteration: Iteration, others: Sequence[Iteration], starts: Sequence[float]) -> float:
-    """Share of the iteration during which another engine ran."""
+    """Return the share of the iteration during which another engine ran."""
     at = max(0, bisect_right(starts, iteration.planned_s) - 1)
     shared_s = 0.0
     while at < len(others) and others[at].planned_s < iteration.ended_s:
@@ -100,11 +100,11 @@ Span = tuple[int, float, float, float | None]
 """Users, begin, end, processor seconds of the services and the client."""
 _PROMPT, _OUTPUT = 96, 48
 _PROMPTS, _OUTPUTS = (32, 64, 96, 128, 256, 384), (16, 32, 48, 64, 96)
-"""Of users who come and go: by chance, each as likely."""
+"""Lengths of users who come and go, each as likely."""
 _LONGEST = max(_PROMPTS)
 _SLICE_S = 2.5
 _LONE = 0.05
-"""Of an iteration's time, that another engine computed for at most."""
+"""Maximum share of an iteration's time during which another engine computed."""
 _TIMEOUT_S = 60.0
 
 
@@ -118,8 +118,8 @@ class Cycle:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """So many users at a time. `service_s`: processor time of all processes but the worker, per iteration; None where
-    this system does not tell."""
+    """Cycles under `users` users. `service_s`: processor time of all processes but the worker, per iteration; None
+    where this system does not tell."""
 
     users: int
     cycles: tuple[Cycle, ...]
@@ -135,8 +135,8 @@ class Slice:
 
 
 def measure_live(overlay: dict[str, Any], seconds_each: float, users: Sequence[int] = USERS * TURNS) -> list[Phase]:
-    """`overlay`: configuration over the preset `unified`. `users`: one phase after the other, of so many seconds at
-    least. Raises `MeasurementFailed`."""
+    """Measure phases of `users` users, one after the other, of at least `seconds_each` each. `overlay`: configuration
+    over the preset `unified`. Raises `MeasurementFailed`."""
     with tempfile.TemporaryDirectory() as folder:
         free = {"monitor": {"port": 0}, "metrics": {"base_port": 0}, "recording": {"folder": folder}}
         with pipeline("unified", {**overlay, **free}, free_port()) as served:
@@ -146,12 +146,12 @@ def measure_live(overlay: dict[str, Any], seconds_each: float, users: Sequence[i
 
 
 def measure_together(overlay: dict[str, Any], workers: int, seconds: float) -> list[Slice]:
-    """So many workers under load: two users for each, who think for as long as they waited. `overlay` as `measure_live`
-    takes it. Raises `MeasurementFailed`.
+    """Measure `workers` workers under load: two users for each, who think for as long as they waited. `overlay` as
+    `measure_live` takes it. Raises `MeasurementFailed`.
 
-    A load, and not turns of one worker and of all: on virtual processors engines beside each other are slow or fast for
-    seconds (18 and 12.6 ms a decode step where a lone one takes 10.7), and which it is depends on what ran before.
-    After a pause they begin slow; under load they took a third more than alone where turns said two thirds.
+    Load, not turns of one worker and of all: on virtual processors concurrent engines are slow or fast for seconds (18
+    and 12.6 ms a decode step where a lone one takes 10.7), depending on what ran before. After a pause they begin slow;
+    under load they took a third more than alone where turns said two thirds.
     """
     with tempfile.TemporaryDirectory() as folder:
         free = {"monitor": {"port": 0}, "metrics": {"base_port": 0}, "recording": {"folder": folder}}
@@ -167,7 +167,7 @@ def measure_together(overlay: dict[str, Any], workers: int, seconds: float) -> l
 
 
 def slices(each: Iterable[list[list[Iteration]]]) -> list[Slice]:
-    """`each`: iterations of each worker, by time. A lone one is what none of the others ran beside."""
+    """Return slices of `each`, the iterations of each worker by time. A lone iteration ran without the others."""
     return [Slice([_lone(run, runs[:at] + runs[at + 1 :]) for at, run in enumerate(runs)], runs) for runs in each]
 
 
@@ -197,7 +197,7 @@ def observe(served: Served, seconds_each: float, users: Sequence[int]) -> list[S
 
 
 def phases(ran: Sequence[Iteration], spans: Iterable[Span]) -> list[Phase]:
-    """Raises `MeasurementFailed` for a span without iterations."""
+    """Raise `MeasurementFailed` for a span without iterations."""
     found = []
     for users, began_s, ended_s, spent_s in spans:
         within = [each for each in ran if began_s <= each.planned_s and each.ended_s <= ended_s and each.rows]
@@ -213,9 +213,9 @@ def phases(ran: Sequence[Iteration], spans: Iterable[Span]) -> list[Phase]:
 
 
 async def _ask(url: str, users: int, seconds: float, numbers: Iterable[int], *, thinking: bool = False) -> None:
-    """So many users, each with one request at a time, until the time is over: what runs then is read to its end. With
-    `thinking` they ask for other lengths each time and then think for about as long as they waited: some engines
-    compute, at times none, at times all."""
+    """Send one request at a time from each of `users` users until the time is over; running ones are read to the end.
+    With `thinking` lengths vary, and users then think for about as long as they waited: some engines compute, at times
+    none, at times all."""
     ends_s, following, random = time.monotonic() + seconds, iter(numbers), Random(0)
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session:
 
@@ -251,7 +251,7 @@ def _processes(monitor_url: str) -> list[tuple[str, int]]:
 
 
 def _processor_s(pids: Iterable[int], read: Callable[[int], str] | None = None) -> float | None:
-    """Seconds that these processes have computed so far."""
+    """Return the processor seconds of these processes so far."""
     total = 0
     for pid in pids:
         try:

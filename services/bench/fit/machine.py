@@ -42,9 +42,9 @@ from cohort.services.bench.fit.live_cycles import Cycle, Iteration, Phase, Slice
 from cohort.services.simulator.hardware.hardware import SCATTER_LASTS_STEPS, core_slowdowns
 
 _BESIDE = 0.9
-"""Of an iteration's time, that another engine computed for at least."""
+"""Minimum share of an iteration's time during which another engine computed."""
 _STALLED = 4.0
-"""So many times the model's: something else stopped it."""
+"""Multiple of the model's time beyond which something else stopped it."""
 _Sums = npt.NDArray[np.float64]
 _ALONE, _ALONE_MODEL, _BESIDE_S, _BESIDE_MODEL, _EXPECTED, _OTHERS, _OWN, _READING = range(8)
 """Columns: seconds alone, and the model's; beside others, the model's as if alone, and by processor time; the last
@@ -69,8 +69,8 @@ class Contention:
 
 
 def together(runs: Sequence[Sequence[Iteration]]) -> list[list[Iteration]]:
-    """Of the iterations of one run: each that others ran beside, and after it those of the other engines that were in
-    flight in its middle. `runs`: of each engine, by time."""
+    """Return each iteration of a run that others ran beside, followed by those of the other engines in flight in its
+    middle. `runs`: of each engine, by time."""
     starts, found = [[each.planned_s for each in run] for run in runs], []
     for index, run in enumerate(runs):
         others = [(other, starts[at]) for at, other in enumerate(runs) if at != index]
@@ -87,8 +87,8 @@ def together(runs: Sequence[Sequence[Iteration]]) -> list[list[Iteration]]:
 
 
 def contention(slices: Sequence[Slice], cost: CostModel, cores: int, load: Callable[[int, float], float]) -> Contention:
-    """By decodes beside decodes, and by iterations with prompts and beside such, which read little. `cost`: of
-    a lone engine, with all that its worker adds; `load`: `Cluster.service_load`."""
+    """Fit contention by concurrent decodes, and by iterations with prompts and beside such, which read little. `cost`:
+    of a lone engine, with all that its worker adds; `load`: `Cluster.service_load`."""
     each = [_sums(one, cost, cores, load) for one in slices]
     whole = np.sum(each, axis=0) if each else _NOTHING
     if not whole[_DECODES, _BESIDE_S]:
@@ -125,7 +125,7 @@ def _sums(under_load: Slice, cost: CostModel, cores: int, load: Callable[[int, f
 
 
 def _level(sums: _Sums) -> _Sums:
-    """How many times the model's lone iterations took meanwhile, by row."""
+    """Return the ratio of lone iterations to the model's time meanwhile, by row."""
     model = sums[:_BESIDE_PROMPTS, _ALONE_MODEL]
     level = np.divide(sums[:_BESIDE_PROMPTS, _ALONE], model, out=np.ones(_BESIDE_PROMPTS), where=model > 0.0)
     return np.append(level, level[_DECODES])
@@ -162,7 +162,7 @@ class Point:
 
 
 def profile_points(path: Path) -> list[Point]:
-    """Of a file that `cohort profile` wrote."""
+    """Read the points of a file that `cohort profile` wrote."""
     data = json.loads(path.read_text(encoding="utf-8"))
     points = []
     for entry in data["points"]:
@@ -183,7 +183,7 @@ def profile_points(path: Path) -> list[Point]:
 
 
 def errors(points: Sequence[Point], predict: Callable[[Point], float]) -> Errors:
-    """Median, 90th percentile and worst relative error, and where the worst is; by kind."""
+    """Return the median, 90th percentile and worst relative error, and where the worst is; by kind."""
     table = {}
     for kind in ("prefill", "decode", "mixed"):
         some = [point for point in points if point.kind == kind]
@@ -196,7 +196,7 @@ def errors(points: Sequence[Point], predict: Callable[[Point], float]) -> Errors
 
 
 def fit_cpu(points: Sequence[Point], model: ModelShape, device: DeviceShape) -> tuple[DeviceShape, StackShape]:
-    """Efficiencies of one device, and what its stack adds, by the points of one model on it alone."""
+    """Fit the efficiencies of one device, and what its stack adds, to the points of one model on it alone."""
     mixes = any(point.kind == "mixed" for point in points)
 
     def unpack(x: np.ndarray[Any, Any]) -> tuple[DeviceShape, StackShape]:
@@ -259,9 +259,9 @@ def fit_machine(
     slices: Sequence[Slice] = (),
     cores: int = 0,
 ) -> Machine:
-    """`template`: the device's facts, whatever its rates. `slices`: of workers that share so many
-    `cores`. Without phases what the services add is unknown: the stack holds the engine's own part, and nothing
-    scatters. Raises `ConfigError` for too few points."""
+    """Fit a machine. `template`: the device's facts, whatever its rates. `slices`: of workers that share `cores` cores.
+    Without phases what the services add is unknown: the stack holds the engine's own part, and nothing scatters. Raises
+    `ConfigError` for too few points."""
     fitted, held = split(points)
     if not {"prefill", "decode"} <= {point.kind for point in fitted}:
         raise ConfigError("too few points of prefill and decode to fit a machine")
@@ -282,7 +282,7 @@ def fit_machine(
 
 
 def split(points: Iterable[Point]) -> tuple[list[Point], list[Point]]:
-    """To fit, and held out: every fourth of each kind, never the first of it."""
+    """Split into points to fit, and held out: every fourth of each kind, never the first of it."""
     fitted: list[Point] = []
     held: list[Point] = []
     seen: dict[str, int] = defaultdict(int)
@@ -293,7 +293,8 @@ def split(points: Iterable[Point]) -> tuple[list[Point], list[Point]]:
 
 
 def nominal(device: DeviceShape, points: Sequence[Point], model: ModelShape) -> DeviceShape:
-    """Peaks that no data sheet says: twice the best that a step reached, so that efficiencies lie about a half."""
+    """Return peaks that no data sheet has: twice the best that a step reached, so that efficiencies are about a
+    half."""
     flops = CostModel(model, device, StackShape("", 0.0, 0.0, 0.0)).flops
     rates = [model.read_bytes(point.work.tokens) / point.seconds for point in points if point.kind == "decode"]
     return replace(
@@ -304,8 +305,8 @@ def nominal(device: DeviceShape, points: Sequence[Point], model: ModelShape) -> 
 
 
 def around(cycles: Sequence[Cycle], model: ModelShape, device: DeviceShape, stack: StackShape) -> StackShape:
-    """The stack with the fixed and per-row time of live cycles in place of the engine's own: means by the number of
-    rows, a straight line through them. Means, because iterations are simulated to scatter about them; what took
+    """Return the stack with the fixed and per-row time of live cycles in place of the engine's own: means by the number
+    of rows, a straight line through them. Means, because iterations are simulated to scatter about them; what took
     `_WILD` times the model's counts as that."""
     bare = CostModel(model, device, replace(stack, step_s=0.0, row_s=0.0))
     beyond: dict[int, list[float]] = defaultdict(list)
@@ -321,7 +322,7 @@ def around(cycles: Sequence[Cycle], model: ModelShape, device: DeviceShape, stac
 
 
 def services(phases: Sequence[Phase]) -> tuple[float, float]:
-    """Processor time of the other processes for an iteration, and for each of its rows."""
+    """Return the processor time of the other processes for an iteration, and for each of its rows."""
     known = [
         (fmean(len(cycle.iteration.rows) for cycle in phase.cycles), phase.service_s, len(phase.cycles))
         for phase in phases
@@ -331,9 +332,9 @@ def services(phases: Sequence[Phase]) -> tuple[float, float]:
 
 
 def scatter(phases: Sequence[Phase], cost: CostModel) -> tuple[float, float, float | None]:
-    """As `StepScatter` takes them. Standard deviation over mean of decode cycles, about the usual of their number of
-    rows; the share of that variance which lasts: by what cycles `_APART` from each other have in common; and the same
-    coefficient of cycles with prompts, times the root of the seconds that the model says of each."""
+    """Return what `StepScatter` takes: standard deviation over mean of decode cycles, about the usual of their number
+    of rows; the share of that variance which lasts: by what cycles `_APART` from each other have in common; and the
+    same coefficient of cycles with prompts, times the root of the seconds that the model says of each."""
     told = [[_told(cycle, cost) for cycle in phase.cycles] for phase in phases]
     usual = _usual(chain.from_iterable(told))
     runs = [[(each, min(each.ratio / usual[each.group], _WILD)) for each in run if each.group in usual] for run in told]
@@ -350,7 +351,7 @@ def scatter(phases: Sequence[Phase], cost: CostModel) -> tuple[float, float, flo
 
 
 def _usual(told: Iterable[_Told]) -> dict[tuple[bool, int], float]:
-    """How many times the model's cycles of a kind take, where there are enough of it."""
+    """Return the usual multiple of the model's time for each kind with enough cycles."""
     groups: dict[tuple[bool, int], list[float]] = defaultdict(list)
     for each in told:
         groups[each.group].append(each.ratio)
@@ -384,7 +385,7 @@ def _point(cycle: Cycle) -> Point:
 
 
 def _line(known: Sequence[tuple[float, float, int]]) -> tuple[float, float]:
-    """(x, y, weight) → y at 0 and slope, neither below 0."""
+    """Fit a line through (x, y, weight): y at 0 and slope, neither below 0."""
     x, y, weight = (np.array(column, dtype=np.float64) for column in zip(*known, strict=True))
     mean_x, mean_y = np.average(x, weights=weight), np.average(y, weights=weight)
     spread = float((weight * (x - mean_x) ** 2).sum())

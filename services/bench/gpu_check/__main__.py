@@ -23,7 +23,7 @@ from cohort.services.bench.gpu_check.kernels import attention, device, experts, 
 
 
 def tests_of(*chosen: str) -> Callable[[Check], None]:
-    """A section of tests. Only these need pytest."""
+    """Return a section of tests. Only these need pytest."""
 
     def run(check: Check) -> None:
         try:
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """0, or 1 if something failed."""
+    """Run a section; return 0, or 1 if something failed."""
     chosen = torch.device(options.device)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="cohort-gpu-"))
     logs = options.logs or folder / "logs"

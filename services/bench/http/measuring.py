@@ -75,7 +75,7 @@ class Harness:
         self._warm: set[str] = set()
 
     async def connect(self) -> None:
-        """Meets every server: model, context, dialect. Servers that are compared get prompts in one common form."""
+        """Find model, context and dialect of every server. Servers that are compared get prompts in one common form."""
         options = self.options
         targets = [
             await target_.discover(self._session, name, url, options.model, DISCOVER_TIMEOUT_S, api_key=options.api_key)
@@ -88,7 +88,7 @@ class Harness:
         self.servers = tuple(Server(t, d) for t, d in zip(targets, dialects, strict=True))
 
     async def measure(self, server: Server, *, label: str, salt: int) -> RunReport:
-        """One run. An equal salt means equal requests, byte for byte but for the model's name."""
+        """Return one run. An equal salt means equal requests, byte for byte but for the model's name."""
         planned = workload_.build(self.options.workload)
         if not planned.plans:
             raise ConfigError("the workload has no request; raise --duration-s, --rate or --num-requests")
@@ -139,7 +139,7 @@ class Harness:
         )
 
     async def _warm_up(self, server: Server, salt: int) -> None:
-        """Once per server; drawn from the workload's own lengths but with other words, and forgotten."""
+        """Warm up once per server; drawn from the workload's own lengths but with other words, and forgotten."""
         if server.target.name in self._warm or not self.options.warmup:
             return
         self._warm.add(server.target.name)
@@ -183,13 +183,13 @@ class Harness:
 
 
 def derive_salt(salt: int, label: str) -> int:
-    """Another salt for another part of a benchmark: same label, same prompts; other label, no common prefix."""
+    """Derive the salt of a part of a benchmark: same label, same prompts; other label, no common prefix."""
     return int.from_bytes(blake2b(f"{salt}/{label}".encode(), digest_size=4).digest(), "big")
 
 
 @contextmanager
 def _garbage_collector_idle() -> Iterator[None]:
-    """Prepared bodies leave the collector's sight, so that no collection walks over them during the run."""
+    """Freeze prepared bodies, so that no collection walks over them during the run."""
     gc.collect()
     gc.freeze()
     try:
@@ -201,13 +201,12 @@ def _garbage_collector_idle() -> Iterator[None]:
 EXIT_NOTHING_COMPLETED = 1
 EXIT_INTERRUPTED = 130
 IDLE_CONNECTION_S = 3.0
-"""Shorter than servers keep an idle connection (5 s is common): a request must not meet one that is just being
-closed."""
+"""Time below servers' limit for idle connections (often 5 s): no request may meet one that is just being closed."""
 READ_BUFFER_BYTES = 1 << 18
 
 
 def measure(args: argparse.Namespace) -> int:
-    """Everything from parsed options; the exit status. Raises `CohortError`."""
+    """Run the command with parsed options; return the exit status. Raises `CohortError`."""
     errors = Console(stderr=True)
     options = options_.from_args(args)
     try:
@@ -280,7 +279,7 @@ def _publish(options: BenchOptions, result: BenchResult, errors: Console) -> Non
 
 @contextlib.contextmanager
 def _ctrl_c_sets(stop: asyncio.Event) -> Iterator[None]:
-    """First signal: end the run and report. Second: give up."""
+    """Handle signals. First: end the run and report. Second: give up."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
 
@@ -304,7 +303,7 @@ def _ctrl_c_sets(stop: asyncio.Event) -> Iterator[None]:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where there is one: it halves the client's own work per chunk."""
+    """Return uvloop where there is one: it halves the client's own work per chunk."""
     try:
         import uvloop
     except ImportError:

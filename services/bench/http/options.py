@@ -25,7 +25,7 @@ from cohort.services.bench.output import check_output
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """Everything a run needs, checked. `servers` are (name, URL); several are compared, in so many `rounds`."""
+    """Checked options of a run. `servers` are (name, URL); several are compared, in `rounds` rounds."""
 
     servers: tuple[tuple[str, str], ...]
     workload: WorkloadSpec
@@ -51,7 +51,7 @@ class BenchOptions:
 
 
 def from_args(args: argparse.Namespace) -> BenchOptions:
-    """Checks everything that can be checked without the server."""
+    """Check everything that can be checked without the server."""
     for name in (
         "num_requests",
         "concurrency",
@@ -109,7 +109,7 @@ def _servers(pairs: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def _check_hash_block(trace: Trace, hash_block_tokens: int) -> None:
-    """A trace made with smaller blocks would share far more than it should: its ids give that away."""
+    """Raise `ConfigError` for a trace made with smaller blocks, whose requests would share far more."""
     for row in trace.rows:
         if len(row.hash_ids) > -(-row.prompt_tokens // hash_block_tokens):
             raise ConfigError(

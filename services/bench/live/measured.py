@@ -23,7 +23,7 @@ from cohort.common.workloads.items import Workload
 from cohort.services.bench.live.pipelines import ClientCommand, Stats, pipeline
 
 _ONE_TOKEN_A_STEP = {"speculation.mode": "off"}
-"""Unless a cell says otherwise: responses to made-up prompts repeat themselves, and look-ups would find that."""
+"""Default of cells: responses to made-up prompts repeat themselves, and look-ups would find that."""
 _WARM_UP = 4
 _TOTALS = {
     "preemptions": "preemptions_total",
@@ -53,7 +53,7 @@ _RATIOS = {
 
 
 def measure(cell: Cell, port: int) -> CellResult:
-    """Raises `MeasurementFailed`, `ConfigError`."""
+    """Raise `MeasurementFailed`, `ConfigError`."""
     arrivals = traffic_by_part(cell.traffic, load=cell.load, duration_s=cell.duration_s, seed=cell.seed)
     names = [part.name or f"{part.traffic_class} {number}" for number, part in enumerate(cell.traffic.parts)]
     options = nested({**_ONE_TOKEN_A_STEP, **cell.options}, cell.label)
@@ -89,7 +89,7 @@ def measure(cell: Cell, port: int) -> CellResult:
 
 
 def _client(name: str, part: Part, workload: Workload, trace: Path, seed: int) -> ClientCommand:
-    """Writes the part's requests, and says who sends them."""
+    """Write the part's requests, and says who sends them."""
     loop = workload.closed_loop[0] if workload.closed_loop else None
     items = loop.items if loop else workload.items
     slos = {item.slo for item in items}
@@ -123,7 +123,7 @@ def _client(name: str, part: Part, workload: Workload, trace: Path, seed: int) -
 
 
 def _told(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Of several clients each column begins with the client's name."""
+    """Return the columns of all clients; of several each begins with the client's name."""
     found: dict[str, float] = {}
     for name, report in reports.items():
         columns = columns_of(report)
@@ -139,7 +139,7 @@ def _highest_s(reports: list[dict[str, Any]], field: str, figure: str) -> float 
 
 
 def columns_of_processes(stats: Mapping[str, Stats], metrics: str) -> dict[str, float]:
-    """Of all processes' own stats as of their last heartbeat, and of their Prometheus text; those that they have."""
+    """Return columns of all processes' stats as of their last heartbeat, and of their Prometheus text."""
 
     def values(stat: str) -> list[float]:
         return [of[stat] for of in stats.values() if stat in of]

@@ -31,7 +31,7 @@ from cohort.services.bench.child import MeasurementFailed, leaves_when_terminate
 Stats = dict[str, float]
 
 UNLEARNED = {"learns": False}
-"""Section `predictor` of a pipeline whose predictor never trains: training is processor time that no simulation has."""
+"""Options of a length predictor that never trains: training is processor time that no simulation has."""
 _POLL_S = 0.1
 
 
@@ -48,8 +48,8 @@ def cohort(*arguments: str) -> None:
 
 
 def start_cohort(*arguments: str) -> subprocess.Popen[bytes]:
-    """Out of reach of a signal to the whole group (Ctrl-C, `timeout`): `serve --detach` that dies half-way would leave
-    processes that nobody stops. The caller ends what it started."""
+    """Start a command out of reach of a signal to the whole group (Ctrl-C, `timeout`): `serve --detach` that dies
+    half-way would leave processes that nobody stops. The caller ends what it started."""
     command = [sys.executable, "-m", "cohort.services.cli", *arguments]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
 
@@ -69,8 +69,8 @@ class Served:
     monitor_url: str
 
     def load(self, clients: Sequence[ClientCommand]) -> dict[str, dict[str, Any]]:
-        """All clients to their end, each begun when it says; by name what they report of all their requests. Raises
-        `MeasurementFailed`."""
+        """Run all clients to their end, each from its `after_s` on; return their reports of all requests, by name.
+        Raises `MeasurementFailed`."""
         with tempfile.TemporaryDirectory() as folder:
             reports = {client.name: Path(folder) / f"{number}.json" for number, client in enumerate(clients)}
             running: dict[str, subprocess.Popen[bytes]] = {}
@@ -88,21 +88,21 @@ class Served:
             return {name: json.loads(report.read_text())["runs"][0]["overall"] for name, report in reports.items()}
 
     def stats(self) -> dict[str, Stats]:
-        """Every process's own, by instance, as of its last heartbeat."""
+        """Return the stats of every process, by instance, as of its last heartbeat."""
         processes = json.loads(_get(f"{self.monitor_url}/api/state"))["processes"]
         return {process["instance"]: process["stats"] for process in processes}
 
     def metrics(self) -> str:
-        """The Prometheus text of all processes."""
+        """Return the Prometheus text of all processes."""
         return _get(f"{self.monitor_url}/metrics")
 
 
 @contextmanager
 def pipeline(preset: str, overlay: Mapping[str, Any], port: int, settings: Sequence[str] = ()) -> Iterator[Served]:
-    """One pipeline of `preset` with `overlay` (a mapping like a configuration file's) and `settings`
+    """Run one pipeline of `preset` with `overlay` (a mapping like a configuration file's) and `settings`
     (SECTION.OPTION=VALUE) over it, on `port` of this machine; stopped in the end, also when a measurement fails or is
-    interrupted or terminated. Unless `overlay` says otherwise its length predictor begins knowing nothing and keeps
-    nothing: measurements neither depend on each other nor teach the user's own. For the main thread only.
+    interrupted or terminated. Unless `overlay` says otherwise its length predictor begins empty and stores nothing:
+    measurements neither depend on each other nor teach the user's own. For the main thread only.
 
     Raises `MeasurementFailed` when it does not start.
     """
@@ -128,7 +128,7 @@ def pipeline(preset: str, overlay: Mapping[str, Any], port: int, settings: Seque
 
 
 def _wait_for(clients: Mapping[str, subprocess.Popen[bytes]]) -> None:
-    """Until all are done, or one has failed: the others measure nothing that counts then."""
+    """Wait until all are done, or one has failed: the others measure nothing that counts then."""
     waiting = dict(clients)
     while waiting:
         for name, process in list(waiting.items()):

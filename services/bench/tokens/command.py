@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Everything from parsed options. Raises `CohortError`."""
+    """Run the command with parsed options. Raises `CohortError`."""
     if min(*args.streams, args.rounds, args.workers, args.gateways) < 1 or min(args.tokens_per_s, args.seconds) <= 0:
         raise ConfigError("--streams, --tokens-per-s, --seconds, --rounds, --workers and --gateways must be above 0")
     check_output(args)

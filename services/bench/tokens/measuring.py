@@ -29,7 +29,7 @@ from cohort.services.launcher.plan import ProcessPlan, StopStage, plan, resolve
 
 START_TIMEOUT_S = 60.0
 STEP_VARIABLE = "COHORT_BENCH_STEP_S"
-"""In a worker's environment: seconds of a step of its engine."""
+"""Variable in a worker's environment: seconds of a step of its engine."""
 _STOP_S = 5.0
 _BUS_THREADS = "ZMQbg/"
 
@@ -57,7 +57,7 @@ class Processes:
         self._folder = folder
 
     def wait_ready(self) -> None:
-        """Raises `MeasurementFailed` with the end of the log of what ended instead."""
+        """Raise `MeasurementFailed` with the end of the log of what ended instead."""
         deadline_s = time.monotonic() + START_TIMEOUT_S
         for instance, (planned, _) in self._running.items():
             while not _answers(planned.ready_url):
@@ -68,7 +68,7 @@ class Processes:
                 time.sleep(0.05)
 
     def times(self) -> dict[str, ThreadTimes]:
-        """By instance, now."""
+        """Return the thread times by instance, now."""
         return {instance: thread_times(process.pid) for instance, (_, process) in self._running.items()}
 
     def _tail(self, instance: str) -> str:
@@ -78,7 +78,7 @@ class Processes:
 
 @contextmanager
 def started(config: Config, folder: Path, step_s: float) -> Iterator[Processes]:
-    """All but the monitor, over a resolved configuration; ended with the block."""
+    """Start all processes but the monitor, over a resolved configuration; ended with the block."""
     file = folder / "config.yaml"
     file.write_text(dump_config(config), encoding="utf-8")
     running: dict[str, tuple[ProcessPlan, subprocess.Popen[bytes]]] = {}
@@ -110,7 +110,7 @@ def _start(planned: ProcessPlan, file: Path, folder: Path, step_s: float) -> sub
 
 
 def thread_times(pid: int) -> ThreadTimes:
-    """Of a live process. A thread that has ended takes its time along."""
+    """Return the times of a live process. A thread that has ended takes its time along."""
     loop_s = bus_s = other_s = 0.0
     for task in Path(f"/proc/{pid}/task").iterdir():
         try:
@@ -151,7 +151,7 @@ class Stream(asyncio.Protocol):
         self.reads = 0
         self.bytes = 0
         self.ended = ""
-        """Why there is nothing more; "" while it runs."""
+        """Reason why there is nothing more; "" while it runs."""
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -181,7 +181,7 @@ class Clients:
     async def open(
         cls, host: str, port: int, model: str, count: int, output_tokens: int, *, resumable: bool = False
     ) -> Clients:
-        """Connects `count` of them, each with a prompt of its own. `resumable`: they ask for streams to go on with."""
+        """Connect `count` clients, each with a prompt of its own. `resumable`: they request streams to go on with."""
         loop = asyncio.get_running_loop()
         streams = []
         for index in range(count):
@@ -191,7 +191,7 @@ class Clients:
         return cls(streams)
 
     async def all_running(self, timeout_s: float) -> None:
-        """Until every stream has had two events. Raises `MeasurementFailed`."""
+        """Wait until every stream has had two events. Raises `MeasurementFailed`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while min(stream.events for stream in self._streams) < 2:
@@ -202,7 +202,7 @@ class Clients:
             raise MeasurementFailed(f"{waiting} of {len(self._streams)} streams have not begun") from None
 
     def check(self) -> None:
-        """Raises `MeasurementFailed` where a stream has ended."""
+        """Raise `MeasurementFailed` where a stream has ended."""
         for stream in self._streams:
             if stream.ended:
                 raise MeasurementFailed(f"a stream ended early: {stream.ended[:500]}")
@@ -237,7 +237,7 @@ def _request(host: str, port: int, model: str, prompt: str, output_tokens: int, 
 
 
 _SETTLE_S = 1.0
-"""Between the last stream's first tokens and the first look at the clocks."""
+"""Time between the last stream's first tokens and the first reading of the clocks."""
 _BEGIN_TIMEOUT_S = 120.0
 
 
@@ -258,7 +258,7 @@ class Load:
 
     @property
     def output_tokens(self) -> int:
-        """More than any stream is sent before the measurement ends."""
+        """Tokens requested: more than any stream is sent before the measurement ends."""
         return int((_BEGIN_TIMEOUT_S + _SETTLE_S + self.seconds) / self.step_s) + 16
 
 
@@ -283,12 +283,12 @@ class Cost:
 
     @property
     def path_us(self) -> float:
-        """What every token takes: worker loop, bus, gateway."""
+        """Time of every token in worker loop, bus and gateway."""
         return self.gateway_us + self.worker_us + self.bus_us
 
 
 def measure(preset: str, settings: Sequence[str], model: str, load: Load) -> Cost:
-    """Raises `MeasurementFailed`, `ConfigError`."""
+    """Raise `MeasurementFailed`, `ConfigError`."""
     with tempfile.TemporaryDirectory(prefix="cohort-bench-") as name:
         folder = Path(name)
         config = configured(preset, settings, model, load, folder)
@@ -341,7 +341,7 @@ async def _measured(config: Config, processes: Processes, load: Load) -> Cost:
 
 
 def configured(preset: str, settings: Sequence[str], model: str, load: Load, folder: Path) -> Config:
-    """Rows for all streams on any worker; nothing of it is written outside of `folder`."""
+    """Return a configuration with rows for all streams on any worker; nothing of it is written outside of `folder`."""
     flat = {
         "gateway.port": 0,
         "gateway.resume_file": str(folder / "streams.sqlite"),

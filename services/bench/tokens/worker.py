@@ -38,9 +38,9 @@ from cohort.common.types import KvGeometry
 from cohort.services.bench.tokens.measuring import STEP_VARIABLE
 
 CONTEXT_TOKENS = 1 << 21
-"""That the cache holds; its memory is a few bytes each."""
+"""Tokens of the cache; its memory is a few bytes each."""
 _SWITCH_INTERVAL_S = 2e-4
-"""As of every worker: `worker_process.py`."""
+"""Interval of every worker: `worker_process.py`."""
 _WORDS = 512
 _ONE_BYTE_PER_TOKEN = (1, 1, 1, 1)
 """Layers, KV heads, head dimension, bytes of a number: K and V are two of them."""
@@ -85,7 +85,7 @@ class FreeEngine(ModelRunner):
         self._tokens = np.asarray(tokens, dtype=np.int64)
 
     def launch(self, batch: StepBatch) -> Done:
-        """On the engine thread. Sleeping takes no processor time, and leaves the interpreter to the event loop."""
+        """Sleep for a step on the engine thread: no processor time, and the event loop has the interpreter."""
         time.sleep(self._step_s)
         sampled = self._tokens[batch.context_lens[batch.sample_rows] % len(self._tokens)]
         return Done(StepOutput(sampled, (None,) * len(sampled)))
@@ -119,7 +119,7 @@ async def serve(context: ServiceContext) -> None:
 
 
 def words_of(tokenizer: Tokenizer) -> list[int]:
-    """Ids of tokens that are words of ASCII, behind a space or not: each becomes text of its own at once."""
+    """Return ids of tokens that are words of ASCII, after a space or not: each becomes text of its own at once."""
     special = set(tokenizer.get_added_tokens_decoder())
     found = []
     for token_id in range(tokenizer.get_vocab_size()):

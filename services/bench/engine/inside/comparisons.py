@@ -65,8 +65,8 @@ class Products:
 
 
 def model_products(geometry: ModelGeometry) -> Products | None:
-    """The products of a lean model; None for one that runs through transformers, whose products are not listed, and for
-    a mixture of experts, whose products depend on where tokens are routed."""
+    """Return the products of a lean model; None for one that runs through transformers, whose products are not listed,
+    and for a mixture of experts, whose products depend on where tokens are routed."""
     g = geometry
     if g.family in ("generic", "moe", "gpt_oss", "deepseek"):
         return None
@@ -102,7 +102,7 @@ class LowerBounds:
         self._own_vocabulary = Linear(self._vocabulary, arena=arena)
 
     def calls(self, tokens: int, sampled: int) -> dict[Form, tuple[Call, Call]]:
-        """Per form: the products of `layers` layers for `tokens` rows, and the vocabulary's for `sampled` rows."""
+        """Return, per form, the products of `layers` layers for `tokens` rows, and the vocabulary's for `sampled`."""
         found: dict[Form, tuple[Call, Call]] = {"linear": self._linear(tokens, sampled)}
         if _onednn_serves(self._dtype):
             found["prepacked"] = self._prepacked(tokens, sampled)
@@ -120,7 +120,7 @@ class LowerBounds:
         return layers, lambda: F.linear(last, self._vocabulary)
 
     def _prepacked(self, tokens: int, sampled: int) -> tuple[Call, Call]:
-        """Packed for exactly this number of rows: better than any server can have it, whose rows vary."""
+        """Pack for exactly this number of rows: better than any server can have it, whose rows vary."""
         pairs = [
             (x, torch.ops.mkldnn._reorder_linear_weight(weight, tokens))
             for layer in self._plain
@@ -137,7 +137,7 @@ class LowerBounds:
         return layers, lambda: multiply(last, vocabulary, None, "none", [], "")
 
     def _own(self, tokens: int, sampled: int) -> tuple[Call, Call]:
-        """As the lean models call them: activation and residual are part of the product, logits are float32."""
+        """Return our products as the lean models call them: with activation and residual, logits in float32."""
         inputs = self._inputs(tokens)
         outputs = [
             torch.zeros((tokens, product.outputs // (2 if product.kind == "gated" else 1)), dtype=self._dtype)
@@ -187,7 +187,7 @@ READ_BYTES = 192 << 20  # far beyond any last-level cache: every layer's KV come
 
 
 def each_s(calls: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """Each call's times over rounds in which all run in turn: other load on the machine then hits all alike."""
+    """Return each call's times over rounds in which all run in turn: other load on the machine then hits all alike."""
     seconds: list[list[float]] = [[] for _ in calls]
     for round_index in range(rounds + 1):
         for call, times in zip(calls, seconds, strict=True):
@@ -199,7 +199,7 @@ def each_s(calls: Sequence[Callable[[], object]], rounds: int) -> list[list[floa
 
 
 def memory_reads(size: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Two reads of the same `size` bytes of memory; the faster one tells the bandwidth."""
+    """Return two reads of the same `size` bytes of memory; the faster one tells the bandwidth."""
     memory = huge_zeros(size).view(torch.float32).fill_(1.0)
     return memory.sum, memory.amax
 
@@ -218,8 +218,8 @@ def compared(
     *,
     tokens_per_row: int = 1,
 ) -> Comparison:
-    """`rows` rows of one new token at each context that the model and its cache can hold; with more, prompts in one
-    step, of which only the last token goes through the vocabulary."""
+    """Compare `rows` rows of one new token at each context that the model and its cache can hold; with more, prompts in
+    one step, of which only the last token goes through the vocabulary."""
     batches = []
     for context in contexts:
         batch = trial_batch(
@@ -291,7 +291,7 @@ class _Step:
         self.out = torch.empty_like(self.query)
 
     def paged(self, direction: int) -> None:
-        """Our kernel over every layer; direction 1 takes every block as filled right to left."""
+        """Run our kernel over every layer; direction 1 takes every block as filled right to left."""
         self.directions.fill_(direction)
         scale = self.query.shape[2] ** -0.5
         for layer in range(self.layers):

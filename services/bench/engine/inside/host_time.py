@@ -76,7 +76,7 @@ class _NothingRecorder:
 
 
 class _NoModel:
-    """Never called."""
+    """Model that is never called."""
 
     sampled_states: Tensor | None = None
 
@@ -113,7 +113,7 @@ class _Worker:
             self.plan = effects[-1].plan
 
     def next_plan(self, preset: str) -> IterationPlan:
-        """The one that was made, to be run now."""
+        """Return the plan that was made, to be run now."""
         plan, self.plan = self.plan, None
         if plan is None:
             raise RuntimeError(f"{preset} runs nothing")
@@ -123,7 +123,7 @@ class _Worker:
         self.tell(StepEnded([Sampled(sequence.key, 1) for sequence in sampling], _STEP_S))
 
     def _clock_plans(self) -> None:
-        """Of `WorkerMachine.handle` it is the part that decides."""
+        """Measure the part of `WorkerMachine.handle` that decides."""
         plan: Callable[[float], None] = self.machine._plan
 
         def clocked(now_s: float) -> None:
@@ -134,7 +134,7 @@ class _Worker:
 
 
 def _timed(call: Callable[P, Made], *args: P.args, **kwargs: P.kwargs) -> tuple[Made, float]:
-    """What it returns, and the seconds that this thread computed."""
+    """Return the call's result, and the seconds that this thread computed."""
     began_s = time.thread_time()
     made = call(*args, **kwargs)
     return made, time.thread_time() - began_s

@@ -72,7 +72,7 @@ class StepClock:
 
 
 def engine_targets() -> list[Target]:
-    """Everything inside `ModelRunner.execute`. Raises nothing where kernels are not compiled: they just are missing."""
+    """Return every target inside `ModelRunner.execute`; without kernels where they are not compiled."""
     targets = [
         Target(model_runner.ModelRunner, "execute", "dispatch"),
         Target(model_runner, "step_inputs", "inputs"),
@@ -85,7 +85,7 @@ def engine_targets() -> list[Target]:
 
 @contextmanager
 def clocked(clock: StepClock, targets: Iterable[Target]) -> Iterator[None]:
-    """Within, the targets' time goes to the clock. One thread only."""
+    """Add the targets' time within to the clock. One thread only."""
     with ExitStack() as restoring:
         for target in targets:
             function = getattr(target.owner, target.name)
@@ -110,16 +110,15 @@ class InProcessEngine:
 
     @property
     def free_blocks(self) -> int:
-        """Of the cache, that nothing is kept in."""
+        """Blocks of the cache that hold nothing."""
         return self._machine.stats(0).free_blocks
 
     def submit(self, request_id: str, prompt: list[int], output_tokens: int) -> None:
-        """Greedy. It is scheduled with the next decision: of the next `step`, unless that one has been decided
-        already."""
+        """Submit a greedy request for the next decision: of the next `step`, unless that one is decided already."""
         self._submitted.append(Received("manager", start(request_id, prompt, output_tokens, "in-process")))
 
     def step(self) -> list[Sequence]:
-        """One iteration; the sequences that got a token."""
+        """Run one iteration; return the sequences that got a token."""
         if self._submitted:
             submitted, self._submitted = self._submitted, []
             self._tell(*submitted)
@@ -134,21 +133,21 @@ class InProcessEngine:
         return sampling
 
     def _tell(self, *events: WorkerEvent) -> None:
-        """Of the machine's effects only the step is performed: there is no peer to send anything to."""
+        """Handle events, and perform only the step of their effects: there is no peer to send anything to."""
         effects = self._machine.handle(time.monotonic(), *events)
         if effects and isinstance(effects[-1], StartStep):
             self._next = effects[-1].plan
 
 
 def start(request_id: str, prompt: list[int], output_tokens: int, instance: str) -> StartSegment:
-    """A manager's message to this one worker: a greedy request."""
+    """Return a manager's message to this one worker: a greedy request."""
     params = SamplingParams(max_tokens=output_tokens, temperature=0.0)
     request = Request(Attempt(request_id, 1), "gateway", prompt, len(prompt), params, time.time())
     return StartSegment(request, [Segment(0, None, instance)], 0, "")
 
 
 def machine_targets() -> list[Target]:
-    """The machine's part of a step, for a clock."""
+    """Return the machine's part of a step, for a clock."""
     return [Target(WorkerMachine, "_plan", "plan"), Target(WorkerMachine, "_completed", "completed")]
 
 

@@ -95,7 +95,7 @@ class _Found:
 
 
 def measure(config: Config, threads: int, scale: Scale, sections: frozenset[Section]) -> EngineReport:
-    """Everything in `sections`, in one process, one after the other."""
+    """Measure everything in `sections`, in one process, one after the other."""
     load_before = os.getloadavg()[0]
     runner = load_runner(config, threads)
     runner.warm_up()
@@ -231,7 +231,7 @@ def measure_shares(config: Config, runner: ModelRunner, rows: int, context: int,
 
 
 def available_bytes() -> int:
-    """Memory of this host that a process can still have; 0 where /proc does not say."""
+    """Return the memory of this host that a process can still have; 0 where /proc does not say."""
     with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
@@ -257,7 +257,7 @@ def machine(threads: int, dtype: str, load_before: float) -> Machine:
 
 
 def _processor() -> tuple[str, set[str]]:
-    """Name and instruction sets of the first core."""
+    """Return name and instruction sets of the first core."""
     name, flags = platform.processor() or platform.machine(), set[str]()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:

@@ -31,8 +31,8 @@ class Timed:
 def decode_batch(
     contexts: Sequence[int], *, block_size: int, num_blocks: int, queries: Sequence[int] | None = None
 ) -> StepBatch | None:
-    """A greedy step of one row per context, each over blocks of its own; None when the cache cannot hold it. `queries`:
-    tokens of each row, prompts first; one of each unless given."""
+    """Return a greedy step of one row per context, each over blocks of its own; None when the cache cannot hold it.
+    `queries`: tokens of each row, prompts first; one of each unless given."""
     rows, counts = len(contexts), np.array(queries or [1] * len(contexts))
     held = [-(-context // block_size) for context in contexts]
     if sum(held) > num_blocks or min(contexts) < 1:
@@ -57,7 +57,7 @@ def decode_batch(
 
 
 def measure(runner: ModelRunner, batches: Sequence[tuple[str, Sequence[int]]], rounds: int) -> list[Timed]:
-    """Every batch the cache can hold, round by round in turn, so that other load on the machine hits all alike."""
+    """Time every batch the cache can hold, round by round in turn, so that other load on the machine hits all alike."""
     steps = []
     for name, contexts in batches:
         batch = decode_batch(contexts, block_size=runner.block_size, num_blocks=len(runner.kv.blocks))
@@ -72,7 +72,7 @@ def measure(runner: ModelRunner, batches: Sequence[tuple[str, Sequence[int]]], r
 
 
 def few_long_among_short(rows: int, short: int, long: int) -> list[tuple[str, list[int]]]:
-    """§2.3 · A batch of short rows, and the same with one, two and four of them long."""
+    """§2.3 · Return a batch of short rows, and the same with one, two and four of them long."""
     return [
         (f"{rows - count} short, {count} long", [short] * (rows - count) + [long] * count)
         for count in (0, 1, 2, 4)
@@ -81,13 +81,13 @@ def few_long_among_short(rows: int, short: int, long: int) -> list[tuple[str, li
 
 
 def aligned_and_mixed(lengths: Sequence[int]) -> list[tuple[str, list[int]]]:
-    """§2.4 · As many prompts of each length as there are lengths: batches of one length each, and the batch with one of
-    every length that the other order consists of."""
+    """§2.4 · Return as many prompts of each length as there are lengths: batches of one length each, and the batch with
+    one of every length that the other order consists of."""
     rows = len(lengths)
     return [*((f"aligned at {length}", [length] * rows) for length in lengths), ("mixed", list(lengths))]
 
 
 def mixed_over_aligned(found: Sequence[Timed]) -> float:
-    """Time of a mixed step over the mean of the aligned ones: both orders serve the same rows in as many steps."""
+    """Return a mixed step's time over the aligned ones' mean: both orders serve the same rows in as many steps."""
     (mixed,) = (each.step_s for each in found if each.name == "mixed")
     return mixed / fmean(each.step_s for each in found if each.name.startswith("aligned"))

@@ -61,7 +61,7 @@ class _Watched(WorkerMachine):
 
 
 class _SilentBus(MemoryBus):
-    """Delivers what has arrived, then nothing; takes what is sent and forgets it."""
+    """Bus that delivers what has arrived, then nothing; sent messages are dropped."""
 
     def connect(self, peer: InstanceId, endpoint: str) -> None: ...
 
@@ -93,7 +93,7 @@ def _measure(check: Check, runner: ModelRunner, folder: str, name: str, rows: in
 
 
 def _serving(check: Check, runner: ModelRunner, folder: str) -> Config:
-    """The configuration under which a worker would have loaded this runner."""
+    """Return the configuration under which a worker would have loaded this runner."""
     return load_config(
         preset="unified",
         overrides={
@@ -142,7 +142,7 @@ async def _serve(config: Config, runner: ModelRunner, rows: int, prompt: int, co
 def _worker(
     config: Config, runner: ModelRunner, arrived: list[StartSegment]
 ) -> tuple[_Watched, ServiceContext, worker_loop.WorkerLoop, ThreadPoolExecutor]:
-    """As `worker_process.run_worker` makes one, without links and recording."""
+    """Make a worker like `worker_process.run_worker`, without links and recording."""
     bus = _SilentBus(MemoryNetwork(), "gpu-check")
     for message in arrived:
         bus.deliver("manager", encode(message))

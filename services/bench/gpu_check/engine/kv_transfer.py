@@ -60,7 +60,7 @@ def _link(check: Check, name: str, payload: float) -> None:
 
 
 async def _measure(check: Check, name: str, payload: float) -> None:
-    """Raises `NotThere` for a link that cannot be opened here."""
+    """Raise `NotThere` for a link that cannot be opened here."""
     ends = Ends(memory=DeviceMemory(str(check.device)), sender=(_MODULE, str(check.device)))
     try:
         link = open_link(name, ends)
@@ -87,7 +87,7 @@ async def _measure(check: Check, name: str, payload: float) -> None:
 
 
 def transports(log: str) -> list[str]:
-    """How UCX moves large messages, as it says itself where `UCX_PROTO_INFO` asks for it: each way once, in order."""
+    """Return how UCX moves large messages, from its own log under `UCX_PROTO_INFO`: each way once, in order."""
     found = re.findall(r"\| +\S+\.\.inf \| (.+?) +\| ([^|]+?) +\|", log)
     return list(dict.fromkeys(f"{way.removeprefix('(?) ')} by {transport}" for way, transport in found))
 

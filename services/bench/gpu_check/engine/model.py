@@ -39,7 +39,7 @@ def run_14b(check: Check) -> None:
 
 
 def _run(check: Check, model: str, seconds: float, *, most_kv: int = 0, small: bool = False) -> None:
-    """`seconds`: to load it. Of the `small` one also what a larger one would only repeat."""
+    """Measure a model; `seconds`: to load it. The `small` one also runs what a larger one would only repeat."""
     runner = check.guard.item(f"{model}: load", lambda: _load(check, model, most_kv), seconds)
     if runner is None:
         return
@@ -101,7 +101,7 @@ def _load_as(check: Check, invariant: bool) -> ModelRunner:
 
 
 def _steps(check: Check, runner: ModelRunner) -> list[tuple[str, int, Callable[[], float | None]]]:
-    """Of each step that is timed its name, the tokens that it yields or computes, and its seconds."""
+    """Return the name of each timed step, the tokens that it yields or computes, and its seconds."""
     context, (rows, positions) = steps.context_of(check), (16, 5) if check.real else (2, 3)
     tokens = 2048 if check.real else 48
     drafted = steps.drafted(runner, rows, context - positions, positions - 1)

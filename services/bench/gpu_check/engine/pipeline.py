@@ -43,7 +43,7 @@ class Load:
     output: int
 
     def words(self, body: str) -> tuple[str, ...]:
-        """Of `cohort bench`."""
+        """Return the options of `cohort bench`."""
         lengths = (f"--input-len={self.prompt}", f"--output-len={self.output}")
         users = (f"--concurrency={self.users}", f"--num-requests={self.requests}", f"--warmup={self.users}")
         return (*users, *lengths, f"--extra-body={body}")
@@ -81,7 +81,7 @@ def _pipeline(check: Check, preset: str, load: Load, *, sampled: bool) -> None:
 
 @contextmanager
 def _served(check: Check, preset: str, model: Path) -> Iterator[tuple[Served, float]]:
-    """A pipeline that is ready, and the seconds it took. Ended on leaving."""
+    """Run a pipeline; yield it when ready, with the seconds it took."""
     port, real = free_port(), check.real
     log = check.logs / f"pipeline-{preset}.log"
     options = {
@@ -138,7 +138,7 @@ def _tell(check: Check, name: str, load: Load, overall: dict[str, Any]) -> None:
 
 
 def _idle(check: Check, name: str, before: str, after: str) -> None:
-    """The share of a busy worker's time in which no step runs: gaps between steps, of gaps and steps together."""
+    """Measure the share of a busy worker's time without a step: gaps between steps, of gaps and steps together."""
     gaps, steps = (_total(after, what) - _total(before, what) for what in ("iteration_gap_seconds", "step_seconds"))
     if not before or not steps:
         check.found.said(f"{name}: idle between steps", "the workers' metrics do not tell")
@@ -148,12 +148,12 @@ def _idle(check: Check, name: str, before: str, after: str) -> None:
 
 
 def _total(metrics: str, name: str) -> float:
-    """Of a histogram's sums, over all processes."""
+    """Return the total of a histogram's sums, over all processes."""
     return sum(float(value) for value in re.findall(rf"^\w*{name}_sum(?:{{.*}})? (\S+)$", metrics, re.MULTILINE))
 
 
 def _travelled(check: Check, preset: str, served: Served) -> None:
-    """Bytes per link, of all processes together; the monitor may not have asked them all yet."""
+    """Check the bytes per link, of all processes together; the monitor may not have polled them all yet."""
     until = time.monotonic() + (_METRICS_S if check.real else 10 * _METRICS_S)
     while not any((totals := _moved(_metrics(served))).values()) and time.monotonic() < until:
         time.sleep(0.5)
@@ -165,7 +165,7 @@ def _travelled(check: Check, preset: str, served: Served) -> None:
 
 
 def _moved(metrics: str) -> dict[str, float]:
-    """Bytes by link."""
+    """Return the bytes by link."""
     totals: dict[str, float] = {}
     for link, value in re.findall(r'^\w*transfer\w*bytes_total{.*link="(\w+)".*} (\S+)$', metrics, re.MULTILINE):
         totals[link] = totals.get(link, 0.0) + float(value)
@@ -173,7 +173,7 @@ def _moved(metrics: str) -> dict[str, float]:
 
 
 def _metrics(served: Served) -> str:
-    """Of all processes; empty where they cannot be read yet."""
+    """Return the metrics of all processes; empty where they cannot be read yet."""
     try:
         return served.metrics()
     except OSError:
@@ -181,7 +181,7 @@ def _metrics(served: Served) -> str:
 
 
 def _compiled_kernels() -> int:
-    """In the folder that all processes of this run share."""
+    """Count the kernels in the folder that all processes of this run share."""
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     return sum(1 for _ in folder.rglob("*.cubin")) if folder.is_dir() else 0
 

@@ -32,7 +32,7 @@ _TRACE_BYTES = 4 << 20
 
 
 def classes(check: Check) -> tuple[int, ...]:
-    """Numbers of rows that are measured, and recorded."""
+    """Return the numbers of rows that are measured, and recorded."""
     return (1, 16, 64, 256) if check.real else (1, 3)
 
 
@@ -41,7 +41,7 @@ def context_of(check: Check) -> int:
 
 
 def recorded_s(check: Check, runner: ModelRunner, batch: StepBatch) -> float | None:
-    """The device's time for the recorded step alone; None where no class takes the batch."""
+    """Return the device's time for the recorded step alone; None where no class takes the batch."""
     steps = runner._device_steps
     runner.execute(batch)
     rows_class = None if steps is None else steps.decode.takes(batch)
@@ -52,7 +52,7 @@ def recorded_s(check: Check, runner: ModelRunner, batch: StepBatch) -> float | N
 
 
 def whole_s(check: Check, runner: ModelRunner, batch: StepBatch) -> float:
-    """With inputs, sampling and the wait: median on the host's clock."""
+    """Return the median on the host's clock, with inputs, sampling and the wait."""
     runner.execute(batch)
     times = []
     for _ in range(_REPEATS if check.real else 3):
@@ -103,7 +103,7 @@ def mixed(check: Check, runner: ModelRunner, model: str) -> None:
 
 
 def _mixed(check: Check, runner: ModelRunner, name: str, rows: int, context: int, prompt: int) -> None:
-    """A prompt of `prompt` tokens, then `rows` decode rows of this context."""
+    """Measure a prompt of `prompt` tokens and `rows` decode rows of this context in one step."""
     contexts, num_blocks = [prompt, *[context] * rows], len(runner.kv.blocks)
     queries = [prompt, *[1] * rows]
     batch = decode_batch(contexts, block_size=runner.block_size, num_blocks=num_blocks, queries=queries)
@@ -141,7 +141,7 @@ def _prefill(check: Check, runner: ModelRunner, name: str, tokens: int) -> None:
 
 
 def drafted(runner: ModelRunner, rows: int, context: int, count: int) -> StepBatch:
-    """Rows with so many drafts each behind their context, right by chance."""
+    """Return rows with `drafts` drafts each after their context, right by chance."""
     batch = rows_of(runner, rows, count + 1, context + count)
     return dataclasses.replace(
         batch, sampling=(GREEDY,) * batch.num_tokens, drafts=np.full(rows, count, dtype=np.int32)
@@ -183,7 +183,7 @@ def _by_kernel(
 
 
 def longest(averages: Any, repeats: int, *, device: bool) -> list[dict[str, Any]]:
-    """Per kernel and call: name, launches, microseconds; the longest first."""
+    """Return name, launches and microseconds per kernel and call; the longest first."""
     kernels = []
     for event in averages:
         if device and str(getattr(event, "device_type", "")).endswith("CPU"):

@@ -75,7 +75,7 @@ TINY: Mapping[str, Any] = {
 
 
 def shape_folder(folder: Path, config: Mapping[str, Any]) -> Path:
-    """`folder` with this configuration, and a tokenizer whose words are `t0 t1 …`."""
+    """Write this configuration to `folder`, and a tokenizer whose words are `t0 t1 …`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     vocabulary = {f"t{index}": index for index in range(config["vocab_size"])}
@@ -117,7 +117,7 @@ class Check:
         return str(self.dtype).removeprefix("torch.")
 
     def ceilings(self) -> Ceilings:
-        """This device's rates, measured by this process when they are first asked for."""
+        """Return this device's rates, measured by this process at the first call."""
         if self._ceilings is None:
             self._ceilings = rates.ceilings(self.device, self.dtype, real=self.real)
             print(f"ceilings: {self._ceilings}", flush=True)
@@ -126,8 +126,8 @@ class Check:
     def over_copies_s(
         self, first: Made, size: int, another: Callable[[], Made], call: Callable[[Made], object], most: int = 16
     ) -> float:
-        """Seconds of `call`, each time over another copy of `first`, which has so many bytes: all of them come from
-        memory, as in a step."""
+        """Return the seconds of `call`, each over another copy of `first` of `size` bytes: read from memory, as in a
+        step."""
         count = max(1, min(most, -(-_ROTATED_BYTES // size))) if self.real else min(most, 2)
         copies = [first, *(another() for _ in range(count - 1))]
 
@@ -138,7 +138,7 @@ class Check:
         return rates.seconds(rates.replayed(every, self.device), self.device) / count
 
     def shape(self, name: str) -> Mapping[str, Any]:
-        """A model shape to measure; on the processor there is one for all."""
+        """Return a model shape to measure; on the processor there is one for all."""
         return {"Llama-3-8B": LLAMA_3_8B, "Qwen2.5-14B": QWEN25_14B}[name] if self.real else TINY
 
     def runner(self, name: str, config: Mapping[str, Any], **overrides: Any) -> ModelRunner:
@@ -154,7 +154,8 @@ def random_model(
     group: RankGroup | None = None,
     **overrides: Any,
 ) -> ModelRunner:
-    """A model of this shape with random weights, as a worker would load it; where not `real`, with a small cache."""
+    """Return a model of this shape with random weights, as a worker would load it; where not `real`, with a small
+    cache."""
     options: dict[str, Any] = {
         "dtype": "bfloat16" if real else "float32",
         "device": str(device),
@@ -172,7 +173,7 @@ def random_model(
 
 
 def rows_of(runner: ModelRunner, rows: int, tokens_per_row: int, context: int) -> StepBatch:
-    """A greedy batch. Raises `DoesNotFit` where the cache cannot hold it."""
+    """Return a greedy batch. Raises `DoesNotFit` where the cache cannot hold it."""
     batch = trial_batch(rows, tokens_per_row, context, block_size=runner.block_size, num_blocks=len(runner.kv.blocks))
     if batch is None:
         needed = rows * -(-context // runner.block_size)

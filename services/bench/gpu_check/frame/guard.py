@@ -72,7 +72,7 @@ class Guard:
         self._patience = patience
         self._probe = probe
         self.dead = ""
-        """Why the device no longer answers; "" = it does."""
+        """Reason why the device no longer answers; "" = it does."""
 
     @property
     def left_s(self) -> float:
@@ -80,7 +80,7 @@ class Guard:
         return self._until_s - time.monotonic()
 
     def item(self, name: str, call: Callable[[], Found], seconds: float = 60.0) -> Found | None:
-        """What `call` returns; None where it could not be had, and then a row says why."""
+        """Return `call`'s result; None where it failed, and then a row says why."""
         if (why := self.why_not()) != "":
             self._found.said(name, why, "not run")
             return None
@@ -98,14 +98,14 @@ class Guard:
         return None
 
     def why_not(self) -> str:
-        """Why no item can be begun any more; "" = one can."""
+        """Return why no item can begin any more; "" = one can."""
         if self.dead:
             return f"the device no longer answers: {self.dead}"
         return "no time was left" if self.left_s < _LEAST_S else ""
 
     def settle(self) -> None:
-        """What the item launched and the device could not do is this item's failure, not the next one's. What the
-        allocator keeps of a large item is returned, lest its pieces be in the next one's way."""
+        """Wait for what the item launched, so that a failure is this item's and not the next one's. Return what the
+        allocator keeps of a large item, lest its pieces be in the next one's way."""
         self._probe(self._device)
         if self._device.type == "cuda":
             kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
@@ -113,7 +113,7 @@ class Guard:
                 torch.cuda.empty_cache()
 
     def judge(self, name: str, error: BaseException) -> None:
-        """The row of an item that raised. Lets go of what it held, then asks the device whether it still answers."""
+        """Add the row of an item that raised. Let go of what it held, then check that the device still answers."""
         if isinstance(error, NotThere):
             self._found.said(name, f"not there: {_words(error)}")
             return
@@ -137,7 +137,7 @@ class Guard:
 
     @contextlib.contextmanager
     def deadline(self, seconds: float) -> Iterator[None]:
-        """SIGALRM stops what runs Python. For the main thread."""
+        """Stop Python code by SIGALRM. For the main thread."""
         seconds = max(_LEAST_S, min(seconds * self._patience, self.left_s))
 
         def passed(_signal: int, _frame: object) -> None:

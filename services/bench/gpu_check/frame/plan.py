@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 TOTAL_S = 540.0
 SETUP_S = 20.0
-"""Before the first section: wheels unpacked, torch read from the disk for the first time."""
+"""Time before the first section: wheels unpacked, torch read from the disk for the first time."""
 
 PLANS = {
     "A": {
@@ -41,9 +41,9 @@ SECTIONS = tuple(_SECONDS)
 
 
 def deadlines(sections: Sequence[str], total_s: float) -> list[tuple[str, float]]:
-    """The sections in this order, each with the moment, counted from the start, at which it is ended. What earlier ones
-    left over is its to use, and none of the later ones' time is; a whole plan's seconds, set-up included, are stretched
-    or squeezed to `total_s`."""
+    """Return the sections in this order, each with the moment, counted from the start, at which it is ended. What
+    earlier ones left over is its to use, and none of the later ones' time is; a whole plan's seconds, set-up included,
+    are stretched or squeezed to `total_s`."""
     until_s, found = SETUP_S, []
     for section in sections:
         until_s += _SECONDS[section]
@@ -52,5 +52,5 @@ def deadlines(sections: Sequence[str], total_s: float) -> list[tuple[str, float]
 
 
 def sections_of(plan: str, only: Sequence[str] | None) -> list[str]:
-    """A plan's sections, or the named ones (of either plan) in the plans' order."""
+    """Return a plan's sections, or the named ones (of either plan) in the plans' order."""
     return list(PLANS[plan]) if only is None else [section for section in SECTIONS if section in only]

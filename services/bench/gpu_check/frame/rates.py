@@ -28,11 +28,11 @@ class Ceilings:
 
     @property
     def bandwidth(self) -> float:
-        """What a kernel that mostly reads can hope for."""
+        """Bytes per second of a kernel that mostly reads, at best."""
         return max(self.copy, self.read)
 
     def least_s(self, moved_bytes: float, operations: float) -> float:
-        """Of one launch."""
+        """Return the least time of one launch."""
         return max(moved_bytes / self.bandwidth, operations / self.matrix)
 
 
@@ -46,13 +46,13 @@ class Product:
     count: int
 
     def least_s(self, rows: int, element_bytes: int, ceilings: Ceilings) -> float:
-        """One of them, times `rows` rows: weights and rows read, results written."""
+        """Return the least time of one product with `rows` rows: weights and rows read, results written."""
         elements = self.outputs * self.inputs + rows * (self.outputs + self.inputs)
         return ceilings.least_s(elements * element_bytes, 2.0 * rows * self.outputs * self.inputs)
 
 
 def products(geometry: ModelGeometry) -> list[Product]:
-    """A Llama-shaped model's five products; gate and up are one, as q, k and v are."""
+    """Return a Llama-shaped model's five products; gate and up are one, as q, k and v are."""
     g = geometry
     heads = (g.num_heads + 2 * g.num_kv_heads) * g.head_dim
     return [
@@ -65,32 +65,32 @@ def products(geometry: ModelGeometry) -> list[Product]:
 
 
 def products_s(geometry: ModelGeometry, dtype: str, rows: int, ceilings: Ceilings) -> float:
-    """All products of a step of `rows` tokens, each of which gets logits."""
+    """Return all products of a step of `rows` tokens, each of which gets logits."""
     size = DTYPE_BYTES[dtype]
     return sum(each.count * each.least_s(rows, size, ceilings) for each in products(geometry))
 
 
 def decode_s(geometry: ModelGeometry, dtype: str, rows: int, context: int, ceilings: Ceilings) -> float:
-    """The least a decode step takes: products, and decode attention of all layers (every row's keys and values once),
-    one after the other, each at its own bound."""
+    """Return the least a decode step takes: products, and decode attention of all layers (every row's keys and values
+    once), one after the other, each at its own bound."""
     operations = 4.0 * geometry.num_heads * geometry.head_dim * rows * context * geometry.num_layers
     attention_s = ceilings.least_s(rows * context * geometry.kv_token_bytes(dtype), operations)
     return products_s(geometry, dtype, rows, ceilings) + attention_s
 
 
 def matrix_elements(geometry: ModelGeometry) -> int:
-    """Weights of all layers' matrix products; without embedding and vocabulary."""
+    """Return weights of all layers' matrix products; without embedding and vocabulary."""
     return sum(each.count * each.outputs * each.inputs for each in products(geometry) if each.name != "head")
 
 
 def prefill_operations(geometry: ModelGeometry, tokens: int) -> int:
-    """Multiplications and additions of one prompt: the layers' products, and causal attention's half of the square."""
+    """Return multiplications and additions of one prompt: layers' products, and half the square of causal attention."""
     attention = 2 * 2 * geometry.num_heads * geometry.head_dim * tokens * (tokens + 1) // 2 * geometry.num_layers
     return 2 * matrix_elements(geometry) * tokens + attention
 
 
 def seconds(call: Callable[[], object], device: torch.device, *, repeats: int = 20, warm_ups: int = 3) -> float:
-    """Median time of `call` on the device; every repetition is timed by itself, with events on a GPU."""
+    """Return median time of `call` on the device; every repetition is timed by itself, with events on a GPU."""
     for _ in range(warm_ups):
         call()
     if device.type != "cuda":
@@ -114,7 +114,7 @@ def seconds(call: Callable[[], object], device: torch.device, *, repeats: int = 
 
 
 def replayed(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """`call` as one launch, so that short kernels are not measured by the gaps between their launches."""
+    """Return `call` as one launch, so that short kernels are not measured by the gaps between their launches."""
     if device.type != "cuda":
         return call
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -131,26 +131,26 @@ def replayed(call: Callable[[], object], device: torch.device) -> Callable[[], o
 
 
 def random_bytes(size: int, device: torch.device) -> torch.Tensor:
-    """uint8 [size], drawn on the device."""
+    """Return uint8 [size], drawn on the device."""
     return torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
 
 
 def copy_bytes_per_s(device: torch.device, size: int) -> float:
-    """Bytes read plus bytes written per second of a copy of `size` bytes on the device."""
+    """Return bytes read plus bytes written per second of a copy of `size` bytes on the device."""
     source = random_bytes(size, device)
     target = torch.empty_like(source)
     return 2 * size / seconds(lambda: target.copy_(source), device)
 
 
 def read_bytes_per_s(device: torch.device, size: int) -> float:
-    """Bytes per second that the best of torch's reductions over `size` bytes reads."""
+    """Return bytes per second that the best of torch's reductions over `size` bytes reads."""
     whole = random_bytes(size, device).view(torch.int32).to(torch.float32)
     calls: tuple[Callable[[], object], ...] = (whole.sum, whole.amax, lambda: whole.view(1024, -1).sum(dim=1))
     return whole.nbytes / min(seconds(call, device, repeats=10) for call in calls)
 
 
 def ceilings(device: torch.device, dtype: torch.dtype, *, real: bool) -> Ceilings:
-    """The device's rates as bounds; on a processor (`real` False) of tiny data, to run the same code."""
+    """Return the device's rates as bounds; on a processor (`real` False) of tiny data, to run the same code."""
     size, side = (4 << 30, 8192) if real else (1 << 20, 128)
     found = Ceilings(
         copy=copy_bytes_per_s(device, size),
@@ -163,7 +163,7 @@ def ceilings(device: torch.device, dtype: torch.dtype, *, real: bool) -> Ceiling
 
 
 def matrix_operations_per_s(device: torch.device, size: int, dtype: torch.dtype) -> float:
-    """Of a product of two random square matrices."""
+    """Measure a product of two random square matrices."""
     first = torch.randn(size, size, device=device).to(dtype)
     second = torch.randn(size, size, device=device).to(dtype)
     out = torch.empty_like(first)

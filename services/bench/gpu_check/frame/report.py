@@ -67,7 +67,7 @@ class Findings:
         at_most: float | None = None,
         note: str = "",
     ) -> None:
-        """A metric and its target, if any."""
+        """Add a metric and its target, if any."""
         verdict: Verdict = "info"
         target, bound = (at_most, "at most") if at_least is None else (at_least, "at least")
         if target is not None:
@@ -78,16 +78,16 @@ class Findings:
         self._add(name, note, verdict, figure=figure if known else None, unit=unit, target=target, bound=bound)
 
     def checked(self, name: str, holds: bool, note: str = "") -> None:
-        """Something that is right or wrong."""
+        """Add something that is right or wrong."""
         self._add(name, note, "pass" if holds else "fail", bound="equal")
 
     def said(self, name: str, note: str, verdict: Verdict = "info") -> None:
-        """Words without a number."""
+        """Add words without a number."""
         self._add(name, note, verdict)
 
 
 def read_rows(file: Path) -> list[Row]:
-    """The rows that a section wrote before it ended, however it ended."""
+    """Return the rows that a section wrote before it ended, however it ended."""
     rows = []
     for line in file.read_bytes().splitlines() if file.is_file() else ():
         try:
@@ -114,7 +114,7 @@ def _number(value: float | None, unit: str) -> str:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The rows as text, in columns; cases of one test that passed are one line."""
+    """Return the rows as text, in columns; cases of one test that passed are one line."""
     cells = [_HEADER, *map(_cells, _together(rows))]
     widths = [max(len(cell[column]) for cell in cells) for column in range(len(_HEADER) - 1)]
     return "\n".join(
@@ -124,7 +124,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def _together(rows: Iterable[Row]) -> list[Row]:
-    """`test[a]`, `test[b]` that passed, as `test` with the number of cases."""
+    """Join `test[a]`, `test[b]` that passed to `test` with the number of cases."""
     found: dict[object, list[Row]] = {}
     for number, row in enumerate(rows):
         case = row.verdict == "pass" and "[" in row.name and row.figure is None
@@ -138,7 +138,7 @@ def _together(rows: Iterable[Row]) -> list[Row]:
 
 
 def exit_status(rows: Iterable[Row]) -> int:
-    """0 everything passed, 1 something was missed, failed or not run."""
+    """Return 0 if everything passed, 1 if something was missed, failed or not run."""
     return int(any(row.verdict in ("miss", "fail", "not run") for row in rows))
 
 
@@ -194,7 +194,7 @@ class Results:
         return "\n".join([*lines, "", table(self.rows), "```", ""])
 
     def _packed(self) -> bytes:
-        """Of every log the end, where it is long; the oldest fall out when all together are too many."""
+        """Pack the end of every log; the oldest fall out when all together are too large."""
         out = io.BytesIO()
         left = _LOGS_TOGETHER
         with tarfile.open(fileobj=out, mode="w:gz") as archive:

@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _prepare(options: argparse.Namespace, work: Path, started_s: float) -> Run:
-    """Raises `_Refused`."""
+    """Raise `_Refused`."""
     # Not the folder it lies in: that one's folders would hide other people's packages of the same names.
     source = work / "source"
     source.mkdir()
@@ -109,7 +109,7 @@ def _prepare(options: argparse.Namespace, work: Path, started_s: float) -> Run:
 
 
 class _Refused(Exception):
-    """It cannot be run here, and why."""
+    """Reason why nothing can be run here."""
 
 
 def _environment(dry_run: bool, work: Path, paths: list[str]) -> dict[str, str]:
@@ -127,7 +127,7 @@ def _environment(dry_run: bool, work: Path, paths: list[str]) -> dict[str, str]:
 
 
 def _run(options: argparse.Namespace, run: Run) -> int:
-    """The sections in their order."""
+    """Return the sections in their order."""
     plan = "of sections" if options.only else options.plan
     facts = {"plan": plan, "dry_run": run.dry_run, "total_s": run.total_s}
     results = Results(options.out, run.logs, facts)
@@ -153,7 +153,7 @@ def _run(options: argparse.Namespace, run: Run) -> int:
 
 
 class _Ended(Exception):
-    """This process was asked to end."""
+    """Request to end this process."""
 
 
 def _ended(_signal: int, _frame: object) -> NoReturn:
@@ -161,14 +161,14 @@ def _ended(_signal: int, _frame: object) -> NoReturn:
 
 
 def _build_host_kernels(run: Run) -> subprocess.Popen[bytes]:
-    """In the background from the start: what needs them waits for the build's lock."""
+    """Build in the background from the start: what needs the kernels waits for the build's lock."""
     cache = run.environment.get("COHORT_CACHE_DIR") or str(cache_dir())
     words = ["nice", "-n", "10", sys.executable, "-P", "-m", "cohort.kernels.cpu.build", cache]
     return _begun(words, run.logs / "build.log", run)
 
 
 def _begun(words: list[str], log: Path, run: Run) -> subprocess.Popen[bytes]:
-    """In a group of its own."""
+    """Start a process in a group of its own."""
     with log.open("wb") as out:
         return subprocess.Popen(
             words,
@@ -182,7 +182,7 @@ def _begun(words: list[str], log: Path, run: Run) -> subprocess.Popen[bytes]:
 
 
 def refusal(environment: dict[str, str], *, dry_run: bool) -> str:
-    """Why nothing can be measured here; "" = it can. Asks in another process: this one stays small."""
+    """Return why nothing can be measured here; "" = it can. Another process checks: this one stays small."""
     wanted = ("torch", "transformers", "llguidance", "msgspec", "structlog", "yaml", "zmq", "aiohttp")
     code = "import importlib.util as u, sys; print(*(n for n in sys.argv[1:] if u.find_spec(n) is None), sep=', ')"
     asked = "" if dry_run else "\nimport torch; sys.exit(0 if torch.cuda.is_available() else 3)"

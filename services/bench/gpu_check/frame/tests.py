@@ -20,11 +20,11 @@ from cohort.services.bench.gpu_check.frame.context import Check
 _FOLDER = "tests/kernels/gpu"
 _TEST_S = 120.0  # some compile dozens of variants
 _OPTIONS = ("-m", "not slow", "-s", "-v", "--tb=no", "--continue-on-collection-errors", "-p", "hypothesispytest")
-"""Nothing is captured: what a test has printed is in the log when its process is ended."""
+"""Options of pytest. Nothing is captured: a test's output is in the log when its process is ended."""
 
 
 def run(check: Check, *chosen: str) -> None:
-    """`chosen`: files or tests of the folder (none: all), and further options of pytest's."""
+    """Run `chosen`: files or tests of the folder (none: all), and further options of pytest's."""
     source = _linked(check.folder)
     if source is None:
         check.found.said("tests", "they come with a checkout alone", "not run")
@@ -45,8 +45,8 @@ def run(check: Check, *chosen: str) -> None:
 
 
 def _linked(folder: Path) -> Path | None:
-    """A folder from which `tests` is imported and nothing else of the checkout, whose folders would hide other people's
-    packages of the same names. None outside a checkout."""
+    """Return a folder from which `tests` is imported and nothing else of the checkout, whose folders would hide other
+    people's packages of the same names. None outside a checkout."""
     root, source = Path(cohort.__file__).resolve().parent.parent, folder / "source"
     if not (root / _FOLDER).is_dir():
         return None

@@ -58,8 +58,8 @@ def make_case(
     directed: bool = True,
     fp8: bool = False,
 ) -> Case:
-    """Rows of these contexts, of which the last `queries` tokens are computed, over random keys in shuffled blocks;
-    `fp8`: kept so, as this device does."""
+    """Return rows of these contexts, of which the last `queries` tokens are computed, over random keys in shuffled
+    blocks; `fp8`: kept so, as this device does."""
     blocks = [-(-context // BLOCK_SIZE) for context in contexts]
     shape = (sum(blocks) + 1, layers, 2, heads.kv, BLOCK_SIZE)
     kv = random_fp8(shape, heads.dim, device) if fp8 else torch.empty((*shape, heads.dim), device=device, dtype=dtype)
@@ -100,7 +100,7 @@ def make_case(
 
 
 def random_fp8(shape: Sequence[int], head_dim: int, device: torch.device) -> Tensor:
-    """A cache [*shape, row] in FP8 of numbers up to 4 of either sign: in planes on a GPU, in rows on a processor."""
+    """Return a cache [*shape, row] in FP8 of numbers from -4 to 4: in planes on a GPU, in rows on a processor."""
     apart = device.type == "cuda"
     kv = torch.empty(
         (*shape, head_dim + (PLANE_SCALE_BYTES if apart else SCALE_BYTES)), device=device, dtype=torch.uint8
@@ -138,7 +138,7 @@ def run(check: Check) -> None:
 
 
 def _shape(check: Check, name: str, heads: Heads, rows: int, context: int) -> None:
-    """Without directions and with; the latter is what recorded steps run."""
+    """Measure without directions and with; the latter is what recorded steps run."""
     ceilings = check.ceilings()
     times = {}
     for directed in (False, True):
@@ -157,7 +157,7 @@ def _shape(check: Check, name: str, heads: Heads, rows: int, context: int) -> No
 
 
 def _stride(check: Check, name: str, heads: Heads, rows: int, context: int) -> None:
-    """As many bytes from blocks of 32 layers as from blocks of one: the former touch 32 times the memory's pages."""
+    """Compare as many bytes from blocks of 32 layers as of one: the former touch 32 times the memory's pages."""
     layers = 32 if check.real else 4
     wide = _time(check, _case(check, heads, rows, context, layers=layers))
     dense = _time(check, _case(check, heads, rows, context, layers=1))
@@ -165,7 +165,7 @@ def _stride(check: Check, name: str, heads: Heads, rows: int, context: int) -> N
 
 
 def _fp8(check: Check, name: str, heads: Heads, rows: int, context: int) -> None:
-    """Of its own bytes, codes and scales; and how much sooner it is done than 16 bits are."""
+    """Measure FP8 by its own bytes, codes and scales; and its speed relative to 16 bits."""
     fp8 = _case(check, heads, rows, context, fp8=True)
     taken_s, read_bytes = _time(check, fp8), fp8.read_bytes
     del fp8
@@ -180,7 +180,7 @@ def _fp8(check: Check, name: str, heads: Heads, rows: int, context: int) -> None
 
 
 def _scores(check: Check) -> dict[str, tuple[Heads, dict[str, Any]]]:
-    """By kind: heads of gpt-oss and of Gemma 2 9B, and what their attention is asked for."""
+    """Return heads and options of attention by kind, of gpt-oss and of Gemma 2 9B."""
     oss, gemma = (Heads(64, 8, 64), Heads(16, 8, 256)) if check.real else (_TINY, _TINY)
     return {
         "sinks": (oss, {"sinks": torch.linspace(-3.0, 6.0, oss.query, device=check.device)}),
@@ -197,7 +197,7 @@ def _with_scores(
 
 
 def _prompt(check: Check, name: str, kind: str, heads: Heads, options: dict[str, Any], tokens: int) -> None:
-    """Flash attention is given neither, so all prompts of such a model run so."""
+    """Measure our prefill: flash attention takes neither sinks nor caps, so all prompts of such a model run so."""
     case = make_case(check.device, check.dtype, heads, [tokens], [tokens], layers=_layers(check))
     taken_s = _time(check, case, **options)
     operations = 2.0 * heads.query * heads.dim * tokens * (tokens + 1)
@@ -219,7 +219,7 @@ def _case(check: Check, heads: Heads, rows: int, context: int, **more: Any) -> C
 
 
 def _time(check: Check, case: Case, **options: Any) -> float:
-    """Seconds a layer. `options`: of `paged_attention`."""
+    """Return seconds a layer. `options`: of `paged_attention`."""
     out = torch.empty_like(case.query)
     layers = case.kv.shape[1]
 

@@ -69,7 +69,7 @@ def run(check: Check) -> None:
 
 
 def layouts(real: bool) -> tuple[Layout, ...]:
-    """Tiny ones where no GPU is measured."""
+    """Return the layouts, tiny ones where no GPU is measured."""
     return _LAYOUTS if real else tuple(_tiny(layout) for layout in _LAYOUTS)
 
 
@@ -115,7 +115,7 @@ def make_weights(layout: Layout, device: torch.device, dtype: torch.dtype, *, pl
 
 
 def make_codes(layout: Layout, experts: int, outputs: int, inputs: int, device: torch.device) -> ExpertCodes:
-    """Random codes, and scales that leave sums of the order of 1."""
+    """Return random codes, and scales that leave sums of the order of 1."""
     if layout.codes == E2M1:  # a code is 2.6 in the mean of squares
         codes = torch.randint(0, 256, (experts, outputs, inputs // 2), dtype=torch.uint8, device=device)
         size = 127 - round(0.5 * torch.tensor(float(inputs)).log2().item() + 1.4)
@@ -127,7 +127,7 @@ def make_codes(layout: Layout, experts: int, outputs: int, inputs: int, device: 
 
 
 def routed(mixture: Mixture, tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows, and experts of each drawn evenly, ascending."""
+    """Return rows, and evenly drawn experts of each, ascending."""
     scores = torch.rand(tokens, mixture.count, device=device)
     chosen = scores.topk(mixture.per_token, dim=1).indices.sort(dim=1).values
     return torch.randn(tokens, mixture.hidden, device=device).to(dtype), chosen

@@ -66,7 +66,7 @@ def _products(check: Check) -> list[Product]:
 def random_codes(
     codes: torch.dtype, group: int, offsets: bool, shape: Sequence[int], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """Random codes [*shape], scales that leave sums of the order of 1, offsets, and how many inputs share a scale."""
+    """Return random codes [*shape], scales that leave sums of the order of 1, offsets, and the inputs of a scale."""
     *others, inputs = shape
     group = min(group or inputs, inputs)
     if codes == torch.uint8:

@@ -32,7 +32,7 @@ KINDS: dict[str, SamplingRow] = {
 
 
 def rows_of(kind: SamplingRow, count: int, vocabulary: int) -> list[SamplingRow]:
-    """Rows with seeds and places of their own; those with penalties look back on 500 tokens."""
+    """Return rows with seeds and places of their own; those with penalties look back on 500 tokens."""
     draw = random.Random(9)
     rows = []
     for index in range(count):
@@ -52,7 +52,7 @@ def run(check: Check, vocabulary: int) -> None:
 
 
 def _time(check: Check, label: str, kind: SamplingRow, count: int, vocabulary: int) -> None:
-    """Logits are as far apart as a model's: a few likely tokens, a long tail."""
+    """Time rows whose logits are as far apart as a model's: a few likely tokens, a long tail."""
     rows, logits = rows_of(kind, count, vocabulary), torch.randn(count, vocabulary, device=check.device) * 4.0
     uploads, repeats = Uploads(check.device), 10 if check.real else 2
 

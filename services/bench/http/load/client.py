@@ -59,7 +59,7 @@ class RequestRecord:
 
     @property
     def output_tokens(self) -> int:
-        """By the server's usage; where it sends none, chunks with output are counted instead."""
+        """Tokens by the server's usage; where it sends none, chunks with output are counted instead."""
         return len(self.token_s) if self.reported_output_tokens is None else self.reported_output_tokens
 
     @property
@@ -68,7 +68,7 @@ class RequestRecord:
 
     @property
     def client_queue_s(self) -> float:
-        """Between due and sent: the client's own delay."""
+        """Time between due and sent: the client's own delay."""
         return self.sent_s - self.due_s
 
     @property
@@ -148,13 +148,13 @@ class EventParser:
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
     def finish(self) -> list[bytes]:
-        """A last line that the server did not end."""
+        """Return a last line that the server did not end."""
         rest, self._rest = self._rest, b""
         return [rest[5:].strip()] if rest.startswith(b"data:") else []
 
 
 def now_s() -> float:
-    """The one clock of a run."""
+    """Read the one clock of a run."""
     return time.perf_counter()
 
 
@@ -217,7 +217,7 @@ class HttpStreamClient:
             record.status = "completed"
 
     def _take(self, payload: bytes, record: RequestRecord, at_s: float) -> bool:
-        """Notes one event; True if it says why the answer ended."""
+        """Record one event; True if it says why the answer ended."""
         try:
             chunk = self._decode(payload)
         except msgspec.MsgspecError as error:
@@ -242,7 +242,7 @@ class HttpStreamClient:
 
 
 def error_message(body: bytes) -> str:
-    """The message inside an OpenAI-style error body; the body itself where there is none."""
+    """Return the message inside an OpenAI-style error body; the body itself where there is none."""
     try:
         parsed = msgspec.json.decode(body)
     except msgspec.MsgspecError:
@@ -267,7 +267,7 @@ LAG_PERIOD_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class RunLog:
-    """Everything observed: records in the order of the plans that were sent, lateness of the client's own loop."""
+    """Observations of a run: records in the order of the plans that were sent, lateness of the client's own loop."""
 
     records: tuple[RequestRecord, ...]
     loop_lag_s: tuple[float, ...]
@@ -340,7 +340,7 @@ class Driver:
 
 
 async def measure_loop_lag(lag_s: list[float], period_s: float = LAG_PERIOD_S) -> None:
-    """How late this process wakes up: if that is not small, the client and not the server is being measured.
+    """Record how late this process wakes up: if that is not small, the client and not the server is being measured.
 
     Sleeping in steps is the measurement itself here.
     """

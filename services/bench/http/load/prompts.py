@@ -61,12 +61,12 @@ class Vocabulary:
 
 
 def from_range(low: int, high: int) -> Vocabulary:
-    """Ids in [low, high)."""
+    """Return the ids in [low, high)."""
     return Vocabulary(np.arange(low, high, dtype=np.int32), (), f"ids {low}-{high - 1}")
 
 
 def from_tokenizer(folder: Path) -> Vocabulary:
-    """Every ordinary token of `folder/tokenizer.json`; no special or added one."""
+    """Return every ordinary token of `folder/tokenizer.json`; no special or added one."""
     from tokenizers import Tokenizer
 
     file = folder if folder.is_file() else folder / "tokenizer.json"
@@ -85,7 +85,7 @@ def from_tokenizer(folder: Path) -> Vocabulary:
 
 
 def _safe_words(tokenizer: Tokenizer, pieces: list[str]) -> list[str]:
-    """Lower-case words that are one token at the start of a text and after a space."""
+    """Return lower-case words that are one token at the start of a text and after a space."""
     words: list[str] = []
     for piece in pieces:
         found = re.fullmatch(r"[Ġ▁]([a-z]{2,12})", piece)
@@ -114,13 +114,13 @@ class PromptFactory:
         self._blocks: OrderedDict[int, Symbols] = OrderedDict()
 
     def token_ids(self, plan: RequestPlan) -> list[int]:
-        """Exactly `plan.prompt_tokens` ids."""
+        """Return exactly `plan.prompt_tokens` ids."""
         alphabet = self._vocabulary.token_ids
         ids: list[int] = alphabet[self._symbols(plan, plan.prompt_tokens, len(alphabet))].tolist()
         return ids
 
     def text(self, plan: RequestPlan) -> str:
-        """A text of `plan.prompt_tokens` tokens by the tokenizer, special tokens of the server not counted.
+        """Return a text of `plan.prompt_tokens` tokens by the tokenizer, special tokens of the server not counted.
 
         One word is one token, but a tokenizer may merge in ways that a pair does not show: so the text is counted and
         corrected. The server's count is compared with the plan in the report in any case.

@@ -50,7 +50,7 @@ class Target:
 
     @property
     def local_tokenizer(self) -> Path | None:
-        """Where the server says, or where a pipeline of ours at this port of this machine has its model."""
+        """Return the folder that the server names, or that a pipeline of ours at this port of this machine serves."""
         for place in (self.root, self.model):
             if place and (Path(place) / "tokenizer.json").is_file():
                 return Path(place)
@@ -60,8 +60,8 @@ class Target:
 
 
 def _served_from(url: str) -> Path | None:
-    """The model folder of the pipeline that this user runs at that port, from the configuration its processes read:
-    our gateway does not tell where its files are."""
+    """Return the model folder of the pipeline that this user runs at that port, from the configuration its processes
+    read: our gateway does not tell where its files are."""
     parts = urlsplit(url)
     if parts.hostname not in ("localhost", "127.0.0.1", "::1") or parts.port is None:
         return None
@@ -94,7 +94,7 @@ class Preferences:
 
 
 def base_url(url: str) -> str:
-    """`host:port`, `http://host:port/` and `http://host:port/v1` all mean the same server."""
+    """Return one form of `host:port`, `http://host:port/` and `http://host:port/v1`, which mean the same server."""
     url = url if "://" in url else f"http://{url}"
     return url.rstrip("/").removesuffix("/v1")
 
@@ -112,8 +112,8 @@ async def discover(
     *,
     api_key: str | None = None,
 ) -> Target:
-    """The server's model; with several, `model` must choose. A server whose list does not work can still be measured
-    when `model` is given: then nothing is known about its context."""
+    """Return the server's model; with several, `model` must choose. A server whose list does not work can still be
+    measured when `model` is given: then nothing is known about its context."""
     base = base_url(url)
     try:
         # Not kept alive: some servers drop a connection after an error without saying so, and the first request met it.
@@ -168,7 +168,7 @@ async def negotiate(
 
 
 def _dialects(preferences: Preferences) -> Iterator[Dialect]:
-    """From all preferences to none. Ids only exist at /v1/completions."""
+    """Yield dialects from all preferences to none. Ids only exist at /v1/completions."""
     forms: list[tuple[Endpoint, PromptFormat]] = [("completions", "ids"), ("completions", "text"), ("chat", "text")]
     for endpoint, prompt_format in forms:
         if preferences.endpoint not in (None, endpoint) or preferences.prompt_format not in (None, prompt_format):
@@ -217,7 +217,7 @@ class RequestBuilder:
 
 
 def check_context(target: Target, plans: tuple[RequestPlan, ...]) -> None:
-    """Refuses a workload that the server must refuse, before any time is spent."""
+    """Raise `ConfigError` for a workload that the server must refuse, before any time is spent."""
     if not target.max_model_len:
         return
     too_long = [plan for plan in plans if plan.prompt_tokens + plan.output_tokens > target.max_model_len]

@@ -19,7 +19,7 @@ from cohort.common.workloads.generate import FromTrace, Mixed, Source, Stream, g
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """Everything that decides a workload. `num_requests` None: a trace's length, or what fits in `duration_s`."""
+    """Parameters of a workload. `num_requests` None: a trace's length, or what fits in `duration_s`."""
 
     source: Source
     arrivals: Arrivals
@@ -69,7 +69,7 @@ class Workload:
 
 
 def build(spec: WorkloadSpec) -> Workload:
-    """Lengths, then arrivals, then classes; each from its own random stream."""
+    """Draw lengths, then arrivals, then classes; each from its own random stream."""
     made = generate(
         "the workload",
         spec.source,

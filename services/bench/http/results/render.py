@@ -31,7 +31,7 @@ def _where(result: BenchResult, run: RunReport) -> str:
 
 
 def _heads(result: BenchResult, console: Console) -> None:
-    """Per server once: rounds repeat it many times."""
+    """Print each server once: rounds repeat it many times."""
     for run in {run.name: run for run in result.runs}.values():
         console.print(f"[bold]{escape(run.name)}[/bold] {escape(run.model)} at {escape(run.url)} ({_dialect(run)})")
     if result.runs:
@@ -132,7 +132,7 @@ def _breakdown(title: str, slices: dict[str, Slice]) -> Table:
 
 
 def _short(value: float) -> str:
-    """Three digits are enough where columns are many."""
+    """Format with three digits, enough where columns are many."""
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
@@ -152,7 +152,7 @@ def _comparison(compared: list[ComparedFigure]) -> Table | str:
 
 
 def _comparison_downwards(compared: list[ComparedFigure], names: list[str]) -> Table:
-    """A row for each figure and server: side by side so many would be cut to nothing."""
+    """Return a row for each figure and server: side by side so many would be cut to nothing."""
     table = plain_table("figure", "server", "median (min–max)", f"over {escape(names[0])}")
     for figure in compared:
         for name in names:

@@ -133,8 +133,8 @@ class SloLimits:
 
 
 def slo_verdict(record: RequestRecord, limits: SloLimits) -> dict[str, bool]:
-    """Per figure with a limit: was it kept? A request that did not complete keeps none; a figure that does not exist
-    (TPOT and ITL of a single token) cannot be broken. ITL is judged by the request's own 99th percentile."""
+    """Return whether each figure with a limit met it. A request that did not complete meets none; a figure that does
+    not exist (TPOT and ITL of a single token) cannot be broken. ITL is judged by the request's own 99th percentile."""
     verdict = {}
     for name, by_class in limits.by_figure().items():
         limit_ms = by_class.get(record.plan.traffic_class, by_class.get("", None))
@@ -159,7 +159,7 @@ def slo_verdict(record: RequestRecord, limits: SloLimits) -> dict[str, bool]:
 
 
 def distribution(values_s: Sequence[float]) -> Distribution | None:
-    """None without samples: a made-up zero would read as very fast."""
+    """Return the distribution; None without samples: a made-up zero would read as very fast."""
     if not len(values_s):
         return None
     ms = np.asarray(values_s, dtype=np.float64) * 1000.0
@@ -229,7 +229,7 @@ def _itl_share(records: Sequence[RequestRecord], limits: SloLimits) -> float | N
 
 
 def length_check(records: Sequence[RequestRecord]) -> LengthCheck | None:
-    """None when no answer had a usage."""
+    """Compare lengths with the plans'; None when no answer had a usage."""
     counted = [r for r in records if r.status == "completed" and r.reported_output_tokens is not None]
     if not counted:
         return None
@@ -256,7 +256,7 @@ def run_duration_s(records: Sequence[RequestRecord]) -> float:
 
 
 def max_in_flight(records: Sequence[RequestRecord]) -> int:
-    """Ends count before starts at the same instant, so back-to-back requests of one user are one."""
+    """Count ends before starts at the same instant, so back-to-back requests of one user are one."""
     steps = sorted([(record.sent_s, 1) for record in records] + [(record.end_s, -1) for record in records])
     running = peak = 0
     for _, step in steps:
@@ -323,7 +323,7 @@ def _warnings(
     lag: Distribution | None,
     ignore_eos_wanted: bool,
 ) -> list[str]:
-    """Reasons why these figures are worth less than they seem."""
+    """Return reasons why these figures are worth less than they seem."""
     found = []
     if lag is not None and lag.p99 > LAG_WARNING_MS:
         found.append(f"this client woke up late (p99 {lag.p99:.1f} ms): latencies contain its own delay")

@@ -1,8 +1,7 @@
 """AlignedServe: decode batches of similar prefix length from a pool of KV in host memory (docs/papers.md, A1-A10).
 
 late_bound             placement: the prompt now, the response wherever its KV is bound later (A2)
-aligned_binding        the manager's late binding: which request joins which worker, when (Alg. 2, cases 1 and 2;
-A2-A9)
+aligned_binding        the manager's late binding: which request joins which worker (Alg. 2, cases 1 and 2; A2-A9)
 density_first_search   the next batch from the quad-tree (Alg. 1; A4)
 quad_tree              prefix lengths of everything in the pool (A3)
 running_batch          what a decode worker runs and is going to run (A5, A6, A7)

@@ -19,17 +19,17 @@ from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt
 
 _FAR = 256
-"""Iterations: no host runs as many ahead at once, so that what is beyond need not be known exactly."""
+"""Iterations: no host runs as many ahead, so a larger number need not be exact."""
 
 
 class AlignedBatching(ContinuousBatching):
     """A6 case 3 · AlignedServe Alg. 2: sequences that do not fit go to the Candidate Requests Buffer, the longest
     first; while two batches run (a switch), the longest of the older one.
 
-    Evicted requests leave with their KV, for the manager to bind them to a buffer; that begins while there is
-    still room for the KV transfer, so that no iteration waits for it. A sequence that grows too fast for that is
-    preempted here. Differs from the paper: it evicts when the next iteration does not fit, and waits for the transfer.
-    `sets_aside` False: only preemption (late binding is off, or this worker stands alone).
+    Evicted requests leave with their KV, and the manager binds them to a buffer. Eviction starts while there is room
+    for the KV transfer, so no iteration waits for it; a sequence that grows too fast for that is preempted. Differs
+    from the paper: it evicts when the next iteration does not fit, and waits for the transfer. `sets_aside` False:
+    only preemption (late binding is off, or this worker stands alone).
     """
 
     def __init__(
@@ -47,10 +47,8 @@ class AlignedBatching(ContinuousBatching):
         self._how: Literal["swap", "recompute"] = preemption
         self._sets_aside = sets_aside
         self._leaving: set[Attempt] = set()
-        """Evicted, and possibly still holding blocks."""
-        self._decodes = 0
-        self._mixed = 0
-        self._evictions = 0
+        """Evicted attempts that may still hold blocks."""
+        self._decodes = self._mixed = self._evictions = 0
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
         for number, ran in enumerate(news.runs):
@@ -66,7 +64,7 @@ class AlignedBatching(ContinuousBatching):
         return plan
 
     def _evict(self, kv: KvAllocator) -> list[Sequence]:
-        """Ahead of need: until the low-water mark is free, or will be once the leaving sequences have left."""
+        """Evict until the low-water mark is free, counting the blocks of sequences that are leaving."""
         low = self._low_water(kv)
         free = kv.free_blocks + kv.cached_blocks
         if free >= low:
@@ -88,12 +86,12 @@ class AlignedBatching(ContinuousBatching):
         return evicted
 
     def _low_water(self, kv: KvAllocator) -> int:
-        """A block for every running row, but no more than a fiftieth of the cache; room for half a KV transfer's
-        time."""
+        """Return the blocks to keep free, for half a KV transfer's time: one per running row, at most a fiftieth of the
+        cache."""
         return min(len(self._running), max(2, kv.total_blocks // 50))
 
     def _victim(self, planned: set[Sequence]) -> Sequence | None:
-        """Of those that decode: the longest of the oldest batch."""
+        """Return the longest decoding sequence of the oldest batch."""
         able = [s for s in self._running if s.output_tokens and not s.pinned and s not in planned]
         return min(able, key=lambda s: (batch_of(s), -s.computed, s.key), default=None)
 
@@ -114,14 +112,14 @@ class AlignedBatching(ContinuousBatching):
         return True
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Until the low-water mark is reached: then a sequence is evicted."""
+        """Return the iterations until the low-water mark is reached: then a sequence is evicted."""
         spare, size = kv.free_blocks + kv.cached_blocks - self._low_water(kv), kv.geometry.block_size
         spare //= kv.geometry.num_groups  # a row takes one of each
         if (self._sets_aside and spare < 0) or not super().steady_for(plan, kv):
             return 0
         if not self._sets_aside:
             return UNTIL_DISTURBED
-        # Each row takes a block in so many iterations at most, and has the one for the iteration in flight.
+        # Each row takes at most one block in `size` iterations, and has the one for the iteration in flight.
         least = size * (spare // max(1, len(plan.rows))) - 1
         if least >= _FAR:
             return least

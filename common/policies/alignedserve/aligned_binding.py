@@ -7,9 +7,8 @@ A `LateBinding`. After every event it looks at every decode worker once:
     A6  case 1: room, candidate requests → they join           case 2: room, and none of them → the switch
     A4  no candidate batch?              the next one from the quad-tree to the Candidate Batch Buffer, prefetched (A9)
 
-A6's case 3, the eviction, happens on the worker (`AlignedBatching`); requests set aside come back here as parked and
-are sent to a prefill worker's buffer. Decides at the manager, so no decode iteration ever waits for it (A10). Never
-moves anything itself.
+A6's case 3, the eviction, happens on the worker (`AlignedBatching`); evicted requests come back here as parked and go
+to a prefill worker's buffer. No decode iteration waits for the manager (A10). Never moves anything itself.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from cohort.common.types import InstanceId, KvGeometry, RequestId, Role
 _LONGEST_PREFIX = 65_536
 """Tokens that the quad-tree covers; longer prefixes count as this long. Five levels over a leaf of 64."""
 _SLACK = 0.25
-"""A prefix matches the running batch within this share beyond its shortest and longest: wider, and short rows wait
-for long ones again; narrower, and few requests match."""
+"""Share beyond the running batch's shortest and longest prefix that still matches it: with more, short rows wait for
+long ones again; with less, few requests match."""
 _BUFFER_SHARE = 0.4
-"""Of a prefill worker's blocks, for the candidate batch and candidate requests: as much as a batch (B_max)."""
+"""Share of a prefill worker's blocks for candidate batch and candidate requests: as much as a batch (B_max)."""
 _STARVATION_SHARE = 0.5
-"""Of the time that a request's TPOT target gives all of its output: the other half is for decoding it."""
+"""Share of the time that a request's TPOT target gives all of its output; the rest is for decoding."""
 
 
 class AlignedBinding(LateBinding):
@@ -48,17 +47,16 @@ class AlignedBinding(LateBinding):
         self._tree = QuadTree(longest=_LONGEST_PREFIX, leaf_tokens=options.leaf_tokens if aligned else _LONGEST_PREFIX)
         self._batches: dict[InstanceId, RunningBatch] = {}
         self._decode_of: dict[RequestId, InstanceId] = {}
-        """Whose candidate or running request it is."""
+        """Decode worker that runs the request or has it as a candidate."""
         self._fresh: list[ParkedKv] = []
-        """Parked since the last decision: their blocks depend on the cluster."""
+        """Requests parked since the last decision."""
         self._evicted: dict[RequestId, InstanceId] = {}
-        """On the way back from this decode worker to a buffer."""
+        """Decode worker that evicted the request, which is on its way to a buffer."""
         self._waiting_since_s: dict[RequestId, tuple[float, float]] = {}
-        """Of requests that were parked before: since when, and when they are due. Evictions do not start it anew."""
+        """Time of a request's first parking, and its due time. Evictions change neither."""
         self._fetched: dict[RequestId, tuple[InstanceId, int]] = {}
-        """Prefetched: holder and blocks."""
+        """Holder and blocks of each prefetched request."""
         self._geometry = KvGeometry(1, 1, 1, 1, 16)
-        """Of the cluster, as last seen."""
         self._next_batch = FIRST_BATCH
         self._made = self._joined = self._switches = self._starved = self._evictions = 0
 
@@ -89,7 +87,8 @@ class AlignedBinding(LateBinding):
         views = cluster.instances
         decodes = [v for v in views.values() if v.role.decodes] or list(views.values())
         for instance in [name for name in self._batches if all(v.instance != name for v in decodes)]:
-            self._disband(instance)
+            lost = self._batches.pop(instance)
+            self._give_back([*lost.requests, *lost.candidate])
         if not decodes:
             return []
         self._geometry = decodes[0].capacity.geometry
@@ -130,7 +129,7 @@ class AlignedBinding(LateBinding):
             batch.has_left(request_id, self._geometry)
             prefills = [v for v in views.values() if v.role.prefills and v.instance != item.instance]
             target = max(prefills, key=lambda v: (v.free_blocks, v.instance), default=None)
-            # Where half the cache stays free for prompts: caches that are full wait for each other's blocks.
+            # Half of that cache stays free for prompts: full caches wait for each other's blocks.
             if target is not None and target.free_blocks - blocks >= target.capacity.num_blocks // 2:
                 self._evictions += 1
                 self._evicted[request_id] = item.instance
@@ -148,11 +147,6 @@ class AlignedBinding(LateBinding):
         for item in items:
             del self._decode_of[item.request_id]
             self._tree.insert(item)
-
-    def _disband(self, instance: InstanceId) -> None:
-        """A decode worker is gone: requests meant for it wait for another one."""
-        batch = self._batches.pop(instance)
-        self._give_back([*batch.requests, *batch.candidate])
 
     # -- one decode worker -------------------------------------------------------------------------------------
 
@@ -178,7 +172,8 @@ class AlignedBinding(LateBinding):
             self._join(batch.requests, view, batch, actions, "matches the running batch")
         if not batch.candidate:
             batch.starved = batch.switching = False
-            small = self._too_small(view, batch)
+            # A batch below B_max may take any requests, however few; else they wait until they are enough for a batch.
+            small = view.capacity.num_blocks - batch.free_blocks(view) < self._thresholds.max_blocks(view.capacity)
             if small or len(self._tree) >= self._thresholds.min_requests(view.capacity):
                 self._choose(now_s, view, batch)
         if batch.candidate and (batch.starved or batch.switching or not batch.requests):
@@ -188,8 +183,8 @@ class AlignedBinding(LateBinding):
             self._fetch(batch.candidate, views, actions)
 
     def _unblock(self, view: InstanceView, batch: RunningBatch, actions: list[Bind | Prefetch]) -> None:
-        """A request waits for blocks of the worker, and none runs: parked KV may hold them, outside any buffer, in
-        the worker's own, or in that of another worker that waits for the same here. It continues on this worker."""
+        """Continue a request whose parked KV lies on this worker: another one waits for blocks there, and none runs.
+        The KV's request may be in the pool, or in a buffer of any worker."""
         buffers = [buffer for each in self._batches.values() for buffer in (each.requests, each.candidate)]
         for item in [*chain.from_iterable(buffers), *self._tree.items(QuadTree.ROOT)]:
             if item.holder == view.instance:
@@ -204,14 +199,8 @@ class AlignedBinding(LateBinding):
                 actions.append(Bind(item.request_id, view.instance, batch.batch_id, "its worker has nothing to run"))
                 return
 
-    def _too_small(self, view: InstanceView, batch: RunningBatch) -> bool:
-        """The running batch takes less memory than a batch may: any requests of the pool may join, however few they
-        are. Otherwise they wait until they are enough for a batch."""
-        used = view.capacity.num_blocks - batch.free_blocks(view)
-        return used < self._thresholds.max_blocks(view.capacity)
-
     def _choose(self, now_s: float, view: InstanceView, batch: RunningBatch) -> None:
-        """A4, A8 · The next candidate batch, out of the tree."""
+        """A4, A8 · Choose the next candidate batch from the tree."""
         thresholds = self._thresholds
         most, least = thresholds.max_blocks(view.capacity), thresholds.min_requests(view.capacity)
         rows = view.capacity.max_rows
@@ -234,7 +223,7 @@ class AlignedBinding(LateBinding):
             batch.candidate.append(item)
 
     def _take_over(self, view: InstanceView, batch: RunningBatch) -> list[PooledRequest]:
-        """The pool is empty: the candidate batch of another decode worker, which is busy with its own."""
+        """Take the candidate batch of another decode worker, which is busy with its own: the pool is empty."""
         other = next((b for b in self._batches.values() if b is not batch and b.candidate and not b.switching), None)
         if other is None or batch.rows(view):
             return []
@@ -243,8 +232,8 @@ class AlignedBinding(LateBinding):
         return chosen
 
     def _match(self, view: InstanceView, batch: RunningBatch) -> None:
-        """A7 · Pool requests that the running batch has grown into, the longest waiting first. No more than half a
-        batch waits in the buffer: its requests are no longer free for a batch of their own."""
+        """A7 · Add matching pool requests to the buffer, the longest waiting first, up to half a batch: they are no
+        longer free for a batch of their own."""
         span = batch.span(_SLACK) if self._options.aligned else (1, _LONGEST_PREFIX)
         if span is None or batch.requests or not len(self._tree):
             return
@@ -259,8 +248,8 @@ class AlignedBinding(LateBinding):
             batch.requests.append(item)
 
     def _switch(self, view: InstanceView, batch: RunningBatch, actions: list[Bind | Prefetch]) -> None:
-        """A6 case 2 · The candidate batch joins as far as there is room; from its first request on it is the running
-        one, and matches of the old one are the pool's again."""
+        """Start the candidate batch (A6 case 2) as far as there is room. From its first request on it is the running
+        one, and matches of the old one return to the pool."""
         candidates = {item.request_id: item.positions for item in batch.candidate}
         batch_id, batch.batch_id = batch.batch_id, batch.candidate_id
         self._join(batch.candidate, view, batch, actions, "starved" if batch.starved else "next batch")
@@ -287,8 +276,8 @@ class AlignedBinding(LateBinding):
         actions: list[Bind | Prefetch],
         reason: str,
     ) -> None:
-        """From the front, while the worker has rows and blocks for them and one block more for each of its rows; up to
-        B_max only, if memory is not to be filled."""
+        """Bind requests from the front while the worker has rows, blocks, and one block more for each of its rows;
+        up to B_max only unless `fill_memory`."""
         capacity = view.capacity
         rows, free = batch.rows(view), batch.free_blocks(view)
         headroom = capacity.num_blocks if self._options.fill_memory else self._thresholds.max_blocks(capacity)
@@ -314,7 +303,7 @@ class AlignedBinding(LateBinding):
         views: Mapping[InstanceId, InstanceView],
         actions: list[Bind | Prefetch],
     ) -> None:
-        """A5, A9 · What will join soon is brought to its prefill worker's device, as far as the buffers may grow."""
+        """A5, A9 · Prefetch buffered requests to their prefill worker's device, within the buffers' share of it."""
         used: dict[InstanceId, int] = {}
         for holder, blocks in self._fetched.values():
             used[holder] = used.get(holder, 0) + blocks

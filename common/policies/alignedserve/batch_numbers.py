@@ -10,10 +10,10 @@ FIRST_BATCH = 1 << 32
 
 
 def batch_of(sequence: Sequence) -> int:
-    """The batch it was bound in; 0, the oldest, for a request that came in none."""
+    """Return the batch that the sequence was bound in; 0, the oldest, if none."""
     return sequence.batch_id if sequence.batch_id >= FIRST_BATCH else 0
 
 
 def batches_of(rows: Iterable[Row]) -> int:
-    """How many batches decode in an iteration; more than one while a switch lasts."""
+    """Return how many batches decode in an iteration; more than one while a switch lasts."""
     return len({batch_of(row.sequence) for row in rows if row.sequence.output_tokens})

@@ -1,7 +1,5 @@
-"""A4 · Density First Search: the next batch from the quad-tree, as large as memory allows within as narrow a range of
-prefix lengths as can be.
-
-Asked by `AlignedBinding` for a candidate batch. Removes nothing from the tree.
+"""A4 · Density First Search: the next batch from the quad-tree, as large as memory allows, of a narrow range of prefix
+lengths. Called by `AlignedBinding`. Removes nothing from the tree.
 """
 
 from __future__ import annotations
@@ -15,15 +13,14 @@ from cohort.common.policies.alignedserve.quad_tree import Node, PooledRequest, Q
 def density_first_search(
     tree: QuadTree, *, max_blocks: int, min_requests: int, max_requests: int
 ) -> list[PooledRequest]:
-    """A4 · AlignedServe Alg. 1: requests of one narrow range with blocks ≤ max_blocks and, if there are so many,
-    requests ≥ min_requests.
+    """A4 · AlignedServe Alg. 1: Return requests of one narrow range: at most B_max blocks of KV and, if the tree has
+    them, at least R_min requests. Empty only if the tree is.
 
-    B_max → max_blocks (blocks of KV), R_min → min_requests. Empty only if the tree is.
-    Differs from the paper: a batch has no more than `max_requests` either, as many as an iteration may have rows: a
-    pool of short requests fits B_max as a whole long before it fits an iteration, and would never be aligned. Widening
-    goes leaf by leaf, the nearest of both sides first, and stops at R_min (the paper scans all left siblings, then all
-    right ones); a leaf that does not fit gives the requests that fit, by due time (with equal SLOs by arrival); a
-    single request larger than B_max is a batch, or it would never run.
+    Differs from the paper: a batch has at most `max_requests`, the rows of an iteration: a pool of short requests fits
+    B_max long before it fits an iteration, and would never be aligned. Widening goes leaf by leaf, the nearest of both
+    sides first, and stops at R_min (the paper scans all left siblings, then all right ones). A leaf that does not fit
+    gives the requests that fit, by due time (with equal SLOs by arrival). A single request larger than B_max is a
+    batch, or it would never run.
     """
     # Of equally dense children the shorter: it holds more requests a block.
     return _search(tree, tree.requests, max_blocks, min_requests, max_requests)
@@ -32,10 +29,9 @@ def density_first_search(
 def starved_batch(
     tree: QuadTree, now_s: float, *, max_blocks: int, min_requests: int, max_requests: int
 ) -> list[PooledRequest]:
-    """A8 · AlignedServe §3.5: the batch around the request that is due first, if any is due; else empty.
+    """A8 · AlignedServe §3.5: Return the batch around the request that is due first; empty if none is due.
 
-    The same search, but it descends to the child whose timestamp is the oldest instead of the fullest, so the batch is
-    aligned too.
+    The search descends to the child with the earliest due time instead of the fullest, so the batch is aligned too.
     """
     if tree.due_s(QuadTree.ROOT) > now_s:
         return []
@@ -61,7 +57,7 @@ def _search(
 def _widen(
     tree: QuadTree, node: Node, chosen: list[PooledRequest], max_blocks: int, min_requests: int, max_requests: int
 ) -> list[PooledRequest]:
-    """Neighbours of the node are added, nearest first, until there are enough or no more fit; then its parent's."""
+    """Add the node's neighbours, nearest first, until there are enough or no more fit; then its parent's."""
     headroom = max_blocks - sum(item.blocks for item in chosen)
     while node != QuadTree.ROOT and len(chosen) < min_requests:
         for leaf in _nearest_leaves(tree, node):
@@ -77,8 +73,7 @@ def _widen(
 
 
 def _nearest_leaves(tree: QuadTree, node: Node) -> Iterator[Node]:
-    """Leaves of the node's siblings by their distance from it: to the left from right to left, to the right from left
-    to right."""
+    """Yield the leaves of the node's siblings, the nearest first."""
     siblings = tree.children(tree.parent(node))
     span = 4 ** (tree.leaf_of(1).level - node.level)
     first, last = node.place * span, node.place * span + span - 1

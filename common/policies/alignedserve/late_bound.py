@@ -1,7 +1,6 @@
 """Where AlignedServe's requests run: the prompt on a prefill worker, the response wherever its KV is bound later (A2).
 
-A `Placement` of the manager. Which decode worker, when and in whose company is `AlignedBinding`'s to say; this only
-decides whether it is asked at all.
+A `Placement` of the manager. Decides only whether `AlignedBinding` chooses the decode worker.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from cohort.common.types import InstanceId, Segment
 
 
 class LateBound(Placement):
-    """A2 · [0, P) by load, [P, ∞) late-bound; bound at once while nothing is to be gained by waiting.
+    """A2 · Placement of [0, P) by load, [P, ∞) late-bound; bound at once while waiting would gain nothing.
 
-    Differs from the paper: a request that finds the pool empty and its decode worker with fewer rows than a batch needs
-    is placed as `Disaggregated` would, so that low load is served like without a pool, blocks pushed while the prompt
-    is still computed.
+    Differs from the paper: a request that finds the pool empty and its decode worker with fewer rows than a batch
+    needs is placed by `Disaggregated`, so at low load blocks are pushed while the prompt is computed.
     """
 
     def __init__(self, options: AlignedServeSettings) -> None:

@@ -9,11 +9,10 @@ from cohort.common.types import Request
 
 
 def patience_s(request: Request, *, share: float, longest_s: float, default_output: float) -> float:
-    """A8 · AlignedServe §3.5: the starvation threshold follows the service-level objective.
+    """A8 · AlignedServe §3.5: Return the request's starvation threshold.
 
-    The wait falls between a request's first and second token, so it comes out of what TPOT promises for all of its
-    expected tokens: `share` of that, at most `longest_s`; `longest_s` for a request without an SLO.
-    Differs from the paper: a threshold per request instead of one for all.
+    The wait falls between the first and second token, so it is `share` of the time that the TPOT target gives all
+    expected tokens, at most `longest_s`; `longest_s` without an SLO. Differs from the paper: one threshold for all.
     """
     if request.slo.tpot_s <= 0.0:
         return longest_s

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from cohort.common.errors import InvariantViolated
@@ -42,8 +42,8 @@ class Node(NamedTuple):
 
 
 class QuadTree:
-    """A3 · AlignedServe §3.3. Insert, remove and move touch one leaf and its ancestors: O(depth), a constant of the
-    tree's shape, plus a heap operation in the leaf, O(log n).
+    """A3 · AlignedServe §3.3. Insert and remove touch one leaf and its ancestors: O(depth), a constant of the tree's
+    shape, plus a heap operation in the leaf, O(log n).
 
     `longest`: prefixes beyond count as this long (the paper's 65,536). `leaf_tokens`: width of a leaf; the paper gives
     none. Differs from the paper: a node's timestamp is not when it last gave a batch but when the first request below
@@ -69,7 +69,7 @@ class QuadTree:
     # -- changing ----------------------------------------------------------------------------------------------
 
     def insert(self, item: PooledRequest) -> None:
-        """Raises `InvariantViolated` for a request that is here already."""
+        """Raise `InvariantViolated` for a request that is here already."""
         if item.request_id in self._leaf_of:
             raise InvariantViolated(f"{item.request_id} is in the tree already")
         leaf = self.leaf_of(item.positions).place
@@ -79,20 +79,13 @@ class QuadTree:
         self._climb(leaf, 1, item.blocks)
 
     def remove(self, request_id: RequestId) -> PooledRequest | None:
-        """None for a request that is not here."""
+        """Remove the request and return it; None if it is not here."""
         leaf = self._leaf_of.pop(request_id, None)
         if leaf is None:
             return None
         item = self._leaves[leaf].pop(request_id)
         self._climb(leaf, -1, -item.blocks)
         return item
-
-    def move(self, request_id: RequestId, positions: int, blocks: int) -> None:
-        """Its prefix has grown. Raises `InvariantViolated` for a request that is not here."""
-        item = self.remove(request_id)
-        if item is None:
-            raise InvariantViolated(f"{request_id} is not in the tree")
-        self.insert(replace(item, positions=positions, blocks=blocks))
 
     def _climb(self, leaf: int, requests: int, blocks: int) -> None:
         index, due_s = leaf, self._leaf_due_s(leaf)
@@ -122,9 +115,6 @@ class QuadTree:
     def __len__(self) -> int:
         return self._requests[0][0]
 
-    def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._leaf_of
-
     def requests(self, node: Node) -> int:
         return self._requests[node.level][node.place]
 
@@ -132,7 +122,7 @@ class QuadTree:
         return self._blocks[node.level][node.place]
 
     def due_s(self, node: Node) -> float:
-        """When the first request below the node is due; infinite where there is none."""
+        """Return when the first request below the node is due; infinite if there is none."""
         return self._due_s[node.level][node.place]
 
     def is_leaf(self, node: Node) -> bool:
@@ -149,25 +139,23 @@ class QuadTree:
         return Node(self._depth, index)
 
     def leaves(self, node: Node, *, backwards: bool = False) -> Iterator[Node]:
-        """Leaves below the node that are not empty, by length (or from the longest on)."""
-        if not self.requests(node):
-            return
-        if self.is_leaf(node):
+        """Yield the leaves below the node that are not empty, by length (or from the longest on)."""
+        if self.requests(node) and self.is_leaf(node):
             yield node
-            return
-        children = self.children(node)
-        for child in reversed(children) if backwards else children:
-            yield from self.leaves(child, backwards=backwards)
+        elif self.requests(node):
+            children = self.children(node)
+            for child in reversed(children) if backwards else children:
+                yield from self.leaves(child, backwards=backwards)
 
     def items(self, node: Node) -> list[PooledRequest]:
-        """All requests below the node: leaf by leaf, within a leaf the longest waiting first."""
+        """Return all requests below the node, leaf by leaf; within a leaf the longest waiting first."""
         found: list[PooledRequest] = []
         for leaf in self.leaves(node):
             found += sorted(self._leaves[leaf.place].values(), key=lambda item: (item.since_s, item.request_id))
         return found
 
     def between(self, shortest: int, longest: int) -> Iterator[PooledRequest]:
-        """All requests with a prefix in [shortest, longest], by leaf; O(leaves in the range + found)."""
+        """Yield the requests with a prefix in [shortest, longest], by leaf; O(leaves in the range + found)."""
         for index in range(self.leaf_of(shortest).place, self.leaf_of(longest).place + 1):
             for item in self._leaves[index].values():
                 if shortest <= item.positions <= longest:

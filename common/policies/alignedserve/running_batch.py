@@ -3,8 +3,8 @@
     pool (quad-tree) ──A4──▶ candidate batch ──switch──┐
           └──────────A7──▶ candidate requests ─────────┴─▶ running batch ─▶ finished, or evicted to the pool
 
-Owned by `AlignedBinding`, one per decode worker. Counts what a worker's last report cannot know yet: requests bound
-since that have not arrived, and requests that arrived or left since.
+Owned by `AlignedBinding`, one per decode worker. Counts what the worker's last report does not contain: requests
+bound, arrived or gone since.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from cohort.common.types import KvGeometry, RequestId, WorkerStats
 class RunningBatch:
     batch_id: int = 0
     members: dict[RequestId, int] = field(default_factory=dict)
-    """Prefix lengths, as last reported, of the running batch as it came out of the tree. Requests that joined
-    because they matched are not among them: a range that grows with every match would end up covering all lengths."""
+    """Last reported prefix lengths of the batch that came out of the tree. Requests that joined as matches are left
+    out: a range that grows with every match would end up covering all lengths."""
     requests: deque[PooledRequest] = field(default_factory=deque)
-    """A5 · The Candidate Requests Buffer: they match the running batch."""
+    """A5 · The Candidate Requests Buffer: matches of the running batch."""
     candidate: deque[PooledRequest] = field(default_factory=deque)
     """A5 · The Candidate Batch Buffer: the next batch."""
     candidate_id: int = 0
@@ -34,13 +34,13 @@ class RunningBatch:
     switching: bool = False
     """Part of the candidate batch runs already."""
     due_s: float = math.inf
-    """When the first of the candidate batch is due."""
+    """Earliest due time in the candidate batch."""
     moving: dict[RequestId, int] = field(default_factory=dict)
-    """Bound, not arrived: blocks."""
+    """Blocks of bound requests that have not arrived."""
     arrived: dict[RequestId, int] = field(default_factory=dict)
-    """Arrived since the last report: blocks."""
+    """Blocks of requests that arrived since the last report."""
     left_blocks: int = 0
-    """Of requests that ended since the last report."""
+    """Blocks of requests that left since the last report."""
     left_rows: int = 0
     _contexts: dict[RequestId, int] = field(default_factory=dict)
     _stats: WorkerStats | None = None
@@ -65,7 +65,7 @@ class RunningBatch:
             self.arrived[request_id] = blocks
 
     def has_left(self, request_id: RequestId, geometry: KvGeometry) -> None:
-        """Ended, lost or evicted."""
+        """Drop a request that ended, was lost or was evicted."""
         self.members.pop(request_id, None)
         if self.moving.pop(request_id, None) is None and self.arrived.pop(request_id, None) is None:
             positions = self._contexts.pop(request_id, 0)
@@ -74,13 +74,12 @@ class RunningBatch:
                 self.left_rows += 1
 
     def rows(self, view: InstanceView) -> int:
-        """Requests that run there or will shortly."""
-        fresh = len(self.moving) + len(self.arrived)
+        """Return the number of requests that run there or will shortly."""
         reported = view.stats.running + view.stats.waiting - self.left_rows
-        return max(0, reported) + fresh
+        return max(0, reported) + len(self.moving) + len(self.arrived)
 
     def stuck(self, view: InstanceView) -> bool:
-        """No request runs there, and a waiting one does not get its blocks: on the worker, or on the way to it."""
+        """Return whether no request runs and a waiting one, there or on the way, does not get its blocks."""
         if view.stats.running or self.arrived:
             return False
         first = next(iter(self.moving.values()), None)  # grants are given in order
@@ -91,9 +90,9 @@ class RunningBatch:
         return min(view.free_blocks + self.left_blocks, view.capacity.num_blocks) - reserved
 
     def span(self, slack: float) -> tuple[int, int] | None:
-        """A7 · Prefix lengths that match the running batch: the range of its middle, and a little beyond. None: no
-        request runs. A tenth at either end does not count: one long prefix among short ones would make every request
-        match."""
+        """A7 · Return the range of prefix lengths that match the running batch, `slack` of it beyond either end; None
+        if no request runs. A tenth at either end does not count: one long prefix among short ones would make every
+        request match."""
         if not self.members:
             return None
         lengths = sorted(self.members.values())

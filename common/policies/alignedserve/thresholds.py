@@ -1,4 +1,4 @@
-"""A4 · The two thresholds of a batch, from the configuration or from the device. Shared by placement and binding."""
+"""A4 · B_max and R_min of a batch, from the configuration or from the device. Shared by placement and binding."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ _ROWS_SHARE = 36 / 256
 
 
 class Thresholds:
-    """B_max as a share of a decode worker's blocks, and R_min: the setting `least_requests`, or where it is 0 from the
-    rows an iteration of the worker may have, in the paper's proportion."""
+    """B_max, a share of a decode worker's blocks, and R_min, the setting `least_requests`; if that is 0, R_min is in
+    the paper's proportion to the worker's rows."""
 
     def __init__(self, options: AlignedServeSettings) -> None:
         self._options = options
 
     def max_blocks(self, capacity: WorkerCapacity) -> int:
-        """B_max in blocks."""
         return max(1, int(_BATCH_SHARE * capacity.num_blocks))
 
     def min_requests(self, capacity: WorkerCapacity) -> int:
-        """R_min in requests."""
         return min(self._options.least_requests or max(1, round(_ROWS_SHARE * capacity.max_rows)), capacity.max_rows)

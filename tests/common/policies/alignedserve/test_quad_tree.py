@@ -34,15 +34,6 @@ def test_longer_prefixes_clamp_to_the_end() -> None:
     assert tree.requests(tree.children(QuadTree.ROOT)[3]) == 1
 
 
-def test_a_growing_prefix_moves_to_another_leaf_with_its_blocks() -> None:
-    tree = QuadTree(longest=256, leaf_tokens=64)
-    tree.insert(pooled("a", 60, 4))
-    tree.move("a", 70, 5)
-    assert tree.requests(Node(1, 0)) == 0
-    assert (tree.requests(Node(1, 1)), tree.blocks(Node(1, 1)), tree.blocks(QuadTree.ROOT)) == (1, 5, 5)
-    tree.check()
-
-
 def test_a_node_is_due_when_the_first_below_it_is() -> None:
     tree = QuadTree(longest=1024, leaf_tokens=64)
     tree.insert(pooled("late", 10, due_s=9.0))
@@ -64,8 +55,6 @@ def test_twice_in_and_never_in_are_errors() -> None:
     tree.insert(pooled("a", 5))
     with pytest.raises(InvariantViolated):
         tree.insert(pooled("a", 6))
-    with pytest.raises(InvariantViolated):
-        tree.move("b", 5, 1)
     assert tree.remove("b") is None
 
 
@@ -75,9 +64,7 @@ Step = tuple[str, int, int, float]
 @settings(max_examples=examples(0.8))
 @given(
     steps=st.lists(
-        st.tuples(
-            st.sampled_from(["insert", "remove", "move"]), st.integers(0, 12), st.integers(1, 1400), st.floats(0, 50)
-        ),
+        st.tuples(st.sampled_from(["insert", "remove"]), st.integers(0, 12), st.integers(1, 1400), st.floats(0, 50)),
         max_size=60,
     ),
     bounds=st.tuples(st.integers(1, 1400), st.integers(1, 1400)),
@@ -91,9 +78,6 @@ def test_counters_are_those_of_brute_force(steps: list[Step], bounds: tuple[int,
             tree.insert(plain[name])
         elif what == "remove":
             assert tree.remove(name) == plain.pop(name, None)
-        elif what == "move" and name in plain:
-            tree.move(name, positions, positions // 16 + 1)
-            plain[name] = pooled(name, positions, positions // 16 + 1, plain[name].due_s)
         tree.check()
     assert len(tree) == len(plain)
     assert {item.request_id: item for item in tree.items(QuadTree.ROOT)} == plain
@@ -115,5 +99,5 @@ def test_an_insertion_touches_one_path_whatever_the_tree_holds(monkeypatch: pyte
     tree = QuadTree()
     for index in range(3000):
         tree.insert(pooled(f"r{index}", 1 + index * 17 % 65_536))
-    tree.move("r5", 40_000, 2500)
-    assert len(climbs) == 3000 + 2
+    tree.remove("r5")
+    assert len(climbs) == 3000 + 1

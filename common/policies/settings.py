@@ -53,7 +53,6 @@ class BucketServeSettings(policies.BucketServeConfig, frozen=True):
     priority_step_s: Seconds = 10.0  # seconds of waiting that one level of priority is worth
     activation_bytes: NotNegative = 65_536  # device memory beside the KV cache per token of a forward; 0 = not bounded
     max_buckets: Positive = 64  # buckets at most; 1 = no bucketing
-    splitter: Literal["bisection", "optimal"] = "bisection"  # of a crowded bucket: halves, or least expected waste
 
 
 class CohortSettings(policies.CohortConfig, frozen=True):

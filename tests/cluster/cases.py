@@ -108,7 +108,6 @@ OPTIONS: dict[str, st.SearchStrategy[Overrides]] = {
         kv=_CACHING,
         bucketserve={
             "fill": st.sampled_from(["oldest", "sjf", "ljf"]),
-            "splitter": st.sampled_from(["bisection", "optimal"]),
             "output_estimate": st.sampled_from(["mean", "max"]),
         },
     ),

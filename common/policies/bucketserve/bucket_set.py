@@ -1,12 +1,11 @@
 """Which lengths share a bucket: Alg. 1 of BucketServe over cells of equal width.
 
-Holds boundaries and two counters per bucket, never requests: those stay in the `LengthIndex`, which answers how many
-lie in any range of cells. So a lookup is a bisection, a merge resets two lists, a split costs one range count, and
-nothing is copied. Owned by `prefill_order.py`.
+Holds bounds and two counters per bucket. The requests stay in the `LengthIndex`, which counts those in a range of
+cells: a lookup is a bisection, a merge resets two lists, a split costs one range count. Owned by `prefill_order.py`.
 
 Alg. 1 leaves some things open; chosen here: an empty bucket is not split (0/0); one of a single cell is not split; a
-midpoint is rounded down to a cell; S ≥ L_max belongs to the last bucket; at most `max_buckets` exist, so that the cost
-of an adjustment is bounded when N_max is tiny and the queue is long.
+midpoint is rounded down to a cell; S ≥ L_max belongs to the last bucket; at most `max_buckets` exist, which bounds the
+cost of an adjustment when N_max is tiny and the queue is long.
 """
 
 from __future__ import annotations
@@ -16,6 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cohort.common.errors import InvariantViolated
+
+_SPLIT_SHARE = 0.5
+"""θ of Alg. 1: a bucket is split if a larger share of its requests lies below the midpoint."""
 
 
 @dataclass(slots=True)
@@ -34,23 +36,14 @@ class Bucket:
 
 class BucketSet:
     def __init__(
-        self,
-        max_tokens: int,
-        *,
-        max_cells: int = 4096,
-        max_buckets: int = 64,
-        split_share: float = 0.5,
-        count_between: Callable[[int, int], int],
+        self, max_tokens: int, *, max_cells: int = 4096, max_buckets: int = 64, count_between: Callable[[int, int], int]
     ) -> None:
-        """`max_tokens` is L_max, `split_share` θ; `count_between(low, high)` counts waiting requests by cells."""
+        """`max_tokens` is L_max; `count_between(low, high)` counts waiting requests by cells."""
         self.max_tokens = max(1, max_tokens)
         self.cell_tokens = -(-self.max_tokens // max_cells)
         self.cells = -(-self.max_tokens // self.cell_tokens)
-        self.total = 0
-        self.merges = 0
-        self.splits = 0
+        self.total = self.merges = self.splits = 0
         self._max_buckets = max_buckets
-        self._split_share = split_share
         self._count_between = count_between
         self._buckets = [Bucket(0, self.cells)]
         self._lows = [0]
@@ -60,7 +53,7 @@ class BucketSet:
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """Ascending; they meet exactly and cover all cells."""
+        """Buckets in ascending order; they meet exactly and cover all cells."""
         return self._buckets
 
     @property
@@ -72,7 +65,7 @@ class BucketSet:
         return min(tokens // self.cell_tokens, self.cells - 1)
 
     def bucket_of(self, cell: int) -> Bucket:
-        """B5 · Alg. 1 lines 4-11, by bisection: O(log k) where the paper walks over all k."""
+        """B5 · Return the bucket of a cell (Alg. 1 lines 4-11) by bisection, O(log k); the paper walks over all k."""
         return self._buckets[bisect_right(self._lows, cell) - 1]
 
     def added(self, cell: int) -> None:
@@ -91,10 +84,9 @@ class BucketSet:
         """B5 · BucketServe Alg. 1, AdjustBuckets: merge all below N_max waiting requests, else split what is uneven.
 
         `safe_batch` is N_max (Eq. 6), also the minimum split size m. Differs from the paper: repeats until nothing
-        splits (the text says so, the listing makes one pass); and where a batch is padded, one forward of at most
-        `rectangle_tokens` (rows times the longest) bounds it as well: a bucket's m is no more than rows of its upper
-        bound fit, and N_max for the merge no more than rows of `mean_tokens`. By memory alone a crowd would have to be
-        larger than any batch before its short prompts were told from its long ones.
+        splits (the text says so, the listing makes one pass). Where batches are padded, `rectangle_tokens` (rows times
+        the longest prompt of one forward; 0 = not padded) bounds m by the rows of the bucket's upper bound, and N_max
+        for the merge by the rows of `mean_tokens`: by memory alone, only a queue larger than any batch would be split.
         """
         whole = min(safe_batch, int(rectangle_tokens / max(1.0, mean_tokens))) if rectangle_tokens else safe_batch
         if self.total < whole:  # lines 15-16
@@ -109,19 +101,20 @@ class BucketSet:
             if rectangle_tokens:
                 rows = min(safe_batch, max(1, rectangle_tokens // (bucket.high * self.cell_tokens)))
             # Lines 20-22; more than m ≥ 1 requests also means the bucket is not empty.
-            if bucket.count > rows and bucket.below > self._split_share * bucket.count and self._wide(bucket):
+            wide = bucket.high - bucket.low >= 2
+            if bucket.count > rows and bucket.below > _SPLIT_SHARE * bucket.count and wide:
                 self._split(index)  # lines 27-31; the left half is looked at again
             else:
                 index += 1
 
     def rebound(self, lows: Sequence[int]) -> None:
-        """Take these lower bounds (cells, ascending, the first 0): a merge, or another splitter's result."""
+        """Set the buckets' lower bounds (cells, ascending, the first 0)."""
         highs = [*lows[1:], self.cells]
         self._lows = list(lows)
         self._buckets = [self._counted(low, high) for low, high in zip(lows, highs, strict=True)]
 
     def check(self, waiting: int) -> None:
-        """Raises `InvariantViolated` unless the buckets meet exactly and their counters are what a count finds."""
+        """Raise `InvariantViolated` unless the buckets meet exactly and their counters are right."""
         if self.total != waiting or sum(bucket.count for bucket in self._buckets) != waiting:
             raise InvariantViolated(f"{waiting} requests wait, buckets count {self.total}")
         if self._lows != [bucket.low for bucket in self._buckets] or self._lows[0] != 0:
@@ -132,10 +125,6 @@ class BucketSet:
             found = self._counted(bucket.low, bucket.high)
             if (bucket.count, bucket.below) != (found.count, found.below):
                 raise InvariantViolated(f"bucket [{bucket.low}, {bucket.high}) counts {bucket.count}, {bucket.below}")
-
-    @staticmethod
-    def _wide(bucket: Bucket) -> bool:
-        return bucket.high - bucket.low >= 2
 
     def _split(self, index: int) -> None:
         bucket = self._buckets[index]

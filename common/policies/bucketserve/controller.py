@@ -1,4 +1,4 @@
-"""The dynamic batching controller: how large may the next batch be, recomputed from live memory at every batch.
+"""The dynamic batching controller: how large the next batch may be, recomputed from live memory at every batch.
 
     BatchController.open(now, cluster) ──▶ Round: one prefill worker after the other, each batch bounded by
         · the decode workers' KV memory     Σ S_i of prompt + predicted output (B3, B4)
@@ -6,7 +6,7 @@
         · its device memory beside the KV   tokens of one forward × bytes each
         · how much work it already has      what is sent too early can no longer be reordered
 
-Asked by `prefill_order.py`, which chooses the requests; never looks at the queue.
+Called by `prefill_order.py`, which chooses the requests; never reads the queue.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from cohort.common.types import InstanceId, KvGeometry, RequestId
 MEMORY_RESERVE = 0.1
 """Share of the remaining KV memory that no batch may reserve: the paper's 10 % (B3)."""
 _STATS_MAX_AGE_S = 1.0
-"""A worker whose last report is older gets no batch: five reports were lost, and its word on its memory no longer
-holds."""
+"""A worker whose last report is older gets no batch: five reports were lost."""
 
 
 @dataclass(slots=True)
 class _Target:
-    """A worker that decodes, and the blocks it can safely take in this round; offline work leaves `floor` of them.
-    `staging` blocks more may be reserved: those requests' prompts wait, computed, on the prefill workers."""
+    """A worker that decodes, and the blocks it can safely take in this round. Offline work leaves `floor` of them;
+    `staging` more may be reserved, by requests whose computed prompts wait on the prefill workers."""
 
     view: InstanceView
     blocks: int
@@ -54,7 +53,7 @@ class _Prefiller:
 
 
 class Round:
-    """The room of one call of `decide`. Mutable: every request that is taken leaves less."""
+    """Memory and work left in one call of `decide`; every request that is taken reduces it."""
 
     def __init__(
         self, memory: LiveMemory, prefillers: list[_Prefiller], targets: list[_Target], *, now_s: float, padded: bool
@@ -69,13 +68,11 @@ class Round:
         self._padded = padded
         self._worker: _Prefiller | None = None
         self._unified: _Target | None = None
-        """The present worker's own target, where it decodes itself."""
-        self._rows = 0
-        self._longest = 0
-        self._tokens = 0
+        """Target of the current worker itself, if it decodes."""
+        self._rows = self._longest = self._tokens = 0
 
     def next_batch(self) -> InstanceId | None:
-        """Begin a batch on the prefill worker with the least work; None when all have enough."""
+        """Start a batch on the prefill worker with the least work; None when all have enough."""
         if self._padded and self._rows:
             self.skip_worker()  # one batch at a time
         self._worker = max(self._prefillers, key=lambda p: p.tokens, default=None)
@@ -87,15 +84,15 @@ class Round:
         return instance
 
     def skip_worker(self) -> None:
-        """The present worker cannot take the next request: go on without it in this round."""
+        """Continue this round without the current worker: it cannot take the next request."""
         self._prefillers = [prefiller for prefiller in self._prefillers if prefiller is not self._worker]
         self._worker = None
 
     def take(self, request_id: RequestId, prompt_tokens: int, total_length: int, *, online: bool) -> bool:
-        """Whether the request still fits the batch; if so it is in, and its memory reserved.
+        """Take the request into the batch and reserve its memory if it fits (Eq. 6, `next_is_safe`); return whether.
 
-        Eq. 6 (`next_is_safe`). The first of a batch may exceed the forward, the work ahead and, on a worker
-        with nothing else, the 10 % reserve: or a request that needs nearly a whole cache would wait for ever.
+        The first of a batch may exceed the forward, the work ahead and, on an idle worker, the 10 % reserve: otherwise
+        a request that needs nearly a whole cache would wait for ever.
         """
         worker = self._worker
         if worker is None:
@@ -126,7 +123,7 @@ class Round:
         return True
 
     def _most_headroom(self) -> _Target:
-        """Where placement will most likely put the output."""
+        """Return the target on which placement will most likely put the output."""
         while True:
             negative, instance = self._most_free[0]
             target = self._targets[instance]
@@ -145,7 +142,7 @@ class BatchController:
         padded: bool,
         staging_share: float = 1.0,
     ) -> None:
-        """`padded`: a batch costs N · S_max tokens, not Σ S. `staging_share`: of the prefill workers' caches, for
+        """`padded`: a batch costs N · S_max tokens, not Σ S. `staging_share`: share of the prefill workers' caches for
         computed prompts that wait for a decode worker (B7)."""
         self.max_batch = options.max_batch
         self._ahead = dispatch_ahead_tokens
@@ -155,17 +152,16 @@ class BatchController:
         self.demand = demand
         self._memory = LiveMemory()
         self.safe_memory_bytes = 0
-        """M_safe over all decode workers at the last round, for metrics."""
+        """M_safe over all decode workers in the last round, for metrics."""
 
     def withdraw(self, request_id: RequestId) -> None:
         self._memory.withdraw(request_id)
 
     def open(self, now_s: float, cluster: ClusterView) -> Round:
-        """B7 · BucketServe §III-IV: the room for batches now, from the newest stats of every worker.
+        """B7 · BucketServe §III-IV: Return a round of batches, from the newest stats of every worker.
 
         Differs from the paper: M_remain is what the paged cache can still hand out after the predicted growth of what
-        runs (the cache itself was allocated once, so the device cannot run out of it), and the device's own free
-        memory bounds the tokens of one forward. Workers whose report is older than `_STATS_MAX_AGE_S` get nothing.
+        runs; the device's own free memory bounds the tokens of one forward.
         """
         self._memory.update(now_s, cluster)
         fresh = [v for v in cluster.instances.values() if v.report_age_s <= _STATS_MAX_AGE_S]
@@ -197,17 +193,12 @@ class BatchController:
         return Round(self._memory, prefillers, targets, now_s=now_s, padded=self._padded)
 
     def has_headroom(self, cluster: ClusterView) -> bool:
-        """Quick no: every prefill worker has work enough."""
-        prefilling = False
-        for view in cluster.instances.values():
-            if view.capacity.role.prefills:
-                if self._headroom(view) > 0:
-                    return True
-                prefilling = True
-        return not prefilling and bool(cluster.instances)  # others take over
+        """Return whether any prefill worker may be sent work; without one the other workers take over."""
+        prefilling = [view for view in cluster.instances.values() if view.capacity.role.prefills]
+        return any(self._headroom(v) > 0 for v in prefilling) if prefilling else bool(cluster.instances)
 
     def expected_batch(self, cluster: ClusterView, mean_total_length: float) -> int:
-        """B4 · N_max of Alg. 1: Eq. 6 at the mean total length of what waits, never past the configured bound."""
+        """B4 · Return N_max of Alg. 1: Eq. 6 at the mean total length of what waits, at most the configured bound."""
         views = cluster.instances.values()
         view = next((v for v in views if v.role.decodes), next(iter(views), None))
         if view is None:
@@ -216,22 +207,22 @@ class BatchController:
         return min(self.max_batch, expected)
 
     def rectangle_tokens(self, cluster: ClusterView) -> int:
-        """Tokens of one padded batch, rows times the longest; 0 on the path without padding."""
+        """Return the tokens of one padded batch, rows times the longest; 0 on the path without padding."""
         if not self._padded:
             return 0
         views = cluster.instances.values()
         return max(map(self._forward_tokens, [v for v in views if v.role.prefills] or views), default=0)
 
     def _safe_blocks(self, view: InstanceView) -> int:
-        """M_safe of Eq. 5 in whole blocks; an excess of promises stays negative."""
+        """Return M_safe of Eq. 5 in whole blocks; negative if more is promised than there is."""
         remaining = self._memory.remaining_blocks(view)
         return safe_bytes(remaining, MEMORY_RESERVE) if remaining > 0 else remaining
 
     def _headroom(self, view: InstanceView) -> int:
-        """Prompt tokens the worker may still be sent.
+        """B8 · Return the prompt tokens that the worker may still be sent.
 
-        B8 · on a padded path it is sent one whole batch when it has less than half a forward left: a request sent
-        as soon as it fits goes alone, and a batch of one shares its forward with no other.
+        With padding it is sent one whole batch when it has less than half a forward left: a request sent as soon as it
+        fits would have a forward to itself.
         """
         if not self._padded:
             return self._ahead - view.queued_prefill_tokens
@@ -240,7 +231,7 @@ class BatchController:
         return 0 if waits else forward
 
     def _forward_tokens(self, view: InstanceView) -> int:
-        """Tokens of one prefill batch: one iteration, and no more than the device's free memory holds."""
+        """Return the tokens of one prefill batch: one iteration, at most what the device's free memory holds."""
         tokens = view.capacity.max_step_tokens
         if self._activation_bytes and view.stats.memory_free_bytes:
             free = safe_bytes(view.stats.memory_free_bytes, MEMORY_RESERVE)

@@ -12,10 +12,9 @@ from cohort.common.policies.interface import ClusterView
 
 @dataclass(frozen=True, slots=True)
 class DemandRule:
-    """`default_output`: tokens expected of a response without a prediction. `horizon_s`: how much expected online work
-    an offline batch must leave room for. `max_age_s`: older forecasts are ignored, several pushes of the monitor are
-    missing then. `max_share` of the safe memory is the
-    most that is ever left free, `blind_share` is what is left free while nothing is known."""
+    """`default_output`: tokens expected of a response without a prediction. `horizon_s`: time whose expected online
+    work an offline batch leaves room for. `max_age_s`: older forecasts are ignored. `max_share`: share of the safe
+    memory that is left free at most; `blind_share`: without a forecast."""
 
     default_output: float
     horizon_s: float = 1.0
@@ -27,17 +26,16 @@ class DemandRule:
         return cluster.forecast_age_s <= self.max_age_s
 
     def expected_output(self, cluster: ClusterView) -> float:
-        """Tokens of a response without a prediction of its own: the monitor's mean while it is fresh (B9)."""
+        """B9 · Return the tokens expected of a response without a prediction: the monitor's mean while it is fresh."""
         if self.known(cluster) and cluster.mean_output_tokens > 0.0:
             return cluster.mean_output_tokens
         return self.default_output
 
     def kept_free(self, cluster: ClusterView) -> float:
-        """B9 · share of the safe memory that offline work must leave to online requests still to come.
+        """B9 · Return the share of the safe memory that offline work must leave to online requests still to come.
 
-        BucketServe §III: the monitor informs the controller about expected future demand. The paper does not say how
-        it is used: here the forecast arrivals of `horizon_s`, at mean length, are held back from offline batches.
-        A silent monitor means an unknown demand, so a fixed share is held back and serving goes on.
+        BucketServe §III: the monitor informs the controller about expected demand. The paper does not say how it is
+        used: here the forecast arrivals of `horizon_s`, at mean length, are held back from offline batches.
         """
         if not self.known(cluster):
             return self.blind_share

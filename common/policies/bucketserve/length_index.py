@@ -1,22 +1,87 @@
 """Waiting requests by length: the oldest, shortest or longest of any range of lengths in O(log cells).
 
 Lengths fall into cells of equal width (a bucket is a range of cells). A segment tree over the cells keeps per node
-which request below it is due first; a cell's requests lie in order (`due_list.py`); cells and groups of cells are
-counted. So a bucket never owns a list: splitting and merging buckets moves no request (B5, B11). Owned by
-`prefill_order.py`, one index per task class; decides nothing.
+which request below it is due first; a cell's requests lie in order (`DueList`); cells and groups of cells are
+counted. Splitting and merging buckets moves no request (B5, B11). Owned by `prefill_order.py`, one index per task
+class; decides nothing.
 
 Invariant: counts and `best[node]` equal what a walk over the live entries finds; `check()` compares.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+from operator import itemgetter
+
 from cohort.common.errors import InvariantViolated
-from cohort.common.policies.bucketserve.due_list import DueList, Entry
+
+Entry = int
+"""Due time of a request and its serial number in one number: see `ageing.entry_of`."""
 
 _NOBODY: Entry = 1 << 200
-"""Due after every entry; recognised by identity."""
+"""Entry that is due after all others; recognised by identity."""
 _GROUP = 64
 """Cells counted together, so that counting a range adds up a few dozen numbers."""
+_RUN = 128
+"""Greatest length of a run of a `DueList`: inserting and deleting move no more entries."""
+_first = itemgetter(0)
+
+
+class DueList:
+    """The waiting requests of one cell, in the order in which they are due: ascending runs of bounded length.
+
+    The last to arrive is nearly always the last due, so adding appends; a heap would compare two entries on every
+    level, which in long queues are in no cache. Never empty: made with its first entry, thrown away with its last.
+    O(log entries + `_RUN`) per change.
+    """
+
+    __slots__ = ("_runs",)
+
+    def __init__(self, entry: Entry) -> None:
+        self._runs = [[entry]]
+
+    @property
+    def first(self) -> Entry:
+        return self._runs[0][0]
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (entry for run in self._runs for entry in run)
+
+    def add(self, entry: Entry) -> bool:
+        """Add an entry; return whether it is the first now."""
+        runs = self._runs
+        index = len(runs) - 1
+        run = runs[index]
+        first = False
+        if entry > run[-1]:
+            run.append(entry)
+        else:
+            if entry < run[0] and index:
+                index = max(0, bisect_right(runs, entry, key=_first) - 1)
+                run = runs[index]
+            insort(run, entry)
+            first = index == 0 and run[0] == entry
+        if len(run) > _RUN:
+            half = len(run) // 2
+            runs.insert(index + 1, run[half:])
+            del run[half:]
+        return first
+
+    def remove(self, entry: Entry) -> bool:
+        """Delete an entry, which must be in the list; return whether others remain."""
+        runs = self._runs
+        index = 0
+        run = runs[0]
+        if run[0] == entry:  # the usual case
+            del run[0]
+        else:
+            index = bisect_right(runs, entry, key=_first) - 1
+            run = runs[index]
+            del run[bisect_left(run, entry)]
+        if not run:
+            del runs[index]
+        return bool(runs)
 
 
 class LengthIndex:
@@ -38,7 +103,7 @@ class LengthIndex:
 
     @property
     def oldest(self) -> Entry | None:
-        """Due first among all."""
+        """Entry due first among all; None if there is none."""
         return self._best[1] if self._total else None
 
     def add(self, cell: int, entry: Entry) -> None:
@@ -57,7 +122,7 @@ class LengthIndex:
             node >>= 1
 
     def remove(self, cell: int, entry: Entry) -> None:
-        """`entry` must be in `cell`."""
+        """Delete `entry`, which must be in `cell`."""
         self._counts[cell] -= 1
         self._group_counts[cell // _GROUP] -= 1
         self._total -= 1
@@ -77,7 +142,7 @@ class LengthIndex:
             node >>= 1
 
     def count(self, low: int, high: int) -> int:
-        """Requests in cells [low, high)."""
+        """Return the number of requests in cells [low, high)."""
         first, last = -(-low // _GROUP), high // _GROUP  # whole groups
         if first >= last:
             return sum(self._counts[low:high])
@@ -88,7 +153,7 @@ class LengthIndex:
         )
 
     def first_due(self, low: int, high: int) -> Entry | None:
-        """The most urgent in cells [low, high); None if they are empty."""
+        """Return the most urgent in cells [low, high); None if they are empty."""
         found = _NOBODY
         best = self._best
         for node in self._cover(low, high):
@@ -97,7 +162,7 @@ class LengthIndex:
         return None if found is _NOBODY else found
 
     def shortest(self, low: int, high: int) -> Entry | None:
-        """The most urgent of the lowest occupied cell in [low, high)."""
+        """Return the most urgent of the lowest occupied cell in [low, high)."""
         best = self._best
         for node in self._cover(low, high):
             if best[node] is not _NOBODY:
@@ -107,7 +172,7 @@ class LengthIndex:
         return None
 
     def longest(self, low: int, high: int) -> Entry | None:
-        """The most urgent of the highest occupied cell in [low, high)."""
+        """Return the most urgent of the highest occupied cell in [low, high)."""
         best = self._best
         for node in reversed(self._cover(low, high)):
             if best[node] is not _NOBODY:
@@ -117,7 +182,7 @@ class LengthIndex:
         return None
 
     def _cover(self, low: int, high: int) -> list[int]:
-        """The few nodes that together are [low, high), left to right. A batch asks for one range again and again."""
+        """Return the nodes that together are [low, high), left to right. The last range is cached for a batch."""
         if self._covered == (low, high):
             return self._nodes
         self._covered = low, high
@@ -137,7 +202,7 @@ class LengthIndex:
         return self._nodes
 
     def check(self) -> None:
-        """Raises `InvariantViolated` when a node disagrees with the entries below it."""
+        """Raise `InvariantViolated` when a node disagrees with the entries below it."""
         for cell in range(self._leaves):
             here = list(self._waiting.get(cell, ()))
             if self._counts[cell] != len(here) or self._best[cell + self._leaves] != min(here, default=_NOBODY):

@@ -1,13 +1,11 @@
-"""How much KV memory every worker really has left: reported free blocks, less what is already spoken for.
-
-A worker's report is a moment old, and sequences there still grow. So from the reported free blocks go
+"""How much KV memory every worker has left: the reported free blocks, less
 
   * the growth of everything the report lists: to the end of its prompt on a worker that prefills, to the predicted
     peak of all outputs together on one that decodes, and
-  * what was dispatched since and is in no report yet (a reservation: kept until a report names the request).
+  * what was dispatched since and is in no report yet (a reservation, kept until a report names the request).
 
-Owned by `controller.py`; read for every batch. Blocks an offer was granted for but whose KV is still on its way count
-twice for that moment: that errs on the safe side.
+Owned by `controller.py`; read for every batch. Blocks of an accepted offer whose KV has not arrived count twice, which
+errs on the safe side.
 """
 
 from __future__ import annotations
@@ -15,13 +13,14 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from cohort.common.policies.interface import ClusterView, InstanceView
 from cohort.common.types import InstanceId, RequestId, WorkerStats
 
 RESERVATION_S = 2.0
-"""A dispatched request that no report named by then is not coming (refused, cancelled, rescheduled), or is beyond what
-a report lists; the manager gives reports the same time."""
+"""Time after which a dispatched request that no report named is not coming (refused, cancelled, rescheduled), or is
+beyond what a report lists; the manager gives reports the same time."""
 
 
 @dataclass(slots=True)
@@ -31,7 +30,7 @@ class _Account:
     stats: WorkerStats
     growth_blocks: int = 0
     reservations: dict[RequestId, tuple[float, int]] = field(default_factory=dict)
-    """Until when, how many blocks."""
+    """End and blocks of each reservation, by end."""
     reserved_blocks: int = 0
 
     def forget(self, request_id: RequestId) -> None:
@@ -44,10 +43,10 @@ class LiveMemory:
     def __init__(self) -> None:
         self._accounts: dict[InstanceId, _Account] = {}
         self._recent: set[RequestId] = set()
-        """Everything that may have a reservation; most requests that are asked about have none."""
+        """Requests that may have a reservation; most that are withdrawn have none."""
 
     def update(self, now_s: float, cluster: ClusterView) -> None:
-        """Take the newest reports in. Costs nothing for a worker that has not reported since."""
+        """Take in the newest reports."""
         for name in self._accounts.keys() - cluster.instances.keys():
             del self._accounts[name]
         for name, view in cluster.instances.items():
@@ -60,34 +59,24 @@ class LiveMemory:
                 for work in view.stats.queue:
                     account.forget(work.request_id)
             if account is not None:
-                self._expire(now_s, account)
+                for request_id, _ in list(takewhile(lambda each: each[1][0] <= now_s, account.reservations.items())):
+                    account.forget(request_id)
         if len(self._recent) > 64 and not any(account.reservations for account in self._accounts.values()):
             self._recent.clear()
 
-    @staticmethod
-    def _expire(now_s: float, account: _Account) -> None:
-        """Reservations are made in order of time, so expired ones come first."""
-        expired = []
-        for request_id, (until_s, _) in account.reservations.items():
-            if until_s > now_s:
-                break
-            expired.append(request_id)
-        for request_id in expired:
-            account.forget(request_id)
-
     def remaining_blocks(self, view: InstanceView) -> int:
-        """M_remain of Eq. 5 in blocks; negative while more is promised than there is (prompts waiting elsewhere)."""
+        """Return M_remain of Eq. 5 in blocks; negative if more is promised than there is (prompts wait elsewhere)."""
         account = self._accounts[view.instance]
         return view.free_blocks - account.growth_blocks - account.reserved_blocks
 
     def idle(self, view: InstanceView) -> bool:
-        """Nothing is there and nothing is on its way: a request that fits at all fits now."""
+        """Return whether the worker has no request and none is on its way: one that fits at all fits now."""
         stats = view.stats
         here = stats.running + stats.waiting + stats.awaiting_kv + stats.parked
         return here == 0 and not self._accounts[view.instance].reservations
 
     def reserve(self, now_s: float, instance: InstanceId, request_id: RequestId, blocks: int) -> None:
-        """`blocks` of `instance` are this request's from now on."""
+        """Reserve `blocks` of `instance` for a request."""
         account = self._accounts[instance]
         if request_id in account.reservations:
             account.forget(request_id)
@@ -96,7 +85,7 @@ class LiveMemory:
         account.reserved_blocks += blocks
 
     def withdraw(self, request_id: RequestId) -> None:
-        """It was not placed after all."""
+        """Delete the reservations of a request that was not placed after all."""
         if request_id in self._recent:
             self._recent.discard(request_id)
             for account in self._accounts.values():
@@ -104,9 +93,8 @@ class LiveMemory:
 
 
 def _growth_blocks(view: InstanceView) -> int:
-    """Blocks that the listed sequences will still take at the worst moment to come; those beyond the list count like
-    its mean. A sequence that is handed over before its response grows says that nothing is left to decode, whatever the
-    worker's role."""
+    """Return the blocks that the worker's sequences will still take at the worst moment; those beyond the report's list
+    count like its mean."""
     stats, geometry = view.stats, view.capacity.geometry
     size = geometry.block_size
     peak = _peak_entries([(work.prefill_left + work.context, work.decode_left) for work in stats.queue], size)
@@ -121,11 +109,11 @@ def _growth_blocks(view: InstanceView) -> int:
 
 
 def _peak_entries(rows: Sequence[tuple[int, int]], size: int) -> int:
-    """The most blocks of `size` tokens these rows ever hold together, each (tokens now, tokens still to come).
+    """Return the most blocks of `size` tokens that these rows ever hold together, each (tokens now, tokens to come).
 
     All grow by one token a step, and each leaves when it is done. Just before the k-th last leaves, the k last hold
-    Σ ⌈(tokens + left_k) / size⌉; the peak is at one of these moments. Adding up all final sizes instead would let a
-    fifth of the memory lie idle on short responses, for they do not all end at once.
+    Σ ⌈(tokens + left_k) / size⌉; the peak is at one of these moments. The sum of all final sizes would leave a fifth
+    of the memory idle on short responses.
 
     ⌈(tokens + left) / size⌉ is the quotients of tokens and of left + size - 1, and one more where their remainders fill
     another block: remainders in order make that a search for each row.

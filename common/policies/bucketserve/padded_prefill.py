@@ -1,8 +1,7 @@
 """Prefill batches on the padded path: one of the manager's batches per iteration, every row as long as the longest.
 
 The worker's `IterationScheduler` for engines whose prefill wants rectangular batches (captured graphs, kernels without
-variable lengths), and what makes the waste of Eq. 2 a real cost that can be measured. The variable-length path needs
-none of this: there `ContinuousBatching` takes the prompts of the batches one after another, as they came.
+variable lengths), and for measurements: it makes the waste of Eq. 2 a real cost.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from cohort.common.sequence import Row, Sequence
 class PaddedPrefill(ContinuousBatching):
     """B2, B8 · BucketServe §II-B, §III: first come first served batches that stay together, decode rows beside them.
 
-    Differs from the paper: rows keep paged blocks, so the padding of a row takes blocks only while there are some;
-    a row without is padded as far as its blocks reach. Padding stands behind a row's tokens and is never attended to,
-    so answers do not change.
+    Differs from the paper: blocks are paged, so a row is padded only as far as there are blocks. Padding follows a
+    row's tokens and is never attended to: answers do not change.
     """
 
     def __init__(
@@ -56,10 +54,8 @@ class PaddedPrefill(ContinuousBatching):
         return plan
 
     def chunks_ahead(self, begun: Seq[Row], single: int) -> Seq[int] | None:
-        """A rectangle is the decision's."""
+        """Return None: the decision makes the rectangle."""
         return None
-
-    # Rows of a batch are computed side by side, none of them longer than a chunk: every other one would be as long.
 
     def _beside(self, decode_rows: int) -> int:
         return self._step_tokens
@@ -69,8 +65,8 @@ class PaddedPrefill(ContinuousBatching):
 
     @staticmethod
     def _rectangle(rows: list[Row], tokens: int) -> list[Row]:
-        """The oldest row and those of its batch that fit a rectangle of so many tokens; the others keep their blocks
-        and come with a later iteration."""
+        """Return the oldest row and those of its batch that fit a rectangle of `tokens`; the others keep their blocks
+        and run in a later iteration."""
         oldest = min(rows, key=lambda row: (row.sequence.arrived_s, row.sequence.batch_id, row.sequence.key))
         batch, longest = [oldest], oldest.count
         for row in rows:

@@ -4,8 +4,8 @@
                                                         leader = the request due first (priority, class, age)
                                                         its bucket gives the batch, as large as memory is safe for
 
-The `PrefillOrder` of the preset. The leader of every batch is the most urgent of all waiting requests, so nothing
-starves whatever order fills the rest of the batch. Cost per request: O(log cells + log buckets), whatever waits.
+The `PrefillOrder` of the preset. The most urgent of all waiting requests leads every batch, so nothing starves whatever
+order fills the rest of the batch. Cost per request: O(log cells + log buckets).
 """
 
 from __future__ import annotations
@@ -15,21 +15,16 @@ from dataclasses import dataclass
 from cohort.common.policies.bucketserve.ageing import SERIAL, due_s, entry_of
 from cohort.common.policies.bucketserve.bucket_set import Bucket, BucketSet
 from cohort.common.policies.bucketserve.controller import BatchController, Round
-from cohort.common.policies.bucketserve.due_list import Entry
-from cohort.common.policies.bucketserve.length_histogram import LengthHistogram
-from cohort.common.policies.bucketserve.length_index import LengthIndex
-from cohort.common.policies.bucketserve.optimal_split import optimal_bounds
-from cohort.common.policies.bucketserve.waste import expected_waste, waste_ratio
+from cohort.common.policies.bucketserve.length_index import Entry, LengthIndex
+from cohort.common.policies.bucketserve.waste import LengthHistogram, expected_waste, waste_ratio
 from cohort.common.policies.interface import ClusterView, Dispatch, PrefillOrder, WaitingRequest
 from cohort.common.policies.settings import BucketServeSettings
 from cohort.common.types import InstanceId, Prediction, QueueBucket, RequestId
 
 LONGEST_PROMPT = 131_072
 """Tokens of the buckets' range before the first worker has named its own limit."""
-_RESPLIT_AFTER = 512
-"""Arrivals between two runs of the optimal splitter."""
 _FOREVER_S = 1e9
-"""Thirty years: an infinite delay would be due at no whole nanosecond."""
+"""Greatest delay, thirty years: an infinite one has no whole nanosecond."""
 _RECENT = 0.98
 """Weight of the past in the moving average of the waste ratio: about the last 50 batches."""
 
@@ -42,7 +37,7 @@ class _Item:
     prompt_tokens: int
     total_length: int
     positions: int
-    """The most it may ever hold; kept here, because a request that waited long has left the processor's caches."""
+    """Positions that it may ever hold; copied, because a long-waiting request has left the processor's caches."""
     cell: int
     entry: Entry
 
@@ -62,15 +57,10 @@ class BucketedPrefill(PrefillOrder):
         self._serials: dict[int, _Item] = {}
         self._next_serial = 0
         self._next_batch = 1
-        self._prompt_tokens = 0
-        self._total_length = 0
+        self._prompt_tokens = self._total_length = 0
         self._default_output = controller.demand.default_output
-        self._since_resplit = 0
         self._waste = 0.0
-        self._batches = 0
-        self._batched = 0
-        self._real_tokens = 0
-        self._padding_tokens = 0
+        self._batches = self._batched = self._real_tokens = self._padding_tokens = 0
         self._limit_known = False
         self._lay_out(length_limit)
 
@@ -93,14 +83,13 @@ class BucketedPrefill(PrefillOrder):
         self._prompt_tokens += tokens
         self._total_length += item.total_length
         self._histogram.add(tokens)
-        self._since_resplit += 1
         self._insert(item)
 
     def remove(self, now_s: float, request_id: RequestId) -> None:
         self._forget(request_id)
 
     def revise(self, now_s: float, request_id: RequestId, prediction: Prediction) -> None:
-        """Only the memory it will need changes, not its bucket: that is about the prompt."""
+        """Update the memory that a request will need; its bucket depends on the prompt alone."""
         item = self._items.get(request_id)
         if item is not None:
             item.waiting.prediction = prediction
@@ -116,7 +105,7 @@ class BucketedPrefill(PrefillOrder):
         return self._prompt_tokens
 
     def next_wake_s(self, now_s: float) -> float | None:
-        """Room appears with reports only, and each of them asks."""
+        """Return None: reports alone bring room, and each leads to a decision."""
         return None
 
     # -- decisions ---------------------------------------------------------------------------------------------
@@ -141,15 +130,17 @@ class BucketedPrefill(PrefillOrder):
         return dispatches
 
     def _batch(self, round_: Round, instance: InstanceId, cluster: ClusterView) -> Dispatch | None:
-        """One batch of one bucket, headed by the most urgent request; None when memory has no room for it now.
+        """Return a batch of one bucket, led by the most urgent request; None if memory has no room for it now.
 
         B6 · §IV: online, the bucket whose oldest request arrived first, and within it the oldest first; offline
         requests of that bucket fill it by SJF or LJF once no online request waits anywhere.
         """
-        leader = self._leader()
+        heads = [entry for entry in (self._online.oldest, self._offline.oldest) if entry is not None]
+        leader = self._serials[min(heads) & SERIAL]
         bucket = self._buckets.bucket_of(leader.cell)
-        if not self._could_ever_run(leader, cluster):  # placement will say so to its client
-            self._forget(leader.name)
+        capacities = [view.capacity for view in cluster.instances.values()]
+        if not any(leader.positions < each.max_model_len and leader.positions <= each.positions for each in capacities):
+            self._forget(leader.name)  # placement rejects it
             return self._dispatch([leader], None, "fits no worker")
         batch: list[_Item] = []
         item: _Item | None = leader
@@ -163,10 +154,6 @@ class BucketedPrefill(PrefillOrder):
             return None
         tokens = self._buckets.cell_tokens
         return self._dispatch(batch, instance, f"bucket [{bucket.low * tokens}, {bucket.high * tokens})")
-
-    def _leader(self) -> _Item:
-        heads = [entry for entry in (self._online.oldest, self._offline.oldest) if entry is not None]
-        return self._serials[min(heads) & SERIAL]
 
     def _next_of(self, bucket: Bucket) -> _Item | None:
         low, high = bucket.low, bucket.high
@@ -194,43 +181,19 @@ class BucketedPrefill(PrefillOrder):
         self._next_batch += 1
         return dispatch
 
-    @staticmethod
-    def _could_ever_run(item: _Item, cluster: ClusterView) -> bool:
-        positions = item.positions
-        for view in cluster.instances.values():
-            capacity = view.capacity
-            if positions < capacity.max_model_len and positions <= capacity.positions:
-                return True
-        return False
-
     # -- buckets -----------------------------------------------------------------------------------------------
 
     def _adjust(self, cluster: ClusterView) -> None:
         safe_batch = self._controller.expected_batch(cluster, self._total_length / len(self._items))
         self._safe_batch = safe_batch
-        if self._options.splitter == "bisection":
-            rectangle = self._controller.rectangle_tokens(cluster)
-            self._buckets.adjust(safe_batch, rectangle, self._prompt_tokens / len(self._items))
-        elif self._buckets.total < safe_batch:
-            self._buckets.adjust(safe_batch)  # the merge of Alg. 1
-        elif len(self._buckets) == 1 or self._since_resplit >= _RESPLIT_AFTER:
-            self._resplit()
-
-    def _resplit(self) -> None:
-        """The bounds of least expected waste (Eq. 3) over the observed lengths instead of the bisection's."""
-        self._since_resplit = 0
-        lengths, weights = self._histogram.lengths_and_weights()
-        buckets = min(self._options.max_buckets, -(-self._buckets.total // max(1, self._safe_batch)) + 1)
-        bounds = optimal_bounds(self._histogram.edges, lengths, weights, buckets)
-        # The DP's bounds are tokens; a bucket must hold whole cells, and no two bounds may share one.
-        lows = {0} | {self._buckets.cell_of(bound) for bound in bounds[:-1]}
-        self._buckets.rebound(sorted(lows))
+        rectangle = self._controller.rectangle_tokens(cluster)
+        self._buckets.adjust(safe_batch, rectangle, self._prompt_tokens / len(self._items))
 
     def _count_between(self, low: int, high: int) -> int:
         return self._online.count(low, high) + self._offline.count(low, high)
 
     def _fit_limit(self, cluster: ClusterView) -> None:
-        """L_max is what the longest worker can hold; learned from the first registrations, then followed."""
+        """Set L_max to what the longest worker can hold when the first registers, and whenever that grows."""
         limit = max((view.capacity.max_model_len for view in cluster.instances.values()), default=0)
         if limit and (not self._limit_known or limit > self._buckets.max_tokens):
             self._limit_known = True
@@ -251,7 +214,7 @@ class BucketedPrefill(PrefillOrder):
     # -- bookkeeping -------------------------------------------------------------------------------------------
 
     def _total_length_of(self, waiting: WaitingRequest) -> int:
-        """S_i of Eq. 6: known tokens plus the output still expected, at least one more."""
+        """Return S_i of Eq. 6: known tokens plus the output still expected, at least one more."""
         request = waiting.request
         limit = request.sampling.max_tokens
         prediction = waiting.prediction
@@ -288,8 +251,8 @@ class BucketedPrefill(PrefillOrder):
     # -- figures -----------------------------------------------------------------------------------------------
 
     def metrics(self) -> dict[str, float]:
-        """Own metrics. `batch_waste_ratio` is Eq. 2 (moving average over batches), `expected_waste` Eq. 3 at the
-        present bounds; both are real costs on padded paths only."""
+        """Return metrics. `batch_waste_ratio` is Eq. 2 (moving average over batches), `expected_waste` Eq. 3 at the
+        current bounds; both are real costs on padded paths only."""
         lengths, weights = self._histogram.lengths_and_weights()
         return {
             "buckets": float(len(self._buckets)),
@@ -308,7 +271,7 @@ class BucketedPrefill(PrefillOrder):
         }
 
     def check(self) -> None:
-        """Raises `InvariantViolated` when index, buckets and requests disagree; for tests."""
+        """Raise `InvariantViolated` when index, buckets and requests disagree."""
         self._online.check()
         self._offline.check()
         self._buckets.check(len(self._items))

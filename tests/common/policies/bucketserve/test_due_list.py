@@ -8,8 +8,8 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.common.policies.bucketserve import due_list
-from cohort.common.policies.bucketserve.due_list import DueList
+from cohort.common.policies.bucketserve import length_index
+from cohort.common.policies.bucketserve.length_index import DueList
 from tests.examples import examples
 
 
@@ -25,7 +25,7 @@ def test_by_hand() -> None:
     assert not waiting.remove(6)
 
 
-@mock.patch.object(due_list, "_RUN", 6)
+@mock.patch.object(length_index, "_RUN", 6)
 @settings(max_examples=examples(0.6))
 @given(seed=st.randoms(use_true_random=False), entries=st.sets(st.integers(-500, 500), min_size=1, max_size=400))
 def test_against_a_sorted_list(seed: random.Random, entries: set[int]) -> None:
@@ -50,7 +50,7 @@ def test_against_a_sorted_list(seed: random.Random, entries: set[int]) -> None:
             assert left == bool(here)
         assert list(waiting) == sorted(here)
         assert not here or waiting.first == min(here)
-        assert all(0 < len(run) <= due_list._RUN for run in waiting._runs)
+        assert all(0 < len(run) <= length_index._RUN for run in waiting._runs)
 
 
 def test_a_change_moves_one_run_only() -> None:
@@ -60,5 +60,5 @@ def test_a_change_moves_one_run_only() -> None:
         for entry in order[1:]:
             waiting.add(entry)
         assert list(waiting) == sorted(order)
-        assert max(len(run) for run in waiting._runs) <= due_list._RUN
-        assert len(waiting._runs) <= 20_000 // (due_list._RUN // 2) + 1
+        assert max(len(run) for run in waiting._runs) <= length_index._RUN
+        assert len(waiting._runs) <= 20_000 // (length_index._RUN // 2) + 1

@@ -180,21 +180,12 @@ def test_nothing_is_sent_while_the_prefill_workers_have_enough() -> None:
     assert queue.decide(0.0, cluster()) == []
 
 
-def test_the_optimal_splitter_separates_lengths_that_bisection_leaves_together() -> None:
-    """All above the midpoint: Alg. 1 never splits, whatever waits."""
-    lengths = [600] * 6 + [1000] * 6
-    for splitter, bounds in (("bisection", [1024]), ("optimal", [601, 1024])):
-        queue = order(BucketServeSettings(splitter=splitter), max_batch=6)  # type: ignore[arg-type]
-        filled(queue, *(waiting(f"r{i}", prompt=n, max_tokens=20) for i, n in enumerate(lengths)))
-        full = cluster(view("p0", Role.PREFILL), view("d0", Role.DECODE, blocks=3000))
-        queue.decide(0.0, full)
-        found = queue._buckets.upper_bounds
-        assert found[-1] == bounds[-1]
-        if splitter == "bisection":
-            assert found == bounds
-        else:
-            assert any(600 < bound <= 640 for bound in found)  # as near as the histogram's bins allow
-        queue.check()
+def test_lengths_above_the_midpoint_are_never_split() -> None:
+    queue = order(max_batch=6)
+    filled(queue, *(waiting(f"r{i}", prompt=n, max_tokens=20) for i, n in enumerate([600] * 6 + [1000] * 6)))
+    queue.decide(0.0, cluster(view("p0", Role.PREFILL), view("d0", Role.DECODE, blocks=3000)))
+    assert queue._buckets.upper_bounds == [1024]
+    queue.check()
 
 
 def test_stats_name_waste_and_buckets() -> None:
@@ -208,12 +199,8 @@ def test_stats_name_waste_and_buckets() -> None:
 
 
 @settings(max_examples=examples(0.25))
-@given(
-    seed=st.integers(0, 2**32),
-    fill=st.sampled_from(["oldest", "sjf", "ljf"]),
-    splitter=st.sampled_from(["bisection", "optimal"]),
-)
-def test_nothing_starves_under_any_arrivals(seed: int, fill: str, splitter: str) -> None:
+@given(seed=st.integers(0, 2**32), fill=st.sampled_from(["oldest", "sjf", "ljf"]))
+def test_nothing_starves_under_any_arrivals(seed: int, fill: str) -> None:
     """More newcomers than are served, many of which every order prefers (shorter, longer, online, better priority).
     The request due first leads each batch, so a request waits for at most as many batches as requests are due before
     it, and those are finitely many."""
@@ -223,7 +210,6 @@ def test_nothing_starves_under_any_arrivals(seed: int, fill: str, splitter: str)
             fill=fill,  # type: ignore[arg-type]
             priority_step_s=5.0,
             offline_delay_s=20.0,
-            splitter=splitter,  # type: ignore[arg-type]
         ),
         max_batch=4,
         ahead=60,

@@ -5,7 +5,7 @@ slo_batching    the worker's scheduler (D5, Alg. 2)
 timeline        an instance's future in virtual passes (D4)
 instance_work   what is on an instance, from reports and what was sent since (D4)
 split_search    the bounded binary search for the split (D3, Alg. 1)
-split_gain      what a split is worth while requests keep coming (D3)
+split_gain      what a split is worth while requests keep coming, and the work that it saves (D3)
 split_placement the manager's placement (D1–D3, D7, D8)
 pressure_gate   dispatches nothing while every instance's decodes alone exceed their bound
 

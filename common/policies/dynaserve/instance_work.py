@@ -1,7 +1,6 @@
 """The work of an instance, as the manager knows it: the last report, and requests sent there since (D4).
 
-Kept by the placement, one per instance. Turns reported progress into segments' work for a timeline, and learned step
-times into the seconds that work costs.
+Owned by the placement, one per instance. Converts reported progress into a timeline, and work into seconds.
 """
 
 from __future__ import annotations
@@ -21,23 +20,22 @@ Balance = Literal["work", "end"]
 NOTHING = SegmentWork(0, 0, 0)
 
 _UNSEEN_S = 2.0
-"""A request sent so long ago and still in no report has ended between two of them."""
+"""Time after which a sent request that is in no report has ended between two of them."""
 
 
 class InstanceWork:
-    """D4 · calibrated by the workers' progress: every report replaces what was believed of it.
+    """D4 · Work estimated from the worker's progress: every report replaces what was known of it.
 
-    `pass_s`: what iterations there aim at; `least_prefill`: the prompt tokens in each of them at least; `balance`:
-    which of the two answers `until_done` gives; `margin_tokens`: no response is believed nearer to its end (D8).
+    `pass_s`: the time that iterations there aim at; `least_prefill`: prompt tokens in each of them at least; `balance`:
+    what `until_done` returns; `margin_tokens`: least tokens that any response is expected to have left (D8).
     """
 
     def __init__(
         self, instance: InstanceId, *, pass_s: float, least_prefill: int, balance: Balance, margin_tokens: int
     ) -> None:
         self.instance = instance
-        self._margin_tokens = margin_tokens
-        self._balance = balance
-        self._pass_s, self._least_prefill = pass_s, least_prefill
+        self.pass_s = pass_s
+        self._margin_tokens, self._balance, self._least_prefill = margin_tokens, balance, least_prefill
         self._limits = PassLimits(pass_s, 1, 1, least_prefill)
         self.unified = False
         self._stats: WorkerStats | None = None
@@ -52,39 +50,40 @@ class InstanceWork:
         self._load_s: float | None = None
 
     def refresh(self, now_s: float, view: InstanceView, fallback: StepTimes) -> None:
-        """Take the newest report in. Cheap when there is none."""
+        """Take in the newest report."""
         self.unified = view.role.prefills and view.role.decodes
         stats = view.stats
-        if stats is not self._stats:
-            self._stats = stats
-            capacity = view.capacity
-            self._capacity = capacity
-            self._limits = PassLimits(self._pass_s, capacity.max_step_tokens, capacity.max_rows, self._least_prefill)
-            self._timeline = self._load_s = None
-            times = self._times = reported_times(stats, fallback)
-            # As arrays: half of many instances may have reported since the last request.
-            queue = stats.queue
-            flat = [w.prefill_left for w in queue] + [w.context for w in queue] + [w.decode_left for w in queue]
-            prefill, context, decode = work = np.array(flat, dtype=np.float64).reshape(3, -1)
-            np.maximum(decode, self._margin_tokens, out=decode, where=decode > 0)
-            self._reported = work
-            prefill_tokens, decode_tokens = float(prefill.sum()), float(decode.sum())
-            decodes = (prefill == 0) & (decode > 0)
-            self._decoding = int(np.count_nonzero(decodes)), int(context @ decodes)
-            self._prefill = int(prefill_tokens)
-            self._reported_s = (
-                times.token_s * (prefill_tokens + decode_tokens)
-                + times.row_s * decode_tokens
-                + times.pair_s * float(prefill @ (context + 0.5 * prefill + 0.5))
-                + times.position_s * float(decode @ (context + prefill + 0.5 * decode))
-            )
-            if self._assigned:
-                reported = {work.request_id for work in stats.queue}
-                self._assigned = {
-                    request_id: (since_s, segment_work)
-                    for request_id, (since_s, segment_work) in self._assigned.items()
-                    if request_id not in reported and now_s - since_s < _UNSEEN_S
-                }
+        if stats is self._stats:
+            return
+        self._stats = stats
+        capacity = view.capacity
+        self._capacity = capacity
+        self._limits = PassLimits(self.pass_s, capacity.max_step_tokens, capacity.max_rows, self._least_prefill)
+        self._timeline = self._load_s = None
+        times = self._times = reported_times(stats, fallback)
+        # As arrays: half of many instances may have reported since the last request.
+        queue = stats.queue
+        flat = [w.prefill_left for w in queue] + [w.context for w in queue] + [w.decode_left for w in queue]
+        prefill, context, decode = work = np.array(flat, dtype=np.float64).reshape(3, -1)
+        np.maximum(decode, self._margin_tokens, out=decode, where=decode > 0)
+        self._reported = work
+        prefill_tokens, decode_tokens = float(prefill.sum()), float(decode.sum())
+        decodes = (prefill == 0) & (decode > 0)
+        self._decoding = int(np.count_nonzero(decodes)), int(context @ decodes)
+        self._prefill = int(prefill_tokens)
+        self._reported_s = (
+            times.token_s * (prefill_tokens + decode_tokens)
+            + times.row_s * decode_tokens
+            + times.pair_s * float(prefill @ (context + 0.5 * prefill + 0.5))
+            + times.position_s * float(decode @ (context + prefill + 0.5 * decode))
+        )
+        if self._assigned:
+            reported = {work.request_id for work in stats.queue}
+            self._assigned = {
+                request_id: (since_s, segment_work)
+                for request_id, (since_s, segment_work) in self._assigned.items()
+                if request_id not in reported and now_s - since_s < _UNSEEN_S
+            }
 
     def assign(self, now_s: float, request_id: RequestId, segment_work: SegmentWork) -> None:
         self._assigned[request_id] = (now_s, segment_work)
@@ -102,7 +101,6 @@ class InstanceWork:
 
     @property
     def timeline(self) -> Timeline:
-        """Computed once per state."""
         if self._timeline is None:
             assigned = [segment_work for _, segment_work in self._assigned.values()]
             queued_work = np.concatenate((self._reported.T, assigned)) if assigned else self._reported.T
@@ -111,46 +109,41 @@ class InstanceWork:
 
     @property
     def load_s(self) -> float:
-        """Seconds of work that is there (`work_seconds`)."""
+        """Seconds that its work takes (`work_seconds`)."""
         if self._load_s is None:
             assigned_s = sum(work_seconds(self.times, segment_work) for _, segment_work in self._assigned.values())
             self._load_s = self._reported_s + assigned_s
         return self._load_s
 
     def until_done(self, extra: SegmentWork = NOTHING) -> float:
-        """T_α, T_β of Alg. 1 with this much more.
+        """Return T_α or T_β of Alg. 1 with `extra` work.
 
-        `balance` "end": the predicted end of everything there, as the paper has it. "work": the seconds of work there.
-        The end of an instance is that of its longest response, however few rows run beside it, and prompts balanced by
-        it pile up where a long response runs anyway; work counts every row's own share only.
+        `balance` "end": the predicted end of everything there, as in the paper. "work": the seconds of work there,
+        every row's own share only. The end is that of the longest response, however few rows run beside it, so
+        prompts balanced by it pile up there.
         """
         if self._balance == "end":
             return self.timeline.end_with(extra)
         return self.load_s + work_seconds(self.times, extra)
 
     def decode_pass_s(self, more_rows: int = 0, more_context: int = 0) -> float:
-        """Seconds of an iteration of all decodes that are here, and of some more."""
+        """Return the seconds of an iteration of all decodes that are there, and of some more."""
         rows, context = self._decoding
         return step_seconds(self.times, BatchShape(0, 0, 0, rows + more_rows, context + more_context))
 
     @property
     def decodes(self) -> int:
-        """Rows that decode there, or will when the requests sent there since the report have come that far."""
+        """Number of rows that decode there, or will once the requests sent since the report decode."""
         return self._decoding[0] + sum(work.decode > 0 for _, work in self._assigned.values())
 
     @property
-    def pass_s(self) -> float:
-        """What iterations there aim at."""
-        return self._pass_s
-
-    @property
     def free_rows(self) -> int:
-        """Rows of an iteration that no response takes, with all that is there or on its way."""
+        """Rows of an iteration that no request takes, those on their way included."""
         return self._limits.max_rows - len(self._reported.T) - len(self._assigned)
 
     @property
     def free_tokens(self) -> int:
-        """Positions that free blocks hold, less those of requests sent there since the report."""
+        """Positions in free blocks, less those of requests sent there since the report."""
         stats, capacity = self._stats, self._capacity
         if stats is None or capacity is None:
             return 0
@@ -159,22 +152,14 @@ class InstanceWork:
 
     @property
     def prefill_backlog_s(self) -> float:
-        return self.times.token_s * (
-            self._prefill + sum(segment_work.prefill for _, segment_work in self._assigned.values())
-        )
+        return self.times.token_s * (self._prefill + sum(work.prefill for _, work in self._assigned.values()))
 
 
 def work_seconds(times: StepTimes, segment_work: SegmentWork) -> float:
-    """The cost of a segment's work on an instance that is busy anyway: its tokens, its row and what that row reads, but
-    no share of reading the weights."""
+    """Return the seconds of a segment's work on an instance that is busy anyway: its tokens, its row and what that row
+    reads, but no share of reading the weights."""
     context = segment_work.context + segment_work.prefill
     decode_s = segment_work.decode * (
         times.row_s + times.token_s + times.position_s * (context + 0.5 * segment_work.decode)
     )
     return times.token_s * segment_work.prefill + times.pair_s * segment_work.pairs + decode_s
-
-
-def decoding(stats: WorkerStats) -> tuple[int, int]:
-    """Requests whose prompt is done or being done elsewhere, and the positions they attend to together."""
-    contexts = [work.context for work in stats.queue if work.prefill_left == 0 and work.decode_left > 0]
-    return len(contexts), sum(contexts)

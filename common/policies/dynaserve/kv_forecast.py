@@ -1,7 +1,7 @@
-"""The most that the cache of one worker will have to hold, if every request's response ends where it is predicted.
+"""The peak of what one worker's cache will have to hold, if every response ends where it is predicted.
 
-Asked by the worker's scheduler before it lets a prompt in: a prompt that is admitted and preempted again is computed
-twice, and between two of its tokens lies a gap that no bound on iterations prevents. Pure arithmetic.
+Called by the worker's scheduler before it admits a prompt: one that is preempted later is computed twice, with a gap
+between two of its tokens that no bound on iterations prevents. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from cohort.common.sequence import Sequence
 
 
 def peak_growth(holders: Iterable[tuple[int, int]]) -> int:
-    """The most positions that will be needed on top of what is held now. `holders`: (positions held, positions still to
-    come) of each request; all sample one token a pass, and a request without a token to come frees what it holds.
+    """Return the most positions that will be needed on top of what is held now. `holders`: (positions held, positions
+    to come) of each request; all sample one token a pass, and a request without a token to come frees what it holds.
 
-    D5 · DynaServe §3.1 ("respect the HBM limit"). Differs from the paper: it names no rule for that and leaves memory
-    to vLLM, which lets in what fits now.
+    D5 · DynaServe §3.1 ("respect the HBM limit"). Differs from the paper: it has no rule for that and leaves memory to
+    vLLM, which admits what fits now.
     """
     by_end = sorted(holders, key=lambda holder: holder[1])
     peak = freed = 0
     left = len(by_end)
     for held, coming in by_end:
-        # Just before this one ends every remaining request has grown by as much.
+        # Just before this one ends, every remaining request has grown by `coming`.
         peak = max(peak, left * coming - freed)
         left -= 1
         freed += held
@@ -32,7 +32,7 @@ def peak_growth(holders: Iterable[tuple[int, int]]) -> int:
 
 
 def holding(sequence: Sequence) -> tuple[int, int]:
-    """Positions it holds once what is known is computed, and those still to come here."""
+    """Return the positions that it holds once its known tokens are computed, and those still to come here."""
     request = sequence.request
     end = request.prompt_tokens + min(round(sequence.predicted), request.sampling.max_tokens) - 1
     if sequence.end is not None:
@@ -41,8 +41,8 @@ def holding(sequence: Sequence) -> tuple[int, int]:
 
 
 def fits(kv: KvAllocator, running: Collection[Sequence], newcomer: Sequence, *, freed_blocks: int = 0) -> bool:
-    """Blocks for it and, as far as responses are predicted, for what all sequences here will hold at worst.
-    `freed_blocks`: of sequences that give theirs up for it."""
+    """Return whether there are blocks for it and for the predicted peak of all sequences. `freed_blocks`: blocks of
+    sequences that give theirs up for it."""
     if not running or not leaves_next_blocks(kv, len(running), newcomer, freed_blocks=freed_blocks):
         return not running
     geometry = kv.geometry

@@ -1,14 +1,12 @@
-"""First come, first served, but nothing goes out while every instance's decodes alone take longer than their bound.
+"""First come, first served, but nothing is dispatched while every instance's decodes alone take longer than the bound.
 
-A `PrefillOrder` of the manager: the admission half of what happens when decodes exceed the bound by themselves (the
-other half is the placement, which avoids such instances while there are others). Requests kept here fill the
-gateway's waiting bounds, so that its admission refuses in time.
+A `PrefillOrder` of the manager. While some instances have room, the placement avoids the others. Requests that wait
+here fill the gateway's waiting bounds, so its admission refuses in time.
 """
 
 from __future__ import annotations
 
 from cohort.common.policies.baselines.fcfs import Fcfs
-from cohort.common.policies.dynaserve.instance_work import decoding
 from cohort.common.policies.interface import ClusterView, Dispatch, InstanceView
 from cohort.common.policies.settings import DynaServeSettings
 from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
@@ -16,10 +14,8 @@ from cohort.common.types import InstanceId, WorkerStats
 
 
 class PressureGate(Fcfs):
-    """D5 · decodes have no room left under the bound: no prefill budget is the answer to that, only fewer decodes.
-
-    `tbt_slo_s`, `headroom` as in `SloBatching`. Differs from the paper: it says nothing of this case.
-    """
+    """D5 · Gate for decodes that exceed the bound alone, on which the paper is silent: only fewer decodes help.
+    `tbt_slo_s`, `headroom` as in `SloBatching`."""
 
     wants_step_times = True
     reads_queues = True
@@ -29,7 +25,7 @@ class PressureGate(Fcfs):
         self._within_s = options.tbt_slo_s * (1.0 - options.headroom)
         self._held_back = 0
         self._known: dict[InstanceId, tuple[WorkerStats, int, int]] = {}
-        """Per instance the last report seen, and its decodes; counted once per report, however often this is asked."""
+        """Last report of each instance, with the number and context of its decodes."""
 
     def decide(self, now_s: float, cluster: ClusterView) -> list[Dispatch]:
         if not len(self):
@@ -41,13 +37,14 @@ class PressureGate(Fcfs):
         return super().decide(now_s, cluster)
 
     def _pressed(self, view: InstanceView) -> bool:
-        """An iteration of what decodes there takes longer than the bound; an instance without decodes never."""
+        """Return whether an iteration of the instance's decodes takes longer than the bound."""
         stats = view.stats
         if stats.step_times is None:
             return False
         known = self._known.get(view.instance)
         if known is None or known[0] is not stats:
-            known = self._known[view.instance] = (stats, *decoding(stats))
+            contexts = [work.context for work in stats.queue if work.prefill_left == 0 and work.decode_left > 0]
+            known = self._known[view.instance] = (stats, len(contexts), sum(contexts))
         rows, context = known[1] + view.assigned_requests, known[2] + view.assigned_context_tokens
         return rows > 0 and step_seconds(stats.step_times, BatchShape(0, 0, 0, rows, context)) > self._within_s
 

@@ -1,7 +1,7 @@
 """The worker's scheduler: every decode first, then as much prefill as the bound on the time between tokens allows.
 
-An `IterationScheduler`. It asks its profile table how much prefill an iteration may hold beside the decodes it must
-hold, and records every iteration there. Knows one worker; where segments begin and end is the placement's business.
+An `IterationScheduler`. Its profile table says how much prefill an iteration may hold beside the decodes, and learns
+from every iteration. Knows one worker; the placement decides where segments begin and end.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from cohort.common.sequence import Phase, Sequence
 class SloBatching(ArrivalQueues):
     """D5 · DynaServe Alg. 2.
 
-    `tbt_slo_s` holds for rows without an SLO of their own; the strictest row of an iteration rules. `headroom` is
-    the share of it that iterations leave free at least; more where they have come late (`Lateness`). `least_prefill`
-    tokens go into every iteration in which a prompt waits, whatever the decodes take: prompts must progress.
+    `tbt_slo_s` holds for rows without an SLO of their own; the strictest row of an iteration rules. Iterations leave
+    at least the share `headroom` of it free, more where they were late (`Lateness`). `least_prefill` tokens of a
+    waiting prompt go into every iteration, whatever the decodes take: prompts must progress.
 
-    Differs from the paper: while requests that already decode are on their way here, an iteration aims at half
-    the bound, because between two of their tokens they wait for the rest of one iteration and then for a whole one;
-    the paper's pauses at KV transfers are not bounded. Prefill rows leave the cache for older ones as in the baselines
-    (the paper relies on vLLM for memory).
+    Differs from the paper: while decoding requests are on their way here, an iteration aims at half the bound, because
+    between two tokens they wait for the rest of one iteration and for a whole one; the paper's pauses at KV transfers
+    are not bounded. Prefill rows leave the cache for older ones as in the baselines (the paper relies on vLLM).
     """
 
     wants_arriving = True
@@ -49,7 +48,7 @@ class SloBatching(ArrivalQueues):
     # -- the policy interface --------------------------------------------------------------------------------------
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
-        """Alg. 2 · the executed batch goes into the table, then the next one is made."""
+        """Alg. 2 · Record the executed batches in the table, then form the next one."""
         self._arriving = news.arriving
         for ran in news.runs:
             self._learn(ran, kv)
@@ -80,8 +79,7 @@ class SloBatching(ArrivalQueues):
                 admits = builder.rows > before
         self._sort_out()
         plan = builder.finish()
-        estimate_s = self.table.estimate(plan_shape(plan))
-        plan.estimated_s = estimate_s or 0.0
+        plan.estimated_s = self.table.estimate(plan_shape(plan)) or 0.0
         return plan
 
     def _learn(self, ran: Ran, kv: KvAllocator) -> None:
@@ -90,13 +88,13 @@ class SloBatching(ArrivalQueues):
             self._late += shape.decodes > 0 and ran.latency_s > self._bound(row.sequence for row in ran.plan.rows)
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Every sequence decodes, none waits or none can join, and the composition is in the table already."""
+        """Return no bound if every sequence decodes, none can join, and the composition is in the table already."""
         if plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows) or self._arriving:
             return 0
         return UNTIL_DISTURBED if self._times.knows(plan) and self.continues(plan, kv, 0, 0) else 0
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
-        """Another composition of rows may be new to the table: that of the last iteration is noted by `decide`."""
+        """Return whether the same rows go on. A composition that is new to the table is recorded by `decide`."""
         if len(plan.rows) + leaving != len(self._running) or self._swapped:
             return False
         if not self._waiting:
@@ -126,14 +124,13 @@ class SloBatching(ArrivalQueues):
     # -- one iteration -----------------------------------------------------------------------------------------
 
     def _bound(self, decoding: Iterable[Sequence]) -> float:
-        """The strictest SLO of the decode rows in this iteration."""
+        """Return the strictest SLO of the decode rows in this iteration."""
         bounds_s = [s.request.slo.tpot_s or self._options.tbt_slo_s for s in decoding]
         return min(bounds_s, default=self._options.tbt_slo_s)
 
     def _target_s(self, decodes: BatchShape) -> float:
-        """The duration an iteration aims at: the bound, or half of it while decodes arrive. Then a quarter of it stays
-        for prompts whatever the decodes take: nothing would be gained for the newcomer and prompts would stand
-        still."""
+        """Return the duration that an iteration aims at: the bound, or half of it while decodes arrive. Then prompts
+        have a quarter of it whatever the decodes take, or they would not progress."""
         whole_s = self._bound_s * min(1.0 - self._options.headroom, 1.0 / self._times.lateness.ratio)
         if not self._arriving:
             return whole_s
@@ -147,7 +144,8 @@ class SloBatching(ArrivalQueues):
     def _chunk(
         self, builder: BatchBuilder, batch: BatchShape, sequence: Sequence, least: int, *, admitted: bool
     ) -> tuple[BatchShape, int]:
-        """The next prompt's share of the budget; a prompt without one stops the traversal (`tokens_left` 0)."""
+        """Add the next prompt's share of the budget; a prompt without one ends the traversal (`tokens_left` 0). Return
+        the batch's shape and the tokens left of `least`."""
         wanted = min(sequence.uncomputed, builder.tokens_left)
         if self.table.step_times is None:
             count = min(wanted, max(0, self._cold_chunk - batch.prefill_tokens))
@@ -160,21 +158,14 @@ class SloBatching(ArrivalQueues):
             builder.tokens_left = left if count else 0
             return batch, least
         row = builder.last_row
-        # A prompt that the cache held but for less than its share leaves the rest of the budget to the next; so does a
-        # scored one, of which an iteration may have no more.
+        # A prompt that the cache held almost wholly, or a scored one, leaves the rest of the budget to the next.
         builder.tokens_left = left - row.count if row.count == row.sequence.uncomputed else 0
         self._budget += row.count
         return batch.with_prefill(row.start, row.count), max(0, least - row.count)
 
     def _sort_out(self) -> None:
-        """Every sequence into the queue of its phase, in arrival order."""
-        sequences = [*self._running, *self._waiting, *self._swapped]
-        misplaced = (
-            any(s.phase is not Phase.RUNNING for s in self._running)
-            or any(s.phase is not Phase.WAITING for s in self._waiting)
-            or any(s.phase is not Phase.SWAPPED for s in self._swapped)
-        )
-        if misplaced:
-            self._running = sorted((s for s in sequences if s.phase is Phase.RUNNING), key=by_arrival)
-            self._waiting = sorted((s for s in sequences if s.phase is Phase.WAITING), key=by_arrival)
-            self._swapped = sorted((s for s in sequences if s.phase is Phase.SWAPPED), key=by_arrival)
+        """Move every sequence to the queue of its phase, in arrival order."""
+        queues = {Phase.RUNNING: self._running, Phase.WAITING: self._waiting, Phase.SWAPPED: self._swapped}
+        if any(s.phase is not phase for phase, queue in queues.items() for s in queue):
+            sequences = sorted([*self._running, *self._waiting, *self._swapped], key=by_arrival)
+            self._running, self._waiting, self._swapped = ([s for s in sequences if s.phase is p] for p in queues)

@@ -1,8 +1,7 @@
 """The global scheduler: which two instances serve a request, and at which token it changes hands.
 
 A `Placement` of the manager. Per request: the two instances that would be done with its prompt first, the split that
-lets both end together (`split_search` over `timeline`s), and whether that is worth a KV transfer at all. How an
-instance runs its segment is its own scheduler's business.
+lets both end together (`split_search` over `timeline`s), and whether that is worth a KV transfer at all.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ from dataclasses import dataclass
 
 from cohort.common.policies.baselines.placements import Colocated, fits
 from cohort.common.policies.dynaserve.instance_work import InstanceWork, work_seconds
-from cohort.common.policies.dynaserve.saved_work import cheaper_elsewhere_s, unmixed_s
-from cohort.common.policies.dynaserve.split_gain import PlacementRate, split_gain_s
+from cohort.common.policies.dynaserve.split_gain import PlacementRate, cheaper_elsewhere_s, split_gain_s, unmixed_s
 from cohort.common.policies.dynaserve.split_search import Split, search_split
 from cohort.common.policies.dynaserve.timeline import SegmentWork
 from cohort.common.policies.interface import (
@@ -35,8 +33,7 @@ _PROBES = 6
 """K of Alg. 1: split points tried for a request. Six halvings leave a sixty-fourth of it."""
 
 _DECODES_SHARE = 0.75
-"""Of the bound, what decodes alone may take where more are sent on purpose: the rest is for prompts, and a request that
-changes hands waits for the rest of one such iteration and for the next."""
+"""Share of the bound that decodes alone may take on an instance that relieves another: the rest is for prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,37 +43,18 @@ class _Choice:
     split: Split
 
 
-@dataclass(frozen=True, slots=True)
-class _Probe:
-    """What Alg. 1 asks of the two instances: T_α(s) and T_β(s)."""
-
-    before: InstanceWork
-    after: InstanceWork
-    prompt: int
-    output: int
-
-    def first_end(self, position: int) -> float:
-        return self.before.until_done(_parts(self.prompt, self.output, position)[0])
-
-    def second_end(self, position: int) -> float:
-        return self.after.until_done(_parts(self.prompt, self.output, position)[1])
-
-
 class SplitPlacement(Placement):
     """D1–D3, D7, D8 · DynaServe §3.1, §4.1.
 
     A request of P + O^ tokens becomes [0, s) and [s, …) on two instances, s anywhere, or one segment.
 
-    Differs from the paper: Alg. 1 balances predicted ends there, here by default the work that is on the instances
-    (`balance`). It routes segments round-robin; here the two instances share a request that the predictor expects to be
-    done with its prompt first, in whichever order is better balanced, and a request that stays whole goes to the first
-    of them. (By the work that is there, long responses would send it where prompts wait: their work takes minutes
-    beside it, and none of its prefill.) It splits whenever Alg. 1 says so; here a request stays whole while an instance
-    is idle (hardly a prompt waits there and its decodes take less than half the bound), and where the split would gain
-    no more than tolerance and KV transfer cost (`split_gain_s`: under load little, because the next request would fill
-    the time). Before all that, one split is tried for the work that it saves, and no next request would: at the end of
-    the prompt, where another instance decodes at a better price, or prompts here stay without decodes beside them
-    (`saved_work`).
+    Differs from the paper: Alg. 1 balances predicted ends, here by default the work on the instances (`balance`). The
+    paper routes segments round-robin; here the two instances that are expected to finish the prompt first share the
+    request, in whichever order is better balanced, and a request that stays whole goes to the first of them. The paper
+    splits whenever Alg. 1 says so; here a request stays whole while an instance is idle (hardly a prompt waits there
+    and its decodes take less than half the bound), and where the split would gain no more than tolerance and KV
+    transfer cost (`split_gain_s`). Before all that, a split at the end of the prompt is tried for the work that it
+    saves: another instance decodes at a lower cost, or prompts stay without decodes beside them (`split_gain`).
     """
 
     wants_step_times = True
@@ -86,11 +64,10 @@ class SplitPlacement(Placement):
         self._options, self._default_output = options, default_output
         self._work: dict[InstanceId, InstanceWork] = {}
         self._expected: dict[RequestId, tuple[float, float]] = {}
-        """Of every request on an instance: when it was placed and how long it was predicted to take."""
+        """Time of each request's placement and its predicted duration."""
         self._rate = PlacementRate()
         self._colocated = Colocated()
         self._views: Mapping[InstanceId, InstanceView] = {}
-        """Of the request that is placed."""
         self._splits = self._whole = self._probes = 0
         self._error = PredictionError()
 
@@ -122,13 +99,9 @@ class SplitPlacement(Placement):
             others = self._in_order(now_s, seconds, slo_s, prompt, prefills=False)
         if not others or others[0] is first:
             return self._keep(now_s, request.request_id, first, whole, "only one instance")
-        if any(view.stats.link_rates for view in views.values()):  # what is behind a slow link has so much more to do
-            others.sort(
-                key=lambda other: (
-                    self._full(other, slo_s, prompt),
-                    other.load_s + self._transfer_s(first, other, prompt),
-                )
-            )
+        if any(view.stats.link_rates for view in views.values()):  # a slow link counts as work
+            loads_s = {other.instance: other.load_s + self._transfer_s(first, other, prompt) for other in others}
+            others.sort(key=lambda other: (self._full(other, slo_s, prompt), loads_s[other.instance]))
         second = others[0]
         if not unified:
             return self._share(now_s, request.request_id, self._search([(first, second)], prompt, output), whole)
@@ -141,8 +114,7 @@ class SplitPlacement(Placement):
             return self._keep(now_s, request.request_id, first, whole, "decodes fill the bound everywhere else")
         choice = self._search([(first, second), (second, first)], prompt, output)
         kept_s = self._end_whole(first, (first, second), whole)
-        moved_s = self._handed_s(choice)
-        if self._gain_s(now_s, choice, first, kept_s) <= moved_s + options.search_tolerance * kept_s:
+        if self._gain_s(now_s, choice, first, kept_s) <= self._handed_s(choice) + options.search_tolerance * kept_s:
             return self._keep(now_s, request.request_id, first, whole, "no gain from a split")
         return self._share(now_s, request.request_id, choice, whole)
 
@@ -152,13 +124,11 @@ class SplitPlacement(Placement):
             work.forget(request_id)
 
     def completed(self, now_s: float, request_id: RequestId) -> None:
-        """D4 · how well the end was foreseen."""
+        """D4 · Record how well the end was predicted."""
         placed = self._expected.pop(request_id, None)
-        if placed is None:
-            return
-        since_s, predicted_s = placed
-        real_s = max(now_s - since_s, 1e-6)
-        self._error.add(predicted_s, real_s)
+        if placed is not None:
+            since_s, predicted_s = placed
+            self._error.add(predicted_s, max(now_s - since_s, 1e-6))
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -173,8 +143,8 @@ class SplitPlacement(Placement):
     def _in_order(
         self, now_s: float, views: list[InstanceView], slo_s: float, prompt: int, *, prefills: bool
     ) -> list[InstanceWork]:
-        """By the predicted end of a prompt of so many tokens, or for instances that only decode by their work; those
-        whose decodes would break the bound with this one come last (D5: placement reacts)."""
+        """Sort instances by the predicted end of a prompt of `prompt` tokens, or those that only decode by their work.
+        Those whose decodes would break the bound with this one come last (D5)."""
         options = self._options
         works = []
         for view in views:
@@ -198,19 +168,19 @@ class SplitPlacement(Placement):
         return sorted(works, key=key)
 
     def _full(self, work: InstanceWork, slo_s: float, context: int) -> bool:
-        """One more decode, and decodes alone take longer than the bound."""
+        """Return whether, with one more decode, decodes alone take longer than the bound."""
         return work.decode_pass_s(1, context) > slo_s * (1.0 - self._options.headroom)
 
     def _idle(self, work: InstanceWork, slo_s: float, context: int) -> bool:
-        """Hardly a prompt waits there, and its decodes leave half the bound free."""
+        """Return whether hardly a prompt waits there and decodes leave half the bound free."""
         return work.prefill_backlog_s <= 0.5 * slo_s and work.decode_pass_s(1, context) <= 0.5 * slo_s
 
     def _end_whole(self, work: InstanceWork, pair: tuple[InstanceWork, InstanceWork], whole: SegmentWork) -> float:
-        """When both instances are done if this one takes the whole request."""
+        """Return when both instances are done if this one takes the whole request."""
         return max(other.until_done(whole) if other is work else other.until_done() for other in pair)
 
     def _gain_s(self, now_s: float, choice: _Choice, kept: InstanceWork, kept_s: float) -> float:
-        """Of this split over leaving the request whole where it is kept best."""
+        """Return the gain of this split over leaving the request whole on `kept`."""
         split = choice.split
         other, after_s = (choice.second, split.second_s) if kept is choice.first else (choice.first, split.first_s)
         requests_per_s = self._rate.per_s(now_s) if self._options.await_arrivals else 0.0
@@ -219,18 +189,16 @@ class SplitPlacement(Placement):
     def _relief(
         self, first: InstanceWork, others: list[InstanceWork], slo_s: float, whole: SegmentWork
     ) -> InstanceWork | None:
-        """The instance that had better decode this request, if its prompt is computed on `first`: the split saves work
-        that is worth a KV transfer, and there are rows, blocks and time within the bound for it.
-
-        Where all are idle no work is worth saving. Where this one is, a price of mixing is: its prompts' iterations
-        would be mixed later; but it has time for decodes of its own, however dear they are."""
+        """Return the instance that should decode this request, if its prompt is computed on `first`: the split saves
+        work that is worth a KV transfer, and there are rows, blocks and time within the bound for it. None while all
+        are idle; while `first` is, only the cost of mixing counts: it has time for decodes of its own."""
         idle = self._idle(first, slo_s, whole.prefill)
         options, best, best_s = self._options, None, 0.0
         alike_s = options.search_tolerance * work_seconds(first.times, whole)
         for other in others:
             cheaper_s = cheaper_elsewhere_s(first, other, whole)
             if abs(cheaper_s) <= alike_s:
-                cheaper_s = 0.0  # alike, by what was learned of them
+                cheaper_s = 0.0  # alike
             saved_s = (min(0.0, cheaper_s) if idle else cheaper_s) + unmixed_s(first, other, whole)
             saved_s -= self._transfer_s(first, other, whole.prefill)
             if saved_s > best_s and self._has_capacity(other, slo_s, whole):
@@ -243,13 +211,13 @@ class SplitPlacement(Placement):
         return self._transfer_s(choice.first, choice.second, choice.split.position)
 
     def _transfer_s(self, first: InstanceWork, second: InstanceWork, positions: int) -> float:
-        """What handing over costs at least, and what the KV takes over the link as it was measured. Most of it travels
-        while the segment computes, but on a slow link this is what the next segment waits for."""
+        """Return the least cost of a handover plus the KV's time on the measured link. Most of it travels while the
+        segment computes, but on a slow link the next segment waits for this long."""
         moved_s = transfer_seconds(self._views, first.instance, second.instance, positions, unmeasured_s=0.0)
         return self._options.kv_transfer_s + moved_s
 
     def _has_capacity(self, work: InstanceWork, slo_s: float, whole: SegmentWork) -> bool:
-        """Rows, blocks, and time of an iteration for one more response."""
+        """Return whether there are rows, blocks, and time in an iteration for one more response."""
         if work.free_rows <= 0 or work.free_tokens < whole.prefill + whole.decode:
             return False
         return work.decode_pass_s(1, whole.prefill) <= _DECODES_SHARE * slo_s
@@ -257,17 +225,18 @@ class SplitPlacement(Placement):
     # -- one request -------------------------------------------------------------------------------------------
 
     def _search(self, pairs: list[tuple[InstanceWork, InstanceWork]], prompt: int, output: int) -> _Choice:
-        """Alg. 1 for each order of the pair."""
-        options = self._options
-        choices = []
-        for first, second in pairs:
-            probe = _Probe(first, second, prompt, output)
-            split = search_split(
-                prompt, output, probe.first_end, probe.second_end, probes=_PROBES, tolerance=options.search_tolerance
-            )
+        """Return the best split of Alg. 1 over the orders of the pair."""
+
+        def choice(first: InstanceWork, second: InstanceWork) -> _Choice:
+            def ends_s(position: int) -> tuple[float, float]:
+                before, after = _parts(prompt, output, position)
+                return first.until_done(before), second.until_done(after)
+
+            split = search_split(prompt, output, ends_s, probes=_PROBES, tolerance=self._options.search_tolerance)
             self._probes += split.probes
-            choices.append(_Choice(first, second, split))
-        return min(choices, key=lambda choice: choice.split.later_s)
+            return _Choice(first, second, split)
+
+        return min([choice(*pair) for pair in pairs], key=lambda each: each.split.later_s)
 
     def _keep(self, now_s: float, request_id: RequestId, work: InstanceWork, whole: SegmentWork, reason: str) -> Placed:
         predicted_s = work.timeline.finish_of(whole)
@@ -278,9 +247,8 @@ class SplitPlacement(Placement):
         return Placed((Segment(0, None, work.instance),), f"whole: {reason}", predicted_s)
 
     def _share(self, now_s: float, request_id: RequestId, choice: _Choice, whole: SegmentWork) -> Placed:
-        options, position = self._options, choice.split.position
-        total = whole.prefill + whole.decode
-        if min(position, total - position) < options.least_segment:
+        position, total = choice.split.position, whole.prefill + whole.decode
+        if min(position, total - position) < self._options.least_segment:
             larger = choice.first if 2 * position > total else choice.second
             if larger.unified:
                 return self._keep(now_s, request_id, larger, whole, "a segment would be too short")
@@ -299,8 +267,8 @@ class SplitPlacement(Placement):
 
 
 def _parts(prompt: int, output: int, position: int) -> tuple[SegmentWork, SegmentWork]:
-    """D1 · the work of [0, s) and of [s, P + O^). Position p yields the token at p + 1, so the first segment draws
-    s − P + 1 tokens if it reaches the prompt's end."""
+    """D1 · Return the work of [0, s) and of [s, P + O^). Position p yields the token at p + 1, so the first segment
+    draws s − P + 1 tokens if it reaches the prompt's end."""
     if position < prompt:
         return SegmentWork(position, 0, 0), SegmentWork(prompt - position, position, output)
     sampled = position - prompt

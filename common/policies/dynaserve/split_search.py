@@ -1,7 +1,6 @@
 """Where to split one request between two given instances: the bounded binary search of Alg. 1.
 
-Called by the placement, with two functions that predict when each instance would be done. Knows neither instances nor
-cost; pure.
+Called by the placement, with a function that predicts when each instance would be done; pure.
 """
 
 from __future__ import annotations
@@ -25,21 +24,15 @@ class Split:
 
 
 def search_split(
-    prompt: int,
-    output: int,
-    first_end: Callable[[int], float],
-    second_end: Callable[[int], float],
-    *,
-    probes: int,
-    tolerance: float,
+    prompt: int, output: int, ends_s: Callable[[int], tuple[float, float]], *, probes: int, tolerance: float
 ) -> Split:
-    """D3 · DynaServe Alg. 1: bisect the ratio φ = s / (P + O^) until both instances end together.
+    """D3 · DynaServe Alg. 1: Find the split at which both instances end together, by bisecting φ = s / (P + O^).
 
-    P → `prompt`; O^ → `output`, margin included; T_α(s), T_β(s) → `first_end`, `second_end`; K → `probes`;
-    ε → `tolerance`, a share of the later end. Starts at φ = P / (P + O^), plain disaggregation.
+    P → `prompt`; O^ → `output`, margin included; T_α(s), T_β(s) → `ends_s`; K → `probes`; ε → `tolerance`, a share of
+    the later end. Starts at φ = P / (P + O^), plain disaggregation.
 
     Differs from the paper: the best probe is returned, not the last one (with a bound on the probes the last may be
-    worse), and s stays within [1, P + O^ − 1]; whether to split at all is asked elsewhere.
+    worse), and s stays within [1, P + O^ − 1].
     """
     total = prompt + output
     low, high = 0.0, 1.0
@@ -47,7 +40,7 @@ def search_split(
     best: Split | None = None
     for number in range(1, probes + 1):
         position = min(max(1, round(ratio * total)), total - 1)
-        first_s, second_s = first_end(position), second_end(position)
+        first_s, second_s = ends_s(position)
         if best is None or max(first_s, second_s) < best.later_s:
             best = Split(position, first_s, second_s, number)
         if abs(first_s - second_s) <= tolerance * max(first_s, second_s):

@@ -1,9 +1,8 @@
 """An instance's future: when everything that is assigned to it will be done, in virtual passes (D4).
 
-Asked by the placement, once per instance and state for the whole timeline, then once per probe for what one more
-micro-request would add. Works in pass space: in a pass every decode advances one token and the prompts share a budget,
-first come first served, so a request's passes follow from counting alone; seconds come last, from the lengths of the
-passes in between. Pure arithmetic on arrays.
+Computed for the placement once per state of an instance, then extended once per probe by one more micro-request. In a
+pass every decode advances one token and the prompts share a budget, first come first served, so a request's passes
+follow from counting alone; the lengths of the passes give seconds. Pure arithmetic on arrays.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class SegmentWork(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class PassLimits:
     """`pass_s`: the length of iteration that the instance's scheduler aims at (D5); `max_tokens`, `max_rows`: its
-    bounds; `least_prefill`: tokens of waiting prompts that it computes in any case."""
+    bounds; `least_prefill`: tokens of waiting prompts in every pass."""
 
     pass_s: float
     max_tokens: int
@@ -50,10 +49,10 @@ class Timeline:
 
     `queued_work` in the order of the instance's queue. `end_s`: seconds from now until all is done.
 
-    Differs from the paper: passes between two events (a prompt is done, a response ends) are alike and computed at
-    once, as arrays; the budget of a pass follows from the instance's own learned times and its bound instead of a
-    batching history; and when rows run out, late requests start as early ones end, in order. A probe adds its segment's
-    passes to the finished timeline instead of simulating anew.
+    Differs from the paper: passes between two events (a prompt is done, a response ends) are computed at once, as
+    arrays; the budget of a pass follows from the instance's learned times and its bound instead of a batching history;
+    when rows run out, late requests start as early ones end, in order. A probe adds its segment's passes to the
+    finished timeline instead of simulating anew.
     """
 
     def __init__(self, queued_work: Sequence[SegmentWork] | _Array, times: StepTimes, limits: PassLimits) -> None:
@@ -61,8 +60,7 @@ class Timeline:
         data = np.array(queued_work, dtype=np.float64).reshape(-1, 3)
         prefill, context, decode = data[:, 0], data[:, 1], data[:, 2]
         decoding = prefill == 0
-        # Rows and context beside the prompts, on average while these are computed: decodes of now, and half of the
-        # requests whose prompts come first.
+        # Average rows and context beside the prompts: current decodes, and half of the requests with prompts.
         beside = float(decoding.sum()) + 0.5 * float((~decoding).sum() - 1 if len(data) else 0)
         positions = float(context[decoding].sum()) + 0.5 * float((context + prefill)[~decoding].sum())
         total = float(prefill.sum())
@@ -86,13 +84,13 @@ class Timeline:
         return self._elapsed[-1]
 
     def end_with(self, segment_work: SegmentWork) -> float:
-        """`end_s` if this segment were queued behind everything: a probe of Alg. 1, in a few microseconds."""
+        """Return `end_s` with this segment queued last: a probe of Alg. 1, in a few microseconds."""
         if segment_work.prefill == 0 and segment_work.decode == 0:
             return self.end_s
         return self.end_s + self._added(segment_work, self.prefill_passes if segment_work.prefill else 0.0)[0]
 
     def finish_of(self, segment_work: SegmentWork, earliest_s: float = 0.0) -> float:
-        """Seconds from now at which the segment itself would be done, if it may not start before `earliest_s`."""
+        """Return the seconds until the segment itself would be done, if it may not start before `earliest_s`."""
         first_pass = self.prefill_passes if segment_work.prefill else 0.0
         if earliest_s > 0.0:
             first_pass = max(first_pass, self._pass_at(earliest_s))
@@ -104,7 +102,7 @@ class Timeline:
     # -- passes ------------------------------------------------------------------------------------------------
 
     def _walk(self, starts: _Array, ends: _Array, context: _Array) -> tuple[list[float], list[float]]:
-        """Edges in passes and the seconds elapsed at each."""
+        """Return the edges in passes, and the seconds elapsed at each."""
         at = np.concatenate((starts, ends, [0.0, self.prefill_passes]))
         count = len(starts)
         order = np.argsort(at, kind="stable")
@@ -140,14 +138,13 @@ class Timeline:
         return np.where(all_rows > 0.5, seconds, 0.0)
 
     def _prefill_budget(self, rows: float, context: float, pairs_per_token: float) -> float:
-        """Prompt tokens of a pass that stays within `pass_s`."""
+        """Return the prompt tokens of a pass that stays within `pass_s`."""
         times, limits = self._times, self._limits
         pass_s = limits.pass_s / (1.0 + times.mixed_share) if rows else limits.pass_s
         left_s = pass_s - times.step_s - times.row_s * (rows + 1) - times.position_s * context
         tokens = tokens_within(times, left_s) - rows
         if pairs_per_token and tokens > 0:
-            # Attention of the chunk takes its share; once more with what is then left.
-            for _ in range(2):
+            for _ in range(2):  # the chunk's own attention takes its share
                 tokens = tokens_within(times, left_s - times.pair_s * pairs_per_token * max(tokens, 0.0)) - rows
                 tokens = max(tokens, 1.0)
         least = float(min(limits.least_prefill, limits.max_tokens))
@@ -156,7 +153,7 @@ class Timeline:
     # -- one more segment ----------------------------------------------------------------------------------------
 
     def _added(self, segment_work: SegmentWork, start: float) -> tuple[float, float]:
-        """Seconds that the segment adds to the timeline if it begins in pass `start`, and the pass in which it ends."""
+        """Return the seconds that the segment adds if it starts in pass `start`, and the pass in which it ends."""
         times = self._times
         last = self._edges[-1]
         added_s = 0.0
@@ -164,15 +161,12 @@ class Timeline:
             passes = segment_work.prefill / self._budget
             rows = self._rows_at(start)
             inside = max(0.0, min(start + passes, last) - start)
-            chunk = BatchShape(
-                round(self._budget), 1, round(self._budget * segment_work.pairs / segment_work.prefill), 0, 0
-            )
+            pairs = round(self._budget * segment_work.pairs / segment_work.prefill)
+            chunk = BatchShape(round(self._budget), 1, pairs, 0, 0)
             if inside:
                 # Beside the decodes that run anyway: the chunk's own tokens, not another reading of the weights.
                 mixed = linear_seconds(times, rows + self._budget) - linear_seconds(times, rows)
-                added_s += (
-                    inside * (1.0 + times.mixed_share) * (mixed + times.row_s + times.pair_s * chunk.prefill_pairs)
-                )
+                added_s += inside * (1.0 + times.mixed_share) * (mixed + times.row_s + times.pair_s * pairs)
             if passes > inside:
                 added_s += (passes - inside) * step_seconds(times, chunk)
             start += passes
@@ -181,8 +175,7 @@ class Timeline:
             context = segment_work.context + segment_work.prefill
             added_s += segment_work.decode * times.row_s
             added_s += times.position_s * segment_work.decode * (context + 0.5 * segment_work.decode)
-            beyond = max(0.0, end - max(last, start))
-            added_s += beyond * (times.step_s + linear_seconds(times, 1))
+            added_s += max(0.0, end - max(last, start)) * self._tail_s
         return added_s, end
 
     @property

@@ -20,7 +20,7 @@ def test_the_micro_benchmark_of_the_paper() -> None:
     def second(s: int) -> float:
         return 0.1e-3 * max(0, prompt - s) + 20e-3 * (prompt + output - max(s, prompt))
 
-    split = search_split(prompt, output, first, second, probes=6, tolerance=0.02)
+    split = search_split(prompt, output, lambda s: (first(s), second(s)), probes=6, tolerance=0.02)
     assert split.position == 1536
     assert split.later_s == pytest.approx(10.34, abs=0.01)
     assert split.later_s < 0.51 * max(first(1024), second(1024))
@@ -28,21 +28,21 @@ def test_the_micro_benchmark_of_the_paper() -> None:
 
 
 def test_it_starts_at_the_end_of_the_prompt_and_stops_there_if_that_is_balanced() -> None:
-    split = search_split(300, 100, lambda s: 1.0, lambda s: 1.01, probes=6, tolerance=0.02)
+    split = search_split(300, 100, lambda s: (1.0, 1.01), probes=6, tolerance=0.02)
     assert (split.position, split.probes) == (300, 1)
 
 
 def test_a_loaded_first_instance_gets_less() -> None:
     total = 2000
-    split = search_split(1000, 1000, lambda s: 500 + s, lambda s: total - s, probes=12, tolerance=0.0)
+    split = search_split(1000, 1000, lambda s: (500 + s, total - s), probes=12, tolerance=0.0)
     assert split.position == pytest.approx(750, abs=2)
-    split = search_split(1000, 1000, lambda s: s, lambda s: 500 + total - s, probes=12, tolerance=0.0)
+    split = search_split(1000, 1000, lambda s: (s, 500 + total - s), probes=12, tolerance=0.0)
     assert split.position == pytest.approx(1250, abs=2)
 
 
 def test_no_probe_is_no_search() -> None:
     with pytest.raises(ValueError, match="at least one probe"):
-        search_split(10, 10, float, float, probes=0, tolerance=0.1)
+        search_split(10, 10, lambda s: (s, s), probes=0, tolerance=0.1)
 
 
 @given(
@@ -75,7 +75,7 @@ def test_against_trying_every_token(
     def second(s: int) -> float:
         return second_load + token_s * max(0, prompt - s) + decode_s * (total - max(s, prompt))
 
-    split = search_split(prompt, output, first, second, probes=probes, tolerance=tolerance)
+    split = search_split(prompt, output, lambda s: (first(s), second(s)), probes=probes, tolerance=tolerance)
     assert 1 <= split.position <= total - 1
     assert len(asked) == split.probes <= probes
     assert split.later_s <= max(first(prompt), second(prompt))

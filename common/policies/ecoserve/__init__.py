@@ -7,7 +7,7 @@ deadlines           when a request should be complete (E9)
 padding_ratio       how much longer than predicted a decode is allocated (E4)
 nesting, loans      which decode fits into another's second half, and when it must give back (E7, E8)
 nested_allocation   blocks with a stack of claims (E7)
-forecast, by_forecast   lending all blocks to all decodes, by the predicted peak (E2, E7)
+by_forecast         lending all blocks to all decodes, by the predicted peak (E2, E7)
 forward_size        the target forward size from what iterations take (E1)
 """
 
@@ -26,8 +26,7 @@ def build_iteration(config: Config) -> TimeSynced:
     engine, options = config.engine, settings_of(config, EcoServeSettings)
     target = min(engine.target_forward_tokens or engine.max_step_tokens, engine.max_step_tokens)
     limits = IterationLimits(engine.max_rows, target, target, engine.preemption)
-    by_forecast = options.pipelined and options.lending == "forecast"
-    kind = ByForecast if by_forecast else TimeSynced
+    kind = ByForecast if options.pipelined and options.lending == "forecast" else TimeSynced
     return kind(options, limits, learn_size=not engine.target_forward_tokens)
 
 

@@ -3,22 +3,15 @@
     join ──▶ one token an iteration for each ──▶ the clock reaches the group's end ──▶ ended
                          └── done or stopped before: leave
 
-Owned by `TimeSynced`. Between two ends nothing about it changes, so nothing has to be decided.
+Owned by `TimeSynced`. Between two ends it does not change, so no decision is needed.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from cohort.common.sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    sequence: Sequence
-    ends_clock: int
 
 
 class SyncedBatch:
@@ -29,9 +22,10 @@ class SyncedBatch:
         self.clock = 0
         """Iterations that members have run in, counted by the batch's owner."""
         self.group_over = False
-        """A group has ended, or its last member left it, since this was last reset."""
+        """Whether a group has ended, or its last member left it, since this was last reset."""
         self.groups_ended = 0
-        self._members: dict[Sequence, _Member] = {}
+        self._members: dict[Sequence, int] = {}
+        """End of each member's group on the clock."""
         self._groups: dict[int, set[Sequence]] = {}
         self._ends: list[int] = []
 
@@ -56,43 +50,43 @@ class SyncedBatch:
         return self._ends[0] if self._ends else None
 
     def left(self, sequence: Sequence) -> int:
-        """Iterations until its group ends."""
-        return self._members[sequence].ends_clock - self.clock
+        """Return the iterations until its group ends."""
+        return self._members[sequence] - self.clock
 
     def join(self, sequence: Sequence, length: int) -> None:
-        """It runs in every iteration from now on, for `length` of them."""
+        """Add a sequence, which runs in each of the next `length` iterations."""
         self._end_at(sequence, self.clock + length)
 
     def hurry(self, sequence: Sequence, tokens: int) -> None:
-        """So many of its drafts were right: it is ahead of the clock, and ends with an earlier group."""
-        end = self._members[sequence].ends_clock
+        """Move a sequence to an earlier group: `tokens` of its drafts were right, so it is ahead of the clock."""
+        end = self._members[sequence]
         self._groups[end].remove(sequence)
         if not self._groups[end]:
             del self._groups[end]
         self._end_at(sequence, max(self.clock, end - tokens))
 
     def _end_at(self, sequence: Sequence, end: int) -> None:
-        self._members[sequence] = _Member(sequence, end)
+        self._members[sequence] = end
         if end not in self._groups:
             self._groups[end] = set()
             heapq.heappush(self._ends, end)
         self._groups[end].add(sequence)
 
     def leave(self, sequence: Sequence) -> bool:
-        """False if it is no member."""
-        member = self._members.pop(sequence, None)
-        if member is None:
+        """Remove a sequence; return False if it is no member."""
+        end = self._members.pop(sequence, None)
+        if end is None:
             return False
-        group = self._groups[member.ends_clock]
+        group = self._groups[end]
         group.remove(sequence)
         if not group:
-            del self._groups[member.ends_clock]
+            del self._groups[end]
             self.group_over = True
             self.groups_ended += 1
         return True
 
     def ended(self) -> list[Sequence]:
-        """Members whose group's end has come, in the order in which they joined; they have left."""
+        """Take out the members whose group's end has come; return them in the order of arrival."""
         over: set[Sequence] = set()
         while (end := self.next_end) is not None and end <= self.clock:
             over |= self._groups[end]

@@ -1,8 +1,8 @@
-"""E2, E7 taken to their end: the rows are decided by exact lengths, but a decode gets each block when it reaches it.
+"""E2, E7 · Lending of all unused blocks to all decodes: each takes a block when it reaches it.
 
-KVC pipelining lends what one decode has allocated and does not use yet to another that is done before, by halves. With
-paged blocks nothing has to lie together, so all of it can be lent to all decodes: `Forecast` says whether the
-predicted lengths of all running ones ever need more blocks together than there are.
+KVC pipelining lends what one decode has allocated and does not use yet to another that is done before, by halves.
+Paged blocks need not lie together, so all of it can be lent: `Forecast` says whether the predicted lengths of all
+running decodes ever need more blocks together than there are.
 
     prompt ─▶ starts when it and its decode fit ─▶ decode runs at once ─▶ takes a block when it comes to it
                                                      └── none is free, predictions were wrong: the loosest goes to
@@ -10,14 +10,15 @@ predicted lengths of all running ones ever need more blocks together than there 
 
 The `IterationScheduler` of the preset `ecoserve-forecast`. Queues, groups, order and padding are `TimeSynced`'s.
 
-Differs from the paper: an allocation is a reservation instead of blocks, and a prompt is started with its decode in
-view, so that no computed prompt waits with its KV; prompts still fill every iteration up to the target forward size.
+Differs from the paper: an allocation is a reservation instead of blocks, and a prompt is started only if its decode
+fits, so no computed prompt waits with its KV; prompts still fill every iteration up to the target forward size.
 """
 
 from __future__ import annotations
 
+from bisect import insort
+
 from cohort.common.policies.baselines.batch_builder import IterationLimits
-from cohort.common.policies.ecoserve.forecast import Forecast
 from cohort.common.policies.ecoserve.task_order import Rank
 from cohort.common.policies.ecoserve.time_synced import TimeSynced
 from cohort.common.policies.interface import IterationPlan
@@ -30,12 +31,71 @@ _LOOKED_AT = 16
 """Waiting prompts that are tried when the first does not fit: each costs a pass over every running decode."""
 
 
+class Forecast:
+    """Peak of the blocks that all decodes will hold together until their predicted ends, in a cache of `blocks`.
+
+        blocks ▲        ╱▏ most blocks are needed just before a decode ends,
+               │   ╱▏  ╱ ▏ so only the ends are checked
+               │  ╱ ▏ ╱  ▏╲
+               │ ╱  ▏╱      ▏
+               └────────────────▶ iterations
+                 end of 1   end of 2
+
+    Pure arithmetic over lengths; holds no blocks.
+    """
+
+    def __init__(self, blocks: int, block_size: int, most_blocks: int = 0) -> None:
+        """`most_blocks`: bound of a sequence's blocks by a window; 0 = no bound."""
+        self._headroom = blocks
+        self._size = block_size
+        self._most = most_blocks
+        self._members: list[tuple[int, int]] = []
+        """(− iterations until the predicted end, positions computed): those that last longest first."""
+
+    def add(self, computed: int, left: int) -> None:
+        insort(self._members, (-left, computed))
+
+    def hold(self, blocks: int) -> None:
+        """Take `blocks` out throughout, for waiting sequences; negative gives them back."""
+        self._headroom -= blocks
+
+    def fits(self, computed: int, left: int, spare: int = 0) -> bool:
+        """Return whether there are enough blocks at all times with this decode as well, and `spare` more."""
+        insort(self._members, (-left, computed))
+        fits = self._within(self._headroom - spare)
+        self._members.remove((-left, computed))
+        return fits
+
+    def _within(self, headroom: int) -> bool:
+        """Return whether for all ends t:  Σ_{i: left_i ≥ t} ceil((computed_i + t) / block_size) ≤ headroom.
+
+        The sum lies between that of the fractions and one block more for each; it is computed only if that leaves a
+        doubt.
+        """
+        positions = 0
+        for alive, (negative, computed) in enumerate(self._members, 1):
+            if self._most:
+                held = (-(-(other - negative) // self._size) for _, other in self._members[:alive])
+                if sum(min(self._most, blocks) for blocks in held) > headroom:
+                    return False
+                continue
+            positions += computed
+            least = -(-(positions - alive * negative) // self._size)
+            if least > headroom:
+                return False
+            if least + alive > headroom:
+                exact = sum(-(-(other - negative) // self._size) for _, other in self._members[:alive])
+                if exact > headroom:
+                    return False
+        return True
+
+
 class ByForecast(TimeSynced):
     def __init__(self, options: EcoServeSettings, limits: IterationLimits, *, learn_size: bool = False) -> None:
         super().__init__(options, limits, learn_size=learn_size)
         self._infeasible_until = 0
-        """On the batch's clock: no prompt fitted, and until then none will be tried unless something happens. Time
-        frees blocks, too: the later a decode starts, the fewer it holds when others end."""
+        """Time on the batch's clock before which no prompt is tried without an event: none fitted. Time frees blocks,
+        too: the later a decode starts, the fewer it holds when others end."""
 
     def add(self, now_s: float, sequence: Sequence) -> None:
         super().add(now_s, sequence)
@@ -57,8 +117,8 @@ class ByForecast(TimeSynced):
     # -- the forecast ------------------------------------------------------------------------------------------
 
     def _forecast(self, kv: KvAllocator) -> Forecast:
-        """Running decodes, to their groups' ends; prompts that are being computed, with their decodes; all other blocks
-        that are taken (decodes that wait, KV transfers) stay so."""
+        """Return the forecast of running decodes to their groups' ends and of prompts being computed with their
+        decodes; all other blocks that are taken (waiting decodes, KV transfers) stay so."""
         geometry = kv.geometry
         most = geometry.blocks_for(geometry.window) + 2 if geometry.window else 0
         found = Forecast(kv.total_blocks, geometry.block_size, most)
@@ -73,7 +133,7 @@ class ByForecast(TimeSynced):
         return found
 
     def _decode_length(self, sequence: Sequence) -> int:
-        """Of a prompt: positions its decode will have here."""
+        """Return the positions that a prompt's decode will have here."""
         return max(1, min(self._length(sequence, 1), sequence.max_positions - sequence.target))
 
     # -- where TimeSynced allocates ----------------------------------------------------------------------------
@@ -86,16 +146,16 @@ class ByForecast(TimeSynced):
         return True
 
     def _formation_is_due(self, kv: KvAllocator) -> bool:
-        self._freed = 0  # `remove` has said so
+        self._freed = 0  # `remove` has set `_group_over`
         return super()._formation_is_due(kv)
 
     def _nest(self, waiting: list[tuple[Rank, int, Sequence]], kv: KvAllocator) -> None:
-        """No decode has blocks to lend."""
+        """Skip nesting: no decode has blocks to lend."""
 
     def _allocate(
         self, now_s: float, waiting: list[tuple[Rank, int, Sequence]], kv: KvAllocator, plan: IterationPlan
     ) -> None:
-        """E3, E6 · In order of groups, each decode that fits; none behind one that is overdue for too long."""
+        """E3, E6 · Run each decode that fits, in order of groups; none after one that is overdue for too long."""
         if not waiting:
             return
         forecast = self._forecast(kv)
@@ -123,7 +183,8 @@ class ByForecast(TimeSynced):
         return True
 
     def _before_rows(self, now_s: float, kv: KvAllocator, plan: IterationPlan) -> None:
-        """The blocks that they come to now. One lacks only if predictions were wrong: then the loosest goes (E8)."""
+        """Allocate the blocks that the rows reach now. If predictions were wrong and one is missing, evict the decode
+        with the latest deadline (E8)."""
         for sequence in list(self._batch.sequences):
             while sequence in self._batch and not kv.extend(sequence, sequence.computed + 1):
                 there = [s for s in self._batch.sequences if not s.pinned] or [sequence]
@@ -133,8 +194,8 @@ class ByForecast(TimeSynced):
                 self._evict(now_s, victim, kv, plan, self.limits.preemption)
 
     def _next_prompt(self, now_s: float, kv: KvAllocator, tokens: int) -> Sequence | None:
-        """E1, E6 · The first in order that fits with its decode, begun in part if the iteration is short of tokens;
-        none behind one that is overdue for too long."""
+        """E1, E6 · Return the first prompt in order that fits with its decode; none after one that is overdue for too
+        long."""
         head = self._prompts.head()
         if head is None or self._batch.clock < self._infeasible_until:
             return None

@@ -1,6 +1,6 @@
 """E9 · When a request should be complete: its SLO, or the time of an undisturbed run, times a scale.
 
-Owned by `TimeSynced`; ordering (E6) and the choice of borrowers (E7) ask it.
+Owned by `TimeSynced`, for ordering (E6) and the choice of borrowers (E7).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from cohort.common.sequence import Sequence
 from cohort.common.types import StepTimes
 
 _SCALE = 2.0
-"""A request without an SLO is late after twice what it would take undisturbed."""
+"""Scale of a request without an SLO: it is late after twice its undisturbed time."""
 _RECENT = 0.01
 """Weight of a request in the moving means of lengths."""
 
@@ -19,39 +19,36 @@ _RECENT = 0.01
 class Deadlines:
     """E9 · EcoServe §4: SLO = scale · (t_p + t_g · l_g).
 
-    t_p → seconds of an iteration that computes one prompt of mean length and nothing else; t_g → of one that computes
-    one decode at mean context; both by the learned price of an iteration, so that they are those of an undisturbed
-    server however many rows its iterations have now. l_g → predicted output tokens. A client's own SLO goes first: a
-    deadline, or the first token's time plus the others' times the predicted length. Nothing learned yet: the times
-    count as zero.
+    t_p → seconds of an iteration of one prompt of mean length alone; t_g → of one decode at mean context; both by the
+    learned times, so they are those of an undisturbed server. l_g → predicted output tokens. A client's own SLO goes
+    first: a deadline, or the first token's time plus the others' times the predicted length. Times that are not
+    learned yet count as zero.
 
-    Differs from the paper: the undisturbed times are estimated while the server is loaded, not measured beforehand, and
-    of the lengths that come, not of a data set; and l_g is the prediction, the true length is not known.
+    Differs from the paper: the undisturbed times are estimated under load, of the lengths that arrive, instead of
+    measured beforehand with a data set; and l_g is the prediction, because the true length is not known.
     """
 
     def __init__(self, table: ProfileTable, scale: float = _SCALE) -> None:
-        """`table`: what iterations take here; whoever schedules records them."""
+        """`table`: learned times of iterations, recorded by the scheduler."""
         self._table = table
         self._scale = scale
-        self._prompt_tokens = self._context = 0.0
+        self._prompt_tokens = self._context = self.prompt_s = self.token_s = 0.0
         self._of: StepTimes | None = None
-        self.prompt_s = 0.0
-        self.token_s = 0.0
 
     def meet(self, sequence: Sequence) -> None:
-        """A request came: what its lengths add to the means."""
+        """Add a new request's lengths to the means."""
         prompt = float(sequence.request.prompt_tokens)
         self._prompt_tokens = _mix(self._prompt_tokens, prompt)
         self._context = _mix(self._context, prompt + 0.5 * max(1.0, sequence.predicted))
         self._price()
 
     def refresh(self) -> None:
-        """After iterations were recorded."""
+        """Update the times after iterations were recorded."""
         if self._table.step_times is not self._of:
             self._price()
 
     def of(self, sequence: Sequence) -> float:
-        """Seconds on the worker's clock."""
+        """Return the request's deadline on the worker's clock."""
         slo, length = sequence.request.slo, max(1.0, sequence.predicted)
         if slo.deadline_s:
             return sequence.arrived_s + slo.deadline_s

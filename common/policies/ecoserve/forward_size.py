@@ -1,7 +1,7 @@
-"""E1 · The target forward size: tokens of one iteration from which on more of them no longer go faster.
+"""E1 · The target forward size: tokens of one iteration beyond which the rate no longer grows.
 
-Found by the scheduler from the iterations that it learns from, unless `engine.target_forward_tokens` says what it is;
-`cohort profile` prints that of its measured iterations.
+The scheduler finds it in learned iteration times unless `engine.target_forward_tokens` is set; `cohort profile` prints
+that of its measured iterations.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from cohort.common.policies.step_times.step_cost import BatchShape, step_seconds
 from cohort.common.types import StepTimes
 
 _GRAIN = 64
-"""Sizes that are compared: multiples of so many tokens."""
+"""Step in tokens between the sizes that are compared."""
 
 
 def target_forward_tokens(points: Iterable[tuple[int, float]], *, share: float = 0.9) -> int:
-    """E1 · EcoServe §2.1 (TFS): the fewest tokens at which the device computes `share` of the most tokens a second it
-    computes at any size.
+    """E1 · EcoServe §2.1 (TFS): Return the fewest tokens at which the device reaches `share` of its peak token rate.
 
     `points`: (tokens of an iteration, its seconds), of prefill iterations; of equal sizes the fastest counts. Raises
-    `ConfigError` without a point. Differs from the paper: "the forward size that saturates GPU utilization" needs a
-    threshold to be a number; nine tenths of the peak rate is ours.
+    `ConfigError` without a point. The paper's "forward size that saturates GPU utilization" needs a threshold: nine
+    tenths of the peak rate is ours.
     """
     fastest: dict[int, float] = {}
     for tokens, seconds in points:
@@ -35,14 +34,14 @@ def target_forward_tokens(points: Iterable[tuple[int, float]], *, share: float =
 
 
 class LearnedForwardSize:
-    """E1 · The target forward size by the learned price of an iteration; `most` tokens until there is one."""
+    """E1 · The target forward size by learned iteration times; `most` tokens until there are any."""
 
     def __init__(self, most: int) -> None:
         self._most = self.tokens = most
         self._of: StepTimes | None = None
 
     def refresh(self, times: StepTimes | None) -> None:
-        """After iterations were recorded. Prompts from position 0, as many as it takes; no decode beside them."""
+        """Update the size after iterations were recorded, for prompts from position 0 without decodes."""
         if times is None or times is self._of:
             return
         self._of = times

@@ -1,7 +1,7 @@
 """E7, E8 · Loans of blocks: which sequence borrows from which, and when it must give back.
 
-Owned by `TimeSynced`. Finds borrowers for the lenders of a batch (`nesting` says which ones fit), and tells in time
-which borrower stands where a lender is about to write. Evicts no sequence itself.
+Owned by `TimeSynced`. Finds borrowers for the lenders of a batch (`nesting` says which fit), and reports in time which
+borrower is in a block that its lender is about to write. Evicts no sequence itself.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Loans:
     def arrange(
         self, batch: SyncedBatch, candidates: list[Candidate], kv: KvAllocator, sharing: BlockSharing, places: int
     ) -> list[Candidate]:
-        """E7 · Borrowers for the second halves of all members of the batch, recursively, at most `places` of them; they
-        have their blocks now and join the batch, and may lend in turn. `candidates` loses them."""
+        """E7 · Give the second halves of all members to borrowers, recursively, and return these, at most `places`.
+        They join the batch and may lend in turn; `candidates` loses them."""
         if not candidates or places < 1:
             return []
         candidates.sort()
@@ -76,15 +76,15 @@ class Loans:
         return found
 
     def resume(self, batch: SyncedBatch, lender: Sequence, kv: KvAllocator, sharing: BlockSharing) -> None:
-        """A sequence (re)joined: if it has lent blocks, remember when it needs the first of them."""
+        """Record when a sequence that joined needs the first of the blocks it has lent."""
         size = kv.geometry.block_size
         index = sharing.first_lent(lender, -(-lender.computed // size), len(kv.blocks(lender.key)))
         if index is not None:
             self._note(batch, lender, index, size)
 
     def due(self, batch: SyncedBatch, kv: KvAllocator, sharing: BlockSharing) -> Iterable[tuple[Sequence, int]]:
-        """E8 · Running lenders that write now into a block they have lent, with the block's index in their table.
-        The caller sees to it that no borrower is left in the block before it asks for the next."""
+        """E8 · Yield running lenders that write now into a block they have lent, with its index in their table. The
+        caller removes all borrowers from the block before it takes the next."""
         size = kv.geometry.block_size
         while self._due and self._due[0][0] <= batch.clock:
             _, _, lender, index = heapq.heappop(self._due)
@@ -106,7 +106,7 @@ class Loans:
         heapq.heappush(self._due, (due, next(self._count), lender, index))
 
     def _unlent_end(self, lender: Sequence, end: int, kv: KvAllocator, sharing: BlockSharing) -> int:
-        """Positions of [computed, end) up to the first block that is lent already."""
+        """Return the end of the positions in [computed, end) before the first block that is lent already."""
         size = kv.geometry.block_size
         index = sharing.first_lent(lender, -(-lender.computed // size), -(-end // size))
         return end if index is None else index * size

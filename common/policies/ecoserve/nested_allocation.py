@@ -1,13 +1,13 @@
 """E7 · Blocks with a stack of claims: a sequence lends blocks it has allocated but not used yet, and gets them back.
 
-The `KvAllocator` of the preset `ecoserve`: the paged allocator, with which a prompt gets exactly its blocks and an
-decode exactly those of its predicted length (E2: the scheduler asks for them at once), plus lending.
+The `KvAllocator` of the preset `ecoserve`: the paged allocator, from which a prompt gets exactly its blocks and a
+decode those of its predicted length at once (E2), plus lending.
 
     claims of a block, bottom to top        lender ─ borrower ─ borrower's borrower
                                                                 └── the only one that may have KV in it
 
-Called by `TimeSynced`, which decides which sequence borrows which blocks until when. Other schedulers never lend, and
-to them this is the paged allocator. Never moves KV, never decides which borrower is late.
+Called by `TimeSynced`, which decides which sequence borrows which blocks until when. For schedulers that never lend it
+is the paged allocator. Never moves KV, never decides which borrower is late.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from cohort.common.types import Attempt, KvGeometry
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """`index`: which block of the sequence's table this is."""
+    """`index`: the block's index in the sequence's table."""
 
     sequence: Sequence
     index: int
 
 
 class NestedAllocator(PagedAllocator, BlockSharing):
-    """A block that is lent counts once: its lender's claim and its borrowers' are references to the same block, and it
-    is free when the last of them is gone, in whatever order they go."""
+    """A lent block counts once: claims of lender and borrowers refer to the same block, which is free when the last of
+    them is gone, in any order."""
 
     def __init__(self, geometry: KvGeometry, num_blocks: int, host_blocks: int, *, prefix_caching: bool = True) -> None:
         super().__init__(geometry, num_blocks, host_blocks, prefix_caching=prefix_caching)
         self._claims: dict[int, list[_Claim]] = {}
-        """Of blocks with more than one claim, bottom to top."""
+        """Claims on each block that has several, bottom to top."""
         self._lent = 0
 
     @property
@@ -46,33 +46,31 @@ class NestedAllocator(PagedAllocator, BlockSharing):
         return self
 
     def claim(self, sequence: Sequence, positions: int) -> bool:
-        """Blocks for positions [0, positions), some of which may be lent at the moment; False and no change when there
-        is no room."""
+        """Allocate blocks for positions [0, positions), some of which may be lent at the moment; return False without
+        a change if there is no room."""
         return super().extend(sequence, positions)
 
     def extend(self, sequence: Sequence, positions: int) -> bool:
-        """As in the interface, and False while a block of the positions to be computed is with a borrower."""
-        return super().extend(sequence, positions) and (not self._claims or self._usable(sequence, positions))
+        """Extend as in the interface; also False while a borrower has a block of the positions to be computed."""
+        extended = super().extend(sequence, positions)
+        return extended and (not self._claims or self._own(sequence, sequence.computed, positions))
 
     def extend_ahead(self, rows: Seq[Row]) -> NoSlotAhead | None:
-        """E7 · A lender whose block is still with a borrower waits for a decision (E8): the borrower may have a row in
-        the step in flight, and one behind it."""
+        """Refuse a lender whose block is still with a borrower (E7), which may have rows in the step in flight and in
+        the next: the lender waits for a decision (E8)."""
         if self._claims and not all(self._own(row.sequence, row.start, row.start + row.count) for row in rows):
             return "shared"
         return super().extend_ahead(rows)
 
-    def _usable(self, sequence: Sequence, positions: int) -> bool:
-        return self._own(sequence, sequence.computed, positions)
-
     def _own(self, sequence: Sequence, start: int, end: int) -> bool:
-        """Whether the sequence may write in those of its blocks that hold positions [start, end)."""
+        """Return whether the sequence may write positions [start, end)."""
         return self.first_lent(sequence, start // self.geometry.block_size, self.geometry.blocks_for(end)) is None
 
     def lend(self, lender: Sequence, borrower: Sequence, first_block: int, positions: int) -> bool:
-        """E7 · `borrower` gets what it lacks for [0, positions) from the lender's table, from `first_block` on.
+        """E7 · Lend `borrower` what it lacks for [0, positions) from the lender's table, from `first_block` on.
 
-        False and no change when it lacks nothing, the lender's table ends before, or one of these blocks is in use: the
-        lender has KV there or has lent it already.
+        Return False without a change if it lacks nothing, the lender's table ends before, or the lender has KV in one
+        of these blocks or has lent it already.
         """
         assert lender is not borrower, f"{lender.key} would borrow from itself"
         table, own = self._held[lender.key].blocks, self._held[borrower.key].blocks
@@ -94,7 +92,8 @@ class NestedAllocator(PagedAllocator, BlockSharing):
         return True
 
     def borrowers(self, lender: Sequence, index: int) -> list[Sequence]:
-        """Sequences above the lender in the block at `index` of its table, top first; empty = it may write there."""
+        """Return the sequences above the lender in the block at `index` of its table, top first; empty: it may write
+        there."""
         stack = self._claims.get(self._held[lender.key].blocks[index])
         if stack is None:
             return []
@@ -106,12 +105,11 @@ class NestedAllocator(PagedAllocator, BlockSharing):
         raise InvariantViolated(f"{lender.key} has no claim on a block of its own")
 
     def first_lent(self, lender: Sequence, begin: int, end: int) -> int | None:
-        """Blocks beyond the table's end are nobody's."""
-        claims = self._claims
-        if not claims:
+        """Return the index of the first block in [begin, end) of its table that the lender has lent; None if none."""
+        if not self._claims:
             return None
         for index, block in enumerate(self._held[lender.key].blocks[begin:end], begin):
-            stack = claims.get(block)
+            stack = self._claims.get(block)
             if stack is not None and stack[-1].sequence is not lender:
                 return index
         return None
@@ -120,7 +118,8 @@ class NestedAllocator(PagedAllocator, BlockSharing):
         return self._claims.keys()
 
     def keepable(self, sequence: Sequence, full: int) -> int:
-        """A borrowed block is overwritten by its lender later: no prefix for others."""
+        """Return how many blocks may enter the prefix cache: none from the first borrowed one, which its lender will
+        overwrite."""
         if not self._claims:
             return full
         holding = self._held[sequence.key]
@@ -134,7 +133,9 @@ class NestedAllocator(PagedAllocator, BlockSharing):
         super()._give_back(sequence, table, behind)
 
     def release(self, key: Attempt) -> None:
-        self._withdraw(key)
+        holding = self._held.get(key)
+        if holding is not None:
+            self._remove_claims(key, holding.device_blocks)
         super().release(key)
 
     def swap_out(self, sequence: Sequence, *, beside: bool = False) -> bool:
@@ -144,15 +145,8 @@ class NestedAllocator(PagedAllocator, BlockSharing):
             self._remove_claims(sequence.key, blocks)
         return swapped
 
-    def _withdraw(self, key: Attempt) -> None:
-        holding = self._held.get(key)
-        if holding is not None:
-            self._remove_claims(key, holding.device_blocks)
-
     def _remove_claims(self, key: Attempt, blocks: list[int]) -> None:
-        if not self._claims:
-            return
-        for block in blocks:
+        for block in blocks if self._claims else ():
             stack = self._claims.get(block)
             if stack is not None:
                 stack[:] = [claim for claim in stack if claim.sequence.key != key]
@@ -163,7 +157,7 @@ class NestedAllocator(PagedAllocator, BlockSharing):
         return {**super().metrics(), "lent_blocks": float(len(self._claims)), "lent_blocks_total": float(self._lent)}
 
     def check(self) -> None:
-        """Also: no slot is owned by two live tokens. Only the top claim of a block may have KV in it."""
+        """Check also that no slot is owned by two live tokens: only the top claim of a block may have KV in it."""
         super().check()
         size = self.geometry.block_size
         for block, stack in self._claims.items():

@@ -19,7 +19,7 @@ from cohort.common.types import Attempt
 
 
 class Candidate(NamedTuple):
-    """A decode that waits: tokens it is predicted to need still, when it is due, blocks it lacks for them."""
+    """A decode that waits: tokens that it is predicted to need, its deadline, blocks that it lacks for them."""
 
     length: int
     deadline_s: float
@@ -40,15 +40,15 @@ class Place(NamedTuple):
         return self.end_block - self.first_block
 
     def behind(self, blocks: int, block_size: int) -> Place:
-        """The rest of the place behind its first `blocks`: the lender comes there later still."""
+        """Return the rest of the place behind its first `blocks`, which the lender reaches later."""
         return Place(self.first_block + blocks, self.end_block, self.iterations + blocks * block_size)
 
 
 def second_half(computed: int, end: int, block_size: int) -> Place | None:
-    """E7 · EcoServe §3.4: the part of [computed, end) behind the middle, in whole blocks; None if there is none.
+    """E7 · EcoServe §3.4: Return the part of [computed, end) behind the middle, in whole blocks; None if there is none.
 
     Differs from the paper: allocation is in blocks, so the lent part starts at the first block boundary at or behind
-    the middle. The lender reaches it no sooner than the middle, the borrower has up to a block less.
+    the middle; the borrower has up to a block less.
     """
     middle = computed + (end - computed + 1) // 2
     first_block = -(-middle // block_size)
@@ -59,21 +59,18 @@ def second_half(computed: int, end: int, block_size: int) -> Place | None:
 
 
 def longest_borrower(place: Place, buffer: float) -> int:
-    """E7 · The longest predicted length that is done before the lender comes, with the buffer b: L + b ≤ l/2.
+    """E7 · Return the longest predicted length that is done before the lender comes, with the buffer b: L + b ≤ l/2.
 
-    b is `buffer` of the borrower's own length L: the paper gives it as 10 to 15 % "of the predicted RL", and whose, it
-    does not say. Of the borrower's, it bounds the relative error that the prediction may have, at every depth alike.
+    b is `buffer` of the borrower's own length L: the paper gives it as 10 to 15 % "of the predicted RL", not whose. Of
+    the borrower's, it bounds the relative error of the prediction at every depth alike.
     """
     return math.floor(place.iterations / (1.0 + buffer))
 
 
 def closest(candidates: Seq[Candidate], place: Place, buffer: float) -> int | None:
-    """E7 · The index of the longest candidate that fits the place in time and blocks; of equally long ones that with
-    the latest deadline ("GTs with loose SLOs"). `candidates` are sorted; the search starts by bisection."""
+    """E7 · Return the index of the longest candidate that fits the place in time and blocks; of equally long ones that
+    with the latest deadline ("GTs with loose SLOs"). `candidates` are sorted; the search starts by bisection."""
     limit = longest_borrower(place, buffer)
-    index = bisect_right(candidates, limit, key=lambda candidate: candidate.length) - 1
-    while index >= 0:
-        if 1 <= candidates[index].blocks <= place.blocks:
-            return index
-        index -= 1
-    return None
+    last = bisect_right(candidates, limit, key=lambda candidate: candidate.length) - 1
+    fitting = (index for index in range(last, -1, -1) if 1 <= candidates[index].blocks <= place.blocks)
+    return next(fitting, None)

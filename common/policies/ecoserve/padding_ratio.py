@@ -7,13 +7,13 @@ from __future__ import annotations
 
 
 class PaddingRatio:
-    """E4 · EcoServe §2.3: predicted lengths are padded by a ratio with a sweet spot between waiting (padded too much,
-    KV stands idle) and stopping (padded too little).
+    """E4 · EcoServe §2.3: predicted lengths are padded by a ratio between waiting (too much padding, idle KV) and
+    stopping (too little).
 
-    The sweet spot is found as a newsvendor's: a decode that was allocated too much costs 1, one that had to stop
-    because it outlived its allocation costs `under_cost`; one that outlived it and went on with the reserve costs
-    nothing. Each ended decode moves the ratio a step against its cost. At rest there are `under_cost` times as many
-    decodes with too much as decodes that stopped; with a cache where stops are rare, that is at no padding at all.
+    The ratio is found as a newsvendor's: a decode that was allocated too much costs 1, one that stopped because it
+    outlived its allocation costs `under_cost`, one that continued with the reserve costs nothing. Each ended decode
+    moves the ratio a step against its cost, towards `under_cost` times as many decodes with too much as stopped ones;
+    where stops are rare, that is no padding.
 
     Differs from the paper: there the ratio is swept by hand per data set (10, 15, 20 %). `tuned` False: it is fixed.
     """
@@ -29,8 +29,8 @@ class PaddingRatio:
         self._step = step
 
     def observe(self, predicted: float, output_tokens: int, *, stopped: bool) -> None:
-        """A decode of `output_tokens` ended, for which `predicted` were expected before padding; `stopped`: it had to
-        wait in the middle."""
+        """Learn from an ended decode of `output_tokens`, with the prediction before padding; `stopped`: it had to wait
+        in the middle."""
         move = 0.0
         if output_tokens > predicted * (1.0 + self.ratio):
             self.under += 1

@@ -21,9 +21,9 @@ _Entry = tuple[float, float, Attempt]
 class Ranges:
     """E6 · EcoServe §3.3's magnitude ranges.
 
-    `deadline_s`: bounds between ranges of the time left (the paper's example: 0.5 and 2). `overdue_s`: late tasks are
-    ranged by deadline in steps of this, the latest first, so that no task starves behind ever new ones.
-    `occupied_tokens`: KV positions held, in steps of this.
+    `deadline_s`: bounds between ranges of the time left (the paper's example: 0.5 and 2). `overdue_s`: width of the
+    ranges of late tasks' deadlines, the earliest first, so that no task starves behind new ones. `occupied_tokens`:
+    width of the ranges of KV positions held.
     """
 
     deadline_s: tuple[float, ...] = (0.5, 2.0)
@@ -31,15 +31,15 @@ class Ranges:
     occupied_tokens: int = 128
 
     def urgency(self, now_s: float, deadline_s: float) -> tuple[int, int]:
-        """Lower is more urgent. Fixed once overdue."""
+        """Return a rank, lower for more urgent, which is fixed once overdue."""
         left_s = deadline_s - now_s
         if left_s < 0:
             return (0, math.floor(deadline_s / self.overdue_s))
         return (1 + bisect_right(self.deadline_s, left_s), 0)
 
     def changes_s(self, now_s: float, deadline_s: float) -> float | None:
-        """When `urgency` changes next, never before `now_s`: the difference of two floats may be rounded up to a bound
-        that is passed already. None = never."""
+        """Return when `urgency` changes next; None: never. At least `now_s`, as the difference of two floats may be
+        rounded up to a bound that is passed already."""
         left_s = deadline_s - now_s
         if left_s < 0:
             return None
@@ -51,7 +51,7 @@ Rank = tuple[int, int, int, int, float, float, Attempt]
 
 
 def rank(ranges: Ranges, now_s: float, deadline_s: float, sequence: Sequence, length: int) -> Rank:
-    """E6 · Lower goes first: priority, range of the deadline, range of occupied KV (most first), length (longest
+    """E6 · Return the sort key: priority, range of the deadline, range of occupied KV (most first), length (longest
     first), arrival. Differs from the paper: a client's priority goes before everything."""
     occupied = sequence.computed // ranges.occupied_tokens
     first, second = ranges.urgency(now_s, deadline_s)
@@ -62,7 +62,7 @@ class PromptQueue:
     """Waiting prompts in E6's order; with `ordered` False first come, first served within a priority.
 
     One sorted list per class (priority, deadline range, occupied range), by length within. A prompt changes its class
-    when its deadline comes closer: `refresh` moves those whose time it is, so an iteration pays for changes only.
+    when its deadline comes closer: `refresh` moves those that are due for it.
     """
 
     def __init__(self, ranges: Ranges, *, ordered: bool) -> None:
@@ -98,7 +98,7 @@ class PromptQueue:
         self._where[sequence.key] = (sequence, where, entry, deadline_s)
 
     def remove(self, sequence: Sequence) -> bool:
-        """False if it does not wait here."""
+        """Remove a prompt; return False if it does not wait here."""
         found = self._where.pop(sequence.key, None)
         if found is None:
             return False
@@ -111,7 +111,7 @@ class PromptQueue:
         return True
 
     def refresh(self, now_s: float) -> None:
-        """Put those whose deadline came into another range where they belong now."""
+        """Move the prompts whose deadline came into another range."""
         while self._changes and self._changes[0][0] < now_s:
             _, key = heapq.heappop(self._changes)
             found = self._where.get(key)
@@ -120,14 +120,14 @@ class PromptQueue:
                 self.add(now_s, found[0], found[3])
 
     def head(self) -> tuple[Sequence, float] | None:
-        """The first in order, and its deadline."""
+        """Return the first in order with its deadline; None if none waits."""
         if not self._class_order:
             return None
         found = self._where[self._classes[self._class_order[0]][0][2]]
         return found[0], found[3]
 
     def first(self, count: int) -> list[Sequence]:
-        """The first so many, in order."""
+        """Return the first `count` in order."""
         found: list[Sequence] = []
         for where in self._class_order:
             found += [self._where[key][0] for _, _, key in self._classes[where][: count - len(found)]]
@@ -136,8 +136,8 @@ class PromptQueue:
         return found
 
     def fitting(self, tokens: int) -> Sequence | None:
-        """E6 · The longest prompt of at most `tokens` in the first class that has one, by bisection. FCFS knows no
-        search: the head or none."""
+        """E6 · Return the longest prompt of at most `tokens` in the first class that has one, by bisection; the head or
+        none under FCFS."""
         if not self._ordered:
             head = self.head()
             return head[0] if head is not None and head[0].target <= tokens else None

@@ -6,9 +6,8 @@
                  │                                  └──────┴─ group over and not done: stop, KV stays (E5)
                  └◀──────── evicted: late borrowers (E8), or no sequence could run
 
-The `IterationScheduler` of the preset `ecoserve`. Between two ends of groups only prompts are chosen; `stats` counts
-how many iterations needed no formation of the batch, and how many no decision at all. A wrong prediction costs time,
-never a decode: none is cut off, and one that outlives its prediction waits with its KV and continues.
+The `IterationScheduler` of the preset `ecoserve`. Between two ends of groups only prompts are chosen. A decode that
+outlives its prediction waits with its KV and continues.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ from cohort.common.types import Attempt
 
 @dataclass(slots=True)
 class Counters:
-    """Told in the scheduler's metrics."""
-
     iterations: int = 0
     formations: int = 0
     quiet: int = 0
@@ -51,15 +48,14 @@ class Counters:
 class TimeSynced(IterationScheduler):
     """Differs from the paper, where it leaves a hole:
 
-    - The batch is also formed when decodes come up and the last formation left none waiting (an idle device would wait
-      for another's group), and when decodes that ended early have freed more than the reserve.
-    - Prompts stop at `waiting_share`: taking them "until the TFS is reached" fills the cache with decodes that cannot
-      run.
-    - When no sequence can run, the first in order gets its place by evicting the last.
+    - The batch is also formed when decodes arrive and the last formation left none waiting, and when decodes that
+      ended early have freed more than the reserve.
+    - Prompts stop at `waiting_share`: "until the TFS is reached" fills the cache with decodes that cannot run.
+    - When no sequence can run, the last in order are evicted for the first.
     """
 
     def __init__(self, options: EcoServeSettings, limits: IterationLimits, *, learn_size: bool = False) -> None:
-        """`limits.max_tokens`: E1's target forward size, or the most that it may become where it is learned."""
+        """`limits.max_tokens`: E1's target forward size, or its bound if it is learned."""
         self.options, self.limits = options, limits
         self._padding = PaddingRatio(options.padding, tuned=self.options.tune_padding)
         self._times = LearnedTimes()
@@ -68,23 +64,22 @@ class TimeSynced(IterationScheduler):
         self._ranges = Ranges()
         self._prompts = PromptQueue(self._ranges, ordered=self.options.ordered)
         self._prefilling: dict[Sequence, int] = {}
-        """Prompts begun, with the position at which each becomes a decode."""
+        """Started prompts, with the position at which each becomes a decode."""
         self._decodes: dict[Attempt, Sequence] = {}
-        """Waiting to run: with KV on the device, or swapped out."""
+        """Decodes that wait, with KV on the device or swapped out."""
         self._stopped: set[Attempt] = set()
         """Decodes that had to wait because they outlived their predictions."""
         self._batch = SyncedBatch()
         self._loans = Loans(options.buffer)
         self._drained = True
         self._group_over = False
-        self._freed = 0
-        self._available = 0
+        self._freed = self._available = 0
         self._stepping = False
-        """Decodes are in the plan, so that the batch's clock counts its iterations."""
+        """Whether decodes are in the plan, so that the batch's clock counts its iterations."""
         self._forms_always = False
-        """Decodes waited after the last decision, and every iteration that repeats it would form a batch again."""
+        """Whether decodes waited after the last decision, so that each iteration would form a batch again."""
         self._changed = False
-        """A sequence came or was removed since the last decision."""
+        """Whether a sequence came or was removed since the last decision."""
         self._sharing: BlockSharing | None = None
         self._count = Counters()
 
@@ -111,7 +106,7 @@ class TimeSynced(IterationScheduler):
             self._padding.observe(sequence.predicted, sequence.output_tokens, stopped=stopped)
 
     def decide(self, now_s: float, kv: KvAllocator, news: News) -> IterationPlan:
-        """E10 · EcoServe Algorithm 1."""
+        """E10 · Plan the next iteration (EcoServe Algorithm 1)."""
         self._take_in(now_s, kv, news)
         self._changed = False
         plan = IterationPlan()
@@ -138,7 +133,7 @@ class TimeSynced(IterationScheduler):
         return plan
 
     def _take_in(self, now_s: float, kv: KvAllocator, news: News) -> None:
-        """News since the last decision: predictions, iterations, blocks that were freed."""
+        """Take in predictions, iterations and freed blocks since the last decision."""
         for sequence in news.revised:
             self._revise(now_s, sequence)
         for ran in news.runs:
@@ -147,7 +142,12 @@ class TimeSynced(IterationScheduler):
         if self._size is not None:
             self._size.refresh(self._times.table.step_times)
         if news.ran is not None:
-            self._count_skipped(news.ran.iterations - 1)
+            skipped = news.ran.iterations - 1
+            self._count.iterations += skipped
+            if self._forms_always:
+                self._count.formations += skipped
+            else:
+                self._count.quiet += skipped
             if self._stepping:
                 self._batch.clock += news.ran.iterations
         available = kv.free_blocks + kv.cached_blocks
@@ -162,8 +162,8 @@ class TimeSynced(IterationScheduler):
             self._hurry(news.ran.plan, kv)
 
     def _hurry(self, plan: IterationPlan, kv: KvAllocator) -> None:
-        """E2, E8 · Right drafts take a member ahead of the clock: it reaches the end of its blocks, and what it has
-        lent, so much earlier. The paper's rows yield one token an iteration."""
+        """E2, E8 · Bring forward the ends of members whose drafts were right: they reach the end of their blocks, and
+        the blocks that they lent, earlier. The paper's rows yield one token an iteration."""
         for row in plan.rows:
             sequence, ahead = row.sequence, row.sequence.computed - row.start - row.count
             if ahead > 0 and sequence in self._batch:
@@ -172,41 +172,32 @@ class TimeSynced(IterationScheduler):
                     self._loans.resume(self._batch, sequence, kv, self._sharing)
 
     def _revise(self, now_s: float, sequence: Sequence) -> None:
-        """E4 · A prediction came late, or a better one. Waiting decodes are grouped by the prediction at hand when the
-        batch is formed; a running one keeps what is allocated, but leaves a group that it would outlive by E5."""
+        """E4 · Reorder a waiting prompt whose prediction changed. Waiting decodes are grouped by their prediction when
+        the batch is formed; a running one keeps its blocks, and leaves a group that it outlives (E5)."""
         if self._prompts.remove(sequence):
             self._prompts.add(now_s, sequence, self._deadlines.of(sequence))
 
-    def _count_skipped(self, iterations: int) -> None:
-        self._count.iterations += iterations
-        if self._forms_always:
-            self._count.formations += iterations
-        else:
-            self._count.quiet += iterations
-
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Only decodes run, nothing changes before the next end of a group or of a loan, and the composition is in the
-        table already."""
-        rows = len(plan.rows)
-        if plan.preempted or plan.copies or rows != len(self._batch) or self._prefilling:
+        """Return the iterations until the next end of a group or of a loan; 0 unless only decodes run, none waits to
+        join, and the composition is in the table already."""
+        if plan.preempted or plan.copies or len(plan.rows) != len(self._batch) or self._prefilling:
+            return 0
+        # Unsynced, the second halves of lenders change with every iteration.
+        if self._decodes and (self._drained or (not self.options.synced and self.options.pipelined)):
             return 0
         if not self._times.knows(plan):
-            return 0
-        if self._decodes and not self.options.synced and self.options.pipelined:
-            return 0  # the second halves of lenders change with every iteration
-        if self._drained and self._decodes:
             return 0
         return self._next_change() or 0
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
-        """Whether one joins in the place of another that left is decided anew, if any could."""
+        """Return whether the same rows go on: if one leaves and another could join, `decide` is needed."""
         if not self._decodes and not self._prefilling and not len(self._prompts):
             end = self._next_change()
             return len(plan.rows) + leaving == len(self._batch) and end is not None and end > undecided
         return not leaving and not self._changed and self.steady_for(plan, kv) > undecided
 
     def _next_change(self) -> int | None:
-        """Iterations that are certain before the next end of a group or of a loan; None: no group runs."""
+        """Return the iterations before the next end of a group or of a loan; None: no group runs."""
         ends = [end for end in (self._batch.next_end, self._loans.next_due) if end is not None]
         return max(0, min(ends) - self._batch.clock - 1) if ends else None
 
@@ -244,11 +235,11 @@ class TimeSynced(IterationScheduler):
     # -- lengths -----------------------------------------------------------------------------------------------
 
     def _length(self, sequence: Sequence, sampled: int = 0) -> int:
-        """E2, E3, E5 · Tokens to allocate for a decode that is to run now, or once `sampled` more tokens are there:
-        what is left of its padded prediction, in whole `group_tokens`, never beyond what it can need.
+        """E2, E3, E5 · Return the tokens to allocate for a decode that runs now, or after `sampled` more tokens: what
+        is left of its padded prediction, in whole `group_tokens`, at most what it can need.
 
-        Beyond its prediction: L_new. The paper's own formula (prediction less what exists) is at most 0 then; here it
-        is the padding again, of what exists.
+        Beyond its prediction: L_new. The paper's formula (prediction less what exists) is at most 0 then; here it is
+        the padding again, of what exists.
         """
         made, quantum = sequence.output_tokens + sampled, self.options.group_tokens
         left = math.ceil(sequence.predicted * (1.0 + self._padding.ratio)) - made
@@ -261,23 +252,23 @@ class TimeSynced(IterationScheduler):
         return math.ceil(self.options.reserve * kv.total_blocks)
 
     def _headroom(self, kv: KvAllocator) -> int:
-        """Blocks for decodes that are to run."""
+        """Return the blocks for decodes that are to run."""
         return kv.free_blocks + kv.cached_blocks - (self._reserve(kv) if len(self._batch) else 0)
 
     @staticmethod
     def _lacks(sequence: Sequence, length: int, kv: KvAllocator) -> int:
-        """Blocks it would take to run for `length` positions."""
+        """Return the blocks that a decode lacks to run for `length` positions."""
         held = len(kv.blocks(sequence.key)) if sequence.phase is Phase.RUNNING else 0
         return max(0, kv.geometry.blocks_for(sequence.computed + length) - held)
 
     def _before_rows(self, now_s: float, kv: KvAllocator, plan: IterationPlan) -> None:
-        """Every member of the batch has the blocks of its whole predicted length."""
+        """Skip allocation: every member of the batch has the blocks of its whole predicted length."""
 
     # -- ends --------------------------------------------------------------------------------------------------
 
     def _end_groups(self, kv: KvAllocator) -> None:
-        """E5 · A decode that is not done when its group ends: on with the reserve, or with what its last block still
-        holds; else it stops with the group and waits, its KV where it is (offload-free)."""
+        """E5 · Continue decodes that are not done when their group ends with the reserve, or with the rest of their
+        last block; else they stop and wait, their KV where it is (offload-free)."""
         for sequence in self._batch.ended():
             if self._continues(sequence, self._length(sequence), kv):
                 self._count.continued += 1
@@ -289,7 +280,7 @@ class TimeSynced(IterationScheduler):
         self._batch.group_over = False
 
     def _continues(self, sequence: Sequence, length: int, kv: KvAllocator) -> bool:
-        """It joins again, beyond its prediction, if there is room."""
+        """Let a decode join again, beyond its prediction, if there is room."""
         slack = len(kv.blocks(sequence.key)) * kv.geometry.block_size - sequence.computed
         if self._claim(kv, sequence, sequence.computed + length):
             self._join(sequence, length, kv)
@@ -300,7 +291,7 @@ class TimeSynced(IterationScheduler):
         return True
 
     def _take_back(self, now_s: float, kv: KvAllocator, plan: IterationPlan) -> None:
-        """E8 · A lender needs a block from which a borrower has not gone: the borrower goes to host memory."""
+        """E8 · Move borrowers to host memory that are still in a block which its lender needs."""
         if self._sharing is None:
             return
         for lender, index in self._loans.due(self._batch, kv, self._sharing):
@@ -325,18 +316,12 @@ class TimeSynced(IterationScheduler):
     # -- the batch of decodes ----------------------------------------------------------------------------------
 
     def _formation_is_due(self, kv: KvAllocator) -> bool:
-        if not self._decodes:
-            return False
-        return (
-            self._group_over
-            or self._drained
-            or not len(self._batch)
-            or not self.options.synced
-            or self._freed >= max(1, self._reserve(kv))
-        )
+        freed = self._freed >= max(1, self._reserve(kv))
+        waits = not self._group_over and not self._drained and len(self._batch) and self.options.synced and not freed
+        return bool(self._decodes) and not waits
 
     def _form(self, now_s: float, kv: KvAllocator, plan: IterationPlan) -> None:
-        """E3, E7 · Alg. 1, lines 2 and 3: groups until the cache is allocated, then borrowers inside of it."""
+        """E3, E7 · Form groups until the cache is allocated, then add borrowers (Alg. 1, lines 2 and 3)."""
         self._count.formations += 1
         self._group_over, self._freed = False, 0
         lengths = [(self._length(s), s) for s in self._decodes.values()]
@@ -348,11 +333,10 @@ class TimeSynced(IterationScheduler):
         self._drained = not self._decodes
 
     def _nest(self, waiting: list[tuple[Rank, int, Sequence]], kv: KvAllocator) -> None:
-        """E7 · Borrowers among the waiting decodes."""
+        """E7 · Find borrowers among the waiting decodes."""
         if not self.options.pipelined or self._sharing is None or not self._decodes:
             return
-        # A sequence that another worker continues keeps its blocks until they are sent, which may be late: it does not
-        # borrow.
+        # A sequence that another worker continues does not borrow: it keeps its blocks until they are sent.
         candidates = [
             Candidate(length, self._deadlines.of(s), s.key, self._lacks(s, length, kv), s)
             for _, length, s in waiting
@@ -371,8 +355,8 @@ class TimeSynced(IterationScheduler):
     def _allocate(
         self, now_s: float, waiting: list[tuple[Rank, int, Sequence]], kv: KvAllocator, plan: IterationPlan
     ) -> None:
-        """E3 · Whole groups in order of their first member; the one that does not fit is split; then (E6) the
-        decode that comes closest to the blocks left."""
+        """E3 · Run whole groups in order of their first member; split the one that does not fit; then (E6) take the
+        decodes that come closest to the blocks left."""
         headroom = self._headroom(kv)
         if not waiting:
             return
@@ -408,7 +392,7 @@ class TimeSynced(IterationScheduler):
         return min(self.limits.max_rows, self.limits.max_tokens) - len(self._batch)
 
     def _run(self, sequence: Sequence, length: int, kv: KvAllocator, plan: IterationPlan) -> bool:
-        """Allocate and join."""
+        """Allocate a decode's blocks and let it join the batch; return False if there are none."""
         if sequence.phase is Phase.SWAPPED and not resume(sequence, kv):
             return False
         if not self._claim(kv, sequence, sequence.computed + length):
@@ -423,14 +407,14 @@ class TimeSynced(IterationScheduler):
             self._loans.resume(self._batch, sequence, kv, self._sharing)
 
     def _claim(self, kv: KvAllocator, sequence: Sequence, positions: int) -> bool:
-        """E2 · Blocks for everything it is predicted to need, at once."""
+        """E2 · Allocate the blocks for everything that a sequence is predicted to need."""
         sharing = self._sharing
         return kv.extend(sequence, positions) if sharing is None else sharing.claim(sequence, positions)
 
     # -- prompts -----------------------------------------------------------------------------------------------
 
     def _choose_prompts(self, now_s: float, kv: KvAllocator, formed: bool) -> list[Row]:
-        """E1 · Alg. 1, line 5: prompts until the iteration has as many tokens as the device can use."""
+        """E1 · Choose prompts until the iteration has as many tokens as the device can use (Alg. 1, line 5)."""
         rows: list[Row] = []
         tokens = self._target - len(self._batch)
         places = self.limits.max_rows - len(self._batch)
@@ -457,8 +441,8 @@ class TimeSynced(IterationScheduler):
         return rows
 
     def _next_prompt(self, now_s: float, kv: KvAllocator, tokens: int) -> Sequence | None:
-        """The first in order that fits the iteration and the cache; an overdue one, and one that fits no iteration, is
-        begun in part."""
+        """Return the first prompt in order that fits the iteration and the cache; an overdue one, and one that fits no
+        iteration, is started in part."""
         head = self._prompts.head()
         if head is None:
             return None
@@ -482,8 +466,8 @@ class TimeSynced(IterationScheduler):
     # -- when no sequence can run ---------------------------------------------------------------------------------
 
     def _force(self, now_s: float, kv: KvAllocator, plan: IterationPlan) -> list[Row]:
-        """Decodes and begun prompts hold all blocks, and none has enough to go on: the last in order make room for the
-        first. It samples a token for every eviction, so this ends."""
+        """Evict the last in order for the first: decodes and started prompts hold all blocks, and none has enough to go
+        on. Every eviction yields a token, so this ends."""
         tasks = [*self._decodes.values(), *self._prefilling]
         tasks.sort(key=lambda s: self._rank(now_s, s, self._length(s)))
         for task in tasks:
@@ -506,13 +490,13 @@ class TimeSynced(IterationScheduler):
         return []
 
     def _most(self, sequence: Sequence, kv: KvAllocator) -> int:
-        """Positions it could run for with every block that is free."""
+        """Return the positions that it could run for with every free block."""
         held = len(kv.blocks(sequence.key)) if sequence.phase is Phase.RUNNING else 0
         return (held + kv.free_blocks + kv.cached_blocks) * kv.geometry.block_size - sequence.computed
 
 
 def _has_ended(sequence: Sequence) -> bool:
-    """It drew its last token, and did not just go elsewhere."""
+    """Return whether a removed sequence sampled its last token, instead of leaving for another worker."""
     sampling = sequence.request.sampling
     return sequence.output_tokens > 0 and (
         sequence.tokens[-1] in sampling.stop_token_ids or sequence.output_tokens >= sampling.max_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.policies.ecoserve.forecast import Forecast
+from cohort.common.policies.ecoserve.by_forecast import Forecast
 
 
 def test_the_second_fits_because_the_first_is_gone_before_it_grows() -> None:

@@ -42,8 +42,6 @@ class BrosSettings(policies.BrosConfig, frozen=True):
     first_batch: Positive = 32  # requests in an iteration at the start and after a deadline cut one short (R6)
     batch_step: Positive = 8  # requests more after every iteration that no deadline cut short (R6)
     cut_prompts: bool = True  # prompts are computed in chunks that deadlines leave time for; false = whole if on time
-    starving_every: Positive = 10  # at most one iteration in so many begins with a starving request; 1 = every one
-    bound_real_time: bool = False  # the size of a batch (R6) bounds real-time rows too, as the paper's loop
     drops: bool = True  # who finds no block takes those of others (R11); false = it is computed again itself
 
 

@@ -98,10 +98,7 @@ OPTIONS: dict[str, st.SearchStrategy[Overrides]] = {
             "allocation": st.sampled_from(["bidirectional", "paged"]),
         },
         engine=_PREEMPTION,
-        bros={
-            "group_tokens": st.sampled_from([1, 4]),
-            **{name: st.booleans() for name in ("cut_prompts", "bound_real_time", "drops")},
-        },
+        bros={"group_tokens": st.sampled_from([1, 4]), **{name: st.booleans() for name in ("cut_prompts", "drops")}},
     ),
     "bucketserve": _sections(
         engine=_PREEMPTION,

@@ -7,8 +7,7 @@ request_queues             two classes, waiting and pending, pulled by urgency (
 token_groups               deadlines of token groups and what they leave (R2, R15)
 iteration_cost             what the next iteration takes, learned (R3)
 batch_size                 rows of an iteration, as TCP finds its window (R6)
-bidirectional_allocation   blocks filled from both ends (common/kv/shared_blocks); slots away and back (R7-R11)
-copy_list                  the copies of one iteration, consolidated (R12)
+bidirectional_allocation   blocks filled from both ends (common/kv/shared_blocks); slots away and back (R7-R12)
 
 R13 and R14 are the engine's: docs/papers.md.
 """
@@ -40,5 +39,5 @@ def build_iteration(config: Config) -> SlackPacking:
 
 
 def build_allocation(config: Config, geometry: KvGeometry, num_blocks: int, host_blocks: int) -> BidirectionalAllocator:
-    """Keeps what lies behind a window: its sequences share blocks from both ends."""
+    """Build the allocator. It keeps blocks behind a window, because sequences share blocks from both ends."""
     return BidirectionalAllocator(replace(geometry, window=0), num_blocks, host_blocks)

@@ -1,6 +1,6 @@
-"""The iteration that the packing of BROS is making (R4): rows so far, their load, what may not be dropped.
+"""The iteration that the packing of BROS forms (R4): rows so far, their load, what may not be dropped.
 
-Filled by `slack_packing.py`, read by `drops.py`. Counts; decides nothing.
+Filled by `slack_packing.py`, read by `drops.py`; decides nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ NO_DEADLINE_S = float("inf")
 
 
 class DecodeRows(NamedTuple):
-    """All real-time decode rows: their number and context, what an iteration of them takes, and the strictest TPOT
-    target that one of them could keep alone (infinite: there is none)."""
+    """All real-time decode rows: number, context, the seconds of an iteration of them, and the strictest TPOT target
+    that one of them could keep alone (infinite: there is none)."""
 
     rows: int
     context: int
@@ -32,7 +32,7 @@ def is_decode(sequence: Sequence) -> bool:
 
 @dataclass(slots=True)
 class Batch:
-    """`most_rows` and `tokens_left` bound it; `limit_s`: it must end before (t_min), in seconds from now."""
+    """Rows within `most_rows` and `tokens_left`. `limit_s`: seconds from now by which it must end (t_min)."""
 
     most_rows: int
     tokens_left: int
@@ -44,11 +44,11 @@ class Batch:
     slots: int = 0
     limit_s: float = NO_DEADLINE_S
     safe: set[Attempt] = field(default_factory=set)
-    """In the batch, or being brought back: not to be dropped now."""
+    """Attempts in the batch or being restored, which may not be dropped now."""
     guaranteed: list[Sequence] = field(default_factory=list)
     """Best-effort requests whose share of the cache is protected."""
     reserved: int = 0
-    """Blocks that those still need."""
+    """Blocks that `guaranteed` still needs."""
     dropped: int = 0
     late: int = 0
     """Rows of requests that cannot be on time any more."""
@@ -62,7 +62,7 @@ class Batch:
         return BatchLoad(self.prefill_tokens, self.decode_rows, self.context)
 
     def add(self, sequence: Sequence, count: int) -> None:
-        """A row of its next `count` tokens."""
+        """Add a row of the sequence's next `count` tokens."""
         key, first = sequence.key, sequence.computed
         self.rows[key] = Row(sequence, first, count)
         self.safe.add(key)

@@ -1,16 +1,15 @@
-"""Bidirectional KV allocation (R7-R11): real-time requests move into best-effort requests' blocks from the other end.
+"""Bidirectional KV allocation (R7-R12): real-time requests move into best-effort requests' blocks from the other end.
 
 The `KvAllocator` of BROS. Real-time requests fill blocks left to right, best-effort ones right to left. While blocks
 are free every request has its own. When none is, a real-time request shares a best-effort one's block
-(FindPreemptBlock), and only when the two fronts meet are the slots about to be overwritten copied to host memory. They
-come back when that best-effort request is to run again: in place if the other is gone, else in another block.
+(FindPreemptBlock). Slots about to be overwritten, where the two fronts meet, are copied to host memory. They come back
+when the best-effort request runs again: in place if the other is gone, else in another block.
 
-Works under any iteration scheduler: `extend` makes a request whole again, `take_copies` yields what has to be copied
+Works under any iteration scheduler: `extend` brings all of a request back, `take_copies` returns what has to be copied
 before the rows run. A tenant served since the last `take_copies` keeps its slots until the next.
 
-KV that travels between workers (of a segment with an end, or from elsewhere) is exclusive and left to right:
-transfers move whole blocks, and the other end may have another allocator. There is no prefix cache: a block whose slots
-change hands cannot be known by its content.
+KV for or from another worker is exclusive and left to right: transfers move whole blocks, and the other worker may
+have another allocator. There is no prefix cache: a block whose slots change hands cannot be known by its content.
 """
 
 from __future__ import annotations
@@ -19,18 +18,63 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
+from typing import Literal
 
 from cohort.common.errors import InvariantViolated
 from cohort.common.kv.shared_blocks import SharedBlocks, Tenant
-from cohort.common.policies.bros.copy_list import CopyList
 from cohort.common.policies.kv_interface import BlockSharing, KvAllocator, KvCopy, NoSlotAhead
 from cohort.common.sequence import Row, Sequence
 from cohort.common.types import Attempt, KvGeometry
 
+_KINDS: tuple[tuple[Literal["out", "in"], Literal["block", "slot"], bool], ...] = (
+    ("out", "block", False),
+    ("out", "slot", False),
+    ("in", "block", False),
+    ("in", "slot", False),
+    ("in", "block", True),
+    ("in", "slot", True),
+)
+"""Kinds of copies in the order in which they run: direction, unit, whether beside the rows."""
+
+
+class CopyList:
+    """The copies of one iteration, consolidated (R12): at most one of each kind.
+
+    Slots that move out may be overwritten by slots that come in, so outgoing copies run first. A host block given back
+    in an iteration is not used again before the next, and no request served in an iteration loses slots in it.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
+        self._pairs: dict[tuple[str, str, bool], tuple[list[int], list[int]]] = {kind: ([], []) for kind in _KINDS}
+
+    def add(self, direction: str, device: list[int], host_block: int, *, beside: bool = False) -> None:
+        """Add a copy between slots of one device block and the same places of a host block. `beside`: no row of this
+        iteration touches them."""
+        if len(device) == self._size:
+            blocks, hosts = self._pairs[direction, "block", beside]
+            blocks.append(device[0] // self._size)
+            hosts.append(host_block)
+        else:
+            slots, hosts = self._pairs[direction, "slot", beside]
+            slots.extend(device)
+            hosts.extend(host_block * self._size + slot % self._size for slot in device)
+
+    def take(self) -> list[KvCopy]:
+        """Return everything since the last time, in the order in which it has to run."""
+        taken: list[KvCopy] = []
+        for direction, unit, beside in _KINDS:
+            device, host = self._pairs[direction, unit, beside]
+            if device:
+                taken.append(KvCopy(direction, unit, tuple(device), tuple(host), beside=beside))
+                device.clear()
+                host.clear()
+        return taken
+
 
 @dataclass(slots=True)
 class _Change:
-    """The means to give a tenant positions: blocks for `moved` and new indexes, and whose slots are overwritten."""
+    """Change that gives a tenant positions: blocks for `moved` and new indexes, and the slots that it overwrites."""
 
     moved: list[int]
     found: list[int]
@@ -40,7 +84,7 @@ class _Change:
 
 class BidirectionalAllocator(KvAllocator, BlockSharing):
     """Differs from the paper: it is silent on where overwritten slots return to while the other request is still
-    there. Here that block of the best-effort request moves to another one, slots that were still resident with it."""
+    there. Here that block of the best-effort request moves to another one, with the slots that were still resident."""
 
     on_demand = True
 
@@ -53,20 +97,17 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         self._host_total = host_blocks
         self._host_free = list(range(host_blocks - 1, -1, -1))
         self._host_returned: list[int] = []
-        """Usable again from the next iteration on: copies of this one may still name them."""
+        """Host blocks that are free from the next iteration on: copies of this one may still name them."""
         self._preemptable: Iterator[int] | None = None
-        """Blocks that can be shared, in the order in which they are taken; None until the first search of this
-        iteration."""
+        """Blocks that can be shared, in the order in which they are taken; None before the iteration's first search."""
         self._served: set[Tenant] = set()
         self._running: set[Tenant] = set()
-        """Served in the iteration that was decided last: they write up to what they claim, which is not stored yet."""
+        """Tenants of the last decided iteration: they write up to what they claim, which is not stored yet."""
         self._spared: set[Tenant] = set()
-        """No tenant moves into their blocks in this iteration."""
+        """Tenants into whose blocks no other moves in this iteration."""
         self._spared_blocks = 0
         self._copies = CopyList(self._size)
-        self._checkpointed_total = 0
-        self._restored_total = 0
-        self._failures = 0
+        self._checkpointed_total = self._restored_total = self._failures = 0
 
     # -- taking ------------------------------------------------------------------------------------------------
 
@@ -89,7 +130,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         return 0
 
     def extend(self, sequence: Sequence, positions: int) -> bool:
-        """Also brings back the part of [0, positions) that lies in host memory."""
+        """Extend as in the interface, and bring back the part of [0, positions) that lies in host memory."""
         tenant = self._tenants[sequence.key]
         if positions == tenant.stored + 1 <= len(tenant.blocks) * self._size and not tenant.host:
             # Almost always: one more slot of the last block, and a free one.
@@ -101,7 +142,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         return self._grow(tenant, positions)
 
     def _fits(self, tenant: Tenant, index: int, positions: int) -> bool:
-        """Whether the first `positions` of this block lie outside the other tenant's slots."""
+        """Return whether the first `positions` of this block lie outside the other tenant's slots."""
         block, within = tenant.blocks[index], positions - index * self._size
         if tenant.reversed:
             return self._table.left_extent(block) + within <= self._size
@@ -109,8 +150,8 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         return side is None or within + self._relied_on(*side) <= self._size
 
     def extend_ahead(self, rows: Seq[Row]) -> NoSlotAhead | None:
-        """Slots that are left free in their blocks, and free blocks. Where the two sides of a block have met the next
-        slot is the other side's: it costs a copy (R9), or the row has to wait."""
+        """Take free slots in the rows' blocks, and free blocks. If the two sides of a block have met, the next slot
+        costs a copy (R9), or the row waits: "shared"."""
         before: list[tuple[Tenant, int]] = []
         growing: list[Tenant] = []
         refused: NoSlotAhead | None = None
@@ -123,7 +164,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
             if tenant.host or not all([self._left_free(tenant, index, end) for index in indexes]):
                 refused = "shared"
                 break
-            # Now, so that the other side of its block is held against it.
+            # Now, so that the other side of its block is checked against it.
             tenant.claimed = max(end, tenant.claimed)
         else:
             found = self._table.find_free(len(growing))
@@ -137,19 +178,17 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         return None
 
     def _left_free(self, tenant: Tenant, index: int, positions: int) -> bool:
-        """`_fits`, while rows are computed that are not stored yet."""
+        """Return `_fits` while rows are computed that are not stored yet."""
         block, within = tenant.blocks[index], self._table.within(positions, index)
-        if tenant.reversed:
-            return self._table.left_extent(block) + within <= self._size
         side = self._table.right(block)
-        if side is None:
-            return True
+        if tenant.reversed or side is None:
+            return not tenant.reversed or self._table.left_extent(block) + within <= self._size
         other, at = side
         taken = self._table.within(other.claimed, at) if other in self._running else self._relied_on(other, at)
         return within + taken <= self._size
 
     def restore(self, sequence: Sequence) -> bool:
-        """Bring back what lies in host memory while an iteration runs that the sequence has no row in (R12)."""
+        """Bring back what lies in host memory while an iteration runs in which the sequence has no row (R12)."""
         tenant = self._tenants[sequence.key]
         return self._grow(tenant, max(tenant.stored, sequence.target), beside=True)
 
@@ -164,7 +203,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
             tenant.resident[index] = self._table.within(tenant.stored, index)
 
     def take_copies(self) -> list[KvCopy]:
-        """R12 · All copies since the last time; ends the iteration in which the served are safe."""
+        """R12 · Return all copies since the last time, and start an iteration in which no tenant is served yet."""
         self._running, self._served = self._served, self._running
         self._served.clear()
         self._spared.clear()
@@ -177,7 +216,8 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
     # -- one change --------------------------------------------------------------------------------------------
 
     def _grow(self, tenant: Tenant, positions: int, *, beside: bool = False) -> bool:
-        """Positions [0, positions) become the tenant's, all on the device. False: no room, nothing changed."""
+        """Give a tenant positions [0, positions), all on the device; return False without a change if there is no
+        room."""
         change = self._find(tenant, positions)
         if change is None:
             self._failures += 1
@@ -202,7 +242,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         return True
 
     def _find(self, tenant: Tenant, positions: int) -> _Change | None:
-        """The change needed; None when blocks or host blocks are missing."""
+        """Return the necessary change; None if blocks or host blocks are missing."""
         table, held = self._table, len(tenant.blocks)
         count = max(held, self.geometry.blocks_for(max(positions, tenant.stored)))
         if not tenant.reversed and count == held and not tenant.host and positions <= tenant.claimed:
@@ -227,7 +267,8 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         return _Change(moved, found, overwritten)
 
     def _preempt(self, wanted: int) -> list[int]:
-        """R8 · FindPreemptBlock. Ordered once an iteration; tenants served or shared since are passed over."""
+        """Find blocks to share (R8, FindPreemptBlock). They are ordered once an iteration; tenants that were served or
+        shared since are skipped."""
         table = self._table
         if self._preemptable is None:
             self._preemptable = table.find_preemptable(self._open_to_sharing())
@@ -238,7 +279,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
                 found.append(block)
                 if len(found) == wanted:
                     break
-        # They stay the first ones, in case that they are not taken.
+        # They stay the first ones, in case they are not taken.
         self._preemptable = chain(tuple(found), candidates)
         return found
 
@@ -247,7 +288,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         return [tenant for tenant in self._reversed.values() if tenant not in closed]
 
     def _in_the_way(self, tenant: Tenant, positions: int) -> list[int]:
-        """Block indexes of a reversed tenant where a left tenant holds slots that it needs."""
+        """List the block indexes of a reversed tenant where a left tenant holds slots that it needs."""
         held = len(tenant.blocks)
         suspects = {*tenant.host, *range(min(tenant.stored // self._size, held), held)}
         table, end = self._table, max(positions, tenant.stored)
@@ -258,7 +299,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         )
 
     def _beside_left(self, positions: int, count: int, moved: list[int], held: int, missing: int) -> list[int]:
-        """A last block beside a real-time request's, if that one block is all that is missing and is found last."""
+        """Return a last block beside a real-time request's, if only the last block is missing."""
         last_is_new = count > held or (bool(moved) and moved[-1] == count - 1)
         if missing != 1 or not last_is_new:
             return []
@@ -267,7 +308,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         return [] if block is None else [block]
 
     def _overwritten(self, tenant: Tenant, positions: int, found: list[int]) -> list[tuple[Tenant, int, int]] | None:
-        """R9 · The tenant whose slots lie where a left tenant is about to write; None if it was served in this
+        """R9 · Return the tenants whose slots a left tenant is about to overwrite; None if one was served in this
         iteration."""
         lost = []
         first = min(tenant.claimed // self._size, len(tenant.blocks))
@@ -285,7 +326,8 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         return lost
 
     def _relied_on(self, tenant: Tenant, index: int) -> int:
-        """Offsets of a reversed tenant's block that must not be overwritten without a copy, or at all this time."""
+        """Return how many offsets of a reversed tenant's block must not be overwritten without a copy, or at all if it
+        was served."""
         if tenant in self._served:
             return self._table.within(tenant.claimed, index)
         return tenant.resident[index]
@@ -299,18 +341,18 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
             assert self._host_free, f"no host block for {tenant.name}"
             tenant.host[index] = self._host_free.pop()
         slots = self._table.slots(tenant, tenant.blocks[index], kept, resident)
-        self._copies.out(slots if not tenant.reversed else slots[::-1], tenant.host[index])
+        self._copies.add("out", slots if not tenant.reversed else slots[::-1], tenant.host[index])
         tenant.resident[index] = kept
         tenant.away += resident - kept
         self._checkpointed_total += resident - kept
 
     def _bring_back(self, tenant: Tenant, index: int, beside: bool) -> None:
-        """R9, R10 · The slots of one block that are in host memory, into the block the tenant has now."""
+        """R9, R10 · Copy the slots of one block from host memory into the block that the tenant has now."""
         host, resident = tenant.host.pop(index), tenant.resident[index]
         used = self._table.within(tenant.stored, index)
         assert resident <= used, f"{tenant.name}: {resident} of {used} positions are there, and some come back"
         slots = self._table.slots(tenant, tenant.blocks[index], resident, used)
-        self._copies.back(slots if not tenant.reversed else slots[::-1], host, beside=beside)
+        self._copies.add("in", slots if not tenant.reversed else slots[::-1], host, beside=beside)
         self._host_returned.append(host)
         tenant.resident[index] = used
         tenant.away -= used - resident
@@ -372,18 +414,18 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         return self._tenants[key].blocks
 
     def directions(self, key: Attempt) -> Seq[int] | None:
-        """R13"""
+        """Return the directions of its blocks (R13); None: all are filled left to right."""
         tenant = self._tenants[key]
         return [1] * len(tenant.blocks) if tenant.reversed else None
 
     def checkpointed(self, key: Attempt) -> int:
-        """R10 · Positions of a sequence that are in host memory only; 0 for one that holds nothing."""
+        """R10 · Return the positions that are in host memory only; 0 for a sequence that holds nothing."""
         tenant = self._tenants.get(key)
         return 0 if tenant is None else tenant.away
 
     @property
     def lendable_blocks(self) -> int:
-        """Blocks a real-time request could share, now or when those served in this iteration may be robbed again."""
+        """Blocks that a real-time request could share, now or after this iteration."""
         return self._table.right_blocks - self._table.shared_blocks - self._spared_blocks
 
     def lent_blocks(self) -> Iterable[int]:
@@ -392,8 +434,8 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         return [block for block in held if table.left(block) is not None and table.right(block) is not None]
 
     def spare(self, keys: Iterable[Attempt]) -> None:
-        """In this iteration no tenant moves into the blocks of these; one that shares a block with them already may
-        continue there."""
+        """Protect these in this iteration: no tenant moves into their blocks. One that shares a block with them already
+        may continue there."""
         self._spared = {tenant for key in keys if (tenant := self._reversed.get(key)) is not None}
         self._count_spared()
         self._preemptable = None

@@ -1,6 +1,6 @@
-"""Drops of BROS (R11): which requests lose their blocks when another one needs blocks and none can be had.
+"""Drops of BROS (R11): which requests lose their blocks when another one needs blocks and there are none.
 
-Asked by `slack_packing.py`, which does the dropping. Changes nothing.
+Called by `slack_packing.py`, which drops them. Changes nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from cohort.common.types import Attempt
 
 
 class Drops:
-    """R11 (§5.2), for one worker's queues."""
-
     def __init__(
         self, real_time: RealTimeQueues, best_effort: BestEffortQueues, groups: TokenGroups, others: bool
     ) -> None:
@@ -25,7 +23,7 @@ class Drops:
         self._rt, self._be, self._groups, self._others = real_time, best_effort, groups, others
 
     def gives_up(self, sequence: Sequence) -> bool:
-        """Whether a request that found no blocks loses its own and is computed again: where no other gives way."""
+        """Return whether a request that found no blocks loses its own and is computed again."""
         return not self._others and sequence.phase is Phase.RUNNING and not sequence.pinned
 
     def victims(
@@ -39,12 +37,12 @@ class Drops:
         real_time: bool,
         desperate: bool = False,
     ) -> Iterator[Sequence]:
-        """Requests that give way when no block can be had: best-effort ones, latest first; then, for a feasible
-        request, the real-time one with most time left. A request without a sampled token since it came in is spared,
-        so that every drop is paid for by progress; with `desperate` it is not. Before all of them, best-effort requests
-        whose slots it must write over while host memory has no place for them: neither could go on. Evaluated only when
-        blocks are missing. `known_before`: tokens known of a sequence when it started here, or came back to the device.
-        `sharing`: the allocator's, where real-time requests take best-effort blocks without a drop (R8)."""
+        """Yield requests to drop when no block is free (R11, §5.2): best-effort ones, latest first; then, for a
+        feasible request, the real-time one with most time left. A request without a sampled token since it came in is
+        spared unless `desperate`, so every drop is paid for by progress. Before all of them come best-effort requests
+        whose slots it must overwrite while host memory has no place for them. Evaluated only when blocks are missing.
+        `known_before`: tokens known of a sequence when it started here, or came back to the device. `sharing`: the
+        allocator's, if real-time requests take best-effort blocks without a drop (R8)."""
         if not (desperate or self._others):
             return
         kept = () if desperate else {other.key for other in batch.guaranteed}
@@ -59,7 +57,7 @@ class Drops:
         if own_class == "rt" and sharing is not None:
             crowding = sharing.crowding(sequence)
             yield from [other for other in self._be.pending() if other.key in crowding and other.key not in batch.safe]
-            # Best-effort blocks can be had without a drop, unless there is nowhere to put what is overwritten.
+            # Best-effort blocks are shared without a drop, unless host memory is full.
             headroom += sharing.lendable_blocks
             wanted = kv.geometry.blocks_for(sequence.target) - kv.held(sequence.key)
             from_best_effort = desperate or kv.host_free_blocks <= wanted

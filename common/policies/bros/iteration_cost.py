@@ -3,10 +3,10 @@
     T_exec = decode(rows, context) + prefill(tokens)         T_swap = slots · seconds per slot
     T_iter = max(T_exec, T_swap)
 
-Asked several hundred times per decision by the packing, told every measured iteration. Starts from profiled points
-where there are some (`import_state`), else from nothing: everything costs 0 until the first iterations have been seen.
-Differs from the paper: prefill and decode share one constant, because one forward reads the weights once; and the fit
-goes on while serving (recursive least squares that slowly forgets).
+Called several hundred times per decision by the packing, and with every measured iteration. Starts from profiled points
+(`import_state`), or from nothing: everything costs 0 until the first iterations were measured. Differs from the paper:
+prefill and decode share one constant, because one forward reads the weights once; and the fit goes on while serving
+(recursive least squares that slowly forgets).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Vector = npt.NDArray[np.float64]
 _SCALE = np.array([1.0, 1.0, 1e-3, 1e-2, 1e-5])
 """Features near 1: constant, prefill at all, prefill tokens, decode rows, context positions."""
 _NOT_NEGATIVE = (0, 2, 3, 4)
-"""All but "prefill at all": it tells prompts from rows, whichever are dearer."""
+"""Indexes of all coefficients but "prefill at all": either prompts or rows may cost more."""
 _FORGET = 0.998
 _UNSURE = 100.0
 """Variance of a coefficient without observations; forgetting never makes it larger."""
@@ -45,13 +45,13 @@ class BatchLoad(msgspec.Struct, frozen=True, gc=False):
     context: int = 0
 
     def plus(self, start: int, count: int) -> BatchLoad:
-        """With a row of positions [start, start + count)."""
+        """Add a row of positions [start, start + count)."""
         if count == 1:
             return BatchLoad(self.prefill_tokens, self.decode_rows + 1, self.context + start + 1)
         return BatchLoad(self.prefill_tokens + count, self.decode_rows, self.context + start)
 
     def minus(self, start: int, count: int) -> BatchLoad:
-        """Without such a row."""
+        """Subtract such a row."""
         if count == 1:
             return BatchLoad(self.prefill_tokens, self.decode_rows - 1, self.context - start - 1)
         return BatchLoad(self.prefill_tokens - count, self.decode_rows, self.context - start)
@@ -75,7 +75,7 @@ class IterationCost(Learned):
         self._covariance = np.eye(len(_SCALE)) * _UNSURE
         self._slot_s = 0.0
         self._known = False
-        """There is something to foresee iterations from."""
+        """Whether anything was learned."""
         self._seen = self._tracked = 0
         self._error = self._bias = 0.0
         self._set()
@@ -83,11 +83,11 @@ class IterationCost(Learned):
     # -- asking ------------------------------------------------------------------------------------------------
 
     def exec_s(self, load: BatchLoad) -> float:
-        """T_exec; an iteration without rows takes none."""
+        """Return T_exec; 0 for an iteration without rows."""
         return self.exec_of(load.prefill_tokens, load.decode_rows, load.context)
 
     def exec_of(self, prefill_tokens: int, decode_rows: int, context: int) -> float:
-        """The same of bare numbers, for callers that ask for every request."""
+        """Return `exec_s` of plain numbers, for calls per request."""
         seconds = self._base_s + self._row_s * decode_rows + self._position_s * context
         if prefill_tokens:
             prefill_s = self._prefill_s + self._token_s * prefill_tokens
@@ -99,7 +99,7 @@ class IterationCost(Learned):
 
     @property
     def knows_slots(self) -> bool:
-        """Copies have been timed."""
+        """Whether copies have been timed."""
         return self._slot_s > 0.0
 
     def iteration_s(self, load: BatchLoad, slots: int = 0) -> float:
@@ -107,34 +107,33 @@ class IterationCost(Learned):
 
     @property
     def least_s(self) -> float:
-        """Nothing runs in less."""
+        """Least time of an iteration."""
         return self._base_s + self._row_s
 
     def tokens_within(self, load: BatchLoad, seconds: float) -> int:
-        """How many prompt tokens can be added to a batch so that it stays within so many seconds."""
+        """Return how many prompt tokens can be added to a batch so that it stays within `seconds`."""
         headroom = seconds - self._base_s - self._row_s * load.decode_rows - self._position_s * load.context
         if headroom <= 0.0:
             return 0
         if self._token_s <= 0.0:
             return 1_000_000_000 if self._prefill_s <= headroom else 0
-        # The first tokens may come for nothing (`_prefill_s` < 0): rows of decodes leave the device's arithmetic idle.
+        # The first tokens may be free (`_prefill_s` < 0): rows of decodes leave the device's arithmetic idle.
         return max(0, int(min((headroom - self._prefill_s) / self._token_s, 1e9)) - load.prefill_tokens)
 
     # -- learning ----------------------------------------------------------------------------------------------
 
     def observe(self, load: BatchLoad, slots: int, latency_s: float, *, slots_before: int = 0) -> None:
-        """An iteration took so long, with `slots` copied beside its rows and `slots_before` ahead of them. Time that
+        """Learn from an iteration with `slots` copied beside its rows and `slots_before` ahead of them. Time that
         copies add sets the cost of a slot, the rest that of rows."""
         if slots_before:
             if self._known and latency_s > self.exec_s(load):
                 self._note_slot((latency_s - self.exec_s(load)) / slots_before)
             return
-        if load.prefill_tokens == 0 and load.decode_rows == 0:
-            if slots:
-                self._note_slot(latency_s / slots)
-            return
-        if slots and self.swap_s(slots) > self.exec_s(load):
+        idle = load.prefill_tokens == 0 and load.decode_rows == 0
+        if slots and (idle or self.swap_s(slots) > self.exec_s(load)):
             self._note_slot(latency_s / slots)
+            return
+        if idle:
             return
         if self._known:
             off = self.exec_s(load) / max(latency_s, 1e-9) - 1.0
@@ -149,9 +148,8 @@ class IterationCost(Learned):
         self._slot_s = slot_s if self._slot_s == 0.0 else 0.9 * self._slot_s + 0.1 * slot_s
 
     def _learn(self, load: BatchLoad, latency_s: float, forget: float) -> None:
-        x = _SCALE * np.array(
-            [1.0, float(load.prefill_tokens > 0), load.prefill_tokens, load.decode_rows, load.context]
-        )
+        prefill = load.prefill_tokens
+        x = _SCALE * np.array([1.0, float(prefill > 0), prefill, load.decode_rows, load.context])
         spread = self._covariance @ x
         gain = spread / (forget + float(x @ spread))
         self._known = True
@@ -164,9 +162,9 @@ class IterationCost(Learned):
         self._set()
 
     def _set(self) -> None:
-        """The coefficients in use: more work never takes less time, whatever few observations say. One that comes out
-        negative is zero, and the others are what they are for the same observations given that: rows and positions grow
-        together, so that a row seems dear where a position seems to gain time."""
+        """Set the coefficients in use: more work never takes less time. One that comes out negative is set to zero, and
+        the others are fitted given that: rows and positions grow together, so a row seems costly where a position seems
+        to save time."""
         weights, covariance = self._weights, self._covariance
         fixed: list[int] = []
         while negative := [i for i in _NOT_NEGATIVE if weights[i] < 0.0 and i not in fixed]:
@@ -176,17 +174,13 @@ class IterationCost(Learned):
             covariance = covariance - np.outer(share, covariance[most])
             fixed.append(most)
         weights[fixed] = 0.0
-        scaled = (weights * _SCALE).tolist()
-        self._base_s: float = scaled[0]
-        self._prefill_s: float = scaled[1]
-        self._token_s: float = scaled[2]
-        self._row_s: float = scaled[3]
-        self._position_s: float = scaled[4]
+        scaled: list[float] = (weights * _SCALE).tolist()
+        self._base_s, self._prefill_s, self._token_s, self._row_s, self._position_s = scaled
 
     # -- keeping -----------------------------------------------------------------------------------------------
 
     def export_state(self) -> bytes:
-        """Nothing before the first measured iteration: a profile that it started from is read again."""
+        """Return the state; empty before the first measured iteration: a profile is read again."""
         if not self._seen:
             return b""
         return json.dumps(
@@ -199,7 +193,7 @@ class IterationCost(Learned):
         ).encode()
 
     def import_state(self, data: bytes) -> None:
-        """An exported state, or the file of `cohort profile`. Raises `ValueError`."""
+        """Import an exported state, or the file of `cohort profile`. Raises `ValueError`."""
         state: Any = json.loads(data)
         try:
             if "points" in state:
@@ -220,7 +214,7 @@ class IterationCost(Learned):
         self._set()
 
     def _fit(self, points: list[dict[str, Any]]) -> None:
-        """R3 · The offline fit: every profiled shape once, none forgotten."""
+        """R3 · Fit offline: every profiled shape once, none forgotten."""
         for point in points:
             shape = point["shape"]
             rows, count, context = shape["rows"], shape["tokens_per_row"], shape["context"]
@@ -231,6 +225,6 @@ class IterationCost(Learned):
             self._learn(load, float(point["median_s"]), 1.0)
 
     def metrics(self) -> dict[str, float]:
-        """`cost_error`: relative error of what was foreseen, moving average since this process started; `cost_bias` the
-        same with its sign. Observations count those of earlier processes too, whose state it started from."""
+        """Return metrics: `cost_error`, the relative error of forecasts (moving average since this process started);
+        `cost_bias`, the same with its sign; observations, those of the imported state included."""
         return {"cost_error": self._error, "cost_bias": self._bias, "cost_observations_total": float(self._seen)}

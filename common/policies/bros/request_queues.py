@@ -1,7 +1,7 @@
-"""The queues of R1 and the order they are pulled in (R5), for real-time and for best-effort requests.
+"""The queues of R1 and the order in which requests are taken from them (R5), for real-time and best-effort requests.
 
 Waiting = nothing computed yet. Pending = started, and not in the current batch: most hold KV here. Owned by the
-packing; decides nothing but order.
+packing; decides only the order.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 from cohort.common.policies.bros.batch import NO_DEADLINE_S, DecodeRows, is_decode
@@ -22,10 +23,6 @@ Candidate = tuple[float, Attempt, Sequence]
 """Residual time, deadline or arrival; key, sequence. The least goes first."""
 
 
-def _first(candidate: Candidate) -> float:
-    return candidate[0]
-
-
 def _place(queue: list[Candidate], time_s: float, key: Attempt) -> int:
     before: Any = time_s, key  # of what begins alike the shorter tuple is the lesser
     return bisect_left(queue, before)
@@ -34,8 +31,8 @@ def _place(queue: list[Candidate], time_s: float, key: Attempt) -> int:
 class UrgentFirst:
     """Fig. 8 · Two ordered queues, merged lazily. No request may start or leave meanwhile.
 
-    Both are by time: `zero_s` of the pending ones is now where these have a deadline, and 0 where they have a residual
-    time. Those before `place` and `at` cannot make it any more. They can be asked for when others have started since.
+    Both are by time: `zero_s` of the pending ones is now if they are by deadline, and 0 if by residual time. Those
+    before `place` and `at` are late already; `past_due` may be read after others have started.
     """
 
     def __init__(
@@ -47,12 +44,12 @@ class UrgentFirst:
         self._late_waiting = at
 
     def past_due_started(self) -> Iterator[Sequence]:
-        """Of `past_due` the requests that had started before this decision."""
+        """Return the requests of `past_due` that had started before this decision."""
         return (item[2] for item in self._pending[: self._late])
 
     def past_due(self) -> Iterator[Sequence]:
-        """Requests that miss their deadline in any case: started ones first, each by deadline. A yielded request may
-        start meanwhile."""
+        """Yield requests that miss their deadline in any case: started ones first, each by deadline. A yielded request
+        may start meanwhile."""
         yield from self.past_due_started()
         yield from (item[2] for item in self._waiting[: self._late_waiting])
 
@@ -60,7 +57,7 @@ class UrgentFirst:
         return (item[2] for item in self._pending[self._late :])
 
     def skip_waiting(self) -> None:
-        """From now on only requests that have started."""
+        """Skip all further requests that have not started."""
         self._end = self._at
 
     def __iter__(self) -> Iterator[Candidate]:
@@ -81,13 +78,13 @@ class UrgentFirst:
 
 
 class _Queues:
-    """Waiting requests by a time of theirs that does not change, and pending ones as they came."""
+    """Waiting requests by a fixed time of theirs, and pending ones in the order in which they started."""
 
     def __init__(self, waits_by: Callable[[Sequence], float]) -> None:
         self._waits_by = waits_by
         self._waiting: list[Candidate] = []
         self._place: dict[Attempt, float] = {}
-        """Of the waiting requests."""
+        """Sort key of each waiting request."""
         self._pending: dict[Attempt, Sequence] = {}
 
     def __len__(self) -> int:
@@ -108,7 +105,7 @@ class _Queues:
         self._pending[sequence.key] = sequence
 
     def started(self, sequence: Sequence) -> None:
-        """It got its first blocks: from waiting to pending."""
+        """Move a request that got its first blocks from waiting to pending."""
         self._leave(sequence)
         self._pend(sequence)
 
@@ -122,12 +119,11 @@ class _Queues:
 
 
 class RealTimeQueues(_Queues):
-    """R5 · The waiting queue is always in the order of its deadlines; only the pending ones are sorted, and the two are
-    merged lazily.
+    """R5 · The waiting queue is in order of deadline; only the pending ones are sorted, and the two are merged lazily.
 
-    Differs from the paper: waiting requests are kept by deadline, which is arrival order where all have one target. And
-    where every token has a deadline of its own, so are the pending ones: a deadline only moves when a token comes, so
-    that a decision sorts those that have had a row since the last one (`changed`).
+    Differs from the paper: waiting requests are by deadline, which is arrival order if all have one target. If every
+    token has its own deadline, so are the pending ones: a deadline moves only when a token comes, so a decision sorts
+    those that have had a row since the last one (`changed`).
     """
 
     def __init__(self, groups: TokenGroups) -> None:
@@ -136,7 +132,7 @@ class RealTimeQueues(_Queues):
         self.decodes = DecodeSet(groups)
         self._by_due: list[Candidate] = []
         self._due: dict[Attempt, float] = {}
-        """Of the pending requests, their places in that list; both empty where tokens share deadlines."""
+        """Sort key of each request in `_by_due`; both are empty if tokens share deadlines."""
 
     def remove(self, sequence: Sequence) -> None:
         self._groups.forget(sequence)
@@ -150,7 +146,8 @@ class RealTimeQueues(_Queues):
         self.changed(sequence)
 
     def changed(self, sequence: Sequence) -> None:
-        """It had a row in the last iteration, or its KV came or went. Nothing happens to one that is not here."""
+        """Update a request that had a row in the last iteration, or whose KV came or went; ignore one that is not
+        here."""
         key = sequence.key
         if self._pending.get(key) is not sequence:
             return
@@ -163,7 +160,7 @@ class RealTimeQueues(_Queues):
                 insort(self._by_due, (due_s, key, sequence))
 
     def had_rows(self, sequences: Iterable[Sequence]) -> None:
-        """`changed` of all rows of an iteration: their new deadlines are sorted in together."""
+        """Update all rows of an iteration (`changed`): their new deadlines are sorted together."""
         if not self._groups.single:
             for sequence in sequences:
                 self.changed(sequence)
@@ -196,23 +193,15 @@ class RealTimeQueues(_Queues):
         return bool(self._waiting)
 
     def urgent_first(self, now_s: float, average_s: float, least_s: float) -> UrgentFirst:
-        """R4, lines 3–4 · All requests with at least `least_s` left, most urgent first."""
+        """Order all requests with at least `least_s` left, most urgent first (R4, lines 3–4)."""
         groups, zero_s = self._groups, now_s if self._groups.single else 0.0
         if groups.single:
             pending = self._by_due.copy()
         else:
-            pending = sorted(
-                (groups.residual_s(now_s, sequence, average_s), key, sequence)
-                for key, sequence in self._pending.items()
-            )
-        return UrgentFirst(
-            now_s,
-            pending,
-            zero_s,
-            bisect_left(pending, least_s, key=lambda item: item[0] - zero_s),
-            self._waiting,
-            bisect_left(self._waiting, now_s + least_s, key=_first),
-        )
+            pending = sorted((groups.residual_s(now_s, one, average_s), key, one) for key, one in self._pending.items())
+        place = bisect_left(pending, least_s, key=lambda item: item[0] - zero_s)
+        at = bisect_left(self._waiting, now_s + least_s, key=itemgetter(0))
+        return UrgentFirst(now_s, pending, zero_s, place, self._waiting, at)
 
 
 class BestEffortQueues(_Queues):
@@ -222,8 +211,8 @@ class BestEffortQueues(_Queues):
         super().__init__(lambda sequence: sequence.arrived_s)
 
     def first_within(self, most: int, blocks: int, blocks_for: Callable[[int], int]) -> list[Sequence]:
-        """Up to `most`: started requests first, then by arrival, as far as the KV of all with a next token fits so
-        many blocks."""
+        """Return at most `most` requests, started ones first, then by arrival, as long as their KV with a next token
+        fits `blocks`."""
         first: list[Sequence] = []
         for sequence in chain(self._pending.values(), (item[2] for item in self._waiting)):
             blocks -= blocks_for(sequence.target + 1)
@@ -233,12 +222,12 @@ class BestEffortQueues(_Queues):
         return first
 
     def waiting(self, most: int) -> list[Sequence]:
-        """Up to `most` of the waiting requests, by arrival: they have no KV on any worker."""
+        """Return at most `most` waiting requests, by arrival: they have no KV on any worker."""
         return [item[2] for item in self._waiting[:most]]
 
     def by_slots(self, sharing: BlockSharing | None) -> tuple[list[Sequence], list[tuple[int, Sequence]]]:
-        """Pending requests: those whose KV is all here, by arrival; the others with the slots that have to come back,
-        fewest first. Waiting requests belong between the two."""
+        """Return the pending requests whose KV is all on the device, by arrival; and the others with the slots that
+        have to come back, fewest first. Waiting requests belong between the two."""
         whole: list[Candidate] = []
         apart: list[tuple[int, float, Attempt, Sequence]] = []
         for key, sequence in self._pending.items():
@@ -253,18 +242,15 @@ class BestEffortQueues(_Queues):
 
 
 def slots_away(sequence: Sequence, sharing: BlockSharing | None) -> int:
-    """R10 · Slots that have to come from host memory before the sequence can run."""
+    """R10 · Return the slots that have to come from host memory before the sequence can run."""
     if sharing is not None:
         return sharing.checkpointed(sequence.key)
     return sequence.computed if sequence.phase is Phase.SWAPPED else 0
 
 
 class DecodeSet:
-    """The real-time sequences that decode: how many, how long, and the strictest TPOT that one of them could keep. Kept
-    as sequences change, because every decision asks and thousands may decode in turns.
-
-    `rows` sequences; `context`: positions computed of all together.
-    """
+    """The real-time sequences that decode: `rows` sequences with `context` positions computed, and the strictest TPOT
+    that one of them could keep. Updated as sequences change: thousands may decode."""
 
     def __init__(self, groups: TokenGroups) -> None:
         self._groups = groups
@@ -278,7 +264,7 @@ class DecodeSet:
         return len(self._noted)
 
     def note(self, sequence: Sequence) -> None:
-        """It is new, or something of it has changed."""
+        """Add or update a sequence."""
         key, noted = sequence.key, self._noted.get(sequence.key)
         if noted is not None and is_decode(sequence) and noted[0] == self._groups.tpot_s(sequence):  # nearly always
             tpot_s, before = noted
@@ -303,18 +289,18 @@ class DecodeSet:
                 del self._by_tpot[tpot_s]
 
     def without(self, keys: Iterable[Attempt]) -> tuple[int, int]:
-        """Rows and context of the others."""
+        """Return rows and context of all but `keys`."""
         taken = [self._noted[key][1] for key in keys if key in self._noted]
         return self.rows - len(taken), self.context - sum(taken)
 
     def all_rows(self, cost: IterationCost, most_rows: int) -> DecodeRows:
-        """An iteration of all of them, as far as it can hold them."""
+        """Return an iteration of as many of them as it can hold."""
         rows, context = min(self.rows, most_rows), self.context
         least_s = max(cost.least_s, cost.exec_of(0, rows, context + rows))
         return DecodeRows(rows, context + rows, least_s, self._strictest_s(cost))
 
     def _strictest_s(self, cost: IterationCost) -> float:
-        """The strictest TPOT target that one of them could keep alone; infinite: there is none."""
+        """Return the strictest TPOT target that one of them could keep alone; infinite if there is none."""
         for tpot_s in sorted(self._by_tpot):
             if any(tpot_s >= cost.exec_of(0, 1, computed + 1) for computed in self._by_tpot[tpot_s].values()):
                 return tpot_s

@@ -2,20 +2,19 @@
 
     1. requests unserved for too long              one of each class, whatever it costs; not in every iteration
     2. real-time, most urgent first                while the iteration ends before the most urgent deadline (t_min)
-    3. real-time that is late and samples tokens     as far as that leaves room
+    3. real-time that is late and samples tokens   as far as that leaves room
     4. best-effort that keeps its blocks           likewise: the oldest, a share of the cache
     5. real-time that is late, prompts             likewise
     6. best-effort, least to bring back first      likewise; in a full batch, instead of real-time that can wait
 
-The preset's `IterationScheduler`. Blocks come from any allocator; with the bidirectional one real-time requests share
-best-effort blocks (R8), with another one best-effort requests are dropped for them (R11, `drops.py`).
+The preset's `IterationScheduler`. With the bidirectional allocator real-time requests share best-effort blocks (R8),
+with others best-effort requests are dropped for them (R11, `drops.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
 from itertools import chain
 
 from cohort.common.policies.baselines.batch_builder import IterationLimits
@@ -29,36 +28,36 @@ from cohort.common.policies.interface import IterationPlan, IterationScheduler, 
 from cohort.common.policies.kv_interface import BlockSharing, KvAllocator, goes_beside
 from cohort.common.policies.sequences import preempt, resume, start
 from cohort.common.policies.settings import BrosSettings
-from cohort.common.sequence import Phase, Row, Sequence
+from cohort.common.sequence import Phase, Sequence
 from cohort.common.types import Attempt, TrafficClass
 
 _SMALLEST_CUT = 16
-"""Tokens of a prompt that are worth a row of their own."""
+"""Least tokens of a prompt that are worth a row."""
 _CUT_WITHIN = 0.95
-"""Share of the time left that a cut prompt fills: what is foreseen is off by some per cent, else half end too late."""
+"""Share of the time left that a cut prompt fills: forecasts are off by some per cent, or half would end too late."""
 _MARGIN = 0.95
-"""Between what an iteration takes and a target: the iteration in flight is still to be learned from (R3)."""
+"""Factor between an iteration's time and a target: the iteration in flight is still to be learned from (R3)."""
+_TURN_EVERY = 10
+"""Least number of iterations between two starving requests of a class."""
 
 
 class SlackPacking(IterationScheduler):
     """Differs from the paper:
 
     - Infeasible requests are those that would be late alone, prompts as a whole, or in an iteration with all decodes.
-      Otherwise a request with a few milliseconds left empties the batch, which makes the next ones late, and so on
-      for ever. They follow the others, and no request waits beyond the starvation times.
+      They follow the others: a request with a few milliseconds left would empty the batch and make the next ones late.
+      No request waits beyond the starvation times.
     - The paper computes every prompt whole, in one iteration, and waits with one that does not fit. Here it is cut to
-      the room there is (`cut_prompts`): beside decode rows under a TPOT target of 50 ms no prompt of some hundred
-      tokens ever fits, all would wait until they are late. After the first request that does not fit no further
-      prompt is taken, but rows of one token are, or best-effort rows would run in their stead.
-    - Late decode rows still bound prompts: where none is on time, by their TPOT target or by what all of them take.
-      By the paper's rule only what is on time counts, and prompts, which have seconds left, would fill iterations as
-      long as that, and every decode row would stay late.
-    - The batch size (R6) holds back late requests, and best-effort ones that have had their share of the time (below).
-    - A request that has not started yet drops no real-time request (R11), and leaves running ones their next block:
-      under overload every newcomer on time would make a request late that has been served already.
+      the time there is (`cut_prompts`): beside decode rows under a TPOT target of 50 ms no prompt of some hundred
+      tokens ever fits. After the first request that does not fit no further prompt is taken, but rows of one token are,
+      or best-effort rows would run instead.
+    - Late decode rows still bound prompts: if none is on time, by their TPOT target or by the time of all of them. In
+      the paper only requests on time count, and prompts with seconds left would fill iterations that long.
+    - The batch size (R6) holds back late requests, and best-effort ones that have had their share of the time.
+    - A request that has not started drops no real-time request (R11), and leaves running ones their next block: under
+      overload every newcomer on time would make a running request late.
     - The oldest best-effort requests keep a share of the cache and of the time that is left for prompts
-      (`best_effort_share`), and have it before prompts that are late: real-time requests that outnumber what the device
-      can do take all there is, and are not helped by it (`BestEffortTime`). Others do not come back while real-time
+      (`best_effort_share`, `BestEffortTime`), before prompts that are late. Others do not return while real-time
       requests wait.
     """
 
@@ -74,14 +73,14 @@ class SlackPacking(IterationScheduler):
         self._drops = Drops(self._rt, self._be, groups, options.drops)
         self._average_s = 0.0
         limits_s: dict[TrafficClass, float] = {"rt": options.rt_starvation_s, "be": options.be_starvation_s}
-        self._unserved = Unserved(limits_s, every=options.starving_every)
+        self._unserved = Unserved(limits_s, every=_TURN_EVERY)
         self._resubmitted: dict[Attempt, Sequence] = {}  # here for a repeated attempt
         # Tokens known of a sequence when it started here, or came back to the device.
         self._known_before: dict[Attempt, int] = {}
         self._had_rows: list[Sequence] = []  # in the last decision: only these have moved on since
         self._slots_beside = 0
         self._sharing: BlockSharing | None = None
-        """Of the allocator, where it moves real-time requests into best-effort ones' blocks by itself (R8)."""
+        """Block sharing of an allocator that moves real-time requests into best-effort blocks by itself (R8)."""
         self._replaced = self._past_due_rows = self._dropped = self._late_rows = 0
 
     reads_runs = True
@@ -132,17 +131,30 @@ class SlackPacking(IterationScheduler):
         return self._finished(batch)
 
     def _went_on(self, ran: Ran, undecided: int) -> None:
-        """What decisions would have noted of iterations that ran without one: all rows went on (`continues`)."""
+        """Count iterations that ran without a decision as decisions would have: all rows went on (`continues`)."""
         self._unserved.repeated(undecided)
         self._unserved.served(ran.ended_s - ran.latency_s, (row.sequence for row in ran.plan.rows))
         self._past_due_rows += undecided * min(self._late_rows, len(ran.plan.rows))
         self._batch_size.repeated(undecided)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
-        """Every request here has a row, and all of them fit one iteration, as far as its time can be foreseen now."""
-        if len(plan.rows) + leaving != len(self._rt) + len(self._be):
+        """Return whether the packing could only take the same rows again (R4): every request here has a row of one
+        token, and either every real-time one is on time, or there are only real-time rows and every one is late.
+
+        Each row samples a token when the iteration ends, so every real-time one then has its whole TPOT target left,
+        and time itself decides nothing. With more rows than the batch size best-effort ones would wait (R6)."""
+        rows, groups, limits = plan.rows, self._groups, self._limits
+        if len(rows) + leaving != len(self._rt) + len(self._be):
             return False
-        return goes_on(plan.rows, self._groups, self._cost, self._limits, best_effort_rows=self._batch_size.value)
+        if not groups.single or len(rows) > min(limits.max_rows, limits.max_tokens):
+            return False
+        tpots_s = [groups.tpot_s(row.sequence) for row in rows if row.sequence.request.traffic_class == "rt"]
+        best_effort = len(rows) - len(tpots_s)
+        if best_effort and len(rows) > self._batch_size.value:
+            return False
+        takes_s = self._cost.exec_of(0, len(rows), sum(row.start + 1 for row in rows))
+        on_time = takes_s <= _MARGIN * min(tpots_s, default=NO_DEADLINE_S)
+        return on_time or (not best_effort and _MARGIN * takes_s >= max(tpots_s, default=0.0))
 
     def _finished(self, batch: Batch) -> IterationPlan:
         self._dropped, self._past_due_rows = self._dropped + batch.dropped, self._past_due_rows + batch.late
@@ -155,31 +167,27 @@ class SlackPacking(IterationScheduler):
         return plan
 
     def _starving_first(self, now_s: float, kv: KvAllocator, batch: Batch) -> None:
+        """Place starving requests. A prompt is cut to the time that all decode rows leave, if they leave any."""
         for sequence in self._unserved.turns(now_s):
-            count = self._beside_decodes(sequence, batch)
+            count = self._count(sequence, batch.tokens_left)
+            if count != 1 and self._options.cut_prompts:
+                decodes = self._rt.decodes.all_rows(self._cost, self._limits.max_rows)
+                context = decodes.context + batch.context + sequence.computed
+                load = BatchLoad(batch.prefill_tokens, decodes.rows, context)
+                count = self._cut(count, load, batch, decodes.tpot_s) or count
             self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False), count)
 
-    def _beside_decodes(self, sequence: Sequence, batch: Batch) -> int:
-        """Tokens of a prompt that all decode rows leave time for; where they leave none, as many as there are."""
-        count = self._count(sequence, batch.tokens_left)
-        if count == 1 or not self._options.cut_prompts:
-            return count
-        decodes = self._rt.decodes.all_rows(self._cost, self._limits.max_rows)
-        load = BatchLoad(batch.prefill_tokens, decodes.rows, decodes.context + batch.context + sequence.computed)
-        return self._cut(count, load, batch, decodes.tpot_s) or count
-
     def _resubmitted_first(self, kv: KvAllocator, batch: Batch) -> None:
-        """The oldest request that another worker, or an earlier life of this one, had begun: by the deadlines of its
-        first attempt it is late for good, and every newcomer on time would be served before it. One an iteration, and
-        only as long as it has to compute what was computed once."""
+        """Place the oldest request that another worker, or this one before a restart, had started, as long as it
+        computes what was computed once: every newcomer on time would be served before it."""
         behind = (s for s in self._resubmitted.values() if s.phase is not Phase.RUNNING or s.uncomputed > 1)
         sequence = min(behind, key=lambda s: (s.arrived_s, s.key), default=None)
         if sequence is not None and sequence.key not in batch.safe:
             self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False))
 
     def _bind_late(self, urgent: UrgentFirst, decodes: DecodeRows, kv: KvAllocator, batch: Batch) -> None:
-        """Where no decode row is on time only shorter iterations help: they go first, and none of the prompts makes the
-        iteration longer than the strictest TPOT target or, if that is more, all decode rows."""
+        """Place late decode rows first if none is on time, and bound prompts: the iteration lasts as long as the
+        strictest TPOT target or, if that is longer, all decode rows."""
         cuts = self._options.cut_prompts  # else no prompt would ever be short enough
         if cuts and decodes.tpot_s < NO_DEADLINE_S and not any(is_decode(s) for s in urgent.started_on_time()):
             batch.limit_s = min(batch.limit_s, max(decodes.least_s, decodes.tpot_s))
@@ -188,8 +196,8 @@ class SlackPacking(IterationScheduler):
     def _pack_real_time(
         self, urgent: UrgentFirst, kv: KvAllocator, batch: Batch
     ) -> tuple[list[tuple[float, Sequence]], list[Sequence], bool]:
-        """Lines 3–15. Requests taken, most urgent first; requests that would be late even alone; whether a deadline cut
-        it short (lines 11–12)."""
+        """Pack real-time requests (lines 3–15). Return those taken, most urgent first; those that would be late even
+        alone; and whether a deadline cut the packing short (lines 11–12)."""
         cost = self._cost
         # Starting a request moves it between queues: the order is read before any moves.
         pulled: list[tuple[float, Sequence, int]] = []
@@ -197,8 +205,8 @@ class SlackPacking(IterationScheduler):
         rows, tokens_left, cut_short = len(batch.rows), batch.tokens_left, False
         prefill, decode, context = batch.prefill_tokens, batch.decode_rows, batch.context
         exec_of, chunk, swap_s = cost.exec_of, self._limits.chunk, cost.swap_s(batch.slots)
-        most_rows = batch.most_rows if self._options.bound_real_time else self._limits.max_rows
-        # Of the time before the deadline; the rest is for best-effort requests that keep their share.
+        most_rows = self._limits.max_rows
+        # Share of the time before the deadline; the rest is for best-effort requests that keep their share.
         for_prompts = 1.0 - (self._best_effort_time.kept_back if batch.guaranteed else 0.0)
         for residual_s, key, sequence in urgent:
             if key in batch.safe:
@@ -206,7 +214,7 @@ class SlackPacking(IterationScheduler):
             computed = sequence.computed
             count = min(sequence.uncomputed, chunk, tokens_left)
             if count == 1 and rows < most_rows:
-                # The usual row: a request that keeps its deadline among all of them would keep it alone.
+                # The usual row: a request that keeps its deadline in the batch would keep it alone.
                 limit_s = residual_s if residual_s < batch.limit_s else batch.limit_s
                 if exec_of(prefill, decode + 1, context + computed + 1) <= limit_s >= swap_s:
                     batch.limit_s = limit_s
@@ -256,8 +264,8 @@ class SlackPacking(IterationScheduler):
     def _cut_on_time(
         self, sequence: Sequence, count: int, load: BatchLoad, batch: Batch, taken: set[Attempt], limit_s: float
     ) -> int:
-        """Tokens of a prompt that does not fit; 0 = none. Decode rows behind it keep their place: as there is always a
-        prompt to cut, those that are late would have none in any iteration."""
+        """Return how many tokens of a prompt that does not fit are taken; 0 = none. Late decode rows after it keep
+        their place: there is always a prompt to cut, and they would have none in any iteration."""
         if not self._options.cut_prompts:
             return 0
         rows, context = self._rt.decodes.without(taken)
@@ -265,11 +273,11 @@ class SlackPacking(IterationScheduler):
         return self._cut(count, BatchLoad(load.prefill_tokens, load.decode_rows + rows, context), batch, limit_s)
 
     def _keep(self, kv: KvAllocator, batch: Batch) -> None:
-        """Requests that keep blocks in this iteration, and the blocks they still need."""
+        """Choose the best-effort requests that keep blocks in this iteration, and reserve the blocks they need."""
         share = self._options.best_effort_share
         most = math.ceil(share * self._limits.max_rows)
         batch.guaranteed = self._be.first_within(most, int(share * kv.total_blocks), kv.geometry.blocks_for)
-        # They come on top: with memory for many they would fill the batch, and late real-time requests could not start.
+        # They come on top: else, with memory for many, they would fill the batch, and no late real-time request start.
         batch.most_rows = min(self._limits.max_rows, batch.most_rows + len(batch.guaranteed))
         if self._sharing is not None:
             self._sharing.spare(sequence.key for sequence in batch.guaranteed)
@@ -283,7 +291,8 @@ class SlackPacking(IterationScheduler):
         )
 
     def _pack_guaranteed(self, kv: KvAllocator, batch: Batch, chosen: list[tuple[float, Sequence]]) -> None:
-        """The reserve is for them, and the batch's size not; the oldest may also take blocks from the youngest."""
+        """Pack the guaranteed best-effort requests. The reserve is theirs, and the batch's size does not hold them back
+        until they had their share; the oldest may also take blocks from the youngest."""
         batch.reserved, size = 0, batch.most_rows
         if self._best_effort_time.kept_back:
             batch.most_rows = self._limits.max_rows
@@ -299,7 +308,7 @@ class SlackPacking(IterationScheduler):
         self._reserve(kv, batch)
 
     def _pack_past_due(self, late: Iterable[Sequence], kv: KvAllocator, batch: Batch) -> None:
-        """Served after feasible requests, within the time those leave."""
+        """Pack late requests after feasible ones, within the time that those leave."""
         for sequence in late:
             if batch.tokens_left <= 0 or len(batch.rows) >= self._limits.max_rows:
                 return
@@ -314,10 +323,10 @@ class SlackPacking(IterationScheduler):
             if self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False), fitting):
                 batch.late += 1
             elif waiting:
-                return  # the next of them would not find blocks either
+                return  # the next would not find blocks either
 
     def _pack_best_effort(self, kv: KvAllocator, batch: Batch, chosen: list[tuple[float, Sequence]]) -> None:
-        """Lines 17–33."""
+        """Pack best-effort requests (lines 17–33)."""
         whole, apart = self._be.by_slots(self._sharing)
         guaranteed = {sequence.key for sequence in batch.guaranteed}
         for index, sequence in enumerate(whole):
@@ -327,14 +336,14 @@ class SlackPacking(IterationScheduler):
                 return
         for sequence in self._be.waiting(batch.most_rows):
             if batch.dropped or not self._has_headroom(sequence, kv, batch):
-                break  # the next of them would not find blocks either
+                break  # the next would not find blocks either
             if not self._offer(sequence, kv, batch, chosen, None):
                 return
         if self._rt.anybody_waits or kv.free_blocks < batch.reserved:
             return
         for slots, sequence in apart:
             if sequence.phase is Phase.WAITING or sequence.key in guaranteed:
-                continue  # dropped just now, and nothing of it is there; or had its turn
+                continue  # dropped just now, or had its turn
             if batch.rows and self._sharing is not None:
                 if not self._bring_back(sequence, slots, self._sharing, batch):
                     return
@@ -349,7 +358,8 @@ class SlackPacking(IterationScheduler):
         chosen: list[tuple[float, Sequence]],
         victims: Iterator[Sequence] | None,
     ) -> bool:
-        """A place for a best-effort request, if need be a real-time one's. False: nor for any after it."""
+        """Place a best-effort request, in place of a real-time one if need be. Return False if none after it fits
+        either."""
         if sequence.key in batch.safe or sequence.uncomputed < 1:
             return True
         fitting = self._fitting(sequence, batch)
@@ -361,7 +371,8 @@ class SlackPacking(IterationScheduler):
         return True
 
     def _bring_back(self, sequence: Sequence, slots: int, sharing: BlockSharing, batch: Batch) -> bool:
-        """R9, R12 · Its slots return while this batch runs, as far as that hides behind it; it runs in the next."""
+        """R9, R12 · Restore a request's slots while this batch runs, if that takes no longer than the batch; the
+        request runs in the next."""
         hidden = self._cost.swap_s(batch.slots + slots) <= max(self._cost.exec_s(batch.load), self._cost.least_s)
         if not hidden or not sharing.restore(sequence):
             return False
@@ -373,7 +384,7 @@ class SlackPacking(IterationScheduler):
         return True
 
     def _make_way(self, count: int, sequence: Sequence, batch: Batch, chosen: list[tuple[float, Sequence]]) -> bool:
-        """Lines 25–32 · The least urgent real-time request leaves the batch, if it can wait for the next one."""
+        """Take the least urgent real-time request out of the batch if it can wait for the next (lines 25–32)."""
         while chosen and chosen[-1][1].key not in batch.rows:
             chosen.pop()
         if not chosen:
@@ -391,7 +402,7 @@ class SlackPacking(IterationScheduler):
         return True
 
     def _force_oldest(self, kv: KvAllocator, batch: Batch) -> None:
-        """Requests are here and none could run: they hold each other's blocks. The oldest takes what it needs."""
+        """Give the oldest request the blocks that it needs: requests hold each other's, and none could run."""
         for queue in (self._rt, self._be):
             for sequence in sorted(queue.pending(), key=lambda s: s.arrived_s):
                 victims = self._droppable(kv, batch, sequence, real_time=True, desperate=True)
@@ -404,7 +415,7 @@ class SlackPacking(IterationScheduler):
         return min(sequence.uncomputed, self._limits.chunk, tokens_left)
 
     def _fitting(self, sequence: Sequence, batch: Batch) -> int:
-        """Tokens of it that this batch can take in time; 0 = none."""
+        """Return how many of its tokens this batch can take in time; 0 = none."""
         count = self._count(sequence, batch.tokens_left)
         if count < 1 or self._cost.iteration_s(batch.load.plus(sequence.computed, count), batch.slots) <= batch.limit_s:
             return max(0, count)
@@ -419,7 +430,7 @@ class SlackPacking(IterationScheduler):
     def _place(
         self, sequence: Sequence, kv: KvAllocator, batch: Batch, victims: Iterator[Sequence] | None, count: int = 0
     ) -> bool:
-        """Blocks and a row of `count` tokens (0: as many as can be), for which `victims` are dropped in turn."""
+        """Add a row of `count` tokens (0: as many as possible), dropping `victims` in turn until it has its blocks."""
         count = min(count, batch.tokens_left) or self._count(sequence, batch.tokens_left)
         if count < 1:
             return False
@@ -438,7 +449,7 @@ class SlackPacking(IterationScheduler):
         return True
 
     def _take(self, sequence: Sequence, kv: KvAllocator, batch: Batch, count: int) -> bool:
-        """Blocks for its next `count` tokens, however it stands."""
+        """Allocate blocks for its next `count` tokens, in any phase."""
         if sequence.phase is Phase.RUNNING:
             return kv.extend(sequence, sequence.computed + count)
         if sequence.phase is Phase.SWAPPED:
@@ -461,7 +472,7 @@ class SlackPacking(IterationScheduler):
         )
 
     def _has_headroom(self, sequence: Sequence, kv: KvAllocator, batch: Batch) -> bool:
-        """A request starts only where running ones keep their next block, and guaranteed ones theirs."""
+        """Return whether running requests keep their next block, and guaranteed ones theirs, if this one starts."""
         spare = kv.free_blocks + kv.cached_blocks - batch.reserved - kv.geometry.blocks_for(sequence.target)
         if sequence.request.traffic_class == "rt" and self._sharing is not None:
             spare += self._sharing.lendable_blocks
@@ -472,7 +483,7 @@ class SlackPacking(IterationScheduler):
     # -- learning ----------------------------------------------------------------------------------------------
 
     def _learn(self, ran: Ran, kv: KvAllocator) -> None:
-        """T_avg and the cost model (R3)."""
+        """Update T_avg and the cost model (R3)."""
         plan, latency_s, block_size = ran.plan, ran.latency_s, kv.geometry.block_size
         if plan.rows:
             for each_s in ran.times_s:
@@ -481,13 +492,12 @@ class SlackPacking(IterationScheduler):
             self._best_effort_time.ran(ran, self._cost)
         first = [copy for copy in plan.copies if not copy.beside]
         if plan.drafted or (first and self._cost.knows_slots and goes_beside(first, kv.geometry)):
-            return  # an engine's matter whether it waited for them
+            return  # the engine may or may not have waited for them
         slots = sum(len(copy.device) * (block_size if copy.unit == "block" else 1) for copy in first)
         self._cost.observe(load_of(plan.rows), self._slots_beside, latency_s, slots_before=slots)
 
     @property
     def learned(self) -> IterationCost:
-        """Nothing for placements: the model is of one worker's mixed batches."""
         return self._cost
 
     def metrics(self) -> dict[str, float]:
@@ -502,21 +512,19 @@ class SlackPacking(IterationScheduler):
 
 
 class BestEffortTime:
-    """Whether best-effort requests have had their share of the time lately (`best_effort_share`).
+    """Time that best-effort requests have had beyond their share of it (`best_effort_share`).
 
-    A share of every iteration would be theirs in a burst of real-time requests too, right after a pause that gave them
-    all of it. So what they had beyond the share counts for a while: they keep it over as long as one of them may go
-    unserved, not at every moment. Told of every iteration while best-effort requests are here.
+    It counts as their share for up to `window_s`: in a burst of real-time requests after a pause they need no share of
+    every iteration. Fed with every iteration while best-effort requests are here.
     """
 
     def __init__(self, share: float, window_s: float) -> None:
-        """`window_s`: time for which what they had beyond their share stands in for it, at most."""
         self._share, self._most_s = share, share * window_s
         self._ahead_s = 0.0
 
     def ran(self, ran: Ran, cost: IterationCost) -> None:
-        """An iteration is theirs as far as it took longer for their rows. What they did not get is not owed: beside
-        lasting overload of real-time requests they have their share of each iteration, as from the start."""
+        """Count the part of an iteration by which their rows made it longer. Time that they did not get is not owed:
+        under lasting overload they have their share of each iteration."""
         rows, total_s = ran.plan.rows, sum(ran.times_s)
         if not rows:
             return
@@ -533,11 +541,10 @@ class BestEffortTime:
 
 
 class Unserved:
-    """Which request of a class has waited longest for a row, and whether its turn has come whatever it costs (R4)."""
+    """Requests of each class by how long they have waited for a row, and the starving ones whose turn it is (R4)."""
 
     def __init__(self, limits_s: Mapping[TrafficClass, float], *, every: int) -> None:
-        """`limits_s`: the longest that a request of a class waits; `every`: iterations between two turns of a class, at
-        least."""
+        """`limits_s`: longest wait of a class; `every`: least number of iterations between two turns of a class."""
         self._limits_s = limits_s
         self._every = every
         # Insertion order = the longest unserved first, per class.
@@ -551,19 +558,19 @@ class Unserved:
         self._since[sequence.request.traffic_class].pop(sequence.key, None)
 
     def served(self, now_s: float, sequences: Iterable[Sequence]) -> None:
-        """These have rows in the iteration that begins now."""
+        """Note requests that have rows in the iteration that starts now."""
         for sequence in sequences:
             since = self._since[sequence.request.traffic_class]
             if since.pop(sequence.key, None) is not None:
                 since[sequence.key] = (now_s, sequence)
 
     def repeated(self, iterations: int) -> None:
-        """So many iterations ran without a decision."""
+        """Count iterations that ran without a decision."""
         for traffic_class in self._iterations:
             self._iterations[traffic_class] += iterations
 
     def turns(self, now_s: float) -> Iterator[Sequence]:
-        """The longest unserved of each class, if that is too long; once a decision."""
+        """Yield the longest unserved request of each class, if that is too long. Called once a decision."""
         for traffic_class, after_s in self._limits_s.items():
             since = self._since[traffic_class]
             key = next(iter(since), None)
@@ -573,30 +580,3 @@ class Unserved:
             if key is not None and now_s - since[key][0] > after_s:
                 self._iterations[traffic_class] = 0
                 yield since[key][1]
-
-
-def goes_on(
-    rows: Seq[Row], groups: TokenGroups, cost: IterationCost, limits: IterationLimits, *, best_effort_rows: int
-) -> bool:
-    """Whether the packing could only take the same rows again (R4): asked while an iteration runs. Each row samples a
-    token when it ends, so at that moment every real-time one has its whole TPOT target left, and time itself decides
-    nothing.
-
-    `rows` are of one token each, one position on; the worker has no other request. `best_effort_rows`: with more
-    rows best-effort ones would wait (R6). True where every real-time row is on time, best-effort ones beside them; or
-    where there are only real-time rows and every one is late, as none of them can wait for another then."""
-    if not groups.single or len(rows) > min(limits.max_rows, limits.max_tokens):
-        return False
-    context = best_effort = 0
-    strictest_s, loosest_s = NO_DEADLINE_S, 0.0
-    for row in rows:
-        context += row.start + 1
-        if row.sequence.request.traffic_class == "rt":
-            tpot_s = groups.tpot_s(row.sequence)
-            strictest_s, loosest_s = min(strictest_s, tpot_s), max(loosest_s, tpot_s)
-        else:
-            best_effort += 1
-    takes_s = cost.exec_of(0, len(rows), context)
-    if best_effort and len(rows) > best_effort_rows:
-        return False
-    return takes_s <= _MARGIN * strictest_s or (not best_effort and _MARGIN * takes_s >= loosest_s)

@@ -1,7 +1,7 @@
 """How long a real-time request can still wait (R2, R15).
 
 An answer is cut into token groups: group 1 is the first token and has the TTFT target, each later group of
-`group_tokens` tokens has that many TPOT targets. Knows times, not queues; the packing asks it.
+`group_tokens` tokens has that many TPOT targets. Used by the packing and its queues.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ class TokenGroups:
 
     @property
     def single(self) -> bool:
-        """Every token after the first has a deadline of its own."""
+        """Whether every token after the first has a deadline of its own."""
         return self._group_tokens == 1
 
     def left(self, sequence: Sequence) -> int:
-        """r_i · Tokens left in the current group."""
+        """Return r_i, the tokens left in the current group."""
         output = sequence.output_tokens
         return 1 if output == 0 else self._group_tokens - (output - 1) % self._group_tokens
 
     def due_s(self, sequence: Sequence) -> float:
-        """When the current group has to be complete."""
+        """Return when the current group has to be complete."""
         slo = sequence.request.slo
         if sequence.request.waited_s and sequence.last_token_s is None:
-            # Resubmitted: by its first attempt's deadlines it is late for good, and everything on time would be served
-            # before it. It has the time of a first token, from its arrival here on.
+            # Resubmitted: by its first attempt's deadlines it would be late for good. It has the time of a first token
+            # from its arrival here on.
             return sequence.arrived_s + sequence.request.waited_s + (slo.ttft_s or self._ttft_s)
         output = len(sequence.tokens) - sequence.request.prompt_tokens
         if output == 0:
@@ -50,9 +50,7 @@ class TokenGroups:
         return sequence.request.slo.tpot_s or self._tpot_s
 
     def residual_s(self, now_s: float, sequence: Sequence, average_s: float) -> float:
-        """SLO_i − e_i − (r_i − 1) · T_avg of constraint (6): the longest the next iteration may take."""
-        if self._group_tokens == 1:
-            return self.due_s(sequence) - now_s
+        """Return SLO_i − e_i − (r_i − 1) · T_avg of constraint (6): the longest the next iteration may take."""
         return self.due_s(sequence) - now_s - (self.left(sequence) - 1) * average_s
 
     def forget(self, sequence: Sequence) -> None:

@@ -17,7 +17,7 @@ from cohort.common.policies.bros.batch import Batch
 from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
 from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
 from cohort.common.policies.bros.iteration_cost import IterationCost
-from cohort.common.policies.bros.slack_packing import SlackPacking
+from cohort.common.policies.bros.slack_packing import SlackPacking, Unserved
 from cohort.common.policies.bros.token_groups import TokenGroups
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.policies.kv_interface import KvAllocator
@@ -37,7 +37,6 @@ def packing(
     starve_s: float = 100.0,
     every: int = 1,
     share: float = 0.0,
-    bound: bool = False,
     drops: bool = True,
 ) -> SlackPacking:
     """10 ms an iteration, 1 ms a prompt token, 1 ms a row; TTFT 0.4 s, TPOT 0.2 s."""
@@ -48,8 +47,6 @@ def packing(
         be_starvation_s=starve_s,
         best_effort_share=share,
         cut_prompts=cut,
-        starving_every=every,
-        bound_real_time=bound,
         drops=drops,
     )
     limits = IterationLimits(16, 512, chunk, preemption)  # type: ignore[arg-type]
@@ -63,7 +60,9 @@ def packing(
         for c in (10, 100)
     ]
     cost.import_state(json.dumps({"points": points}).encode())
-    return SlackPacking(options, limits, groups, cost)
+    policy = SlackPacking(options, limits, groups, cost)
+    policy._unserved = Unserved({"rt": starve_s, "be": starve_s}, every=every)
+    return policy
 
 
 def names(plan: IterationPlan) -> list[str]:
@@ -442,14 +441,6 @@ def test_a_burst_after_a_pause_has_the_time_that_best_effort_had_before() -> Non
             kv.release(gone.key)
     assert min(shares[:3]) > 0.85 and max(shares[-3:]) < 0.5
     policy.remove(now_s, batch)
-
-
-def test_the_size_of_a_batch_bounds_real_time_rows_where_asked() -> None:
-    for bound, expected in ((False, 6), (True, 2)):
-        policy, kv = packing(first=2, bound=bound), roomy()
-        for index in range(6):
-            running(policy, kv, f"d{index}", 8, "rt", last_s=0.9)
-        assert len(names(step(policy, kv, 1.0))) == expected
 
 
 def _beside_bound_rows(policy: SlackPacking, kv: KvAllocator, now_s: float, real_time: list[Sequence]) -> set[str]:

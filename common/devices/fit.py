@@ -18,8 +18,15 @@ from typing import Any, Literal
 
 from cohort.common.config import Config
 from cohort.common.engine.config.device_memory import host_step_bytes, step_bytes
-from cohort.common.engine.config.kv_dtype import FP8, SCALE_BYTES, kv_dtype
-from cohort.common.engine.config.model_config import DTYPE_BYTES, Dtype, ModelGeometry, read_geometry
+from cohort.common.engine.config.model_config import (
+    DTYPE_BYTES,
+    FP8,
+    SCALE_BYTES,
+    Dtype,
+    ModelGeometry,
+    kv_dtype,
+    read_geometry,
+)
 from cohort.common.engine.config.model_shape import model_shape
 from cohort.common.engine.config.quantization_config import CodeLayout, keeps_codes, mxfp4_codes, rounding_of
 from cohort.common.engine.config.rank_shares import RankShare, exchange_bytes, hindrance

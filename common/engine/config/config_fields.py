@@ -38,7 +38,7 @@ def has_rope(config: Mapping[str, Any]) -> bool:
 
 
 def rope_of(config: Mapping[str, Any]) -> RopeConfig:
-    """Both spellings: `rope_parameters` (transformers 5) and `rope_theta` beside `rope_scaling` (before)."""
+    """Read both spellings: `rope_parameters` (transformers 5) and `rope_theta` beside `rope_scaling` (before)."""
     parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     legacy_type = parameters.pop("type", None)
@@ -55,8 +55,9 @@ def rope_of(config: Mapping[str, Any]) -> RopeConfig:
 
 
 def ropes_by_layer_type(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
-    """Of layers with full attention and of those with a sliding window: `rope_parameters` has one for each; in earlier
-    files `rope_theta` and `rope_scaling` of the full layers, `rope_local_base_freq` of the others."""
+    """Return the embeddings of layers with full attention and of those with a sliding window: `rope_parameters` has one
+    for each; in earlier files `rope_theta` and `rope_scaling` of the full layers, `rope_local_base_freq` of the
+    others."""
     parameters = config.get("rope_parameters") or {}
     others = {key: value for key, value in config.items() if not key.startswith("rope_")}
     full = {"rope_theta": config.get("rope_theta", 1e6), **(parameters.get("full_attention") or {})}
@@ -66,7 +67,7 @@ def ropes_by_layer_type(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConf
 
 
 def max_positions(config: Mapping[str, Any], rope: RopeConfig | None) -> int:
-    """The context served: what the model says, but for LongRoPE only its first range. Longer requests are refused.
+    """Return the context served: what the model says, but for LongRoPE only its first range.
 
     LongRoPE switches all of a request's frequencies at a length, which would change KV already cached (and, in one
     forward, other requests' too); inside the original range the short frequencies hold.
@@ -78,33 +79,22 @@ def max_positions(config: Mapping[str, Any], rope: RopeConfig | None) -> int:
 
 
 def sliding_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
-    layers: int = config["num_hidden_layers"]
-    window = int(config.get("sliding_window") or 0)
-    match config["model_type"]:
-        case "mistral" | "mixtral" | "phi3":
-            return (window,) * layers
-        case "gemma2" | "gemma3_text" | "gpt_oss":
-            return tuple(window if kind == "sliding_attention" else 0 for kind in config["layer_types"])
-        case "qwen3_moe":
-            return (window if config.get("use_sliding_window", False) else 0,) * layers
-        case "qwen2_moe":
-            if not config.get("use_sliding_window", False):
-                return (0,) * layers
-            last_sliding = config.get("max_window_layers", 28)
-            types = config.get("layer_types") or [
-                "sliding_attention" if i % 2 == 0 and i < last_sliding else "full_attention" for i in range(layers)
-            ]
-            return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    layers, model_type = range(config["num_hidden_layers"]), config["model_type"]
+    window, types = int(config.get("sliding_window") or 0), config.get("layer_types")
+    if model_type.startswith("qwen") and not config.get("use_sliding_window", False):
+        return (0,) * len(layers)
+    match model_type:
+        case "mistral" | "mixtral" | "phi3" | "qwen3_moe":
+            return (window,) * len(layers)
+        case "gemma2" | "gemma3_text" | "gpt_oss" | "qwen2" | "qwen3" | "qwen2_moe" if types:
+            slides = [kind == "sliding_attention" for kind in types]
         case "qwen2" | "qwen3":
-            if not config.get("use_sliding_window", False):
-                return (0,) * layers
-            first_sliding = config.get("max_window_layers", 28)
-            types = config.get("layer_types") or [
-                "sliding_attention" if i >= first_sliding else "full_attention" for i in range(layers)
-            ]
-            return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+            slides = [index >= config.get("max_window_layers", 28) for index in layers]
+        case "qwen2_moe":
+            slides = [index % 2 == 0 and index < config.get("max_window_layers", 28) for index in layers]
         case _:
-            return (0,) * layers
+            return (0,) * len(layers)
+    return tuple(window if each else 0 for each in slides)
 
 
 def checkpoint_dtype(config: Mapping[str, Any]) -> str:
@@ -112,12 +102,12 @@ def checkpoint_dtype(config: Mapping[str, Any]) -> str:
 
 
 def yarn_mscale(factor: float, weight: float = 1.0) -> float:
-    """YaRN (Peng et al. 2023): what attention is scaled by, for contexts longer by `factor`."""
+    """Return what YaRN (Peng et al. 2023) scales attention by, for contexts longer by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def text_decoder(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of the decoder alone, of a Gemma 3 checkpoint that also takes images; else empty."""
+    """Return the configuration of the decoder alone of a Gemma 3 checkpoint that also takes images; else none."""
     text = config.get("text_config")
     if config["model_type"] != "gemma3" or not isinstance(text, dict):
         return {}
@@ -126,7 +116,7 @@ def text_decoder(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def eos_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """End tokens: generation_config.json rules where it names them, as in transformers."""
+    """Return the end tokens: generation_config.json rules where it names them, as in transformers."""
     default = DEFAULTS.get(config["model_type"], {}).get("eos_token_id")
     eos = generation.get("eos_token_id", config.get("eos_token_id", default))
     if eos is None:

@@ -34,12 +34,12 @@ class DeviceShare:
     beside: int = 0
     """Bytes that a draft model takes beside the cache: weights, steps, graphs."""
     beside_block: int = 0
-    """And for each block of the cache."""
+    """Bytes that it takes for each block of the cache."""
 
 
 def step_bytes(geometry: ModelGeometry, dtype_bytes: int, max_rows: int, max_step_tokens: int) -> int:
-    """The most that is allocated after the weights, KV and graphs apart: every layer's widest intermediate, attention's
-    workspace, block tables, the logits in the model's precision, drawing, and a reserve for the context."""
+    """Return the max bytes allocated after the weights, without KV and graphs: every layer's widest intermediate,
+    attention's workspace, block tables, the logits in the model's precision, drawing, and a reserve for the context."""
     widest = 2 * geometry.intermediate_size + (geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim
     if (mixture := geometry.experts) is not None:  # of every token each of its experts' inputs, inside and output
         inside = mixture.inner_size + 2 * geometry.hidden_size
@@ -55,14 +55,14 @@ def step_bytes(geometry: ModelGeometry, dtype_bytes: int, max_rows: int, max_ste
 
 
 def host_step_bytes(geometry: ModelGeometry, dtype_bytes: int, max_rows: int, max_step_tokens: int) -> int:
-    """What a model on a processor keeps beside weights and KV: the buffers of one layer, and the logits."""
+    """Return the bytes of a model on a processor besides weights and KV: the buffers of one layer, and the logits."""
     qkv = (geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim
     width = 2 * geometry.hidden_size + qkv + geometry.num_heads * geometry.head_dim + geometry.intermediate_size
     return max_step_tokens * width * dtype_bytes + max_rows * geometry.vocab_size * 4
 
 
 def kv_bytes(*, total: int, free: int, own: int, sharers: int, fraction: float, reserved: int) -> int:
-    """B3 · Device memory for one worker's KV cache.
+    """B3 · Return the device memory for one worker's KV cache.
 
     `total` and `free` are the device's, `own` what this worker has allocated already (its weights), `fraction` the
     share of the memory that may be used at all, `reserved` what its steps and graphs will take. Each sharer counts on

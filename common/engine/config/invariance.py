@@ -21,7 +21,8 @@ _HEAD_STEP = 16
 def check_invariant(
     geometry: ModelGeometry, device: torch.device, dtype: str, *, ranks: int, threads: int, model: str
 ) -> None:
-    """`threads`: of a step on a processor. Raises `ConfigError` that names what stands in the way, and what to do."""
+    """Raise `ConfigError` where it cannot be promised, naming why, and what to do. `threads`: of a step on a
+    processor."""
     if (reason := _hindrance(geometry, device, dtype, ranks, threads)) is not None:
         raise ConfigError(f"{_ASKED} for {model} on {device}: {reason}; or leave the option off")
 

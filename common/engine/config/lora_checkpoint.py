@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,7 @@ Slot = Literal["qkv", "attention_out", "gate_up", "down"]
 
 @dataclass(frozen=True, slots=True)
 class LoraOptions:
-    """Of a runner: folders by name, and how many are held at once."""
+    """Folders of a runner's adapters by name, and the number held at once."""
 
     adapters: Mapping[str, str]
     held: int
@@ -43,7 +43,7 @@ class LoraOptions:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Where a projection stands: outputs [first, first + outputs) of a product with `inputs` inputs."""
+    """The place of a projection: outputs [first, first + outputs) of a product with `inputs` inputs."""
 
     slot: Slot
     first: int
@@ -83,7 +83,7 @@ class Checkpoint:
 
 
 def stamp_of(file: Path) -> tuple[int, int]:
-    """Size and time of its last change. Raises `ModelError`."""
+    """Return the size and the time of the last change. Raises `ModelError`."""
     try:
         found = file.stat()
     except OSError as error:
@@ -92,7 +92,7 @@ def stamp_of(file: Path) -> tuple[int, int]:
 
 
 def projections(geometry: ModelGeometry, layer: int) -> dict[str, Projection]:
-    """Projections of a layer that an adapter may change, as files name them."""
+    """Return the projections of a layer that an adapter may change, by the files' names."""
     hidden, inner = geometry.hidden_size, geometry.intermediate_size
     query, kv = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
     found = {"self_attn.o_proj": Projection("attention_out", 0, hidden, query)}
@@ -114,8 +114,8 @@ def projections(geometry: ModelGeometry, layer: int) -> dict[str, Projection]:
 
 
 def check_lora(adapters: Mapping[str, str], geometry: ModelGeometry, base: str = "") -> list[Checkpoint]:
-    """Every adapter of `model.lora`, checked against the base model. Raises `ModelError` naming option, file and
-    tensor. `base`: the base model's name, which no adapter may have."""
+    """Check every adapter of `model.lora` against the base model, and return it. Raises `ModelError` naming option,
+    file and tensor. `base`: the base model's name, which no adapter may have."""
     if adapters and geometry.family not in ("llama", "moe"):
         raise ModelError(
             f"model.lora: no adapters for {geometry.model_type} models (form {geometry.family}); {_SERVED} of "
@@ -130,7 +130,7 @@ def check_lora(adapters: Mapping[str, str], geometry: ModelGeometry, base: str =
 
 
 def read_checkpoint(name: str, folder: Path, geometry: ModelGeometry) -> Checkpoint:
-    """Raises `ModelError` naming the file and the part that is not served or does not fit."""
+    """Read one adapter. Raises `ModelError` naming the file and the part that is not served or does not fit."""
     folder = folder.expanduser().absolute()
     if not folder.is_dir():
         raise ModelError(f"model.lora {name}: no folder {folder}; an adapter is a folder in PEFT format")
@@ -149,10 +149,7 @@ def read_checkpoint(name: str, folder: Path, geometry: ModelGeometry) -> Checkpo
         pairs.setdefault((int(layer), f"{block}.{module}"), {})[half] = tensor
     if not pairs:
         raise ModelError(f"{file} holds no LoRA tensors")
-    parts = [
-        _part(file, layer, module, halves, shapes, settings, geometry)
-        for (layer, module), halves in sorted(pairs.items())
-    ]
+    parts = [_part(file, *place, halves, shapes, settings, geometry) for place, halves in sorted(pairs.items())]
     for part in parts:
         if part.rank > MAX_RANK:
             raise ModelError(f"{file}: tensor {part.a} has rank {part.rank}; at most {MAX_RANK} is served")
@@ -170,8 +167,10 @@ def _part(
     geometry: ModelGeometry,
 ) -> Part:
     if layer >= geometry.num_layers:
-        raise ModelError(f"{file}: tensor {next(iter(halves.values()))} is of layer {layer}; the base model has layers "
-                         f"0 to {geometry.num_layers - 1}")  # fmt: skip
+        raise ModelError(
+            f"{file}: tensor {next(iter(halves.values()))} is of layer {layer}; the base model has layers 0 to "
+            f"{geometry.num_layers - 1}"
+        )
     served = projections(geometry, layer)
     if module not in served:
         raise ModelError(
@@ -214,12 +213,13 @@ class _Settings:
         self._ranks, self._alphas = self._pattern("rank_pattern"), self._pattern("alpha_pattern")
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
-        """As PEFT: patterns name modules by the ends of their names; alpha / r, or alpha / √r (rsLoRA)."""
+        """Return rank and alpha / r, or alpha / √r (rsLoRA), as PEFT: patterns name modules by the ends of their
+        names."""
         rank, alpha = int(_matched(self._ranks, module, self._rank)), _matched(self._alphas, module, self._alpha)
         return rank, alpha / math.sqrt(rank) if self._rslora else alpha / rank
 
     def check_complete(self, file: Path, present: set[tuple[int, str]], geometry: ModelGeometry) -> None:
-        """Where the configuration lists the modules and leaves no layer out, every layer has them."""
+        """Raise `ModelError` where a layer lacks a listed module, unless the configuration leaves layers out."""
         targets = self._data.get("target_modules")
         if not isinstance(targets, list) or any(self._data.get(key) for key in _PARTIAL):
             return
@@ -252,15 +252,13 @@ class _Settings:
 
     def _number(self, key: str, default: int) -> float:
         value = self._data.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if not _is_positive(value):
             raise ModelError(f"{self._file}: {key} is {value!r}, not a number above 0")
-        return value
+        return float(value)
 
     def _pattern(self, key: str) -> dict[str, float]:
         pattern = self._data.get(key) or {}
-        if not isinstance(pattern, dict) or any(
-            isinstance(value, bool) or not isinstance(value, int | float) or value <= 0 for value in pattern.values()
-        ):
+        if not isinstance(pattern, dict) or not all(_is_positive(value) for value in pattern.values()):
             raise ModelError(f"{self._file}: {key} is {pattern!r}, not numbers above 0 by module")
         for expression in pattern:
             try:
@@ -284,6 +282,10 @@ _REFUSED = {
 _PARTIAL = ("layers_to_transform", "layers_pattern", "exclude_modules")
 
 
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
 def _matched(pattern: Mapping[str, float], module: str, default: float) -> float:
     for expression, value in pattern.items():
         if re.match(rf"(.*\.)?({expression})$", module):
@@ -292,7 +294,7 @@ def _matched(pattern: Mapping[str, float], module: str, default: float) -> float
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Of every tensor, as the header says; see `tensor_files` for the format. Raises `ModelError`."""
+    """Return every tensor's shape, as the header says; see `tensor_files` for the format. Raises `ModelError`."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
@@ -303,14 +305,10 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
         end = _LENGTH_BYTES + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
         if end > file.stat().st_size:
             raise ValueError(f"it is truncated, its header names {end} bytes and it has {file.stat().st_size}")
-        shapes = {name: _shape(entry["shape"]) for name, entry in entries.items()}
+        shapes = {name: tuple(int(extent) for extent in entry["shape"]) for name, entry in entries.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from None
     for name, entry in entries.items():
         if entry.get("dtype") not in _DTYPES:
             raise ModelError(f"{file}: tensor {name} has dtype {entry.get('dtype')}; served are {', '.join(_DTYPES)}")
     return shapes
-
-
-def _shape(extents: Sequence[int]) -> tuple[int, ...]:
-    return tuple(int(extent) for extent in extents)

@@ -27,15 +27,20 @@ from cohort.common.engine.config.config_fields import (
     text_decoder,
     yarn_mscale,
 )
-from cohort.common.engine.config.kv_dtype import FP8, FP8_PLANES, SCALE_BYTES
 from cohort.common.engine.config.model_defaults import DEFAULTS
 from cohort.common.engine.config.quantization_config import Quantization, check_wanted, read_quantization
-from cohort.common.errors import ModelError
-from cohort.common.types import KvGeometry
+from cohort.common.errors import ConfigError, ModelError
+from cohort.common.types import FP8_SCALE_BYTES, KvGeometry
 
 Family = Literal["llama", "moe", "gemma", "gpt_oss", "deepseek", "opt", "generic"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
+FP8 = "fp8"
+FP8_PLANES = "fp8 in planes"
+"""A cache in FP8 has rows of codes in E4M3, each with a scale of its own, which a GPU keeps apart from the codes
+(`kernels/fp8_cache.py`); its blocks are copied and sent as any others."""
+SCALE_BYTES: Mapping[str, int] = {FP8: FP8_SCALE_BYTES["cpu"], FP8_PLANES: FP8_SCALE_BYTES["cuda"]}
+"""Bytes of a row's scale, by what `kv_dtype` returns; other dtypes have none."""
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, FP8: 1, FP8_PLANES: 1}
 LLAMA_SHAPED = frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"})
 MIXTURES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})  # Llama-shaped but for the MLP
@@ -141,19 +146,34 @@ class ModelGeometry:
         return max(windows) if windows and all(windows) else 0
 
     def kv_geometry(self, dtype: str, block_size: int) -> KvGeometry:
-        """The weight of this model's KV cache, in what `kv_dtype` says: in FP8 a row has its scale besides."""
+        """Return the geometry of this model's KV cache, in what `kv_dtype` returns: in FP8 a row has its scale too."""
         # A latent is key and value in one, so it weighs what a key and a value of half its width do.
         width = self.head_dim // (1 if self.latent is None else 2) + SCALE_BYTES.get(dtype, 0)
         return KvGeometry(self.num_layers, self.num_kv_heads, width, DTYPE_BYTES[dtype], block_size, self.kv_window)
 
     def kv_token_bytes(self, dtype: str) -> int:
-        """B1 · Bytes of one token's KV over all layers."""
+        """B1 · Return the bytes of one token's KV over all layers."""
         return self.kv_geometry(dtype, 1).token_bytes
 
 
+def kv_dtype(cache_dtype: str, dtype: str, geometry: ModelGeometry, device_type: str) -> str:
+    """Return what keys and values are stored in, as `kv_geometry` takes it: by `kv.cache_dtype`, in a model of `dtype`.
+
+    FP8 is stored in rows on a processor, in planes on a GPU. Raises `ConfigError` where it is not served.
+    """
+    if cache_dtype == "auto":
+        return dtype
+    if geometry.latent is not None:
+        raise ConfigError(
+            f"kv.cache_dtype: {cache_dtype} is not served for {geometry.model_type}, whose cache has latents, which "
+            "are key and value in one; leave it at auto"
+        )
+    return FP8 if device_type == "cpu" else FP8_PLANES
+
+
 def read_geometry(model_dir: Path, quantization: str = "auto") -> ModelGeometry:
-    """The geometry of the model in `model_dir`; `ModelError` when the folder holds none that can be served, or one
-    whose weights are not what `quantization` (as `model.quantization`) says."""
+    """Read the geometry of the model in `model_dir`. Raises `ModelError` where the folder holds none that can be
+    served, or one whose weights are not what `quantization` (as `model.quantization`) says."""
     config_file = model_dir / "config.json"
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
@@ -202,22 +222,14 @@ def _geometry(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
     return _generic(config, eos)
 
 
-def _llama_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
-    model_type = config["model_type"]
-    config = {**DEFAULTS[model_type], **config}
-    heads, hidden, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
-    rope = rope_of(config)
-    lean = (
-        config.get("hidden_act", "silu") in ("silu", "swish")
-        and rope.rope_type in LEAN_ROPE_TYPES
-        and (rope.partial == 1.0 or model_type == "phi3")  # the other types' models take no notice of a part, or break
-    )
-    experts = _experts(config) if model_type in MIXTURES else None
-    qwen2 = model_type in ("qwen2", "qwen2_moe")
+def _decoder(config: Mapping[str, Any], eos: tuple[int, ...], rope: RopeConfig) -> ModelGeometry:
+    """Return what the lean forms with a rotary embedding read alike; each replaces what it reads otherwise."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    bias = bool(config.get("attention_bias", False))
     return ModelGeometry(
-        model_type=model_type,
-        family="generic" if not lean else "llama" if experts is None else "moe",
-        num_layers=layers,
+        model_type=config["model_type"],
+        family="llama",
+        num_layers=config["num_hidden_layers"],
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
@@ -232,17 +244,36 @@ def _llama_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry
         checkpoint_dtype=checkpoint_dtype(config),
         rope=rope,
         sliding_windows=sliding_windows(config),
-        qkv_bias=bool(config.get("qkv_bias", True)) if qwen2 else bool(config.get("attention_bias", False)),
-        output_bias=not qwen2 and bool(config.get("attention_bias", False)),
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+
+
+def _llama_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
+    model_type = config["model_type"]
+    config = {**DEFAULTS[model_type], **config}
+    rope = rope_of(config)
+    lean = (
+        config.get("hidden_act", "silu") in ("silu", "swish")
+        and rope.rope_type in LEAN_ROPE_TYPES
+        and (rope.partial == 1.0 or model_type == "phi3")  # the other types' models take no notice of a part, or break
+    )
+    experts = _experts(config) if model_type in MIXTURES else None
+    geometry = replace(
+        _decoder(config, eos, rope),
+        family="generic" if not lean else "llama" if experts is None else "moe",
         mlp_bias=bool(config.get("mlp_bias", False)),
         qk_norm=model_type in ("qwen3", "qwen3_moe"),
         fused_weights=model_type == "phi3",
         experts=experts,
     )
+    if model_type in ("qwen2", "qwen2_moe"):
+        return replace(geometry, qkv_bias=bool(config.get("qkv_bias", True)), output_bias=False)
+    return geometry
 
 
 def _gemma_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
-    """`generic` where a value asks for what the lean form does not compute."""
+    """Return a `generic` geometry where a value asks for what the lean form does not compute."""
     model_type = config["model_type"]
     config = {**DEFAULTS[model_type], **config}
     pattern, layers = config["sliding_window_pattern"], config["num_hidden_layers"]
@@ -260,28 +291,12 @@ def _gemma_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry
     )
     if not lean:
         return _generic(config, eos)
-    bias = bool(config.get("attention_bias", False))
-    return ModelGeometry(
-        model_type=model_type,
+    return replace(
+        _decoder(config, eos, rope),
         family="gemma",
-        num_layers=layers,
-        hidden_size=config["hidden_size"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        intermediate_size=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
         max_positions=min(max_positions(config, each) for each in (rope, local_rope or rope)),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(config["tie_word_embeddings"]),
         activation="gelu_pytorch_tanh",
-        eos_token_ids=eos,
-        checkpoint_dtype=checkpoint_dtype(config),
-        rope=rope,
         local_rope=local_rope,
-        sliding_windows=sliding_windows(config),
-        qkv_bias=bias,
-        output_bias=bias,
         attention_scale=float(config["query_pre_attn_scalar"]) ** -0.5,
         # transformers' Gemma 3 reads the cap of its scores and never applies it
         attention_softcap=0.0 if by_layer else float(config.get("attn_logit_softcapping") or 0.0),
@@ -291,7 +306,7 @@ def _gemma_shaped(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry
 
 
 def _experts(config: Mapping[str, Any]) -> ExpertsGeometry | None:
-    """None where every layer is dense. Qwen's first layers, or all but every n-th, may be."""
+    """Return the mixture; None where every layer is dense. Qwen's first layers, or all but every n-th, may be."""
     layers: int = config["num_hidden_layers"]
     # Both names are in use for one number, and a file may hold either.
     count = int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"])
@@ -311,7 +326,7 @@ def _experts(config: Mapping[str, Any]) -> ExpertsGeometry | None:
 
 
 def _gpt_oss(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
-    """`generic` where a value asks for what the lean form does not compute."""
+    """Return a `generic` geometry where a value asks for what the lean form does not compute."""
     rope_given = config.get("rope_parameters") or config.get("rope_scaling")
     config = {**DEFAULTS["gpt_oss"], **config}
     config["rope_parameters"] = rope_given or DEFAULTS["gpt_oss"]["rope_parameters"]
@@ -327,26 +342,10 @@ def _gpt_oss(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
     )
     if not lean:
         return _generic(config, eos)
-    return ModelGeometry(
-        model_type="gpt_oss",
+    return replace(
+        _decoder(config, eos, rope),
         family="gpt_oss",
-        num_layers=layers,
-        hidden_size=config["hidden_size"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
-        head_dim=config["head_dim"] or config["hidden_size"] // config["num_attention_heads"],
-        intermediate_size=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        max_positions=max_positions(config, rope),
-        norm_eps=float(config["rms_norm_eps"]),
-        tie_embeddings=bool(config["tie_word_embeddings"]),
         activation="clamped_swiglu",
-        eos_token_ids=eos,
-        checkpoint_dtype=checkpoint_dtype(config),
-        rope=rope,
-        sliding_windows=sliding_windows(config),
-        qkv_bias=bool(config["attention_bias"]),
-        output_bias=bool(config["attention_bias"]),
         mlp_bias=True,
         attention_sinks=True,
         experts=ExpertsGeometry(
@@ -363,10 +362,10 @@ def _gpt_oss(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
 
 
 def _deepseek(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
-    """`generic`, which then refuses it, where a value asks for what the lean form does not compute."""
+    """Return a `generic` geometry, which is refused, where a value asks for what the lean form does not compute."""
     third = config["model_type"] == "deepseek_v3"
     config = {**DEFAULTS[config["model_type"]], **config}
-    rope, layers, heads = rope_of(config), config["num_hidden_layers"], config["num_attention_heads"]
+    rope, layers = rope_of(config), config["num_hidden_layers"]
     latent = LatentGeometry(
         rank=config["kv_lora_rank"],
         rotated=config["qk_rope_head_dim"],
@@ -402,26 +401,11 @@ def _deepseek(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
         chosen=int(config["topk_group"] or 1),
         scale=float(config["routed_scaling_factor"]),
     )
-    return ModelGeometry(
-        model_type=config["model_type"],
+    return replace(
+        _decoder(config, eos, rope),
         family="deepseek",
-        num_layers=layers,
-        hidden_size=config["hidden_size"],
-        num_heads=heads,
         num_kv_heads=1,
         head_dim=latent.width,
-        intermediate_size=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        max_positions=max_positions(config, rope),
-        norm_eps=float(config["rms_norm_eps"]),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        activation="silu",
-        eos_token_ids=eos,
-        checkpoint_dtype=checkpoint_dtype(config),
-        rope=rope,
-        sliding_windows=(0,) * layers,
-        qkv_bias=bool(config.get("attention_bias", False)),
-        output_bias=bool(config.get("attention_bias", False)),
         attention_scale=scale,
         latent=latent,
         experts=ExpertsGeometry(
@@ -471,7 +455,7 @@ def _opt(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
 
 
 def _generic(config: dict[str, Any], eos: tuple[int, ...]) -> ModelGeometry:
-    """Any other decoder, under the names most configurations share; the loader proves the KV shape by a probe."""
+    """Read any other decoder, under the names most configurations share; the loader proves the KV shape by a probe."""
     config = {**config, **config.get("text_config", {})}
     hidden = first_of(config, "hidden_size", "n_embd", "d_model")
     heads = first_of(config, "num_attention_heads", "n_head", "n_heads", "num_heads")

@@ -16,7 +16,7 @@ MXFP4_BITS = 4.25
 
 
 class ShapeFields(TypedDict, total=False):
-    """As of `ModelShape`."""
+    """Fields of `ModelShape`."""
 
     name: str
     layers: int
@@ -45,7 +45,8 @@ class ShapeFields(TypedDict, total=False):
 def model_shape(
     name: str, geometry: ModelGeometry, dtype: str, kv_dtype: str = "", *, mxfp4: bool = False
 ) -> ShapeFields:
-    """`kv_dtype`: as `ModelRunner` has it, "" where it is the model's. `mxfp4`: its experts stay in these codes."""
+    """Return the fields of a model. `kv_dtype`: as `ModelRunner` has it, "" where it is the model's. `mxfp4`: its
+    experts stay in these codes."""
     shape = ShapeFields(
         name=name,
         layers=geometry.num_layers,

@@ -23,7 +23,7 @@ SERVED = (
     "int-quantized with 8 bits, pack-quantized with 4 or 8), awq (4 bits, gemm), gptq (4 or 8 bits)"
 )
 Rounding = Literal["int8", "int4"]
-"""Of plain weights, at load."""
+"""The codes that plain weights are rounded to at load."""
 NAMES = ("auto", "none", *get_args(Method), *get_args(Rounding))
 _ALIASES = {"awq_marlin": "awq", "gptq_marlin": "gptq"}  # vLLM's names of kernels for the same checkpoints
 _FORMATS = frozenset({"float-quantized", "int-quantized", "naive-quantized", "pack-quantized"})
@@ -32,7 +32,7 @@ _MODULE_CLASS = "Linear"  # the one class of modules that targets may name
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """How modules of one kind are stored.
+    """The form in which modules of one kind are stored.
 
     "scaled": `weight` in codes of 8 bits beside `weight_scale` or `weight_scale_inv`; "packed": compressed-tensors'
     `weight_packed`; "awq" and "gptq": `qweight`, `qzeros` and `scales`, each in its own order.
@@ -49,14 +49,14 @@ class WeightScheme:
     targets: tuple[str, ...] = (_MODULE_CLASS,)
 
     def codes(self, inputs: int) -> CodeLayout:
-        """Of a module with so many inputs."""
+        """Return the layout of a module with this number of inputs."""
         group = self.block[1] if self.block is not None else self.group
         return CodeLayout(self.bits, self.floating, group or inputs, inputs, not self.symmetric, self.reordered)
 
 
 @dataclass(frozen=True, slots=True)
 class CodeLayout:
-    """What decides whether a product reads a weight's codes as they are."""
+    """The facts that decide whether a product reads a weight's codes as they are."""
 
     bits: int
     floating: bool  # E4M3, or E2M1 of 4 bits
@@ -72,8 +72,8 @@ class CodeLayout:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Of one checkpoint. `excluded`: patterns of modules that stay plain; `activations`: whether the checkpoint's own
-    arithmetic also quantises the products' inputs, "" where it does not."""
+    """The quantisation of one checkpoint. `excluded`: patterns of modules that stay plain; `activations`: whether the
+    checkpoint's own arithmetic also quantises the products' inputs, "" where it does not."""
 
     method: Method
     schemes: tuple[WeightScheme, ...]
@@ -81,14 +81,14 @@ class Quantization:
     activations: Literal["", "static", "dynamic"] = ""
 
     def scheme_of(self, module: str) -> WeightScheme | None:
-        """How this module's weight may be stored, by its name in the files; None: it is plain."""
+        """Return how this module's weight may be stored, by its name in the files; None: it is plain."""
         if any(self._excludes(pattern, module) for pattern in self.excluded):
             return None
         named = (s for s in self.schemes if any(_names(target, module) for target in s.targets))
         return next(named, next((s for s in self.schemes if _MODULE_CLASS in s.targets), None))
 
     def _excludes(self, pattern: str, module: str) -> bool:
-        """compressed-tensors means a whole name; the others any part of one between dots."""
+        """Match a pattern: compressed-tensors means a whole name, the others any part of one between dots."""
         if self.method == "compressed-tensors":
             return _names(pattern, module)
         return _names(pattern, module) or f".{pattern}." in f".{module}."
@@ -99,13 +99,14 @@ MXFP4_GROUP = 32
 
 
 def mxfp4_codes(inputs: int = MXFP4_GROUP) -> CodeLayout:
-    """Of gpt-oss's experts, a power of two for each group of inputs; at the least, of a single group."""
+    """Return the layout of gpt-oss's experts, a power of two for each group of inputs; by default of a single group."""
     return CodeLayout(4, True, MXFP4_GROUP, inputs, False)
 
 
 def keeps_codes(device_type: str, dtype: str, codes: CodeLayout | None = None, *, checkpoint: bool = True) -> bool:
-    """Whether a weight stays in its codes on this kind of device in a model of this precision; else it is dequantised
-    at load. The one rule: of `matrices.matrix`, which reads weights, and of the sums of what fits. None: some layout.
+    """Return whether a weight stays in its codes on this kind of device in a model of this precision; else it is
+    dequantised at load. The one rule: of `matrices.matrix`, which reads weights, and of the sums of what fits. `codes`
+    None: some layout.
 
     On a processor products over integer codes round their inputs, so a quantised checkpoint (`checkpoint`) that is
     served in float32 is widened, and computes exactly what its codes mean; what was rounded for these products (GGUF
@@ -127,21 +128,13 @@ def keeps_codes(device_type: str, dtype: str, codes: CodeLayout | None = None, *
 
 
 def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | None:
-    """Of config.json's contents; None where the weights are plain. `where`: named in errors.
+    """Read the quantisation from config.json's contents; None where the weights are plain. `where`: named in errors.
 
     Raises `ModelError` for what is not served, naming what is.
     """
     text = config.get("text_config")
-    of_text = text if isinstance(text, Mapping) else {}
-    found = next(
-        (
-            level[key]
-            for level in (config, of_text)
-            for key in ("quantization_config", "compression_config")
-            if level.get(key)
-        ),
-        None,
-    )
+    levels, keys = (config, text if isinstance(text, Mapping) else {}), ("quantization_config", "compression_config")
+    found = next((level[key] for level in levels for key in keys if level.get(key)), None)
     if not found:
         return None
     if not isinstance(found, Mapping):
@@ -166,7 +159,7 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
 
 
 def check_wanted(wanted: str, found: Quantization | None, model: str) -> None:
-    """Raises `ModelError` where `model.quantization` is unknown, or not what the checkpoint is."""
+    """Raise `ModelError` where `model.quantization` is unknown, or not what the checkpoint is."""
     name = _ALIASES.get(wanted, wanted)
     if name not in NAMES:
         raise ModelError(
@@ -183,16 +176,16 @@ def check_wanted(wanted: str, found: Quantization | None, model: str) -> None:
 
 
 def rounding_of(wanted: str) -> Rounding | None:
-    """What `model.quantization` makes of plain weights at load; None = nothing."""
+    """Return the codes that `model.quantization` rounds plain weights to at load; None = they stay plain."""
     return next((kind for kind in get_args(Rounding) if kind == wanted), None)
 
 
 class _Refused(Exception):
-    """What is not served, as the subject of a sentence."""
+    """A quantisation that is not served, as the subject of a sentence."""
 
 
 def _fp8(found: Mapping[str, Any]) -> Quantization:
-    """AutoFP8's (a scale of each tensor) and the one of DeepSeek and Qwen (of blocks)."""
+    """Read AutoFP8's (a scale of each tensor) and the one of DeepSeek and Qwen (of blocks)."""
     if (kind := found.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
         raise _Refused(f"fp8 weights in {kind}")
     size = found.get("weight_block_size")

@@ -32,7 +32,7 @@ _DIVIDED = ("llama", "moe", "gpt_oss", "deepseek")
 
 
 class Span(NamedTuple):
-    """[first, end)."""
+    """A range [first, end)."""
 
     first: int
     end: int
@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of a tensor with the extent `of` along `axis`: the elements of these ranges, one after the other."""
+    """The elements of these ranges, one after the other, of a tensor with the extent `of` along `axis`."""
 
     axis: int
     of: int
@@ -56,14 +56,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What lies inside an MLP, between its two products. Groups of `together` share a scale in the second one."""
+    """The columns inside an MLP, between its two products. Groups of `together` share a scale in the second one."""
 
     count: int
     together: int = 1
 
     def of(self, rank: int, degree: int) -> Span:
-        """The columns [first, end) of a rank: equal parts where no group is cut by them, else as many whole groups, of
-        which the first ranks have one more."""
+        """Return the columns [first, end) of a rank: equal parts where no group is cut by them, else as many whole
+        groups, of which the first ranks have one more."""
         if self.count % degree == 0 and self.count // degree % self.together == 0:
             each = self.count // degree
             return Span(rank * each, (rank + 1) * each)
@@ -74,11 +74,11 @@ class Columns:
 
     @property
     def groups(self) -> int:
-        """The last may have fewer columns."""
+        """The number of groups, of which the last may have fewer columns."""
         return -(-self.count // self.together)
 
     def hindrance(self, degree: int) -> str:
-        """Why they cannot be divided so; "" where they can."""
+        """Return why they cannot be divided over `degree` ranks; "" where they can."""
         if self.together == 1:
             return f"of {self.count} columns does not divide by {degree}" if self.count % degree else ""
         if self.groups >= degree:
@@ -143,7 +143,7 @@ class RankShare:
         return kv_heads_of(self.geometry.num_kv_heads, self.rank, self.degree)
 
     def part(self, name: str) -> Part | None:
-        """Of the tensor of this name, by its last two words, and whether it is of experts; None = all of it."""
+        """Return the part of a tensor by its name's last two words, and whether it is of experts; None = all of it."""
         words, whole, size = name.split("."), self.geometry, self.geometry.head_dim
         module, kind = words[-2] if len(words) > 1 else "", words[-1]
         query, kv, inside = whole.num_heads * size, whole.num_kv_heads * size, self._columns["an MLP"]
@@ -181,7 +181,7 @@ class RankShare:
                 return None
 
     def _of_latents(self, module: str, kind: str, latent: LatentGeometry) -> Part | None:
-        """Of attention over latents, whose queries, keys and values have widths of their own."""
+        """Return the part in attention over latents, whose queries, keys and values have widths of their own."""
         match module, kind:
             case (("q_proj" | "q_b_proj"), _):
                 axis, each = 0, latent.plain + latent.rotated
@@ -195,8 +195,8 @@ class RankShare:
         return Part(axis, whole, (self._even(whole),))
 
     def _of_experts(self, words: list[str]) -> Part | None:
-        """`words`: of the name, what follows "experts". One expert's matrix, or all of them in one tensor, which
-        gpt-oss has transposed, with every gate beside its up."""
+        """Return the part of one expert's matrix, or of all of them in one tensor, which gpt-oss has transposed, with
+        every gate beside its up. `words`: of the name, after "experts"."""
         columns = self._columns["an expert"]
         inner, own = columns.count, columns.of(self.rank, self.degree)
         pairs = Span(2 * own.first, 2 * own.end)
@@ -221,7 +221,7 @@ class RankShare:
                 return None
 
     def adds_nothing(self, name: str) -> bool:
-        """A bias of a product that is summed over the ranks, on all but the first."""
+        """Return whether a tensor is a bias of a product that is summed over the ranks, on all but the first."""
         return self.rank > 0 and name.endswith(("o_proj.bias", "down_proj.bias", "experts.down_proj_bias"))
 
     def _width(self, what: _Inside) -> int:
@@ -234,13 +234,13 @@ class RankShare:
 
 
 def kv_heads_of(heads: int, rank: int, degree: int) -> Span:
-    """Which of a model's KV heads, [first, end), rank `rank` of `degree` holds."""
+    """Return which of a model's KV heads, [first, end), rank `rank` of `degree` holds."""
     first = rank * heads // degree
     return Span(first, first + max(1, heads // degree))
 
 
 def hindrance(geometry: ModelGeometry, degree: int) -> str:
-    """Why a model cannot be divided over so many ranks; "" where it can."""
+    """Return why a model cannot be divided over `degree` ranks; "" where it can."""
     if degree == 1:
         return ""
     if geometry.family not in _DIVIDED:
@@ -265,7 +265,7 @@ def hindrance(geometry: ModelGeometry, degree: int) -> str:
 
 
 def columns_inside(geometry: ModelGeometry) -> dict[_Inside, Columns]:
-    """Of the MLPs that the model has, by what has them; of those that it has none of, none."""
+    """Return the columns of each kind of MLP; none where the model has none of that kind."""
     mixture, together = geometry.experts, _sharing_scales(geometry)
     found: dict[_Inside, int] = {"an MLP": geometry.intermediate_size, "an expert": 0, "the shared expert": 0}
     if mixture is not None:
@@ -276,7 +276,7 @@ def columns_inside(geometry: ModelGeometry) -> dict[_Inside, Columns]:
 
 
 def _sharing_scales(geometry: ModelGeometry) -> dict[_Inside, int]:
-    """How many columns inside the model's MLPs share a scale, or the byte of two codes, in some layer."""
+    """Return the number of columns inside MLPs that share a scale, or the byte of two codes, in some layer."""
     mixture, quantization = geometry.experts, geometry.quantization
     found: dict[_Inside, int] = {"an MLP": 1, "an expert": 1, "the shared expert": 1}
     if mixture is not None and mixture.mxfp4:
@@ -293,8 +293,8 @@ def _sharing_scales(geometry: ModelGeometry) -> dict[_Inside, int]:
 
 
 def _summed(geometry: ModelGeometry, layer: int) -> Iterator[tuple[_Inside, str, int]]:
-    """The modules of a layer's MLPs whose inputs are divided, and how many these are. Of the experts the first: they
-    are alike, and one that is not is refused when it is read."""
+    """Yield the modules of a layer's MLPs whose inputs are divided, and the number of these. Of the experts the first:
+    they are alike, and one that is not is refused when it is read."""
     mixture = geometry.experts
     if mixture is None or not mixture.layers[layer]:
         yield "an MLP", "mlp.down_proj", geometry.intermediate_size
@@ -307,8 +307,8 @@ def _summed(geometry: ModelGeometry, layer: int) -> Iterator[tuple[_Inside, str,
 
 
 def _cut_heads(geometry: ModelGeometry, degree: int) -> str:
-    """Why heads in codes cannot be divided as inputs of the product behind them; "" where they can. Outputs can be cut
-    anywhere."""
+    """Return why heads in codes cannot be divided as inputs of the product after them; "" where they can. Outputs can
+    be cut anywhere."""
     if (quantization := geometry.quantization) is None:
         return ""
     width = geometry.head_dim if geometry.latent is None else geometry.latent.value
@@ -330,23 +330,23 @@ def _cut_heads(geometry: ModelGeometry, degree: int) -> str:
 
 
 def degrees(geometry: ModelGeometry, most: int = MOST_RANKS) -> list[int]:
-    """Every degree that the model divides by, ascending; 1 is always among them."""
+    """Return every degree that the model divides by, ascending; 1 is always among them."""
     return [degree for degree in range(1, most + 1) if not hindrance(geometry, degree)]
 
 
 def check_degree(geometry: ModelGeometry, degree: int, model: str) -> None:
-    """Raises `ConfigError` that names what stands against the degree, and which ones would do."""
+    """Raise `ConfigError` that names what stands against the degree, and which ones would do."""
     if reason := hindrance(geometry, degree):
         able = ", ".join(str(each) for each in degrees(geometry, 16))
         raise ConfigError(f"workers: tensor_parallel: {degree}: {model}: {reason}; degrees for this model: {able}")
 
 
 def exchange_bytes(geometry: ModelGeometry, element_bytes: int, max_rows: int, max_step_tokens: int) -> int:
-    """Memory of the terms that a GPU's rank puts into a sum, and of the logits that rank 0 gathers (whole ones are
-    among what a step takes)."""
+    """Return the bytes of the terms that a GPU's rank puts into a sum, and of the logits that rank 0 gathers (whole
+    ones are among what a step takes)."""
     return max_step_tokens * geometry.hidden_size * element_bytes + max_rows * geometry.vocab_size * 4
 
 
 def reduced_bytes(geometry: ModelGeometry, element_bytes: int, tokens: int) -> int:
-    """Of one layer's two sums over the ranks: what every rank puts in, and gets out."""
+    """Return the bytes that every rank puts into one layer's two sums over the ranks, and gets out."""
     return 2 * tokens * geometry.hidden_size * element_bytes

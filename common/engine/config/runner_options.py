@@ -31,15 +31,14 @@ class RunnerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """No request is longer; 0 = the model's."""
     weights: WeightKind = "files"
     device_steps: bool | None = None
-    """Run as on a GPU; None = on one."""
+    """Whether steps run as on a GPU; None = on one."""
     cache_dtype: str = "auto"
-    """As the option."""
     grouped: bool = False
     """Blocks of groups of layers, where their windows differ (`layer_groups`); steps then have tables for each."""
     batch_invariant: bool = False
-    """As the option; refused where it cannot be kept."""
+    """The option, refused where it cannot be kept."""
     rounding: Rounding | None = None
-    """Of plain matrices, at load, on a processor; None = they stay as they are."""
+    """Rounding of plain matrices, at load, on a processor; None = they stay as they are."""
     share: DeviceShare = DeviceShare()
     lora: LoraOptions = LoraOptions({}, 1)
     """Adapters that requests may name; they are checked before the model is loaded."""

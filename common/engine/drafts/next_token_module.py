@@ -10,24 +10,21 @@ model's are.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from cohort.common.engine.config.model_config import ModelGeometry
 from cohort.common.engine.models.lean_deepseek import LayerArithmetic, LayerReader
+from cohort.common.engine.models.model_files import Loading
 from cohort.common.engine.models.step_inputs import StepInputs
 from cohort.common.engine.weights.linear import Linear
-from cohort.common.engine.weights.matrices import matrix
-from cohort.common.engine.weights.weights import open_weights
 from cohort.common.errors import ModelError
-from cohort.kernels.cpu.panels import Arena
 from cohort.kernels.ops.fused import rms_norm
 
 
 def module_geometry(geometry: ModelGeometry) -> ModelGeometry:
-    """Of the module alone: one layer, with experts where the model's last layer has them."""
+    """Return the geometry of the module alone: one layer, with experts where the model's last layer has them."""
     experts = geometry.experts
     if experts is not None:
         experts = dataclasses.replace(experts, layers=experts.layers[-1:])
@@ -35,29 +32,26 @@ def module_geometry(geometry: ModelGeometry) -> ModelGeometry:
 
 
 class NextTokenModule:
-    """Its weights and their forward: a `StatesHead`."""
+    """The weights of a module and their forward: a `StatesHead`."""
 
     last_product: Linear | None = None
     drafted: Tensor | None = None
 
-    def __init__(self, folder: Path, geometry: ModelGeometry, dtype: torch.dtype, max_step_tokens: int) -> None:
-        """`geometry`: the model's. Raises `ModelError` where the module's tensors are not there."""
+    def __init__(self, load: Loading) -> None:
+        """`load.geometry`: the model's. Raises `ModelError` where the module's tensors are not there."""
+        self._geometry = geometry = load.geometry
         if geometry.latent is None:
             raise ModelError(f"{geometry.model_type}: its configuration names no latents")
-        self._geometry, device, hidden = geometry, torch.device("cpu"), geometry.hidden_size
-        self._compute = LayerArithmetic(geometry, geometry.latent, device)
-        with open_weights(folder, "files", geometry.quantization) as files:
-            outer = files.prefix(("model.", ""), "embed_tokens.weight")
-            prefix, arena = f"{outer}layers.{geometry.num_layers}.", Arena()
+        hidden = geometry.hidden_size
+        self._compute = LayerArithmetic(geometry, geometry.latent, load.device)
+        with load.open() as files:
+            outer = files.weights.prefix(("model.", ""), "embed_tokens.weight")
+            prefix = f"{outer}layers.{geometry.num_layers}."
             names = ("enorm", "hnorm", "shared_head.norm")
-            files.require([f"{prefix}{name}.weight" for name in (*names, "eh_proj")])
-            self._enorm, self._hnorm, self._norm = (
-                files.read(f"{prefix}{name}.weight", (hidden,), dtype, device) for name in names
-            )
-            weight = matrix(files, [f"{prefix}eh_proj.weight"], [hidden], 2 * hidden, dtype, device)
-            self._eh_proj = Linear(weight, arena=arena, dtype=dtype)
-            own = module_geometry(geometry)
-            reader = LayerReader(files, own, geometry.latent, dtype, arena, max_step_tokens, device)
+            files.weights.require([f"{prefix}{name}.weight" for name in (*names, "eh_proj")])
+            self._enorm, self._hnorm, self._norm = (files.vector(prefix + name, hidden) for name in names)
+            self._eh_proj = files.linear([f"{prefix}eh_proj"], [hidden], 2 * hidden)
+            reader = LayerReader(files, module_geometry(geometry), geometry.latent, load.max_step_tokens)
             self._layer = reader.layer(prefix, 0)
 
     def forward(self, step: StepInputs, embedded: Tensor, states: Tensor, kv: Tensor) -> Tensor:

@@ -14,32 +14,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from cohort.common.engine.config.model_config import ExpertsGeometry, LatentGeometry, ModelGeometry
-from cohort.common.engine.models.device_experts import DeviceExperts, read_device_products
+from cohort.common.engine.config.model_config import ExpertsGeometry, LatentGeometry, ModelGeometry, RoutingGroups
 from cohort.common.engine.models.experts import (
     DenseMlp,
+    DeviceExperts,
     ExpertBuffers,
     Experts,
     GroupedRouter,
-    PlainSharedExpert,
+    MixtureReader,
     expert_tensors,
     groups_on_host,
-    read_expert_mlps,
     read_mlp,
-    router_weight,
 )
+from cohort.common.engine.models.model_files import Loading, ModelFiles
 from cohort.common.engine.models.rope import rope_tables
 from cohort.common.engine.models.step_inputs import StepInputs
 from cohort.common.engine.ranks.ranks import Ranks
-from cohort.common.engine.ranks.sharded_weights import open_sharded
 from cohort.common.engine.weights.linear import Embedding, Linear
-from cohort.common.engine.weights.matrices import read_outer
-from cohort.common.engine.weights.weights import WeightKind, Weights, open_weights
+from cohort.common.engine.weights.weights import Weights
 from cohort.common.errors import ModelError
 from cohort.kernels.cpu.panels import Arena
 from cohort.kernels.ops.fused import rms_norm, rope_inplace
@@ -50,14 +46,14 @@ _LATENT_EPS = 1e-6  # of the norms inside attention, whatever the configuration 
 
 @dataclass(slots=True)
 class _Query:
-    """From a layer's input to all heads' queries, perhaps by way of fewer numbers."""
+    """A product from a layer's input to all heads' queries, perhaps by way of fewer numbers."""
 
     first: Linear | None
     norm: Tensor | None
     heads: Linear
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, heads · (plain + rotated)] for x [T, hidden]."""
+        """Return [T, heads · (plain + rotated)] for x [T, hidden]."""
         if self.first is not None and self.norm is not None:
             x = self.first(x)
             rms_norm(x, self.norm, _LATENT_EPS, x)
@@ -70,7 +66,7 @@ class HeadProducts:
     __slots__ = ("_each", "_together")
 
     def __init__(self, weights: Tensor, arena: Arena) -> None:
-        """Takes weights [heads, out, in]."""
+        """`weights`: [heads, out, in]."""
         self._each: list[Linear] = []
         self._together = weights.transpose(1, 2)
         if groups_on_host(weights.device):
@@ -101,37 +97,21 @@ class LatentLayer:
 class LeanDeepseek:
     """The weights of one model and its forward."""
 
-    def __init__(
-        self,
-        model_dir: Path,
-        geometry: ModelGeometry,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_step_tokens: int,
-        weights: WeightKind = "files",
-        ranks: Ranks | None = None,
-    ) -> None:
-        """`ranks`: as in `LeanLlama`. Raises `ModelError` where the files do not hold what the configuration says."""
-        self._ranks = ranks
-        geometry = geometry if ranks is None else ranks.share.own
+    def __init__(self, load: Loading) -> None:
+        """Read the weights. Raises `ModelError` where the files do not hold what the configuration says."""
+        self._ranks, self._geometry, self._dtype, self._device = load.ranks, load.own, load.dtype, load.device
+        geometry = self._geometry
         if geometry.latent is None:
             raise ModelError(f"{geometry.model_type}: its configuration names no latents")
-        self._geometry, self._latent, self._dtype, self._device = geometry, geometry.latent, dtype, device
-        self._layer_of = LayerArithmetic(geometry, geometry.latent, device, ranks)
+        self._layer_of = LayerArithmetic(geometry, geometry.latent, load.device, load.ranks)
         self._states: Tensor | None = None
-        if ranks is None:
-            opened = open_weights(model_dir, weights, geometry.quantization)
-        else:
-            opened = open_sharded(model_dir, weights, ranks.share)
-        with opened as files:
-            prefix = files.prefix(("model.", ""), "embed_tokens.weight")
-            files.require(_tensor_names(files, geometry, prefix))
-            arena = Arena()
-            self._embedding, self._lm_head = read_outer(files, prefix, geometry, dtype, device, arena)
-            reader = LayerReader(files, geometry, geometry.latent, dtype, arena, max_step_tokens, device)
+        with load.open() as files:
+            prefix = files.weights.prefix(("model.", ""), "embed_tokens.weight")
+            files.weights.require(_tensor_names(files.weights, geometry, prefix))
+            self._embedding, self._lm_head = files.outer(prefix, geometry)
+            reader = LayerReader(files, geometry, geometry.latent, load.max_step_tokens)
             self._layers = [reader.layer(f"{prefix}layers.{i}.", i) for i in range(geometry.num_layers)]
-            self._final_norm = files.read(prefix + "norm.weight", (geometry.hidden_size,), dtype, device)
+            self._final_norm = files.vector(prefix + "norm", geometry.hidden_size)
 
     sampled_states: Tensor | None = None
 
@@ -162,14 +142,14 @@ class LeanDeepseek:
         return self._embedding, self._lm_head
 
     def keep_states(self, slots: int) -> Tensor:
-        """From now on every step leaves its tokens' final states here [slots, hidden], by slot."""
+        """See `KeepsStates`."""
         self._states = torch.zeros((slots, self._geometry.hidden_size), dtype=self._dtype, device=self._device)
         return self._states
 
 
 @dataclass(slots=True)
 class LayerBuffers:
-    """Of a step, for all its layers."""
+    """Scratch of a step, for all its layers."""
 
     normed: Tensor
     activated: Tensor
@@ -179,7 +159,8 @@ class LayerBuffers:
 
 
 class LayerArithmetic:
-    """What a layer computes: of `ranks`, one with its heads and its columns of MLPs and experts, over whole latents."""
+    """The forward of a layer; of `ranks` one's, with its heads and its columns of MLPs and experts, over whole
+    latents."""
 
     def __init__(
         self, geometry: ModelGeometry, latent: LatentGeometry, device: torch.device, ranks: Ranks | None = None
@@ -202,7 +183,7 @@ class LayerArithmetic:
     def __call__(
         self, layer: LatentLayer, index: int, residual: Tensor, buffers: LayerBuffers, step: StepInputs, kv: Tensor
     ) -> None:
-        """The residual [T, hidden] moves on by the layer whose latents are `kv`'s layer `index`."""
+        """Move the residual [T, hidden] on by the layer whose latents are `kv`'s layer `index`."""
         g, sizes, found = self._geometry, self._latent, buffers.found
         rms_norm(residual, layer.attention_norm, g.norm_eps, buffers.normed)
         self._project(layer, index, buffers.normed, buffers.query, step, kv)
@@ -223,7 +204,7 @@ class LayerArithmetic:
             ranks.add_term(partial(layer.mlp.add_into, buffers.normed, buffers.activated), residual)
 
     def _project(self, layer: LatentLayer, index: int, x: Tensor, query: Tensor, step: StepInputs, kv: Tensor) -> None:
-        """Queries of x [T, hidden] as they meet latents into `query`; its latents into their slots."""
+        """Write the queries of x [T, hidden] as they meet latents to `query`, and its latents to their slots."""
         sizes, tokens = self._latent, len(x)
         own = layer.query(x).view(tokens, self._geometry.num_heads, sizes.plain + sizes.rotated)
         layer.into_latent.into(own[:, :, : sizes.plain], query[:, :, : sizes.rank])
@@ -240,7 +221,7 @@ def _query_modules(latent: LatentGeometry) -> list[str]:
 
 
 def _biased(geometry: ModelGeometry, latent: LatentGeometry) -> list[str]:
-    """Modules with a bias, where attention has any."""
+    """Return the modules with a bias, where attention has any."""
     if not geometry.qkv_bias:
         return []
     first = ["self_attn.q_a_proj"] if latent.query_rank else []
@@ -248,7 +229,7 @@ def _biased(geometry: ModelGeometry, latent: LatentGeometry) -> list[str]:
 
 
 def _tensor_names(files: Weights, geometry: ModelGeometry, prefix: str) -> list[str]:
-    """Every tensor the configuration implies (lm_head apart: absent means tied)."""
+    """Return every tensor the configuration implies but lm_head, which is tied where it is absent."""
     latent, mixture = geometry.latent, geometry.experts
     assert latent is not None
     modules = ["input_layernorm", "post_attention_layernorm", *_query_modules(latent), "self_attn.kv_a_proj_with_mqa"]
@@ -271,34 +252,28 @@ def _tensor_names(files: Weights, geometry: ModelGeometry, prefix: str) -> list[
 
 @dataclass(slots=True)
 class LayerReader:
-    files: Weights
+    files: ModelFiles
     geometry: ModelGeometry
     latent: LatentGeometry
-    dtype: torch.dtype
-    arena: Arena
     max_step_tokens: int
-    device: torch.device
     buffers: ExpertBuffers | None = None
 
     def layer(self, prefix: str, index: int) -> LatentLayer:
         g, sizes = self.geometry, self.latent
         into_latent, out_of_latent = self._heads(prefix)
         return LatentLayer(
-            attention_norm=self._vector(f"{prefix}input_layernorm", g.hidden_size),
+            attention_norm=self.files.vector(f"{prefix}input_layernorm", g.hidden_size),
             query=self._query(prefix),
             latent=self._linear(
                 f"{prefix}self_attn.kv_a_proj_with_mqa", sizes.width, g.hidden_size, _Rotated(1, sizes.rank)
             ),
-            latent_norm=self._vector(f"{prefix}self_attn.kv_a_layernorm", sizes.rank),
+            latent_norm=self.files.vector(f"{prefix}self_attn.kv_a_layernorm", sizes.rank),
             into_latent=into_latent,
             out_of_latent=out_of_latent,
             attention_out=self._linear(f"{prefix}self_attn.o_proj", g.hidden_size, g.num_heads * sizes.value),
-            mlp_norm=self._vector(f"{prefix}post_attention_layernorm", g.hidden_size),
+            mlp_norm=self.files.vector(f"{prefix}post_attention_layernorm", g.hidden_size),
             mlp=self._mlp(prefix, index),
         )
-
-    def _vector(self, module: str, width: int) -> Tensor:
-        return self.files.read(f"{module}.weight", (width,), self.dtype, self.device)
 
     def _query(self, prefix: str) -> _Query:
         g, sizes = self.geometry, self.latent
@@ -307,62 +282,56 @@ class LayerReader:
             return _Query(None, None, self._linear(f"{prefix}self_attn.q_proj", rows, g.hidden_size, rotated))
         return _Query(
             self._linear(f"{prefix}self_attn.q_a_proj", sizes.query_rank, g.hidden_size),
-            self._vector(f"{prefix}self_attn.q_a_layernorm", sizes.query_rank),
+            self.files.vector(f"{prefix}self_attn.q_a_layernorm", sizes.query_rank),
             self._linear(f"{prefix}self_attn.q_b_proj", rows, sizes.query_rank, rotated),
         )
 
     def _heads(self, prefix: str) -> tuple[HeadProducts, HeadProducts]:
-        """Of each head: the transposed matrix that would make its keys, and the one that makes its values."""
-        g, sizes = self.geometry, self.latent
+        """Read for each head the transposed matrix that would make its keys, and the one that makes its values."""
+        g, sizes, arena = self.geometry, self.latent, self.files.arena
         each = sizes.plain + sizes.value
-        shape = (g.num_heads * each, sizes.rank)
-        weight = self.files.read(f"{prefix}self_attn.kv_b_proj.weight", shape, self.dtype, self.device)
+        weight = self._weight(f"{prefix}self_attn.kv_b_proj", g.num_heads * each, sizes.rank)
         heads = weight.view(g.num_heads, each, sizes.rank)
-        return (
-            HeadProducts(heads[:, : sizes.plain].transpose(1, 2), self.arena),
-            HeadProducts(heads[:, sizes.plain :], self.arena),
-        )
+        into_latent = HeadProducts(heads[:, : sizes.plain].transpose(1, 2), arena)
+        return into_latent, HeadProducts(heads[:, sizes.plain :], arena)
+
+    def _weight(self, module: str, outputs: int, inputs: int) -> Tensor:
+        files = self.files
+        return files.weights.read(f"{module}.weight", (outputs, inputs), files.dtype, files.device)
 
     def _linear(self, module: str, outputs: int, inputs: int, rotated: _Rotated | None = None) -> Linear:
-        weight = self.files.read(f"{module}.weight", (outputs, inputs), self.dtype, self.device)
+        weight = self._weight(module, outputs, inputs)
         biased = any(module.endswith(name) for name in _biased(self.geometry, self.latent))
-        bias = self.files.read(f"{module}.bias", (outputs,), self.dtype, self.device) if biased else None
+        bias = self.files.bias([module], [outputs]) if biased else None
         if rotated is not None and self.latent.interleaved:
             weight = rotated.apart(weight, self.latent.rotated)
             bias = None if bias is None else rotated.apart(bias, self.latent.rotated)
-        return Linear(weight, bias, arena=self.arena)
+        return Linear(weight, bias, arena=self.files.arena)
 
     def _mlp(self, prefix: str, index: int) -> DenseMlp | Experts | DeviceExperts:
-        g, mixture = self.geometry, self.geometry.experts
+        g, mixture, files = self.geometry, self.geometry.experts, self.files
         if mixture is None or mixture.routing is None or not mixture.layers[index]:
-            return self._dense(f"{prefix}mlp", g.intermediate_size)
+            return read_mlp(files, f"{prefix}mlp", g.hidden_size, g.intermediate_size)
         shared = None
         if inner := mixture.shared_inner_size:
-            shared = PlainSharedExpert(self._dense(f"{prefix}mlp.shared_experts", inner))
-        router = self._router(prefix, mixture)
-        if not groups_on_host(self.device):
-            gate_up, down = read_device_products(self.files, prefix, g, mixture, self.dtype, self.device)
+            shared = read_mlp(files, f"{prefix}mlp.shared_experts", g.hidden_size, inner)
+        reader = MixtureReader(files, prefix, g, mixture)
+        router = self._router(prefix, mixture, mixture.routing, reader.router_weight())
+        if not groups_on_host(files.device):
+            gate_up, down = reader.products()
             return DeviceExperts(router, gate_up, down, shared)
         if self.buffers is None:
             rows = self.max_step_tokens * mixture.per_token
-            self.buffers = ExpertBuffers(rows, g.hidden_size, mixture.inner_size, self.dtype)
-        experts = read_expert_mlps(self.files, prefix, g, mixture, self.dtype, self.arena)
-        return Experts(router, experts, shared, self.buffers)
+            self.buffers = ExpertBuffers(rows, g.hidden_size, mixture.inner_size, files.dtype)
+        return Experts(router, reader.mlps(), shared, self.buffers)
 
-    def _dense(self, module: str, inner: int) -> DenseMlp:
-        hidden = self.geometry.hidden_size
-        return read_mlp(self.files, module, hidden, inner, self.dtype, self.arena, device=self.device)
-
-    def _router(self, prefix: str, mixture: ExpertsGeometry) -> GroupedRouter:
-        routing = mixture.routing
-        assert routing is not None
-        correction = None
+    def _router(self, prefix: str, mixture: ExpertsGeometry, routing: RoutingGroups, weight: Tensor) -> GroupedRouter:
+        files, correction = self.files, None
         if routing.scoring == "sigmoid":
             name = f"{prefix}mlp.gate.e_score_correction_bias"
-            correction = self.files.read(name, (mixture.count,), torch.float32, self.device)
-        weight = router_weight(self.files, prefix, self.geometry, mixture, self.dtype, self.device)
+            correction = files.weights.read(name, (mixture.count,), torch.float32, files.device)
         return GroupedRouter(
-            Linear(weight.float(), arena=self.arena),
+            Linear(weight.float(), arena=files.arena),
             correction,
             mixture.per_token,
             routing.groups,
@@ -374,13 +343,13 @@ class LayerReader:
 
 @dataclass(frozen=True, slots=True)
 class _Rotated:
-    """Where the rotated rows of a projection lie: in each of `heads` equal parts behind the first `before`."""
+    """The place of the rotated rows of a projection: in each of `heads` equal parts after the first `before`."""
 
     heads: int
     before: int
 
     def apart(self, rows: Tensor, width: int) -> Tensor:
-        """The same rows, but of each rotated pair the first ones first: as `rope_inplace` takes them."""
+        """Return the rows, of each rotated pair the first ones first: as `rope_inplace` takes them."""
         parts = rows.view(self.heads, -1, *rows.shape[1:]).clone()
         pairs = parts[:, self.before :]
         if pairs.shape[1] != width:

@@ -12,27 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from cohort.common.engine.config.model_config import ExpertsGeometry, ModelGeometry
+from cohort.common.engine.config.model_config import ModelGeometry
 from cohort.common.engine.config.quantization_config import keeps_codes, mxfp4_codes
-from cohort.common.engine.models.device_experts import DeviceExperts
-from cohort.common.engine.models.experts import DenseMlp, ExpertBuffers, Experts, Router, groups_on_host
+from cohort.common.engine.models.experts import DenseMlp, DeviceExperts, ExpertBuffers, Experts, Router, groups_on_host
+from cohort.common.engine.models.model_files import Loading, ModelFiles, WideNorm, split_heads
 from cohort.common.engine.models.rope import rope_tables
 from cohort.common.engine.models.step_inputs import StepInputs
-from cohort.common.engine.models.wide_norm import WideNorm
-from cohort.common.engine.ranks.ranks import Ranks
-from cohort.common.engine.ranks.sharded_weights import open_sharded
 from cohort.common.engine.weights.linear import Linear
-from cohort.common.engine.weights.matrices import read_outer
-from cohort.common.engine.weights.weights import WeightKind, Weights, open_weights
+from cohort.common.engine.weights.weights import Weights
 from cohort.common.errors import ModelError
 from cohort.kernels import reference
 from cohort.kernels.code_dtypes import E2M1, E8M0, MX_GROUP
-from cohort.kernels.cpu.panels import Arena
 from cohort.kernels.ops.fused import clamped_swiglu, rope_and_write_kv
 from cohort.kernels.ops.paged_attention import paged_attention
 from cohort.kernels.types import ClampedSwiglu, ExpertCodes
@@ -56,11 +50,11 @@ class ClampedGatedLinear:
 
     @property
     def panel_data(self) -> Tensor | None:
-        """None: the compiled layers of a Llama do not activate so."""
+        """No packed weight: the compiled layers of a Llama do not activate so."""
         return None
 
     def into(self, x: Tensor, out: Tensor) -> None:
-        """out [T, inner] for x [T, hidden]."""
+        """Compute out [T, inner] of x [T, hidden]."""
         clamped_swiglu(self.both(x), self.alpha, self.limit, out)
 
 
@@ -78,58 +72,38 @@ class _Layer:
 class LeanGptOss:
     """The weights of one model and its forward."""
 
-    def __init__(
-        self,
-        model_dir: Path,
-        geometry: ModelGeometry,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_step_tokens: int,
-        weights: WeightKind = "files",
-        ranks: Ranks | None = None,
-    ) -> None:
-        """`ranks`: as in `LeanLlama`. Raises `ModelError` where the files do not hold what the configuration says."""
-        self._ranks = ranks
-        geometry = geometry if ranks is None else ranks.share.own
-        self._geometry, self._dtype = geometry, dtype
+    def __init__(self, load: Loading) -> None:
+        """Read the weights. Raises `ModelError` where the files do not hold what the configuration says."""
+        self._ranks, self._geometry, self._dtype = load.ranks, load.own, load.dtype
+        geometry = self._geometry
         self._scale = geometry.head_dim**-0.5
-        self._cos, self._sin = rope_tables(geometry, device)
-        if ranks is None:
-            opened = open_weights(model_dir, weights, geometry.quantization)
-        else:
-            opened = open_sharded(model_dir, weights, ranks.share)
-        with opened as files:
-            prefix = files.prefix(("model.", ""), "embed_tokens.weight")
-            files.require(_tensor_names(files, geometry, prefix))
-            arena = Arena()
-            self._embedding, self._lm_head = read_outer(files, prefix, geometry, dtype, device, arena)
-            reader = _Reader(files, geometry, dtype, device, arena, max_step_tokens)
+        self._cos, self._sin = rope_tables(geometry, load.device)
+        with load.open() as files:
+            prefix = files.weights.prefix(("model.", ""), "embed_tokens.weight")
+            files.weights.require(_tensor_names(files.weights, geometry, prefix))
+            self._embedding, self._lm_head = files.outer(prefix, geometry)
+            reader = _Reader(files, geometry, load.max_step_tokens)
             read = [
                 reader.layer(f"{prefix}layers.{index}.", window)
                 for index, window in enumerate(geometry.sliding_windows)
             ]
             self._final_norm = reader.norm(prefix + "norm")
         self._layers = [layer() for layer in read]
-        for norm in reader.norms:
-            norm.prepare()
 
     sampled_states: Tensor | None = None
 
     def forward(self, step: StepInputs, kv: Tensor) -> Tensor:
         """See `step_inputs.Model`."""
         g, tokens = self._geometry, len(step.token_ids)
-        query_size, key_end = g.num_heads * g.head_dim, (g.num_heads + g.num_kv_heads) * g.head_dim
+        query_size, kv_size = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim
         residual = torch.empty((tokens, g.hidden_size), dtype=self._dtype, device=step.token_ids.device)
         if (ranks := self._ranks) is None:
             self._embedding.into(step.token_ids, residual)
         else:
             ranks.embed(self._embedding, step.token_ids, residual)
         normed = torch.empty_like(residual)
-        qkv = residual.new_empty((tokens, key_end + g.num_kv_heads * g.head_dim))
-        query = qkv[:, :query_size].view(tokens, -1, g.head_dim)
-        key = qkv[:, query_size:key_end].view(tokens, -1, g.head_dim)
-        value = qkv[:, key_end:].view(tokens, -1, g.head_dim)
+        qkv = residual.new_empty((tokens, query_size + 2 * kv_size))
+        query, key, value = split_heads(qkv, g)
         attended = residual.new_empty((tokens, query_size))
         for index, layer in enumerate(self._layers):
             layer.attention_norm.into(residual, normed)
@@ -164,7 +138,7 @@ class LeanGptOss:
 
 
 def _tensor_names(files: Weights, geometry: ModelGeometry, prefix: str) -> list[str]:
-    """Every tensor the configuration implies (lm_head apart: absent means tied)."""
+    """Return every tensor the configuration implies but lm_head, which is tied where it is absent."""
     modules = [*_QKV, _OUT] if geometry.qkv_bias else []
     per_layer = [f"{module}.weight" for module in (*_NORMS, *_QKV, _OUT, "mlp.router")]
     per_layer += [f"{module}.bias" for module in (*modules, "mlp.router")]
@@ -180,37 +154,25 @@ def _tensor_names(files: Weights, geometry: ModelGeometry, prefix: str) -> list[
 
 
 class _Reader:
-    """Reads layers; holds what all of them share."""
+    """A reader of layers, with what all of them share."""
 
-    def __init__(
-        self,
-        files: Weights,
-        geometry: ModelGeometry,
-        dtype: torch.dtype,
-        device: torch.device,
-        arena: Arena,
-        max_step_tokens: int,
-    ) -> None:
+    def __init__(self, files: ModelFiles, geometry: ModelGeometry, max_step_tokens: int) -> None:
         if geometry.experts is None:
             raise ModelError(f"{geometry.model_type}: its configuration names no experts")
-        self._files, self._geometry, self._dtype, self._arena = files, geometry, dtype, arena
-        self._device = device
-        self._mixture: ExpertsGeometry = geometry.experts
+        self._files, self._geometry, self._mixture = files, geometry, geometry.experts
         self._buffers: ExpertBuffers | None = None
-        if groups_on_host(device):
+        if groups_on_host(files.device):
             rows = max_step_tokens * self._mixture.per_token
-            self._buffers = ExpertBuffers(rows, geometry.hidden_size, self._mixture.inner_size, dtype)
-        self.norms: list[WideNorm] = []
-        """All that were read."""
+            self._buffers = ExpertBuffers(rows, geometry.hidden_size, self._mixture.inner_size, files.dtype)
 
     def layer(self, prefix: str, sliding_window: int) -> Callable[[], _Layer]:
-        """What makes it, once the files are read: on a GPU their bytes are not there before."""
-        g = self._geometry
+        """Return what makes the layer once the files are read: on a GPU their bytes are not there before."""
+        g, files = self._geometry, self._files
         query_size, kv_size = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim
         qkv = [prefix + name for name in _QKV]
         attention_norm, mlp_norm = (self.norm(prefix + name) for name in _NORMS)
         qkv_linear = self._linear(qkv, [query_size, kv_size, kv_size], g.hidden_size, g.qkv_bias)
-        sinks = self._files.read(f"{prefix}self_attn.sinks", (g.num_heads,), torch.float32, self._device)
+        sinks = files.weights.read(f"{prefix}self_attn.sinks", (g.num_heads,), torch.float32, files.device)
         attention_out = self._linear([prefix + _OUT], [g.hidden_size], query_size, g.qkv_bias)
         experts = self._experts(prefix)
         return lambda: _Layer(
@@ -218,22 +180,18 @@ class _Reader:
         )
 
     def norm(self, module: str) -> WideNorm:
-        g = self._geometry
-        weight = self._files.read(f"{module}.weight", (g.hidden_size,), self._dtype, self._device)
-        self.norms.append(WideNorm(weight, g.norm_eps))
-        return self.norms[-1]
+        return self._files.wide_norm(module, self._geometry.hidden_size, self._geometry.norm_eps)
 
     def _linear(self, modules: list[str], rows: list[int], width: int, bias: bool) -> Linear:
-        weights, biases = ([f"{name}.{part}" for name in modules] for part in ("weight", "bias"))
-        weight = self._files.read_rows(weights, rows, (width,), self._dtype, self._device)
-        added = self._files.read_rows(biases, rows, (), self._dtype, self._device) if bias else None
-        return Linear(weight, added, arena=self._arena)
+        files, weights = self._files, [f"{name}.weight" for name in modules]
+        weight = files.weights.read_rows(weights, rows, (width,), files.dtype, files.device)
+        return Linear(weight, files.bias(modules, rows) if bias else None, arena=files.arena)
 
     def _experts(self, prefix: str) -> Callable[[], Experts | DeviceExperts]:
         g, mixture = self._geometry, self._mixture
         inner, count = mixture.inner_size, mixture.count
         into, out = (
-            _ExpertWeights(self._files, f"{prefix}{_EXPERTS}{part}", (count, *shape), self._dtype, self._device)
+            _ExpertWeights(self._files, f"{prefix}{_EXPERTS}{part}", (count, *shape))
             for part, shape in zip(_PARTS, ((2 * inner, g.hidden_size), (g.hidden_size, inner)), strict=True)
         )
         scores = self._linear([f"{prefix}mlp.router"], [count], g.hidden_size, True)
@@ -247,47 +205,49 @@ class _Reader:
         )
 
     def _packed(self, into: _ExpertWeights, out: _ExpertWeights) -> list[DenseMlp]:
-        mixture, experts = self._mixture, []
+        mixture, experts, arena = self._mixture, [], self._files.arena
         for expert in range(mixture.count):
             # In the files a gate and its up stand side by side; these products have all gates before all ups.
-            both = Linear(_gates_first(into.of(expert)), _gates_first(into.bias[expert]), arena=self._arena)
+            both = Linear(_gates_first(into.of(expert)), _gates_first(into.bias[expert]), arena=arena)
             gated = ClampedGatedLinear(both, mixture.swiglu_alpha, mixture.swiglu_limit)
-            experts.append(DenseMlp(gated, Linear(out.of(expert), out.bias[expert], arena=self._arena)))
+            experts.append(DenseMlp(gated, Linear(out.of(expert), out.bias[expert], arena=arena)))
         return experts
 
 
 class _ExpertWeights:
-    """One projection of all experts of a layer, as the files have it: whole numbers [experts, inputs, outputs], or
+    """One projection of all experts of a layer, as the files have it: numbers [experts, inputs, outputs], or
     MXFP4 blocks and scales [experts, outputs, inputs / 32]. On a GPU its bytes are there when all of the files are."""
 
-    def __init__(
-        self, files: Weights, name: str, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, files: ModelFiles, name: str, shape: tuple[int, int, int]) -> None:
         """`shape`: experts, outputs, inputs."""
-        self._shape, self._dtype, self._device = shape, dtype, device
+        self._shape, self._dtype, self._device = shape, files.dtype, files.device
         count, outputs, inputs = shape
-        self.bias = files.read(f"{name}_bias", (count, outputs), dtype, device)
+
+        def read(name: str, *shape: int, dtype: torch.dtype = files.dtype) -> Tensor:
+            return files.weights.read(name, shape, dtype, files.device)
+
+        self.bias = read(f"{name}_bias", count, outputs)
         self._whole = self._blocks = self._scales = None
-        if name in files:
-            self._whole = files.read(name, (count, inputs, outputs), dtype, device)
+        if name in files.weights:
+            self._whole = read(name, count, inputs, outputs)
         else:
             groups = inputs // GROUP
-            self._blocks = files.read(f"{name}_blocks", (count, outputs, groups, GROUP // 2), torch.uint8, device)
-            self._scales = files.read(f"{name}_scales", (count, outputs, groups), torch.uint8, device)
+            self._blocks = read(f"{name}_blocks", count, outputs, groups, GROUP // 2, dtype=torch.uint8)
+            self._scales = read(f"{name}_scales", count, outputs, groups, dtype=torch.uint8)
 
     def of(self, expert: int) -> Tensor:
-        """Weight [outputs, inputs] of one expert."""
+        """Return the weight [outputs, inputs] of one expert."""
         if self._blocks is not None and self._scales is not None:
             return dequantized(self._blocks[expert], self._scales[expert], self._dtype)
         assert self._whole is not None
         return self._whole[expert].t()
 
     def together(self) -> Tensor | ExpertCodes:
-        """The weights of all experts as a GPU multiplies them: MXFP4 as it is, where it is kept, else numbers [experts,
-        outputs, inputs]. What was read is given up, so once."""
+        """Return the weights of all experts as a GPU multiplies them: MXFP4 where it is kept, else numbers [experts,
+        outputs, inputs]. Called once: what was read is given up."""
         blocks, scales, number = self._blocks, self._scales, str(self._dtype).removeprefix("torch.")
         if blocks is not None and scales is not None and keeps_codes("cuda", number, mxfp4_codes(self._shape[2])):
-            return in_codes(blocks, scales)
+            return ExpertCodes(blocks.flatten(2).view(E2M1), scales.view(E8M0), None, GROUP)
         numbers = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         for expert in range(len(numbers)):
             numbers[expert] = self.of(expert)
@@ -296,20 +256,12 @@ class _ExpertWeights:
 
 
 def _gates_first(both: Tensor) -> Tensor:
-    """[2 · inner, …] with gate and up in turn as all gates, then all ups."""
+    """Return [2 · inner, …] of gates and ups in turn as all gates, then all ups."""
     return torch.cat([both[::2], both[1::2]])
 
 
 def dequantized(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """[outputs, inputs] in `dtype` of blocks uint8 [outputs, inputs / 32, 16], two codes a byte, and scales uint8
-    [outputs, inputs / 32].
-
-    Exact in bfloat16 and float32 but for numbers below 2^-126.
-    """
+    """Return [outputs, inputs] of blocks uint8 [outputs, inputs / 32, 16], two codes a byte, and scales uint8 [outputs,
+    inputs / 32]: exact in bfloat16 and float32 but for numbers below 2^-126."""
     codes = blocks.flatten(1).view(E2M1)
     return reference.coded_numbers(codes, scales.view(E8M0), None, GROUP).to(dtype)
-
-
-def in_codes(blocks: Tensor, scales: Tensor) -> ExpertCodes:
-    """The same memory as a product reads it, of blocks and scales of all experts: [experts, outputs, …]."""
-    return ExpertCodes(blocks.flatten(2).view(E2M1), scales.view(E8M0), None, GROUP)

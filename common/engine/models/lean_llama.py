@@ -13,31 +13,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from cohort.common.engine.config.model_config import ModelGeometry
-from cohort.common.engine.models.device_experts import DeviceExperts, read_device_experts
 from cohort.common.engine.models.experts import (
     DenseMlp,
+    DeviceExperts,
     ExpertBuffers,
     Experts,
+    MixtureReader,
     expert_tensors,
     groups_on_host,
-    read_experts,
 )
+from cohort.common.engine.models.model_files import Loading, ModelFiles, split_heads
 from cohort.common.engine.models.rope import rope_tables
 from cohort.common.engine.models.step_inputs import StepInputs
-from cohort.common.engine.ranks.ranks import Ranks
-from cohort.common.engine.ranks.sharded_weights import open_sharded
-from cohort.common.engine.weights.linear import Embedding, GatedLinear, Linear, Matrix
-from cohort.common.engine.weights.matrices import RoundedWeights, Rounding, matrix, read_outer
-from cohort.common.engine.weights.weights import WeightKind, Weights, open_weights
+from cohort.common.engine.weights.linear import Embedding, Linear
+from cohort.common.engine.weights.weights import Weights
 from cohort.common.errors import InvariantViolated
 from cohort.kernels.cpu.llama import LayerStack, LayerWeights, StepBuffers
-from cohort.kernels.cpu.panels import Arena
 from cohort.kernels.ops.fused import rms_norm, rope_and_write_kv
 from cohort.kernels.ops.paged_attention import paged_attention
 
@@ -57,63 +53,34 @@ class Layer:
 class LeanLlama:
     """The weights of one model and its forward."""
 
-    def __init__(
-        self,
-        model_dir: Path,
-        geometry: ModelGeometry,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_rows: int,
-        max_step_tokens: int,
-        weights: WeightKind = "files",
-        ranks: Ranks | None = None,
-        rounding: Rounding | None = None,
-    ) -> None:
-        """`ranks`: this is one rank of several, and holds its share alone; `geometry` is the whole model's. `rounding`:
-        of plain matrices, at load; None = they stay as they are."""
-        self._ranks = ranks
-        geometry = geometry if ranks is None else ranks.share.own
-        self._geometry = geometry
-        self._eps = geometry.norm_eps
-        self._query_size = geometry.num_heads * geometry.head_dim
-        self._kv_size = geometry.num_kv_heads * geometry.head_dim
-        self._scale = geometry.head_dim**-0.5
-        self._cos, self._sin = rope_tables(geometry, device)
-        if ranks is None:
-            opened = open_weights(model_dir, weights, geometry.quantization)
-        else:
-            opened = open_sharded(model_dir, weights, ranks.share)
-        with opened if rounding is None else RoundedWeights(opened, rounding, dtype) as files:
-            prefix = files.prefix(("model.", ""), "embed_tokens.weight")
-            files.require(_tensor_names(files, geometry, prefix))
-            hidden, vocab = geometry.hidden_size, geometry.vocab_size
-
-            def vector(name: str, size: int) -> Tensor:
-                return files.read(prefix + name, (size,), dtype, device)
-
-            arena = Arena()
-            self._embedding, self._lm_head = read_outer(files, prefix, geometry, dtype, device, arena)
+    def __init__(self, load: Loading) -> None:
+        self._ranks, self._geometry = load.ranks, load.own
+        g, hidden = self._geometry, self._geometry.hidden_size
+        self._eps, self._scale = g.norm_eps, g.head_dim**-0.5
+        self._cos, self._sin = rope_tables(g, load.device)
+        with load.open() as files:
+            prefix = files.weights.prefix(("model.", ""), "embed_tokens.weight")
+            files.weights.require(_tensor_names(files.weights, g, prefix))
+            self._embedding, self._lm_head = files.outer(prefix, g)
             scratch = None
-            if (mixture := geometry.experts) is not None and groups_on_host(device):
-                scratch = ExpertBuffers(max_step_tokens * mixture.per_token, hidden, mixture.inner_size, dtype)
+            if (mixture := g.experts) is not None and groups_on_host(load.device):
+                rows = load.max_step_tokens * mixture.per_token
+                scratch = ExpertBuffers(rows, hidden, mixture.inner_size, load.dtype)
             self._layers = [
-                read_layer(files, geometry, f"{prefix}layers.{index}.", index, dtype, device, arena, scratch)
-                for index in range(geometry.num_layers)
+                read_layer(files, g, f"{prefix}layers.{index}.", index, scratch) for index in range(g.num_layers)
             ]
-            self._final_norm = vector("norm.weight", hidden)
+            self._final_norm = files.vector(prefix + "norm", hidden)
         self._stack = self._layer_stack()
 
-        def buffer(rows: int, width: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.empty((rows, width), dtype=dtype, device=device)
+        def buffer(rows: int, width: int, dtype: torch.dtype = load.dtype) -> Tensor:
+            return torch.empty((rows, width), dtype=dtype, device=load.device)
 
         # One step at a time runs, so every layer of every step writes into the same buffers: no step allocates.
-        self._residual = buffer(max_step_tokens, hidden)
-        self._normed = buffer(max_step_tokens, hidden)
-        self._qkv = buffer(max_step_tokens, self._query_size + 2 * self._kv_size)
-        self._attended = buffer(max_step_tokens, self._query_size)
-        self._activated = buffer(max_step_tokens, geometry.intermediate_size)
-        self._logits = buffer(max_rows, vocab, torch.float32)
+        self._residual, self._normed = (buffer(load.max_step_tokens, hidden) for _ in range(2))
+        self._qkv = buffer(load.max_step_tokens, (g.num_heads + 2 * g.num_kv_heads) * g.head_dim)
+        self._attended = buffer(load.max_step_tokens, g.num_heads * g.head_dim)
+        self._activated = buffer(load.max_step_tokens, g.intermediate_size)
+        self._logits = buffer(load.max_rows, g.vocab_size, torch.float32)
         self._buffers_kept = False
         self._states: Tensor | None = None
 
@@ -151,15 +118,14 @@ class LeanLlama:
         return self._embedding, self._lm_head
 
     def keep_states(self, slots: int) -> Tensor:
-        """From now on every step leaves its tokens' final states here [slots, hidden], by slot. Before any is
-        recorded."""
+        """See `KeepsStates`. Called before any step is recorded."""
         norm = self._final_norm
         self._states = torch.zeros((slots, self._geometry.hidden_size), dtype=norm.dtype, device=norm.device)
         return self._states
 
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
-        """Within, the layers run as single calls, which clocks can be put around."""
+        """Run the layers as single calls, which clocks can be put around, within this context."""
         stack, self._stack = self._stack, None
         try:
             yield
@@ -167,20 +133,16 @@ class LeanLlama:
             self._stack = stack
 
     def keep_buffers(self) -> None:
-        """Recorded steps hold the buffers' addresses: from now on a step that needs larger ones is an error."""
+        """Make a step that needs larger buffers an error: recorded steps hold the addresses of these."""
         self._buffers_kept = True
 
     def _layer_by_layer(self, buffers: StepBuffers, step: StepInputs, kv: Tensor) -> None:
-        """What `LayerStack` does, one call after the other: on a GPU, as one of several ranks, where a weight cannot be
+        """Compute what `LayerStack` does in single calls: on a GPU, as one of several ranks, where a weight cannot be
         packed, where rows have adapters, and where layers are in groups."""
         lora = step.lora
         residual, normed, qkv = buffers.residual, buffers.normed, buffers.qkv
-        head_dim, eps, tokens = self._geometry.head_dim, self._eps, len(residual)
-        key_end = self._query_size + self._kv_size
-        query = qkv[:, : self._query_size].view(tokens, -1, head_dim)
-        key = qkv[:, self._query_size : key_end].view(tokens, -1, head_dim)
-        value = qkv[:, key_end:].view(tokens, -1, head_dim)
-        per_head = buffers.attended.view(tokens, -1, head_dim)
+        eps, (query, key, value) = self._eps, split_heads(qkv, self._geometry)
+        per_head = buffers.attended.view(query.shape)
         for index, layer in enumerate(self._layers):
             rms_norm(residual, layer.input_norm, eps, normed)
             layer.qkv.into(normed, qkv)
@@ -210,7 +172,7 @@ class LeanLlama:
                 self._ranks.add_term(partial(layer.mlp.add_into, normed, buffers.activated), residual)
 
     def _layer_stack(self) -> LayerStack | None:
-        """The layers as one call, if the kernels serve every one of them and nothing is exchanged between them."""
+        """Return the layers as one call; None unless the kernels serve all of them and nothing is exchanged between."""
         if self._ranks is not None:
             return None
         weights = [_packed(layer) for layer in self._layers]
@@ -220,7 +182,7 @@ class LeanLlama:
         return LayerStack(packed, self._cos, self._sin, eps=self._eps, scale=self._scale)
 
     def _fit(self, tokens: int, sampled: int) -> None:
-        """A step larger than announced (only the profiler makes one): larger buffers from now on.
+        """Make the buffers larger for a step larger than announced; only the profiler makes one.
 
         Raises `InvariantViolated` where recorded steps would go on writing into the ones that are freed.
         """
@@ -239,7 +201,7 @@ class LeanLlama:
 
 
 def _packed(layer: Layer) -> LayerWeights | None:
-    """A layer as the compiled stack takes it; None if it cannot."""
+    """Return a layer as the compiled stack takes it; None if it cannot."""
     if not isinstance(layer.mlp, DenseMlp):
         return None
     qkv, out = layer.qkv.panel_data, layer.attention_out.panel_data
@@ -263,7 +225,7 @@ def _packed(layer: Layer) -> LayerWeights | None:
 
 
 def _tensor_names(files: Weights, geometry: ModelGeometry, prefix: str) -> list[str]:
-    """Every tensor the configuration implies (lm_head apart: absent means tied)."""
+    """Return every tensor the configuration implies but lm_head, which is tied where it is absent."""
     names = [f"{prefix}embed_tokens.weight", f"{prefix}norm.weight"]
     per_layer = ["input_layernorm.weight", "post_attention_layernorm.weight"]
     qkv, gate_up = _input_modules(geometry)
@@ -285,60 +247,43 @@ def _tensor_names(files: Weights, geometry: ModelGeometry, prefix: str) -> list[
 
 
 def _input_modules(geometry: ModelGeometry) -> tuple[list[str], list[str]]:
-    """The projections into attention and into the MLP, as the files name them: each fused there, or by its parts."""
+    """Return the files' names of the projections into attention and into the MLP: each fused, or by its parts."""
     if geometry.fused_weights:
         return ["self_attn.qkv_proj"], ["mlp.gate_up_proj"]
     return [f"self_attn.{part}_proj" for part in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
 
 
 def read_layer(
-    files: Weights,
+    files: ModelFiles,
     geometry: ModelGeometry,
     prefix: str,
     index: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    arena: Arena,
     scratch: ExpertBuffers | None = None,
     *,
     input_norm: bool = True,
 ) -> Layer:
-    """`scratch`: of a mixture on a processor. `input_norm`: false = there is none, and the layer's is empty."""
-    hidden, inner = geometry.hidden_size, geometry.intermediate_size
-    query_size = geometry.num_heads * geometry.head_dim
-    kv_size = geometry.num_kv_heads * geometry.head_dim
-
-    def fused(modules: list[str], rows: list[int], width: int, bias: bool) -> tuple[Matrix, Tensor | None]:
-        weight = matrix(files, [f"{prefix}{module}.weight" for module in modules], rows, width, dtype, device)
-        biases = [f"{prefix}{module}.bias" for module in modules]
-        return weight, files.read_rows(biases, rows, (), dtype, device) if bias else None
-
-    def linear(modules: list[str], rows: list[int], width: int, bias: bool) -> Linear:
-        return Linear(*fused(modules, rows, width, bias), arena=arena, dtype=dtype)
-
-    def vector(name: str, size: int) -> Tensor:
-        return files.read(prefix + name, (size,), dtype, device)
+    """Read a layer. `scratch`: of a mixture on a processor. `input_norm`: false = there is none, its place is empty."""
+    g, hidden, inner = geometry, geometry.hidden_size, geometry.intermediate_size
+    qkv, gate_up = ([prefix + module for module in modules] for modules in _input_modules(g))
+    query_size, kv_size = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim
+    qkv_rows, gate_up_rows = [query_size, kv_size, kv_size], [inner, inner]
+    if g.fused_weights:
+        qkv_rows, gate_up_rows = [sum(qkv_rows)], [sum(gate_up_rows)]
 
     def mlp() -> DenseMlp | Experts | DeviceExperts:
-        if (mixture := geometry.experts) is not None and mixture.layers[index]:
-            if scratch is None:
-                return read_device_experts(files, prefix, geometry, mixture, dtype, device)
-            return read_experts(files, prefix, geometry, mixture, dtype, arena, scratch)
-        into = GatedLinear(*fused(gate_up, gate_up_rows, hidden, geometry.mlp_bias), arena=arena, dtype=dtype)
-        return DenseMlp(into, linear(["mlp.down_proj"], [hidden], inner, geometry.mlp_bias))
+        if (mixture := g.experts) is not None and mixture.layers[index]:
+            reader = MixtureReader(files, prefix, g, mixture)
+            return reader.on_device() if scratch is None else reader.on_host(scratch)
+        into = files.gated(gate_up, gate_up_rows, hidden, bias=g.mlp_bias)
+        return DenseMlp(into, files.linear([f"{prefix}mlp.down_proj"], [hidden], inner, bias=g.mlp_bias))
 
-    head_norms = geometry.qk_norm
-    qkv, gate_up = _input_modules(geometry)
-    qkv_rows, gate_up_rows = [query_size, kv_size, kv_size], [inner, inner]
-    if geometry.fused_weights:
-        qkv_rows, gate_up_rows = [sum(qkv_rows)], [sum(gate_up_rows)]
     return Layer(
-        input_norm=vector("input_layernorm.weight", hidden) if input_norm else torch.empty(0),
-        qkv=linear(qkv, qkv_rows, hidden, geometry.qkv_bias),
-        q_norm=vector("self_attn.q_norm.weight", geometry.head_dim) if head_norms else None,
-        k_norm=vector("self_attn.k_norm.weight", geometry.head_dim) if head_norms else None,
-        attention_out=linear(["self_attn.o_proj"], [hidden], query_size, geometry.output_bias),
-        mlp_norm=vector("post_attention_layernorm.weight", hidden),
+        input_norm=files.vector(f"{prefix}input_layernorm", hidden) if input_norm else torch.empty(0),
+        qkv=files.linear(qkv, qkv_rows, hidden, bias=g.qkv_bias),
+        q_norm=files.vector(f"{prefix}self_attn.q_norm", g.head_dim) if g.qk_norm else None,
+        k_norm=files.vector(f"{prefix}self_attn.k_norm", g.head_dim) if g.qk_norm else None,
+        attention_out=files.linear([f"{prefix}self_attn.o_proj"], [hidden], query_size, bias=g.output_bias),
+        mlp_norm=files.vector(f"{prefix}post_attention_layernorm", hidden),
         mlp=mlp(),
-        sliding_window=geometry.sliding_windows[index],
+        sliding_window=g.sliding_windows[index],
     )

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cohort.common.engine.config.model_config import ModelGeometry
+from cohort.common.engine.models.model_files import Loading, ModelFiles, split_heads
 from cohort.common.engine.models.step_inputs import StepInputs
 from cohort.common.engine.weights.linear import Linear
-from cohort.common.engine.weights.matrices import matrix
-from cohort.common.engine.weights.weights import WeightKind, Weights, open_weights
 from cohort.common.errors import ModelError
 from cohort.kernels.ops.paged_attention import paged_attention, write_kv
 
@@ -49,49 +46,39 @@ class _Layer:
 class LeanOpt:
     """The weights of one model and its forward."""
 
-    def __init__(
-        self,
-        model_dir: Path,
-        geometry: ModelGeometry,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        weights: WeightKind = "files",
-    ) -> None:
+    def __init__(self, load: Loading) -> None:
+        geometry = load.geometry
         if geometry.activation not in _ACTIVATIONS:
-            raise ModelError(f"{model_dir}: OPT with activation {geometry.activation!r}; known: {sorted(_ACTIVATIONS)}")
+            raise ModelError(
+                f"{load.folder}: OPT with activation {geometry.activation!r}; known: {sorted(_ACTIVATIONS)}"
+            )
         self._geometry = geometry
         self._activation = _ACTIVATIONS[geometry.activation]
         self._scale = geometry.head_dim**-0.5
-        with open_weights(model_dir, weights, geometry.quantization) as files:
-            prefix = files.prefix(("model.decoder.", "decoder.", ""), "embed_tokens.weight")
+        with load.open() as files:
+            prefix = files.weights.prefix(("model.decoder.", "decoder.", ""), "embed_tokens.weight")
             hidden, vocab, narrow = geometry.hidden_size, geometry.vocab_size, geometry.word_embedding_size
             projected = narrow != hidden
-            files.require(_tensor_names(geometry, prefix))
+            files.weights.require(_tensor_names(geometry, prefix))
 
             def read(name: str, *shape: int) -> Tensor:
-                return files.read(prefix + name, shape, dtype, device)
+                return files.weights.read(f"{name}.weight", shape, load.dtype, load.device)
 
-            self._tokens = read("embed_tokens.weight", vocab, narrow)
-            self._positions = read("embed_positions.weight", geometry.max_positions + _POSITION_OFFSET, hidden)
-            self._project_in = Linear(read("project_in.weight", hidden, narrow)) if projected else None
-            self._project_out = Linear(read("project_out.weight", narrow, hidden)) if projected else None
-            self._layers = [
-                _read_layer(files, geometry, f"{prefix}layers.{index}.", dtype, device)
-                for index in range(geometry.num_layers)
-            ]
-            self._final_norm = (
-                _read_norm(files, geometry, f"{prefix}final_layer_norm", dtype, device) if geometry.final_norm else None
-            )
-            tied = geometry.tie_embeddings or "lm_head.weight" not in files
-            head = self._tokens if tied else files.read("lm_head.weight", (vocab, narrow), dtype, device)
-            self._lm_head = Linear(head)
+            self._tokens = read(f"{prefix}embed_tokens", vocab, narrow)
+            self._positions = read(f"{prefix}embed_positions", geometry.max_positions + _POSITION_OFFSET, hidden)
+            self._project_in = Linear(read(f"{prefix}project_in", hidden, narrow)) if projected else None
+            self._project_out = Linear(read(f"{prefix}project_out", narrow, hidden)) if projected else None
+            layers = range(geometry.num_layers)
+            self._layers = [_read_layer(files, geometry, f"{prefix}layers.{index}.") for index in layers]
+            self._final_norm = _read_norm(files, geometry, f"{prefix}final_layer_norm") if geometry.final_norm else None
+            tied = geometry.tie_embeddings or "lm_head.weight" not in files.weights
+            self._lm_head = Linear(self._tokens if tied else read("lm_head", vocab, narrow))
 
     sampled_states: Tensor | None = None
 
     def forward(self, step: StepInputs, kv: Tensor) -> Tensor:
         """See `step_inputs.Model`."""
-        tokens, hidden, head_dim = len(step.token_ids), self._geometry.hidden_size, self._geometry.head_dim
+        tokens, hidden = len(step.token_ids), self._geometry.hidden_size
         before = self._geometry.norm_before
         x = F.embedding(step.token_ids, self._tokens)
         if self._project_in is not None:
@@ -100,11 +87,11 @@ class LeanOpt:
         attended = x.new_empty((tokens, hidden))
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(layer.attention_norm(x) if before else x)
-            query, key, value = (part.view(tokens, -1, head_dim) for part in torch.split(qkv, hidden, dim=1))
+            query, key, value = split_heads(qkv, self._geometry)
             # OPT scales the query itself, not the scores: the roundings differ
             query.mul_(self._scale)
             write_kv(key, value, kv, index, step.slot_mapping)
-            paged_attention(query, kv, index, step.meta, 1.0, attended.view(tokens, -1, head_dim))
+            paged_attention(query, kv, index, step.meta, 1.0, attended.view(query.shape))
             x = x + layer.attention_out(attended)
             if not before:
                 x = layer.attention_norm(x)
@@ -122,7 +109,7 @@ class LeanOpt:
 
 
 def _tensor_names(geometry: ModelGeometry, prefix: str) -> list[str]:
-    """Every tensor the configuration implies (lm_head apart: absent means tied)."""
+    """Return every tensor the configuration implies but lm_head, which is tied where it is absent."""
     names = ["embed_tokens.weight", "embed_positions.weight"]
     if geometry.word_embedding_size != geometry.hidden_size:
         names += ["project_in.weight", "project_out.weight"]
@@ -137,29 +124,24 @@ def _tensor_names(geometry: ModelGeometry, prefix: str) -> list[str]:
     return [prefix + name for name in names]
 
 
-def _read_norm(files: Weights, geometry: ModelGeometry, name: str, dtype: torch.dtype, device: torch.device) -> _Norm:
+def _read_norm(files: ModelFiles, geometry: ModelGeometry, name: str) -> _Norm:
     if not geometry.norm_affine:
         return _Norm(None, None)
-    size = (geometry.hidden_size,)
-    return _Norm(files.read(f"{name}.weight", size, dtype, device), files.read(f"{name}.bias", size, dtype, device))
+    return _Norm(files.vector(name, geometry.hidden_size), files.bias([name], [geometry.hidden_size]))
 
 
-def _read_layer(
-    files: Weights, geometry: ModelGeometry, prefix: str, dtype: torch.dtype, device: torch.device
-) -> _Layer:
+def _read_layer(files: ModelFiles, geometry: ModelGeometry, prefix: str) -> _Layer:
     hidden, inner = geometry.hidden_size, geometry.intermediate_size
 
-    def linear(modules: list[str], rows: list[int], width: int) -> Linear:
-        weight = matrix(files, [f"{prefix}{module}.weight" for module in modules], rows, width, dtype, device)
-        biases = [f"{prefix}{module}.bias" for module in modules]
-        added = files.read_rows(biases, rows, (), dtype, device) if geometry.qkv_bias else None
-        return Linear(weight, added, dtype=dtype)
+    def linear(modules: list[str], outputs: int, inputs: int) -> Linear:
+        names, rows = [prefix + module for module in modules], [outputs] * len(modules)
+        return files.linear(names, rows, inputs, bias=geometry.qkv_bias)
 
     return _Layer(
-        attention_norm=_read_norm(files, geometry, f"{prefix}self_attn_layer_norm", dtype, device),
-        qkv=linear([f"self_attn.{part}_proj" for part in "qkv"], [hidden] * 3, hidden),
-        attention_out=linear(["self_attn.out_proj"], [hidden], hidden),
-        mlp_norm=_read_norm(files, geometry, f"{prefix}final_layer_norm", dtype, device),
-        fc1=linear(["fc1"], [inner], hidden),
-        fc2=linear(["fc2"], [hidden], inner),
+        attention_norm=_read_norm(files, geometry, f"{prefix}self_attn_layer_norm"),
+        qkv=linear([f"self_attn.{part}_proj" for part in "qkv"], hidden, hidden),
+        attention_out=linear(["self_attn.out_proj"], hidden, hidden),
+        mlp_norm=_read_norm(files, geometry, f"{prefix}final_layer_norm"),
+        fc1=linear(["fc1"], inner, hidden),
+        fc2=linear(["fc2"], hidden, inner),
     )

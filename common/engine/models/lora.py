@@ -22,8 +22,7 @@ from torch import Tensor
 
 from cohort.common.engine.config.lora_checkpoint import Checkpoint, Part, Slot, projections, stamp_of
 from cohort.common.engine.config.model_config import ModelGeometry
-from cohort.common.engine.models.device_experts import DeviceExperts
-from cohort.common.engine.models.experts import DenseMlp, Experts
+from cohort.common.engine.models.experts import DenseMlp, DeviceExperts, Experts
 from cohort.common.engine.step.batch import StepBatch
 from cohort.common.engine.weights.linear import GatedLinear, Linear
 from cohort.common.engine.weights.tensor_files import TensorFile, open_tensor_file
@@ -45,7 +44,7 @@ class Delta:
     b: Linear
 
     def add_into(self, x: Tensor, out: Tensor) -> None:
-        """out [T, outputs] += its product with x [T, inputs]."""
+        """Add its product with x [T, inputs] to out [T, outputs]."""
         self.b.add_into(self.a(x), out)
 
 
@@ -65,16 +64,14 @@ class _Group:
     tokens: slice | Tensor
 
 
+@dataclass(frozen=True, slots=True)
 class LoraStep:
-    """Of one step."""
+    """Additions of adapters to the products of one step."""
 
-    __slots__ = ("_groups",)
-
-    def __init__(self, groups: list[_Group]) -> None:
-        self._groups = groups
+    _groups: list[_Group]
 
     def add(self, layer: int, slot: Slot, x: Tensor, out: Tensor) -> None:
-        """out [T, outputs] += what the adapters of its rows add to this product of x [T, inputs]."""
+        """Add to out [T, outputs] what the adapters of its rows add to this product of x [T, inputs]."""
         for group in self._groups:
             delta = group.layers[layer].get(slot)
             if delta is None:
@@ -90,7 +87,7 @@ class LoraStep:
     def mlp(
         self, layer: int, mlp: DenseMlp | Experts | DeviceExperts, x: Tensor, activated: Tensor, residual: Tensor
     ) -> None:
-        """residual [T, hidden] += the MLP of x [T, hidden]; `activated` [T, inner] is scratch. What adapters add to
+        """Add the MLP of x [T, hidden] to residual [T, hidden]; `activated` [T, inner] is scratch. What adapters add to
         gates and ups comes before the activation, which the base product does at once: where there is any, the step
         takes it apart. That gives rows without it the same bits, as `gated_product` rounds and activates alike."""
         if not isinstance(mlp, DenseMlp) or not isinstance(mlp.gate_up, GatedLinear):
@@ -134,8 +131,9 @@ class LoraStore:
         return list(self._held)
 
     def most_bytes(self, count: int) -> int:
-        """The memory that any `count` of the adapters take at most."""
-        sizes = sorted((self._elements(each) for each in self._checkpoints.values()), reverse=True)
+        """Return the max memory that any `count` of the adapters take."""
+        shapes = (self._shapes(each) for each in self._checkpoints.values())
+        sizes = sorted((sum(rank * (into + out) for into, out, rank in each) for each in shapes), reverse=True)
         return sum(sizes[:count]) * self._dtype.itemsize
 
     def load(self, name: str) -> Adapter:
@@ -158,15 +156,16 @@ class LoraStore:
         return Adapter(name, tuple(layers))
 
     def hold(self, adapter: Adapter) -> None:
-        """From now on steps may name it."""
+        """Let later steps name the adapter."""
         self._held[adapter.name] = adapter
 
     def drop(self, name: str) -> None:
-        """No later step names it. Its memory is free once no step under way reads it."""
+        """Forget an adapter that no later step names. Its memory is free once no step under way reads it."""
         self._held.pop(name, None)
 
     def step(self, batch: StepBatch, put: Put) -> LoraStep | None:
-        """None where no row of the step has an adapter. Raises `InvariantViolated` for one that is not held."""
+        """Group a step's tokens by adapter; None where no row has one. Raises `InvariantViolated` for one that is not
+        held."""
         if not any(batch.adapters):
             return None
         starts, names = batch.query_start.tolist(), batch.adapters
@@ -186,7 +185,7 @@ class LoraStore:
         return LoraStep(groups)
 
     def _delta(self, file: TensorFile, layer: int, slot: Slot, parts: list[Part], arena: Arena) -> Delta:
-        """Computed in float32 on the host, then rounded once to the model's dtype."""
+        """Compute in float32 on the host, then round once to the model's dtype."""
         inputs, outputs = parts[0].projection.inputs, self._outputs(layer, slot)
         ranks = _even(sum(part.rank for part in parts))
         a, b, first = torch.zeros((ranks, inputs)), torch.zeros((outputs, ranks)), 0
@@ -202,12 +201,8 @@ class LoraStore:
         places = projections(self._geometry, layer).values()
         return max(place.first + place.outputs for place in places if place.slot == slot)
 
-    def _elements(self, checkpoint: Checkpoint) -> int:
-        """As they stand in memory."""
-        return sum(rank * (inputs + outputs) for inputs, outputs, rank in self._shapes(checkpoint))
-
     def _shapes(self, checkpoint: Checkpoint) -> list[tuple[int, int, int]]:
-        """Of each product that it changes: inputs, outputs, and the rank over all parts."""
+        """Return inputs, outputs, and the rank over all parts, of each product that an adapter changes."""
         ranks: dict[tuple[int, Slot], list[Part]] = {}
         for part in checkpoint.parts:
             ranks.setdefault((part.layer, part.projection.slot), []).append(part)
@@ -218,7 +213,7 @@ class LoraStore:
 
 
 def host_put(device: torch.device) -> Put:
-    """Array by array, without page-locked memory."""
+    """Return a `Put` that copies array by array, without page-locked memory."""
     return lambda arrays: [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays]
 
 
@@ -227,7 +222,7 @@ def _place(part: Part) -> tuple[int, Slot, int]:
 
 
 def _even(rank: int) -> int:
-    """Products in bfloat16 take their inputs in pairs."""
+    """Return the next even rank: products in bfloat16 take their inputs in pairs."""
     return rank + rank % 2
 
 

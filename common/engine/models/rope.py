@@ -12,13 +12,14 @@ import math
 import torch
 from torch import Tensor
 
+from cohort.common.engine.config.config_fields import yarn_mscale
 from cohort.common.engine.config.model_config import ModelGeometry, RopeConfig
 from cohort.common.errors import ModelError
 
 
 def rope_tables(geometry: ModelGeometry, device: torch.device, rope: RopeConfig | None = None) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [max_positions, rotary_dim / 2], for the rotate-half convention. `rope`: instead of the
-    model's main one."""
+    """Compute cos and sin, float32 [max_positions, rotary_dim / 2], for the rotate-half convention. `rope`: instead of
+    the model's main one."""
     rope = rope or geometry.rope
     if rope is None:
         raise ModelError(f"{geometry.model_type}: no rotary embedding in its configuration")
@@ -28,7 +29,7 @@ def rope_tables(geometry: ModelGeometry, device: torch.device, rope: RopeConfig 
 
 
 def _inverse_frequencies(rope: RopeConfig, dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [dim / 2] and the factor that multiplies cos and sin."""
+    """Return the inverse frequencies [dim / 2] and the factor that multiplies cos and sin."""
     inverse = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     match rope.rope_type:
         case "default" | "dynamic":  # dynamic NTK: up to max_positions the base is not moved
@@ -46,7 +47,7 @@ def _inverse_frequencies(rope: RopeConfig, dim: int, max_positions: int) -> tupl
 
 
 def _llama3(inverse: Tensor, rope: RopeConfig, max_positions: int) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    """Multiply long wavelengths by `factor`, keep short ones, interpolate those between (Llama 3.1)."""
     scaling = rope.scaling
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     original = scaling.get("original_max_position_embeddings", max_positions)
@@ -59,21 +60,17 @@ def _llama3(inverse: Tensor, rope: RopeConfig, max_positions: int) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023): interpolate slow dimensions, extrapolate fast ones, ramp between; scale attention."""
+    """Interpolate slow dimensions, extrapolate fast ones, ramp between; scale attention (YaRN, Peng et al. 2023)."""
     scaling = rope.scaling
     original = scaling.get("original_max_position_embeddings", max_positions)
     factor = scaling.get("factor") or max_positions / original
-
-    def mscale(scale: float, weight: float = 1.0) -> float:
-        return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
-
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
         weight, weight_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
         if weight and weight_all:
-            attention_factor = mscale(factor, weight) / mscale(factor, weight_all)
+            attention_factor = yarn_mscale(factor, weight) / yarn_mscale(factor, weight_all)
         else:
-            attention_factor = mscale(factor)
+            attention_factor = yarn_mscale(factor)
 
     def correction_dim(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -92,7 +89,7 @@ def _yarn(rope: RopeConfig, dim: int, max_positions: int) -> tuple[Tensor, float
 
 
 def _longrope(rope: RopeConfig, dim: int) -> tuple[Tensor, float]:
-    """LongRoPE (Ding et al. 2024) in its first range: a factor for each frequency; cos and sin are scaled."""
+    """Apply a factor to each frequency, scale cos and sin: LongRoPE (Ding et al. 2024) in its first range."""
     scaling = rope.scaling
     short = scaling.get("short_factor") or ()
     if len(short) != dim // 2:

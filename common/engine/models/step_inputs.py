@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 Places = tuple[tuple[int, int], ...]
-"""Of every layer: its group, and which layer of the group's blocks it is."""
+"""The group of every layer, and which layer of the group's blocks it is."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class StepInputs:
     places: Places | None = None  # None = there is one group
 
     def of_layer(self, index: int) -> tuple[int, Tensor, AttentionMeta]:
-        """Which layer of its blocks this one is, and the slots and rows of its group."""
+        """Return which layer of its blocks this one is, and the slots and rows of its group."""
         if self.places is None:
             return index, self.slot_mapping, self.meta
         group, place = self.places[index]
@@ -70,11 +70,11 @@ def step_inputs(
     pad_rows: int = 0,
     places: Places | None = None,
 ) -> StepInputs:
-    """Put a batch on the device: array by array, or through `uploads` in one asynchronous copy, with directions in the
-    tables' signs, as a GPU's kernels read them, and `pad_rows` for them. `places`: of layers in several groups."""
+    """Place a batch on the device: array by array, or through `uploads` in one asynchronous copy, with directions in
+    the tables' signs, as a GPU's kernels read them, and `pad_rows` for them. `places`: of layers in several groups."""
     lengths = np.diff(batch.query_start)
     longer_rows = np.flatnonzero(lengths > 1)
-
+    more_slots, more_tables = _more(batch, places)
     arrays: list[npt.NDArray[np.generic]] = [
         batch.token_ids,
         batch.positions,
@@ -83,9 +83,9 @@ def step_inputs(
         batch.query_start,
         batch.context_lens,
         batch.block_tables if uploads is None else signed_tables(batch),
+        *more_slots,
+        *more_tables,
     ]
-    more_slots, more_tables = _more(batch, places)
-    arrays += [*more_slots, *more_tables]
     if uploads is not None:
         tensors = uploads.put(arrays)
     else:
@@ -121,18 +121,13 @@ def step_inputs(
     )
 
 
-def last_tokens(batch: StepBatch) -> npt.NDArray[np.int64]:
-    """[R] flat index of each row's last token that is no padding."""
+def sampled_tokens(batch: StepBatch) -> npt.NDArray[np.int64]:
+    """Return the flat index [S] of the tokens whose logits are sampled: the last one of each sample row that is no
+    padding; where it has drafts, also those before it down to its known one."""
     last = batch.query_start[1:].astype(np.int64) - 1
     if batch.padding is not None:
         last -= batch.padding
-    return last
-
-
-def sampled_tokens(batch: StepBatch) -> npt.NDArray[np.int64]:
-    """[S] flat index of the tokens whose logits are sampled: the last one of each sample row; where it has drafts, also
-    those before it down to its known one."""
-    last = last_tokens(batch)[batch.sample_rows]
+    last = last[batch.sample_rows]
     if batch.drafts is None:
         return last
     each = 1 + batch.drafts[batch.sample_rows].astype(np.int64)
@@ -141,32 +136,32 @@ def sampled_tokens(batch: StepBatch) -> npt.NDArray[np.int64]:
 
 
 def signed_tables(batch: StepBatch) -> npt.NDArray[np.int32]:
-    """R7, R13 · The block tables, with `~block` for a block filled right to left."""
+    """R7, R13 · Return the block tables, with `~block` for a block filled right to left."""
     if batch.directions is None:
         return batch.block_tables
     return np.where(batch.directions != 0, ~batch.block_tables, batch.block_tables)
 
 
 def slot_names(places: Places | None) -> tuple[str, ...]:
-    """Of the slots of every group of layers, among a recorded step's numbers."""
+    """Return the names of the slots of every group of layers, among a recorded step's numbers."""
     groups = 1 if places is None else 1 + max(group for group, _ in places)
     return ("slots", *(f"slots_{group}" for group in range(1, groups)))
 
 
 def slots_of_groups(batch: StepBatch, places: Places | None) -> list[npt.NDArray[np.int64]]:
-    """[T] of every group."""
+    """Return the slots [T] of every group."""
     more, _ = _more(batch, places)
     return [batch.slot_mapping, *more]
 
 
 def tables_of_groups(batch: StepBatch, places: Places | None) -> list[npt.NDArray[np.int32]]:
-    """[R, M] of every group, with signs: `signed_tables`."""
+    """Return the tables [R, M] of every group, with signs: `signed_tables`."""
     _, more = _more(batch, places)
     return [signed_tables(batch), *more]
 
 
 def _more(batch: StepBatch, places: Places | None) -> tuple[list[npt.NDArray[np.int64]], list[npt.NDArray[np.int32]]]:
-    """Slots and tables of the groups after the first. Raises `InvariantViolated` where the batch lacks them."""
+    """Return slots and tables of the groups after the first. Raises `InvariantViolated` where the batch lacks them."""
     if places is None:
         return [], []
     if batch.more_tables is None or batch.more_slots is None:

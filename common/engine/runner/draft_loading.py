@@ -15,10 +15,15 @@ from cohort.common.config import Config
 from cohort.common.devices.fit import weight_bytes
 from cohort.common.engine.cache.kv_tensors import KvTensors
 from cohort.common.engine.config.device_memory import step_bytes
-from cohort.common.engine.config.kv_dtype import FP8_PLANES, SCALE_BYTES, kv_dtype
-from cohort.common.engine.config.model_config import DTYPE_BYTES, ModelGeometry, read_geometry
+from cohort.common.engine.config.model_config import (
+    DTYPE_BYTES,
+    FP8_PLANES,
+    SCALE_BYTES,
+    ModelGeometry,
+    kv_dtype,
+    read_geometry,
+)
 from cohort.common.engine.config.quantization_config import rounding_of
-from cohort.common.engine.config.runner_options import WeightKind
 from cohort.common.engine.drafts.batch_drafts import FILLED_AT_ONCE, BatchDrafter
 from cohort.common.engine.drafts.draft_model import DraftModel
 from cohort.common.engine.drafts.eagle_head import EagleHead
@@ -26,6 +31,7 @@ from cohort.common.engine.drafts.next_token_module import NextTokenModule, modul
 from cohort.common.engine.drafts.states_drafter import HeadModel, StatesDrafter, StatesHead
 from cohort.common.engine.forward.device_steps import DeviceSteps, StepLimits
 from cohort.common.engine.models.lora import LoraStore
+from cohort.common.engine.models.model_files import Loading
 from cohort.common.engine.models.model_forms import load_model
 from cohort.common.engine.models.step_inputs import Model
 from cohort.common.engine.runner.model_runner import ModelRunner
@@ -154,9 +160,7 @@ def _check_head(model_dir: Path, geometry: ModelGeometry, folder: Path, head: Mo
             raise ConfigError(f"{refused}its {name} is {own}, the model's is {other}")
 
 
-def load_draft(
-    plan: DraftPlan, config: Config, runner: ModelRunner, head_weights: WeightKind = "files"
-) -> BatchDrafter:
+def load_draft(plan: DraftPlan, config: Config, runner: ModelRunner) -> BatchDrafter:
     """Load the draft model, on the engine's thread, before the model's steps are recorded."""
     dtype, device, on_device = TORCH_DTYPES[plan.dtype], runner.device, runner.samples_on_device
     kv = KvTensors(
@@ -179,25 +183,22 @@ def load_draft(
     )
     model: HeadModel | Model
     with torch.inference_mode():
+        load = Loading(
+            plan.folder,
+            runner.geometry if plan.module else plan.geometry,
+            device=device,
+            dtype=dtype,
+            max_rows=_MOST_ROWS,
+            max_step_tokens=2 * FILLED_AT_ONCE if plan.module else FILLED_AT_ONCE,
+            rounding=None if plan.module else rounding,
+        )
         if plan.head:
-            head: StatesHead
-            if plan.module:
-                head = NextTokenModule(plan.folder, runner.geometry, dtype, 2 * FILLED_AT_ONCE)
-            else:
-                head = EagleHead(plan.folder, plan.geometry, dtype, rounding, device, head_weights)
+            head: StatesHead = NextTokenModule(load) if plan.module else EagleHead(load)
             target = runner.keeps_states
             assert target is not None, "checked by its family"
             model = HeadModel(head, target, len(kv.with_spare) * plan.block_size)
         else:
-            model = load_model(
-                plan.folder,
-                plan.geometry,
-                device=device,
-                dtype=dtype,
-                max_rows=_MOST_ROWS,
-                max_step_tokens=FILLED_AT_ONCE,
-                rounding=rounding,
-            )
+            model = load_model(load)
     steps = None
     if on_device:
         positions = kv.geometry.positions(len(kv.blocks))

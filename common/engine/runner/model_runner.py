@@ -22,9 +22,15 @@ from torch import Tensor
 from cohort.common.engine.cache.kv_tensors import KvTensors
 from cohort.common.engine.config.device_memory import DeviceShare, kv_bytes, step_bytes
 from cohort.common.engine.config.invariance import check_invariant
-from cohort.common.engine.config.kv_dtype import FP8_PLANES, SCALE_BYTES, kv_dtype
 from cohort.common.engine.config.lora_checkpoint import LoraOptions, check_lora
-from cohort.common.engine.config.model_config import DTYPE_BYTES, ModelGeometry, read_geometry
+from cohort.common.engine.config.model_config import (
+    DTYPE_BYTES,
+    FP8_PLANES,
+    SCALE_BYTES,
+    ModelGeometry,
+    kv_dtype,
+    read_geometry,
+)
 from cohort.common.engine.config.rank_shares import check_degree, exchange_bytes
 from cohort.common.engine.config.runner_options import RunnerOptions
 from cohort.common.engine.device import compiled_kernels
@@ -35,6 +41,7 @@ from cohort.common.engine.models.generic import GenericModel
 from cohort.common.engine.models.lean_deepseek import LeanDeepseek
 from cohort.common.engine.models.lean_llama import LeanLlama
 from cohort.common.engine.models.lora import LoraStore, host_put
+from cohort.common.engine.models.model_files import Loading
 from cohort.common.engine.models.model_forms import load_model
 from cohort.common.engine.models.step_inputs import StepInputs, step_inputs
 from cohort.common.engine.ranks.followers import Followers
@@ -107,7 +114,7 @@ class ModelRunner:
         self._prepare_thread()
         self.lora, self._lora_bytes = self._lora_store(options.lora)
         with torch.inference_mode(), invariance(self.batch_invariant):
-            self._model = load_model(
+            load = Loading(
                 model_dir,
                 self.geometry,
                 device=self.device,
@@ -118,6 +125,7 @@ class ModelRunner:
                 ranks=self.ranks,
                 rounding=options.rounding,
             )
+            self._model = load_model(load)
         if self.ranks is not None:
             self.ranks.connect()
         on_device = self.device.type == "cuda" if options.device_steps is None else options.device_steps

@@ -14,17 +14,15 @@ from typing import Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from cohort.common.engine.config.model_config import ModelGeometry
 from cohort.common.engine.config.quantization_config import Rounding as Rounding
 from cohort.common.engine.config.quantization_config import keeps_codes
-from cohort.common.engine.weights.linear import Embedding, Linear, Matrix, packs_codes
+from cohort.common.engine.weights.linear import Matrix, packs_codes
 from cohort.common.engine.weights.quantized import QuantizedWeight
 from cohort.common.engine.weights.quantized_files import QuantizedFiles
 from cohort.common.engine.weights.quantized_formats import StoredWeight, dequantize_into
 from cohort.common.engine.weights.weight_reader import place
 from cohort.common.engine.weights.weights import Weights
 from cohort.kernels.cpu import native
-from cohort.kernels.cpu.panels import Arena
 
 GROUP = 32
 """Inputs that share a scale in weights that are rounded at load."""
@@ -35,13 +33,13 @@ class CodedWeights(Protocol):
     """Weights of which some are codes."""
 
     def read_quantized(self, name: str, outputs: int, inputs: int, device: torch.device) -> StoredWeight | None:
-        """The codes of a matrix; None where it is plain."""
+        """Return the codes of a matrix; None where it is plain."""
 
 
 def matrix(
     files: Weights, names: Sequence[str], rows: Sequence[int], inputs: int, dtype: torch.dtype, device: torch.device
 ) -> Matrix:
-    """A projection's weight, several modules' outputs one after the other: codes where all of them are kept
+    """Return a projection's weight, several modules' outputs one after the other: codes where all of them are kept
     (`keeps_codes`), else a tensor of `dtype`. On a processor nothing is read twice."""
     number, checkpoint = str(dtype).removeprefix("torch."), isinstance(files, QuantizedFiles)
     if (
@@ -74,7 +72,7 @@ def _numbers(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """The parts as numbers of `dtype` [sum of rows, inputs]; plain ones, which are None, are read now."""
+    """Return the parts as numbers of `dtype` [sum of rows, inputs]; plain ones, which are None, are read now."""
     if all(part is None for part in parts):
         return files.read_rows(names, rows, (inputs,), dtype, device)
     whole, first = place((sum(rows), inputs), dtype, device), 0
@@ -87,18 +85,6 @@ def _numbers(
             parts[index] = None  # its memory goes before the next part is widened
         first += count
     return whole
-
-
-def read_outer(
-    files: Weights, prefix: str, geometry: ModelGeometry, dtype: torch.dtype, device: torch.device, arena: Arena
-) -> tuple[Embedding, Linear]:
-    """The embedding and the product that makes logits: one matrix where the model ties both, or the files hold one."""
-    vocab, hidden = geometry.vocab_size, geometry.hidden_size
-    table = matrix(files, [prefix + "embed_tokens.weight"], [vocab], hidden, dtype, device)
-    tied = geometry.tie_embeddings or "lm_head.weight" not in files
-    head = table if tied else matrix(files, ["lm_head.weight"], [vocab], hidden, dtype, device)
-    lm_head = Linear(head, arena=arena, dtype=dtype)
-    return Embedding(table, lm_head if tied else None, arena=arena, dtype=dtype), lm_head
 
 
 class RoundedWeights:
@@ -139,7 +125,7 @@ class RoundedWeights:
         return self._files.read_rows(names, rows, rest, dtype, device)
 
     def read_quantized(self, name: str, outputs: int, inputs: int, device: torch.device) -> QuantizedWeight | None:
-        """One matrix, rounded."""
+        """Return one matrix, rounded."""
         outer = name.endswith(("embed_tokens.weight", "lm_head.weight"))
         if self._rounding == "int4" and not outer and inputs % 2:
             return None
@@ -148,8 +134,9 @@ class RoundedWeights:
 
 
 def rounded(weight: Tensor, rounding: Rounding) -> QuantizedWeight:
-    """weight [out, in] in codes, with scales (int4: and offsets) of groups of `GROUP` inputs. A weight moves by at most
-    half a scale, and a scale's rounding to float16. Raises `ValueError` for 4 bits of an odd number of inputs."""
+    """Return weight [out, in] in codes, with scales (int4: and offsets) of groups of `GROUP` inputs. A weight moves by
+    at most half a scale, and a scale's rounding to float16. Raises `ValueError` for 4 bits of an odd number of
+    inputs."""
     outputs, inputs = weight.shape
     if rounding == "int4" and inputs % 2:
         raise ValueError(f"codes of 4 bits come in pairs, and there are {inputs} inputs")

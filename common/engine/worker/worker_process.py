@@ -23,9 +23,8 @@ from cohort.common.devices.degrees import check_divided
 from cohort.common.devices.fit import check_host_fit, host_need
 from cohort.common.devices.host_memory import available_bytes
 from cohort.common.engine.config.device_memory import DeviceShare
-from cohort.common.engine.config.kv_dtype import kv_dtype
 from cohort.common.engine.config.lora_checkpoint import LoraOptions
-from cohort.common.engine.config.model_config import read_geometry
+from cohort.common.engine.config.model_config import kv_dtype, read_geometry
 from cohort.common.engine.config.quantization_config import rounding_of
 from cohort.common.engine.config.rank_shares import RankShare
 from cohort.common.engine.config.runner_options import RunnerOptions

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine.config.model_config import ModelGeometry
+from cohort.common.engine.models.model_files import Loading
 from cohort.common.engine.models.model_forms import load_model
 from cohort.common.engine.models.step_inputs import Model, StepInputs
 from cohort.common.engine.ranks.ranks import RankGroup, Ranks
@@ -68,13 +69,15 @@ class JointRanks:
         self.ranks = [_Rank(self._meeting, runner.geometry, rank, degree) for rank in range(degree)]
         self._models: Sequence[Model] = [
             load_model(
-                folder,
-                runner.geometry,
-                device=_CPU,
-                dtype=getattr(torch, runner.dtype),
-                max_rows=runner.max_rows,
-                max_step_tokens=runner.max_step_tokens,
-                ranks=rank,
+                Loading(
+                    folder,
+                    runner.geometry,
+                    device=_CPU,
+                    dtype=getattr(torch, runner.dtype),
+                    max_rows=runner.max_rows,
+                    max_step_tokens=runner.max_step_tokens,
+                    ranks=rank,
+                )
             )
             for rank in self.ranks
         ]

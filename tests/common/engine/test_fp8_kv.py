@@ -16,8 +16,7 @@ from torch import Tensor
 from cohort.common.config import load_config
 from cohort.common.devices.fit import host_need, need
 from cohort.common.engine.cache.kv_tensors import KvTensors
-from cohort.common.engine.config.kv_dtype import FP8, FP8_PLANES, kv_dtype
-from cohort.common.engine.config.model_config import read_geometry
+from cohort.common.engine.config.model_config import FP8, FP8_PLANES, kv_dtype, read_geometry
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.transfer.transfer_memory import CacheMemory, Message, Span
 from cohort.common.errors import ConfigError

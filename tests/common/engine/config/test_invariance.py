@@ -11,8 +11,7 @@ import torch
 from cohort.common.engine.config import invariance
 from cohort.common.engine.config.invariance import check_invariant
 from cohort.common.engine.config.model_config import ModelGeometry, read_geometry
-from cohort.common.engine.models.device_experts import DeviceExperts
-from cohort.common.engine.models.experts import Router
+from cohort.common.engine.models.experts import DeviceExperts, Router
 from cohort.common.engine.weights.linear import linear_form
 from cohort.common.errors import ConfigError
 from cohort.kernels import reference

@@ -15,8 +15,7 @@ from torch import Tensor
 from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.config.model_config import ExpertsGeometry, read_geometry
 from cohort.common.engine.models import lean_llama
-from cohort.common.engine.models.device_experts import DeviceExperts
-from cohort.common.engine.models.experts import DenseMlp, ExpertBuffers, Experts, Router, SharedExpert
+from cohort.common.engine.models.experts import DenseMlp, DeviceExperts, ExpertBuffers, Experts, Router, SharedExpert
 from cohort.common.engine.models.step_inputs import StepInputs
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.weights.linear import GatedLinear, Linear, linear_form

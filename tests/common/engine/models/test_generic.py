@@ -13,8 +13,8 @@ import transformers
 
 from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.config.model_config import read_geometry
-from cohort.common.engine.models import paged_interface
-from cohort.common.engine.models.generic_recording import hindrances
+from cohort.common.engine.models import generic
+from cohort.common.engine.models.generic import hindrances
 from cohort.common.engine.models.step_inputs import StepInputs
 from cohort.common.errors import ModelError
 from tests.common.engine.driver import (
@@ -83,12 +83,12 @@ def test_refused(tmp_path: Path, config: Any, edit: dict[str, Any], reason: str)
 
 def test_refused_when_its_answers_differ(model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever an architecture hides from the probe of its structure: here, a window that is not announced."""
-    real = paged_interface.paged_attention
+    real = generic.paged_attention
 
     def narrowed(*args: Any, **kwargs: Any) -> None:
         real(*args, **{**kwargs, "sliding_window": 12})
 
-    monkeypatch.setattr(paged_interface, "paged_attention", narrowed)
+    monkeypatch.setattr(generic, "paged_attention", narrowed)
     with pytest.raises(ModelError, match="its logits differ from its own"):
         make_runner(model_folder("gpt-neox"))
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from cohort.common.engine.config.device_memory import DeviceShare
 from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.engine.models import lean_gpt_oss
-from cohort.common.engine.models.device_experts import DeviceExperts
+from cohort.common.engine.models.experts import DeviceExperts
 from cohort.common.engine.models.generic import GenericModel
 from cohort.common.engine.models.lean_gpt_oss import LeanGptOss, dequantized
 from cohort.common.engine.runner import model_runner

@@ -14,13 +14,13 @@ import transformers
 from cohort.common.engine.config.model_config import read_geometry
 from cohort.common.engine.config.rank_shares import RankShare, check_degree, degrees, reduced_bytes
 from cohort.common.engine.models import lean_gpt_oss
-from cohort.common.engine.models.device_experts import DeviceExperts, read_device_experts
+from cohort.common.engine.models.experts import DeviceExperts, MixtureReader
 from cohort.common.engine.models.lean_gpt_oss import _Reader
+from cohort.common.engine.models.model_files import ModelFiles
 from cohort.common.engine.ranks.sharded_weights import open_sharded
 from cohort.common.engine.weights.weights import WeightKind, open_weights
 from cohort.common.errors import ConfigError
 from cohort.kernels import reference
-from cohort.kernels.cpu.panels import Arena
 from cohort.kernels.types import ExpertCodes
 from tests.common.engine.driver import (
     Driver,
@@ -149,11 +149,12 @@ def parts_of(folder: Path, degree: int, dtype: torch.dtype, kind: WeightKind = "
         opened = (
             open_weights(folder, kind, geometry.quantization) if share is None else open_sharded(folder, kind, share)
         )
-        with opened as files:
+        with opened as weights:
+            files = ModelFiles(weights, dtype, CPU)
             if own.family == "gpt_oss":
-                found.append(_Reader(files, own, dtype, CPU, Arena(), 1).layer(layer, 0)().experts)
+                found.append(_Reader(files, own, 1).layer(layer, 0)().experts)
             else:
-                found.append(read_device_experts(files, layer, own, own.experts, dtype, CPU))
+                found.append(MixtureReader(files, layer, own, own.experts).on_device())
     return found
 
 

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cohort.common.engine.config.model_config import read_geometry
-from cohort.common.engine.models.device_experts import read_device_experts
+from cohort.common.engine.models.experts import MixtureReader
+from cohort.common.engine.models.model_files import ModelFiles
 from cohort.common.engine.weights.quantized import QuantizedWeight
 from cohort.common.engine.weights.quantized_files import QuantizedFiles
 from cohort.common.engine.weights.quantized_formats import ReorderedWeight
@@ -262,9 +263,10 @@ def test_a_mixture_on_a_gpu_keeps_its_experts_codes(name: str, tmp_path: Path) -
     geometry = read_geometry(written.folder)
     assert geometry.experts is not None
     with open_weights(written.folder, "files", geometry.quantization) as files:
-        arguments = (files, "model.layers.0.", geometry, geometry.experts)
-        coded = read_device_experts(*arguments, torch.bfloat16, CPU)
-        plain = read_device_experts(*arguments, torch.float32, CPU)
+        coded, plain = (
+            MixtureReader(ModelFiles(files, dtype, CPU), "model.layers.0.", geometry, geometry.experts).on_device()
+            for dtype in (torch.bfloat16, torch.float32)
+        )
     assert isinstance(coded.gate_up, ExpertCodes) and isinstance(coded.down, ExpertCodes)
     assert isinstance(plain.gate_up, torch.Tensor) and isinstance(plain.down, torch.Tensor)
     assert torch.equal(reference.expert_numbers(coded.gate_up), plain.gate_up)

@@ -1,23 +1,28 @@
-"""Performs a plan's copies between device and host memory: before its rows, or beside them on a thread (R12).
+"""A plan's copies between device and host memory: before its rows, or concurrent with them (R12).
 
-Called by the worker loop on the engine thread. Decides nothing: which copy may run beside the rows is in the plan.
+Called by the worker loop on the engine thread. Decides nothing: which copy may run beside the rows is in the plan. On a
+processor a thread makes the concurrent ones; on a GPU all are on a stream of their own, ordered by marks and awaited
+once. What goes out before the rows, because they write over it, is gathered on the GPU first (`STAGED_BYTES` at most):
+the rows wait for that alone, and its way over the host link runs beside them. A copy's way through host memory has a
+part that the processor does: out of the host pool before the copy starts, into it when the copy has arrived.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from cohort.common.engine.cache.kv_tensors import KvTensors
-from cohort.common.policies.kv_interface import KvCopy
+from cohort.common.engine.device.streams import Stream
+from cohort.common.policies.kv_interface import KvCopy, goes_beside
 
 
 class KvCopier:
-    """Owns one thread; `close` ends it."""
+    """The copier of a processor, with a thread of its own."""
 
     def __init__(self, kv: KvTensors) -> None:
         self._kv = kv
@@ -29,12 +34,13 @@ class KvCopier:
 
     @contextlib.contextmanager
     def around(self, copies: Iterable[KvCopy]) -> Iterator[None]:
-        """The copies that come first are done on entry, those beside the rows on exit."""
-        copies = list(copies)
+        """Make the copies that come first on entry, the concurrent ones until exit."""
+        beside = list[KvCopy]()
         for copy in copies:
-            if not copy.beside:
+            if copy.beside:
+                beside.append(copy)
+            else:
                 self._perform(copy)
-        beside = [copy for copy in copies if copy.beside]
         if not beside:
             yield
             return
@@ -70,3 +76,101 @@ class KvCopier:
                 kv.copy_slots_out(*pairs)
             case "in", "slot":
                 kv.copy_slots_in(*pairs)
+
+
+class StreamCopier:
+    """The copier of a GPU, used like `KvCopier`."""
+
+    def __init__(self, kv: KvTensors, compute: Stream, copies: Stream) -> None:
+        """`compute`: the stream that the rows run on."""
+        self._kv = kv
+        self._compute = compute
+        self._copies = copies
+        # The processor's work once the copies launched so far are done, and the host blocks that those write.
+        self._landings: list[Callable[[], None]] = []
+        self._written: set[int] = set()
+
+    @contextlib.contextmanager
+    def around(self, copies: Iterable[KvCopy]) -> Iterator[None]:
+        """Launch all copies, which are done on exit. The rows on the device begin when what comes in first is there,
+        and what they write over is gathered."""
+        copies = list(copies)
+        if not copies:
+            yield
+            return
+        self._copies.after(self._compute.mark())
+        staged: list[tuple[KvCopy, torch.Tensor]] = []
+        try:
+            stages = goes_beside(copies, self._kv.geometry)
+            for copy in copies:
+                if copy.beside:
+                    continue
+                if stages and copy.device:
+                    staged.append((copy, self._staged(copy)))
+                else:
+                    self._launch(copy)
+            self._compute.after(self._copies.mark())
+            self._send_all(staged)
+            for copy in copies:
+                if copy.beside:
+                    self._launch(copy)
+            yield
+        finally:
+            self._send_all(staged)  # of copies before one that failed
+            self._land()
+
+    def close(self) -> None:
+        """End nothing: `around` leaves nothing behind."""
+
+    def _staged(self, copy: KvCopy) -> torch.Tensor:
+        with torch.inference_mode(), self._copies.use():
+            if copy.unit == "block":
+                return self._kv.staged_blocks(copy.device)
+            return self._kv.staged(torch.tensor(copy.device))
+
+    def _send_all(self, staged: list[tuple[KvCopy, torch.Tensor]]) -> None:
+        for copy, tokens in staged:
+            self._send(copy, tokens)
+        staged.clear()
+
+    def _send(self, copy: KvCopy, staged: torch.Tensor) -> None:
+        kv, places = self._kv, copy.host
+        with torch.inference_mode(), self._copies.use():
+            tokens = kv.to_host(staged)
+        if copy.unit == "block":
+            self._landings.append(lambda: kv.blocks_on_host(tokens, places))
+        else:
+            self._landings.append(lambda: kv.scatter_on_host(tokens, places))
+        self._written |= self._host_blocks(copy)
+
+    def _launch(self, copy: KvCopy) -> None:
+        # The host memory it reads may still be written, and an earlier copy's part would overwrite its own writes.
+        if self._written & self._host_blocks(copy):
+            self._land()
+        with torch.inference_mode(), self._copies.use():
+            kv = self._kv
+            match copy.direction, copy.unit:
+                case "out", "block":
+                    kv.copy_out(list(zip(copy.device, copy.host, strict=True)))
+                case "in", "block":
+                    kv.copy_in(list(zip(copy.host, copy.device, strict=True)))
+                case "out", "slot" if copy.device:
+                    tokens, slots = kv.gather(torch.tensor(copy.device)), copy.host
+                    self._landings.append(lambda: kv.scatter_on_host(tokens, slots))
+                case "in", "slot":
+                    kv.copy_slots_in(copy.device, copy.host)
+        if copy.direction == "out":
+            self._written |= self._host_blocks(copy)
+
+    def _host_blocks(self, copy: KvCopy) -> set[int]:
+        if copy.unit == "block":
+            return set(copy.host)
+        return {slot // self._kv.geometry.block_size for slot in copy.host}
+
+    def _land(self) -> None:
+        """Wait for all copies, then do the processor's part."""
+        self._copies.mark().wait()
+        landings, self._landings, self._written = self._landings, [], set()
+        with torch.inference_mode():
+            for landing in landings:
+                landing()

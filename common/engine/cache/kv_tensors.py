@@ -63,14 +63,14 @@ class KvTensors:
         self.check()
 
     def check(self) -> None:
-        """The layout that transfers rely on."""
+        """Check the layout that transfers rely on."""
         for pool in (self.blocks, self.host_blocks):
             if not pool.is_contiguous():
                 raise InvariantViolated("a KV pool is not contiguous")
             if len(pool) and pool[0].numel() * pool.element_size() != self.block_bytes:
                 raise InvariantViolated("a KV block does not weigh what its geometry says")
 
-    # On a GPU the copies below are launched on the calling thread's stream, not awaited: `stream_copies` orders them.
+    # On a GPU the copies below are launched on the calling thread's stream, not awaited: `kv_copies` orders them.
 
     def copy_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Swap out: device block → host block for every (device, host) pair."""
@@ -81,14 +81,14 @@ class KvTensors:
         _copy_blocks(self.host_blocks, self.blocks, pairs)
 
     def run_view(self, first: int, count: int, *, host: bool = False) -> Tensor:
-        """The bytes of `count` neighbouring blocks from `first`, uint8."""
+        """Return the bytes of `count` neighbouring blocks from `first`, uint8."""
         pool = self.host_blocks if host else self.blocks
         if not (first >= 0 and count > 0 and first + count <= len(pool)):
             raise InvariantViolated(f"blocks [{first}, {first + count}) are not in a pool of {len(pool)}")
         return pool[first : first + count].view(-1).view(torch.uint8)
 
     def gather(self, slots: Tensor) -> Tensor:
-        """R12 · The tokens in scattered slots (block · block size + slot), on the host.
+        """R12 · Gather the tokens in scattered slots (block · block size + slot), on the host.
 
         Shape [n, layers, 2, kv heads, head dim], of latents as their blocks have it. From a GPU they may still be on
         their way: they are there when the calling thread's stream is.
@@ -96,7 +96,7 @@ class KvTensors:
         return self.to_host(self.staged(slots))
 
     def staged(self, slots: Tensor) -> Tensor:
-        """The tokens in scattered slots, still on the device: the slots may be written over as soon as this is done."""
+        """Gather tokens, as `gather`, still on the device: the slots may be written over as soon as this is done."""
         _, layers, parts, heads, _, width = self.blocks.shape
         shape = (len(slots), layers, parts, heads, width)
         out = torch.empty(shape, dtype=self.blocks.dtype, device=self.device)
@@ -104,36 +104,35 @@ class KvTensors:
         return out
 
     def staged_blocks(self, blocks: Sequence[int]) -> Tensor:
-        """Whole blocks, as `staged` gives slots. Raises `InvariantViolated`."""
+        """Gather whole blocks, as `staged` does slots. Raises `InvariantViolated`."""
         if blocks and not (min(blocks) >= 0 and max(blocks) < len(self.blocks)):
             raise InvariantViolated(f"blocks {min(blocks)} to {max(blocks)} are not in a pool of {len(self.blocks)}")
         return self.blocks[torch.tensor(blocks).to(self.device, non_blocking=True)]
 
     def to_host(self, staged: Tensor) -> Tensor:
-        """Pinned memory that the calling thread's stream fills; on a processor what was given."""
+        """Copy to pinned memory that the calling thread's stream fills; on a processor return what was given."""
         if self.device.type == "cpu":
             return staged
         host = torch.empty(staged.shape, dtype=staged.dtype, pin_memory=True)
         return host.copy_(staged, non_blocking=True)
 
     def scatter(self, tokens: Tensor, slots: Tensor) -> None:
-        """The way back of `gather`; the slots must differ from each other."""
+        """Write tokens that `gather` returned to slots, which must differ from each other."""
         on_device, places = tokens.to(self.device, non_blocking=True), slots.to(self.device, non_blocking=True)
         scatter_slots(on_device, self.blocks, places, apart=self._apart)
 
     def copy_slots_out(self, device: Sequence[int], host: Sequence[int]) -> None:
-        """R9, R12 · Checkpoint: token by token, device slot → host slot, in one gather and one scatter."""
+        """R9, R12 · Copy a checkpoint token by token, device slot → host slot, in one gather and one scatter."""
         if device:
-            tokens = self.gather(torch.tensor(device))
-            self.scatter_on_host(tokens, host)
+            self.scatter_on_host(self.gather(torch.tensor(device)), host)
 
     def copy_slots_in(self, device: Sequence[int], host: Sequence[int]) -> None:
-        """The way back of `copy_slots_out`, to any device slots that differ from each other."""
+        """Copy host slot → device slot; device slots must differ from each other."""
         if device:
             self.scatter(self.gather_on_host(host), torch.tensor(device))
 
     def gather_on_host(self, slots: Sequence[int]) -> Tensor:
-        """The tokens in slots of the host pool, as `gather` gives those of the device."""
+        """Gather the tokens in slots of the host pool, as `gather` those of the device."""
         _, layers, parts, heads, _, width = self.host_blocks.shape
         shape = (len(slots), layers, parts, heads, width)
         tokens = torch.empty(shape, dtype=self.blocks.dtype, pin_memory=self.device.type == "cuda")
@@ -141,8 +140,12 @@ class KvTensors:
         return tokens
 
     def scatter_on_host(self, tokens: Tensor, slots: Sequence[int]) -> None:
-        """The way back of `gather_on_host`."""
+        """Write tokens to slots of the host pool."""
         scatter_slots(tokens, self.host_blocks, torch.tensor(slots), apart=self._apart)
+
+    def blocks_on_host(self, tokens: Tensor, blocks: Sequence[int]) -> None:
+        """Write whole blocks to the host pool."""
+        self.host_blocks[torch.tensor(blocks)] = tokens
 
 
 def _copy_blocks(source: Tensor, target: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
@@ -162,7 +165,7 @@ def _copy_blocks(source: Tensor, target: Tensor, pairs: Sequence[tuple[int, int]
 
 
 def page_locked(size: int, device: torch.device) -> Tensor:
-    """`size` zero bytes of host memory that the device copies by itself.
+    """Allocate `size` zero bytes of host memory that the device copies by itself.
 
     torch's own page-locked allocator rounds up to a power of two, which a pool of many gigabytes cannot afford; those
     are locked where they lie.

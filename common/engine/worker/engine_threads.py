@@ -22,8 +22,7 @@ import structlog
 import torch
 
 from cohort.common.devices.inventory import HOST, meminfo_bytes
-from cohort.common.engine.cache.kv_copies import KvCopier
-from cohort.common.engine.cache.stream_copies import StreamCopier
+from cohort.common.engine.cache.kv_copies import KvCopier, StreamCopier
 from cohort.common.engine.device.streams import stream_for
 from cohort.common.engine.forward.device_steps import Launched
 from cohort.common.engine.models.lora import LoraStore

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.common.engine.cache.kv_copies import KvCopier
+from cohort.common.engine.cache.kv_copies import KvCopier, StreamCopier
 from cohort.common.engine.cache.kv_tensors import KvTensors
-from cohort.common.engine.cache.stream_copies import StreamCopier
 from cohort.common.engine.device.streams import HostStream, Mark
 from cohort.common.errors import InvariantViolated
 from cohort.common.policies import kv_interface

@@ -1,29 +1,40 @@
-"""Drafts of all rows of a step at once: what a drafter of that kind is asked, the rows it has under way, their course.
+"""Drafts of all rows of a step at once: the rows under way, their course, and a model of its own that proposes them.
 
     known tokens, computed up to some position ─▶ what is lacking, as chunks ─▶ first draft
                                                   a step of all rows for each further one ─┘
 
-Called by `drafting` through `BatchDrafter`; what a model of its own (`draft_model`) and a head on the model's states
-(`states_drafter`) have in common is `slot_drafter`'s. Decides nothing about requests.
+A drafter has KV of its own in the slots of a sequence. Runs its batches as they are, or as a GPU's steps do: recorded,
+over standing buffers, sampled there. Called by `drafting` between two steps of the model, on the engine's thread. Never
+changes a response: the model verifies every draft. Decides nothing about requests.
 """
 
 from __future__ import annotations
 
+import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
-from cohort.common.engine.drafts.token_chain import TokenChain
+from cohort.common.engine.cache.kv_tensors import KvTensors
+from cohort.common.engine.config.model_config import ModelGeometry
+from cohort.common.engine.drafts.token_chain import SlotMarks, TokenChain
+from cohort.common.engine.forward.device_steps import DeviceSteps
+from cohort.common.engine.models.lean_llama import LeanLlama
+from cohort.common.engine.models.step_inputs import Model, step_inputs
 from cohort.common.engine.step.batch import Int64Array, SamplingRow, StepBatch
+from cohort.common.engine.step.sampler import sample
 from cohort.common.types import DraftSource
 
 FILLED_AT_ONCE = 512
 """Positions that a drafter computes for what it lacks before one step; a row that lacks more waits for the next."""
 SHORT = 16
 """Positions that a row may lack to be computed together with those of the other rows."""
+_RECORDED_ROWS = (1, 2, 4, 8)
+"""Iterations of more rows have no drafts (`speculation_desk`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +45,9 @@ class DraftRow:
     blocks: Sequence[int]
     directions: Sequence[int] | None
     sampling: tuple[SamplingRow, ...]
-    """Of each draft, as its position will be sampled; penalties count the drafts before it besides."""
+    """The sampling of each draft's position; penalties count the drafts before it besides."""
     number: int = 0
-    """Of the sequence, as in `StepBatch.numbers`."""
+    """The sequence's, as in `StepBatch.numbers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +57,6 @@ class Drafts:
     tokens: list[list[int]]
     seconds: float
     filled: int
-
-
-class BatchDrafter(Protocol):
-    """What proposes for all rows of a step at once, between two steps of the model, on the engine's thread."""
-
-    source: DraftSource
-
-    def takes(self, chain: TokenChain, drafts: int) -> bool:
-        """Whether it can say anything of a sequence. On the event loop's thread."""
-        ...
-
-    def propose_all(self, rows: Sequence[DraftRow]) -> Drafts:
-        """As many tokens for each row as it has `sampling`, or none."""
-        ...
-
-    def ran(self, batch: StepBatch) -> None:
-        """The model has computed a step."""
-        ...
-
-    def warm_up(self) -> None:
-        """Before anything is served: on a device, kernels are compiled and steps recorded."""
-        ...
 
 
 @dataclass(slots=True)
@@ -80,7 +69,7 @@ class UnderWay:
     known: int
     computed: int
     begins: int = 0
-    """Nothing before it is attended to; at the beginning of a block."""
+    """The first position that is attended to; at the beginning of a block."""
     drafts: list[int] = field(default_factory=list)
 
     @property
@@ -92,8 +81,8 @@ class UnderWay:
 def drafted(
     under: Sequence[UnderWay], fill: Callable[[UnderWay, int], None], step: Callable[[Sequence[UnderWay]], None]
 ) -> Drafts:
-    """As many drafts of each row as it has `sampling`; none where more than can be filled at once is lacking. `fill`
-    computes so many positions of a row; `step` one draft more of each of these, rows that lack most first."""
+    """Draft as many tokens of each row as it has `sampling`; none where more is lacking than can be filled at once.
+    `fill` computes some positions of a row; `step` one draft more of each row, those that lack most first."""
     before = sum(each.lacks for each in under)
     left = FILLED_AT_ONCE
     for each in under:
@@ -126,7 +115,7 @@ class Part:
 
 
 def slots_of(row: DraftRow, positions: int, block_size: int) -> Int64Array:
-    """Of the row's first positions."""
+    """Return the slots of the row's first positions."""
     places = np.arange(positions)
     indices, offsets = places // block_size, places % block_size
     if row.directions is not None:  # R13
@@ -136,7 +125,7 @@ def slots_of(row: DraftRow, positions: int, block_size: int) -> Int64Array:
 
 
 def batch_of(parts: Sequence[Part], block_size: int, sampling: Sequence[SamplingRow] = ()) -> StepBatch:
-    """A step of a drafter: behind each part's last token one is sampled so, or behind none."""
+    """Build a step of a drafter: after each part's last token one is sampled as `sampling` says, or after none."""
     widths = [-(-part.end // block_size) - part.begins // block_size for part in parts]
     tables = np.zeros((len(parts), max(widths)), dtype=np.int32)
     directions = None
@@ -159,3 +148,119 @@ def batch_of(parts: Sequence[Part], block_size: int, sampling: Sequence[Sampling
         sample_rows=np.arange(len(sampling), dtype=np.int32),
         sampling=tuple(sampling),
     )
+
+
+class BatchDrafter(ABC):
+    """A proposer of tokens for all rows of a step at once."""
+
+    source: DraftSource
+    _ahead: int
+    """Position p takes the token at p + this."""
+
+    def __init__(
+        self, model: Model, kv: KvTensors, *, vocabulary: int, steps: DeviceSteps | None, graph_bytes: int
+    ) -> None:
+        """`vocabulary`: logits beyond it are of no token. `steps`: of this model on a device, recorded in
+        `graph_bytes`."""
+        self._model, self._kv, self._vocabulary = model, kv, vocabulary
+        self._steps, self._graph_bytes = steps, graph_bytes
+        self._block_size = kv.geometry.block_size
+
+    @abstractmethod
+    def takes(self, chain: TokenChain, drafts: int) -> bool:
+        """Return whether it can draft for a sequence. On the event loop's thread."""
+
+    def ran(self, batch: StepBatch) -> None:  # noqa: B027 - only some go by the model's steps
+        """Note that the model has computed a step."""
+
+    @abstractmethod
+    def _begun(self, row: DraftRow) -> UnderWay:
+        """Find which positions of a row are in its slots."""
+
+    @abstractmethod
+    def _mark(self, each: UnderWay, end: int) -> None:
+        """Note that positions of the row from those computed up to `end` are in their slots, the last one's token being
+        its last draft where it has any."""
+
+    def propose_all(self, rows: Sequence[DraftRow]) -> Drafts:
+        """Draft as many tokens for each row as it has `sampling`, or none."""
+        with torch.inference_mode():
+            return drafted([self._begun(row) for row in rows], self._fill, self._step)
+
+    def warm_up(self) -> None:
+        """Compile kernels and record steps, on a device, before anything is served."""
+        if self._steps is not None:
+            with torch.inference_mode():
+                self._steps.compile(threads=min(16, os.cpu_count() or 1))
+                self._steps.record(self._graph_bytes, _RECORDED_ROWS)
+            if self._steps.decode.classes and isinstance(self._model, LeanLlama):
+                self._model.keep_buffers()
+
+    def _fill(self, each: UnderWay, count: int) -> None:
+        first = each.computed + self._ahead
+        self._compute([(each, each.row.chain.tokens[first : first + count])])
+
+    def _step(self, going: Sequence[UnderWay]) -> None:
+        work, sampling = list[tuple[UnderWay, Int64Array]](), list[SamplingRow]()
+        for each in going:
+            drafts = np.array(each.drafts[-1:], dtype=np.int64)
+            work.append((each, drafts if each.drafts else each.row.chain.tokens[each.computed + self._ahead :]))
+            row = each.row.sampling[len(each.drafts)]
+            sampling.append(row if row.history is None else replace(row, ahead=tuple(each.drafts)))
+        for each, token in zip(going, self._compute(work, sampling), strict=True):
+            each.drafts.append(token)
+
+    def _compute(self, work: Sequence[tuple[UnderWay, Int64Array]], sampling: Sequence[SamplingRow] = ()) -> list[int]:
+        """Compute these tokens behind what is computed, and sample what follows the last of each row, or nothing."""
+        parts = [Part(each.row, tokens, each.computed, each.slots, each.begins) for each, tokens in work]
+        tokens = self._run(batch_of(parts, self._block_size, sampling))
+        for (each, _), part in zip(work, parts, strict=True):  # only now: it may have failed
+            self._mark(each, part.end)
+            each.computed = part.end
+        return tokens
+
+    def _run(self, batch: StepBatch) -> list[int]:
+        if self._steps is not None:
+            found: list[int] = self._steps.launch(batch).finish().tokens.tolist()
+            return [token if token < self._vocabulary else 0 for token in found]  # a wrong one, as that is
+        logits = self._model.forward(step_inputs(batch, self._block_size, self._kv.device), self._kv.blocks)
+        return [int(token) for token in sample(logits[:, : self._vocabulary], batch.sampling).tokens]
+
+
+class DraftModel(BatchDrafter):
+    """A model of the same vocabulary. Its KV lies in a pool of its own under the same block ids, so allocator, prefix
+    cache and preemption serve both without knowing it; the slots tell which of it is there (`token_chain`)."""
+
+    source: DraftSource = "model"
+    _ahead = 0
+
+    def __init__(
+        self,
+        model: Model,
+        geometry: ModelGeometry,
+        kv: KvTensors,
+        *,
+        vocabulary: int,
+        steps: DeviceSteps | None = None,
+        graph_bytes: int = 0,
+    ) -> None:
+        """`vocabulary`: of the model that verifies; ids beyond it are padding of this one's tables."""
+        least = min(vocabulary, geometry.vocab_size)
+        super().__init__(model, kv, vocabulary=least, steps=steps, graph_bytes=graph_bytes)
+        self._marks = SlotMarks(len(kv.blocks) * self._block_size)
+        self._longest = geometry.max_positions
+
+    def takes(self, chain: TokenChain, drafts: int) -> bool:
+        """Return whether all tokens of a sequence are known here, and its length."""
+        return len(chain) + drafts <= self._longest and int(chain.tokens.max(initial=0)) < self._vocabulary
+
+    def _begun(self, row: DraftRow) -> UnderWay:
+        """Leave the last known position to be computed: a draft is what its logits say."""
+        known = len(row.chain)
+        slots = slots_of(row, known + max(0, len(row.sampling) - 1), self._block_size)
+        return UnderWay(row, slots, known, min(self._marks.computed(slots, row.chain.marks), known - 1))
+
+    def _mark(self, each: UnderWay, end: int) -> None:
+        first, chain = each.computed, each.row.chain
+        marks = chain.after(np.array(each.drafts))[-1:] if each.drafts else chain.marks[first:end]
+        self._marks.write(each.slots[first:end], marks)

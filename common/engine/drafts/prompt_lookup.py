@@ -23,12 +23,12 @@ PLACES = 32
 
 
 class PromptLookup:
-    """Of one sequence. Holds about 130 bytes for each of its tokens."""
+    """The lookup of one sequence. Holds about 130 bytes for each of its tokens."""
 
     __slots__ = ("_before", "_ends", "_longest", "_shortest", "matched")
 
     def __init__(self, longest: int = LONGEST, shortest: int = SHORTEST) -> None:
-        """n-grams from `longest` down to `shortest` tokens are matched, the longest first."""
+        """Match n-grams from `longest` down to `shortest` tokens, the longest first."""
         if not 1 <= shortest <= longest:
             raise ValueError(
                 f"n-grams of {shortest} to {longest} tokens: the shortest must be 1 or more, and no longer"
@@ -37,12 +37,12 @@ class PromptLookup:
         self._ends: dict[tuple[int, ...], int] = {}
         """n-gram of `shortest` tokens → where its most recent occurrence ends, with a token behind it."""
         self._before = [0] * shortest
-        """By where an occurrence ends: where the one before it does; 0 = there is none."""
+        """The end of the occurrence before, by where an occurrence ends; 0 = there is none."""
         self.matched = 0
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """What followed the longest match of the end of `tokens`, of equally long ones the most recent; among the
-        latest `PLACES` at which its last tokens stood.
+        """Return what followed the longest match of the end of `tokens`, of equally long ones the most recent; among
+        the latest `PLACES` at which its last tokens stood.
 
         An occurrence that overlaps the end is a period, which goes on: the copy may read what it has just written.
         """

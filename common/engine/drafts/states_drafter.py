@@ -12,8 +12,11 @@ lay elsewhere before a swap has none here, and the head attends from the block b
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -21,33 +24,40 @@ import torch
 from torch import Tensor
 
 from cohort.common.engine.cache.kv_tensors import KvTensors
-from cohort.common.engine.drafts.batch_drafts import DraftRow, UnderWay, slots_of
-from cohort.common.engine.drafts.slot_drafter import SlotDrafter
+from cohort.common.engine.config.model_config import ModelGeometry
+from cohort.common.engine.drafts.batch_drafts import BatchDrafter, DraftRow, UnderWay, slots_of
 from cohort.common.engine.drafts.token_chain import TokenChain
 from cohort.common.engine.forward.device_steps import DeviceSteps
+from cohort.common.engine.models.lean_deepseek import LayerArithmetic, LayerReader
+from cohort.common.engine.models.lean_llama import read_layer
+from cohort.common.engine.models.model_files import Loading, split_heads
+from cohort.common.engine.models.rope import rope_tables
 from cohort.common.engine.models.step_inputs import StepInputs
 from cohort.common.engine.step.batch import Int64Array, StepBatch
 from cohort.common.engine.weights.linear import Embedding, Linear
+from cohort.common.errors import ModelError
 from cohort.common.types import DraftSource
+from cohort.kernels.ops.fused import rms_norm, rope_and_write_kv
+from cohort.kernels.ops.paged_attention import paged_attention
 
 _POSITION_BITS = 32
 
 
 class StatesHead(Protocol):
-    """What goes on from states; one layer of KV."""
+    """A module that goes on from states; one layer of KV."""
 
     last_product: Linear | None
-    """Makes logits of its states; None = the model's."""
+    """The product that makes logits of its states; None = the model's."""
     drafted: Tensor | None
     """The tokens that these logits are of, where the product is not over all [outputs]."""
 
     def forward(self, step: StepInputs, embedded: Tensor, states: Tensor, kv: Tensor) -> Tensor:
-        """States [T, hidden] that follow: of the embeddings of the tokens behind, and the states there."""
+        """Return the states [T, hidden] that follow from the embeddings of the next tokens and the states there."""
         ...
 
 
 class KeepsStates(Protocol):
-    """A model whose final states of all positions can be had."""
+    """A model that gives the final states of all positions."""
 
     @property
     def outer(self) -> tuple[Embedding, Linear]:
@@ -55,7 +65,7 @@ class KeepsStates(Protocol):
         ...
 
     def keep_states(self, slots: int) -> Tensor:
-        """From now on every step leaves its tokens' final states there [slots, hidden], by slot, recorded ones too."""
+        """Return where every step from now on leaves its tokens' final states [slots, hidden], recorded ones too."""
         ...
 
 
@@ -67,15 +77,10 @@ class HeadModel:
         self._head = head
         self._embedding, last_product = target.outer
         self._last_product, self._drafted = head.last_product or last_product, head.drafted
-        self._vocabulary = last_product.out_features
+        self.vocabulary = last_product.out_features
         self.states = target.keep_states(slots)
 
     sampled_states: Tensor | None = None
-
-    @property
-    def vocabulary(self) -> int:
-        """Logits that it has: the model's, whatever it drafts from."""
-        return self._vocabulary
 
     def forward(self, step: StepInputs, kv: Tensor) -> Tensor:
         """See `step_inputs.Model`."""
@@ -88,11 +93,11 @@ class HeadModel:
         self.sampled_states = last
         if self._drafted is None:
             return logits
-        of_all = logits.new_full((len(last), self._vocabulary), float("-inf"))
+        of_all = logits.new_full((len(last), self.vocabulary), float("-inf"))
         return of_all.index_copy_(1, self._drafted, logits)
 
 
-class StatesDrafter(SlotDrafter):
+class StatesDrafter(BatchDrafter):
     source: DraftSource = "head"
     _ahead = 1
 
@@ -104,14 +109,13 @@ class StatesDrafter(SlotDrafter):
         self._head, self._longest = head, longest
         slots = len(kv.blocks) * self._block_size
         self._known, self._computed = (np.zeros(slots, dtype=np.int64) for _ in range(2))
-        """By slot, of which sequence and position the model's state and the head's KV are; 0 = of none."""
+        """The sequence and position of each slot's model state and head KV; 0 = of none."""
 
     def takes(self, chain: TokenChain, drafts: int) -> bool:
-        """See `BatchDrafter`."""
         return len(chain) > 1 and len(chain) + drafts <= self._longest
 
     def ran(self, batch: StepBatch) -> None:
-        """Its states were kept."""
+        """Note whose states the model has left in the slots."""
         if batch.numbers is None:
             self._known[batch.slot_mapping] = 0
             return
@@ -131,19 +135,19 @@ class StatesDrafter(SlotDrafter):
         return UnderWay(row, slots, known, min(computed, known - 1), begins)
 
     def _mark(self, each: UnderWay, end: int) -> None:
-        """What is computed from the head's own states is none of the model's."""
+        """Note what is computed; from the head's own states it is none of the model's."""
         tags = 0 if each.drafts else _tags(each.row, each.computed, end)
         self._computed[each.slots[each.computed : end]] = tags
 
     def _step(self, going: Sequence[UnderWay]) -> None:
-        """And where a row goes on, the state that its next draft is made of."""
+        """Store also the state that the next draft of a row is made of."""
         super()._step(going)
         on = [index for index, each in enumerate(going) if len(each.drafts) < len(each.row.sampling)]
         if on:
             self._keep_own(np.array([going[index].slots[going[index].computed] for index in on]), np.array(on))
 
     def _keep_own(self, slots: Int64Array, rows: Int64Array) -> None:
-        """The states that these rows of the last step came to, in these slots, which nothing else reads before the
+        """Store the states that these rows of the last step came to in these slots, which nothing else reads before the
         model computes them. Another step follows on the same stream and is awaited, so the model's comes later."""
         self._known[slots] = 0
         steps = self._steps
@@ -155,5 +159,111 @@ class StatesDrafter(SlotDrafter):
 
 
 def _tags(row: DraftRow, first: int, end: int) -> Int64Array:
-    """What a slot of the sequence holds, of these positions."""
+    """Return the contents of a slot of the sequence, of these positions."""
     return (row.number << _POSITION_BITS) | np.arange(first, end, dtype=np.int64)
+
+
+class EagleHead:
+    """A head for a model of Llama's form (EAGLE, Li et al. 2024): one decoder layer over [embedding ; state], by the
+    tensors of published checkpoints. Embedding and last product are the model's, unless the head brings the rows of
+    the last product that it drafts from (`draft_vocab_size`, with `d2t` as published EAGLE-3 heads have it): of a small
+    model the product over all tokens costs more than the head."""
+
+    last_product: Linear | None = None
+    drafted: Tensor | None = None
+
+    def __init__(self, load: Loading) -> None:
+        """Read fc (with or without a bias) and the layer `layers.0`, which needs no first norm. Raises `ModelError`."""
+        self._geometry = geometry = load.geometry
+        hidden = geometry.hidden_size
+        with load.open() as files:
+            names = files.weights
+            prefix = names.prefix(("", "model."), "layers.0.self_attn.o_proj.weight")
+            fc = names.prefix((prefix, ""), "fc.weight") + "fc"
+            self._fc = files.linear([fc], [hidden], 2 * hidden, bias=f"{fc}.bias" in names)
+            self._normed = f"{prefix}layers.0.input_layernorm.weight" in names
+            self._layer = read_layer(files, geometry, f"{prefix}layers.0.", 0, input_norm=self._normed)
+            if count := draft_vocabulary(load.folder):
+                self.last_product = files.linear(["lm_head"], [count], hidden)
+                offsets = names.read("d2t", (count,), torch.int64, load.device)
+        if self.last_product is not None:
+            self.drafted = offsets + torch.arange(len(offsets), device=load.device)
+            if not bool(((self.drafted >= 0) & (self.drafted < geometry.vocab_size)).all()):
+                raise ModelError(f"{load.folder}: d2t names tokens beyond the model's {geometry.vocab_size}")
+        self._cos, self._sin = rope_tables(geometry, load.device)
+
+    def forward(self, step: StepInputs, embedded: Tensor, states: Tensor, kv: Tensor) -> Tensor:
+        """See `StatesHead`."""
+        g, layer = self._geometry, self._layer
+        residual = self._fc(torch.cat([embedded, states], dim=1))
+        normed = torch.empty_like(residual)
+        if self._normed:
+            rms_norm(residual, layer.input_norm, g.norm_eps, normed)
+        qkv = layer.qkv(normed if self._normed else residual)
+        query, key, value = split_heads(qkv, g)
+        rope_and_write_kv(query, key, value, self._cos, self._sin, step.positions, kv, 0, step.slot_mapping)
+        attended = residual.new_empty((len(qkv), g.num_heads, g.head_dim))
+        paged_attention(query, kv, 0, step.meta, g.head_dim**-0.5, attended)
+        layer.attention_out.add_into(attended.view(len(qkv), -1), residual)
+        rms_norm(residual, layer.mlp_norm, g.norm_eps, normed)
+        activated = residual.new_empty((len(qkv), g.intermediate_size))
+        layer.mlp.add_into(normed, activated, residual)
+        return residual
+
+
+def draft_vocabulary(folder: Path) -> int:
+    """Return the number of tokens that a head drafts from, as its configuration says; 0 = all of the model's."""
+    read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    count = int(read.get("draft_vocab_size") or 0)
+    return count if count < int(read["vocab_size"]) else 0
+
+
+def module_geometry(geometry: ModelGeometry) -> ModelGeometry:
+    """Return the geometry of the module alone: one layer, with experts where the model's last layer has them."""
+    experts = geometry.experts
+    if experts is not None:
+        experts = dataclasses.replace(experts, layers=experts.layers[-1:])
+    return dataclasses.replace(geometry, num_layers=1, sliding_windows=(0,), experts=experts)
+
+
+class NextTokenModule:
+    """The module for one token more that DeepSeek-V3's checkpoints bring (multi-token prediction, DeepSeek-V3 §2.2).
+
+        eh_proj [ enorm(embedding of token p + 1) ; hnorm(state at p) ] ─▶ a layer like the model's ─▶ shared_head
+
+    Its tensors stand after the model's last layer, as if it were one more; embedding and last product are the model's.
+    Its own states are normed as the last product takes them, as the model's are."""
+
+    last_product: Linear | None = None
+    drafted: Tensor | None = None
+
+    def __init__(self, load: Loading) -> None:
+        """`load.geometry`: the model's. Raises `ModelError` where the module's tensors are not there."""
+        self._geometry = geometry = load.geometry
+        if geometry.latent is None:
+            raise ModelError(f"{geometry.model_type}: its configuration names no latents")
+        hidden = geometry.hidden_size
+        self._compute = LayerArithmetic(geometry, geometry.latent, load.device)
+        with load.open() as files:
+            outer = files.weights.prefix(("model.", ""), "embed_tokens.weight")
+            prefix = f"{outer}layers.{geometry.num_layers}."
+            names = ("enorm", "hnorm", "shared_head.norm")
+            files.weights.require([f"{prefix}{name}.weight" for name in (*names, "eh_proj")])
+            self._enorm, self._hnorm, self._norm = (files.vector(prefix + name, hidden) for name in names)
+            self._eh_proj = files.linear([f"{prefix}eh_proj"], [hidden], 2 * hidden)
+            reader = LayerReader(files, module_geometry(geometry), geometry.latent, load.max_step_tokens)
+            self._layer = reader.layer(prefix, 0)
+
+    def forward(self, step: StepInputs, embedded: Tensor, states: Tensor, kv: Tensor) -> Tensor:
+        """See `StatesHead`."""
+        eps = self._geometry.norm_eps
+        both = embedded.new_empty((len(embedded), 2 * embedded.shape[1]))
+        for part, norm, half in zip((embedded, states), (self._enorm, self._hnorm), both.chunk(2, dim=1), strict=True):
+            normed = torch.empty_like(part)
+            rms_norm(part, norm, eps, normed)
+            half.copy_(normed)
+        residual = self._eh_proj(both)
+        self._compute(self._layer, 0, residual, self._compute.buffers(residual), step, kv)
+        after = torch.empty_like(residual)
+        rms_norm(residual, self._norm, eps, after)
+        return after

@@ -23,7 +23,7 @@ from cohort.common.engine.step.counter_random import GOLDEN, MIX_1, MIX_2
 Marks = npt.NDArray[np.uint64]
 
 _SECRET = secrets.token_bytes(16)
-"""Of this process: nobody can choose tokens whose marks are another text's."""
+"""A secret of this process: nobody can choose tokens whose marks are another text's."""
 
 
 class TokenChain:
@@ -51,20 +51,17 @@ class TokenChain:
         return self._marks[: self._length]
 
     def grow(self, tokens: Sequence[int]) -> None:
-        """To all of `tokens`, which begin with those that are known."""
+        """Append the end of `tokens`, which begin with those that are known."""
         first, length = self._length, len(tokens)
         if length > len(self._tokens):
             more = max(length, 2 * len(self._tokens)) - len(self._tokens)
             self._tokens, self._marks = np.pad(self._tokens, (0, more)), np.pad(self._marks, (0, more))
         self._tokens[first:length] = tokens[first:]
-        self._marks[first:length] = self.after(self.tokens_from(first, length))
+        self._marks[first:length] = self.after(self._tokens[first:length])
         self._length = length
 
-    def tokens_from(self, first: int, end: int) -> Int64Array:
-        return self._tokens[first:end]
-
     def after(self, tokens: Int64Array) -> Marks:
-        """Marks of tokens that would stand behind those known: each the sum of the numbers of all up to it."""
+        """Return the marks of tokens that would follow those known: each the sum of the numbers of all up to it."""
         places = np.arange(self._length, self._length + len(tokens), dtype=np.uint64)
         before = self._marks[self._length - 1] if self._length else self._start
         with np.errstate(over="ignore"):
@@ -74,13 +71,13 @@ class TokenChain:
 
 
 class SlotMarks:
-    """Of every slot of a cache; 0 = nothing is there."""
+    """The mark of every slot of a cache; 0 = nothing is there."""
 
     def __init__(self, slots: int) -> None:
         self._marks: Marks = np.zeros(slots, dtype=np.uint64)
 
     def computed(self, slots: Int64Array, marks: Marks) -> int:
-        """Leading positions, of those in these slots, that hold their marks."""
+        """Return the number of leading positions, of those in these slots, that hold their marks."""
         other = self._marks[slots[: len(marks)]] != marks
         return int(other.argmax()) if other.any() else len(marks)
 
@@ -89,7 +86,7 @@ class SlotMarks:
 
 
 def _mixed(value: Marks) -> Marks:
-    """The last steps of SplitMix64, of each number."""
+    """Apply the last steps of SplitMix64 to each number."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(MIX_1)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(MIX_2)
     mixed: Marks = value ^ (value >> np.uint64(31))

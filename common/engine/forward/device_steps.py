@@ -6,7 +6,7 @@
     free for other work … wait for the mark  ◀──────────────────────────┘
     ─▶ StepOutput
 
-Owned by the model runner and by `drafts/slot_drafter.py`, on a GPU; on a processor only in tests, which compare it with
+Owned by the model runner and by `drafts/batch_drafts.py`, on a GPU; on a processor only in tests, which compare it with
 the ordinary path. Everything of a step is launched without asking the device for anything, so the host waits for the
 device exactly once a step; scored prompts, which are rare, are the exception. A step may be queued after one that still
 runs: its tokens are then taken on the device, and host memory that the device copies from exists twice.

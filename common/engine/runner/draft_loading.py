@@ -24,18 +24,22 @@ from cohort.common.engine.config.model_config import (
     read_geometry,
 )
 from cohort.common.engine.config.quantization_config import rounding_of
-from cohort.common.engine.drafts.batch_drafts import FILLED_AT_ONCE, BatchDrafter
-from cohort.common.engine.drafts.draft_model import DraftModel
-from cohort.common.engine.drafts.eagle_head import EagleHead
-from cohort.common.engine.drafts.next_token_module import NextTokenModule, module_geometry
-from cohort.common.engine.drafts.states_drafter import HeadModel, StatesDrafter, StatesHead
+from cohort.common.engine.device.device_name import TORCH_DTYPES
+from cohort.common.engine.drafts.batch_drafts import FILLED_AT_ONCE, BatchDrafter, DraftModel
+from cohort.common.engine.drafts.states_drafter import (
+    EagleHead,
+    HeadModel,
+    NextTokenModule,
+    StatesDrafter,
+    StatesHead,
+    module_geometry,
+)
 from cohort.common.engine.forward.device_steps import DeviceSteps, StepLimits
 from cohort.common.engine.models.lora import LoraStore
 from cohort.common.engine.models.model_files import Loading
 from cohort.common.engine.models.model_forms import load_model
 from cohort.common.engine.models.step_inputs import Model
 from cohort.common.engine.runner.model_runner import ModelRunner
-from cohort.common.engine.weights.resolved import TORCH_DTYPES
 from cohort.common.errors import ConfigError
 from cohort.common.types import KvGeometry
 

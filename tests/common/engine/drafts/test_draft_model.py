@@ -13,8 +13,7 @@ import torch
 
 from cohort.common.config import load_config
 from cohort.common.engine.config.model_config import read_geometry
-from cohort.common.engine.drafts.batch_drafts import FILLED_AT_ONCE, DraftRow
-from cohort.common.engine.drafts.draft_model import DraftModel
+from cohort.common.engine.drafts.batch_drafts import FILLED_AT_ONCE, DraftModel, DraftRow
 from cohort.common.engine.drafts.token_chain import TokenChain
 from cohort.common.engine.runner.draft_loading import DraftPlan, check_vocabulary, load_draft, plan_draft
 from cohort.common.engine.step.batch import GREEDY, SamplingRow

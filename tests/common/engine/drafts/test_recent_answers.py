@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.engine.drafts.recent_answers import SHORTEST, AnswerLookup, AnswerMemory
-from cohort.common.engine.drafts.suffix_automaton import ROOT, SuffixAutomaton
+from cohort.common.engine.drafts.recent_answers import ROOT, SHORTEST, AnswerLookup, AnswerMemory, SuffixAutomaton
 from cohort.common.engine.runner.drafting import Drafter
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=25), max_size=5)

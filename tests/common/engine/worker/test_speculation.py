@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from cohort.common import grammar
-from cohort.common.engine.drafts.draft_model import DraftModel
+from cohort.common.engine.drafts.batch_drafts import DraftModel
 from cohort.common.engine.worker import worker_loop
 from cohort.common.messages import TokenBatch
 from cohort.common.policies.speculation import Speculation

@@ -76,11 +76,6 @@ class Checkpoint:
     def file(self) -> Path:
         return self.folder / TENSOR_FILE
 
-    @property
-    def elements(self) -> int:
-        """Numbers that it adds to the model's."""
-        return sum(part.rank * (part.projection.inputs + part.projection.outputs) for part in self.parts)
-
 
 def stamp_of(file: Path) -> tuple[int, int]:
     """Return the size and the time of the last change. Raises `ModelError`."""

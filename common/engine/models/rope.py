@@ -12,8 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from cohort.common.engine.config.config_fields import yarn_mscale
-from cohort.common.engine.config.model_config import ModelGeometry, RopeConfig
+from cohort.common.engine.config.model_config import ModelGeometry, RopeConfig, yarn_mscale
 from cohort.common.errors import ModelError
 
 

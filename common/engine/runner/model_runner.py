@@ -21,7 +21,6 @@ from torch import Tensor
 
 from cohort.common.engine.cache.kv_tensors import KvTensors
 from cohort.common.engine.config.device_memory import DeviceShare, kv_bytes, step_bytes
-from cohort.common.engine.config.invariance import check_invariant
 from cohort.common.engine.config.lora_checkpoint import LoraOptions, check_lora
 from cohort.common.engine.config.model_config import (
     DTYPE_BYTES,
@@ -34,6 +33,7 @@ from cohort.common.engine.config.model_config import (
 from cohort.common.engine.config.rank_shares import check_degree, exchange_bytes
 from cohort.common.engine.config.runner_options import RunnerOptions
 from cohort.common.engine.device import compiled_kernels
+from cohort.common.engine.device.device_name import TORCH_DTYPES, resolve_device, resolve_dtype
 from cohort.common.engine.device.streams import HostStream, Stream
 from cohort.common.engine.drafts.batch_drafts import BatchDrafter
 from cohort.common.engine.forward.device_steps import DeviceSteps, Launched, StepLimits
@@ -42,7 +42,7 @@ from cohort.common.engine.models.lean_deepseek import LeanDeepseek
 from cohort.common.engine.models.lean_llama import LeanLlama
 from cohort.common.engine.models.lora import LoraStore, host_put
 from cohort.common.engine.models.model_files import Loading
-from cohort.common.engine.models.model_forms import load_model
+from cohort.common.engine.models.model_forms import check_invariant, load_model
 from cohort.common.engine.models.step_inputs import StepInputs, step_inputs
 from cohort.common.engine.ranks.followers import Followers
 from cohort.common.engine.ranks.group_steps import GroupSteps
@@ -54,7 +54,6 @@ from cohort.common.engine.step.prompt_scores import by_row, score, scored_tokens
 from cohort.common.engine.step.sampler import sample
 from cohort.common.engine.step.verification import joined, sample_drafted
 from cohort.common.engine.transfer.transfer_memory import STAGING_BYTES
-from cohort.common.engine.weights.resolved import TORCH_DTYPES, resolve_device, resolve_dtype
 from cohort.common.errors import ConfigError, InvariantViolated, ModelError
 from cohort.common.kv.layer_groups import in_groups, layer_groups
 from cohort.common.policies.kv_interface import KvCopy

@@ -8,10 +8,10 @@ from typing import cast
 import pytest
 import torch
 
-from cohort.common.engine.config import invariance
-from cohort.common.engine.config.invariance import check_invariant
 from cohort.common.engine.config.model_config import ModelGeometry, read_geometry
+from cohort.common.engine.models import model_forms
 from cohort.common.engine.models.experts import DeviceExperts, Router
+from cohort.common.engine.models.model_forms import check_invariant
 from cohort.common.engine.weights.linear import linear_form
 from cohort.common.errors import ConfigError
 from cohort.kernels import reference
@@ -34,7 +34,7 @@ def llama(model_folder) -> ModelGeometry:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with a GPU: what is asked of a device is answered without one."""
     monkeypatch.setattr(available, "ops_for", lambda tensor: object())
-    monkeypatch.setattr(invariance.torch, "empty", lambda *shape, device: None)
+    monkeypatch.setattr(model_forms.torch, "empty", lambda *shape, device: None)
 
 
 def refusal(

@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 
 def keep_in_cache() -> None:
-    """Names the cache folder to the kernels; builds nothing. Raises `ConfigError` for a wrong `COHORT_KERNELS`.
+    """Name the cache folder to the kernels; builds nothing. Raises `ConfigError` for a wrong `COHORT_KERNELS`.
 
     Triton's kernels go there too, unless `TRITON_CACHE_DIR` says otherwise: a worker that starts again, or beside
     others, then compiles none of them. It must be called before anything imports Triton.
@@ -39,14 +39,14 @@ def keep_in_cache() -> None:
 
 
 def compilations() -> int:
-    """Variants of GPU kernels that this process has compiled, or read from the cache folder, since it loaded Triton. A
-    launch waited for each; after warming up there should be none."""
+    """Return the number of variants of GPU kernels that this process has compiled, or read from the cache folder, since
+    it loaded Triton. A launch waited for each; after warming up there should be none."""
     variants = sys.modules.get("cohort.kernels.gpu.variants")
     return 0 if variants is None else int(variants.compilations.count)
 
 
 class KernelBuild:
-    """Builds and loads the kernels in a thread of its own, from the constructor on. Made on a running event loop."""
+    """A thread that builds and loads the kernels, from the constructor on. Made on a running event loop."""
 
     def __init__(self) -> None:
         keep_in_cache()
@@ -57,7 +57,7 @@ class KernelBuild:
         threading.Thread(target=self._build, name="kernel-build", daemon=True).start()
 
     async def ended(self) -> None:
-        """Returns when no call will compile any more, whether kernels are there or the reference has to do."""
+        """Wait until no call will compile any more, whether kernels are there or the reference has to do."""
         if not self._ended.done():
             log.info("waiting for the kernels to be built", seconds=self._seconds())
         await asyncio.shield(self._ended)
@@ -67,7 +67,7 @@ class KernelBuild:
         try:
             chosen = native.prepare(lambda words: log.info("kernels", progress=words, seconds=self._seconds()))
             log.info("kernels", implementation=chosen, seconds=self._seconds())
-        except BaseException as error:  # told to whoever waits
+        except BaseException as error:  # raised where it is awaited
             failure = error
         with contextlib.suppress(RuntimeError):  # the event loop is closed: the worker has ended
             self._loop.call_soon_threadsafe(self._end, failure)

@@ -23,13 +23,13 @@ class Stream(Protocol):
     """Work is done in the order in which it was launched."""
 
     def use(self) -> AbstractContextManager[Any]:
-        """Within, the calling thread launches its work here."""
+        """Let the calling thread launch its work here, within this context."""
 
     def mark(self) -> Mark:
-        """The point behind all that was launched so far."""
+        """Return the point behind all that was launched so far."""
 
     def after(self, mark: Mark) -> None:
-        """Work launched from now on runs after that point of another stream; no thread waits."""
+        """Make work launched from now on run after that point of another stream; no thread waits."""
 
 
 class HostStream:
@@ -81,5 +81,5 @@ class CudaStream:
 
 
 def stream_for(device: torch.device) -> Stream:
-    """A stream of its own on that device."""
+    """Make a stream on that device."""
     return CudaStream(device) if device.type == "cuda" else HostStream()

@@ -27,12 +27,12 @@ class Uploads:
         self._allocate(_FIRST_BYTES)
 
     def restart(self) -> None:
-        """Nothing that was put before is read any more."""
+        """Free the memory: nothing that was put before is read any more."""
         self._used = 0
         self._outgrown.clear()
 
     def put(self, arrays: Sequence[npt.NDArray[np.generic]]) -> list[Tensor]:
-        """The arrays' contents as tensors on the device, in one copy; they hold until `restart`."""
+        """Copy the arrays' contents to tensors on the device, in one copy; they hold until `restart`."""
         sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
         if self._used + sum(sizes) > len(self._host):
             # Earlier arrays are still being copied and read: they stay, and this goes into larger buffers.
@@ -44,7 +44,8 @@ class Uploads:
             there = self._there[end : end + array.nbytes]
             if array.nbytes:
                 self._host_bytes[end : end + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            views.append(there.view(_torch_dtype(array.dtype)).view(array.shape))
+            dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
+            views.append(there.view(dtype).view(array.shape))
             end += size
         if end > begin:
             self._there[begin:end].copy_(self._host[begin:end], non_blocking=True)
@@ -58,10 +59,6 @@ class Uploads:
         self._used = 0
 
 
-def _torch_dtype(dtype: np.dtype[np.generic]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype=dtype)).dtype
-
-
 def host_bytes(size: int, device: torch.device) -> Tensor:
-    """`size` bytes of host memory that the device copies from and to without the processor's help."""
+    """Allocate `size` bytes of host memory that the device copies from and to without the processor's help."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -65,11 +64,9 @@ class ShardedCodes(QuantizedFiles):
         self._whole.__enter__()
         return super().__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
-        self._whole.__exit__(kind, error, trace)
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        super().__exit__(kind, *error)
+        self._whole.__exit__(kind, *error)
 
     def read_quantized(self, name: str, outputs: int, inputs: int, device: torch.device) -> StoredWeight | None:
         part = self._share.part(name)

@@ -1,25 +1,31 @@
 """A GGUF file's tensors under the names of a Hugging Face checkpoint, in their codes.
 
 Opened by `weights.open_weights` for a folder that holds `model.gguf`. A matrix in blocks comes as `QuantizedWeight`
-(`gguf_blocks`), F32, F16 and BF16 as plain tensors. llama.cpp stores the queries and keys of the architecture `llama`
+without widening, F32, F16 and BF16 as plain tensors. llama.cpp stores the queries and keys of the architecture `llama`
 with another order of rows (pairs of neighbouring elements are rotated there, halves of a head here); rows move back,
 which changes no code. What the file's metadata say of the model is read elsewhere
 (`services/launcher/models/gguf_folder.py`).
+
+The blocks are ggml's (`ggml-quants.c`): the codes of a block stand beside its float16 scale, in the K types under a
+scale of 256 inputs. Codes of 5 and 6 bits become int8; the others keep their size. A block of each type says:
+
+    Q8_0  32 inputs, d · q                                 Q4_K  8 times 32 inputs, d · s · q - dmin · m
+    Q4_0  32 inputs, d · (q - 8)                           Q5_K  as Q4_K with a fifth bit apart
+    Q4_1  32 inputs, d · q + m                             Q6_K  16 times 16 inputs, d · s · (q - 32)
+    Q5_0, Q5_1  as these with a fifth bit apart
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cohort.common.engine.weights.gguf_blocks import BLOCKS, decoded
 from cohort.common.engine.weights.quantized import QuantizedWeight
 from cohort.common.errors import ModelError
 
@@ -48,7 +54,7 @@ _HEADS = {"self_attn.q_proj": "attention.head_count", "self_attn.k_proj": "atten
 
 
 def served_name(name: str) -> str | None:
-    """The name that a tensor of a GGUF file has in a Hugging Face checkpoint; None where none of ours has it."""
+    """Return the name that a tensor of a GGUF file has in a Hugging Face checkpoint; None where none of ours has it."""
     if name in _OUTER:
         return _OUTER[name]
     match = _LAYER.fullmatch(name)
@@ -61,7 +67,8 @@ class GgufFiles:
     """`Weights` over one GGUF file."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `ModelError` where the file is damaged, or holds tensors that are not served, by their names."""
+        """Open the file. Raises `ModelError` where it is damaged, or holds tensors that are not served, by their
+        names."""
         from gguf import GGUFReader
 
         self._path = path
@@ -93,9 +100,7 @@ class GgufFiles:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._tensors.clear()  # and the mapping of the file with them
 
     def __contains__(self, name: str) -> bool:
@@ -119,38 +124,34 @@ class GgufFiles:
     def read_rows(
         self, names: Sequence[str], rows: Sequence[int], rest: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Several tensors stacked, as numbers: blocks are dequantised."""
+        """Read several tensors stacked, as numbers: blocks are dequantised."""
         self.require(names)
         fused = torch.empty((sum(rows), *rest), dtype=dtype, device=device)
         first = 0
         for name, count in zip(names, rows, strict=True):
             self._check_shape(name, (count, *rest))
-            weight = self._coded(name)
-            fused[first : first + count] = self._plain(name) if weight is None else weight.dequantized().to(dtype)
+            part = self._stored(name)
+            fused[first : first + count] = part if isinstance(part, Tensor) else part.dequantized().to(dtype)
             first += count
         return fused
 
     def read_quantized(self, name: str, outputs: int, inputs: int, device: torch.device) -> QuantizedWeight | None:
-        """A matrix in its codes, on the host; None where it is plain."""
+        """Read a matrix in its codes, on the host; None where it is plain."""
         self.require([name])
         self._check_shape(name, (outputs, inputs))
-        return self._coded(name)
+        stored = self._stored(name)
+        return None if isinstance(stored, Tensor) else stored
 
-    def _coded(self, name: str) -> QuantizedWeight | None:
+    def _stored(self, name: str) -> Tensor | QuantizedWeight:
         tensor = self._tensors[name]
-        if (kind := tensor.tensor_type.name) in PLAIN:
-            return None
-        return decoded(kind, self._in_order(name, torch.from_numpy(np.array(tensor.data))))
-
-    def _plain(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        values = torch.from_numpy(np.array(tensor.data))
-        if tensor.tensor_type.name == "BF16":
+        kind, values = tensor.tensor_type.name, torch.from_numpy(np.array(tensor.data))
+        if kind == "BF16":
             values = values.view(torch.bfloat16)
-        return self._in_order(name, values)
+        rows = self._in_order(name, values)
+        return rows if kind in PLAIN else decoded(kind, rows)
 
     def _in_order(self, name: str, rows: Tensor) -> Tensor:
-        """Rows of queries and keys as a checkpoint has them: first of all rotated pairs, then their second ones."""
+        """Return rows of queries and keys in a checkpoint's order: all first rows of rotated pairs, then the second."""
         heads = next((count for module, count in self._heads.items() if f".{module}." in name), 0)
         if not heads:
             return rows
@@ -160,3 +161,123 @@ class GgufFiles:
         found = tuple(int(size) for size in reversed(self._tensors[name].shape))
         if found != shape:
             raise ModelError(f"{self._path}: tensor {name} has shape {found}, its metadata say {shape}")
+
+
+class BlockType(NamedTuple):
+    """A block of `inputs` numbers in `stored` bytes."""
+
+    inputs: int
+    stored: int
+    decode: Callable[[Tensor], QuantizedWeight]
+    """The function from uint8 [outputs, blocks, stored] to codes."""
+
+
+def _halves(blocks: Tensor, first: int) -> Tensor:
+    """Return the float16 at byte `first` of every block, as float32 [outputs, blocks]."""
+    return blocks[:, :, first : first + 2].contiguous().view(torch.float16)[:, :, 0].float()
+
+
+def _nibbles(low_high: Tensor) -> Tensor:
+    """Return uint8 [..., 32]: sixteen bytes hold inputs 0 to 15 in their low nibbles, 16 to 31 in their high ones."""
+    return torch.cat((low_high & 15, low_high >> 4), dim=-1)
+
+
+def _paired(codes: Tensor) -> Tensor:
+    """Pack uint8 [outputs, ...] of all inputs in order to [outputs, inputs / 2], two neighbouring inputs a byte."""
+    flat = codes.reshape(len(codes), -1)
+    return flat[:, 0::2] | (flat[:, 1::2] << 4)
+
+
+def _fifth_bits(bits: Tensor) -> Tensor:
+    """Return uint8 [outputs, blocks, 32] of 0 and 16, from the four bytes of every block that hold them."""
+    each = torch.arange(8, dtype=torch.uint8)
+    return ((bits[..., None] >> each & 1) << 4).flatten(-2)
+
+
+def _q8_0(blocks: Tensor) -> QuantizedWeight:
+    codes = blocks[:, :, 2:].reshape(len(blocks), -1).view(torch.int8)
+    return QuantizedWeight("int8", codes, _halves(blocks, 0), None, 32)
+
+
+def _q4_0(blocks: Tensor) -> QuantizedWeight:
+    scales = _halves(blocks, 0)
+    return QuantizedWeight("uint4", _paired(_nibbles(blocks[:, :, 2:])), scales, scales * -8, 32)
+
+
+def _q4_1(blocks: Tensor) -> QuantizedWeight:
+    codes = _paired(_nibbles(blocks[:, :, 4:]))
+    return QuantizedWeight("uint4", codes, _halves(blocks, 0), _halves(blocks, 2), 32)
+
+
+def _q5_0(blocks: Tensor) -> QuantizedWeight:
+    codes = (_nibbles(blocks[:, :, 6:]) | _fifth_bits(blocks[:, :, 2:6])).view(torch.int8) - 16
+    return QuantizedWeight("int8", codes.reshape(len(codes), -1), _halves(blocks, 0), None, 32)
+
+
+def _q5_1(blocks: Tensor) -> QuantizedWeight:
+    codes = (_nibbles(blocks[:, :, 8:]) | _fifth_bits(blocks[:, :, 4:8])).view(torch.int8)
+    return QuantizedWeight("int8", codes.reshape(len(codes), -1), _halves(blocks, 0), _halves(blocks, 2), 32)
+
+
+def _small_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales d · s and the offsets -dmin · m of the K types' eight groups, float32 [outputs, blocks · 8].
+
+    Their twelve bytes hold 6 bits of each: the first four groups in the low bits of bytes 0 to 3 (s) and 4 to 7 (m);
+    of the others the low 4 bits in bytes 8 to 11, the upper two above those of the first.
+    """
+    s, m, rest = blocks[:, :, 4:8], blocks[:, :, 8:12], blocks[:, :, 12:16]
+    scales = torch.cat((s & 63, (rest & 15) | (s >> 6 << 4)), dim=-1).float()
+    offsets = torch.cat((m & 63, (rest >> 4) | (m >> 6 << 4)), dim=-1).float()
+    scales = scales * _halves(blocks, 0)[:, :, None]
+    offsets = offsets * -_halves(blocks, 2)[:, :, None]
+    return scales.flatten(1), offsets.flatten(1)
+
+
+def _k_nibbles(stored: Tensor) -> Tensor:
+    """Return uint8 [outputs, blocks, 8, 32]: 32 bytes hold a group in their low nibbles and the next in the high."""
+    pairs = stored.reshape(*stored.shape[:2], 4, 32)
+    return torch.stack((pairs & 15, pairs >> 4), dim=-2).flatten(2, 3)
+
+
+def _q4_k(blocks: Tensor) -> QuantizedWeight:
+    scales, offsets = _small_scales(blocks)
+    return QuantizedWeight("uint4", _paired(_k_nibbles(blocks[:, :, 16:])), scales, offsets, 32)
+
+
+def _q5_k(blocks: Tensor) -> QuantizedWeight:
+    scales, offsets = _small_scales(blocks)
+    groups = torch.arange(8, dtype=torch.uint8)[:, None]
+    fifth = (blocks[:, :, None, 16:48] >> groups & 1) << 4
+    codes = (_k_nibbles(blocks[:, :, 48:]) | fifth).view(torch.int8)
+    return QuantizedWeight("int8", codes.reshape(len(codes), -1), scales, offsets, 32)
+
+
+def _q6_k(blocks: Tensor) -> QuantizedWeight:
+    """Decode twice 128 inputs: of 64 bytes the nibbles are the low bits of four runs of 32, of 32 bytes the pairs of
+    bits the upper ones."""
+    bytes_of = blocks[:, :, :128].reshape(*blocks.shape[:2], 2, 64)  # half, two runs of 32
+    low = torch.cat((bytes_of & 15, bytes_of >> 4), dim=-1).view(*blocks.shape[:2], 2, 4, 32)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
+    high = (blocks[:, :, 128:192].reshape(*blocks.shape[:2], 2, 1, 32) >> shifts & 3) << 4
+    codes = (low | high).view(torch.int8) - 32
+    small = blocks[:, :, 192:208].contiguous().view(torch.int8).float()
+    scales = (small * _halves(blocks, 208)[:, :, None]).flatten(1)
+    return QuantizedWeight("int8", codes.reshape(len(codes), -1), scales, None, 16)
+
+
+BLOCKS: Mapping[str, BlockType] = {
+    "Q8_0": BlockType(32, 34, _q8_0),
+    "Q4_0": BlockType(32, 18, _q4_0),
+    "Q4_1": BlockType(32, 20, _q4_1),
+    "Q5_0": BlockType(32, 22, _q5_0),
+    "Q5_1": BlockType(32, 24, _q5_1),
+    "Q4_K": BlockType(256, 144, _q4_k),
+    "Q5_K": BlockType(256, 176, _q5_k),
+    "Q6_K": BlockType(256, 210, _q6_k),
+}
+
+
+def decoded(kind: str, rows: Tensor) -> QuantizedWeight:
+    """Decode rows of blocks, uint8 [outputs, bytes of a row], of the type `kind`, one of `BLOCKS`."""
+    block = BLOCKS[kind]
+    return block.decode(rows.view(len(rows), -1, block.stored))

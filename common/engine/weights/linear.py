@@ -42,7 +42,7 @@ Matrix = Tensor | Sequence[QuantizedWeight]
 
 
 def linear_form(device: torch.device, dtype: torch.dtype, inputs: int) -> Form:
-    """Which form serves this device, dtype and number of inputs; see the table above."""
+    """Return which form serves this device, dtype and number of inputs; see the table above."""
     if device.type != "cpu":
         return "fixed" if batch_invariance.in_force() else "plain"
     if panels.available(dtype, inputs):
@@ -57,7 +57,7 @@ def on_gpu(weight: QuantizedWeight) -> bool:
 
 
 def packs_codes(weight: QuantizedWeight) -> bool:
-    """Whether its codes are multiplied as they are where they lie."""
+    """Return whether its codes are multiplied as they are where they lie."""
     codes, offsets = weight.codes, weight.offsets is not None
     if on_gpu(weight):
         return coded.available(codes, weight.group, weight.shape[1])
@@ -66,30 +66,14 @@ def packs_codes(weight: QuantizedWeight) -> bool:
 
 
 def settled(weight: Matrix, dtype: torch.dtype) -> Matrix:
-    """The weight in the form a product takes: codes where all of them can be packed, else numbers of `dtype`."""
+    """Return the weight in the form a product takes: codes where all of them can be packed, else numbers of `dtype`."""
     if isinstance(weight, Tensor) or all(packs_codes(part) for part in weight):
         return weight
     return torch.cat([part.dequantized().to(dtype) for part in weight])
 
 
-def _pack_codes(parts: Sequence[QuantizedWeight], arena: Arena, *, gated: bool = False) -> QuantizedPanels:
-    if gated and len(parts) == 2:
-        parts = [stacked(list(parts))]
-    return QuantizedPanels(
-        [Codes(part.codes, part.scales, part.offsets, part.group) for part in parts], arena, gated=gated
-    )
-
-
-def _coded(parts: Sequence[QuantizedWeight], *, biased: bool) -> CodedMatrix:
-    """As they lie, for the kernel of a GPU."""
-    return CodedMatrix([Codes(part.codes, part.scales, part.offsets, part.group) for part in parts], biased=biased)
-
-
-def native_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 itself (AMX or AVX512-BF16); else it is slower than float32."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and (
-        torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    )
+def _codes(parts: Sequence[QuantizedWeight]) -> list[Codes]:
+    return [Codes(part.codes, part.scales, part.offsets, part.group) for part in parts]
 
 
 class Linear:
@@ -106,7 +90,7 @@ class Linear:
         form: Form | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Takes weight [out, in]; where the form packs it (into `arena`), the caller's tensor may be dropped. `dtype`:
+        """Take weight [out, in]; where the form packs it (into `arena`), the caller's tensor may be dropped. `dtype`:
         of x and of codes that are dequantised; None where the weight is no codes."""
         weight = settled(weight, dtype or torch.float32)
         self.bias = bias
@@ -117,9 +101,9 @@ class Linear:
             self.weight = torch.empty(0, dtype=self.dtype)
             self.packed: Panels | CodedMatrix | None = None
             if self.form == "coded":
-                self.packed = _coded(weight, biased=bias is not None)
+                self.packed = CodedMatrix(_codes(weight), biased=bias is not None)
             else:
-                self.packed = _pack_codes(weight, arena or Arena())
+                self.packed = QuantizedPanels(_codes(weight), arena or Arena())
         else:
             self.out_features, self.in_features = weight.shape
             self.dtype = weight.dtype
@@ -145,7 +129,7 @@ class Linear:
         return out
 
     def into(self, x: Tensor, out: Tensor) -> None:
-        """out [T, out] = the product; `out` may be float32, then it takes the sums unrounded where they are known."""
+        """Write the product to out [T, out]; where `out` is float32, it takes the sums unrounded if they are known."""
         if self.form == "fixed":
             gpu.ops_for(x).fixed_product(x, self.weight, self.bias, out)
         elif self.packed is None and x.is_cuda and out.dtype == x.dtype:  # straight into its place
@@ -168,7 +152,7 @@ class Linear:
         return self.packed.data if isinstance(self.packed, Panels) and not self._widens else None
 
     def add_into(self, x: Tensor, residual: Tensor) -> None:
-        """residual [T, out] += the product, rounded before it is added; on a GPU one kernel adds it unrounded."""
+        """Add the product to residual [T, out], rounded before; on a GPU one kernel adds it unrounded."""
         if self.form == "fixed" and self.bias is None:
             gpu.ops_for(x).fixed_product(x, self.weight, None, residual, add=True)
         elif self.packed is None and x.is_cuda and self.bias is None:
@@ -180,7 +164,7 @@ class Linear:
 
 
 def _of_one_kind(weight: Sequence[QuantizedWeight]) -> bool:
-    """Whether gates and ups are packed together: they lie in one weight, or in two that can be one."""
+    """Return whether gates and ups are packed together: they lie in one weight, or in two that can be one."""
     first = weight[0]
     if on_gpu(first):
         return False
@@ -202,7 +186,7 @@ class GatedLinear:
         arena: Arena | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Takes weight [2 · out, in], the gates over the ups; codes as one weight, or as these two. `dtype` as in
+        """Take weight [2 · out, in], the gates over the ups; codes as one weight, or as these two. `dtype` as in
         `Linear`."""
         weight = settled(weight, dtype or torch.float32)
         self._packed: Panels | None = None
@@ -210,7 +194,8 @@ class GatedLinear:
             if linear_form(weight.device, weight.dtype, weight.shape[1]) == "panels":
                 self._packed = Panels(weight, arena or Arena(), gated=True)
         elif bias is None and not isinstance(weight, Tensor) and dtype != torch.float16 and _of_one_kind(weight):
-            self._packed = _pack_codes(weight, arena or Arena(), gated=True)
+            one = weight if len(weight) == 1 else [stacked(list(weight))]
+            self._packed = QuantizedPanels(_codes(one), arena or Arena(), gated=True)
         self._both = Linear(weight, bias, arena=arena, dtype=dtype) if self._packed is None else None
 
     @property
@@ -219,14 +204,14 @@ class GatedLinear:
         return None if self._packed is None else self._packed.data
 
     def into(self, x: Tensor, out: Tensor) -> None:
-        """out [T, out]."""
+        """Compute out [T, out]."""
         if self._packed is not None:
             self._packed.gated_product(x, out)
         elif self._both is not None:
             silu_mul(self._both(x), out)
 
     def unactivated(self, x: Tensor) -> Tensor:
-        """[T, 2 · out], gates before ups: for rows to which something is added before the activation."""
+        """Return [T, 2 · out], gates before ups: for rows to which something is added before the activation."""
         if self._packed is not None:
             return self._packed.halves(x)
         assert self._both is not None
@@ -244,21 +229,22 @@ class Embedding:
         """`head`: the product over the same matrix, where the model ties both. `dtype` as in `Linear`."""
         table = settled(table, dtype or torch.float32)
         self._shared: Panels | CodedMatrix | None = None
+        self._table = torch.empty(0)
         if head is not None and (head.panel_data is not None or head.form == "coded"):
             self._shared = head.packed
-        self._table = torch.empty(0)
-        if self._shared is None and not isinstance(table, Tensor):
-            self._shared = _coded(table, biased=False) if on_gpu(table[0]) else _pack_codes(table, arena or Arena())
-        elif self._shared is None and isinstance(table, Tensor):
+        elif isinstance(table, Tensor):
             self._table = table
+        elif on_gpu(table[0]):
+            self._shared = CodedMatrix(_codes(table), biased=False)
+        else:
+            self._shared = QuantizedPanels(_codes(table), arena or Arena())
 
     def into(self, ids: Tensor, out: Tensor) -> None:
-        """out [T, width]."""
+        """Write rows to out [T, width]."""
         if self._shared is None:
             torch.index_select(self._table, 0, ids, out=out)
-        elif out.dtype == torch.float16 and isinstance(
-            self._shared, Panels
-        ):  # of codes; the kernels write float32 and bfloat16
+        elif out.dtype == torch.float16 and isinstance(self._shared, Panels):
+            # Panels of codes, whose kernels write float32 and bfloat16.
             wide = torch.empty(out.shape)
             self._shared.rows(ids, wide)
             out.copy_(wide)

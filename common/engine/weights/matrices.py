@@ -8,7 +8,6 @@ by group, from the numbers the model would have computed with. Never reads a fil
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Protocol, Self, runtime_checkable
 
 import torch
@@ -33,13 +32,13 @@ class CodedWeights(Protocol):
     """Weights of which some are codes."""
 
     def read_quantized(self, name: str, outputs: int, inputs: int, device: torch.device) -> StoredWeight | None:
-        """Return the codes of a matrix; None where it is plain."""
+        """Read the codes of a matrix; None where it is plain."""
 
 
 def matrix(
     files: Weights, names: Sequence[str], rows: Sequence[int], inputs: int, dtype: torch.dtype, device: torch.device
 ) -> Matrix:
-    """Return a projection's weight, several modules' outputs one after the other: codes where all of them are kept
+    """Read a projection's weight, several modules' outputs one after the other: codes where all of them are kept
     (`keeps_codes`), else a tensor of `dtype`. On a processor nothing is read twice."""
     number, checkpoint = str(dtype).removeprefix("torch."), isinstance(files, QuantizedFiles)
     if (
@@ -102,10 +101,8 @@ class RoundedWeights:
         self._files.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._files.__exit__(kind, error, trace)
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._files.__exit__(kind, *error)
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -125,7 +122,7 @@ class RoundedWeights:
         return self._files.read_rows(names, rows, rest, dtype, device)
 
     def read_quantized(self, name: str, outputs: int, inputs: int, device: torch.device) -> QuantizedWeight | None:
-        """Return one matrix, rounded."""
+        """Read one matrix, rounded."""
         outer = name.endswith(("embed_tokens.weight", "lm_head.weight"))
         if self._rounding == "int4" and not outer and inputs % 2:
             return None
@@ -134,9 +131,8 @@ class RoundedWeights:
 
 
 def rounded(weight: Tensor, rounding: Rounding) -> QuantizedWeight:
-    """Return weight [out, in] in codes, with scales (int4: and offsets) of groups of `GROUP` inputs. A weight moves by
-    at most half a scale, and a scale's rounding to float16. Raises `ValueError` for 4 bits of an odd number of
-    inputs."""
+    """Round weight [out, in] to codes with scales (int4: and offsets) of groups of `GROUP` inputs. A weight moves by at
+    most half a scale, and a scale's rounding to float16. Raises `ValueError` for 4 bits of an odd number of inputs."""
     outputs, inputs = weight.shape
     if rounding == "int4" and inputs % 2:
         raise ValueError(f"codes of 4 bits come in pairs, and there are {inputs} inputs")

@@ -36,7 +36,7 @@ class QuantizedWeight:
     """Inputs that share a scale; a whole row's scale has the number of inputs here."""
 
     def __post_init__(self) -> None:
-        """Raises `InvariantViolated` where the parts do not fit one another."""
+        """Raise `InvariantViolated` where the parts do not fit one another."""
         outputs, inputs = self.shape
         if self.group < 1 or self.scales.shape != (outputs, -(-inputs // self.group)):
             raise InvariantViolated(f"scales {tuple(self.scales.shape)} for {self.shape} in groups of {self.group}")
@@ -54,21 +54,15 @@ class QuantizedWeight:
         bits = 4 if self.code == "uint4" else 8
         return CodeLayout(bits, self.code == "e4m3", self.group, self.shape[1], self.offsets is not None)
 
-    @property
-    def num_bytes(self) -> int:
-        """Of codes, scales and offsets as they are here."""
-        parts = (self.codes, self.scales, *(() if self.offsets is None else (self.offsets,)))
-        return sum(part.nbytes for part in parts)
-
     def on(self, device: torch.device) -> QuantizedWeight:
-        """The same on this device; itself where it is there."""
+        """Return the weight on this device; itself where it is there."""
         if self.codes.device == device:
             return self
         offsets = None if self.offsets is None else self.offsets.to(device)
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), offsets=offsets)
 
     def dequantized(self) -> Tensor:
-        """float32 [out, in]: what a product over this weight is compared with."""
+        """Return the numbers, float32 [out, in]."""
         outputs, inputs = self.shape
         if self.code == "uint4":
             values = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).view(outputs, inputs).float()
@@ -80,7 +74,7 @@ class QuantizedWeight:
 
 
 def stacked(parts: list[QuantizedWeight]) -> QuantizedWeight:
-    """Several weights of the same inputs, code and group as one, outputs one after the other (a fused projection).
+    """Join weights of the same inputs, code and group, outputs one after the other (a fused projection).
 
     Raises `InvariantViolated` where they are not of one kind.
     """
@@ -88,10 +82,9 @@ def stacked(parts: list[QuantizedWeight]) -> QuantizedWeight:
     if any((part.code, part.group, part.shape[1]) != (first.code, first.group, first.shape[1]) for part in parts):
         kinds = ", ".join(f"{part.code}/{part.group} of {part.shape[1]}" for part in parts)
         raise InvariantViolated(f"weights of different kinds cannot stand in one product: {kinds}")
-    offsets: Tensor | None = None
+    offsets = None
     if any(part.offsets is not None for part in parts):
-        kept = [torch.zeros_like(part.scales) if part.offsets is None else part.offsets for part in parts]
-        offsets = torch.cat(kept)
+        offsets = torch.cat([torch.zeros_like(p.scales) if p.offsets is None else p.offsets for p in parts])
     return QuantizedWeight(
         first.code,
         torch.cat([part.codes for part in parts]),

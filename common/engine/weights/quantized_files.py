@@ -9,7 +9,6 @@ is missing or has another shape is named. `matrix` decides what a product is mad
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -37,10 +36,8 @@ class QuantizedFiles:
         self._files.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._files.__exit__(kind, error, trace)
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._files.__exit__(kind, *error)
 
     def __contains__(self, name: str) -> bool:
         return name in self._files or self._scheme(name) is not None
@@ -62,7 +59,7 @@ class QuantizedFiles:
     def read_rows(
         self, names: Sequence[str], rows: Sequence[int], rest: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Several tensors stacked; those of quantised modules dequantised to `dtype`, a few rows at a time."""
+        """Read several tensors stacked; those of quantised modules dequantised to `dtype`, a few rows at a time."""
         self.require(names)
         if all(self._scheme(name) is None for name in names):
             for name in names:
@@ -82,8 +79,8 @@ class QuantizedFiles:
         return fused
 
     def read_quantized(self, name: str, outputs: int, inputs: int, device: torch.device) -> StoredWeight | None:
-        """The weight `name` in its codes; None where it is plain. Raises `ModelError` naming the part that is missing
-        or has another shape or dtype than the configuration says."""
+        """Read the weight `name` in its codes; None where it is plain. Raises `ModelError` naming the part that is
+        missing or has another shape or dtype than the configuration says."""
         scheme = self._scheme(name)
         if scheme is None:
             return None
@@ -95,7 +92,7 @@ class QuantizedFiles:
             raise error if module in str(error) else ModelError(f"{module}: {error}") from error
 
     def part(self, name: str, shape: Sequence[int] | None, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-        """A tensor as it is stored, there on return. `shape` and `dtype`: what it must have; None = as it is."""
+        """Read a tensor as it is stored, there on return. `shape` and `dtype`: what it must have; None = as it is."""
         stored = self._files.stored(name)
         stored.check()
         if dtype is not None and stored.dtype != dtype:
@@ -108,7 +105,7 @@ class QuantizedFiles:
         return name in self._files
 
     def _scheme(self, name: str) -> WeightScheme | None:
-        """How the weight `name` is stored; None where it is no weight, or plain."""
+        """Return how the weight `name` is stored; None where it is no weight, or plain."""
         if not name.endswith(".weight"):
             return None
         module = _module(name)
@@ -116,13 +113,10 @@ class QuantizedFiles:
         if scheme is None:
             return None
         if name not in self._files:  # its codes have another name; or nothing is there, which `require` tells
-            known = f"{module}.{_MAIN[scheme.layout]}" in self._files or self._has_parts(module)
-            return scheme if known else None
+            # Scales without codes: a damaged module, not a plain one.
+            parts = (_MAIN[scheme.layout], "scales", "weight_scale", "weight_scale_inv")
+            return scheme if any(f"{module}.{part}" in self._files for part in parts) else None
         return scheme if scheme.layout == "scaled" and self._files.stored(name).dtype not in _PLAIN else None
-
-    def _has_parts(self, module: str) -> bool:
-        """Scales without codes: a damaged module, not a plain one."""
-        return any(f"{module}.{part}" in self._files for part in ("scales", "weight_scale", "weight_scale_inv"))
 
     def _parts(self, module: str, scheme: WeightScheme) -> list[str]:
         match scheme.layout:
@@ -137,17 +131,14 @@ class QuantizedFiles:
         return [f"{module}.{part}" for part in parts]
 
     def scales_of(self, module: str) -> str:
-        """DeepSeek's name of scales tells how they came about; they multiply as the others do."""
-        inverse = f"{module}.weight_scale_inv" in self._files
+        """Return the name of a module's scales. DeepSeek's tells how they came about; they multiply as others do."""
         blocks = self._quantization.method == "fp8" and any(s.block for s in self._quantization.schemes)
-        return (
-            "weight_scale_inv"
-            if inverse or (blocks and f"{module}.weight_scale" not in self._files)
-            else "weight_scale"
-        )
+        inverse = f"{module}.weight_scale_inv" in self._files
+        inverse = inverse or (blocks and f"{module}.weight_scale" not in self._files)
+        return "weight_scale_inv" if inverse else "weight_scale"
 
     def _check_plain(self, name: str) -> None:
-        """Codes without a scheme would be read as if they were the weights."""
+        """Raise `ModelError` for codes without a scheme, which would be read as if they were the weights."""
         stored = self._files.stored(name)
         if stored.dtype in _PLAIN:
             return
@@ -186,8 +177,7 @@ class _PartsReader:
         return scaled(codes, self._part(self._files.scales_of(self._module)), zeros, self._scheme)
 
     def _packed(self) -> StoredWeight:
-        even = self._inputs * self._scheme.bits % 8 == 0
-        if not even:
+        if self._inputs * self._scheme.bits % 8:
             raise ModelError(f"an odd number of inputs ({self._inputs}) in codes of {self._scheme.bits} bits")
         words = self._part("weight_packed", (self._outputs, -(-self._inputs // self._per_word)), torch.int32)
         scales = self._part("weight_scale", (self._outputs, self._groups) if self._scheme.group else None)
@@ -208,14 +198,14 @@ class _PartsReader:
         return gptq(words, scales, zeros, self._own_groups("g_idx"), self._scheme)
 
     def _own_groups(self, name: str) -> Tensor | None:
-        """The group of every input, where the files say it; compressed-tensors writes -1 where it does not matter."""
+        """Return the group of every input, where the files say it: compressed-tensors writes -1 where it may be any."""
         if not self._files.has(f"{self._module}.{name}"):
             return None
         groups = self._part(name, (self._inputs,), torch.int32)
         return None if bool((groups == -1).any()) else groups
 
     def _of(self, what: str, count: int) -> int:
-        """Words that hold `count` codes, which fill them."""
+        """Return the number of words that hold `count` codes, which fill them."""
         if count % self._per_word:
             raise ModelError(f"{count} {what} do not fill words of {self._per_word} codes")
         return count // self._per_word

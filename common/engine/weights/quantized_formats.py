@@ -48,7 +48,7 @@ class ReorderedWeight:
         return CodeLayout(8, False, 1, self.shape[1], self.offsets is not None, reordered=True)
 
     def dequantized(self) -> Tensor:
-        """float32 [out, in]."""
+        """Return the numbers, float32 [out, in]."""
         values = self.codes.float().mul_(self.scales[:, self.groups])
         return values if self.offsets is None else values.add_(self.offsets[:, self.groups])
 
@@ -57,8 +57,8 @@ StoredWeight = QuantizedWeight | ReorderedWeight
 
 
 def scaled(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: WeightScheme) -> QuantizedWeight:
-    """`codes` float8_e4m3fn or int8 [out, in]; `scales` and `zeros`: one of the tensor, [out] or [out, 1], one of every
-    block, or [out, groups]."""
+    """Convert `codes`, float8_e4m3fn or int8 [out, in]; `scales` and `zeros`: one of the tensor, [out] or [out, 1], one
+    of every block, or [out, groups]."""
     spread, group = _spread(scales, codes.shape[0], codes.shape[1], scheme)
     offsets = None
     if zeros is not None:
@@ -69,7 +69,7 @@ def scaled(codes: Tensor, scales: Tensor, zeros: Tensor | None, scheme: WeightSc
 def packed(
     words: Tensor, scales: Tensor, zeros: Tensor | None, groups: Tensor | None, inputs: int, scheme: WeightScheme
 ) -> StoredWeight:
-    """`words` int32 [out, …]; `zeros` int32 [out / n, groups], packed along the outputs, or None where symmetric."""
+    """Convert `words` int32 [out, …]; `zeros` int32 [out / n, groups], packed along the outputs; None = symmetric."""
     outputs, half = len(words), 1 << (scheme.bits - 1)
     spread, group = _spread(scales, outputs, inputs, scheme)
     of_zeros = torch.full_like(spread, half)
@@ -80,7 +80,7 @@ def packed(
 
 
 def awq(words: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightScheme) -> QuantizedWeight:
-    """`words` int32 [in, out / 8], `zeros` int32 [groups, out / 8], `scales` [groups, out]."""
+    """Convert `words` int32 [in, out / 8], `zeros` int32 [groups, out / 8], `scales` [groups, out]."""
     inputs, spread = len(words), scales.t().float().contiguous()
     codes = torch.empty((words.shape[1], 8, inputs // 2), dtype=torch.uint8, device=words.device)
     for output, nibble in enumerate(_awq_nibbles(words)):
@@ -90,7 +90,7 @@ def awq(words: Tensor, scales: Tensor, zeros: Tensor, scheme: WeightScheme) -> Q
 
 
 def gptq(words: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor | None, scheme: WeightScheme) -> StoredWeight:
-    """`words` int32 [in / n, out], `zeros` int32 [groups, out / n], `scales` [groups, out], `groups` int32 [in].
+    """Convert `words` int32 [in / n, out], `zeros` int32 [groups, out / n], `scales` [groups, out], `groups` [in].
 
     The first version stores zero - 1 in the zero's own bits, so it wraps there as AutoGPTQ's reference does.
     """
@@ -104,14 +104,15 @@ def gptq(words: Tensor, scales: Tensor, zeros: Tensor, groups: Tensor | None, sc
 
 
 def rows_of(weight: StoredWeight, first: int, count: int) -> StoredWeight:
-    """Some outputs of a weight."""
+    """Return some outputs of a weight."""
     part = slice(first, first + count)
     offsets = None if weight.offsets is None else weight.offsets[part]
     return replace(weight, codes=weight.codes[part], scales=weight.scales[part], offsets=offsets)
 
 
 def columns_of(weight: StoredWeight, first: int, end: int) -> StoredWeight:
-    """The inputs [first, end) of a weight. Raises `ModelError` where they begin or end within a group, or a byte."""
+    """Cut out the inputs [first, end) of a weight. Raises `ModelError` where they begin or end within a group, or a
+    byte."""
     _, inputs = weight.shape
     if isinstance(weight, ReorderedWeight):
         return replace(weight, codes=weight.codes[:, first:end], groups=weight.groups[first:end])
@@ -132,7 +133,7 @@ def columns_of(weight: StoredWeight, first: int, end: int) -> StoredWeight:
 
 
 def together(parts: Sequence[StoredWeight]) -> StoredWeight:
-    """Outputs of one weight, one part after the other."""
+    """Join outputs of one weight, one part after the other."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -146,7 +147,7 @@ def together(parts: Sequence[StoredWeight]) -> StoredWeight:
 
 
 def widened(weight: StoredWeight) -> Tensor:
-    """`dequantized`, the same bits; several times as fast where groups fill the rows."""
+    """Return the same bits as `dequantized`, several times as fast where groups fill the rows."""
     outputs, inputs = weight.shape
     if isinstance(weight, ReorderedWeight) or inputs % weight.group:
         return weight.dequantized()
@@ -179,8 +180,8 @@ def dequantize_into(weight: StoredWeight, place: Tensor) -> None:
 def _integers(
     codes: Tensor, scales: Tensor, zeros: Tensor, group: int, groups: Tensor | None, bits: Bits
 ) -> StoredWeight:
-    """`codes` uint8 [out, bytes] of unsigned integers, `zeros` float32 as unsigned; `groups` where inputs name their
-    own. Eight bits become signed, as the exchange form has them."""
+    """Convert `codes` uint8 [out, bytes] of unsigned integers, `zeros` float32 as unsigned; `groups` where inputs name
+    their own. Eight bits become signed, as the exchange form has them."""
     if bits == 8:
         codes, zeros = (codes ^ 0x80).view(torch.int8), zeros - 128.0
     offsets = _offsets(scales, zeros)
@@ -195,12 +196,12 @@ def _integers(
 
 
 def _offsets(scales: Tensor, zeros: Tensor) -> Tensor | None:
-    """-scale · zero; None where every zero is 0."""
+    """Return -scale · zero; None where every zero is 0."""
     return None if not bool(zeros.any()) else -(scales * zeros.float())
 
 
 def _spread(scales: Tensor, outputs: int, inputs: int, scheme: WeightScheme) -> tuple[Tensor, int]:
-    """float32 [out, groups] and the inputs of a group."""
+    """Return scales float32 [out, groups] and the number of inputs of a group."""
     values = scales.float()
     if scheme.block is not None:
         rows, group = scheme.block
@@ -218,12 +219,12 @@ def _spread(scales: Tensor, outputs: int, inputs: int, scheme: WeightScheme) -> 
 
 
 def _bytes(words: Tensor) -> Tensor:
-    """uint8 [rows, 4 · words]. A single column counts as contiguous whatever its stride, which a view does not take."""
+    """Return uint8 [rows, 4 · words]. A single column counts as contiguous whatever its stride, which no view takes."""
     return words.contiguous().view(-1).view(torch.uint8).view(len(words), -1)
 
 
 def _unpacked(words: Tensor, bits: Bits) -> Tensor:
-    """uint8 [rows, values] of int32 words [rows, …], lowest bits first."""
+    """Return uint8 [rows, values] of int32 words [rows, …], lowest bits first."""
     return _bytes(words) if bits == 8 else _unpacked_bytes(_bytes(words))
 
 
@@ -232,7 +233,7 @@ def _unpacked_bytes(pairs: Tensor) -> Tensor:
 
 
 def _awq_nibbles(words: Tensor) -> Iterator[Tensor]:
-    """Of int32 [rows, outputs / 8]: uint8 [outputs / 8, rows] of the first output of every word, of the second, …"""
+    """Yield uint8 [outputs / 8, rows] of the first output of every word [rows, outputs / 8], of the second, …"""
     pairs = _bytes(words.t()).view(words.shape[1], len(words), 4)
     for place in _AWQ_PLACES:
         pair = pairs[:, :, place // 2]

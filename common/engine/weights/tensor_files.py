@@ -45,7 +45,7 @@ class StoredTensor(Source, Protocol):
     def num_bytes(self) -> int: ...
 
     def check(self) -> None:
-        """Raises `ModelError` for elements of a kind that is not served."""
+        """Raise `ModelError` for elements of a kind that is not served."""
 
 
 class TensorFile(Protocol):
@@ -57,7 +57,7 @@ class TensorFile(Protocol):
 
 
 def open_tensor_file(path: Path) -> TensorFile:
-    """Raises `ModelError` naming the file and what is wrong with it."""
+    """Open a file of tensors. Raises `ModelError` naming it and what is wrong with it."""
     return _SafetensorsFile(path) if path.suffix == ".safetensors" else _TorchFile(path)
 
 
@@ -123,7 +123,7 @@ class _SafetensorsFile:
             raise ModelError(f"{path} cannot be read: it is truncated, its header names {end} bytes and it has {size}")
 
     def _header(self, size: int) -> tuple[dict[str, Any], int]:
-        """What is in the file, and where the tensors' bytes begin."""
+        """Read the header; return it, and where the tensors' bytes begin."""
         length = int.from_bytes(self._file.read(_LENGTH_BYTES), "little")
         if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _LONGEST_HEADER):
             raise ValueError(f"it is truncated or no safetensors file: a header of {length} bytes in a file of {size}")

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -24,7 +23,7 @@ class WeightFiles:
     """All tensors of a model folder."""
 
     def __init__(self, model_dir: Path) -> None:
-        """Raises `ModelError` naming the file that is missing or damaged, and what is wrong with it."""
+        """Open the files. Raises `ModelError` naming the file that is missing or damaged, and what is wrong with it."""
         self._model_dir = model_dir
         self._file_of: dict[str, TensorFile] = {}
         self._reader: WeightReader | None = None
@@ -40,9 +39,7 @@ class WeightFiles:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._reader is not None:
             if kind is None:
                 self._reader.finish()
@@ -54,15 +51,15 @@ class WeightFiles:
         return name in self._file_of
 
     def stored(self, name: str) -> StoredTensor:
-        """How one of its tensors lies in its file."""
+        """Return one of its tensors as it lies in its file."""
         return self._file_of[name].tensors[name]
 
     def where(self, name: str) -> Path:
-        """The file of one of its tensors."""
+        """Return the file of one of its tensors."""
         return self._file_of[name].path
 
     def prefix(self, candidates: Sequence[str], probe: str) -> str:
-        """The first of `candidates` under which `probe` exists: checkpoints of bare models lack the outer prefix."""
+        """Return the first of `candidates` under which `probe` exists: files of bare models lack the outer prefix."""
         for candidate in candidates:
             if candidate + probe in self:
                 return candidate
@@ -78,13 +75,12 @@ class WeightFiles:
             )
 
     def read(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """One tensor in the given dtype on the device."""
         return self.read_rows([name], [shape[0]], shape[1:], dtype, device)
 
     def read_rows(
         self, names: Sequence[str], rows: Sequence[int], rest: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Several tensors stacked along their first dimension (a fused projection), each read once into its part.
+        """Read several tensors stacked along their first dimension (a fused projection), each once into its part.
 
         On a GPU the bytes are there at the end of the context, elsewhere on return.
         """
@@ -101,7 +97,7 @@ class WeightFiles:
         return fused
 
     def read_stored(self, name: str, device: torch.device) -> Tensor:
-        """One tensor in its own shape and dtype, there on return."""
+        """Read one tensor in its own shape and dtype, there on return."""
         stored = self.stored(name)
         stored.check()
         tensor = place((math.prod(stored.shape),), stored.dtype, device)
@@ -111,7 +107,7 @@ class WeightFiles:
         return tensor.view(stored.shape)
 
     def check_shape(self, name: str, shape: Sequence[int]) -> None:
-        """Raises `ModelError` where a tensor has another one."""
+        """Raise `ModelError` where a tensor has another shape."""
         if (found := self.stored(name).shape) != tuple(shape):
             raise ModelError(
                 f"{self._model_dir}: tensor {name} has shape {found}, its configuration says {tuple(shape)}"
@@ -124,8 +120,8 @@ class WeightFiles:
 
 
 def _weight_paths(model_dir: Path) -> tuple[list[Path], str, dict[str, Path]]:
-    """The folder's weight files, the name of their index ("" without one), and which file it says holds a tensor:
-    safetensors before PyTorch, an index before a single file."""
+    """Return the folder's weight files, the name of their index ("" without one), and which file it says holds a
+    tensor: safetensors before PyTorch, an index before a single file."""
     for single, index in (
         ("model.safetensors", "model.safetensors.index.json"),
         ("pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -142,7 +138,7 @@ def _weight_paths(model_dir: Path) -> tuple[list[Path], str, dict[str, Path]]:
 
 
 def _indexed(path: Path) -> dict[str, str]:
-    """The file that holds each tensor, as an index says."""
+    """Read the file that holds each tensor from an index."""
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(shard) for name, shard in weight_map.items()}

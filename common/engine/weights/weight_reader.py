@@ -31,7 +31,7 @@ from cohort.kernels.cpu.panels import huge_zeros
 log = structlog.get_logger(__name__)
 
 THREADS = 8
-"""At most; no more than this process has cores."""
+"""The max number of threads; no more than this process has cores."""
 CHUNK_BYTES = 8 << 20
 _INLINE_BYTES = 64 << 10  # on a processor the calling thread reads what is smaller
 _PROGRESS_S = 1.0
@@ -61,7 +61,7 @@ class Progress:
         self._done = 0
 
     def add(self, num_bytes: int) -> None:
-        """From any thread."""
+        """Count bytes that were read, from any thread."""
         with self._lock:
             self._done += num_bytes
             now_s = self._now_s()
@@ -119,7 +119,7 @@ class WeightReader:
         self._pending: list[Future[None]] = []
 
     def read(self, sources: Sequence[tuple[Source, Tensor]]) -> None:
-        """Each source into its place, a contiguous tensor of as many elements. The module says when it is there."""
+        """Read each source into its place, a contiguous tensor of as many elements; see above for when it is there."""
         for source, place in sources:
             flat = place.view(-1)
             if not self._staged and flat.numel() * source.dtype.itemsize <= _INLINE_BYTES:
@@ -129,19 +129,16 @@ class WeightReader:
             for first in range(0, flat.numel(), step):
                 chunk = flat[first : first + step]
                 self._pending.append(self._pool.submit(self._read_chunk, source, chunk, first))
-        if not self._staged:
-            self._settle()
-        else:
-            self._forget_done()
+        self._settle(wait=not self._staged)
 
     def arrive(self) -> None:
-        """What was read so far is there."""
-        self._settle()
+        """Wait until all that was read so far is there."""
+        self._settle(wait=True)
         for lane in self._lanes:
             lane.stream.mark().wait()
 
     def finish(self) -> None:
-        """Everything is there, and the threads have ended; also after an error, which it raises."""
+        """Wait until everything is there, and end the threads; also after an error, which it raises."""
         try:
             self.arrive()
         except BaseException:
@@ -158,19 +155,17 @@ class WeightReader:
             lane.stream.mark().wait()
         self._lanes.clear()
 
-    def _settle(self) -> None:
+    def _settle(self, *, wait: bool) -> None:
+        """Raise what reading failed by: of all chunks, which it waits for, or of those that are done."""
         pending, self._pending = self._pending, []
         for future in pending:
-            future.result()
-
-    def _forget_done(self) -> None:
-        done = [future for future in self._pending if future.done()]
-        self._pending = [future for future in self._pending if not future.done()]
-        for future in done:
-            future.result()
+            if wait or future.done():
+                future.result()
+            else:
+                self._pending.append(future)
 
     def _read_chunk(self, source: Source, place: Tensor, first: int) -> None:
-        """On a thread of the pool; or inline, then neither staged nor large."""
+        """Read on a thread of the pool; or inline, then neither staged nor large."""
         with torch.inference_mode():
             if self._staged:
                 self._by_way_of_the_host(source, place, first)
@@ -198,7 +193,7 @@ class WeightReader:
         lane.marks[index] = lane.stream.mark()
 
     def _filled(self, source: Source, first: int, count: int) -> Tensor:
-        """Elements as the file has them, in a chunk that holds until this thread's next call."""
+        """Return elements as the file has them, in a chunk that holds until this thread's next call."""
         lane = self._lane()
         if lane.cast is None:
             lane.cast = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
@@ -215,12 +210,12 @@ class WeightReader:
 
 
 def launch_copy(place: Tensor, chunk: Tensor) -> None:
-    """On the calling thread's stream; not awaited where the device copies by itself."""
+    """Copy on the calling thread's stream; not awaited where the device copies by itself."""
     place.copy_(chunk, non_blocking=True)
 
 
 def place(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for a tensor that is read."""
+    """Allocate memory for a tensor that is read."""
     size = math.prod(shape) * dtype.itemsize
     if device.type == "cpu" and size >= _HUGE_BYTES:
         return huge_zeros(size).view(dtype).view(shape)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 import torch
@@ -26,33 +25,31 @@ from cohort.common.paths import GGUF_FILE
 
 
 class Weights(Protocol):
-    """A model's tensors by name. A context manager: what was read is there, on a GPU, when it ends."""
+    """A model's tensors by name. A context manager: on a GPU the bytes that were read are there when it ends."""
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, /, *error: object) -> None: ...
 
     def __contains__(self, name: str) -> bool: ...
 
     def prefix(self, candidates: Sequence[str], probe: str) -> str:
-        """The first of `candidates` under which `probe` exists."""
+        """Return the first of `candidates` under which `probe` exists."""
 
     def require(self, names: Iterable[str]) -> None:
         """Raise `ModelError` naming every absent tensor at once."""
 
     def read(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """One tensor in the given dtype on the device."""
+        """Return one tensor in the given dtype on the device."""
 
     def read_rows(
         self, names: Sequence[str], rows: Sequence[int], rest: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Several tensors stacked along their first dimension."""
+        """Return several tensors stacked along their first dimension."""
 
 
 def open_weights(model_dir: Path, kind: WeightKind, quantization: Quantization | None = None) -> Weights:
-    """Of the folder's files, or drawn: "random" measures a model's shape without having the model."""
+    """Open the folder's files, or draw: "random" measures a model's shape without having the model."""
     if kind != "files":
         return RandomWeights()
     if (model_dir / GGUF_FILE).exists():
@@ -62,7 +59,7 @@ def open_weights(model_dir: Path, kind: WeightKind, quantization: Quantization |
 
 
 class RandomWeights:
-    """Every tensor that is asked for, generated from its name: workers on devices of one kind generate the same model.
+    """Tensors generated from their names: workers on devices of one kind generate the same model.
 
     Norms are ones; matrices have rows of length about one, so that values stay finite through any number of layers.
     """
@@ -70,9 +67,7 @@ class RandomWeights:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         return None
 
     def __contains__(self, name: str) -> bool:

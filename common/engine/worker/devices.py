@@ -27,8 +27,8 @@ from cohort.common.devices.fit import check_fit, need
 from cohort.common.devices.gpu_locks import DeviceClaims, Held, Wish
 from cohort.common.devices.refusal import TorchFacts, missing_toolchain, unusable_gpu
 from cohort.common.engine.config.model_config import read_geometry
+from cohort.common.engine.device.device_name import resolve_device
 from cohort.common.engine.runner.model_runner import ModelRunner
-from cohort.common.engine.weights.resolved import resolve_device
 from cohort.common.errors import ConfigError, NoDeviceLeft
 from cohort.common.types import EngineFacts, Role
 from cohort.kernels.cpu import native

@@ -29,7 +29,7 @@ from cohort.common.engine.config.quantization_config import rounding_of
 from cohort.common.engine.config.rank_shares import RankShare
 from cohort.common.engine.config.runner_options import RunnerOptions
 from cohort.common.engine.device.compiled_kernels import KernelBuild
-from cohort.common.engine.device.device_name import device_name, own_cores
+from cohort.common.engine.device.device_name import device_name, native_bfloat16, own_cores, resolve_dtype
 from cohort.common.engine.ranks.followers import Followers
 from cohort.common.engine.ranks.rank_hosts import RanksElsewhere
 from cohort.common.engine.ranks.rank_messages import Setup
@@ -38,8 +38,6 @@ from cohort.common.engine.ranks.rank_transfers import opened
 from cohort.common.engine.ranks.ranks import RankGroup
 from cohort.common.engine.runner.draft_loading import load_draft, plan_draft
 from cohort.common.engine.runner.model_runner import ModelRunner
-from cohort.common.engine.weights.linear import native_bfloat16
-from cohort.common.engine.weights.resolved import resolve_dtype
 from cohort.common.engine.worker.devices import (
     WorkerDevice,
     checked_device,

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from cohort.common.engine.device import device_name
+from cohort.common.engine.device.device_name import resolve_device, resolve_dtype
 from cohort.common.engine.runner import model_runner
 from cohort.common.engine.step.batch import trial_batch
-from cohort.common.engine.weights import resolved
-from cohort.common.engine.weights.resolved import resolve_device, resolve_dtype
 from cohort.common.engine.worker.profile_process import StepShape, default_shapes, measure
 from cohort.common.errors import ConfigError
 from tests.common.engine.driver import Driver, make_runner, random_prompts, refusing
@@ -23,7 +23,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 def test_auto_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     for native, expected in ((True, "bfloat16"), (False, "float32")):
-        monkeypatch.setattr(resolved, "native_bfloat16", lambda native=native: native)
+        monkeypatch.setattr(device_name, "native_bfloat16", lambda native=native: native)
         assert resolve_dtype("auto", CPU) == expected
     assert resolve_dtype("auto", CUDA) == "bfloat16"
     assert resolve_dtype("float16", CPU) == "float16"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gguf import quants
 
-from cohort.common.engine.weights.gguf_blocks import BLOCKS, decoded
+from cohort.common.engine.weights.gguf_files import BLOCKS, decoded
 
 CODES = {"Q4_0": "uint4", "Q4_1": "uint4", "Q4_K": "uint4"}
 HALVES = {"Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,)}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cohort.common.engine.device.device_name import native_bfloat16
 from cohort.common.engine.weights import linear
-from cohort.common.engine.weights.linear import Embedding, Form, GatedLinear, Linear, linear_form, native_bfloat16
+from cohort.common.engine.weights.linear import Embedding, Form, GatedLinear, Linear, linear_form
 from cohort.common.engine.weights.quantized import Code, QuantizedWeight
 from cohort.kernels.ops import coded
 from cohort.kernels.ops.fused import silu_mul

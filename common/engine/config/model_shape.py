@@ -6,7 +6,7 @@ PyTorch.
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any
 
 from cohort.common.engine.config.model_config import DTYPE_BYTES, ModelGeometry
 
@@ -15,39 +15,12 @@ MXFP4_BITS = 4.25
 """Four bits, and eight of scale for 32 weights."""
 
 
-class ShapeFields(TypedDict, total=False):
-    """Fields of `ModelShape`."""
-
-    name: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    gated_mlp: bool
-    vocabulary: int
-    tied_embeddings: bool
-    max_positions: int
-    weight_bytes: int
-    kv_bytes: int
-    window: int
-    experts: int
-    experts_per_token: int
-    expert_intermediate: int
-    shared_intermediate: int
-    dense_layers: int
-    expert_bits: float
-    attention_weights: int
-    pair_dim: int
-
-
 def model_shape(
     name: str, geometry: ModelGeometry, dtype: str, kv_dtype: str = "", *, mxfp4: bool = False
-) -> ShapeFields:
+) -> dict[str, Any]:
     """Return the fields of a model. `kv_dtype`: as `ModelRunner` has it, "" where it is the model's. `mxfp4`: its
     experts stay in these codes."""
-    shape = ShapeFields(
+    shape: dict[str, Any] = dict(
         name=name,
         layers=geometry.num_layers,
         hidden=geometry.hidden_size,

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,7 +24,7 @@ import torch
 
 from cohort.common import paths
 from cohort.common.config import load_config
-from cohort.common.engine.config.model_shape import ShapeFields, model_shape
+from cohort.common.engine.config.model_shape import model_shape
 from cohort.common.engine.config.quantization_config import keeps_codes, mxfp4_codes
 from cohort.common.engine.runner.model_runner import ModelRunner
 from cohort.common.engine.step.batch import StepBatch, trial_batch
@@ -163,7 +164,7 @@ class Profile(msgspec.Struct, frozen=True, omit_defaults=True):
     threads: int
     points: list[StepPoint]
     model_folder: str = ""
-    model_shape: ShapeFields = {}
+    model_shape: dict[str, Any] = {}
     memory_bytes: int = 0
     units: int = 0
 
@@ -209,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _shape(name: str, runner: ModelRunner) -> ShapeFields:
+def _shape(name: str, runner: ModelRunner) -> dict[str, Any]:
     coded = runner.geometry.family == "gpt_oss" and keeps_codes(runner.device.type, runner.dtype, mxfp4_codes())
     return model_shape(name, runner.geometry, runner.dtype, runner.kv_dtype, mxfp4=coded)
 

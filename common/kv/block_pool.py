@@ -22,13 +22,13 @@ from cohort.common.kv.free_blocks import FreeBlocks
 BlockHash = bytes
 HASH_BYTES = 16
 ROOT_BYTES = 24
-"""Another length than a hash's: no block's hash is a root."""
+"""Length that differs from a hash's, so that no block's hash is a root."""
 
 
 def block_hashes(
     tokens: Sequence[int], block_size: int, start_block: int = 0, parent: BlockHash = b""
 ) -> list[BlockHash]:
-    """Chained 128-bit hashes of the full blocks of `tokens` from `start_block` on.
+    """Return chained 128-bit hashes of the full blocks of `tokens` from `start_block` on.
 
     `parent`: the hash of the block before; of the first block a salt (see `prefix_root`), b"" for none. A hash names
     the block's content *and everything before it*, so equal hashes mean equal prefixes (BLAKE2b: a collision would be
@@ -43,13 +43,13 @@ def block_hashes(
 
 
 def prefix_root(salt: str) -> BlockHash:
-    """The parent of a prompt's first block: chains of different salts have no hash in common, so that no request can
-    reuse, and thereby notice, what another salt's requests have computed. b"" without a salt."""
+    """Return the parent of a prompt's first block; b"" without a salt. Chains of different salts share no hash, so no
+    request can reuse, and thereby notice, what another salt's requests have computed."""
     return hashlib.blake2b(salt.encode(), digest_size=ROOT_BYTES).digest() if salt else b""
 
 
 def of_group(digest: BlockHash, group: int) -> BlockHash:
-    """What a block with this content of a group of layers (`KvGeometry.groups`) is known by: no other group's block."""
+    """Return the key of a block of one group of layers (`KvGeometry.groups`); groups never share keys."""
     return digest + bytes((group,)) if group else digest
 
 
@@ -76,7 +76,7 @@ class BlockPool:
         return len(self._cached)
 
     def cached(self) -> Iterable[int]:
-        """The cached ones, least recently released first."""
+        """Return the cached blocks, least recently released first."""
         return self._cached.keys()
 
     @property
@@ -85,8 +85,8 @@ class BlockPool:
         return self._free.count + len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks with reference count 1 and unknown content, ascending, neighbours as far as can be: they will
-        travel together. Raises `OutOfBlocks`, changing nothing."""
+        """Allocate `count` blocks with reference count 1 and unknown content, ascending, neighbours where possible:
+        they will travel together. Raises `OutOfBlocks`, changing nothing."""
         free = self._free.count
         if count > free + len(self._cached):
             raise OutOfBlocks(f"{count} blocks wanted, {self.available} available of {self.num_blocks}")
@@ -109,7 +109,7 @@ class BlockPool:
         return blocks
 
     def lookup(self, hashes: Sequence[BlockHash], group: int = 0) -> list[int]:
-        """Blocks of a group of layers that hold the longest known beginning of this chain; takes no ownership."""
+        """Find a group's blocks that hold the longest known beginning of this chain. Takes no ownership."""
         found = []
         for digest in hashes:
             block = self._block_of.get(of_group(digest, group))
@@ -121,9 +121,9 @@ class BlockPool:
     def lookup_windows(
         self, hashes: Sequence[BlockHash], behind: Sequence[Callable[[int], int]]
     ) -> tuple[int, list[list[int]]]:
-        """Of the longest beginning of this chain that every group of layers can continue: its length in blocks, and
-        by group those of its blocks that the tokens to come see. `behind` of each group: of n blocks, the leading ones
-        that they do not see there, and that need not be known. Takes no ownership."""
+        """Find the longest beginning of this chain that every group of layers can continue. Return its length in
+        blocks, and each group's blocks that later tokens see. `behind` of each group: how many of n leading blocks they
+        do not see, so that those need not be known. Takes no ownership."""
         known, end = self._block_of, len(hashes)
         while end:
             for group, of_first in enumerate(behind):
@@ -143,7 +143,7 @@ class BlockPool:
         return 0, [[] for _ in behind]
 
     def reuse(self, blocks: Sequence[int]) -> None:
-        """Become (another) owner of blocks found by `lookup`."""
+        """Add an owner to blocks found by `lookup`."""
         for block in blocks:
             if self._references[block] == 0:
                 assert block in self._cached, f"block {block} is reused and neither owned nor cached"
@@ -153,11 +153,11 @@ class BlockPool:
         assert self._adds_up, self._sums
 
     def owned_among(self, blocks: Sequence[int]) -> int:
-        """The number of these blocks that are owned already; reusing one costs no available block."""
+        """Return the number of these blocks that are owned already; reusing one costs no available block."""
         return sum(1 for block in blocks if self._references[block] > 0)
 
     def remember(self, block: int, digest: BlockHash) -> None:
-        """An owned block is full and has this content; equal content that is already known keeps its first block."""
+        """Record the content of an owned, full block. Content that is known already keeps its first block."""
         if not self._caching or self._hash_of[block] is not None or digest in self._block_of:
             return
         assert self._references[block] > 0, f"block {block} is remembered and has no owner"
@@ -182,7 +182,7 @@ class BlockPool:
         assert self._adds_up, self._sums
 
     def check(self, owned: Sequence[Sequence[int]]) -> None:
-        """Compare with what the owners say they have. Raises `InvariantViolated`."""
+        """Compare the pool with the blocks that its owners report. Raises `InvariantViolated`."""
         expected = [0] * self.num_blocks
         for blocks in owned:
             for block in blocks:

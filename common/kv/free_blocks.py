@@ -13,18 +13,18 @@ from collections.abc import Iterator, Sequence
 
 
 class FreeBlocks:
-    """Initially blocks 0 … num_blocks-1."""
+    """Free blocks of a pool; at first all of 0 … num_blocks-1."""
 
     def __init__(self, num_blocks: int) -> None:
         self.count = 0
-        """As `len` says."""
+        """Number of free blocks."""
         self._end_of: dict[int, int] = {}
         """First block of an extent → the block after its last."""
         self._start_of: dict[int, int] = {}
         self._starts: dict[int, dict[int, None]] = {}
         """Length → first blocks of the extents that long, the one freed first in front."""
         self._lengths: list[int] = []
-        """Those there are, ascending."""
+        """Lengths that some extent has, ascending."""
         if num_blocks:
             self._insert(0, num_blocks)
 
@@ -40,8 +40,8 @@ class FreeBlocks:
         return len(self._end_of)
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks, ascending; there must be as many. From one extent if one is long enough, else from the
-        longest ones."""
+        """Take `count` blocks, ascending; there must be as many. They come from one extent if one is long enough, else
+        from the longest ones."""
         assert 0 <= count <= self.count, f"{count} blocks are taken of {self.count} free ones"
         if count == 1:
             return [self._take_one()]
@@ -60,7 +60,7 @@ class FreeBlocks:
         return blocks
 
     def _take_one(self) -> int:
-        """The first block of the smallest extent: what a sequence that grows by a block asks for, most calls by far."""
+        """Take the first block of the smallest extent: most calls are of sequences that grow by one block."""
         lengths, length = self._lengths, self._lengths[0]
         starts = self._starts[length]
         start = next(iter(starts))
@@ -80,7 +80,7 @@ class FreeBlocks:
         return start
 
     def add(self, blocks: Sequence[int]) -> None:
-        """These became free; none of them was."""
+        """Add blocks to the free ones. None of them may be free already."""
         ordered = sorted(blocks)
         first = 0
         for index in range(1, len(ordered) + 1):
@@ -92,7 +92,7 @@ class FreeBlocks:
                 first = index
 
     def _join(self, start: int, end: int) -> None:
-        """A new extent, one with the neighbours it touches."""
+        """Insert an extent, merged with the neighbours it touches."""
         # One that is free is free with all of its extent: that its ends lie in none is seen where they are its ends.
         assert start not in self._end_of and end not in self._start_of, f"[{start}, {end}) is freed and was free"
         before, after = self._start_of.get(start), self._end_of.get(end)

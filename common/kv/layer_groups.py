@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from cohort.common.types import KvGeometry
 
 _EMPTY = 12
-"""One of so many places may be empty in the groups of a window. Larger groups mean fewer tables and runs of blocks."""
+"""Divisor of the empty places that a window's groups may have: one of 12. Larger groups mean fewer tables and runs of
+blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroups:
-    """`windows` of the groups, those that see everything first. `places` of each layer: its group, and which of a
-    block's layers it is. `layers` that a block has room for, equally many in every group."""
+    """`windows` of the groups, full attention first. `places` of each layer: its group, and its index among a block's
+    layers. `layers`: places of a block, equal in every group."""
 
     windows: tuple[int, ...]
     places: tuple[tuple[int, int], ...]
@@ -27,8 +28,8 @@ class LayerGroups:
 
 
 def layer_groups(windows: Sequence[int]) -> LayerGroups | None:
-    """Of layers with these windows (0 = they see everything), the largest groups that leave few places empty; None
-    where all layers are of one kind.
+    """Find the largest groups for layers with these windows (0 = full attention) that leave few places empty; None
+    where all windows are equal.
 
     Gemma 3 1B has 4 full layers and 22 with a window: groups of 4, one and six of them, with two empty places.
     """
@@ -54,7 +55,7 @@ def layer_groups(windows: Sequence[int]) -> LayerGroups | None:
 
 
 def in_groups(geometry: KvGeometry, windows: Sequence[int]) -> KvGeometry:
-    """The geometry of a cache of all layers, with blocks of groups of them where these windows differ."""
+    """Return the geometry with blocks of layer groups where the windows differ, else as it is."""
     groups = layer_groups(windows)
     if groups is None:
         return geometry

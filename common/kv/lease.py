@@ -13,7 +13,7 @@ from cohort.common.types import Attempt
 
 
 def tag_of(lease_id: int, sequence: int) -> int:
-    """64-bit tag: 40 bits of lease id, 24 bits of run number within the lease."""
+    """Pack a 64-bit tag: 40 bits of lease id, 24 bits of run number within the lease."""
     if not 0 <= sequence < 1 << 24:
         raise ValueError(f"run number {sequence} does not fit 24 bits")
     return (lease_id & ((1 << 40) - 1)) << 24 | sequence
@@ -23,7 +23,7 @@ def tag_of(lease_id: int, sequence: int) -> int:
 class Lease:
     lease_id: int
     holder: Attempt
-    """Whose blocks these are."""
+    """Attempt that owns the blocks."""
     sender: str
     deadline_s: float
 
@@ -50,14 +50,14 @@ class LeaseTable:
         return lease
 
     def get(self, lease_id: int) -> Lease:
-        """Raises `LeaseExpired` for one that ended or never was."""
+        """Return a lease. Raises `LeaseExpired` if it ended or never was."""
         lease = self._leases.get(lease_id)
         if lease is None:
             raise LeaseExpired(f"no lease {lease_id}")
         return lease
 
     def renew(self, now_s: float, lease_id: int) -> bool:
-        """False if it is not there any more."""
+        """Extend a lease. Return whether it still existed."""
         lease = self._leases.get(lease_id)
         if lease is None:
             return False
@@ -65,13 +65,13 @@ class LeaseTable:
         return True
 
     def end(self, lease_id: int) -> None:
-        """The transfer is over, well or not. Unknown ids are ignored."""
+        """End a lease, whether its transfer succeeded or not. Unknown ids are ignored."""
         if self._leases.pop(lease_id, None) is not None:
             self.ended += 1
         self._assert_counts()
 
     def expire(self, now_s: float) -> list[Lease]:
-        """Remove and return the leases whose deadline passed."""
+        """Remove the leases whose deadline has passed, and return them."""
         late = [lease for lease in self._leases.values() if lease.deadline_s <= now_s]
         for lease in late:
             del self._leases[lease.lease_id]
@@ -80,7 +80,7 @@ class LeaseTable:
         return late
 
     def _assert_counts(self) -> None:
-        """Every lease that was granted ends once, or expires."""
+        """Check that every granted lease ended, expired or is held."""
         assert self.granted - self.ended - self.expired == len(self._leases), (
             f"{self.granted} leases granted, {self.ended} ended, {self.expired} expired, {len(self._leases)} are there"
         )

@@ -39,13 +39,13 @@ class Tenant:
     claimed: int = 0
     stored: int = 0
     away: int = 0
-    """Positions in host memory only."""
+    """Number of positions that are in host memory only."""
     shared: int = 0
-    """Of its blocks, those whose other side belongs to another tenant."""
+    """Number of the tenant's blocks whose other side belongs to another tenant."""
 
 
 Side = tuple[Tenant, int]
-"""A tenant and which of its blocks this is."""
+"""A tenant, and the index of the block among the tenant's."""
 
 
 class SharedBlocks:
@@ -74,23 +74,23 @@ class SharedBlocks:
         return self._right[block]
 
     def within(self, positions: int, index: int) -> int:
-        """How many of a tenant's first `positions` lie in its block `index`."""
+        """Return how many of a tenant's first `positions` lie in its block `index`."""
         return min(max(positions - index * self.size, 0), self.size)
 
     def left_extent(self, block: int) -> int:
-        """Slots from the left that belong to the left tenant."""
+        """Return the number of slots, from the left, that belong to the left tenant."""
         side = self._left[block]
         return 0 if side is None else self.within(side[0].claimed, side[1])
 
     # -- finding -----------------------------------------------------------------------------------------------
 
     def find_free(self, count: int) -> list[int]:
-        """The next free blocks, fewer if there are not as many; takes none."""
+        """Return the next `count` free blocks, or all if there are fewer. Takes none."""
         return self._free[: -count - 1 : -1] if count else []
 
     def find_beside_left(self, tenants: Iterable[Tenant], slots: int) -> int | None:
-        """R8 · FindBlock when no block is free: of the left tenants' last blocks the one with most empty slots, at
-        least `slots`."""
+        """R8 · Find the left tenants' last block with most empty slots, at least `slots`: FindBlock when no block is
+        free."""
         best, most = None, slots - 1
         for tenant in tenants:
             if tenant.exclusive or not tenant.blocks:
@@ -102,12 +102,12 @@ class SharedBlocks:
         return best
 
     def find_preemptable(self, tenants: Iterable[Tenant]) -> Iterator[int]:
-        """R8 · FindPreemptBlock: right tenants' blocks that are not shared yet, those with most empty slots first.
+        """R8 · Find right tenants' unshared blocks, those with most empty slots first: FindPreemptBlock.
 
-        Differs from the paper: it does not say which of many full blocks comes first. Here tenants that miss slots
-        already and then those with least KV, so that few requests are hit and little has to come back.
+        Differs from the paper, which does not say in which order full blocks come. Here tenants that already miss slots
+        come first, then those with least KV, so that few requests are hit and little has to come back.
 
-        Ordered when the first is asked for; `tenants` keep their blocks until the last was.
+        The order is that of the first `next`; `tenants` keep their blocks until the last.
         """
         left, hit, partial = self._left, [], []
         for tenant in tenants:
@@ -132,7 +132,7 @@ class SharedBlocks:
     # -- taking and giving back --------------------------------------------------------------------------------
 
     def attach(self, tenant: Tenant, index: int, block: int) -> None:
-        """The tenant's side of this block is its own; with `index` = its number of blocks it grows by one."""
+        """Give the tenant one side of this block. With `index` = its number of blocks it grows by one."""
         sides, others = (self._right, self._left) if tenant.reversed else (self._left, self._right)
         if sides[block] is not None:
             raise InvariantViolated(f"block {block}: {tenant.name}'s side is taken by {sides[block][0].name}")  # type: ignore[index]
@@ -163,7 +163,7 @@ class SharedBlocks:
             tenant.resident[index] = 0
 
     def detach(self, tenant: Tenant, index: int) -> None:
-        """Give the tenant's side of its block back; the tenant's own lists stay for the caller to change."""
+        """Give the tenant's side of its block back. The caller changes the tenant's own lists."""
         block = tenant.blocks[index]
         sides, others = (self._right, self._left) if tenant.reversed else (self._left, self._right)
         side, other = sides[block], others[block]
@@ -192,7 +192,7 @@ class SharedBlocks:
         )
 
     def slots(self, tenant: Tenant, block: int, first: int, end: int) -> list[int]:
-        """Slot ids (block · size + slot) of the tenant's offsets [first, end) in a block."""
+        """Return the slot ids (block · size + slot) of the tenant's offsets [first, end) in a block."""
         assert 0 <= first <= end <= self.size, f"{tenant.name}: offsets [{first}, {end}) of a block of {self.size}"
         base = block * self.size
         if tenant.reversed:

@@ -49,14 +49,14 @@ LEAST_JUDGED = 8
 _ERROR_WEIGHT = 0.35
 _CALM_S = 150.0
 _CALM_LOAD = 0.1
-"""Of the load: less is no change of it."""
+"""Share of the load: a smaller change counts as none."""
 _KEPT_DECISIONS = 64
 _MOST_LOG_ERROR = 3.0
 _MOST_PACE = 4.0
 _LASTS_S = 300.0
-"""After so long a shape is tried again in any case: other things than the load may have changed."""
+"""Time after which a beaten shape is tried again in any case: more than the load may have changed."""
 _LESS = 0.85
-"""Of the load under which it lost: it is tried again."""
+"""Share of the load at which a shape lost; below it the shape is tried again."""
 SAVED_S = 1800.0
 """Wall time whose share can be saved up."""
 
@@ -77,19 +77,19 @@ class PlannerSettings(msgspec.Struct, frozen=True):
     cores: int = 0
     threads: int = 1
     ahead_s: float = 60.0
-    """Where traffic rises, it is replayed as dense as it will be then, when a new worker is ready; 0: as it was."""
+    """Time that a new worker takes: rising traffic is replayed as dense as it will be then. 0: as it was."""
     min_gain: float = 0.02
     """A change must gain more of the share served in time than this, and more than the planner's own error."""
     hold_s: float = 900.0
-    """A shape that failed or was undone is not tried again for so long: the load may be another one then."""
+    """Time for which a shape that failed or was undone is not tried again."""
     best_effort_s: float = 60.0
-    """A request without an SLO is served in time if it has ended by then."""
+    """Time within which a request without an SLO has to end to count as served in time."""
 
 
 class PlanDecision(msgspec.Struct, frozen=True):
-    """Shares are of requests served in time. `predicted`, `predicted_before`: of the traffic that was replayed, on the
-    new shape and on the former; `error`: what such a prediction was worth then. `measured_before` and `measured_after`,
-    once it is there: in fact. `verdict` "": not judged yet."""
+    """Shares are of requests served in time. `predicted`, `predicted_before`: of the replayed traffic, on the new and
+    the former shape; `error`: of such a prediction at that time. `measured_before`, `measured_after`: real shares.
+    `verdict` "": not judged yet."""
 
     number: int
     at_s: float
@@ -106,7 +106,7 @@ class PlanDecision(msgspec.Struct, frozen=True):
 
 
 class Traffic(msgspec.Struct, frozen=True):
-    """A gateway tells of its requests."""
+    """Report of a gateway about its requests."""
 
     gateway: InstanceId
     incarnation: int
@@ -121,13 +121,13 @@ class Workers(msgspec.Struct, frozen=True):
 
 
 class Evaluated(msgspec.Struct, frozen=True):
-    """Answers `Evaluate`."""
+    """Reply to `Evaluate`."""
 
     answer: Answer
 
 
 class Applied(msgspec.Struct, frozen=True):
-    """Answers `Apply`: the workers are there and the others gone; `failure` says why not."""
+    """Reply to `Apply`: the shape is reached, or `failure` says why not."""
 
     failure: str = ""
 
@@ -142,7 +142,7 @@ class Apply(msgspec.Struct, frozen=True):
 
 
 class Decided(msgspec.Struct, frozen=True):
-    """Also when a former decision was judged: `decision.verdict`."""
+    """New decision, or a former one that was judged (`decision.verdict`)."""
 
     decision: PlanDecision
 
@@ -169,15 +169,15 @@ class PlannerMachine:
         self.error: float | None = None
         """Smoothed difference of shares predicted and measured; None before the first comparison."""
         self.time_errors: dict[str, float] = {}
-        """The same of median TTFT and TPOT, as a factor - 1."""
+        """Errors of median TTFT and TPOT, smoothed likewise, as a factor - 1."""
         self.pace = 1.0
-        """How many times as long as learned an iteration takes with what lies between two of them (messages, other
+        """Factor by which iterations take longer than learned, through what lies between two of them (messages, other
         processes): found from measured and simulated TPOT."""
         self.predicted: float | None = None
         self.measured: float | None = None
-        """Shares of the present shape in the last round."""
+        """Measured share of the present shape in the last round; `predicted` is the simulated one."""
         self.shape: Shape | None = None
-        """The present one; while it is being changed, the one it will have."""
+        """Present shape, or the one that a change in progress leads to."""
         self.costs: dict[int, WorkerCost] = {}
         self._window = TrafficWindow(settings.window_s, settings.max_requests)
         self._effects: list[PlannerEffect] = []
@@ -188,16 +188,16 @@ class PlannerMachine:
         self._next_s = now_s + settings.interval_s
         self._changed_s = now_s
         self._other_since_s: float | None = None
-        """Since when the workers differ from `shape`: one died, say, and is started again."""
+        """Time since which the workers differ from `shape`: one died, say, and is restarted."""
         self._held: dict[Shape, float] = {}
-        """Shapes that are not tried again until then."""
+        """Shapes that are not tried again, with the end of that time."""
         self._beaten = Beaten()
         self._calm: tuple[float, float] | None = None
-        """When a round last found all in time and nothing better, and under what load."""
+        """Time and load of the last round in which all was in time and nothing better was found."""
         self._grown = False
-        """The last change was one to more devices."""
+        """Flag: the last change added devices."""
         self._leaning: tuple[int, int] = (0, 0)
-        """Which way the last rounds would have gone (fewer, other or more devices), and how many of them."""
+        """Direction of the last rounds (fewer, other or more devices: -1, 0, 1), and their number."""
         self._advised: Shape | None = None
 
     def handle(self, now_s: float, *events: PlannerEvent) -> list[PlannerEffect]:
@@ -221,11 +221,11 @@ class PlannerMachine:
 
     @property
     def bar(self) -> float:
-        """What a gain must exceed."""
+        """Threshold that a gain must exceed."""
         return max(self.settings.min_gain, self.error or 0.0)
 
     def score(self, share: float, shape: Shape) -> float:
-        """What is optimised: the share served in time, less what the devices cost."""
+        """Return what is maximised: the share served in time, less the cost of the devices."""
         return share - self.settings.worker_cost * shape.devices
 
     # -- what is there ---------------------------------------------------------------------------------------------
@@ -319,28 +319,28 @@ class PlannerMachine:
             self._decide(now_s, asked, shares)
 
     def _is_calm(self, now_s: float, load: float) -> bool:
-        """Nearly the load of a round that wanted nothing, a short while ago: this one would want nothing, too, and what
-        it costs is saved for a load that changes."""
+        """Return whether the load is nearly that of a recent round that wanted nothing. This round would want nothing
+        either, and its cost is saved for a load that changes."""
         if self._calm is None:
             return False
         calm_s, then = self._calm
         return now_s < calm_s + _CALM_S and abs(load - then) <= _CALM_LOAD * then
 
     def _note_beaten(self, now_s: float, present: Shape, job: Job, shares: dict[Shape, float]) -> None:
-        """Those of more devices are left out of none: they are what a rising load wants next."""
+        """Remember the shapes that lost. Those with more devices are not remembered: a rising load wants them next."""
         score = self.score(shares[present], present)
         lost = [each for each in job.shapes if each not in shares or self.score(shares[each], each) <= score]
         lost = [each for each in lost if each.devices <= present.devices and each not in job.keep]
         self._beaten.note(now_s, load_of(job.requests), lost)
 
     def _share(self, asked: _Round, timings: Sequence[Timing]) -> float:
-        """Simulated, of the requests that count; of none: all."""
+        """Return the simulated share served in time of the judged requests; 1 without any."""
         job = asked.job
         pairs = list(zip(job.requests, timings, strict=True))[job.judged_from :]
         return _mean([in_time(request.slo, timing, job.best_effort_s) for request, timing in pairs])
 
     def _learn_error(self, asked: _Round, present: Foreseen) -> None:
-        """Of the requests that have ended, and of those that are overdue, simulated and measured."""
+        """Compare measured and simulated shares and times of the requests that ended or are overdue."""
         job, answer_s = asked.job, longest_answer_s(asked.seen)
         counted = [
             (each, timing)
@@ -438,7 +438,7 @@ class PlannerMachine:
             self._unjudged = decision
 
     def _judge(self, now_s: float, asked: _Round, shares: dict[Shape, float]) -> bool:
-        """Of a change that had its time to settle. True: it is undone."""
+        """Judge a change that has settled. Return True if it is undone."""
         decision = self._unjudged
         assert decision is not None
         self._unjudged = None
@@ -480,7 +480,7 @@ class PlannerMachine:
         return self.counts["decisions"]
 
     def _record(self, decision: PlanDecision) -> None:
-        """A new decision, or what became of one."""
+        """Record a new decision, or the outcome of a known one."""
         known = next((index for index, each in enumerate(self.decisions) if each.number == decision.number), None)
         if known is None:
             self.decisions.append(decision)
@@ -503,13 +503,13 @@ class Beaten:
 
     def __init__(self) -> None:
         self._lost: dict[Shape, tuple[float, float]] = {}
-        """When, and under what load."""
+        """Time and load of each loss."""
 
     def note(self, now_s: float, load: float, shapes: Iterable[Shape]) -> None:
         self._lost |= {shape: (now_s, load) for shape in shapes}
 
     def others(self, now_s: float, load: float, shapes: Iterable[Shape]) -> list[Shape]:
-        """Those that may win. `load` in tokens a second."""
+        """Return the shapes that may win. `load` in tokens a second."""
         self._lost = {
             shape: (lost_s, then)
             for shape, (lost_s, then) in self._lost.items()
@@ -518,7 +518,7 @@ class Beaten:
         return [shape for shape in shapes if shape not in self._lost]
 
     def forget(self) -> None:
-        """Another shape is the present one."""
+        """Forget all losses: another shape is the present one."""
         self._lost.clear()
 
 
@@ -538,7 +538,7 @@ class Budget:
         self.spent_s = 0.0
 
     def affords(self, now_s: float) -> bool:
-        """Another round of what the last ones took."""
+        """Return whether the credit covers another round of average cost."""
         self._credit_s = min(self._share * SAVED_S, self._credit_s + self._share * max(0.0, now_s - self._last_s))
         self._last_s = now_s
         return self._credit_s > 0.0 and self._credit_s >= min(self._round_s, self._share * SAVED_S)

@@ -17,14 +17,15 @@ SOCKET = "workers.sock"
 
 
 class AddWorker(msgspec.Struct, frozen=True, tag="add"):
-    """Answered once it is ready."""
+    """Order of a worker, answered once it is ready."""
 
     role: Role
     degree: int
 
 
 class DrainWorker(msgspec.Struct, frozen=True, tag="drain"):
-    """Answered once it is gone: it takes nothing new, finishes what it has for `drain_s` at most, and ends."""
+    """Order to drain a worker, answered once it has ended: it takes no new work and finishes its own within
+    `drain_s`."""
 
     instance: InstanceId
 
@@ -33,7 +34,7 @@ Order = AddWorker | DrainWorker
 
 
 class Done(msgspec.Struct, frozen=True):
-    """`failure`: why not; "" = done."""
+    """Reply. `failure`: why not; "" = done."""
 
     instance: InstanceId = ""
     failure: str = ""
@@ -44,12 +45,12 @@ def socket_of(run_dir: Path) -> Path:
 
 
 class WorkerOrders(Protocol):
-    """What starts and ends workers. Both raise `CohortError`."""
+    """Interface that starts and ends workers. Both methods raise `CohortError`."""
 
     async def add(self, kind: Kind) -> InstanceId:
-        """Returns once it serves."""
+        """Start a worker. Return once it serves."""
         ...
 
     async def drain(self, instance: InstanceId) -> None:
-        """Returns once it is gone."""
+        """Drain a worker. Return once it has ended."""
         ...

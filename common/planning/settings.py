@@ -9,8 +9,8 @@ from cohort.common.policies.settings import PlannerPace, settings_of
 
 
 def planner_settings(config: Config, *, cores: int = 0, kinds: tuple[Kind, ...] = ()) -> PlannerSettings:
-    """`cores` that the workers share; 0 where each has a device of its own. `kinds` of workers that can be ordered;
-    empty: any."""
+    """Make the machine's settings from section `planner`. `cores` that the workers share; 0 where each has its own
+    device. `kinds` of workers that can be ordered; empty: any."""
     planner, present = config.planner, configured_shape(config)
     pace = settings_of(config, PlannerPace)
     degrees = tuple(sorted({group.degree for group in config.workers}))

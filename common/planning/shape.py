@@ -41,7 +41,7 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def roles(self) -> dict[Role, int]:
-        """In the order of the groups."""
+        """Number of workers by role, in the order of the groups."""
         found: dict[Role, int] = {}
         for group in self.groups:
             found[group.role] = found.get(group.role, 0) + group.count
@@ -63,7 +63,7 @@ class Shape(msgspec.Struct, frozen=True):
 
     @property
     def family(self) -> Family | None:
-        """None: neither."""
+        """Family of a shape that serves; None for a mixed or incomplete one."""
         unified = {group.role is Role.UNIFIED for group in self.groups}
         if not self.serves or len(unified) != 1:
             return None
@@ -100,8 +100,8 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 def neighbours(shape: Shape, bounds: Bounds) -> list[Shape]:
-    """Shapes that one change leads to, within the bounds: a worker more, two more or one less of a kind, one of another
-    role or degree, or as many of the other family. The fewest devices first."""
+    """Return the shapes that one change leads to, within the bounds, the fewest devices first. A change adds one or two
+    workers of a kind, removes one, gives one another role or degree, or replaces all by the other family."""
     kinds = [(role, degree) for role in Role for degree in bounds.degrees]
     found: set[Shape] = set()
     for kind in kinds:
@@ -120,7 +120,7 @@ def neighbours(shape: Shape, bounds: Bounds) -> list[Shape]:
 
 
 def _other_families(shape: Shape, degree: int) -> Iterable[Shape]:
-    """All workers of one degree, as many devices as now."""
+    """Yield shapes of one degree, colocated and split, with as many devices as now."""
     total = shape.devices // degree
     yield Shape.of({(Role.UNIFIED, degree): total})
     for prefills in {1, total // 3, total // 2, total - 1}:
@@ -129,7 +129,7 @@ def _other_families(shape: Shape, degree: int) -> Iterable[Shape]:
 
 
 class Steps(msgspec.Struct, frozen=True):
-    """What leads from one shape to another."""
+    """Workers to add and to drain on the way from one shape to another."""
 
     add: tuple[Kind, ...]
     drain: tuple[Kind, ...]

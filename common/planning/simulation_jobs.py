@@ -18,14 +18,14 @@ _PREFIX = "learned_"
 
 
 class WorkerCost(msgspec.Struct, frozen=True):
-    """A worker of one degree, as it was measured: the time of its iterations, and blocks of its KV cache."""
+    """Measured figures of a worker of one degree: the time of its iterations, and the blocks of its KV cache."""
 
     times: StepTimes
     blocks: int
     kv_element_bytes: int = 2
 
     def paced(self, factor: float) -> WorkerCost:
-        """With iterations that take so many times as long."""
+        """Return the costs with iterations `factor` times as long."""
         times = {name: factor * getattr(self.times, name) for name in StepTimes.__struct_fields__}
         times["mixed_share"] = self.times.mixed_share
         return msgspec.structs.replace(self, times=StepTimes(**times))
@@ -49,7 +49,7 @@ class Job(msgspec.Struct, frozen=True):
     bar: float
     best_effort_s: float
     keep: tuple[Shape, ...] = ()
-    """Replayed in any case."""
+    """Shapes that are replayed in any case."""
     cores: int = 0
     threads: int = 1
 
@@ -77,7 +77,7 @@ def to_stats(times: StepTimes | None) -> dict[str, float]:
 
 
 def from_stats(stats: Mapping[str, float]) -> StepTimes | None:
-    """None: not learned yet."""
+    """Read learned step times from a heartbeat's stats; None before any are learned."""
     try:
         return StepTimes(*(stats[f"{_PREFIX}{name}"] for name in StepTimes.__struct_fields__))
     except KeyError:

@@ -14,7 +14,7 @@ import msgspec
 from cohort.common.types import InstanceId, Slo, TrafficClass
 
 MOST_REQUESTS = 20_000
-"""Remembered at most; the oldest go first."""
+"""Number of remembered requests at most; the oldest go first."""
 LEAD_IN = 0.15
 """Share of the replayed time whose requests are not judged: what was under way at its start is known roughly."""
 _LONGEST_S = 600.0
@@ -71,18 +71,18 @@ class Seen(msgspec.Struct, frozen=True):
         return self.record.timing is not None and not self.record.cancelled
 
     def overdue(self, at_s: float, answer_s: float) -> bool:
-        """Still open, and its first token came late if it came at all: an answer takes `answer_s` at most, as far as is
-        known. In an overload such requests are all there is to judge by."""
+        """Return whether an open request must be late: its first token was late if it came at all, as no known answer
+        takes longer than `answer_s`. In an overload such requests are all there is to judge by."""
         slo_s = self.record.slo.ttft_s
         return self.record.timing is None and bool(slo_s and answer_s) and at_s - self.arrived_s > slo_s + answer_s
 
     def ends_after(self, at_s: float) -> bool:
-        """Or has not ended. Of one that failed nothing is known: it counts as ended."""
+        """Return whether a request was open at `at_s`. One that failed counts as ended: nothing is known of it."""
         timing = self.record.timing
         return timing is None or self.arrived_s + timing.e2e_s > at_s
 
     def share_by(self, at_s: float) -> float:
-        """Of its answer, as far as is known."""
+        """Return the share of the answer that had been generated at `at_s`, at an even pace."""
         timing = self.record.timing
         if timing is None or timing.ttft_s < 0.0 or timing.e2e_s <= timing.ttft_s:
             return 0.0
@@ -91,7 +91,7 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 def longest_answer_s(seen: Iterable[Seen]) -> float:
-    """From the first token to the last, of those that ended; 0 where none did."""
+    """Return the longest time from first to last token of those that ended; 0 without any."""
     timings = [each.record.timing for each in seen if each.judged]
     return max([timing.e2e_s - timing.ttft_s for timing in timings if timing and timing.ttft_s >= 0.0], default=0.0)
 
@@ -106,13 +106,13 @@ class Replay(msgspec.Struct, frozen=True):
 
 
 def load_of(requests: Sequence[Replayed]) -> float:
-    """Prompt and output tokens a second; 0 where there is no time between them."""
+    """Return the prompt and output tokens a second; 0 where all requests arrive at once."""
     over_s = requests[-1].at_s - requests[0].at_s if requests else 0.0
     return sum(each.prompt_tokens + each.output_tokens for each in requests) / over_s if over_s else 0.0
 
 
 def in_time(slo: Slo, timing: Timing, best_effort_s: float) -> bool:
-    """Every objective was met; a request without one has ended within `best_effort_s`."""
+    """Return whether every objective was met, or, without any, the request ended within `best_effort_s`."""
     if timing.e2e_s < 0.0:
         return False
     if not (slo.ttft_s or slo.tpot_s or slo.deadline_s):
@@ -122,7 +122,7 @@ def in_time(slo: Slo, timing: Timing, best_effort_s: float) -> bool:
 
 
 def growth(arrived_s: Sequence[float], now_s: float, over_s: float, since_s: float, ahead_s: float) -> float:
-    """How many times as dense as between `since_s` and `now_s` requests will come `ahead_s` from now, 1 at least.
+    """Estimate how many times as dense as between `since_s` and `now_s` requests come `ahead_s` from now, at least 1.
 
     The arrivals of the last `over_s` seconds are taken for a Poisson process whose rate is a straight line,
 
@@ -156,8 +156,8 @@ class TrafficWindow:
             del self._seen[next(iter(self._seen))]
 
     def latest(self, now_s: float, ahead_s: float = 0.0) -> Replay:
-        """The latest requests, and those that were under way when the first of them came; older ones are forgotten.
-        `ahead_s`: to look ahead for as long; 0: not at all."""
+        """Return the latest requests, and those open when the first of them came; older ones are forgotten. `ahead_s`:
+        how far ahead growth is estimated; 0: not at all."""
         ordered = sorted(self._seen.items(), key=lambda item: item[1].arrived_s)
         recent = [seen for _, seen in ordered if seen.arrived_s >= now_s - self._window_s][-self._most :]
         start_s = recent[0].arrived_s if recent else now_s
@@ -172,8 +172,8 @@ class TrafficWindow:
 
 
 def to_replay(replay: Replay, default_output: int) -> list[Replayed]:
-    """Of a request that is still open the mean length of those that ended, by class; `default_output` without any. One
-    that was under way at the start arrives then, with the rest of its answer."""
+    """Make requests to simulate. An open one gets the mean length of those of its class that ended, else
+    `default_output`. One that was open at the start arrives then, with the rest of its answer."""
     ended: dict[TrafficClass, list[int]] = {}
     for each in replay.seen:
         if each.judged:

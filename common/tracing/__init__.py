@@ -5,7 +5,6 @@
     observed.py      a machine whose events and effects become spans; the machine itself where tracing is off
     manager.py       spans of the manager: queue, placement, binding, lost attempts
     worker.py        spans of a worker: wait, prefill iterations, KV transfers, decode
-    transfers.py     the KV transfers among them
 
 `services/gateway/generation/request_trace.py` has the gateway's. Nothing here decides anything: a request without a
 traceparent is not traced, and the gateway alone gives one.

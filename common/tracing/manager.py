@@ -19,7 +19,7 @@ from cohort.common.tracing.traceparent import TraceParent, parse
 from cohort.common.types import Attempt, Outcome
 
 MOST = 65_536
-"""Attempts that are remembered; beyond, the oldest loses what is left of its trace here."""
+"""Number of attempts that are remembered; beyond it, the oldest loses what is left of its trace here."""
 
 
 @dataclass(slots=True)

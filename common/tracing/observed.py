@@ -22,11 +22,11 @@ Done = TypeVar("Done", contravariant=True)
 
 class Observer(Protocol[Seen, Done]):
     def handled(self, now_s: float, took_s: float, events: Sequence[Seen], effects: Sequence[Done]) -> None:
-        """A call of `handle` is over: it was told this at `now_s`, took `took_s` and answered so."""
+        """Observe a call of `handle`: its time and events, how long it took, and its effects."""
 
 
 class Observed(Generic[Event, Effect]):
-    """Stands in for a machine."""
+    """Machine that reports its calls to an observer."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Observed(Generic[Event, Effect]):
 def traced(
     context: ServiceContext, machine: Machine[Event, Effect], observer: Callable[[Tracing], Observer[Event, Effect]]
 ) -> Machine[Event, Effect]:
-    """The machine, or one that is observed. Raises `ConfigError` where traces are wanted and cannot be had."""
+    """Return the machine, observed if tracing is on. Raises `ConfigError` if tracing is configured but impossible."""
     tracing = Tracing.opened(context)
     if tracing is None:
         return machine

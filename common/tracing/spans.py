@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
 QUEUE_SPANS = 8192
-"""Of one process, waiting to be exported; beyond: dropped, and counted."""
+"""Number of ended spans that may wait for export; more are dropped, and counted."""
 BATCH_SPANS = 512
 EXPORT_S = 5.0
-"""The longest that one export may take."""
+"""Timeout of one export."""
 EXPORT_EVERY_S = 1.0
 END_S = 2.0
-"""At the end of the process: the longest to export what is left."""
+"""Time at the end of the process to export what is left."""
 
 Attributes = Mapping[str, str | int | float | bool]
 
@@ -67,10 +67,10 @@ class SpanQueue:
         self._thread.start()
 
     def on_start(self, span: object, parent_context: object = None) -> None:
-        """A span counts when it has ended."""
+        """Ignore it: a span counts when it has ended."""
 
     def _on_ending(self, span: object) -> None:
-        """Likewise; newer SDKs call it."""
+        """Ignore it, too. Newer SDKs call this."""
 
     def on_end(self, span: ReadableSpan) -> None:
         if len(self._spans) >= self._limit or self._ending:
@@ -129,7 +129,7 @@ class OpenSpan:
         self._span.set_attributes({f"cohort.{name}": value for name, value in attributes.items()})
 
     def attributes(self, attributes: Attributes) -> None:
-        """Under names of OpenTelemetry's own conventions."""
+        """Set attributes under names of OpenTelemetry's own conventions."""
         self._span.set_attributes(dict(attributes))
 
     def event(self, at_s: float, name: str, **attributes: str | int | float | bool) -> None:
@@ -173,7 +173,8 @@ class Tracing:
 
     @staticmethod
     def opened(context: ServiceContext) -> Tracing | None:
-        """None where `tracing.endpoint` is empty. Raises `ConfigError` where traces are wanted and cannot be had."""
+        """Start the tracer; None where `tracing.endpoint` is empty. Raises `ConfigError` if tracing is configured but
+        impossible."""
         config = context.config.tracing
         if not config.endpoint:
             return None
@@ -201,15 +202,15 @@ class Tracing:
         return int((at_s + self._offset_s) * 1e9)
 
     def wanted(self, header: str) -> tuple[bool, TraceParent | None]:
-        """Whether a request that came with this header is traced, and the client's place in its trace: the client's
-        own flag decides, without one the configured share."""
+        """Return whether a request with this header is traced, and the client's place in its trace. The client's own
+        flag decides, without one the configured share."""
         client = parse(header) if header else None
         if client is not None:
             return client.sampled, client
         return self._random.random() < self._sample, None
 
     def start(self, name: str, at_s: float, parent: TraceParent | None, *, serves: bool = False) -> OpenSpan:
-        """A span that is still going on. Without a parent it begins a trace. `serves`: it answers another process."""
+        """Start a span, and a trace if there is no parent. `serves`: the span answers another process."""
         from opentelemetry.trace import SpanKind
 
         kind = SpanKind.SERVER if serves else SpanKind.INTERNAL
@@ -226,7 +227,7 @@ class Tracing:
         error: str = "",
         **attributes: str | int | float | bool,
     ) -> None:
-        """One that is over."""
+        """Record a span that has ended."""
         span = self.start(name, begun_s, parent)
         if attributes:
             span.note(**attributes)
@@ -240,7 +241,7 @@ class Tracing:
 
 
 def _below(parent: TraceParent | None) -> Context:
-    """The SDK's context under this place; an empty one begins a trace."""
+    """Return the SDK's context below `parent`, or an empty one, which begins a trace."""
     from opentelemetry.context import Context
     from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 
@@ -264,7 +265,8 @@ def _otlp_exporter(config: TracingConfig) -> SpanExporter:
 
 
 def _offset_s(clock: Clock) -> float:
-    """From monotonic to wall time. Of several looks the shortest: the process may lose its core between two clocks."""
+    """Measure the offset from monotonic to wall time. The shortest of several readings counts, as the process may lose
+    its core between two clocks."""
     looks = [(clock.now_s(), clock.wall_s(), clock.now_s()) for _ in range(5)]
     before_s, wall_s, after_s = min(looks, key=lambda look: look[2] - look[0])
     return wall_s - (before_s + after_s) / 2

@@ -26,7 +26,7 @@ class TraceParent:
 
 
 def parse(header: str) -> TraceParent | None:
-    """Of version 00, or the part of a later version that is laid out alike."""
+    """Parse a header of version 00, or the part of a later version that is laid out alike."""
     found = _FORM.fullmatch(header.strip())
     if found is None:
         return None

@@ -2,7 +2,7 @@
 
     segment ─┬─ wait            from its arrival to its first iteration
              ├─ prefill         one for each iteration that computes prompt positions
-             ├─ send, receive KV (`transfers.py`)
+             ├─ send, receive KV (`TransferSpans`)
              └─ decode          all decode iterations as one; events: preempted, evicted, bound
 
 The segment's own events: the first token it sampled, and how it ended. Told of every call of the machine by
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from cohort.common.machines.effects import Send, SendRuns, StartStep, WorkerEffect
 from cohort.common.machines.events import Received, StepEnded, StepFailed, WorkerEvent
@@ -31,16 +32,16 @@ from cohort.common.messages import (
 )
 from cohort.common.policies.interface import IterationPlan
 from cohort.common.tracing.spans import OpenSpan, Tracing
-from cohort.common.tracing.traceparent import parse
-from cohort.common.tracing.transfers import TransferSpans
+from cohort.common.tracing.traceparent import TraceParent, parse
 from cohort.common.types import Attempt, InstanceId, Outcome
 
 MOST = 65_536
-"""Segments that are open at once; beyond, the oldest ends early."""
+"""Number of segments that are open at once; beyond it, the oldest ends early."""
 EARLY = 1024
-"""Offers whose segment has not come, of requests that may not be traced at all."""
+"""Number of remembered offers whose segment has not come, of requests that may not be traced at all."""
 ENDED = 4096
-"""Attempts that have gone and are remembered: a message that comes twice begins no second segment."""
+"""Number of remembered attempts that have ended: a message that comes twice begins no second segment."""
+Direction = Literal["send", "receive"]
 _IN_VAIN = (Outcome.FAILED, Outcome.CANCELLED)
 
 
@@ -54,9 +55,9 @@ class _Segment:
     decode: OpenSpan | None = None
     decoded: int = 0
     decoded_s: float = 0.0
-    """When its last decode iteration ended."""
+    """Time at which the last decode iteration ended."""
     moves: list[tuple[float, str, str]] = field(default_factory=list)
-    """Preemptions and the like before its first decode iteration."""
+    """Preemptions and the like before the first decode iteration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class WorkerSpans:
         self._segments: dict[Attempt, _Segment] = {}
         self._transfers = TransferSpans(tracing)
         self._steps: deque[_Step] = deque()
-        """The one in flight, and the one behind it."""
+        """Iteration in flight, and the one queued after it."""
         self._ended_s = 0.0
         self._early: dict[Attempt, tuple[InstanceId, KvOffer]] = {}
         """Offers that came before their segment."""
@@ -170,7 +171,7 @@ class WorkerSpans:
             self._transfers.said(now_s, attempt, segment.span.here, message, peer, sent=sent)
 
     def _given_up(self, now_s: float, abort: KvAbort) -> None:
-        """A segment that waited for this KV ends here without a word; that of the sender tells of the end itself."""
+        """End a segment that waited for this KV; it sends no message. The sender's segment reports its own end."""
         segment = self._segments.get(abort.attempt)
         if segment is not None and not segment.scheduled:
             self._end(now_s, abort.attempt, "aborted", abort.reason)
@@ -250,3 +251,72 @@ class WorkerSpans:
             segment.decode.end(segment.decoded_s, error)
         segment.span.note(outcome=outcome)
         segment.span.end(now_s, error)
+
+
+@dataclass(slots=True)
+class _Transfer:
+    span: OpenSpan
+    blocks: int = 0
+    runs: int = 0
+
+
+class TransferSpans:
+    """KV transfers of one worker at both ends, from offer to acceptance; one per attempt and direction at a time.
+
+    sender     "send KV"      KvOffer sent ─────▶ KvAccepted received
+    receiver   "receive KV"   KvOffer received ─▶ KvAccepted sent;  its event "all announced" is the KvHandoff
+    """
+
+    def __init__(self, tracing: Tracing) -> None:
+        self._tracing = tracing
+        self._open: dict[tuple[Attempt, Direction], _Transfer] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def said(
+        self, now_s: float, attempt: Attempt, parent: TraceParent, message: Message, peer: InstanceId, *, sent: bool
+    ) -> None:
+        """Record a message of a transfer of this attempt, sent to the peer or received from it."""
+        match message:
+            case KvOffer(positions=positions):
+                direction: Direction = "send" if sent else "receive"
+                self._end(now_s, attempt, direction, "offered again")
+                span = self._tracing.start(f"{direction} KV", now_s, parent)
+                span.note(peer=peer, positions=positions)
+                self._open[attempt, direction] = _Transfer(span)
+            case KvChunk(runs=runs, link=link):
+                self.moves(attempt, "receive", link, len(runs), sum(run.num_blocks for run in runs))
+            case KvHandoff(computed=computed):
+                transfer = self._open.get((attempt, "send" if sent else "receive"))
+                if transfer is not None:
+                    transfer.span.event(now_s, "all announced", computed=computed)
+            case KvAccepted():
+                self._end(now_s, attempt, "receive" if sent else "send")
+            case KvAbort(reason=reason, retry_link=link) if link:
+                for direction in ("send", "receive"):
+                    transfer = self._open.get((attempt, direction))
+                    if transfer is not None:
+                        transfer.span.event(now_s, "sent again", link=link, reason=reason)
+            case KvAbort(reason=reason):
+                self.over(now_s, attempt, reason)
+            case _:
+                pass
+
+    def moves(self, attempt: Attempt, direction: Direction, link: str, runs: int, blocks: int) -> None:
+        """Record runs and blocks that are in transit."""
+        transfer = self._open.get((attempt, direction))
+        if transfer is not None:
+            transfer.runs += runs
+            transfer.blocks += blocks
+            transfer.span.note(link=link, runs=transfer.runs, blocks=transfer.blocks)
+
+    def over(self, now_s: float, attempt: Attempt, error: str) -> None:
+        """End the transfers of an attempt that has left this worker."""
+        self._end(now_s, attempt, "send", error)
+        self._end(now_s, attempt, "receive", error)
+
+    def _end(self, now_s: float, attempt: Attempt, direction: Direction, error: str = "") -> None:
+        transfer = self._open.pop((attempt, direction), None)
+        if transfer is not None:
+            transfer.span.end(now_s, error)

@@ -14,7 +14,7 @@ from cohort.common.types import InstanceId, RequestId
 from cohort.common.views import MOST_DECISIONS, Decision, DecisionKind
 
 _ORDINARY = 32
-"""Placements that are kept."""
+"""Number of placements that are kept."""
 
 
 class _Noted(NamedTuple):
@@ -49,7 +49,7 @@ class DecisionLog:
         ring.append(_Noted(now_s, kind, request_id, instances, reason, what, forecast_s, count))
 
     def latest(self, now_s: float) -> list[Decision]:
-        """The last one first; `MOST_DECISIONS` at most."""
+        """Return the decisions, last one first, `MOST_DECISIONS` at most."""
         noted = sorted((*self._rare, *self._ordinary), key=lambda one: one.at_s, reverse=True)
         return [
             Decision(

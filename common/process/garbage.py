@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 YOUNG_OBJECTS = 20_000
-"""Allocated beyond those freed, until the youngest are looked at: a few megabytes."""
+"""Allocations beyond those freed, until the youngest objects are examined: a few megabytes."""
 YOUNGER_FIRST = 20
-"""Looks at younger objects for each at the next older ones."""
+"""Examinations of younger objects for each of the next older ones."""
 
 
 def settle() -> None:
-    """What lives now lives on: it is looked at no more."""
+    """Exclude everything alive now from garbage collection, and collect rarely from now on."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, YOUNGER_FIRST, YOUNGER_FIRST)
@@ -26,8 +26,8 @@ def settle() -> None:
 
 @contextmanager
 def seldom() -> Iterator[None]:
-    """Meanwhile as rarely as after `settle`, and afterwards as before: for a simulation, whose iterations bring and
-    drop rows and messages by the hundred."""
+    """Collect as rarely as after `settle` within the block: for a simulation, whose iterations make and drop rows and
+    messages by the hundred."""
     before = gc.get_threshold()
     gc.set_threshold(YOUNG_OBJECTS, YOUNGER_FIRST, YOUNGER_FIRST)
     try:

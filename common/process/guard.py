@@ -16,7 +16,7 @@ from cohort.common.process.service import ServiceContext
 
 
 class Guarded(Generic[Event, Effect]):
-    """Stands in for a machine."""
+    """Machine whose failed assertion ends the process."""
 
     def __init__(self, machine: Machine[Event, Effect], context: ServiceContext) -> None:
         self._machine = machine
@@ -24,7 +24,7 @@ class Guarded(Generic[Event, Effect]):
         self._context = context
 
     def handle(self, now_s: float, *events: Event) -> list[Effect]:
-        """As the machine's own. Raises what it asserted, once; from then on nothing happens any more."""
+        """Call the machine. Raises what it asserted, once; later calls do nothing."""
         if self._context.failure is not None:
             return []
         try:
@@ -46,6 +46,6 @@ def guarded(context: ServiceContext, machine: Machine[Event, Effect]) -> Machine
 
 
 def _named(event: object) -> str:
-    """Its type, and that of the message that it brings: what users wrote stays out of the log."""
+    """Name an event by its type and its message's: what users wrote stays out of the log."""
     message = getattr(event, "message", None)
     return type(event).__name__ if message is None else f"{type(event).__name__}({type(message).__name__})"

@@ -29,7 +29,8 @@ def level_file(run_dir: Path, instance: str) -> Path:
 
 
 def ask_for_level(run_dir: Path, instance: str, level: Level) -> Path:
-    """Leaves the file that this process reads at its next SIGUSR2. Whole or not at all; raises `OSError`."""
+    """Write the file that the process reads at its next SIGUSR2. Return its path. Raises `OSError`, having written
+    nothing."""
     path = level_file(run_dir, instance)
     write_private(path, level.encode())
     return path
@@ -38,7 +39,7 @@ def ask_for_level(run_dir: Path, instance: str, level: Level) -> Path:
 def listen_for_levels(
     run_dir: Path, instance: str, configured: Level, log: structlog.stdlib.BoundLogger, loop: asyncio.AbstractEventLoop
 ) -> None:
-    """From now on SIGUSR2 changes the level instead of ending the process. A file of an earlier process is void."""
+    """Let SIGUSR2 change the level instead of ending the process. A file of an earlier process is removed."""
     path = level_file(run_dir, instance)
     with contextlib.suppress(OSError):  # a run folder that is not usable is refused elsewhere, by name
         path.unlink()
@@ -59,7 +60,7 @@ def listen_for_levels(
 
 
 def _taken(path: Path) -> str:
-    """The file's word, and the file gone: its absence tells the asker that it was read. "" without one."""
+    """Return the file's content and remove the file: its absence tells the sender that it was read. "" without one."""
     try:
         word = path.read_text(encoding="ascii", errors="replace").strip()
         path.unlink(missing_ok=True)

@@ -78,7 +78,7 @@ def configure_logging(
 
 
 def set_log_level(level: str) -> None:
-    """The least severe level that is written from now on, in this process: debug, info, warning or error."""
+    """Set the least severe level that this process writes: debug, info, warning or error."""
     root = logging.getLogger()
     root.setLevel(level.upper())
     for name in _QUIET:
@@ -90,7 +90,7 @@ def log_level() -> str:
 
 
 def log_loop_errors(loop: asyncio.AbstractEventLoop, logger: structlog.stdlib.BoundLogger) -> None:
-    """Errors that asyncio would drop or print (a task's unread exception, a failed callback) become error events."""
+    """Log errors that asyncio would drop or print: a task's unread exception, a failed callback."""
 
     def handle(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")

@@ -51,7 +51,7 @@ class Labelled(Generic[M]):
         return child
 
     def values(self) -> list[tuple[dict[str, str], float]]:
-        """Of a counter or gauge: each child's labels and value, the constant ones included. For people who look on."""
+        """Return labels, the constant ones included, and value of each child of a counter or gauge."""
         return [
             (sample.labels, sample.value)
             for family in self._metric.collect()
@@ -64,7 +64,7 @@ class ManyHistogram(Histogram):
     """A histogram that takes many observations of one value at the cost of one."""
 
     def observe_many(self, amount: float, count: int) -> None:
-        """As `count` times `observe(amount)`."""
+        """Observe `amount` `count` times."""
         self._raise_if_not_observable()  # type: ignore[no-untyped-call]
         self._sum.inc(amount * count)
         for bound, bucket in zip(self._upper_bounds, self._buckets, strict=True):
@@ -74,14 +74,14 @@ class ManyHistogram(Histogram):
 
 
 class MetricFactory:
-    """Makes metrics named `cohort_…` with the constant labels; for families here and for a service's own stats."""
+    """Maker of metrics named `cohort_…` with the constant labels; for families here and for a service's own stats."""
 
     def __init__(self, registry: CollectorRegistry, *, model_name: str, instance: str) -> None:
         self._registry = registry
         self._constant = (model_name, instance)
 
     def counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Labelled[Counter]:
-        """Exported as cohort_<name>_total."""
+        """Make a counter, exported as cohort_<name>_total."""
         return self._ready(
             Counter(f"{PREFIX}_{name}", documentation, self._names(labels), registry=self._registry), labels
         )
@@ -315,5 +315,5 @@ class SchedulerMetrics:
 
 
 def exposition(registry: CollectorRegistry) -> bytes:
-    """Prometheus text, format 0.0.4; send it with `CONTENT_TYPE`."""
+    """Return Prometheus text, format 0.0.4; send it with `CONTENT_TYPE`."""
     return generate_latest(registry)

@@ -20,12 +20,12 @@ from cohort.common.machines.recorder import Header, Recorded
 from cohort.common.process.service import ServiceContext
 
 _FLUSH_EVERY_S = 1.0
-"""Every machine is told of time at least as often, so that a killed process loses about so much."""
+"""Interval of flushes. Every machine gets a tick at least as often, so a killed process loses about as much."""
 _BUFFER_BYTES = 1 << 20
 
 
 class RecordingFile:
-    """A new file per process. Readable by its owner alone: it holds what users wrote, as token ids. Raises
+    """New file of each process. Readable by its owner alone: it holds what users wrote, as token ids. Raises
     `ConfigError` if it cannot be made."""
 
     def __init__(self, folder: Path, instance: str, log: structlog.stdlib.BoundLogger) -> None:
@@ -61,7 +61,7 @@ class RecordingFile:
             self._end(error)
 
     def _end(self, error: Exception) -> None:
-        """A line that is missing would make all that follow wrong."""
+        """Stop the recording: a missing line would make all that follow wrong."""
         self._broken = True
         self._log.warning("recording ended early", path=str(self.path), error=str(error))
 
@@ -69,8 +69,8 @@ class RecordingFile:
 def recorded(
     context: ServiceContext, machine: Machine[Event, Effect], header: Callable[[], Header]
 ) -> Machine[Event, Effect]:
-    """The machine, or its recorder; to be asked for before its first event. Only `handle` and `check` go through it: a
-    host reads the state of the machine itself."""
+    """Return the machine, or its recorder. Call this before the machine's first event. Only `handle` and `check` go
+    through the recorder; a host reads the machine's state itself."""
     folder = context.config.recording.folder
     if not folder:
         return machine

@@ -99,22 +99,22 @@ class ServiceContext:
     metrics_url: str = ""
     drain_s: float = 5.0
     failure: Exception | None = None
-    """What makes it end now, without a drain; `fail` says so."""
+    """Error that ends the process now, without a drain; set by `fail`."""
     failed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def fail(self, error: Exception) -> None:
-        """What this process knows is wrong: it ends with this error, whoever of it noticed. The first one counts."""
+        """End the process with this error, whichever part noticed it. The first one counts."""
         self.failure = self.failure or error
         self.failed.set()
 
     @property
     def model_name(self) -> str:
-        """The name clients use; the constant label of all metrics."""
+        """Name of the model for clients; the constant label of all metrics."""
         return model_name(self.config)
 
     @property
     def metrics(self) -> MetricFactory:
-        """Give it to a family of `metrics.py`."""
+        """Factory for the families of `metrics.py`."""
         return MetricFactory(self.registry, model_name=self.model_name, instance=self.instance)
 
     def endpoint_of(self, name: EndpointName) -> str:
@@ -122,7 +122,7 @@ class ServiceContext:
 
     @property
     def manager_endpoints(self) -> dict[str, str]:
-        """By name, in the order in which managers are asked to lead."""
+        """Endpoints by manager, in the order in which managers are asked to lead."""
         return manager_endpoints(self.config, self.run_dir)
 
 
@@ -161,7 +161,8 @@ def service_main(
 
 
 def option_parser(role: str) -> argparse.ArgumentParser:
-    """The same for every role: `config`, `preset`, `instance`, `run_dir`, `metrics_port`; exits with 2 on another."""
+    """Return the parser of every role: `config`, `preset`, `instance`, `run_dir`, `metrics_port`. It exits with 2 on
+    another option."""
     parser = argparse.ArgumentParser(
         prog=f"python -m cohort.services.{role}",
         description=f"Run Cohort's {role.replace('_', ' ')} as one process. `cohort serve` starts a whole pipeline; "
@@ -207,7 +208,7 @@ def logging_done() -> None:
 
 
 def metrics_routes(context: ServiceContext) -> list[web.RouteDef]:
-    """/metrics, /health and /ready of one process."""
+    """Return /metrics, /health and /ready of one process."""
     started_s = context.clock.now_s()
 
     async def metrics(_: web.Request) -> web.Response:
@@ -233,7 +234,7 @@ def metrics_routes(context: ServiceContext) -> list[web.RouteDef]:
 
 
 def process_stats() -> dict[str, float]:
-    """Stats of every process: memory, open files, tasks."""
+    """Return what every process reports of itself: memory, open files, tasks."""
     stats = {"asyncio_tasks": float(len(asyncio.all_tasks()))}
     with contextlib.suppress(OSError, ValueError, IndexError):
         with open("/proc/self/statm", encoding="ascii") as statm:
@@ -331,7 +332,7 @@ class _Service:
         return 0
 
     def _make_run_dir(self) -> None:
-        """Raises `ConfigError` when sockets would lie in a folder that others can enter."""
+        """Make the run folder. Raises `ConfigError` if others could enter the folder of sockets."""
         private_folder(self._run_dir)
         endpoints = [endpoint_of(self._config, name, self._run_dir) for name in get_args(EndpointName)]
         endpoints += manager_endpoints(self._config, self._run_dir).values()
@@ -341,7 +342,7 @@ class _Service:
             require_private(self._run_dir, "--run-dir")
 
     async def _run_build(self, context: ServiceContext) -> None:
-        """Until the service returns, or is cancelled because it drains beyond its deadline."""
+        """Run the service until it returns, or is cancelled because it drains beyond its deadline."""
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(self._build(context), name=self._role)
             stopping = tasks.create_task(self._stopping.wait(), name="stopping")
@@ -429,7 +430,7 @@ class _Service:
         return f"http://{advertised_host(self._config, host)}:{listener.getsockname()[1]}/metrics"
 
     async def _heartbeat(self, context: ServiceContext, bus: ZmqBus) -> None:
-        """Every `HEARTBEAT_S`; a monitor that is away costs nothing."""
+        """Send a heartbeat every `HEARTBEAT_S`; a monitor that is away costs nothing."""
         if self._role == "global_monitor":
             return  # it knows itself
         bus.connect(MONITOR, context.endpoint_of("monitor"), high_water_messages=FAREWELL_QUEUE_MESSAGES)
@@ -468,7 +469,7 @@ class _Service:
 
 
 def drain_time_s(config: Config, role: str) -> float:
-    """How long a service may take to finish what it has."""
+    """Return the time in which a service may finish its work."""
     return config.drain_s if role in ("gateway", "prefill_worker", "decode_worker") else 5.0
 
 
@@ -486,7 +487,7 @@ def _loop_factory(kind: LoopKind) -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """The errors inside nested groups."""
+    """Yield the errors inside nested groups."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from _leaves(inner)

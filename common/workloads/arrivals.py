@@ -33,7 +33,7 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class AllAtOnce:
-    """Everything is due at second 0: the offline batch case."""
+    """Offline batch: all requests are due at second 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ Arrivals = RandomArrivals | ClosedLoop | AllAtOnce | TraceTimes
 def due_times(
     arrivals: Arrivals, count: int, rng: np.random.Generator, trace_s: Sequence[float] | None
 ) -> list[float] | None:
-    """Seconds after the start at which each request is due; None for a closed loop.
+    """Return the seconds from the start to each request; None for a closed loop.
 
     The same seed at another rate gives the same pattern, scaled: a sweep varies the rate and nothing else.
     """
@@ -73,14 +73,14 @@ def due_times(
 
 
 def _gamma_gaps(rng: np.random.Generator, cv: float, count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Gaps with mean 1 and the given coefficient of variation: shape 1/cv², scale cv²."""
+    """Return gaps with mean 1 and the given coefficient of variation: shape 1/cv², scale cv²."""
     if cv == 0.0:
         return np.ones(count)
     return rng.gamma(1.0 / (cv * cv), cv * cv, count)
 
 
 def enough_for(arrivals: RandomArrivals, duration_s: float) -> int:
-    """A number of requests that lasts for the duration even when the gaps fall short of their mean."""
+    """Return a number of requests that lasts for the duration even when the gaps fall short of their mean."""
     expected = arrivals.rate_per_s * duration_s
     return int(expected + 6 * max(1.0, arrivals.cv) * expected**0.5) + 16
 

@@ -23,7 +23,7 @@ _ID_SPACE = 1 << 48
 def clip(
     workload: Workload, *, max_prompt: int | None = None, max_output: int | None = None, max_total: int | None = None
 ) -> Workload:
-    """Bounds on tokens: longer requests are cut, and counted in the facts.
+    """Cut longer requests to these bounds on tokens, and count them in the facts.
 
     Cut to `max_total`, the output goes first (a context must hold at least one prompt token), then the prompt, whose
     hash ids are shortened with it.
@@ -60,7 +60,7 @@ def with_class(workload: Workload, traffic_class: TrafficClass) -> Workload:
 
 
 def with_class_share(workload: Workload, best_effort: float, *, seed: int = 0) -> Workload:
-    """Each open-loop item is best-effort with this probability, else real-time."""
+    """Make each open-loop item best-effort with this probability, else real-time."""
     draws = stream(seed, Stream.CLASSES).random(len(workload.items))
     items = tuple(
         replace(item, traffic_class="be" if drawn < best_effort else "rt")
@@ -70,7 +70,7 @@ def with_class_share(workload: Workload, best_effort: float, *, seed: int = 0) -
 
 
 def with_slos(workload: Workload, rule: Callable[[WorkItem], Slo]) -> Workload:
-    """Every item with what `rule` (see `slos`) promises it."""
+    """Give every item the SLO of `rule` (see `slos`)."""
     return _each(workload, lambda item: replace(item, slo=rule(item)))
 
 
@@ -84,7 +84,7 @@ def together(name: str, workloads: Sequence[Workload]) -> Workload:
 def mixture(
     name: str, parts: Sequence[tuple[float, Workload]], arrivals: Arrivals, *, count: int, seed: int = 0
 ) -> Workload:
-    """One stream of `count` requests; each is, by weight, the next of one of the parts' items (cycled).
+    """Mix parts into one stream of `count` requests; each is, by weight, the next item of a part (cycled).
 
     The parts' own arrival times mean nothing here. DynaServe's hybrid workload is two parts of equal weight (§6.4).
     """
@@ -126,7 +126,7 @@ def _each(workload: Workload, change: Callable[[WorkItem], WorkItem]) -> Workloa
 
 
 def _apart(workload: Workload, index: int) -> Workload:
-    """Its hash ids and sessions in a space of their own."""
+    """Move hash ids and sessions into a space of their own."""
     if index == 0:
         return workload
     return _each(

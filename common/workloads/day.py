@@ -26,7 +26,7 @@ _EVENING = (fitted_lognormal(180.0, 150.0, 8, 1500), fitted_lognormal(420.0, 200
 
 
 def rate_at(share: float, peak_per_s: float) -> float:
-    """Requests a second at this share of the day."""
+    """Return the requests a second at this share of the day."""
     hump = max(height * math.exp(-(((share - centre) / _WIDTH) ** 2)) for centre, height in _PEAKS)
     return peak_per_s * (NIGHT + (1.0 - NIGHT) * hump)
 

@@ -15,7 +15,7 @@ from cohort.common.errors import ConfigError
 
 
 def open_text(path: Path) -> TextIO:
-    """The file as UTF-8 text; gzip is recognised by its first bytes, not by its name. Raises `ConfigError`."""
+    """Open the file as UTF-8 text; gzip is recognised by its first bytes, not by its name. Raises `ConfigError`."""
     try:
         with path.open("rb") as probe:
             packed = probe.read(2) == b"\x1f\x8b"
@@ -28,7 +28,7 @@ def open_text(path: Path) -> TextIO:
 
 @contextmanager
 def reading(path: Path) -> Iterator[TextIO]:
-    """`open_text`, and an error while reading on becomes a `ConfigError` too."""
+    """Open a text; an error while reading becomes a `ConfigError`, too."""
     with open_text(path) as file:
         try:
             yield file

@@ -70,7 +70,7 @@ Source = Drawn | Mixed | FromTrace
 
 
 def draw_rows(source: Source, count: int, seed: int) -> list[TraceRow]:
-    """Lengths of `count` requests (a trace that is not resampled may have fewer), without arrival times."""
+    """Draw the lengths of `count` requests, without arrival times. A trace that is not resampled may have fewer."""
     match source:
         case Drawn(prompt, output):
             prompts = draw(prompt, stream(seed, Stream.PROMPT_LENGTHS), count)
@@ -99,7 +99,7 @@ def generate(
     traffic_class: TrafficClass = "rt",
     hash_block: int | None = None,
 ) -> Workload:
-    """`count` requests, or as many as arrive within `duration_s`, or a whole trace.
+    """Generate `count` requests, or as many as arrive within `duration_s`, or a whole trace.
 
     A closed loop becomes the workload's `closed_loop` part (with `duration_s`: cycled until then). `hash_block`: tokens
     of a hash id, which a trace need not know then. Raises `ConfigError`.

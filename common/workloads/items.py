@@ -74,11 +74,12 @@ class ClosedLoopUsers:
         return self._open
 
     def start(self, now_s: float) -> list[WorkItem]:
-        """The first question of every user, arriving now."""
+        """Return the first question of every user, arriving now."""
         return self._ask(now_s, self._part.concurrency)
 
     def answered(self, now_s: float) -> list[WorkItem]:
-        """One answer is complete: the next requests. Empty in the middle of a batch, and when the part is through."""
+        """Note that an answer is complete. Return the next requests: none in the middle of a batch, nor at the end of
+        the part."""
         if self._open == 0:
             raise ValueError("an answer to a question that was not asked")
         self._open -= 1

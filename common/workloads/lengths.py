@@ -45,7 +45,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Blend:
-    """With each probability (weights of any sum) one of several distributions."""
+    """Mixture of distributions; `parts` are (weight, distribution), with weights of any sum."""
 
     parts: tuple[tuple[float, Fixed | Uniform | LogNormal], ...]
 
@@ -67,7 +67,7 @@ class Shape:
 
 
 def draw(distribution: LengthDistribution, rng: np.random.Generator, count: int) -> NDArray[np.int64]:
-    """`count` lengths. The first n of a longer draw equal a draw of n, so `--num-requests` only truncates."""
+    """Draw `count` lengths. The first n of a longer draw equal a draw of n, so `--num-requests` only truncates."""
     match distribution:
         case Fixed(tokens):
             return np.full(count, tokens, dtype=np.int64)
@@ -92,7 +92,7 @@ def draw(distribution: LengthDistribution, rng: np.random.Generator, count: int)
 
 
 def lognormal(mean: float, std: float, low: int = 1, high: int = UNBOUNDED_TOKENS) -> LogNormal:
-    """The lognormal with these moments *before* it is clipped to [low, high].
+    """Return the lognormal with these moments *before* it is clipped to [low, high].
 
     mean = exp(mu + sigma²/2), var/mean² = exp(sigma²) - 1.
     """
@@ -101,7 +101,8 @@ def lognormal(mean: float, std: float, low: int = 1, high: int = UNBOUNDED_TOKEN
 
 
 def fitted_lognormal(mean: float, std: float, low: int, high: int) -> LogNormal:
-    """The lognormal whose mean is right *after* clipping to [low, high], with the spread of `lognormal(mean, std)`.
+    """Return the lognormal whose mean is right *after* clipping to [low, high], with the spread of `lognormal(mean,
+    std)`.
 
     Papers name mean, minimum and maximum of what they replayed; a lognormal of that mean falls short once it is
     clipped. Found by bisection on mu: the clipped mean grows with mu and lies between low and high. Raises
@@ -121,7 +122,8 @@ def fitted_lognormal(mean: float, std: float, low: int, high: int) -> LogNormal:
 
 
 def _clipped_mean(mu: float, sigma: float, low: int, high: int) -> float:
-    """Mean of exp(Normal(mu, sigma)) clipped to [low, high]: both atoms and the partial expectation between."""
+    """Return the mean of exp(Normal(mu, sigma)) clipped to [low, high]: both atoms and the partial expectation
+    between."""
     at_low, at_high = (math.log(low) - mu) / sigma, (math.log(high) - mu) / sigma
     between = _normal_cdf(at_high - sigma) - _normal_cdf(at_low - sigma)
     return low * _normal_cdf(at_low) + high * (1 - _normal_cdf(at_high)) + math.exp(mu + sigma * sigma / 2) * between
@@ -153,7 +155,8 @@ def draw_shapes(mix: Sequence[Shape], rng: np.random.Generator, count: int) -> l
 
 
 def parse_distribution(text: str, option: str) -> LengthDistribution:
-    """`128`, `uniform:64-512`, `lognormal:mean=222,std=256[,min=4,max=1024]` or `lognormal:mu=4.98,sigma=0.92`."""
+    """Parse `128`, `uniform:64-512`, `lognormal:mean=222,std=256[,min=4,max=1024]` or
+    `lognormal:mu=4.98,sigma=0.92`."""
     usage = (
         f"{option} {text!r}: expected 128, uniform:64-512, lognormal:mean=222,std=256[,min=4,max=1024] "
         "or lognormal:mu=…,sigma=…"
@@ -196,7 +199,7 @@ def _parse_lognormal(text: str, usage: str) -> LogNormal:
 
 
 def parse_mix(text: str) -> tuple[Shape, ...]:
-    """`0.8:64x64,0.2:768x32`: weights (any positive numbers) and prompt x output lengths."""
+    """Parse `0.8:64x64,0.2:768x32`: weights (any positive numbers) and prompt x output lengths."""
     shapes = []
     for part in text.split(","):
         found = re.fullmatch(r"\s*([\d.]+):(\d+)x(\d+)\s*", part)

@@ -133,7 +133,7 @@ _TOKENS_PER_WORD, _TASK_SPREAD = 1.3, 0.35
 
 
 def longbench_workload(arrivals: Arrivals, *, count: int, longest: int, seed: int = 0) -> Workload:
-    """All tasks in equal shares, as in LongBench itself (200 rows each, but for one). Assumed: 1.3 tokens a word, a
+    """Mix all tasks in equal shares, as in LongBench itself (200 rows each, but for one). Assumed: 1.3 tokens a word, a
     standard deviation of 0.35 of a task's mean, answers as long as they may be; prompts are cut at `longest`."""
     parts = []
     for number, (words, answer) in enumerate(LONGBENCH.values()):
@@ -153,7 +153,8 @@ def paper_workload(
     duration_s: float | None = None,
     seed: int = 0,
 ) -> Workload:
-    """A workload of one of `SHAPES`, at the paper's own rate unless told otherwise. Raises `ConfigError`."""
+    """Generate a workload of one of `SHAPES`, at the paper's own rate unless `arrivals` are given. Raises
+    `ConfigError`."""
     shape = SHAPES.get(name)
     if shape is None:
         raise ConfigError(f"no workload named {name!r}; there are: {', '.join(SHAPES)}")

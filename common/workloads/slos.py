@@ -14,24 +14,24 @@ SloRule = Callable[[WorkItem], Slo]
 
 
 def per_token(ttft_s: float, tpot_s: float) -> SloRule:
-    """First token and tokens after it. BucketServe (§V-B) varies "SLO requirements" without naming figures: the caller
-    must choose and state its targets."""
+    """Return a rule of TTFT and TPOT. BucketServe (§V-B) varies "SLO requirements" without printing any: the caller
+    must choose and state them."""
     slo = Slo(ttft_s=ttft_s, tpot_s=tpot_s)
     return lambda item: slo
 
 
 def bros(item: WorkItem) -> Slo:
-    """Real-time: TTFT 0.4 s, TPOT 0.2 s (BROS §7.1). Best-effort: nothing."""
+    """Return TTFT 0.4 s and TPOT 0.2 s for real-time requests (BROS §7.1), nothing for best-effort ones."""
     return Slo(ttft_s=0.4, tpot_s=0.2) if item.traffic_class == "rt" else NO_SLO
 
 
 def dynaserve(item: WorkItem) -> Slo:
-    """100 ms between tokens for every model size (DynaServe §6.1); the first token has no target there."""
+    """Return 100 ms between tokens for every model size (DynaServe §6.1), which has no target for the first token."""
     return Slo(tpot_s=0.1)
 
 
 def ecoserve(prompt_s: float, token_s: float, *, scale: float = 2.0) -> SloRule:
-    """E9 · EcoServe §4: the whole answer within scale · (t_p + t_g · l_g) of its arrival.
+    """E9 · EcoServe §4: Return a rule of the whole answer: within scale · (t_p + t_g · l_g) of its arrival.
 
     t_p → `prompt_s`, the data set's mean prompt latency; t_g → `token_s`, its mean latency per generated token, both
     measured without contention; l_g → the item's true output length. Scale 2 is the paper's default.

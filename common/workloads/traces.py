@@ -56,8 +56,8 @@ class Trace:
         return None if any(t is None for t in times) else [t for t in times if t is not None]
 
     def hash_block(self) -> int:
-        """Tokens per hash id: the power of two with which every row's number of ids is its prompt's full blocks, or
-        its full blocks and a begun one. 0 without ids. Raises `ConfigError` when none fits.
+        """Infer the tokens per hash id: the power of two with which every row has an id for each full block of its
+        prompt, or for each begun one, too. 0 without ids. Raises `ConfigError` when none fits.
 
         Of several that fit the largest is taken: the blocks of a trace with short prompts only cannot be told apart.
         """
@@ -92,7 +92,7 @@ _Line = TypeVar("_Line", _MooncakeLine, _PromptLine)
 def read_trace(
     path: Path, trace_format: TraceFormat | None = None, limit: int | None = None, *, sort: bool = False
 ) -> Trace:
-    """The first `limit` usable rows. The format is recognised by the first line unless named.
+    """Read the first `limit` usable rows. The format is recognised by the first line unless named.
 
     Arrivals must not go backwards unless `sort` allows it (stable by time). Raises `ConfigError`.
     """
@@ -120,7 +120,7 @@ def read_trace(
 
 
 def _from_zero(rows: list[TraceRow]) -> tuple[TraceRow, ...]:
-    """In order of arrival (stable), the first at 0."""
+    """Sort rows by arrival (stable), the first at 0."""
     if rows[0].arrival_s is None:
         return tuple(rows)
     rows = sorted(rows, key=lambda row: row.arrival_s or 0.0)
@@ -176,7 +176,7 @@ def _mooncake(row: _MooncakeLine) -> TraceRow:
 
 
 def _prompt(row: _PromptLine) -> TraceRow:
-    """Lengths of the first turn. Rows without a reference answer have output 0, so they are counted as skipped."""
+    """Take the lengths of the first turn. Rows without a reference answer get output 0, so they count as skipped."""
     prompt = row.prompt_tokens_approx if row.prompt_tokens_approx is not None else row.first_turn_tokens_approx
     if prompt is None:
         raise ValueError("needs prompt_tokens_approx or first_turn_tokens_approx")
@@ -240,7 +240,7 @@ def _seconds(row: Mapping[str, str], column: str) -> float:
 
 
 def _utc_s(text: str) -> float:
-    """A time stamp without a zone counts as UTC, so that no daylight-saving jump falls into a trace."""
+    """Parse a time stamp. One without a zone counts as UTC, so that no daylight-saving jump falls into a trace."""
     try:
         moment = datetime.fromisoformat(text.strip())
     except ValueError:
@@ -249,7 +249,7 @@ def _utc_s(text: str) -> float:
 
 
 def _tokens(row: Mapping[str, str], column: str) -> int:
-    """A count; some exports write whole numbers as floats ("12.0")."""
+    """Parse a count; some exports write whole numbers as floats ("12.0")."""
     text = row[column].strip()
     try:
         number = float(text)

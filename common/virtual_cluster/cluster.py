@@ -11,7 +11,8 @@ the network is, if it wants.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import heapq
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, assert_never
 
 from cohort.common.machines.effects import (
@@ -19,20 +20,47 @@ from cohort.common.machines.effects import (
     Dial,
     LoadAdapter,
     ReceiveRuns,
+    Run,
     Send,
     SendRuns,
     StartStep,
     Wake,
     WorkerEffect,
 )
-from cohort.common.machines.events import AdapterLoaded, Received, ReportDue, Tick
-from cohort.common.messages import Message
+from cohort.common.machines.events import AdapterLoaded, Received, ReportDue, RunsReceived, RunsSent, Tick
+from cohort.common.messages import KvChunk, KvRun, Message
 from cohort.common.types import InstanceId
-from cohort.common.virtual_cluster.events import Events
-from cohort.common.virtual_cluster.kv_flights import KvFlights
-from cohort.common.virtual_cluster.plugins import Builder, Cadence, Clients, Engine, Network, Node, WorkerNode
+from cohort.common.virtual_cluster.plugins import Builder, Cadence, Clients, Engine, Flight, Network, Node, WorkerNode
 
 MANAGER, GATEWAY, PREDICTOR = "manager", "gateway", "predictor"
+
+
+class Events:
+    """The clock and a heap of events to come: (time, rank, order of scheduling, action, arguments).
+
+    Two events of the same moment happen by rank, then in the order of scheduling, so a run depends on its inputs and
+    seed only. Ranks keep that order the same however early an event was foreseen.
+    """
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self.now_s = start_s
+        self.handled = 0
+        self._heap: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._scheduled = 0
+
+    def at(self, time_s: float, action: Callable[..., None], *arguments: Any, rank: int = 0) -> None:
+        """Schedule an action. A time that has passed means now."""
+        self._scheduled += 1
+        at_s = time_s if time_s > self.now_s else self.now_s
+        heapq.heappush(self._heap, (at_s, rank, self._scheduled, action, arguments))
+
+    def run(self, until_s: float, done: Callable[[], bool]) -> None:
+        """Handle events until none is left, `done` is true, or the next one is later than `until_s`."""
+        heap = self._heap
+        while heap and heap[0][0] <= until_s and not done():
+            self.now_s, _, _, action, arguments = heapq.heappop(heap)
+            self.handled += 1
+            action(*arguments)
 
 
 class VirtualCluster:
@@ -79,7 +107,7 @@ class VirtualCluster:
     # -- processes ---------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Every process for the first time. Reports of many workers never come in step."""
+        """Start every process. Reports of many workers are spread over the interval."""
         self.start_gateway()
         for name in self._managers:
             self.start_manager(name)
@@ -95,7 +123,7 @@ class VirtualCluster:
         return self._started(Node(name, machine), self._cadence.manager_tick_s)
 
     def start_worker(self, name: InstanceId, first_report_s: float | None = None) -> WorkerNode:
-        """It registers at once, and reports from `first_report_s` from now on."""
+        """Start a worker. It registers at once, and reports from `first_report_s` from now on."""
         node = self._builder.make_worker(name, self._incarnation(), self.now_s)
         self._around(node)
         self.nodes[name] = node
@@ -117,7 +145,7 @@ class VirtualCluster:
         return node
 
     def kill(self, name: InstanceId) -> None:
-        """As kill -9. Messages it had sent are lost with it."""
+        """Kill a process like kill -9: messages it had sent are lost with it."""
         node = self.nodes.get(name)
         if node is None or not node.alive:
             return
@@ -127,7 +155,7 @@ class VirtualCluster:
             self.flights.died(node)
 
     def freeze(self, name: InstanceId, seconds: float) -> None:
-        """As kill -STOP, and -CONT later."""
+        """Stop a process like kill -STOP, with -CONT after `seconds`."""
         node = self.nodes.get(name)
         if node is not None:
             node.frozen_until_s = max(node.frozen_until_s, self.now_s + seconds)
@@ -162,7 +190,7 @@ class VirtualCluster:
     # -- machines ----------------------------------------------------------------------------------------------
 
     def tell(self, node: Node, *events: Any) -> None:
-        """These happen to the node now; its machine's effects are performed."""
+        """Feed events to a node's machine now, and perform its effects."""
         if not node.alive:
             return
         if node.frozen_until_s > self.events.now_s:
@@ -206,7 +234,7 @@ class VirtualCluster:
                     assert_never(effect)
 
     def _perform(self, node: Node, effects: Iterable[Any]) -> None:
-        """Of a gateway or the manager. A gateway's effects within its own process reach its clients."""
+        """Perform effects of a gateway or a manager. A gateway's effects within its own process reach its clients."""
         hear = self.clients.hear
         for effect in effects:
             kind = type(effect)
@@ -227,3 +255,112 @@ class VirtualCluster:
         if node.wake_s == at_s and self._goes_on():
             node.wake_s = float("inf")
             self.tell(node, Tick())
+
+
+class KvFlights:
+    """Runs of KV blocks on their way between two workers.
+
+    SendRuns ──▶ announced (KvChunk) ──▶ posted by the receiver ─┐
+        └──────▶ bytes on their way ───────▶ landed ─────────────┴─▶ both ends are told
+        └──────▶ broken (link, deadline, cancelled, an end died) ──▶ both ends are told, a while later
+
+    A flight is known by its tag from both ends, in whichever order they post it. Its source is read when it lands, and
+    its target written then, so that blocks which were freed or reused too early show.
+    """
+
+    def __init__(self, cluster: VirtualCluster) -> None:
+        self._cluster = cluster
+        self._network = cluster.network
+        self._flights: dict[int, Flight] = {}
+
+    def send(self, node: WorkerNode, effect: SendRuns) -> None:
+        cluster = self._cluster
+        runs = [KvRun(run.tag, run.target, run.num_blocks, run.checksum) for run in effect.runs]
+        cluster.post(node, effect.peer, KvChunk(effect.attempt, effect.lease_id, effect.round, effect.link, runs))
+        receiver = cluster.worker(effect.peer)
+        for together in self._together(effect.runs):
+            flight = self._flight(together, node)
+            flight.sender, flight.sender_lease, flight.sent = node, effect.lease_id, together
+            flight.from_host = effect.from_host
+            if flight.receiver is None:
+                flight.receiver = receiver
+            landing_s = self._network.landing_s(cluster.now_s, flight)
+            if self._network.breaks(flight):
+                cluster.events.at(landing_s, self.break_off, flight)
+            else:
+                cluster.events.at(landing_s, self._land, flight)
+
+    def receive(self, node: WorkerNode, effect: ReceiveRuns) -> None:
+        for together in self._together(effect.runs):
+            flight = self._flight(together, node)
+            flight.receiver, flight.receiver_lease, flight.round = node, effect.lease_id, effect.round
+            flight.posted = together
+            if flight.landed:  # not now: the effects that this one stands among are still being performed
+                self._cluster.events.at(self._cluster.now_s, self._land, flight)
+
+    def cancel(self, node: WorkerNode, lease_id: int) -> None:
+        """Break every flight of this lease at this end."""
+        for flight in list(node.flights.values()):
+            sends = flight.sender is node and flight.sent and flight.sender_lease == lease_id
+            receives = flight.receiver is node and flight.posted and flight.receiver_lease == lease_id
+            if sends or receives:
+                self.break_off(flight)
+
+    def died(self, node: WorkerNode) -> None:
+        for flight in list(node.flights.values()):
+            self.break_off(flight)
+
+    def break_off(self, flight: Flight) -> None:
+        """Break a flight. Until both ends learn of it, its bytes may still arrive, or others."""
+        if flight.broken or flight.tag not in self._flights:
+            return
+        flight.broken = True
+        cluster = self._cluster
+        cluster.events.at(cluster.now_s + self._network.break_delay_s(), self._tell_broken, flight)
+
+    # -- within ------------------------------------------------------------------------------------------------
+
+    def _together(self, runs: tuple[Run, ...]) -> Iterator[tuple[Run, ...]]:
+        if self._network.whole_sends:
+            yield runs
+        else:
+            for run in runs:
+                yield (run,)
+
+    def _flight(self, runs: tuple[Run, ...], node: WorkerNode) -> Flight:
+        tag = runs[0].tag
+        flight = self._flights.get(tag)
+        if flight is None:
+            flight = self._flights[tag] = Flight(tag)
+        node.flights[tag] = flight
+        timeout_s = self._network.run_timeout_s
+        if timeout_s < float("inf"):
+            self._cluster.events.at(self._cluster.now_s + timeout_s, self.break_off, flight)
+        return flight
+
+    def _land(self, flight: Flight) -> None:
+        if flight.broken or flight.tag not in self._flights:
+            return
+        flight.landed = True
+        if not flight.posted or not flight.sent:
+            return
+        self._cluster.engine.copy(flight)
+        self._tell(flight, None)
+
+    def _tell_broken(self, flight: Flight) -> None:
+        if flight.posted and flight.receiver is not None and flight.receiver.alive:
+            self._cluster.engine.scribble(flight)
+        self._tell(flight, "broken")
+
+    def _tell(self, flight: Flight, error: str | None) -> None:
+        if self._flights.pop(flight.tag, None) is None:
+            return
+        sender, receiver = flight.sender, flight.receiver
+        for node in (sender, receiver):
+            if node is not None:
+                node.flights.pop(flight.tag, None)
+        if sender is not None and flight.sent:
+            self._cluster.tell(sender, RunsSent(flight.sender_lease, error, len(flight.sent)))
+        if receiver is not None and flight.posted:
+            runs = len(flight.posted)
+            self._cluster.tell(receiver, RunsReceived(flight.receiver_lease, flight.round, error, runs))

@@ -26,9 +26,9 @@ class Node:
     """The machine's verb, as the host wants it called."""
     alive: bool = True
     frozen_until_s: float = float("-inf")
-    """Stopped, not killed: events before then are handled then."""
+    """End of a stop; events before it are handled then."""
     wake_s: float = float("inf")
-    """When its machine's last `Wake` asks for a tick."""
+    """Time of the tick that the machine's last `Wake` requested."""
 
     def __post_init__(self) -> None:
         self.handle = self.machine.handle
@@ -49,7 +49,7 @@ class WorkerNode(Node):
 
 
 class Builder(Protocol):
-    """Makes the machines. `incarnation` is another number for every process that is started."""
+    """Factory of the machines. `incarnation` differs for every process that is started."""
 
     def make_gateway(self, name: InstanceId, incarnation: int, now_s: float) -> GatewayMachine: ...
 
@@ -64,65 +64,67 @@ class Engine(Protocol):
     def begin(self, node: WorkerNode, step: StartStep) -> None: ...
 
     def about_to_tell(self, node: WorkerNode, events: tuple[WorkerEvent, ...]) -> None:
-        """These events are about to reach the worker: the steps foreseen beyond this moment may not hold."""
+        """Prepare for events that the worker gets next: steps foreseen beyond this moment may not hold."""
 
     def told(self, node: WorkerNode, events: tuple[WorkerEvent, ...], effects: list[Any]) -> None:
-        """The worker has answered, and these effects are about to be performed."""
+        """Learn the effects of those events, before they are performed."""
 
     def copy(self, flight: Flight) -> None:
-        """The flight has landed: its bytes are now where they should be."""
+        """Write the bytes of a flight that landed."""
 
     def scribble(self, flight: Flight) -> None:
-        """The flight broke: anything may stand where its bytes should be."""
+        """Overwrite the target of a flight that broke: anything may stand there."""
 
     def died(self, node: WorkerNode) -> None: ...
 
 
 class Network(Protocol):
-    """When messages and KV arrive, if they do."""
+    """Model of when messages and KV arrive, if they do."""
 
     whole_sends: bool
-    """The runs of one `SendRuns` land together; else each by itself."""
+    """Whether the runs of one `SendRuns` land together; else each by itself."""
     run_timeout_s: float
-    """A run whose other end is not posted by then breaks."""
+    """Time after which a run breaks if its other end is not posted."""
 
     def arrivals(self, now_s: float, source: InstanceId, target: InstanceId, message: Message) -> Iterable[float]:
-        """When a message arrives: once, not at all, or more than once. Order per pair is the network's promise."""
+        """Return when a message arrives: once, not at all, or more than once. The order of each pair is the network's
+        promise."""
 
     def travelled(self, message: Message) -> Message:
-        """The message as its receiver reads it."""
+        """Return the message as its receiver reads it."""
 
     def landing_s(self, now_s: float, flight: Flight) -> float:
-        """When the bytes of a flight that starts now are there."""
+        """Return when the bytes of a flight that starts now have arrived."""
 
     def breaks(self, flight: Flight) -> bool:
-        """Whether this flight fails on its way."""
+        """Return whether this flight fails in transit."""
 
     def break_delay_s(self) -> float:
-        """How much later both ends of a broken flight hear of it."""
+        """Return how much later both ends of a broken flight learn of it."""
 
 
 class Clients(Protocol):
-    """Where requests come from and tokens go; also the length predictor, whom only gateways ask."""
+    """Source of requests and sink of tokens; also the length predictor, which only gateways ask."""
 
     def hear(self, gateway: Node, effect: Any) -> None:
-        """A gateway's effect that is meant for its own process: a decision about a request, tokens, an error."""
+        """Receive a gateway's effect that is meant for its own process: a decision about a request, tokens, an
+        error."""
 
     def ask_predictor(self, gateway: Node, message: Message) -> None:
-        """A gateway's word to the length predictor."""
+        """Receive a gateway's message to the length predictor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cadence:
-    """Intervals of a host's unasked actions, in seconds. 0 = only when the machine's `Wake` asks, or,
-    for workers' ticks, together with the report."""
+    """Intervals of a host's periodic actions, in seconds. 0 = only when the machine's `Wake` asks, or, for workers'
+    ticks, together with the report."""
 
     report_s: float
     worker_tick_s: float
     manager_tick_s: float
     gateway_tick_s: float
     adapter_load_s: float = 0.0
-    """What a worker takes to load a LoRA adapter."""
+    """Time that a worker takes to load a LoRA adapter."""
 
 
 @dataclass(slots=True, eq=False)

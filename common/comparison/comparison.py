@@ -15,7 +15,6 @@ import hashlib
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ class Cell(msgspec.Struct, frozen=True):
     predictor: str
     predictor_sigma: float
     options: dict[str, Any]
-    """Of the configuration, by name, over the preset's."""
+    """Options of the configuration, by name, laid over the preset's."""
     live: bool | UnsetType = UNSET
 
     @property
@@ -68,8 +67,8 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class CellResult(msgspec.Struct, frozen=True):
-    """`kept`: of the requests `sent`, how many kept all of their SLO. Times are virtual, or a live run's; None where
-    nothing was served. `numbers`: columns of the run by their titles."""
+    """`kept`: the number of the requests `sent` that kept their whole SLO. Times are virtual, or a live run's; None
+    where nothing was served. `numbers`: columns of the run by title."""
 
     digest: str
     workload: str
@@ -81,7 +80,6 @@ class CellResult(msgspec.Struct, frozen=True):
     kept: int
     kept_tokens_per_s: float
     ttft_p99_s: float | None
-    tbt_p99_s: float | None
     longest_ttft_s: float | None
     numbers: dict[str, float] = {}
 
@@ -111,8 +109,8 @@ def cells(
     over: Mapping[str, Any] | None = None,
     live: bool = False,
 ) -> list[Cell]:
-    """Those of the named workloads, systems, loads and seeds; of all (usual) ones where none is named. `cluster` and
-    the options `over` all others stand in place of the specification's. Raises `ConfigError`."""
+    """Return the cells of the named workloads, systems, loads and seeds; where none is named, of all usual ones.
+    `cluster` and the options `over` replace the specification's. Raises `ConfigError`."""
     usual = [name for name, system in spec.systems.items() if system.usual]
     usually = [name for name, workload in spec.workloads.items() if workload.usual is not False]
     found: list[Cell] = []
@@ -156,14 +154,14 @@ def _named(what: str, names: Sequence[str], known: Mapping[str, Any]) -> Iterabl
 
 
 def configuration(cell: Cell) -> Config:
-    """Raises `ConfigError`."""
+    """Load and check the configuration of a cell. Raises `ConfigError`."""
     config = load_config([], preset=cell.compared.preset, overrides=nested(cell.options, cell.label) or None)
     settings.check(config)
     return config
 
 
 def read_results(path: Path) -> dict[str, CellResult]:
-    """By digest; empty where there is no such file. Raises `ConfigError`."""
+    """Read results by digest; {} where there is no such file. Raises `ConfigError`."""
     if not path.exists():
         return {}
     decoder = msgspec.json.Decoder(CellResult)
@@ -184,8 +182,8 @@ def run(
     progress: Callable[[str], None],
     measure: Callable[[Cell], CellResult],
 ) -> list[CellResult]:
-    """The results of all cells in their order; those that the file has are not run again. `measure` is a function of a
-    module, for the other processes of several `jobs`."""
+    """Return the results of all cells in their order; those in the file are not run again. `measure` must be a function
+    of a module, for the other processes of several `jobs`."""
     known = read_results(results) if results is not None else {}
     missing = [cell for cell in asked if cell.digest not in known]
     progress(f"{len(asked)} runs, {len(asked) - len(missing)} of them known")
@@ -216,9 +214,8 @@ def _measured(missing: Sequence[Cell], jobs: int, measure: Callable[[Cell], Cell
 
 
 def columns_of(report: Mapping[str, Any]) -> dict[str, float]:
-    """What is told of a run beside the share of kept SLOs, by title: times in milliseconds. `report`, a live client's
-    or a simulation's, as data: both have the same fields, but for the names of two. What a run does not have is left
-    out."""
+    """Return a run's columns by title, times in milliseconds. `report` is a live client's or a simulation's, as data:
+    both have the same fields, but for the names of two. Columns that a run lacks are left out."""
     found = {title: float(report[field]) for title, field in _RATES.items()}
     if slo := report["slo"]:
         found["kept, %"] = 100 * slo["kept_of_sent"]
@@ -230,7 +227,7 @@ def columns_of(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 def rows(results: Iterable[CellResult]) -> list[Row]:
-    """One per workload and load, in the order in which they come."""
+    """Return a row for each workload and load, in the order of the results."""
     grouped: dict[tuple[str, float], dict[str, list[CellResult]]] = {}
     for result in results:
         grouped.setdefault((result.workload, result.load), {}).setdefault(result.system, []).append(result)
@@ -248,25 +245,3 @@ def rows(results: Iterable[CellResult]) -> list[Row]:
 
 def _spread(values: Sequence[float]) -> tuple[float, float, float]:
     return statistics.fmean(values), min(values), max(values)
-
-
-def sustained(results: Iterable[CellResult], target: float) -> dict[str, dict[str, float]]:
-    """Workload → system → the load at which the mean share falls to `target`: between the loads that were run by a
-    straight line; the highest or lowest one where all or none of them keep it."""
-    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for row in rows(results):
-        for system, (mean, _, _) in row.shares.items():
-            curves.setdefault(row.workload, {}).setdefault(system, []).append((row.load, mean))
-    return {
-        workload: {system: _crossing(sorted(points), target) for system, points in systems.items()}
-        for workload, systems in curves.items()
-    }
-
-
-def _crossing(points: Sequence[tuple[float, float]], target: float) -> float:
-    if points[0][1] < target:
-        return points[0][0]
-    for (load, share), (next_load, next_share) in pairwise(points):
-        if next_share < target:
-            return load + (next_load - load) * (share - target) / (share - next_share)
-    return points[-1][0]

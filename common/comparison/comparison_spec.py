@@ -105,9 +105,6 @@ class Compared(_Section, frozen=True):
     usual: bool = True
     note: str = ""
 
-    def roles(self) -> dict[Role, int] | None:
-        return dict(self.instances) or None
-
 
 class Spec(_Section, frozen=True):
     description: str
@@ -125,7 +122,7 @@ class Spec(_Section, frozen=True):
 
 
 def load_spec(text: str) -> Spec:
-    """`NAME` of configs/comparisons, or a YAML file. Raises `ConfigError` that names file and key."""
+    """Load `NAME` of configs/comparisons, or a YAML file. Raises `ConfigError` that names file and key."""
     path = Path(text) if Path(text).is_file() else FOLDER / f"{text}.yaml"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.yaml")))
@@ -145,7 +142,7 @@ def load_spec(text: str) -> Spec:
 
 
 def _check(part: Part, where: str) -> None:
-    """Raises `ConfigError` for what a part cannot be."""
+    """Raise `ConfigError` if the fields of a part contradict each other or its trace is missing."""
     if sum(map(bool, (part.trace, part.paper, part.lengths))) != 1:
         raise ConfigError(f"{where}: a part has either a trace or a paper's lengths, or lengths of its own")
     if part.trace:
@@ -169,7 +166,7 @@ def _check(part: Part, where: str) -> None:
 
 
 def parse_lengths(text: str, where: str) -> Drawn | Mixed:
-    """Raises `ConfigError`."""
+    """Parse the `lengths` of a part (see `Part`). Raises `ConfigError`."""
     if re.match(r"[\d.]+:", text):
         return Mixed(parse_mix(text))
     prompt, _, output = text.partition(" x " if " x " in text else "x")
@@ -177,7 +174,7 @@ def parse_lengths(text: str, where: str) -> Drawn | Mixed:
 
 
 def trace_file(name: str) -> Path:
-    """Raises `ConfigError` for a trace that is not there."""
+    """Find a trace here or in the folder that `COHORT_TRACES` names. Raises `ConfigError`."""
     folder = os.environ.get("COHORT_TRACES", "")
     for path in (Path(name), *([Path(folder) / name] if folder else [])):
         if path.is_file():

@@ -12,15 +12,12 @@ from cohort.common.comparison.comparison import CellResult, Row
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """`sustained`: workload → system → load; {} where it was not asked for."""
-
     description: str
     rows: list[Row]
-    sustained: dict[str, dict[str, float]]
 
 
 def table(found: Comparison) -> Table:
-    """% of all requests that kept their SLO: mean (lowest-highest over the seeds)."""
+    """Show the % of all requests that kept their SLO: mean (lowest-highest over the seeds)."""
     systems = _systems(found)
     shown = Table(title=found.description, caption="% of all requests that kept their whole SLO: mean (lowest-highest)")
     shown.add_column("workload")
@@ -35,30 +32,13 @@ def table(found: Comparison) -> Table:
 def markdown(found: Comparison) -> str:
     systems = _systems(found)
     head = ["workload", "load", *systems]
-    lines = [
-        "% of all requests that kept their whole SLO: mean (lowest-highest over the seeds)",
-        "",
-        "| " + " | ".join(head) + " |",
-        "|---|" + "---:|" * (len(head) - 1),
-        *("| " + " | ".join(line) + " |" for line in _lines(found, systems)),
-    ]
-    if found.sustained:
-        lines += [
-            "",
-            "load sustained",
-            "",
-            "| workload | " + " | ".join(systems) + " |",
-            "|---|" + "---:|" * len(systems),
-        ]
-        for workload, loads in found.sustained.items():
-            cells = [f"{loads[system]:.2f}" if system in loads else "–" for system in systems]
-            lines.append("| " + " | ".join([workload, *cells]) + " |")
-    return "\n".join(lines) + "\n"
+    title = "% of all requests that kept their whole SLO: mean (lowest-highest over the seeds)\n\n"
+    return title + _table([head, ["---", *["---:"] * (len(head) - 1)], *_lines(found, systems)])
 
 
 def columns(results: Sequence[CellResult], others: Sequence[CellResult] = ()) -> str:
-    """A line for each figure of a workload at a load, and in it each system's median over the seeds, with the lowest
-    and the highest. With `others` theirs before it, and how far `results` are from them."""
+    """Return a line for each column of a workload at a load, with each system's median over the seeds, the lowest and
+    the highest. With `others`, theirs come first, then the error of `results` against them."""
     values, theirs = _values(results), _values(others)
     systems = list(dict.fromkeys(result.system for result in results))
     lines = [["workload", "load", "figure", *systems], ["---"] * (3 + len(systems))]
@@ -68,11 +48,15 @@ def columns(results: Sequence[CellResult], others: Sequence[CellResult] = ()) ->
             for key in ((workload, load, title, system) for system in systems)
         ]
         lines.append([workload, f"{load:g}", title, *cells])
+    return _table(lines)
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def _values(results: Sequence[CellResult]) -> dict[tuple[str, float, str, str], list[float]]:
-    """By workload, load, title and system."""
+    """Collect values by workload, load, title and system."""
     found: dict[tuple[str, float, str, str], list[float]] = {}
     for one in results:
         for title, value in one.numbers.items():

@@ -21,15 +21,16 @@ from cohort.common.workloads.slos import ecoserve
 from cohort.common.workloads.traces import Trace, read_trace
 
 _APART = 1009
-"""Between the seeds of two parts of a workload."""
+"""Distance between the seeds of two parts of a workload."""
 _CYCLES = 40
 """Requests of each user of a closed loop before its list begins anew."""
 _SLO_STREAM = 8
-"""Beside the streams of `generate.Stream`: which of several SLOs a request is given."""
+"""Random stream that chooses among several SLOs; `generate.Stream` has the others."""
 
 
 def traffic(spec: TrafficSpec, *, load: float, duration_s: float, seed: int) -> Workload:
-    """What arrives within `duration_s`. The first part alone is what `cohort simulate --rate` sends with this seed."""
+    """Draw the requests that arrive within `duration_s`. The first part is what `cohort simulate --rate` sends with
+    this seed."""
     parts = traffic_by_part(spec, load=load, duration_s=duration_s, seed=seed)
     return parts[0] if len(parts) == 1 else together(" + ".join(part.name for part in parts), parts)
 
@@ -79,7 +80,7 @@ def _lengths(part: Part) -> tuple[str, Source]:
 
 
 def _scaled(item: WorkItem, factor: float) -> WorkItem:
-    """Its prefixes would no longer fit their blocks: it shares none."""
+    """Scale a request's lengths. Its shared prefix goes: it would no longer fit its blocks."""
     prompt, output = (max(2, round(tokens * factor)) for tokens in (item.prompt_tokens, item.output_tokens))
     return replace(item, prompt_tokens=prompt, output_tokens=output, hash_ids=(), hash_block=0)
 
@@ -89,7 +90,7 @@ def _slo(part: Part, item: WorkItem, ttft_s: float, tpot_s: float) -> Slo:
 
 
 def _time_on(part: Part, length_s: float) -> float:
-    """Of these seconds, those in which the part sends."""
+    """Return how many of these seconds the part sends."""
     if not part.period_s:
         return length_s
     whole, rest = divmod(length_s, part.period_s)
@@ -97,7 +98,7 @@ def _time_on(part: Part, length_s: float) -> float:
 
 
 def _arrival_s(part: Part, on_s: float) -> float:
-    """When the part has been on for so long."""
+    """Return the time at which the part has been on for `on_s`."""
     if not part.period_s:
         return part.start_s + on_s
     bursts, within = divmod(on_s, part.burst_s)
@@ -105,7 +106,8 @@ def _arrival_s(part: Part, on_s: float) -> float:
 
 
 def _slos(part: Part, count: int, seed: int) -> tuple[Sequence[float], Sequence[float]]:
-    """A request is given both objectives by the same draw where both have as many values: the strict ones together."""
+    """Draw a TTFT and a TPOT objective for each request. Both use the same draw: where both have as many values, the
+    strict ones go together."""
     draws = np.random.default_rng([seed, _SLO_STREAM]).random(count)
 
     def values(of: float | list[float]) -> list[float]:

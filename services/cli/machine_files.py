@@ -10,7 +10,7 @@ Called by `profile.py`; measures and fits nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ import yaml
 
 from cohort.common.errors import ConfigError
 from cohort.common.policies.cost_model import DeviceShape, ModelShape
-from cohort.services.bench.fit.machine import Machine, Point
+from cohort.services.bench.fit.machine import Machine
 from cohort.services.simulator.hardware.data_files import locate
 from cohort.services.simulator.hardware.hardware import load_model
-from cohort.services.simulator.hardware.profile_note import CheckPoint, ProfileNote
+from cohort.services.simulator.hardware.profile_note import ProfileNote
 
 _SHARED_LATENCY_S = 0.0025
 _DISTURBED = 0.25
@@ -86,11 +86,9 @@ def template(measured: Measured) -> DeviceShape:
     )
 
 
-def write(
-    folder: Path, measured: Measured, machine: Machine, points: Sequence[Point], *, new_model: bool
-) -> list[Path]:
+def write(folder: Path, measured: Measured, machine: Machine, *, new_model: bool) -> list[Path]:
     """The files written. Raises `ConfigError` where the folder cannot be written."""
-    contents = {"devices": (measured.name, device_text(measured, machine, points))}
+    contents = {"devices": (measured.name, device_text(measured, machine))}
     contents["clusters"] = (measured.name, cluster_text(measured, machine))
     if new_model:
         skipped = ("kv_scale_bytes",)  # of a cache, not of the model
@@ -108,7 +106,7 @@ def write(
     return written
 
 
-def device_text(measured: Measured, machine: Machine, points: Sequence[Point]) -> str:
+def device_text(measured: Measured, machine: Machine) -> str:
     device, stack = machine.device, machine.stack
     skipped = ("name",)
     data: dict[str, Any] = {"name": measured.name, "kind": "gpu" if measured.gpu else "cpu"}
@@ -127,7 +125,6 @@ def device_text(measured: Measured, machine: Machine, points: Sequence[Point]) -
         threads=measured.threads,
         measured_on=measured.measured_on,
         machine=measured.machine,
-        points=tuple(check_points(points)),
     )
     data["profile"] = msgspec.to_builtins(note)
     head = [
@@ -165,18 +162,6 @@ def cluster_text(measured: Measured, machine: Machine) -> str:
     return f"# {head}.\n{_yaml(data)}"
 
 
-def check_points(points: Sequence[Point]) -> list[CheckPoint]:
-    """Three steps that are quick to measure again: of one decode row, of several, and of a prompt."""
-    decodes = sorted((p for p in points if p.kind == "decode"), key=lambda p: (p.work.longest_context, p.work.rows))
-    prompts = sorted((p for p in points if p.kind == "prefill" and p.work.rows == 1), key=lambda p: p.work.tokens)
-    chosen = [
-        *(p for p in decodes[:1]),
-        *(p for p in decodes if p.work.rows == 8 and p.work.longest_context == decodes[0].work.longest_context),
-        *[p for p in prompts if p.work.tokens == p.work.prefill_context and p.work.tokens >= 256][:1],
-    ]
-    return [_check_point(point) for point in chosen]
-
-
 def error_lines(machine: Machine) -> list[str]:
     """By phase: of the engine alone, and of a live worker's cycles."""
     return [
@@ -209,13 +194,6 @@ def disturbed(machine: Machine) -> str:
         f"warning: half of the points held out are over {_DISTURBED:.0%} off: the machine was busy, or is one that "
         "the cost model does not fit; measure again when nothing else runs"
     )
-
-
-def _check_point(point: Point) -> CheckPoint:
-    work = point.work
-    if point.kind == "decode":
-        return CheckPoint(work.rows, 1, work.longest_context, point.seconds)
-    return CheckPoint(1, work.tokens, work.prefill_context, point.seconds)
 
 
 def _short(value: object) -> object:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cohort.common.config import Config, load_config
+from cohort.common.config import Config, dump_config, load_config
 from cohort.common.devices.inventory import this_machine
 from cohort.common.errors import ConfigError
 from cohort.common.policies.ecoserve.forward_size import target_forward_tokens
@@ -98,7 +99,15 @@ def run(args: argparse.Namespace) -> int:
     config = load_config([Path(file) for file in args.config], overrides=overrides, machine=this_machine)
     with tempfile.TemporaryDirectory() as folder:
         output = Path(args.output) if args.output else Path(folder) / "points.json"
-        if code := _engine(args, config, output):
+        if code := run_engine(
+            config,
+            output,
+            threads=_threads(args, config),
+            repeats=args.repeats,
+            max_context=args.max_context,
+            model_name=args.model_name or (Path(args.model).name.lower() if args.model else "smollm2-135m"),
+            budget_s=_ENGINE_S if args.save else float("inf"),
+        ):
             return code
         tokens = forward_size(output)
         sys.stdout.write(f"target forward size: {tokens} tokens (engine.target_forward_tokens={tokens})\n")
@@ -112,18 +121,32 @@ def _check_fits() -> None:
         raise ConfigError("--save needs SciPy to fit: pip install 'cohort-serve[predictor]'") from error
 
 
-def _engine(args: argparse.Namespace, config: Config, output: Path) -> int:
-    from cohort.services.simulator.hardware.profile_note import run_engine
-
-    return run_engine(
-        config,
-        output,
-        threads=_threads(args, config),
-        repeats=args.repeats,
-        max_context=args.max_context,
-        model_name=args.model_name or (Path(args.model).name.lower() if args.model else "smollm2-135m"),
-        budget_s=_ENGINE_S if args.save else float("inf"),
-    )
+def run_engine(
+    config: Config,
+    output: Path,
+    *,
+    threads: int,
+    repeats: int,
+    max_context: int,
+    model_name: str,
+    budget_s: float = float("inf"),
+) -> int:
+    """Write the points to `output`. Return the exit status of the process, which prints what was wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        merged = Path(folder) / "config.yaml"
+        merged.write_text(dump_config(config), encoding="utf-8")
+        options = {
+            "config": merged,
+            "threads": threads,
+            "repeats": repeats,
+            "max-context": max_context,
+            "budget": budget_s,
+            "model-name": model_name,
+            "output": output.absolute(),
+        }
+        command = [sys.executable, "-P", "-m", "cohort.common.engine.worker.profile_process"]
+        command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+        return subprocess.run(command, check=False).returncode
 
 
 def _threads(args: argparse.Namespace, config: Config) -> int:
@@ -167,7 +190,7 @@ def save(args: argparse.Namespace, config: Config, output: Path) -> int:
     points = profile_points(output)
     machine = fit_machine(points, model, machine_files.template(measured), phases, beside, measured.cores)
     folder = Path(args.to).expanduser() if args.to else user_folder()
-    written = machine_files.write(folder, measured, machine, points, new_model=new_model)
+    written = machine_files.write(folder, measured, machine, new_model=new_model)
     cycles = sum(len(phase.cycles) for phase in phases)
     lines = [f"{len(points)} points of the engine, {cycles} cycles of a live worker; error on what was held out:"]
     lines += [f"  {line}" for line in machine_files.error_lines(machine)]

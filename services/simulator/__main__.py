@@ -25,9 +25,8 @@ from cohort.services.simulator import options as options_
 from cohort.services.simulator import render
 from cohort.services.simulator.advise import advise as advise_
 from cohort.services.simulator.advise.planned_day import Day, DayReport, planned_day
-from cohort.services.simulator.compare import measure
 from cohort.services.simulator.core import replays
-from cohort.services.simulator.core.run import by_rate, find_capacity, simulate
+from cohort.services.simulator.core.run import by_rate, find_capacity, measure, simulate
 from cohort.services.simulator.core.setup import (
     assigned,
     cluster_of,
@@ -35,8 +34,8 @@ from cohort.services.simulator.core.setup import (
     parse_roles,
     preset_names,
     simulation_options,
-    told_of_profiles,
     traffic_of,
+    warn_of_old_profiles,
 )
 from cohort.services.simulator.core.traffic import parse_slo
 from cohort.services.simulator.figures.figure import shipped_claims, shipped_reasons
@@ -55,7 +54,7 @@ def run_simulate(options: argparse.Namespace) -> int:
         raise ConfigError("--planner compares shapes of its own: give neither --sweep nor --capacity")
     console = _console(quiet=options.json == "-")
     named = values if what == "cluster" else [options.cluster]
-    told_of_profiles(options, [cluster_of(options, name) for name in named], _tell)
+    warn_of_old_profiles([cluster_of(options, name) for name in named], _tell)
     if options.capacity is not None:
         return _capacity(options, console)
     if options.planner:
@@ -99,7 +98,7 @@ def _capacity(options: argparse.Namespace, console: Console) -> int:
 
 
 def _planned(options: argparse.Namespace) -> DayReport:
-    """A table of shapes. The cluster's instances are the most workers that there may be. Raises `ConfigError`."""
+    """Simulate the planner's day. The cluster's instances bound the number of workers. Raises `ConfigError`."""
     cluster = cluster_of(options, options.cluster)
     if cluster.parts or cluster.shares:
         raise ConfigError("--planner: instances want to be alike, each with a device of its own")
@@ -126,7 +125,7 @@ def _judge_by_usual_slo(options: argparse.Namespace) -> None:
 
 def run_advise(options: argparse.Namespace) -> int:
     console, errors = _console(quiet=options.json == "-"), Console(stderr=True)
-    told_of_profiles(options, [cluster_of(options, options.cluster)], _tell)
+    warn_of_old_profiles([cluster_of(options, options.cluster)], _tell)
     _judge_by_usual_slo(options)
     presets = [name.strip() for name in options.preset.split(",") if name.strip()] or preset_names()
     traffic = traffic_of(options, count=options.count or options.requests)
@@ -150,7 +149,7 @@ def run_advise(options: argparse.Namespace) -> int:
 
 
 def run_compare(options: argparse.Namespace, live: Callable[[Cell], CellResult] | None = None) -> int:
-    """`live` runs a cell where `--live` asks for it: the command line has it from the measuring wing."""
+    """Run `cohort compare`. `live` measures a cell with `--live`: the command line has it from the measuring wing."""
     if options.jobs < 1 or (options.live and options.jobs > 1):
         raise ConfigError(f"--jobs {options.jobs}: must be {'1 with --live' if options.live else 'at least 1'}")
     if options.live and live is None:
@@ -168,17 +167,13 @@ def run_compare(options: argparse.Namespace, live: Callable[[Cell], CellResult] 
     )
     others = list(comparison.read_results(Path(options.against)).values()) if options.against else []
     if not options.live:
-        told_of_profiles(options, [load_cluster(name) for name in dict.fromkeys(cell.cluster for cell in asked)], _tell)
+        warn_of_old_profiles([load_cluster(name) for name in dict.fromkeys(cell.cluster for cell in asked)], _tell)
     errors = Console(stderr=True)
     file = Path(options.results) if options.results else None
     results = comparison.run(
         asked, file, options.jobs, lambda line: errors.print(line, highlight=False, soft_wrap=True), live or measure
     )
-    found = comparison_tables.Comparison(
-        spec.description,
-        comparison.rows(results),
-        comparison.sustained(results, options.sustained) if options.sustained else {},
-    )
+    found = comparison_tables.Comparison(spec.description, comparison.rows(results))
     page = comparison_tables.columns(results, others) if options.live or others else ""
     if "-" not in (options.json, options.markdown):
         _console().print(page or comparison_tables.table(found), markup=False, soft_wrap=bool(page))

@@ -64,9 +64,6 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds to load a LoRA adapter of the trace (default: %(default)s)",
     )
-    group.add_argument(
-        "--check-profile", action="store_true", help="measure a few steps of a profiled machine again, and compare"
-    )
 
 
 def _traffic(parser: argparse.ArgumentParser) -> None:
@@ -106,16 +103,10 @@ def add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sweep", metavar="rate|preset|cluster=A,B,…", help="one run per value")
     parser.add_argument("--capacity", type=float, metavar="SHARE", help="search the rate that keeps this share")
     parser.add_argument(
-        "--planner",
-        action="store_true",
-        help="workers as the planner has them (section `planner`), and all fixed shapes",
+        "--planner", action="store_true", help="workers as the planner has them (section `planner`), and fixed shapes"
     )
     parser.add_argument(
-        "--worker-start",
-        type=float,
-        default=20.0,
-        metavar="S",
-        help="with --planner: until a worker serves (default: 20)",
+        "--worker-start", type=float, default=20.0, metavar="S", help="with --planner: until one serves (default: 20)"
     )
     parser.add_argument("--json", metavar="FILE", help="write everything; - = standard output")
 
@@ -159,7 +150,6 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against", metavar="FILE", help="results of another run: every column beside its own, and the error"
     )
-    parser.add_argument("--sustained", type=float, metavar="SHARE", help="also the load at which so many keep theirs")
     parser.add_argument("--json", metavar="FILE", help="write the table's data; - = standard output")
     parser.add_argument("--markdown", metavar="FILE", help="write the table there; - = standard output")
 

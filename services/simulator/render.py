@@ -19,7 +19,7 @@ from cohort.services.simulator.reproduce.reproduce import Reproduced, shown_spre
 
 
 def table(first: str, *columns: str) -> Table:
-    """Words left, figures right, no frames."""
+    """Make a table without frames: words left, figures right."""
     made = Table(first, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         made.add_column(column, justify="right")
@@ -174,7 +174,7 @@ def advice_table(advice: Advice, most: int) -> Table:
 
 
 def advice_rest(advice: Advice, most: int) -> Iterator[str]:
-    """What the table leaves out, and what could not be tried: every reason once."""
+    """Yield what the table leaves out, and what could not be tried: every reason once."""
     left = len(advice.trials) - most
     if left > 0:
         yield f"{left} more candidates were tried (--all shows them)"

@@ -176,7 +176,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--max-context", type=int, required=True)
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="S", help="no round begins after so long")
-    parser.add_argument("--shapes", default="", metavar="JSON", help="these shapes alone, a list")
     parser.add_argument("--model-name", required=True)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args(arguments)
@@ -184,11 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config([options.config])
         runner = load_runner(config, options.threads)
         longest = min(options.max_context, runner.geometry.max_positions)
-        shapes = (
-            msgspec.json.decode(options.shapes, type=list[StepShape])
-            if options.shapes
-            else default_shapes(longest, config.engine.max_rows, config.engine.max_step_tokens)
-        )
+        shapes = default_shapes(longest, config.engine.max_rows, config.engine.max_step_tokens)
         points = measure(runner, shapes, repeats=options.repeats, budget_s=options.budget)
     except CohortError as error:
         sys.stderr.write(f"cohort profile: {error}\n")

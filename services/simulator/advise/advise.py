@@ -37,7 +37,7 @@ DEFAULT_PRESET = Config().name
 _CHUNKS = (512, 2048)
 _GROUPS = (1, 2, 4, 8)
 _COLUMNS_OF_CODES = 32
-"""Of an expert in MXFP4, that share a scale: `MXFP4_GROUP` of the engine, whose code is not imported here."""
+"""Columns of an expert in MXFP4 that share a scale: `MXFP4_GROUP` of the engine, whose code is not imported here."""
 _PREFILL_SHARES = (0.125, 0.25, 0.5, 0.75, 0.875)
 _FIRST_LOOK, _FEWEST = 0.25, 50
 """Share of the requests that a first look replays, and how many at least."""
@@ -66,8 +66,8 @@ class Candidate:
 
     @property
     def simplicity(self) -> tuple[int, int, bool, int, int, str]:
-        """Smaller is simpler: devices to a group, settings over the preset, another preset than the default, roles,
-        options of the preset."""
+        """Sort key, smaller is simpler: devices of a group, settings over the preset, another preset than the default,
+        roles, options of the preset."""
         other = self.preset != DEFAULT_PRESET
         return (
             self.cluster.tensor_parallel,
@@ -98,9 +98,8 @@ class Trial(msgspec.Struct, frozen=True):
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """`trials` best first; `impossible`: reason → the candidates that it keeps from running; `why`: what chose the
-    first among those that are as good; `command`: what starts it, where `simulated_only` does not say why nothing
-    does."""
+    """`trials` best first; `impossible`: reason → candidates that cannot run for it; `why`: what chose the first of
+    equals; `command` starts it, unless `simulated_only` says why no live pipeline can."""
 
     trials: list[Trial]
     impossible: dict[str, list[str]]
@@ -131,7 +130,7 @@ class _Run:
         self.impossible.setdefault(str(error), []).append(label)
 
     def reports(self, candidates: Iterable[Candidate], requests: int | None) -> list[Tried]:
-        """Best first; `requests`: so many of them, None for all."""
+        """Simulate the candidates on the first `requests` (None: all). Return them best first."""
         workload = self.traffic.workload(self.options.rate)
         if requests is not None:
             workload = replace(workload, items=workload.items[:requests])
@@ -165,7 +164,7 @@ def advise(
     sim_options: SimOptions,
     progress: Callable[[str], None],
 ) -> Advice:
-    """Raises `ConfigError` when no candidate can run."""
+    """Search the best candidate. Raises `ConfigError` when none can run."""
     run = _Run(options, model, traffic, sim_options, progress)
     fixed = options.tensor_parallel is not None
     whole = undivided(model)
@@ -205,14 +204,14 @@ def advise(
 
 
 def undivided(model: ModelShape) -> str:
-    """Why no live worker computes this model on several devices, as far as its shape tells (`rank_shares.hindrance`
-    reads its configuration); "" where one does."""
+    """Return why no live worker computes this model on several devices, as far as its shape shows
+    (`rank_shares.hindrance` reads its configuration); "" where one does."""
     return "" if model.gated_mlp else f"{model.name} is not Llama-shaped, which live workers do not divide over devices"
 
 
 def groups(cluster: Cluster, model: ModelShape, *, fixed: bool) -> list[Cluster]:
-    """The cluster with its devices in groups of every size that host and heads allow; as it is where its groups are
-    given, or it has no links for them (CPUs, unlike instances)."""
+    """Return the cluster with its devices in groups of every size that host and heads allow; unchanged where its groups
+    are given, or it has no links for them (CPUs, unlike instances)."""
     if fixed or cluster.cpu or cluster.parts:
         return [cluster]
     devices, own = cluster.instances * cluster.tensor_parallel, cluster.tensor_parallel
@@ -227,7 +226,7 @@ def groups(cluster: Cluster, model: ModelShape, *, fixed: bool) -> list[Cluster]
 
 
 def _divides(model: ModelShape, size: int) -> bool:
-    """By its heads, of which KV heads may be copied, and by its experts' columns: in codes by whole groups that share a
+    """Check heads, of which KV heads may be copied, and experts' columns: codes divide by whole groups that share a
     scale, of which some devices have one more."""
     copied = model.kv_heads % size == 0 or size % model.kv_heads == 0
     if model.expert_bits and model.expert_intermediate // _COLUMNS_OF_CODES < size:
@@ -251,7 +250,7 @@ def _candidates(run: _Run, preset: str, cluster: Cluster) -> Iterator[Candidate]
 
 
 def _splits(base: Config, instances: int) -> Iterator[dict[Role, int]]:
-    """The preset's own shares, and for prefill beside decode others too."""
+    """Yield the preset's own shares, and for prefill beside decode others too."""
     own = spread_roles(base, instances)
     yield own
     if set(own) == {Role.PREFILL, Role.DECODE}:
@@ -261,7 +260,7 @@ def _splits(base: Config, instances: int) -> Iterator[dict[Role, int]]:
 
 
 def _chunked(run: _Run, candidate: Candidate) -> Iterator[Candidate]:
-    """As the preset has it, and with other chunks of prompts."""
+    """Yield the candidate with the preset's chunks of prompts, and with others."""
     yield candidate
     own = run.config(candidate).engine
     for chunk in _CHUNKS:
@@ -273,7 +272,8 @@ def _chunked(run: _Run, candidate: Candidate) -> Iterator[Candidate]:
 
 
 def shortlist(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """The best, of each preset and group its best two splits at most; the default preset's best in any case."""
+    """Return the best candidates, of each preset and group at most two splits; the default preset's best in any
+    case."""
     found: list[Candidate] = []
     for candidate in ranked:
         same = [each for each in found if (each.preset, each.cluster) == (candidate.preset, candidate.cluster)]
@@ -284,7 +284,7 @@ def shortlist(ranked: Sequence[Candidate]) -> list[Candidate]:
 
 
 def told_apart(trials: Sequence[Tried]) -> list[Tried]:
-    """Without candidates whose settings change nothing: their preset does not heed them."""
+    """Return the trials without those whose settings change nothing: their preset ignores them."""
     plain = [(candidate, report.overall) for candidate, report in trials if not candidate.settings]
     return [
         trial
@@ -295,7 +295,7 @@ def told_apart(trials: Sequence[Tried]) -> list[Tried]:
 
 @cache
 def _options_of(preset: str) -> int:
-    """How many options its file sets; 0 where there is none."""
+    """Count the options that the preset's file sets; 0 where there is none."""
     path = CONFIGS_DIR / "presets" / f"{preset}.yaml"
     sections = read_yaml(path).values() if path.is_file() else ()
     return sum(len(section) if isinstance(section, dict) else 1 for section in sections)
@@ -305,7 +305,7 @@ def _options_of(preset: str) -> int:
 
 
 def as_good(trials: Sequence[Tried]) -> list[Tried]:
-    """Those that the best does not beat by more than one seed can say."""
+    """Return the trials that the best one does not beat by more than one seed can show."""
     kept, goodput, _ = _merit(trials[0].report)
     merits = [(trial, _merit(trial.report)) for trial in trials]
     least_kept, least_goodput = kept - _EQUAL_KEPT, goodput * (1.0 - _EQUAL_GOODPUT)
@@ -313,8 +313,8 @@ def as_good(trials: Sequence[Tried]) -> list[Tried]:
 
 
 def final(trials: Sequence[Tried]) -> list[Tried]:
-    """Those whose capacity is worth a search: one of each preset, least busy first; the default preset's if it is as
-    good."""
+    """Return the trials whose capacity is worth a search: one of each preset, least busy first; the default preset's if
+    it is as good."""
     found: dict[str, Tried] = {}
     for trial in sorted(as_good(trials), key=lambda each: (round(_cost(each.report), 2), each.candidate.simplicity)):
         found.setdefault(trial.candidate.preset, trial)
@@ -324,7 +324,8 @@ def final(trials: Sequence[Tried]) -> list[Tried]:
 
 
 def choose(trials: Sequence[Tried], capacities: dict[str, float]) -> tuple[Candidate, str]:
-    """Among those that are as good as the best and whose capacity is known: capacity, then cost, then simplicity."""
+    """Choose among those that are as good as the best and whose capacity is known: by capacity, then cost, then
+    simplicity. Return the reason, too."""
     left = [trial for trial in as_good(trials) if trial.candidate.label in capacities]
     others = len(as_good(trials)) - 1
     if not others:
@@ -343,7 +344,7 @@ def choose(trials: Sequence[Tried], capacities: dict[str, float]) -> tuple[Candi
 
 
 def command(options: argparse.Namespace, best: Candidate, model: str) -> str:
-    """What starts it, workers included, where the model lies in a folder of its name."""
+    """Return the command that starts it, workers included, if the model lies in a folder of its name."""
     group = best.cluster.tensor_parallel
     ranks = f", tensor_parallel: {group}" if group > 1 else ""
     workers = ", ".join(f"{{role: {role.value}, count: {count}{ranks}}}" for role, count in best.roles.items())
@@ -362,7 +363,7 @@ def _trial(candidate: Candidate, report: SimReport, capacity: Capacity | None, *
 
 
 def _cost(report: SimReport) -> float:
-    """Share of the time that instances compute for this traffic: what another request would have to share."""
+    """Return the share of time in which instances compute for this traffic: another request would have to share it."""
     return sum(instance.busy for instance in report.instances) / len(report.instances)
 
 

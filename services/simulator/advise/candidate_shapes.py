@@ -28,20 +28,20 @@ from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.hardware.hardware import Cluster, load_link
 
 _PATIENCE_S = 120.0
-"""After the last arrival; what has not ended by then is late by any measure."""
+"""Time after the last arrival; what has not ended by then is late by any measure."""
 _LINKS = {"cpu": "shm-shared", "gpu": "pcie4"}
 """KV transfer is not measured by workers: between processes of one box."""
 _ENDLESS_BYTES = 1 << 60
-"""Memory is what a worker says of its blocks, not what a device has."""
+"""Memory without a bound: a worker reports its blocks, not its device's memory."""
 _ANY = 1.0
 
 
 def foresee(
     job: Job, config: Config, model: ModelShape, spent: Callable[[int], None] = lambda requests: None
 ) -> list[Foreseen]:
-    """Of each shape that may be the best one, what came of every request. Only the best one counts, so each has to beat
-    those before it, and its replay ends once too many came late for that. `spent` is told how many requests were
-    replayed. Raises `ConfigError` when even the first shape cannot be simulated."""
+    """Replay all requests on each shape that may be the best one. Only the best one counts, so each has to beat those
+    before it, and its replay ends once too many requests are late for that. `spent` gets the number of replayed
+    requests. Raises `ConfigError` when even the first shape cannot be simulated."""
     found: list[Foreseen] = []
     least, judged = 0.0, len(job.requests) - job.judged_from
     for shape in job.shapes:
@@ -70,7 +70,7 @@ def _share(job: Job, timings: Sequence[Timing]) -> float:
 
 
 class TooManyLate(Exception):
-    """A shape that can no longer be the best one."""
+    """Signal that a shape can no longer be the best one."""
 
 
 def replay(
@@ -82,7 +82,7 @@ def replay(
     late_below: float = inf,
     spent: Callable[[int], None] = lambda requests: None,
 ) -> list[Timing]:
-    """Timings by request. Raises `TooManyLate` once as many of those that are judged as `late_below` were late."""
+    """Return timings by request. Raises `TooManyLate` once `late_below` of the judged requests are late."""
     config = without_planner(config)
     degrees = [group.degree for group in shape.groups for _ in range(group.count)]
     measured = [_measured(job.costs[degree], degree, model, config) for degree in degrees]
@@ -113,7 +113,7 @@ def replay(
 
 
 def without_planner(config: Config) -> Config:
-    """Within its own simulations none plans."""
+    """Switch the planner off: simulations of its own do not plan."""
     return msgspec.structs.replace(config, planner=PlannerConfig())
 
 
@@ -124,7 +124,7 @@ def timing_of(live: InFlight) -> Timing:
 
 
 def workload_of(job: Job, config: Config) -> Workload:
-    """Shared beginnings of prompts as blocks that are equal in all of them."""
+    """Make the workload. Shared beginnings of prompts become blocks that are equal in all of them."""
     block = config.kv.block_size
     return Workload(
         "live traffic",
@@ -144,7 +144,7 @@ def workload_of(job: Job, config: Config) -> Workload:
 
 
 def live_cluster(config: Config, instances: int, cores: int, threads: int) -> Cluster:
-    """Equal places for workers, on one box. `cores` that workers of `threads` threads share; 0: none are shared.
+    """Return equal places for workers, on one box. `cores` that workers of `threads` threads share; 0: none are shared.
 
     Workers that have all cores each, or a GPU together, compute in turn; fewer threads share the cores as they come.
     """
@@ -205,17 +205,17 @@ class LearnedCost(CostModel):
         return swapped_bytes * self._copied_byte_s
 
     def flops(self, work: StepWork) -> float:
-        """Utilisation means nothing without the device's peak."""
+        """Return 0: utilisation means nothing without the device's peak."""
         return 0.0
 
 
 def learned_device() -> DeviceShape:
-    """A device of which nothing is known."""
+    """Return a device without bounds: its figures are unknown."""
     return DeviceShape("learned", _ANY, _ANY, _ENDLESS_BYTES, _ANY, _ANY, _ANY, 1, _ANY, _ANY, 0.0, _ANY)
 
 
 def model_of(geometry: KvGeometry, name: str, max_positions: int) -> ModelShape:
-    """For the sizes of KV; what else a model's shape says is in the learned times."""
+    """Return a shape with the sizes of KV alone; the learned times cover the rest."""
     return ModelShape(
         name,
         geometry.num_layers,

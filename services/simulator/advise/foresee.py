@@ -63,7 +63,7 @@ def _answer(line: bytes, config_file: Path) -> Answer:
 
 
 def served_model(config: Config, kv_element_bytes: int) -> ModelShape:
-    """Sizes of the KV of the pipeline's model, from its config.json."""
+    """Return sizes of the KV of the pipeline's model, from its config.json."""
     model = read_geometry(Path(config.model.path), config.model.quantization)
     width = model.head_dim // (1 if model.latent is None else 2)  # a latent is key and value in one
     geometry = KvGeometry(model.num_layers, model.num_kv_heads, width, kv_element_bytes, config.kv.block_size)

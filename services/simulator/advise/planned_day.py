@@ -47,14 +47,14 @@ _TICK_S = 1.0
 _NOMINAL_S = 0.004
 """Processor time of replaying one request on one shape (docs/guide/planner.md has what was measured)."""
 _HOPELESS = 0.5
-"""A fixed shape that serves less than the rest in time is simulated no further: overloads are what takes long."""
+"""Share of late requests beyond which a fixed shape is simulated no further: overloads take the most time."""
 _PLACES = 400
-"""Workers started in the whole day, at most."""
+"""Number of workers started in the whole day, at most."""
 
 
 class DayRow(msgspec.Struct, frozen=True):
     """One way to serve the traffic. `score`: share in time less what the devices cost, on average over the time.
-    `broken_off`: more than half came late, so the rest was not simulated; share and score are below these."""
+    `broken_off`: more than half came late, so the rest was not simulated; the true share and score are below these."""
 
     name: str
     requests: int
@@ -95,7 +95,7 @@ class Tally:
         self.kept, self.late = self.kept + kept, self.late + (not kept)
 
     def devices(self, now_s: float, count: int) -> None:
-        """So many from now on."""
+        """Count `count` devices from now on."""
         self.device_s += self._devices * (now_s - self._since_s)
         self._since_s, self._devices = now_s, count
 
@@ -111,7 +111,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """What every way to serve it has in common."""
+    """Common parts of all simulations of a day."""
 
     config: Config
     cluster: Cluster
@@ -135,8 +135,8 @@ class PlannedCluster:
     def __init__(
         self, day: Day, start: Shape, *, start_s: float, decided: Callable[[PlanDecision], None] = lambda decision: None
     ) -> None:
-        """`start_s`: what a worker takes from its start until it serves. Until then it costs its device. `decided` is
-        told each decision, and again what became of it."""
+        """`start_s`: time from a worker's start until it serves; it costs its device from the start. `decided` gets
+        each decision, and again its outcome."""
         self._config, self._model = day.config, day.model
         self.sim = day.simulation(day.config, start, start.workers + _PLACES)
         self.sim.clients.on_end = self._ended
@@ -144,7 +144,7 @@ class PlannedCluster:
         self.tally = day.tally(start)
         self._start_s, self._drain_s = start_s, day.config.drain_s
         self._known: set[int] = set()
-        """Requests that the planner has heard of, and (`_over`) those whose end it has yet to hear of."""
+        """Requests that were reported to the planner, and (`_over`) those whose end is yet to be reported."""
         self._over: list[tuple[InFlight, bool]] = []
         self._decided = decided
         self._next: dict[Role, int] = {role: start.roles.get(role, 0) for role in Role}
@@ -152,7 +152,7 @@ class PlannedCluster:
         self.sim.events.at(0.0, self._tick)
 
     def run(self) -> float:
-        """Returns when the last request ended."""
+        """Run the day. Return the end of the last request."""
         self.sim.run()
         return self.sim.events.now_s
 
@@ -179,7 +179,7 @@ class PlannedCluster:
         self._over.clear()
 
     def _costs(self) -> dict[int, WorkerCost]:
-        """The last one that learned says it: all instances are alike."""
+        """Return the costs that the first worker with learned times reports: all instances are alike."""
         for worker in self.sim.workers:
             times = worker.machine.stats(0).step_times if worker.alive else None
             if times is not None:
@@ -236,7 +236,7 @@ class PlannedCluster:
             self._settled(after)
 
     def _leaving(self, roles: Iterable[Role]) -> list[InstanceId]:
-        """The last ones of each role."""
+        """Choose the last workers of each role."""
         chosen: list[InstanceId] = []
         for role in roles:
             names = [name for name, its in self.sim.roles.items() if its is role and name not in chosen]
@@ -252,7 +252,7 @@ class PlannedCluster:
 def planned_day(
     day: Day, start: Shape, *, start_s: float, progress: Callable[[str], None] = lambda line: None
 ) -> DayReport:
-    """The planner's day from the shape `start` on, and every fixed shape within its bounds."""
+    """Simulate the planner's day from the shape `start` on, and every fixed shape within its bounds."""
     progress(f"planned, from {start}")
 
     def decided(decision: PlanDecision) -> None:
@@ -281,7 +281,7 @@ def planned_day(
 
 
 def all_shapes(bounds: Bounds) -> list[Shape]:
-    """Of degree 1."""
+    """Return all shapes of degree 1 within the bounds."""
     found = []
     for total in range(bounds.min_workers, bounds.max_workers + 1):
         found.append(Shape.of({(Role.UNIFIED, 1): total}))

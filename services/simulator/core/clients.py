@@ -49,7 +49,7 @@ class InFlight:
 
 @dataclass(slots=True)
 class ClassStats:
-    """Everything about the requests of one class, or (`absorb`) of several."""
+    """Statistics of the requests of one class, or (`absorb`) of several."""
 
     sent: int = 0
     finished: int = 0
@@ -57,7 +57,7 @@ class ClassStats:
     prompt_tokens: int = 0
     output_tokens: int = 0
     with_slo: int = 0
-    """Finished or refused requests that had an SLO."""
+    """Number of finished or refused requests that had an SLO."""
     attained: int = 0
     attained_ttft: int = 0
     attained_tpot: int = 0
@@ -87,16 +87,16 @@ class ClassStats:
 
 @dataclass(slots=True)
 class _Run:
-    """Steps that were run as one: when the tokens of each row really came, and the gaps between them."""
+    """Steps run as one: the true time of each row's tokens, and the gaps between them."""
 
     times_s: list[float]
     gaps_s: list[float]
     rows_of: dict[str, int] = field(default_factory=dict)
-    """Rows that were delivered so far, by class."""
+    """Rows delivered so far, by class."""
     _within: dict[float, int] = field(default_factory=dict)
 
     def within(self, limit_s: float) -> int:
-        """Gaps no longer than the limit; 0 = there is none."""
+        """Return the number of gaps within the limit; 0 = no limit."""
         if limit_s not in self._within:
             self._within[limit_s] = sum(1 for gap in self.gaps_s if gap <= limit_s) if limit_s else len(self.gaps_s)
         return self._within[limit_s]
@@ -113,7 +113,7 @@ class TraceClients:
         acceptance: Acceptance,
         asks_model: bool,
     ) -> None:
-        """`acceptance`: of drafts. `asks_model`: a model makes them, when it is asked."""
+        """`acceptance`: of drafts. `asks_model`: a model makes the drafts, on request."""
         self.classes: defaultdict[str, ClassStats] = defaultdict(ClassStats)
         self.live: dict[str, InFlight] = {}
         self.first_arrival_s = math.inf
@@ -132,11 +132,11 @@ class TraceClients:
         self._asks_model = asks_model
         self._count = 0
         self._under_way: deque[tuple[Node, list[TokenUpdate], list[float]]] = deque()
-        """Tokens of steps run as one that the gateway has yet to hear of."""
+        """Tokens of steps run as one that the gateway has not received yet."""
         self.on_end: Callable[[InFlight, bool], None] = lambda live, finished: None
-        """Called with every request that ended, and whether it was answered in full."""
+        """Callback of every request that ends, with whether its answer is complete."""
         self._run: _Run | None = None
-        """While tokens of steps that were run as one are being delivered."""
+        """Steps run as one whose tokens are being delivered; None otherwise."""
 
     @property
     def all(self) -> ClassStats:
@@ -146,13 +146,13 @@ class TraceClients:
         return together
 
     def unserved_with_slo(self, traffic_class: str = "") -> int:
-        """Requests with an SLO that have neither ended nor been refused; of one class, or of all."""
+        """Count the open requests with an SLO, of one class or ("") all."""
         items = [live.item for live in self.live.values()]
         return sum(has_slo(item) for item in items if traffic_class in ("", item.traffic_class))
 
     def normalised_to_end_s(self, stats: ClassStats, traffic_class: str, end_s: float) -> float | None:
-        """Mean seconds a token of the requests of one class (or "": of all) that finished, and of those still under
-        way as if they ended now. None: there are none of either."""
+        """Return the mean seconds a token, of one class or ("") all, of finished requests and of open ones as if they
+        ended now. None without any."""
         live = [live for live in self.live.values() if traffic_class in ("", live.item.traffic_class)]
         if not stats.normalised.count + len(live):
             return None
@@ -160,7 +160,7 @@ class TraceClients:
         return (stats.normalised.sum_s + unserved_s) / (stats.normalised.count + len(live))
 
     def begin_counting(self, now_s: float) -> None:
-        """Forget the stats so far, not the requests."""
+        """Forget the statistics so far, not the requests."""
         for name in self.classes:
             self.classes[name] = ClassStats()
         self.first_arrival_s = now_s
@@ -168,7 +168,7 @@ class TraceClients:
     # -- requests ----------------------------------------------------------------------------------------------
 
     def arrive(self, now_s: float, item: WorkItem, answered: Callable[[float], None] | None) -> None:
-        """A client sends its request. One that the model's context cannot hold is refused as the HTTP side does."""
+        """Send a request. One that the model's context cannot hold is refused, as the HTTP side does."""
         index = self._count
         self._count += 1
         self.first_arrival_s = min(self.first_arrival_s, now_s)
@@ -200,7 +200,7 @@ class TraceClients:
         self._virtual.tell(self._virtual.nodes[GATEWAY], Offered(name, [request]))
 
     def _prompt(self, live: InFlight) -> list[int]:
-        """Token ids that are equal exactly where prompts share a prefix. Numbers alone matter when nothing can be
+        """Make token ids that are equal exactly where prompts share a prefix; only their number matters if nothing is
         shared."""
         item = live.item
         if not self._distinct:
@@ -216,7 +216,7 @@ class TraceClients:
         return [own] * item.prompt_tokens
 
     def _predict(self, output: int, cap: int) -> Prediction | None:
-        """The length predictor's answer; None: there is no predictor."""
+        """Predict the output length; None without a predictor."""
         if self._predictor == "none":
             return None
         mean = float(output)
@@ -227,7 +227,7 @@ class TraceClients:
         return Prediction(mean, mean, mean, mean, self._predictor)
 
     def ask_predictor(self, gateway: Node, message: Message) -> None:
-        """Requests bring their predictions along, and this predictor learns nothing."""
+        """Ignore the message: requests bring their predictions, and this predictor learns nothing."""
 
     # -- what the gateway says -------------------------------------------------------------------------------------
 
@@ -264,15 +264,15 @@ class TraceClients:
     # -- tokens ----------------------------------------------------------------------------------------------------
 
     def proposed(self, row: Row) -> int:
-        """Drafts of a row: as many as it may carry, where something is expected."""
+        """Return the number of drafts of a row: all that it may carry, if something is expected."""
         if not row.drafts:
             return 0
         live = self.live.get(row.sequence.request_id)
         return row.drafts if live is not None and self._expects(live, row) else 0
 
     def drafted(self, plan: IterationPlan) -> list[Drafted]:
-        """How the drafts of a step do, and of rows without any what texts said. A model that was not asked says
-        nothing."""
+        """Judge the drafts of a step, and for rows without any what a look-up expected. A draft model expects nothing
+        unless it drafts."""
         if not self._acceptance or not plan.watched:
             return []
         judged = list[Drafted]()
@@ -294,7 +294,7 @@ class TraceClients:
         return bool(self._acceptance) and self._acceptance.expects(live.index, row.start + 1)
 
     def sample(self, rows: Iterable[Row], drafted: Iterable[Drafted] = ()) -> list[Sampled]:
-        """Tokens the model samples for the rows of a step that reach their last known token, and for right drafts."""
+        """Sample the tokens of rows that reach their last known token, and of right drafts."""
         sampled, all_live = [], self.live
         more = {each.attempt: each.right for each in drafted if each.computed}
         for row in rows:
@@ -311,7 +311,7 @@ class TraceClients:
         return sampled
 
     def fewest_left(self, rows: Iterable[Row]) -> int:
-        """Output tokens that are still to be sampled, of the row that has fewest left."""
+        """Return how many output tokens the row with fewest of them still samples."""
         return min([self.live[row.sequence.request_id].output_tokens - row.sequence.output_tokens for row in rows])
 
     def _tokens(self, now_s: float, live: InFlight, count: int) -> None:
@@ -343,8 +343,8 @@ class TraceClients:
         self.classes[live.item.traffic_class].tbt.add(gap_s)
 
     def repeated(self, worker: Node, rows: Iterable[Row], times_s: list[float], at_s: float) -> None:
-        """Steps were run as one: a token for each row reached the gateway at each of these times. It hears of them
-        together, `at_s`. `rows`: of the step that follows, whose sequences hold those tokens."""
+        """Take the tokens of steps run as one: one of each row at each of these times. The gateway gets them together,
+        `at_s`. `rows`: of the step that follows, whose sequences hold those tokens."""
         count = len(times_s)
         tokens, first = [OUTPUT_TOKEN] * count, 1 - count
         updates = [TokenUpdate(row.sequence.key, row.start + first, tokens) for row in rows]
@@ -352,8 +352,8 @@ class TraceClients:
         self._virtual.events.at(at_s, self._deliver_next)
 
     def end_at(self, horizon_s: float) -> None:
-        """Nothing happens after this. Of tokens that the gateway was to hear of together later, it hears now of those
-        that one by one would have reached it by then."""
+        """End the run. Tokens that would have come together later are delivered now, if their own time is within the
+        horizon."""
         while self._under_way:
             worker, updates, times_s = self._under_way.popleft()
             count = bisect_right(times_s, horizon_s)
@@ -375,7 +375,7 @@ class TraceClients:
                 histogram.add(gap, number)
 
     def _repeated(self, live: InFlight, run: _Run) -> None:
-        """A token at each of these times. Gaps between them are counted for all rows together, afterwards."""
+        """Count a token at each of these times. Gaps between them are counted for all rows together, afterwards."""
         item = live.item
         first_gap_s = run.times_s[0] - live.last_s
         self._gap(live, first_gap_s)
@@ -435,7 +435,7 @@ def has_slo(item: WorkItem) -> bool:
 
 
 def hash_of(text: str) -> int:
-    """A number for a session's name, the same in every run (Python's own hash is not)."""
+    """Hash a session's name to a number that is the same in every run; Python's own hash is not."""
     value = 1469598103934665603
     for byte in text.encode():
         value = (value ^ byte) * 1099511628211 & 0x3FFF_FFFF_FFFF_FFFF

@@ -53,8 +53,8 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """An instance as it was measured, in the place of what model and device say: the time of its iterations, its blocks
-    on the device and in host memory."""
+    """A measured instance, instead of model and device: the time of its iterations, its blocks on the device and in
+    host memory."""
 
     cost: CostModel
     blocks: int
@@ -75,9 +75,9 @@ class SimCluster:
         measured: Sequence[Measured] = (),
         grows: bool = False,
     ) -> None:
-        """`placement` stands in for the configured one: an oracle, say, that no configuration has. `measured`: every
-        instance, by number; () = as model and devices say. `grows`: `roles` may name fewer instances than the cluster
-        has; the others are places for `add_worker`."""
+        """`placement` replaces the configured one: an oracle, say, that no configuration has. `measured`: every
+        instance, by number; () = by model and devices. `grows`: `roles` may name fewer instances than the cluster has;
+        the others are places for `add_worker`."""
         workload.check()
         compose.check_names(config)
         plans_ahead = settings_of(config, EngineSettings).plan_ahead
@@ -93,7 +93,7 @@ class SimCluster:
         parts = [cluster.of(number) for number in range(cluster.instances)]
         costs = {} if measured else {part.device: _cost_model(model, part) for part in parts}
         self.costs = [each.cost for each in measured] or [costs[part.device] for part in parts]
-        """Of every instance, by number."""
+        """Cost model of every instance, by number."""
         blocks = [(each.blocks, each.host_blocks) for each in measured]
         draft = options.draft_model if config.speculation.mode == "model" else None
         blocks = blocks or [kv_blocks(config, part, model, self.geometry, draft) for part in parts]
@@ -173,7 +173,7 @@ class SimCluster:
         return machine
 
     def run(self) -> None:
-        """From the first arrival until everything has ended (or the horizon)."""
+        """Run from the first arrival until everything has ended, or to the horizon."""
         self._next_arrival()
         if self.options.warmup_s:
             self.events.at(self.options.warmup_s, self._begin_counting)
@@ -193,8 +193,7 @@ class SimCluster:
     # -- workers that come and go ------------------------------------------------------------------------------
 
     def add_worker(self, name: InstanceId, role: Role) -> None:
-        """It starts now. Raises `ConfigError` when the cluster has no place left: those of drained workers stay
-        theirs."""
+        """Start a worker. Raises `ConfigError` when the cluster has no place left; drained workers keep theirs."""
         if not self._places or name in self.roles:
             raise ConfigError(f"no place for {name} in cluster {self.cluster.name}")
         self._places -= 1
@@ -202,7 +201,8 @@ class SimCluster:
         self.virtual.start_worker(name)
 
     def drain_worker(self, name: InstanceId, longest_s: float, gone: Callable[[], None]) -> None:
-        """As a live worker that is asked to end: it takes nothing new and ends when nothing is left, or then."""
+        """Drain a worker as a live one: it takes nothing new, and ends when it is idle, `longest_s` from now at the
+        latest."""
         worker = self.virtual.nodes[name]
         self.virtual.tell(worker, DrainStarted())
         deadline_s = self.events.now_s + longest_s
@@ -222,7 +222,7 @@ class SimCluster:
         look()
 
     def _begin_counting(self) -> None:
-        """The cluster is warm: earlier events are no result."""
+        """Count from now on: the warm-up is over."""
         now_s = self.events.now_s
         self.clients.begin_counting(now_s)
         self.engine.together = True
@@ -295,9 +295,9 @@ def _prompts_are_shared(config: Config, workload: Workload) -> bool:
 
 
 def profile_points(cost: CostModel, max_context: int, max_rows: int, max_step_tokens: int) -> bytes:
-    """What `cohort profile` would write for a simulated instance, so that schedulers which learn iteration times start
-    from what they would start from live. JSON with `points`, as the live command's file has them; the shapes are those
-    of `engine.profiler` but for mixed iterations: what mixing costs a scheduler learns while it runs."""
+    """Make what `cohort profile` would write for a simulated instance, so that schedulers which learn iteration times
+    start as live ones do. JSON with `points`, in the live command's form; the shapes are those of `profile_process`
+    without mixed iterations: schedulers learn the price of mixing while they run."""
     points = [
         {"shape": {"rows": rows, "tokens_per_row": tokens, "context": context}, "median_s": cost.step_s(work)}
         for rows, tokens, context, work in _shapes(max_context, max_rows, max_step_tokens)

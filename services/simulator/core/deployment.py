@@ -29,26 +29,26 @@ from cohort.services.simulator.hardware.hardware import Cluster
 
 @dataclass(frozen=True, slots=True)
 class Instances:
-    """What is simulated; by instance number where it may differ."""
+    """Instances of a simulation; by number where they may differ."""
 
     model: ModelShape
     geometry: KvGeometry
     blocks: Sequence[tuple[int, int]]
-    """On devices, in host memory."""
+    """Blocks on devices, and in host memory."""
     longest: int
     roles: Mapping[InstanceId, Role]
     profile: Callable[[int], bytes] | None
-    """The start of schedulers that learn step times, if they do."""
+    """Start of schedulers that learn step times, if they do."""
     device_of: Callable[[int], str] | None
-    """What policies are told of its device; None: each has its own."""
+    """Name of its device for policies; None: each has its own."""
     draft_price: Callable[[int, Holds], DraftPrice] | None
-    """Of its draft model, by whether that holds a sequence."""
+    """Price of its draft model's steps, by whether the worker holds a sequence."""
     foresee_steps: bool
-    """They plan ahead, also of steps with prompts, so they learn what these take."""
+    """Whether they plan ahead, also of steps with prompts, whose times they then learn."""
 
 
 class Deployment:
-    """Makes the machines of a simulation, as the live services make theirs (`Builder`)."""
+    """Factory of a simulation's machines, made as in the live services (`Builder`)."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Deployment:
 
 
 def spread_roles(config: Config, instances: int) -> dict[Role, int]:
-    """The preset's workers, scaled to this many instances: every role at least one, shares as even as can be."""
+    """Scale the preset's workers to this many instances: every role at least one, shares as even as can be."""
     counts: dict[Role, int] = {}
     for group in config.workers:
         counts[group.role] = counts.get(group.role, 0) + max(1, group.count)
@@ -166,11 +166,8 @@ def spread_roles(config: Config, instances: int) -> dict[Role, int]:
 def kv_blocks(
     config: Config, cluster: Cluster, model: ModelShape, geometry: KvGeometry, draft: ModelShape | None = None
 ) -> tuple[int, int]:
-    """Blocks of each of these equal instances, on its devices and in host memory, by the rules of the live worker: a
-    `draft` model has its KV under the same block ids.
-
-    Raises `ConfigError` when the model does not fit.
-    """
+    """Compute the blocks of each of these equal instances, on its devices and in host memory, by the rules of the live
+    worker: a `draft` model has its KV under the same block ids. Raises `ConfigError` when the model does not fit."""
     devices = cluster.tensor_parallel
     total = devices * (cluster.device.memory_bytes - cluster.device_reserve_bytes) // cluster.workers_per_device
     left = total - model.weights_total_bytes - (0 if draft is None else draft.weights_total_bytes)

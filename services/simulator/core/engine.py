@@ -43,7 +43,7 @@ from cohort.services.simulator.hardware.simulated_network import link_of
 _HARMLESS = (WorkerReport, KvRenew)
 """Messages that a worker sends at its deadlines without anything having changed."""
 MAX_FAST_FORWARD = 64
-"""Steps run ahead at once, at most: something will come in between, and the rest was for nothing."""
+"""Maximum number of steps run ahead at once: something comes in between, and the rest is wasted."""
 
 
 class PlanCost(msgspec.Struct, frozen=True):
@@ -53,49 +53,49 @@ class PlanCost(msgspec.Struct, frozen=True):
     useful_tokens: int
     padded_tokens: int
     copied_bytes: int
-    """Before the rows."""
+    """Bytes copied before the rows."""
     beside_bytes: int = 0
-    """While the rows are computed (R12)."""
+    """Bytes copied while the rows are computed (R12)."""
 
 
 @dataclass(slots=True, eq=False)
 class SimWorker(WorkerNode):
-    """One instance: its machine, the step in flight, and its work so far."""
+    """One instance: its machine, the step in flight, and its statistics."""
 
     fast_forward: FastForward = field(init=False)
     tally: WorkerTally = field(default_factory=WorkerTally)
     epoch: int = 0
     ends_s: list[float] = field(default_factory=list)
-    """When the step in flight ends, and those that will repeat it."""
+    """End times of the step in flight, and of those that will repeat it."""
     latencies_s: list[float] = field(default_factory=list)
     alone_s: float = 0.0
-    """The time of the step in flight on a core of its own."""
+    """Time of the step in flight on a core of its own."""
     service_load: float = 0.0
     """Cores that other processes need for it."""
     memory_share: float = 0.0
-    """Which share of it reads memory."""
+    """Share of it that reads memory."""
     step: int = 0
     """Number of the step in flight, since the start."""
     slowdown: float = 1.0
-    """How much longer it takes at present than alone, on cores that it shares."""
+    """Factor by which it is slower now than alone, on shared cores."""
     unsaid_s: list[float] = field(default_factory=list)
-    """When those steps run ahead ended that were applied and whose tokens the gateway is yet to hear of: it hears of
-    them together with the next step's, and no process asks before."""
+    """End times of steps run ahead that were applied and whose tokens the gateway lacks: it gets them with the next
+    step's, and no process asks before."""
     doubtful: bool = False
-    """An event that takes blocks is being handled: which of the steps run ahead still hold is asked afterwards."""
+    """Flag: an event that takes blocks is being handled; which steps run ahead still hold is checked afterwards."""
     blocked_s: float = 0.0
-    """What KV took to arrive since the last iteration began, where transfers block."""
+    """Time of KV arrivals since the last iteration began, where transfers block."""
     draft_price: DraftPrice | None = None
-    """Of the model that drafts, if one does."""
+    """Price of the draft model's steps, if there is one."""
     drafting_share: float = 0.0
     step_share: float = 1.0
-    """Of the iteration in flight, the draft model's drafts, and the step that verifies them; what is missing to the
-    whole filled the draft model's cache."""
+    """Shares of the iteration in flight: the draft model's drafts, and the step that verifies them. The rest filled the
+    draft model's cache."""
     aligned_batches: int = 0
     """Batches of the late binding among the rows of the step in flight."""
     step_ends: StepEnds = field(default_factory=StepEnds)
     behind: StartStep | None = None
-    """The step that was planned behind the one in flight."""
+    """Step that was planned after the one in flight."""
 
     def __post_init__(self) -> None:
         WorkerNode.__post_init__(self)
@@ -119,8 +119,8 @@ class CostEngine:
     ) -> None:
         """`costs`: of every instance, by number."""
         self.together = not options.warmup_s
-        """Tokens of steps run ahead are told as late as the next step's, however often the steps were applied in
-        between. Until metrics count (`warmup_s`) each time at once: what came before that moment is none of theirs."""
+        """Flag: tokens of steps run ahead are delivered with the next step's, however often steps were applied in
+        between. Before metrics count (`warmup_s`) each is delivered at once: none of them may count later."""
         self._virtual = virtual
         self._events = virtual.events
         self._clients = clients
@@ -184,7 +184,7 @@ class CostEngine:
                 self._events.at(now_s + after_s, self._plan_ahead, worker, worker.step)
 
     def _plan_ahead(self, worker: SimWorker, step: int) -> None:
-        """The moment to plan what follows the step of this number, if that is still in flight."""
+        """Plan what follows the step of this number, if that is still in flight."""
         if worker.step == step and worker.ends_s and worker.behind is None:
             self._virtual.tell(worker, PlanAhead([]))
 
@@ -216,7 +216,7 @@ class CostEngine:
                     self._interrupt(worker)
 
     def told(self, node: WorkerNode, events: tuple[WorkerEvent, ...], effects: list[Any]) -> None:
-        """Deadlines that passed may have changed what was run ahead, and so may blocks that were taken."""
+        """Discard steps run ahead that passed deadlines or taken blocks may have changed."""
         worker = _sim(node)
         if worker.doubtful:
             worker.doubtful = False
@@ -270,12 +270,11 @@ class CostEngine:
             self._begin(worker, behind.plan)
 
     def _factor(self, worker: SimWorker, ahead: int, prompts_s: float = 0.0) -> float:
-        """Of the step so many after the one in flight. `prompts_s`: what it takes, if it has prompts."""
+        """Return the scatter of the step `ahead` after the one in flight. `prompts_s`: its time, if it has prompts."""
         return self._scatter[worker.number].factor(worker.number, worker.step + ahead, prompts_s)
 
     def _share_cores(self) -> None:
-        """A step has begun or ended: from now on running workers have another share of cores, or of a device. Steps in
-        flight end earlier or later."""
+        """Divide cores or devices anew, as a step began or ended: steps in flight end earlier or later."""
         cluster, now_s = self._cluster, self._events.now_s
         running = [worker for worker in map(_sim, self._virtual.workers) if worker.stepping]
         slowdowns = cluster.shared_slowdowns(
@@ -303,7 +302,7 @@ class CostEngine:
         tally.mixed_steps += worker.aligned_batches > 1
 
     def _sample_kv(self, worker: SimWorker) -> None:
-        """How full the cache is, at every report since the first moment that counts."""
+        """Sample how full the cache is, at every report from the first moment that counts."""
         if self._events.now_s < 1e-6:
             return
         tally, kv = worker.tally, worker.machine.kv
@@ -334,7 +333,7 @@ class CostEngine:
         worker.ends_s = list(accumulate(latencies_s[1:], initial=worker.ends_s[0]))
 
     def _repeat(self, worker: SimWorker, count: int) -> None:
-        """The first `count` steps run ahead have ended; the one after them is in flight."""
+        """Apply the first `count` steps run ahead; the one after them is in flight."""
         ends_s, latencies_s = worker.ends_s, worker.latencies_s
         rows = worker.machine.plan_in_flight.rows
         done_s = ends_s[:count]
@@ -359,14 +358,14 @@ class CostEngine:
         del latencies_s[:count]
 
     def _say(self, worker: SimWorker) -> None:
-        """The gateway hears of the tokens of steps that were run ahead, as late as their last one."""
+        """Deliver the tokens of steps that were run ahead, as late as their last one."""
         delay_s, said_s = self._cluster.control_latency_s, worker.unsaid_s
         times_s = [end_s + delay_s for end_s in said_s]
         worker.unsaid_s = []
         self._clients.repeated(worker, worker.machine.plan_in_flight.rows, times_s, self._events.now_s + delay_s)
 
     def catch_up(self, worker: SimWorker, until_s: float) -> None:
-        """Apply the steps run ahead that end before then, and tell their tokens: those that end at that very moment
+        """Apply the steps run ahead that end before then, and deliver their tokens. Those that end at that very moment
         come after."""
         self._catch_up(worker, until_s)
         if worker.unsaid_s:
@@ -379,7 +378,7 @@ class CostEngine:
                 self._repeat(worker, ended)
 
     def _interrupt(self, worker: SimWorker) -> None:
-        """Something happens to this worker: steps that have ended are applied, those run ahead beyond are void."""
+        """Apply the steps that have ended, and void those run ahead beyond: an event disturbs the worker."""
         if len(worker.ends_s) <= 1:
             return
         self._catch_up(worker, self._events.now_s)
@@ -389,7 +388,7 @@ class CostEngine:
             self._schedule_end(worker)
 
     def _shorten(self, worker: SimWorker) -> None:
-        """Of the steps run ahead those stay that hold as things are now."""
+        """Keep only those steps run ahead that still hold."""
         ahead, foreseen = len(worker.ends_s) - 1, worker.fast_forward
         holding = foreseen.fitting_repetitions(ahead) if ahead and foreseen.repeatable() else 0
         if holding < ahead:
@@ -399,7 +398,7 @@ class CostEngine:
 
 
 def _scatter(part: Cluster, options: SimOptions) -> StepScatter:
-    """As measured, or as asked for: alike for all iterations then."""
+    """Return the scatter as measured, or as requested: alike for all iterations then."""
     if options.scatter is not None:
         return StepScatter(options.scatter, options.seed, part.scatter_lasting)
     return StepScatter(part.scatter, options.seed, part.scatter_lasting, part.scatter_prompts)
@@ -417,8 +416,8 @@ def plan_cost(
     device_stages: bool = False,
     proposed: Callable[[Row], int] | None = None,
 ) -> PlanCost:
-    """`device_stages`: the engine's copies out leave the device beside the rows where they can, as a GPU's do.
-    `proposed`: the drafts of a row, each of which costs what a row of its own would."""
+    """Compute a plan's cost. `device_stages`: the engine's copies out leave the device beside the rows where they can,
+    as a GPU's do. `proposed`: the drafts of a row, each of which costs as much as a row."""
     tokens = useful = pairs = prefill_context = decode_rows = decode_context = longest = sampled = 0
     padded_to = plan.padded_to
     for row in plan.rows:

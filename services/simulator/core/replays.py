@@ -17,9 +17,9 @@ from cohort.common.machines.recorder import Call
 from cohort.common.machines.replayer import Replay, Replayed, Step
 
 _SHOWN = 6
-"""Items of a list, before the rest is only counted."""
+"""Number of items of a list that are shown; the rest is only counted."""
 _LONGEST = 600
-"""Characters of an effect that is no JSON."""
+"""Maximum length of an effect that is no JSON, in characters."""
 
 
 def summary(found: Replayed) -> str:
@@ -29,8 +29,8 @@ def summary(found: Replayed) -> str:
 
 
 def show(path: Path, line: int, around: int) -> Iterator[str]:
-    """The calls from `around` before a line of the recording to as many after it, readably: the machine's events and
-    its effects. A call whose replay differs shows both. Raises `ConfigError` for a line that is no call."""
+    """Print events and effects of the calls from `around` before a line of the recording to as many after it. A call
+    whose replay differs shows both. Raises `ConfigError` for a line that is no call."""
     replayed = Replay(path)
     began_s, last = None, 1
     for step in replayed.steps():
@@ -59,7 +59,7 @@ def _answers(call: Call) -> list[str]:
 
 
 def _event(event: dict[str, Any]) -> str:
-    """`Received Submit from gateway: …`, not the JSON it is."""
+    """Format an event as `Received Submit from gateway: …`, not as the JSON it is."""
     fields = dict(event)
     name = str(fields.pop("event"))
     message = fields.pop("message", None)

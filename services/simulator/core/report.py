@@ -21,7 +21,6 @@ from cohort.services.simulator.core.clients import ClassStats
 from cohort.services.simulator.core.cluster import SimCluster
 from cohort.services.simulator.core.engine import SimWorker
 from cohort.services.simulator.core.statistics import Distribution
-from cohort.services.simulator.core.tally import WallTime
 
 
 class SloAttainment(msgspec.Struct, frozen=True):
@@ -90,7 +89,7 @@ class InstanceReport(msgspec.Struct, frozen=True):
     scheduler: dict[str, float]
     decode_steps: int = 0
     mixed_steps: int = 0
-    """With late binding: iterations with decodes, and of these the ones with more than one of its batches."""
+    """Iterations with decodes, and of these the ones with more than one batch of the late binding."""
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -98,10 +97,8 @@ class Measured(msgspec.Struct, frozen=True):
 
     worker_decisions: int
     worker_mean_us: float
-    worker_max_us: float
     manager_events: int
     manager_mean_us: float
-    manager_max_us: float
 
 
 class SimReport(msgspec.Struct, frozen=True):
@@ -166,6 +163,7 @@ def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
         "outputs clipped": facts.clipped_outputs,
     }
     notes += [f"workload: {count} {what}" for what, count in counts.items() if count]
+    worker, manager = sim.wall["worker"], sim.wall["manager"]
     return SimReport(
         preset=sim.config.name,
         model=sim.model.name,
@@ -186,12 +184,12 @@ def make_report(sim: SimCluster, name: str, facts: WorkloadFacts) -> SimReport:
         instances=[_instance(sim, worker, duration_s) for worker in sim.workers],
         moved_bytes=sim.ports.moved_bytes,
         manager=sim.manager.stats(),
-        measured=_measured(sim.wall["worker"], sim.wall["manager"]),
+        measured=Measured(worker.calls, worker.mean_us, manager.calls, manager.mean_us),
     )
 
 
 def _slice(sim: SimCluster, stats: ClassStats, traffic_class: str, duration_s: float) -> Slice:
-    """`traffic_class` "": all."""
+    """Report one class; "" = all."""
     unserved = sim.clients.unserved_with_slo(traffic_class)
     to_end_s = sim.clients.normalised_to_end_s(stats, traffic_class, sim.events.now_s)
     return Slice(
@@ -254,15 +252,4 @@ def _instance(sim: SimCluster, worker: SimWorker, duration_s: float) -> Instance
         scheduler=worker.machine.scheduler.metrics(),
         decode_steps=tally.decode_steps,
         mixed_steps=tally.mixed_steps,
-    )
-
-
-def _measured(worker: WallTime, manager: WallTime) -> Measured:
-    return Measured(
-        worker.calls,
-        worker.seconds / max(1, worker.calls) * 1e6,
-        worker.longest_s * 1e6,
-        manager.calls,
-        manager.seconds / max(1, manager.calls) * 1e6,
-        manager.longest_s * 1e6,
     )

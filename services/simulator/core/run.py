@@ -1,4 +1,4 @@
-"""One simulation from its ingredients, and searches made of many: sweeps, capacity at an SLO."""
+"""One simulation from its ingredients or of a comparison's cell, and searches made of many: capacity at an SLO."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from cohort.common.comparison.comparison import Cell, CellResult, columns_of
+from cohort.common.comparison.comparison import configuration as configuration_of
+from cohort.common.comparison.comparison_traffic import traffic as traffic_of
 from cohort.common.config import Config
 from cohort.common.policies.cost_model import ModelShape
 from cohort.common.policies.interface import Placement
@@ -15,7 +18,7 @@ from cohort.services.simulator.core.cluster import SimCluster
 from cohort.services.simulator.core.report import SimReport, make_report
 from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.core.traffic import Traffic
-from cohort.services.simulator.hardware.hardware import Cluster
+from cohort.services.simulator.hardware.hardware import Cluster, load_cluster, load_model
 
 
 def simulate(
@@ -34,6 +37,37 @@ def simulate(
     return make_report(sim, workload.name, workload.facts)
 
 
+def measure(cell: Cell) -> CellResult:
+    """Simulate a cell of `cohort compare`."""
+    options = SimOptions(
+        seed=cell.seed,
+        predictor=cell.predictor,  # type: ignore[arg-type]  # checked by `Spec`
+        predictor_sigma=cell.predictor_sigma,
+        horizon_s=cell.horizon_s,
+        slo_defaults=True,
+    )
+    workload = traffic_of(cell.traffic, load=cell.load, duration_s=cell.duration_s, seed=cell.seed)
+    cluster = load_cluster(cell.cluster, {"tensor_parallel": cell.traffic.tensor_parallel})
+    model, config = load_model(cell.model), configuration_of(cell)
+    report = simulate(config, cluster, model, workload, options, dict(cell.compared.instances) or None)
+    judged = report.overall if cell.traffic.judged == "all" else report.by_class[cell.traffic.judged]
+    slo = judged.slo
+    return CellResult(
+        digest=cell.digest,
+        workload=cell.workload,
+        load=cell.load,
+        seed=cell.seed,
+        system=cell.system,
+        sent=judged.sent,
+        finished=judged.finished,
+        kept=round(slo.attainment * slo.judged) if slo is not None else 0,
+        kept_tokens_per_s=slo.goodput_tokens_per_s if slo is not None else 0.0,
+        ttft_p99_s=judged.ttft_ms.p99 / 1e3 if judged.ttft_ms else None,
+        longest_ttft_s=judged.ttft_ms.max / 1e3 if judged.ttft_ms else None,
+        numbers=columns_of(msgspec.to_builtins(judged)),
+    )
+
+
 def by_rate(
     config: Config,
     cluster: Cluster,
@@ -42,13 +76,13 @@ def by_rate(
     options: SimOptions,
     roles: Mapping[Role, int] | None,
 ) -> Callable[[float], SimReport]:
-    """`simulate` as a function of the request rate alone, for `find_capacity`."""
+    """Make `simulate` a function of the request rate alone, for `find_capacity`."""
     return lambda rate: simulate(config, cluster, model, traffic.workload(rate), options, roles)
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """The highest request rate at which the share of attained SLOs is at least `target`; 0 when none of the rates
-    tried is. `tried`: rate → share kept of all sent, in the order of the search."""
+    """Highest request rate at which the share of attained SLOs is at least `target`; 0 when no rate tried keeps it.
+    `tried`: rate → share kept of all sent, in the order of the search."""
 
     target: float
     rate_per_s: float
@@ -56,7 +90,7 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 def attainment(report: SimReport) -> float:
-    """0 when nothing had an SLO: a capacity without an SLO means nothing."""
+    """Return the share kept of all sent; 0 without any SLO, where a capacity means nothing."""
     return report.overall.slo.kept_of_sent if report.overall.slo else 0.0
 
 

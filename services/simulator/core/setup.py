@@ -21,8 +21,8 @@ from cohort.services.simulator.hardware.hardware import Cluster, load_cluster, l
 def configuration(
     options: argparse.Namespace, preset: str, settings: Sequence[str] = (), cluster: Cluster | None = None
 ) -> Config:
-    """`cluster`: other than the options'. With `engine.device=cuda` its device's memory decides on sizes as it does
-    live; `auto` keeps a processor's, which all published comparisons have."""
+    """Load the configuration. `cluster`: other than the options'. With `engine.device=cuda` its device's memory decides
+    on sizes as it does live; `auto` keeps a processor's, which all published comparisons have."""
 
     overrides = nested(assigned((*options.set, *settings)), "--set") or None
 
@@ -34,7 +34,7 @@ def configuration(
 
 
 def assigned(texts: Iterable[str]) -> dict[str, Any]:
-    """The options that `--set` gives, by name. Raises `ConfigError`."""
+    """Parse the options of `--set`, by name. Raises `ConfigError`."""
     flat: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -50,14 +50,12 @@ def cluster_of(options: argparse.Namespace, text: str) -> Cluster:
     )
 
 
-def told_of_profiles(options: argparse.Namespace, clusters: Sequence[Cluster], tell: Callable[[str], None]) -> None:
-    """Warn of profiles that are older than the code, and with --check-profile of machines that have changed since."""
+def warn_of_old_profiles(clusters: Sequence[Cluster], tell: Callable[[str], None]) -> None:
+    """Report profiles that are older than the code."""
     parts = {part.device.name: part for cluster in clusters for part in (cluster.parts or (cluster,))}
     for name, part in parts.items():
         for line in profile_note.warnings(name, part.profile):
             tell(f"warning: {line}")
-        if getattr(options, "check_profile", False):  # `cohort compare` has none
-            tell(profile_note.check(name, part.profile))
 
 
 def traffic_of(options: argparse.Namespace, *, count: int | None = None) -> Traffic:

@@ -10,7 +10,8 @@ from cohort.common.types import IfLate
 from cohort.services.simulator.hardware.acceptance import DraftRates
 
 PredictorKind = Literal["oracle", "noisy", "lognormal", "none"]
-"""The true length; with normal errors of `sigma` tokens; with errors by a log-normal factor of `sigma`; silence."""
+"""Predictor of the true length: exact; with normal errors of `sigma` tokens; with errors by a log-normal factor of
+`sigma`; or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +27,25 @@ class SimOptions:
     warmup_s: float = 0.0
     jump: bool = True
     slo_defaults: bool = False
-    """Real-time requests that name no SLO get the gateway's default, as live ones do (`cohort simulate`, `advise`).
-    Without: an SLO is what the workload says and nothing else, as in the papers' figures."""
+    """Whether real-time requests without an SLO get the gateway's default, as live ones do (`cohort simulate`,
+    `advise`). Otherwise an SLO is what the workload says and nothing else, as in the papers' figures."""
     if_late: IfLate = "refuse"
-    """What clients with a TTFT SLO prefer where it cannot be kept. Only placements that test for it ask."""
+    """Preference of clients whose TTFT SLO cannot be kept. Only placements that test for it ask."""
     scatter: float | None = None
     """Coefficient of variation of an iteration's time; None: each instance's own, as profiled."""
     blocking_transfers: bool = False
-    """An instance computes nothing while KV arrives: the next iteration takes that much longer, as in engines whose
-    decode loop itself waits for KV transfers."""
+    """Whether an instance computes nothing while KV arrives: the next iteration takes that much longer, as in engines
+    whose decode loop waits for KV transfers."""
     acceptance: float = 0.0
-    """Where the configuration lets rows carry drafts (`speculation.mode`): the chance of a drafted token to be right,
-    on average over requests, which differ (`acceptance.py`)."""
+    """Chance that a drafted token is right (with a `speculation.mode`), on average over requests, which differ
+    (`acceptance.py`)."""
     draft_rates: tuple[DraftRates, ...] = ()
-    """The same of a recorded worker's requests, in the place of a mean."""
+    """Rates of a recorded worker's requests, instead of a mean."""
     draft_model: ModelShape | None = None
-    """With `speculation.mode` model: the one that drafts. Every draft is its own then."""
+    """Draft model, with `speculation.mode` model: every draft is its own then."""
     draft_s: float = 0.0
-    """The same by what one draft of each row takes, where no shape says it."""
+    """Time of one draft of each row, without a `draft_model`."""
     adapter_load_s: float = 0.1
-    """What an instance takes to load a LoRA adapter of the workload."""
+    """Time that an instance takes to load a LoRA adapter of the workload."""
     profiled: bool = True
-    """Schedulers that learn step times start from a profile of their instance, as after `cohort profile`."""
+    """Whether schedulers that learn step times start from a profile of their instance, as after `cohort profile`."""

@@ -58,7 +58,7 @@ class Histogram:
         self.max_s = max(self.max_s, other.max_s)
 
     def quantile(self, share: float) -> float:
-        """Seconds below which this share of the values lies; 0 for an empty histogram."""
+        """Return the time in seconds below which this share of the values lies; 0 without any."""
         wanted = share * self.count
         seen = 0
         for bucket in sorted(self._buckets):
@@ -69,7 +69,7 @@ class Histogram:
         return 0.0
 
     def stats(self) -> Distribution | None:
-        """None when there is nothing: a made-up zero would read as very fast."""
+        """Return the distribution, or None without values: a made-up zero would read as very fast."""
         if not self.count:
             return None
         p50, p90, p99 = (self.quantile(share) * 1e3 for share in (0.5, 0.9, 0.99))

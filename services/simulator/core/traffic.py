@@ -18,10 +18,10 @@ from cohort.common.workloads.traces import Trace, read_trace
 
 _FIXED = re.compile(r"(\d+)x(\d+)$")
 DAY = "day"
-"""A synthetic day in `--duration` seconds, whose peak is `--rate`."""
+"""Name of a synthetic day in `--duration` seconds, whose peak is `--rate`."""
 _DAY_S, _DAY_PEAK_PER_S = 3600.0, 3.0
 _ENOUGH = 1000
-"""Requests when neither a number nor a duration is given and the source has no end."""
+"""Number of requests when neither a number nor a duration is given and the source has no end."""
 
 
 class Traffic:
@@ -58,8 +58,8 @@ class Traffic:
             raise ConfigError(f"--trace {text}: neither a file nor PROMPTxOUTPUT nor one of {known}")
 
     def workload(self, rate_per_s: float | None = None, concurrency: int | None = None) -> Workload:
-        """At this rate (Poisson unless `cv`), at this concurrency, or with the source's own times. Without any of
-        them a source that has no times is all at once."""
+        """Generate at this rate (Poisson unless `cv`), at this concurrency, or with the source's own times. Without any
+        of them all requests come at once."""
         arrivals: Arrivals | None = None
         if rate_per_s is not None:
             if rate_per_s <= 0:
@@ -101,7 +101,7 @@ class Traffic:
 
     @property
     def own_rate_per_s(self) -> float | None:
-        """Of the source's own times; None when it has none."""
+        """Rate of the source's own times; None when it has none."""
         if self._text == DAY:
             return None
         if self._trace is None:
@@ -110,7 +110,7 @@ class Traffic:
 
 
 def parse_slo(text: str) -> Slo:
-    """`ttft=0.4,tpot=0.1,deadline=30` in seconds; "" = no SLO. Raises `ConfigError`."""
+    """Parse `ttft=0.4,tpot=0.1,deadline=30` in seconds; "" = no SLO. Raises `ConfigError`."""
     values: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, number = part.partition("=")

@@ -54,7 +54,7 @@ _WARMUP_S, _END_S = 30.0, 90.0
 _CONTEXT = 10_240
 _HOST_BYTES = 200_000_000_000
 _DEPTH = 0.8
-"""Of 0.6, 0.65, 0.7, 0.8 and 1 the one that leaves the smallest error in Fig. 15 (logarithms; OPT-2.7B)."""
+"""Depth, of 0.6, 0.65, 0.7, 0.8 and 1, that leaves the smallest error in Fig. 15 (logarithms; OPT-2.7B)."""
 _OFFERED_PER_S = {
     "opt-2.7b": {"synthetic": 34.0, "longbench": 7.7, "uniform": 6.0, "sharegpt": 58.0, "azure": 31.0},
     "opt-6.7b": {"synthetic": 17.0, "longbench": 4.0, "uniform": 4.0, "sharegpt": 33.0, "azure": 16.0},
@@ -69,9 +69,9 @@ _NAMES = {
 }
 _ATTENTIONS: tuple[DecodeAttention, ...] = ("split_kv", "unit_per_row", "unit_last")
 _ROWS = 1024
-"""More than memory holds with any of these lengths."""
+"""Number of rows that memory does not reach with any of these lengths."""
 _R_MIN = 36
-"""As §4.1 says. The preset's own is in proportion to the rows of an iteration: 144 of `_ROWS`."""
+"""Value of §4.1. The preset's own is in proportion to the rows of an iteration: 144 of `_ROWS`."""
 _UNIFIED = {"baseline-vllm", "baseline-chunked-prefill"}
 _ONE_DECODES, _THREE_DECODE = 2, 4
 _NEVER_S = 1e6
@@ -146,13 +146,13 @@ def _throughput(report: SimReport) -> float:
 
 
 def _p99_tpot(report: SimReport) -> float:
-    """The paper means the latency of iterations by its P99 TPOT: ours is of the gaps between tokens,
-    not of requests' averages, which the wait in the pool is part of."""
+    """Return the P99 of gaps between tokens: the paper's P99 TPOT is of iterations. Averages of requests would include
+    the wait in the pool."""
     return report.overall.tbt_ms.p99 if report.overall.tbt_ms is not None else math.nan
 
 
 def _said(run: _Run) -> str:
-    """Where a run departs from the module's head."""
+    """Name what differs from the plain run."""
     kernels = "" if run.attention == "unit_per_row" else run.attention.replace("_", " ").replace("kv", "KV")
     waits = "" if run.waits or run.preset in _UNIFIED or run.devices > _ONE_DECODES else "without the waits"
     blocked = "transfers block" if run.blocks else ""
@@ -162,13 +162,13 @@ def _said(run: _Run) -> str:
 
 
 def _of(other: str, run: _Run) -> _Run:
-    """What the other does where ours does `run`."""
+    """Return the other system's run for ours."""
     waits = run.waits and other not in _UNIFIED
     return replace(run, preset=other, without=(), starvation_s=_NEVER_S, waits=waits)
 
 
 def _over(lab: Lab, other: str, run: _Run, *, latency: bool = False) -> float:
-    """Throughput over the other's, or the other's P99 TPOT over ours: more is better."""
+    """Return our throughput over the other's, or the other's P99 TPOT over ours: more is better."""
     ours, theirs = run.report(lab), _of(other, run).report(lab)
     return _p99_tpot(theirs) / _p99_tpot(ours) if latency else _throughput(ours) / _throughput(theirs)
 
@@ -207,7 +207,7 @@ def _gain(
 
 
 def _best(workload: str, paper: float) -> Figure:
-    """Of Fig. 8's text, which prints the largest factor of each data set."""
+    """Compare with Fig. 8's text, which prints the largest factor of each data set."""
     runs = [
         (_DISTSERVE, _Run(workload)),
         (_DISTSERVE, _Run(workload, model="opt-13b")),
@@ -223,7 +223,7 @@ def _best(workload: str, paper: float) -> Figure:
 
 
 def _tpot_range(id_: str, choose: Callable[[list[float]], float], paper: float) -> Figure:
-    """Fig. 9's text prints the least and the most over systems and models."""
+    """Compare with Fig. 9's text, which prints the least and the most over systems and models."""
     runs = [
         (_DISTSERVE, _SYNTHETIC),
         (_DISTSERVE, replace(_SYNTHETIC, model="opt-13b")),
@@ -242,7 +242,7 @@ def _tpot_range(id_: str, choose: Callable[[list[float]], float], paper: float) 
 def _ablation(
     id_: str, without: str, before: _Run, after: _Run, paper: float, standing: Standing = Standing.READING
 ) -> Figure:
-    """Throughput that goes with a part, in percent of what there was with it."""
+    """Compare the throughput lost without a part, in percent."""
 
     def measure(lab: Lab) -> float:
         return 100.0 * (1.0 - _throughput(after.report(lab)) / _throughput(before.report(lab)))
@@ -254,8 +254,9 @@ def _ablation(
 def _forward(
     id_: str, run: _Run, note: str, kind: Kind = Kind.AT_MOST, standing: Standing = Standing.READING
 ) -> Figure:
-    """Fig. 13 shows shares of iterations whose forward takes 30 ms at most: more than 90 % of them, or under 10 %. This
-    is the time that holds for nine tenths of the gaps between tokens, or half of them, less the wait before each."""
+    """Compare with Fig. 13, which shows shares of iterations whose forward takes 30 ms at most: more than 90 %, or
+    under 10 %. Ours is the time that holds for nine tenths of the gaps between tokens, or half of them, less the wait
+    before each."""
 
     def measure(lab: Lab) -> float:
         found = run.report(lab).overall.tbt_ms
@@ -279,7 +280,8 @@ def _mixed_figure(name: str, paper: float) -> Figure:
 
 
 def _ttft_figure(name: str, paper: float, *, second: bool = False) -> Figure:
-    """The paper's TTFT has the wait in the pool in it; our first token leaves before that, with the prompt."""
+    """Compare the mean TTFT. The paper's includes the wait in the pool; our first token leaves before that, with the
+    prompt."""
 
     def measure(lab: Lab) -> float:
         overall = _Run(name).report(lab).overall
@@ -313,14 +315,14 @@ _FILLED, _BATCHES, _SHORT = 0.97, 20, 0.95
 
 
 def _prefixes(name: str) -> list[int]:
-    """Prefix lengths that rows have in the middle of their decoding: a random part of the answer is there."""
+    """Draw prefix lengths of rows in the middle of their decoding: a random part of the answer is there."""
     random = Random(0)
     items = paper_workload(name, AllAtOnce(), count=2000).items
     return [item.prompt_tokens + random.randrange(item.output_tokens) for item in items]
 
 
 def _batch(random: Random, kinds: list[tuple[float, list[int]]], most_positions: float) -> list[int]:
-    """Rows at random until an iteration or the memory is full."""
+    """Draw rows at random until an iteration or the memory is full."""
     rows: list[int] = []
     while len(rows) < _ROWS:
         (lengths,) = random.choices([lengths for _, lengths in kinds], [share for share, _ in kinds])
@@ -342,7 +344,7 @@ def _tokens_per_s(cost: CostModel, kinds: list[tuple[float, list[int]]], most_po
 
 
 def ceiling(model_name: str, attention: DecodeAttention, *, fair: bool) -> float:
-    """Decode throughput of aligned full batches over that of mixed ones."""
+    """Return the decode throughput of aligned full batches over that of mixed ones."""
     cluster, model = load_cluster("h100-80"), load_model(model_name)
     cost = CostModel(model, cluster.device, cluster.stack, decode_attention=attention)
     left = 0.9 * cluster.device.memory_bytes - model.weights_total_bytes - cluster.device_reserve_bytes

@@ -30,7 +30,7 @@ from cohort.services.simulator.figures.figure import Figure, Lab, Standing
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 
 MIXED_SHARE = 0.1
-"""By which iterations with prompts and decodes take longer."""
+"""Share by which iterations with prompts and decodes take longer."""
 _OVERLOAD = 1.4
 _WARMUP_S = 240.0
 _END_S = 720.0
@@ -103,7 +103,7 @@ def _cell(shape: str, preset: str) -> list[Figure]:
 
 
 def _standing(shape: str, preset: str, *, p99: bool = False) -> Standing:
-    """The colocated cells chose `MIXED_SHARE`, but for the P99 of reasoning."""
+    """Return the standing: the colocated cells chose `MIXED_SHARE`, but for the P99 of reasoning."""
     chose = preset == "unified" and not (p99 and shape == "dynaserve-reasoning")
     return Standing.ANCHOR if chose else Standing.CLAIM
 

@@ -40,11 +40,11 @@ from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 _RATES = (3.0, 6.0, 9.0, 12.0, 15.0)
 _BATCH = 192
 _SIZES = (128, 256)
-"""The other best-effort batches among which it was chosen."""
+"""Other best-effort batches among which `_BATCH` was chosen."""
 _END_S = 600.0
 _NEVER_S = 1e9
 _KEEPS = 0.005
-"""A system that keeps less of its targets in a case keeps nothing: the first requests meet an empty device."""
+"""Share of targets below which a system keeps nothing: the first requests meet an empty device."""
 _MODELS = {"opt-30b": ("a100-40:1", 4), "llama-3-70b": ("a100-80:1", 8), "opt-13b": ("a100-40:1", 2)}
 _SHAPES = {"sharegpt": "bros-sharegpt", "lmsys": "bros-lmsys"}
 _HOST_BYTES = 64 << 30
@@ -140,14 +140,15 @@ def _tpot(report: SimReport) -> float:
 
 
 def _change(lab: Lab, metric: Metric, other: str, cases: list[_Case]) -> float:
-    """Percent by which BROS differs from the other, mean over the cases. NaN: the other serves nothing."""
+    """Return by how many percent BROS differs from the other, mean over the cases. NaN: the other serves nothing."""
     pairs = [(metric(_run(lab, "bros", case)), metric(_run(lab, other, case))) for case in cases]
     found = [100.0 * (ours / theirs - 1.0) for ours, theirs in pairs if theirs > 0.0]
     return fmean(found) if found else math.nan
 
 
 def _times(lab: Lab, metric: Metric, other: str, cases: list[_Case]) -> float:
-    """Attainment of BROS over the other's: mean of the cases in which the other keeps any. NaN: it keeps none."""
+    """Return the attainment of BROS over the other's, mean over the cases in which the other keeps any. NaN: it keeps
+    none."""
     pairs = [(metric(_run(lab, "bros", case)), metric(_run(lab, other, case))) for case in cases]
     found = [ours / theirs for ours, theirs in pairs if theirs >= _KEEPS]
     return fmean(found) if found else math.nan
@@ -203,7 +204,8 @@ _METRICS: Mapping[str, Metric] = {"ttft": _ttft, "tpot": _tpot}
 
 
 def _anchor(metric: str, system: str, shape: str, paper: float, batch: int = 0) -> Figure:
-    """`batch`: another size than the one chosen. What vLLM keeps, and round robin on ShareGPT, chose it."""
+    """Make a row of what the paper prints of one system. `batch`: another size than the chosen one. What vLLM keeps,
+    and round robin on ShareGPT, chose it."""
     cases = _cases(shape, batch=batch or _BATCH)
 
     def measure(lab: Lab) -> float:
@@ -219,7 +221,7 @@ def _anchor(metric: str, system: str, shape: str, paper: float, batch: int = 0) 
 
 
 def _of_model(shape: str, other: str, model: str) -> list[Figure]:
-    """The paper prints no number of one model, but that latency falls with each."""
+    """Make the rows of one model, of which the paper prints no number but that latency falls."""
     name, mean = f"{shape}-{other}-{model}", _HEADLINES[shape, other][1]
     about = (f"{_WORKLOADS[shape]}, {model}", _BASELINES[other])
     row = partial(_row, where=_figure(10, shape, " by model"))
@@ -236,7 +238,8 @@ _SHARED = ("ShareGPT + batches, OPT-30B, 10/s", "without shared blocks")
 
 
 def _ablation(name: str, paper: float, of: Metric, *, drops: bool = False) -> Figure:
-    """`drops`: without shared blocks best-effort requests still lose theirs to real-time ones (R11)."""
+    """Make a row of Fig. 13. `drops`: without shared blocks best-effort requests still lose theirs to real-time ones
+    (R11)."""
 
     def measure(lab: Lab) -> float:
         case, other = _Case("sharegpt", _ONE, 10.0), "bros-unshared" if drops else "bros-unmanaged"
@@ -249,13 +252,13 @@ def _ablation(name: str, paper: float, of: Metric, *, drops: bool = False) -> Fi
 
 
 def _recomputed(lab: Lab) -> float:
-    """Percent of the requests that ended."""
+    """Return the percentage of recomputed requests among those that ended."""
     report = _run(lab, "bros-unmanaged", _Case("sharegpt", _ONE, 10.0))
     return 100.0 * sum(each.preemptions for each in report.instances) / max(1, report.overall.finished)
 
 
 def _overhead(model: str, paper: float) -> Figure:
-    """Measured time of a decision over the mean iteration it decides on."""
+    """Compare the measured time of a decision with the mean iteration it decides on."""
 
     def measure(lab: Lab) -> float:
         report = _run(lab, "bros", _Case("sharegpt", model, 9.0))
@@ -269,7 +272,7 @@ def _overhead(model: str, paper: float) -> Figure:
 
 
 def _of_shape(shape: str) -> list[Figure]:
-    """Models one after the other, so that an interrupted run has their rows."""
+    """Return the rows by model, so that an interrupted run has whole models."""
     headlines = [row for name, other in _HEADLINES if name == shape for row in _headlines(shape, other)]
     return [
         *(row for model in _MODELS for other in _BASELINES for row in _of_model(shape, other, model)),

@@ -48,7 +48,7 @@ from cohort.services.simulator.hardware.hardware import Cluster, load_cluster, l
 _OFFLINE_REQUESTS = 400
 _CONTEXT = 4096
 _PADDED_TOKENS = 4 * _CONTEXT
-"""Of a padded forward: with those of one prompt a long one would be alone, and no other padded to it."""
+"""Tokens of a padded forward: with those of one prompt a long one would be alone, and no other padded to it."""
 _SHORT_ANSWER = 32
 _OVERLOAD = 1.3
 _LONGER = 5.0
@@ -56,8 +56,8 @@ _LONGER = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """`long`: requests of LongBench for so many of Alpaca, `short`; `answer`: tokens of an answer at most. Capacity is
-    looked for from `start_per_s` on, in windows of `online_s` of which the first sixth does not count."""
+    """Mix of `long` requests of LongBench for `short` of Alpaca; `answer`: maximum tokens of an answer. Capacity is
+    searched from `start_per_s` on, in windows of `online_s` of which the first sixth does not count."""
 
     short: float
     long: float
@@ -153,8 +153,8 @@ def _simulate(name: str, workload: Workload, options: SimOptions) -> SimReport:
 
 
 def _pooled() -> Cluster:
-    """Four devices that hold one model: the memory of all, the speed of the one whose turn it is. Traffic between them
-    (a few kilobytes per row and layer boundary) is left out, in the baseline's favour."""
+    """Return four devices that hold one model: the memory of all, the speed of the one whose turn it is. Traffic
+    between them (a few kilobytes per row and layer boundary) is left out, in the baseline's favour."""
     cluster = load_cluster("a100-40:1")
     memory = 4 * cluster.device.memory_bytes - 3 * cluster.device_reserve_bytes
     return msgspec.structs.replace(cluster, device=replace(cluster.device, memory_bytes=memory))
@@ -184,25 +184,25 @@ def _online(lab: Lab, system: str, name: str, rate: float, longer: float = 1.0) 
 
 
 def _capacity(lab: Lab, system: str, name: str) -> float:
-    """The highest rate at which 80 % keep their SLO."""
+    """Find the highest rate at which 80 % keep their SLO."""
     start = _LOADS[name].start_per_s
     return find_capacity(lambda rate: _online(lab, system, name, rate), start, 0.8, tolerance=0.06).rate_per_s
 
 
 def _served(lab: Lab, system: str, name: str) -> float:
-    """Requests a second that leave when more come than any of the systems can serve."""
+    """Return the requests a second that leave when more come than any of the systems can serve."""
     rate = _OVERLOAD * _online(lab, "bucketserve", name, 4 * _LOADS[name].start_per_s).overall.requests_per_s
     return _online(lab, system, name, rate, _LONGER).overall.requests_per_s
 
 
 def _line(lab: Lab, name: str) -> float:
-    """Requests served over requests offered, at the rate at which DistServe is full."""
+    """Return the requests served over those offered, at the rate at which DistServe is full."""
     rate = _served(lab, "distserve", name)
     return _online(lab, "bucketserve", name, rate, _LONGER).overall.requests_per_s / rate
 
 
 def _overhead(lab: Lab) -> float:
-    """B11 · measured wall-clock time of everything the manager decides, over the time that is served."""
+    """B11 · Return the measured wall-clock time of everything the manager decides, over the time that is served."""
     report = _offline(lab, "bucketserve", "mixed")
     return report.measured.manager_events * report.measured.manager_mean_us * 1e-6 / report.duration_s
 
@@ -213,7 +213,7 @@ def _utilisation(lab: Lab, name: str) -> float:
 
 
 def _decoding(lab: Lab, name: str) -> float:
-    """Share of a request's time after its first token, at half of what is served at most."""
+    """Return the share of a request's time after its first token, at half of the rate served at most."""
     rate = 0.5 * _online(lab, "bucketserve", name, 4 * _LOADS[name].start_per_s).overall.requests_per_s
     overall = _online(lab, "bucketserve", name, rate).overall
     if overall.ttft_ms is None or overall.jct_ms is None:

@@ -55,7 +55,7 @@ _NAMES: Mapping[str, str] = {
     "hybrid": "BurstGPT + Azure Code",
 }
 _DEFAULT = "colocated, chunks of 2,048"
-"""vLLM's default, and what §2.4 measures; not tuned."""
+"""Default of vLLM, which §2.4 measures; not tuned."""
 _SHORT: Mapping[str, str] = {
     COLOCATED: "colocated",
     DISAGGREGATED: "disaggregated",
@@ -66,7 +66,7 @@ _LARGE: Mapping[str, Scale] = {"32B": Scale("qwen2.5-32b", 2), "72B": Scale("qwe
 _LARGE_WORKLOADS = ("azure-code", "burstgpt")
 _HOST_BOUND = Scale("qwen2.5-14b", 1, "eager")
 _TRACE_CV = 3.92
-"""Of the gaps in the public rows of BurstGPT."""
+"""Variation of the gaps in the public rows of BurstGPT."""
 
 
 def _capacity(lab: Lab, preset: str, name: str, scale: Scale = SMALL) -> float:
@@ -76,7 +76,8 @@ def _capacity(lab: Lab, preset: str, name: str, scale: Scale = SMALL) -> float:
 
 
 def _goodput(lab: Lab, preset: str, name: str) -> float:
-    """At a pressure that is the same for all three; the colocated one with the chunk that is best there."""
+    """Return the goodput at a pressure that is the same for all three; the colocated one with the chunk that is best
+    there."""
     return goodput_at(lab, preset, name, _pressure(lab, name))
 
 
@@ -109,14 +110,14 @@ def _over(
     paper: float = 1.0,
     standing: Standing = Standing.CLAIM,
 ) -> Figure:
-    """DynaServe over the other; `id_` begins with the figure's number. Of a single workload the paper prints no number
-    but who wins: `paper` 1."""
+    """Make a row of DynaServe over the other; `id_` begins with the figure's number. Of a single workload the paper
+    prints no number but who wins: `paper` 1."""
     id_, metric, kind = f"{id_}-{_SHORT[other]}", f"{metric}, DynaServe over it", Kind.MORE if paper == 1.0 else None
     return _row(id_, workload, other, metric, "x", paper, measure, note, standing, kind)
 
 
 def _of_four(which: str, other: str, paper: float) -> Figure:
-    """Fig. 9's text prints the mean, the least and the most of the four workloads."""
+    """Compare with Fig. 9's text, which prints the mean, the least and the most of the four workloads."""
     choices: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "least": min, "most": max}
 
     def measure(lab: Lab) -> float:
@@ -133,7 +134,7 @@ def _capacity_ratio(name: str, other: str, note: str = "", standing: Standing = 
 
 
 def _goodput_over(lab: Lab, other: str) -> float:
-    """Best of the four workloads, 14B."""
+    """Return the best ratio of the four workloads, 14B."""
     return max(_goodput(lab, SPLIT, name) / max(_goodput(lab, other, name), 1e-9) for name in _FOUR)
 
 
@@ -166,7 +167,8 @@ def _large_ratio(size: str, name: str, other: str) -> Figure:
 
 
 def _replay(other: str) -> Figure:
-    """Fig. 10. Its 42 minutes of BurstGPT are not at hand as rows: Gamma arrivals as bursty as those that are."""
+    """Compare with Fig. 10. Its 42 minutes of BurstGPT are not at hand as rows: gamma arrivals are as bursty as those
+    that are."""
 
     def measure(lab: Lab) -> float:
         rate = _own_pressure(lab, "burstgpt")
@@ -178,7 +180,7 @@ def _replay(other: str) -> Figure:
 
 
 def _splits(name: str, size: str = "") -> Figure:
-    """How many requests Fig. 8's own run of DynaServe split."""
+    """Count the requests that Fig. 8's own run of DynaServe split."""
     scale = _LARGE[size] if size else SMALL
 
     def measure(lab: Lab) -> float:
@@ -195,7 +197,7 @@ def _splits(name: str, size: str = "") -> Figure:
 
 
 def _within(lab: Lab, aware: bool) -> float:
-    """Percent of tokens within the bound on the hybrid workload at DynaServe's capacity."""
+    """Return the percentage of tokens within the bound on the hybrid workload at DynaServe's capacity."""
     rate = _capacity(lab, SPLIT, "hybrid")
     unaware = (("policies", "iteration", "continuous_batching"), ("policies", "prefill_order", "fcfs"))
     system = DYNASERVE if aware else System(SPLIT, settings=unaware)
@@ -204,14 +206,15 @@ def _within(lab: Lab, aware: bool) -> float:
 
 
 def _decision_ms(lab: Lab) -> float:
-    """Measured wall-clock time of the manager for one request: everything it does, reports included."""
+    """Return the measured wall-clock time of the manager for one request: everything it does, reports included."""
     report = run(lab, DYNASERVE, "burstgpt", 10.0)
     _, end_s = times("burstgpt")
     return report.measured.manager_events * report.measured.manager_mean_us * 1e-3 / (10.0 * end_s)
 
 
 def _own_goodput(lab: Lab, preset: str) -> float:
-    """At its own capacity, which is where the paper's goodput and capacity of one row go together."""
+    """Return the goodput at the system's own capacity, where the paper's goodput and capacity of one row go
+    together."""
     return goodput_at(lab, preset, HYBRID, _capacity(lab, preset, HYBRID))
 
 
@@ -219,7 +222,8 @@ def _own_goodput(lab: Lab, preset: str) -> float:
 
 
 def _varied(sigma: float, seed: int) -> Workload:
-    """Table 4: prompts of 219, outputs normal around 1,467; 3 requests a second, close to saturation here."""
+    """Make the requests of Table 4: prompts of 219, outputs normal around 1,467; 3 requests a second, close to
+    saturation here."""
     count = 900
     drawn = stream(seed, Stream.OUTPUT_LENGTHS).normal(1467.0, max(sigma, 1e-9), count)
     outputs = np.clip(np.rint(drawn), 1, 4000).astype(int)
@@ -261,7 +265,7 @@ class _Alternating(Placement):
 
 
 def _at_share(lab: Lab, share: float | None) -> SimReport:
-    """Equal requests, saturated: all split at this share of their tokens, or as the preset does."""
+    """Simulate equal requests, saturated: all split at this share of their tokens, or as the preset does."""
     rate, end_s = 3.6, 120.0
     placement = None if share is None else _Alternating(share, 512)
     return lab.run(
@@ -276,14 +280,14 @@ def _at_share(lab: Lab, share: float | None) -> SimReport:
 
 
 def _against_oracle(lab: Lab) -> float:
-    """Throughput on equal requests over the best of all fixed splits, both saturated, in percent."""
+    """Return the throughput on equal requests over the best of all fixed splits, both saturated, in percent."""
     best = max(within_per_s(_at_share(lab, share)) for share in (0.0, 0.6, 0.8, 0.9))
     return 100.0 * within_per_s(_at_share(lab, None)) / best
 
 
 def _exposed_less(lab: Lab) -> float:
-    """Percent of the exposed transfer time per KV transfer that pushing chunks removes; every request handed over in
-    the middle of its answer."""
+    """Return the percentage of exposed transfer time per KV transfer that pushing chunks removes; every request is
+    handed over in the middle of its answer."""
 
     def per_kv_transfer(chunked: bool) -> float:
         system = System(SPLIT, settings=(("experiment.transfer", "chunked", chunked),))
@@ -437,4 +441,4 @@ FIGURES: tuple[Figure, ...] = (
 CONDITIONS: tuple[str, ...] = (
     "Lengths: " + ("rows of the public traces." if traced() else "fitted to the public traces, which are not at hand."),
 )
-"""Under which the figures are measured, beside what the code says."""
+"""Conditions of the measurement that the code does not show."""

@@ -49,15 +49,15 @@ from cohort.services.simulator.figures.figure import Lab
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
 
 _WITHIN_BOUND = 0.99
-"""Of the requests that ended, those without a gap beyond their bound."""
+"""Share of ended requests without a gap beyond their bound."""
 _TTFT_MS = 2000.0
 _KEPT_UP = 0.8
 """Coarse: a window cuts answers at both ends, and rates below it grow without end within the window."""
 _CHUNKS = (256, 512, 1024, 2048)
 _STEP = 1.07
-"""Capacities are found to within this factor."""
+"""Factor to within which capacities are found."""
 _FAR = 36
-"""Steps below the start at which a search gives up; more than a factor of ten."""
+"""Number of steps below the start at which a search gives up; more than a factor of ten."""
 
 HYBRID, TRACED_HYBRID = "hybrid-table-2", "hybrid"
 HYBRID_ANSWER = 66.8
@@ -140,7 +140,7 @@ def _lengths(name: str, arrivals: Arrivals, count: int, seed: int) -> Workload:
 
 
 def workload(name: str, rate: float, end_s: float, cv: float = 1.0, *, seed: int = 0) -> Workload:
-    """`cv`: variation of the gaps between arrivals, 1 = Poisson."""
+    """Make a named workload. `cv`: variation of the gaps between arrivals, 1 = Poisson."""
     count = round(1.3 * rate * end_s) + 20
     if name in (HYBRID, TRACED_HYBRID):
         parts = [(1.0, _lengths(part, AllAtOnce(), count, seed)) for part in ("burstgpt", "azure-code")]
@@ -153,19 +153,20 @@ def workload(name: str, rate: float, end_s: float, cv: float = 1.0, *, seed: int
 
 
 def _answers_of(found: Workload, mean: float) -> Workload:
-    """The same requests, all answers shorter or longer by one factor."""
+    """Scale all answers by one factor, to this mean."""
     factor = mean / fmean(item.output_tokens for item in found.items)
     items = (replace(item, output_tokens=max(1, round(factor * item.output_tokens))) for item in found.items)
     return replace(found, items=tuple(items))
 
 
 def rate_of(name: str, step: int) -> float:
-    """The rates tried: the same steps around the start for all systems, so that equal capacities come out equal."""
+    """Return the rate of a step: the same steps around the start for all systems, so that equal capacities come out
+    equal."""
     return float(_START[name] * _STEP**step)
 
 
 def times(name: str) -> tuple[float, float]:
-    """Warm-up and end: as long as answers take, and again; those of Mini Reasoning a minute and more."""
+    """Return warm-up and end: as long as answers take, and again; those of Mini Reasoning take a minute and more."""
     return {"azure-code": (20.0, 70.0), "reasoning": (100.0, 180.0)}.get(name, (40.0, 90.0))
 
 
@@ -209,8 +210,9 @@ def split_share(report: SimReport) -> float:
 
 
 def within_per_s(report: SimReport) -> float:
-    """Goodput: output tokens a second that came within the bound of the one before, of all drawn in the window (the
-    report's own rate counts the answers that ended in it: more where decodes run faster before a steady state)."""
+    """Return the goodput: output tokens a second that came within the bound of the one before, of all drawn in the
+    window. (The report's own rate counts the answers that ended in it: more where decodes run faster before a steady
+    state.)"""
     decoded_per_s = sum(instance.decode_tokens for instance in report.instances) / report.duration_s
     return decoded_per_s * (report.overall.slo.tbt if report.overall.slo else 0.0)
 
@@ -227,7 +229,7 @@ def keeps_up(lab: Lab, system: System, name: str, rate: float, scale: Scale = SM
 
 
 def highest(lab: Lab, system: System, name: str, above: int = -_FAR, scale: Scale = SMALL) -> int:
-    """The highest step beyond `above` whose rate this system keeps up with; `above` if there is none."""
+    """Find the highest step beyond `above` whose rate this system keeps up with; `above` if there is none."""
     good, probe = above, max(0, above + 1)
     while keeps_up(lab, system, name, rate_of(name, probe), scale):
         good, probe = probe, probe + 4
@@ -243,7 +245,7 @@ def highest(lab: Lab, system: System, name: str, above: int = -_FAR, scale: Scal
 
 
 def tuned(lab: Lab, name: str, scale: Scale = SMALL) -> tuple[System, int]:
-    """Colocated with the best chunk: each next one must first beat the best so far."""
+    """Find the best chunk of the colocated baseline: each next one must first beat the best so far."""
     best = System(COLOCATED, 512)
     step = highest(lab, best, name, scale=scale)
     for chunk in _CHUNKS:
@@ -254,13 +256,13 @@ def tuned(lab: Lab, name: str, scale: Scale = SMALL) -> tuple[System, int]:
 
 
 def capacity(lab: Lab, preset: str, name: str, scale: Scale = SMALL) -> float:
-    """Requests a second; of the colocated baseline with its best chunk."""
+    """Return the capacity in requests a second; of the colocated baseline with its best chunk."""
     if preset == COLOCATED:
         return rate_of(name, tuned(lab, name, scale)[1])
     return rate_of(name, highest(lab, System(preset), name, scale=scale))
 
 
 def goodput_at(lab: Lab, preset: str, name: str, rate: float, scale: Scale = SMALL, cv: float = 1.0) -> float:
-    """Of the colocated baseline with the chunk that is best at this rate."""
+    """Return the goodput; of the colocated baseline with the chunk that is best at this rate."""
     systems = [System(COLOCATED, chunk) for chunk in _CHUNKS] if preset == COLOCATED else [System(preset)]
     return max(within_per_s(run(lab, system, name, rate, scale, cv)) for system in systems)

@@ -6,14 +6,12 @@ Models, data sets, systems and choices that the paper leaves open: `ecoserve_set
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.figures.ecoserve_setup import (
     BUFFER,
-    BY_DEVICE,
     CALM,
     ECOSERVE,
     FASTGEN,
@@ -34,7 +32,6 @@ from cohort.services.simulator.figures.ecoserve_setup import (
     attainment,
     loaded,
     mean_ms,
-    patient,
     printed,
     sustained,
 )
@@ -57,7 +54,6 @@ def _metric(report: SimReport, metric: str) -> float:
             return mean_ms(overall.tbt_ms)
 
 
-_BY_DEVICE_SAID = "iterations as the device file says, a quarter of the paper's; newcomers leave headroom"
 _OF_PARTS: dict[str, dict[str, tuple[float, float]]] = {
     # Fig. 11's text, over models and data sets: metric, part, the end nearer to no effect and the other
     "throughput": {"D": (1.75, 1.84), "SD": (1.91, 2.13), "SDO": (2.15, 2.32), "full": (2.67, 2.96)},
@@ -69,7 +65,7 @@ _PARTS = ("D", "SD", "SDO", "full", "forecast")
 
 
 def _part(part: str, metric: str, *, saturated: bool = False) -> Figure:
-    """One variant against vLLM, mean of the data sets, at the rates of Table 2 or where EcoServe saturates."""
+    """Compare one variant with vLLM, mean of the data sets, at the rates of Table 2 or where EcoServe saturates."""
     report = loaded if saturated else printed
 
     def measure(lab: Lab) -> float:
@@ -91,7 +87,8 @@ def _part(part: str, metric: str, *, saturated: bool = False) -> Figure:
 
 
 def _failed(report: SimReport, preset: str) -> float:
-    """Failures to get further KV while running (for EcoServe: E5's stops and E8's late borrowers), per request."""
+    """Count failures to get further KV while running (for EcoServe: E5's stops and E8's late borrowers), per
+    request."""
     failed = float(sum(instance.allocation_failures for instance in report.instances))
     if preset == ECOSERVE:
         named = ("underpredictions_stopped_total", "borrowers_late_total")
@@ -100,7 +97,7 @@ def _failed(report: SimReport, preset: str) -> float:
 
 
 def _spared(lab: Lab, preset: str, eco: dict[str, Any] | None = None, **other: Any) -> float:
-    """Percent of the requests that are served without such a failure."""
+    """Return the percentage of requests served without such a failure."""
     reports = [printed(lab, preset, data, eco, **other) for data in NAMES]
     return 100.0 * (1.0 - sum(_failed(report, preset) for report in reports) / len(reports))
 
@@ -122,10 +119,10 @@ def _spared_figure(id_: str, system: str, preset: str, paper: float, eco: dict[s
     )
 
 
-def _spared_otherwise(preset: str, paper: float, also: str, note: str, how: dict[str, Any]) -> Figure:
-    """Without what the paper's numbers choose."""
-    found = _spared_figure(f"-{SHORT[preset]}-{also}", preset, preset, paper, {}, oracle=False)
-    return replace(found, measure=lambda lab: _spared(lab, preset, **how), note=note, standing=Standing.READING)
+def _spared_with_headroom(preset: str, paper: float) -> Figure:
+    found = _spared_figure(f"-{SHORT[preset]}-headroom", preset, preset, paper, {}, oracle=False)
+    note = "newcomers leave headroom"
+    return replace(found, measure=lambda lab: _spared(lab, preset, headroom=True), note=note, standing=Standing.READING)
 
 
 def _anchor(preset: str, paper: float, note: str, standing: Standing) -> Figure:
@@ -145,7 +142,7 @@ def _spared_of(preset: str, data: str) -> Figure:
 
 
 def _throughput_ratio(id_: str, over: tuple[str, str], under: tuple[str, str], paper: float, note: str = "") -> Figure:
-    """Of two systems with known lengths (§2), each a preset and a part of `PARTS`, mean of the data sets."""
+    """Compare two systems with known lengths (§2), each a preset and a part of `PARTS`, mean of the data sets."""
 
     def served(lab: Lab, data: str, system: tuple[str, str]) -> float:
         return printed(lab, system[0], data, PARTS[system[1]], oracle=True).overall.requests_per_s
@@ -173,7 +170,7 @@ def _filled_figure(
 
 
 def _deciding(lab: Lab, preset: str) -> float:
-    """Measured wall-clock seconds of the worker's decisions per output token."""
+    """Return the measured wall-clock seconds of the worker's decisions per output token."""
     report = loaded(lab, preset, "sharegpt")
     seconds = report.measured.worker_decisions * report.measured.worker_mean_us * 1e-6
     return seconds / max(1.0, report.overall.output_tokens_per_s * report.duration_s)
@@ -187,7 +184,7 @@ _SWEEPS: dict[str, tuple[float, ...]] = {
 
 
 def _swept(lab: Lab, option: str, data: str) -> list[tuple[float, float]]:
-    """(mean JCT, value) of the sweep; padding is held fixed."""
+    """Return (mean JCT, value) of the sweep; padding is held fixed."""
     return [
         (mean_ms(printed(lab, ECOSERVE, data, {"tune_padding": False, option: value}).overall.jct_ms), value)
         for value in _SWEEPS[option]
@@ -204,7 +201,7 @@ def _sweep(option: str, data: str, paper: float) -> Figure:
 
 
 def _spread(option: str, data: str) -> Figure:
-    """How much the choice matters: the worst value's JCT over the best's."""
+    """Measure how much the choice matters: the worst value's JCT over the best's."""
 
     def measure(lab: Lab) -> float:
         return max(_swept(lab, option, data))[0] / min(_swept(lab, option, data))[0]
@@ -243,30 +240,19 @@ _OF_MODEL: dict[tuple[Model, str], tuple[float, float]] = {
 
 
 def _range(data: str, baseline: str, model: Model) -> tuple[float, float]:
-    """What both ranges leave, or all of both where nothing is left."""
+    """Return what both ranges leave, or all of both where nothing is left."""
     (low, high), (of_low, of_high) = _OF_DATA[data, baseline], _OF_MODEL[model, baseline]
     common = max(low, of_low), min(high, of_high)
     return common if common[0] <= common[1] else (min(low, of_low), max(high, of_high))
 
 
-def _rate_ratio(
-    ours: str,
-    data: str,
-    baseline: str,
-    model: Model = OPT13,
-    also: str = "",
-    *,
-    to_end: bool = False,
-    of_ours: Callable[[Case], Case] = lambda case: case,
-    **other: Any,
-) -> Figure:
-    """Sustained rates over each other; `other`: what differs from `Case` for both."""
+def _rate_ratio(ours: str, data: str, baseline: str, model: Model = OPT13) -> Figure:
+    """Compare sustained rates."""
     low, high = _range(data, baseline, model)
-    parts = ["" if model is OPT13 else model.name, also, "forecast" if ours == FORECAST else ""]
+    parts = ["" if model is OPT13 else model.name, "forecast" if ours == FORECAST else ""]
 
     def measure(lab: Lab) -> float:
-        mine = sustained(lab, of_ours(Case(ours, data, model, **other)), to_end=to_end)
-        return mine / sustained(lab, Case(baseline, data, model, **other), to_end=to_end)
+        return sustained(lab, Case(ours, data, model)) / sustained(lab, Case(baseline, data, model))
 
     return _row(
         "-".join(part for part in ("10-rate", data, SHORT[baseline], *parts) if part),
@@ -276,8 +262,7 @@ def _rate_ratio(
         "x",
         low,
         measure,
-        also,
-        Standing.READING if also or ours == FORECAST else Standing.CLAIM,
+        standing=Standing.READING if ours == FORECAST else Standing.CLAIM,
         paper_to=high,
     )
 
@@ -326,22 +311,8 @@ def _slo_ratio(ours: str, baseline: str, paper: float) -> Figure:
     return _row(id_, _ALL, f"{ours} over {baseline}", "SLO satisfaction", "x", paper, measure, note, standing)
 
 
-_OTHERWISE: dict[str, dict[str, Any]] = {
-    "patient": {"of_ours": patient},
-    "to-end": {"to_end": True},
-    "device": BY_DEVICE,
-}
-"""Readings of Fig. 10: no request overtakes one that is overdue by 30 s; with requests unserved at the end, too;
-iterations as the device file says."""
-
 _RATES: tuple[Figure, ...] = (
     *_CELLS,
-    *(
-        _rate_ratio(ECOSERVE, data, baseline, also=also, **how)
-        for data in ("sharegpt", "bookcorpus")
-        for baseline in (VLLM, FASTGEN)
-        for also, how in _OTHERWISE.items()
-    ),
     _oracle(OPT13, 1.08),
     _oracle(LLAMA, 1.05),
     *(
@@ -361,14 +332,8 @@ FIGURES: tuple[Figure, ...] = (
     *(_part(part, _TOKENS) for part in _PARTS),
     _spared_figure("-vllm", VLLM, VLLM, 26.0, {}, oracle=False),
     _spared_figure("-fastgen", FASTGEN, FASTGEN, 33.0, {}, oracle=False),
-    *(
-        _spared_otherwise(preset, paper, also, note, how)
-        for preset, paper in ((VLLM, 26.0), (FASTGEN, 33.0))
-        for also, note, how in (
-            ("device", _BY_DEVICE_SAID, BY_DEVICE),
-            ("headroom", "newcomers leave headroom", {"headroom": True}),
-        )
-    ),
+    _spared_with_headroom(VLLM, 26.0),
+    _spared_with_headroom(FASTGEN, 33.0),
     _spared_figure("-sd", "SyncDecoupled", ECOSERVE, 100.0, PARTS["SD"], oracle=True),
     _spared_figure("-oracle", "EcoServe", ECOSERVE, 100.0, {}, oracle=True),
     _spared_figure("", "EcoServe", ECOSERVE, 100.0, {}, oracle=False),

@@ -63,16 +63,15 @@ PADDING = {"alpaca": 0.10, "sharegpt": 0.15, "bookcorpus": 0.20}
 BUFFER = {"alpaca": 0.15, "sharegpt": 0.15, "bookcorpus": 0.10}
 RESERVE = {"alpaca": 0.02, "sharegpt": 0.03, "bookcorpus": 0.04}
 _SIGMA = {"alpaca": math.log(1.10) / 0.755, "sharegpt": math.log(1.15) / 0.619, "bookcorpus": math.log(1.20) / 0.519}
-"""So that a share of 77.5, 73.2, 69.8 % of a normal distribution lies below the logarithm of the padding."""
+"""Deviations for which 77.5, 73.2, 69.8 % of a normal distribution lie below the logarithm of the padding."""
 NEVER_S = 1e9
 PATIENCE_S = 30.0
-"""Of the preset."""
-BY_DEVICE: dict[str, Any] = {"by_device": True, "headroom": True}
-"""What of `Case` is then different: nothing that is chosen by the paper's numbers."""
+"""Default of the preset."""
 _STEP_S = 0.07
-"""More an iteration. Chosen by EcoServe's time between tokens alone, at the rates of Table 2 (`ecoserve-11-anchor`)."""
+"""Time by which an iteration is longer. Chosen by EcoServe's time between tokens alone, at the rates of Table 2
+(`ecoserve-11-anchor`)."""
 _LONGER = 4.0
-"""Windows with `_STEP_S`, over those without: an answer takes that much longer."""
+"""Factor of windows, as an answer takes that much longer with `_STEP_S`."""
 NAMES = {"alpaca": "Alpaca", "sharegpt": "ShareGPT", "bookcorpus": "BookCorpus"}
 
 ECOSERVE, FORECAST = "ecoserve", "ecoserve-forecast"
@@ -99,9 +98,7 @@ PARTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Model:
-    """§4's three, with the KV cache of each. `start_per_s`: where a search begins. `windows`: how many times as long it
-    runs as OPT-13B by the device file; an answer takes that much longer, and a window of a few answers hides a queue
-    that grows."""
+    """Model of §4, with its KV cache. `start_per_s`: where a search begins."""
 
     name: str
     shown: str
@@ -109,18 +106,16 @@ class Model:
     kv_bytes: int
     orca_batch: int
     start_per_s: dict[str, float] = field(hash=False)
-    windows: float = 1.0
 
-    def cluster(self, *, by_device: bool) -> Cluster:
+    def cluster(self, more_s: float = _STEP_S) -> Cluster:
+        """Return its instance, with iterations `more_s` longer than by the device file."""
         found = load_cluster("a100-80:1", {"tensor_parallel": self.devices})
-        if by_device:
-            return found
-        return structs.replace(found, stack=replace(found.stack, step_s=found.stack.step_s + _STEP_S))
+        return structs.replace(found, stack=replace(found.stack, step_s=found.stack.step_s + more_s))
 
 
 OPT13 = Model("opt-13b", "OPT-13B", 1, 12_000_000_000, 8, {"alpaca": 50.0, "sharegpt": 3.4, "bookcorpus": 0.3})
 LLAMA = Model("llama-33b", "Llama-33B", 2, 19_200_000_000, 8, {"alpaca": 35.0, "sharegpt": 2.0, "bookcorpus": 0.2})
-OPT175 = Model("opt-175b", "OPT-175B", 8, 264_000_000_000, 16, {"sharegpt": 4.0}, 3.0)
+OPT175 = Model("opt-175b", "OPT-175B", 8, 264_000_000_000, 16, {"sharegpt": 4.0})
 
 
 @cache
@@ -132,17 +127,16 @@ def _forward_tokens(model: str, devices: int) -> int:
 
 
 @cache
-def _full_iteration_s(model: Model, *, by_device: bool) -> float:
-    cluster = model.cluster(by_device=by_device)
+def _full_iteration_s(model: Model, more_s: float = _STEP_S) -> float:
+    cluster = model.cluster(more_s)
     cost = CostModel(load_model(model.name), cluster.device, cluster.stack, tensor_parallel=model.devices)
     size = _forward_tokens(model.name, model.devices)
     return cost.step_s(StepWork(size, 1, 1, prefill_pairs(0, size), size))
 
 
-def _bound_ms(case: Case) -> float:
-    """Mean normalised latency up to which a rate is sustained."""
-    full_s = _full_iteration_s(case.model, by_device=case.by_device)
-    return 100.0 * full_s / _full_iteration_s(OPT13, by_device=True)
+def _bound_ms(model: Model) -> float:
+    """Return the mean normalised latency up to which a rate is sustained."""
+    return 100.0 * _full_iteration_s(model) / _full_iteration_s(OPT13, 0.0)
 
 
 @dataclass(frozen=True)
@@ -155,13 +149,7 @@ class Case:
     eco: tuple[tuple[str, Any], ...] = ()
     oracle: bool = False
     slo: tuple[float, float] | None = None
-    by_device: bool = False
-    """Iterations take as long as the device file says, without `_STEP_S`."""
     headroom: bool = False
-
-    @property
-    def windows(self) -> float:
-        return self.model.windows if self.by_device else _LONGER
 
     def config(self) -> Config:
         model, data = self.model, self.data
@@ -204,7 +192,7 @@ class Case:
         )
 
     def run(self, lab: Lab, rate: float) -> SimReport:
-        model, data, end_s = self.model, self.data, _END_S[self.data] * self.windows
+        model, data, end_s = self.model, self.data, _LONGER * _END_S[self.data]
         workload = paper_workload(f"ecoserve-{data}", RandomArrivals(rate), duration_s=end_s, seed=lab.seed)
         if self.slo is not None:
             workload = with_slos(workload, ecoserve_slo(*self.slo))
@@ -212,42 +200,36 @@ class Case:
             predictor="oracle" if self.oracle else "lognormal",
             predictor_sigma=_SIGMA[data],
             horizon_s=end_s,
-            warmup_s=_WARMUP_S[data] * self.windows,
+            warmup_s=_LONGER * _WARMUP_S[data],
         )
-        return simulate(
-            self.config(), model.cluster(by_device=self.by_device), load_model(model.name), workload, options
-        )
+        return simulate(self.config(), model.cluster(), load_model(model.name), workload, options)
 
 
 def patient(case: Case) -> Case:
-    """With the preset's rule that bounds how far a request is overtaken."""
+    """Add the preset's rule that bounds how far a request is overtaken."""
     if case.preset != ECOSERVE:
         return case
     return replace(case, eco=tuple(sorted({**dict(case.eco), "patience_s": PATIENCE_S}.items())))
 
 
 def run_at(lab: Lab, case: Case, rate: float) -> SimReport:
-    """`rate` in requests a second; run once for all that look at it."""
+    """Run at `rate` requests a second, once for all that read it."""
     return lab.run((case, rate), lambda: case.run(lab, rate))
 
 
 def mean_ms(distribution: Distribution | None) -> float:
-    """Infinite where nothing was measured."""
+    """Return the mean; infinite where nothing was measured."""
     return distribution.mean if distribution is not None else math.inf
 
 
-def sustained(lab: Lab, case: Case, *, to_end: bool = False) -> float:
-    """Requests a second: double or halve, then bisect to 6 %. `to_end`: with those that are unserved when the window
-    ends, as if they had ended then."""
-    bound_ms = _bound_ms(case)
+def sustained(lab: Lab, case: Case) -> float:
+    """Find the sustained rate in requests a second: double or halve, then bisect to 6 %."""
+    bound_ms = _bound_ms(case.model)
 
     def keeps(rate: float) -> bool:
-        overall = run_at(lab, case, rate).overall
-        if to_end:
-            return (overall.normalised_to_end_ms or math.inf) <= bound_ms
-        return mean_ms(overall.normalised_ms) <= bound_ms
+        return mean_ms(run_at(lab, case, rate).overall.normalised_ms) <= bound_ms
 
-    good, bad, rate = 0.0, math.inf, case.model.start_per_s[case.data] / (1.0 if case.by_device else 2.5)
+    good, bad, rate = 0.0, math.inf, case.model.start_per_s[case.data] / 2.5
     while not (good and bad < math.inf) and rate > 0.01:
         if keeps(rate):
             good, rate = rate, rate * 2
@@ -260,7 +242,7 @@ def sustained(lab: Lab, case: Case, *, to_end: bool = False) -> float:
 
 
 def loaded(lab: Lab, preset: str, data: str, eco: dict[str, Any] | None = None) -> SimReport:
-    """OPT-13B where EcoServe saturates; no request overtakes one that is overdue by `PATIENCE_S`."""
+    """Run OPT-13B where EcoServe saturates; no request overtakes one that is overdue by `PATIENCE_S`."""
     rate = _OVERLOAD * sustained(lab, patient(Case(ECOSERVE, data)))
     return run_at(lab, patient(Case(preset, data, eco=tuple(sorted((eco or {}).items())))), rate)
 
@@ -270,7 +252,7 @@ def printed(lab: Lab, preset: str, data: str, eco: dict[str, Any] | None = None,
 
 
 def attainment(lab: Lab, case: Case) -> float:
-    """Share of the requests sent that end within scale 2 of what a nearly idle server takes (E9)."""
+    """Return the share of the requests sent that end within scale 2 of what a nearly idle server takes (E9)."""
     idle = run_at(lab, Case(ECOSERVE, case.data, oracle=True), _IDLE_PER_S[case.data]).overall
     slo = (mean_ms(idle.ttft_ms) / 1e3, mean_ms(idle.tpot_ms) / 1e3)
     rate = CALM * sustained(lab, Case(ECOSERVE, case.data))

@@ -18,6 +18,7 @@ import msgspec
 
 from cohort import __version__
 from cohort.common.config import CONFIGS_DIR
+from cohort.common.keys.private_files import write_private
 from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.core.sim_options import SimOptions
 
@@ -56,7 +57,7 @@ class Standing(enum.Enum):
 class _Kept(msgspec.Struct, frozen=True):
     key: str
     asked: bool
-    """The seed had a part in it."""
+    """Whether the seed had a part in it."""
     report: SimReport
 
 
@@ -76,12 +77,12 @@ class Lab:
 
     @property
     def seed(self) -> int:
-        """Of workloads and of everything else that is drawn in a run."""
+        """Seed of workloads and of everything else that is drawn in a run."""
         self._asked = True
         return self.chosen_seed
 
     def options(self, **given: Any) -> SimOptions:
-        """Of a simulation with this seed, and with what was asked for all of them."""
+        """Make options with this seed and scatter."""
         return SimOptions(seed=self.seed, scatter=self.scatter, **given)
 
     def run(self, key: Hashable, simulation: Callable[[], SimReport]) -> SimReport:
@@ -97,15 +98,12 @@ class Lab:
         self._asked = before
         if self.folder is not None:  # whole or not at all: other processes read the folder
             self.folder.mkdir(parents=True, exist_ok=True)
-            path = self._path(self.folder, key)
-            partial = path.with_suffix(f".{os.getpid()}")
             report, asked = found
-            partial.write_bytes(msgspec.msgpack.encode(_Kept(repr(key), asked, report)))
-            partial.replace(path)
+            write_private(self._path(self.folder, key), msgspec.msgpack.encode(_Kept(repr(key), asked, report)))
         return found
 
     def _kept(self, key: Hashable) -> tuple[SimReport, bool] | None:
-        """The report of that run and whether the seed had a part in it. None: not kept, or of an earlier form."""
+        """Return a stored run and whether the seed had a part in it. None: not stored, or of an earlier form."""
         if self.folder is None:
             return None
         try:
@@ -115,13 +113,13 @@ class Lab:
         return (kept.report, kept.asked) if kept.key == repr(key) else None
 
     def _path(self, folder: Path, key: Hashable) -> Path:
-        """A file for each run and seed, under a digest of what names the run: a folder belongs to one version of the
-        code. Traces that are at hand or not make other workloads."""
+        """Name the file of a run by a digest. A folder belongs to one version of the code; whether traces are at hand
+        changes workloads."""
         parts = [__version__, repr(key), self.chosen_seed, self.scatter, bool(os.environ.get("COHORT_TRACES"))]
         return folder / f"{hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:24]}.run"
 
     def measured(self, measure: Callable[[Lab], float]) -> tuple[float, bool]:
-        """The number, and whether the seed had a part in it."""
+        """Measure a number. Return it, and whether the seed had a part in it."""
         self._asked = False
         return float(measure(self)), self._asked
 
@@ -143,14 +141,14 @@ class Figure:
     note: str = ""
     standing: Standing = Standing.CLAIM
     kind: Kind | None = None
-    """How it is compared, where neither its claim nor its unit says it."""
+    """Kind of comparison, where neither its claim nor its unit says it."""
     paper_to: float | None = None
-    """The other end, where the paper prints a range; `paper` is the one nearer to no effect."""
+    """Other end of a range that the paper prints; `paper` is the one nearer to no effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """Makes the rows of one system; `name` is the paper's, in the rows' headings."""
+    """Maker of one system's rows; `name` is the paper's, in their headings."""
 
     system: str
     name: str
@@ -170,7 +168,8 @@ class Paper:
         paper_to: float | None = None,
         where: str = "",
     ) -> Figure:
-        """`id_` begins with the figure's number, unless `where` says where in the paper the number stands."""
+        """Make a row. `id_` begins with the figure's number, unless `where` says where in the paper the number
+        stands."""
         figure = f"{self.name} {where or 'Fig. ' + id_.split('-')[0]}"
         about = (self.system, figure, workload, baseline, metric, unit, paper)
         return Figure(f"{self.system}-{id_}", *about, measure, note, standing, kind, paper_to)
@@ -181,8 +180,8 @@ class Paper:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why rows whose ids begin so are not reproduced, and the command whose numbers show it. The longest beginning
-    counts."""
+    """Explanation why rows whose ids begin so are not reproduced, and the command whose numbers show it. The longest
+    beginning counts."""
 
     begins: tuple[str, ...]
     why: str
@@ -215,12 +214,12 @@ def shipped_reasons() -> tuple[Reason, ...]:
 
 
 def _claim(paper: str, entry: dict[str, str]) -> Claim:
-    """The entry's key for its ids says how they are compared."""
+    """Read a claim. The entry's key for its ids names the kind of comparison."""
     kind = next(kind for kind in Kind if kind.value in entry)
     return Claim(paper, kind=kind, ids=expanded(entry.pop(kind.value)), **entry)
 
 
 def expanded(patterns: str) -> tuple[str, ...]:
-    """Names with spaces between them, each expanded as a shell does: `a-{b,c}` is a-b and a-c."""
+    """Expand names with spaces between them as a shell does: `a-{b,c}` is a-b and a-c."""
     parts = [[part.split(",") for part in re.split("[{}]", pattern)] for pattern in patterns.split()]
     return tuple("".join(chosen) for of_pattern in parts for chosen in itertools.product(*of_pattern))

@@ -23,14 +23,14 @@ from cohort.common.machines.events import StepEnded, WorkerEvent
 from cohort.common.machines.recorder import Call, Header, WorkerHeader
 
 _SPREAD = 1.0
-"""Of the rates, a beta distribution: both its parameters add up to this. One: most rates lie near 0 or near 1."""
+"""Sum of both parameters of the rates' beta distribution. One: most rates lie near 0 or near 1."""
 _PRIOR = 2.0
-"""Judged tokens that all requests together count for, of a request of which few were judged; as the policy has it."""
+"""Weight of all requests together, in judged tokens, for a request of which few were judged; as the policy has it."""
 
 
 class DraftRates(NamedTuple):
-    """Of a request. `expected`: the share of its tokens behind which something was expected; `right`: the chance of an
-    expected token to come, if those before it did."""
+    """Rates of a request. `expected`: share of its tokens after which something was expected; `right`: chance that an
+    expected token comes, if those before it did."""
 
     expected: float
     right: float
@@ -38,11 +38,11 @@ class DraftRates(NamedTuple):
 
 class Acceptance:
     def __init__(self, mean: float, seed: int, recorded: Sequence[DraftRates] = ()) -> None:
-        """`mean` 0: nothing is ever expected, so nothing is drafted. `recorded`: in the place of a mean; requests take
-        them in their order, over and over."""
+        """`mean` 0: nothing is ever expected, so nothing is drafted. `recorded` replaces a mean; requests take them in
+        their order, over and over."""
         self._mean, self._seed, self._recorded = mean, seed, recorded
         self.rates = lru_cache(maxsize=65536)(self._rates)
-        """Of a request, by its number."""
+        """Rates by a request's number."""
 
     def __bool__(self) -> bool:
         return self._mean > 0.0 or any(each.expected * each.right > 0.0 for each in self._recorded)
@@ -52,7 +52,7 @@ class Acceptance:
         return share >= 1.0 or Random(f"{self._seed} {request} {position}").random() < share
 
     def right(self, request: int, position: int, drafts: int) -> int:
-        """How many tokens from this position on are as drafted, of so many."""
+        """Return how many of `drafts` tokens from this position on are right."""
         chances, rate = Random(self._seed * 1_000_003 + request * 10_007 + position), self.rates(request).right
         for count in range(drafts):
             if chances.random() >= rate:
@@ -70,23 +70,24 @@ class Acceptance:
 
 class RecordedDrafts(NamedTuple):
     rates: tuple[DraftRates, ...]
-    """Of the requests in the order in which they sampled their first token there; at least one."""
+    """Rates of the requests, in the order of their first tokens in the recording; at least one."""
     draft_s: float
-    """What one draft of each row takes a draft model, the median of iterations; 0 = none drafted."""
+    """Time of one draft of each row, the median of iterations; 0 = none was drafted."""
 
 
 @dataclass(slots=True)
 class _Tally:
     sampled: int = 0
-    """Steps that sampled a token of it."""
+    """Steps that sampled a token of the request."""
     judged: int = 0
-    """Of these, how many had expected something."""
+    """Steps among `sampled` that had expected something."""
     looked_at: int = 0
     right: int = 0
 
 
 def recorded_drafts(path: Path) -> RecordedDrafts:
-    """Raises `ConfigError` for a file that is no worker's recording, or of one that drafted nothing."""
+    """Read the rates of a recording. Raises `ConfigError` for a file that is no worker's recording, or of one that
+    drafted nothing."""
     tallies: dict[str, _Tally] = {}
     drafts_s: list[float] = []
     for event in _steps(path):

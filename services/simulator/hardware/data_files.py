@@ -29,7 +29,7 @@ def user_folder() -> Path:
 
 
 def check_name(name: str) -> None:
-    """Whether a profile may be saved under this name. Raises `ConfigError`."""
+    """Raise `ConfigError` unless a profile may be saved under this name."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"--save {name}: a name of lower-case letters, digits and . _ - is wanted")
     for folder in ("devices", "clusters"):
@@ -43,8 +43,8 @@ def names(folder: str) -> list[str]:
 
 
 def locate(name: str, folder: str, beside: Path | None = None) -> Path | None:
-    """The file of a name, or None. `beside`: a file whose neighbours count too, as a cluster that was written with
-    `--to` names its device. Raises `ConfigError` where two files have the name."""
+    """Find the file of a name; None without one. `beside`: a file whose neighbours count, too, as a cluster that was
+    written with `--to` names its device. Raises `ConfigError` where two files have the name."""
     file = f"{name.lower()}.yaml"
     found = [base / folder / file for base in (CONFIGS_DIR, user_folder()) if (base / folder / file).is_file()]
     if len(found) > 1:
@@ -55,7 +55,7 @@ def locate(name: str, folder: str, beside: Path | None = None) -> Path | None:
 
 
 def mapping(name: str, folder: str, beside: Path | None = None) -> dict[str, Any]:
-    """The data of a named file, or of a file named by its path. Raises `ConfigError`."""
+    """Read a named file, or a file by its path. Raises `ConfigError`."""
     path = Path(name) if Path(name).is_file() else locate(name, folder, beside)
     if path is None:
         known = ", ".join(names(folder))

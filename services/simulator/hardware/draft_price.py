@@ -14,9 +14,9 @@ from cohort.common.policies.cost_model import CostModel, StepWork, prefill_pairs
 from cohort.common.sequence import Sequence
 
 _REMEMBERED = 512
-"""Sequences, before those that have ended are forgotten."""
+"""Number of sequences beyond which those that have ended are forgotten."""
 _FILLED_AT_ONCE, _SHORT = 512, 16
-"""Of `common/engine/drafts/batch_drafts.py`, which needs torch: tokens of a chunk, and how many are no chunk yet."""
+"""Tokens of a chunk, and how many are no chunk yet, as in `common/engine/drafts/batch_drafts.py`, which needs torch."""
 
 
 Holds = Callable[[Sequence], bool]
@@ -30,21 +30,22 @@ class DraftingTime(NamedTuple):
 
 
 class MeasuredPrice:
-    """So long for one draft of each row, however many rows there are."""
+    """Fixed time for one draft of each row, however many rows there are."""
 
     def __init__(self, draft_s: float) -> None:
         self._draft_s = draft_s
 
     def take(self, drafted: Seq[tuple[Sequence, int]]) -> DraftingTime:
-        """Of one iteration, whose rows have so many drafts each."""
+        """Return the time of one iteration; `drafted`: its rows with their number of drafts."""
         return DraftingTime(max([drafts for _, drafts in drafted], default=0) * self._draft_s)
 
 
 class ModelledPrice:
-    """Of one worker: by the draft model's shape on its device. Remembers what was computed of each sequence."""
+    """Time of one worker's drafts, by the draft model's shape on its device. Remembers what was computed of each
+    sequence."""
 
     def __init__(self, cost: CostModel, holds: Holds) -> None:
-        """`holds`: whether a sequence is still here; what was computed of others is forgotten."""
+        """`holds`: whether the worker still holds a sequence; the positions of others are forgotten."""
         self._cost, self._holds = cost, holds
         self._computed: dict[Sequence, int] = {}
 
@@ -53,7 +54,7 @@ class ModelledPrice:
             self._computed = {each: known for each, known in self._computed.items() if self._holds(each)}
         filling_s, drafts_s, before = 0.0, 0.0, self._computed
         ends: list[tuple[int, int]] = []
-        """Of each row its drafts, and the position of the first."""
+        """Number of drafts and position of the first, by row."""
         for sequence, drafts in drafted:
             known = len(sequence.tokens)
             computed = min(before.get(sequence, 0), known - 1)

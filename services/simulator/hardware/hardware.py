@@ -28,7 +28,7 @@ from cohort.services.simulator.hardware.data_files import converted, locate, map
 from cohort.services.simulator.hardware.profile_note import ProfileNote
 
 SCATTER_LASTS_STEPS = 30.0
-"""After so many iterations a deviation that lasts is 1/e of what it was: about 0.4 s of decodes, as recorded."""
+"""Iterations after which a lasting deviation is 1/e of what it was: about 0.4 s of decodes, as recorded."""
 
 _Positive = Annotated[int, msgspec.Meta(gt=0)]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -202,14 +202,14 @@ class Cluster(msgspec.Struct, frozen=True):
     nics_per_host: int = 0
     workers_per_device: int = 1
     parts: tuple[Cluster, ...] = ()
-    """Of unlike instances: groups of equal ones, numbered through; the fields above are those of the first.
-    Empty: all are equal."""
+    """Groups of equal instances, numbered through, of a cluster of unlike ones; the fields above are those of the
+    first. Empty: all are equal."""
 
     def of(self, number: int) -> Cluster:
         return self._place(number)[0]
 
     def _place(self, number: int) -> tuple[Cluster, int, int]:
-        """The part an instance belongs to, that part's place in the order, and the instance's number there."""
+        """Return an instance's part, that part's index, and the instance's number there."""
         for index, part in enumerate(self.parts):
             if number < part.instances:
                 return part, index, number
@@ -222,12 +222,13 @@ class Cluster(msgspec.Struct, frozen=True):
         return " + ".join(f"{part.instances} x {part.tensor_parallel} {part.device.name}" for part in each)
 
     def service_load(self, rows: int, alone_s: float) -> float:
-        """Cores that other processes need for an iteration of so many rows; alone on a core it takes `alone_s`."""
+        """Return the cores that other processes need for an iteration of `rows` rows that takes `alone_s` alone on a
+        core."""
         return (self.service_step_s + self.service_row_s * rows) / alone_s
 
     def slowdowns(self, engines: Sequence[tuple[float, float, float]]) -> list[float]:
-        """How much longer the iterations in flight take than alone; `engines`: the seconds of each alone, its
-        `service_load`, and the share of it that reads memory.
+        """Return the factors by which the iterations in flight are slower than alone; `engines`: the seconds of each
+        alone, its `service_load`, and the share of it that reads memory.
 
         Engines share the cores equally. Time of the other processes comes from engines in proportion to the length of
         their iterations: a fair scheduler favours processes that slept last, and an engine sleeps between iterations.
@@ -248,17 +249,17 @@ class Cluster(msgspec.Struct, frozen=True):
 
     @property
     def contended(self) -> bool:
-        """Iterations beside each other take longer than by processor time alone."""
+        """Whether concurrent iterations take longer than by processor time alone."""
         return bool(self.core_contention or self.memory_contention or self.cache_contention)
 
     @property
     def shares(self) -> bool:
-        """An iteration's time depends on which others run: on cores or on a device."""
+        """Whether an iteration's time depends on which others run, on cores or on a device."""
         return bool(self.cores) or any(part.workers_per_device > 1 for part in self.parts or (self,))
 
     def shared_slowdowns(self, running: Sequence[tuple[int, float, float, float]]) -> list[float]:
-        """How much longer the iterations in flight take than alone; `running`: instance, its seconds alone, its
-        `service_load`, and the share of it that reads memory."""
+        """Return the factors by which the iterations in flight are slower than alone; `running`: instance, its seconds
+        alone, its `service_load`, and the share of it that reads memory."""
         if self.cores:
             return self.slowdowns([engine for _, *engine in running])  # type: ignore[misc]
         devices = [self._device(number) for number, *_ in running]
@@ -270,12 +271,12 @@ class Cluster(msgspec.Struct, frozen=True):
         return index, within // part.workers_per_device
 
     def host(self, number: int) -> tuple[int, int]:
-        """The machine of an instance: its part's place, and the machine's number there."""
+        """Return the machine of an instance: its part's index, and the machine's number there."""
         part, index, within = self._place(number)
         return index, within // (part.per_host or part.instances)
 
     def link(self, first: int, second: int) -> LinkShape:
-        """Between the instances of these numbers. Unlike ones are never on one machine."""
+        """Return the link between two instances. Unlike ones are never on one machine."""
         if self.parts:
             (part, index, first), (_, other, second) = self._place(first), self._place(second)
             return part.link(first, second) if index == other else self.across
@@ -284,8 +285,8 @@ class Cluster(msgspec.Struct, frozen=True):
 
 
 def core_slowdowns(cores: int, engines: Sequence[tuple[float, float]]) -> list[float]:
-    """How much longer iterations in flight take than alone, by the processor time that they and the services want on so
-    many cores; `engines` as `Cluster.slowdowns` takes them, without memory."""
+    """Return the factors by which iterations in flight are slower than alone, by the processor time that they and the
+    services need on `cores` cores; `engines` as in `Cluster.slowdowns`, without memory."""
     if not engines:
         return []
     share = min(1.0, cores / len(engines))
@@ -302,7 +303,7 @@ def core_slowdowns(cores: int, engines: Sequence[tuple[float, float]]) -> list[f
 
 
 def load_model(name: str) -> ModelShape:
-    """A model of configs/models, of the user's profiles, or of a YAML file. Raises `ConfigError`."""
+    """Load a model of configs/models, of the user's profiles, or of a YAML file. Raises `ConfigError`."""
     data = converted(mapping(name, "models"), _ModelFile, _origin(name, "models"))
     mixture = (data.experts, data.experts_per_token, data.expert_intermediate)
     if any(mixture) and (not all(mixture) or data.experts_per_token > data.experts or data.dense_layers >= data.layers):
@@ -314,9 +315,9 @@ def load_model(name: str) -> ModelShape:
 
 
 def as_kept(model: ModelShape, config: Config, cluster: Cluster) -> ModelShape:
-    """The model as the engine has it on these devices: a processor widens experts in MXFP4 at load. Keys and values
-    are kept as `kv.cache_dtype` says; attention is bound by their bytes or by a profile's share of the bandwidth, so
-    its time follows them."""
+    """Return the model as the engine stores it on these devices: a processor widens experts in MXFP4 at load, keys and
+    values are stored as `kv.cache_dtype` says. Attention is bound by their bytes or by a profile's share of the
+    bandwidth, so its time follows them."""
     if model.expert_bits and cluster.of(0).cpu:
         model = replace(model, expert_bits=0.0)
     if config.kv.cache_dtype == "auto":
@@ -325,7 +326,7 @@ def as_kept(model: ModelShape, config: Config, cluster: Cluster) -> ModelShape:
 
 
 def load_device(name: str, beside: Path | None = None) -> tuple[DeviceShape, _DeviceFile]:
-    """`beside`: the file of the cluster that names it. Raises `ConfigError`."""
+    """Load a device. `beside`: the file of the cluster that names it. Raises `ConfigError`."""
     data = converted(mapping(name, "devices", beside), _DeviceFile, _origin(name, "devices"))
     tokens = [knot for knot, _ in data.linear_table]
     if tokens != sorted(set(tokens)):
@@ -335,9 +336,9 @@ def load_device(name: str, beside: Path | None = None) -> tuple[DeviceShape, _De
 
 
 def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Cluster:
-    """`NAME` of configs/clusters or of the user's profiles, a YAML file, or `DEVICE:COUNT` (all on one host); several
-    joined by `+` are one cluster of unlike instances, whose machines are the first part's `across` apart. Raises
-    `ConfigError`."""
+    """Load `NAME` of configs/clusters or of the user's profiles, a YAML file, or `DEVICE:COUNT` (all on one host);
+    several joined by `+` are one cluster of unlike instances, whose machines are the first part's `across` apart.
+    Raises `ConfigError`."""
     if "+" in text and not Path(text).is_file():
         return _joined(text, [load_cluster(part.strip(), overrides) for part in text.split("+")])
     device_name, colon, count = text.rpartition(":")
@@ -388,7 +389,7 @@ def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Clust
 
 
 def paced(cluster: Cluster, pace: float) -> Cluster:
-    """The same machine on a day when everything it computes takes `pace` times as long; links stay as they are."""
+    """Return the machine on a day when everything it computes takes `pace` times as long; links stay as they are."""
     if pace == 1.0:
         return cluster
     device, stack = cluster.device, cluster.stack

@@ -51,7 +51,8 @@ class StepScatter:
         return bool(self._factors)
 
     def factor(self, instance: int, step: int, prompts_s: float = 0.0) -> float:
-        """Of the time of an instance's iteration of this number. `prompts_s`: the model's, of one with prompts."""
+        """Return the factor of an instance's iteration of this number. `prompts_s`: the model's time, of one with
+        prompts."""
         if not self._factors:
             return 1.0
         place = (step + _APART * instance) % _LENGTH
@@ -62,5 +63,5 @@ class StepScatter:
 
 
 def _sigma(variation: float) -> float:
-    """Of the logarithm of a factor that varies so much."""
+    """Return the deviation of the logarithm of a factor with this coefficient of variation."""
     return math.sqrt(math.log1p(variation * variation))

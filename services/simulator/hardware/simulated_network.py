@@ -13,7 +13,7 @@ from cohort.common.virtual_cluster.plugins import Flight
 from cohort.services.simulator.hardware.hardware import Cluster, LinkShape
 
 Host = tuple[int, int]
-"""A machine, as `Cluster.host` names it."""
+"""Machine, as `Cluster.host` names it."""
 
 
 class Ports:
@@ -24,7 +24,7 @@ class Ports:
     share network cards it also waits for the card that is free first at either end."""
 
     def __init__(self, instances: int, nics_per_host: Mapping[Host, int] | None = None) -> None:
-        """`nics_per_host`: of machines whose instances share them."""
+        """`nics_per_host`: number of cards of the machines whose instances share them."""
         self._sending_until_s = [0.0] * instances
         self._receiving_until_s = [0.0] * instances
         shared = nics_per_host or {}
@@ -42,8 +42,8 @@ class Ports:
         runs: int = 1,
         hosts: tuple[Host, Host] | None = None,
     ) -> float:
-        """When the piece, in so many runs of blocks, is there if it is handed to the link now. `hosts`: the machines
-        that it leaves and reaches, if it goes from one to another."""
+        """Return when the piece, of `runs` runs of blocks, arrives if it is handed to the link now. `hosts`: the
+        machines that it leaves and reaches, if it goes from one to another."""
         start_s = max(now_s, self._sending_until_s[source], self._receiving_until_s[target])
         nics = []
         if hosts is not None:
@@ -76,7 +76,7 @@ class SimNetwork:
         return message
 
     def landing_s(self, now_s: float, flight: Flight) -> float:
-        """The bytes queue at both ports; they are never there before the word that announces them."""
+        """Queue the bytes at both ports. They never arrive before the message that announces them."""
         sender, receiver = flight.sender, flight.receiver
         assert sender is not None and receiver is not None
         link = link_of(self._cluster, flight)
@@ -95,7 +95,8 @@ class SimNetwork:
 
 
 def link_of(cluster: Cluster, flight: Flight) -> LinkShape:
-    """Between its two ends; from host memory no faster than the host's own path to its devices."""
+    """Return the link between a flight's two ends; from host memory it is no faster than the host's own path to its
+    devices."""
     sender, receiver = flight.sender, flight.receiver
     assert sender is not None and receiver is not None
     link = cluster.link(sender.number, receiver.number)

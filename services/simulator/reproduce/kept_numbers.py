@@ -29,7 +29,7 @@ class KeptNumbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @staticmethod
     def read(path: Path) -> KeptNumbers:
-        """Empty where there is no such file. Raises `ConfigError`."""
+        """Read the numbers; none where there is no such file. Raises `ConfigError`."""
         try:
             return msgspec.json.decode(path.read_bytes(), type=KeptNumbers)
         except FileNotFoundError:
@@ -53,12 +53,12 @@ class KeptNumbers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return rows
 
     def lacking(self, figures: Iterable[Figure], seeds: int) -> list[str]:
-        """Ids of the figures without a number, or with one of fewer seeds."""
+        """Return the ids of figures without a number, or with one of fewer seeds."""
         enough = {name for name, found in self.spreads().items() if not 0 < found.seeds < seeds}
         return [figure.id for figure in figures if figure.id not in enough]
 
     def with_results(self, results: Iterable[Reproduced], figures: Iterable[Figure]) -> KeptNumbers:
-        """New numbers in the place of the same figures' former ones; those of no figure any more are gone."""
+        """Replace the numbers of these figures; those of no figure any more go."""
         known, under = self._numbers(), dict(self.conditions)
         for result in results:
             low, median, high = (float(f"{value:.4g}") for value in (result.low, result.ours, result.high))

@@ -35,7 +35,7 @@ class Reproduced(msgspec.Struct, frozen=True):
     unit: str
     paper: float
     shown_paper: str
-    """With the other end of a range, or what it bounds."""
+    """Printed number, with the other end of a range, or what it bounds."""
     ours: float
     low: float
     high: float
@@ -47,7 +47,8 @@ class Reproduced(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, figure: Figure, values: Sequence[float], seeds: Sequence[int]) -> Reproduced:
-        """`values`: what was measured, in the figure's unit; one, and no seeds, where chance has no part in it."""
+        """Make a row. `values`: what was measured, in the figure's unit; one, and no seeds, where chance has no part in
+        it."""
         found = Spread.of(values, deterministic=not seeds)
         same = ("id", "system", "figure", "workload", "baseline", "metric", "unit", "paper", "note")
         return cls(
@@ -76,19 +77,19 @@ def all_figures() -> tuple[Figure, ...]:
 
 
 def conditions(system: str) -> list[str]:
-    """Under which a system's figures are measured here, as its module says."""
+    """Return the conditions under which a system's figures are measured, from its module."""
     if system not in MODULES:
         return []
     return list(getattr(importlib.import_module(f"cohort.services.simulator.figures.{system}"), "CONDITIONS", ()))
 
 
 def find(name: str) -> Figure:
-    """By id: for processes of their own."""
+    """Find a figure by id: for other processes."""
     return next(figure for figure in all_figures() if figure.id == name)
 
 
 def select(system: str | None, prefix: str | None) -> list[Figure]:
-    """Raises `ConfigError` when nothing is left."""
+    """Choose figures. Raises `ConfigError` when nothing is left."""
     figures = all_figures()
     chosen = [
         figure
@@ -110,7 +111,7 @@ def reproduce(
     jobs: int = 1,
     scatter: float | None = None,
 ) -> list[Reproduced]:
-    """Raises `ConfigError` for a results file that is none."""
+    """Measure the figures. Raises `ConfigError` if `results` is not a results file."""
     chosen = list(figures)
     named = {figure.id: figure for figure in chosen}
     found = measure_all(
@@ -133,7 +134,7 @@ def reproduce(
 
 
 def ratio_of(figure: Figure, ours: float) -> float:
-    """Ours over the paper's number, of a range over the end that is nearer. NaN where the paper prints none."""
+    """Return our number over the paper's, of a range over the end that is nearer. NaN where the paper prints none."""
     papers = [figure.paper] if figure.paper_to is None else [figure.paper, figure.paper_to]
     if kind_of(figure) in (Kind.MORE, Kind.LESS) or not all(papers):
         return math.nan

@@ -106,7 +106,7 @@ def _system(figure: Figure) -> str:
 
 
 def _summary(rows: Sequence[Row], claims: Iterable[Claim], reasons: Sequence[Reason]) -> Iterator[str]:
-    """A table for each paper, of its claims whose figures all have rows; nothing without any."""
+    """Yield a table for each paper, of its claims whose figures all have rows; nothing without any."""
     by_id = {row.figure.id: row for row in rows}
     verdicts: list[str] = []
     tables: dict[str, list[str]] = {}
@@ -133,7 +133,7 @@ def _claim_line(claim: Claim, found: Sequence[Row], said: str) -> str:
 
 
 def _rows_told(rows: Sequence[Row]) -> Iterator[str]:
-    """How many of the papers' numbers agree, with those that cannot be told and without; readings apart."""
+    """Count how many of the papers' numbers agree, with those that cannot be told and without; readings apart."""
     said = _by_standing(rows)
     counts, of = Counter(said[Standing.CLAIM]), len(said[Standing.CLAIM])
     reproduced, agree, told = counts[REPRODUCED], counts[REPRODUCED] + counts[DIRECTION], of - counts[UNTOLD]
@@ -160,8 +160,8 @@ def _by_standing(rows: Iterable[Row]) -> dict[Standing, list[str]]:
 
 
 def _in_one_line(paper: str, rows: Iterable[Row], reasons: Sequence[Reason]) -> list[str]:
-    """How many of a paper's rows are reproduced, and the reason that stands under most of the others. A row is of the
-    paper that its id begins with: a table of baselines alone has its paper's rows, too."""
+    """Summarize how many of a paper's rows are reproduced, and the reason of most of the others. A row is of the paper
+    that its id begins with: a table of baselines alone has its paper's rows, too."""
     counted = [row for row in rows if row.standing is Standing.CLAIM and row.figure.id.startswith(f"{paper.lower()}-")]
     if not counted:
         return []
@@ -176,13 +176,13 @@ def _in_one_line(paper: str, rows: Iterable[Row], reasons: Sequence[Reason]) -> 
 
 
 def _lowered(sentence: str) -> str:
-    """As it goes on within another; a name in capitals (ORCA, KV) stays one."""
+    """Lower the first letter, for use within a sentence; a name in capitals (ORCA, KV) stays."""
     first = sentence.split()[0]
     return sentence if first.isupper() and len(first) > 1 else sentence[0].lower() + sentence[1:]
 
 
 def reason_of(name: str, reasons: Iterable[Reason]) -> Reason | None:
-    """The reason with the longest beginning of a row's id."""
+    """Return the reason with the longest beginning of a row's id."""
     fitting = [(len(begin), reason) for reason in reasons for begin in reason.begins if name.startswith(begin)]
     return max(fitting, key=lambda found: found[0])[1] if fitting else None
 
@@ -197,7 +197,7 @@ def _percent(part: int, whole: int) -> str:
 
 
 def _ours(spreads: Sequence[Spread], unit: str) -> str:
-    """Medians, and in brackets how far the seeds go."""
+    """Format medians, with the range over seeds in brackets."""
     shown = _range([spread.median for spread in spreads], unit)
     if any(spread.seeds == 1 for spread in spreads):
         return f"{shown} (one seed)"

@@ -43,7 +43,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
 
 def digest(figure: Figure, seed: int, scatter: float | None) -> str:
-    """Traces that are at hand or not make other workloads."""
+    """Hash what a number depends on. Whether traces are at hand changes workloads."""
     traces = bool(os.environ.get("COHORT_TRACES"))
     parts = [__version__, figure.id, figure.paper, seed, scatter, traces]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:24]
@@ -59,7 +59,7 @@ def measure_all(
     scatter: float | None,
     progress: Progress,
 ) -> dict[str, list[Measurement]]:
-    """Figure → its measurements in the order of the seeds; one where chance has no part in it."""
+    """Return each figure's measurements in the order of the seeds; one where chance has no part in it."""
     known = read_results(results) if results is not None else {}
     digests = {(figure.id, seed): digest(figure, seed, scatter) for figure in figures for seed in seeds}
 
@@ -83,8 +83,8 @@ def measure_all(
 
 
 def read_results(path: Path) -> dict[str, Measurement]:
-    """By digest; empty where there is no such file. A last line that was only half written is left out, and cut off.
-    Raises `ConfigError`."""
+    """Read results by digest; none where there is no such file. A half-written last line is cut off. Raises
+    `ConfigError`."""
     if not path.exists():
         return {}
     data = path.read_bytes()
@@ -102,7 +102,7 @@ def read_results(path: Path) -> dict[str, Measurement]:
 
 
 def _units(wanted: Iterable[tuple[Figure, int]]) -> dict[tuple[str, int], list[str]]:
-    """(system, seed) → ids: figures of a system look at the same simulations."""
+    """Group ids by system and seed: figures of a system share simulations."""
     units: dict[tuple[str, int], list[str]] = {}
     for figure, seed in wanted:
         units.setdefault((figure.system, seed), []).append(figure.id)

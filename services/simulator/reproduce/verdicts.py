@@ -18,7 +18,7 @@ from typing import assert_never
 from cohort.services.simulator.figures.figure import Claim, Figure, Kind, Standing, shipped_claims
 
 WITHIN = 0.25
-"""Of the paper's number: that near counts as reproduced."""
+"""Share of the paper's number: that near counts as reproduced."""
 EFFECT = 0.05
 """A factor nearer to 1 than this, or a change nearer to 0 %, is no effect."""
 REPRODUCED, DIRECTION, MISSED, UNTOLD = "reproduced", "direction", "not", "cannot be told"
@@ -27,7 +27,7 @@ VERDICTS = (REPRODUCED, DIRECTION, MISSED, UNTOLD)
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Our number: lowest, median and highest of so many seeds; 0 seeds: chance has no part in it."""
+    """Range of our number: its lowest, median and highest value of `seeds` seeds; 0 seeds: chance has no part in it."""
 
     low: float
     median: float
@@ -36,7 +36,8 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float], *, deterministic: bool = False) -> Spread:
-        """Raises `statistics.StatisticsError` without values. One that is not finite makes all of them so."""
+        """Summarize values; one that is not finite makes all of them so. Raises `statistics.StatisticsError` without
+        values."""
         if not all(map(math.isfinite, values)):
             return Spread(math.nan, math.nan, math.nan, len(values))
         seeds = 0 if deterministic else len(values)
@@ -44,13 +45,13 @@ class Spread:
 
 
 def worst(said: Iterable[str]) -> str:
-    """All rows have to hold, one that fails decides."""
+    """Return the worst verdict: all rows have to hold."""
     found = set(said)
     return next(each for each in (MISSED, UNTOLD, DIRECTION, REPRODUCED) if each in found)
 
 
 def row_verdict(kind: Kind, paper: float, ours: Spread, paper_to: float | None = None) -> str:
-    """Of one row. The extremes stand for all seeds: what holds for both holds between them."""
+    """Judge one row. The extremes stand for all seeds: what holds for both holds between them."""
     if math.isnan(ours.median) or math.isnan(paper):
         return UNTOLD
     printed = (paper, paper if paper_to is None else paper_to)
@@ -61,8 +62,8 @@ def row_verdict(kind: Kind, paper: float, ours: Spread, paper_to: float | None =
 
 
 def kind_of(figure: Figure, claims: Iterable[Claim] | None = None) -> Kind:
-    """How a row's numbers are compared: as the figure, the claim that names it (None: of the shipped ones) or its unit
-    says. A factor of 1, or a change of nothing, is no effect that could be reproduced."""
+    """Return how a row's numbers are compared: as the figure, the claim that names it (None: of the shipped ones) or
+    its unit says. A factor of 1, or a change of nothing, is no effect that could be reproduced."""
     if figure.standing is Standing.BESIDE:
         return Kind.UNTOLD
     if figure.kind is not None:
@@ -77,7 +78,7 @@ def kind_of(figure: Figure, claims: Iterable[Claim] | None = None) -> Kind:
 
 
 def _one(kind: Kind, printed: tuple[float, float], ours: float) -> str:
-    """`printed`: what the paper prints, from the end nearer to no effect on."""
+    """Judge one number. `printed`: what the paper prints, from the end nearer to no effect on."""
     paper, low, high = printed[0], min(printed), max(printed)
     least_near, most_near = low - WITHIN * abs(low), high + WITHIN * abs(high)
     near = least_near <= ours <= most_near

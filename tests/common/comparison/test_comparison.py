@@ -18,7 +18,7 @@ from cohort.common.comparison.comparison_traffic import traffic, traffic_by_part
 from cohort.common.errors import ConfigError
 from cohort.common.types import Slo
 from cohort.services.simulator.__main__ import main
-from cohort.services.simulator.compare import measure
+from cohort.services.simulator.core.run import measure
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_fields_that_are_unset_change_no_digest(trace: str, tmp_path: Path) -> N
 
 def test_columns_are_medians_and_stand_beside_those_of_another_run() -> None:
     def result(seed: int, rate: float, system: str = "a", **numbers: float) -> CellResult:
-        return CellResult("", "w", 1.0, seed, system, 1, 1, 1, 0.0, None, None, None, {"rate": rate, **numbers})
+        return CellResult("", "w", 1.0, seed, system, 1, 1, 1, 0.0, None, None, {"rate": rate, **numbers})
 
     live = [result(0, 10.0), result(1, 12.0), result(2, 11.0), result(0, 5.0, "b", late=2.0)]
     assert comparison_tables.columns(live).splitlines() == [
@@ -208,24 +208,13 @@ def test_parts_are_on_when_they_say(trace: str) -> None:
     assert best_effort[0] == best_effort[1]
 
 
-def test_the_load_that_is_sustained_lies_on_the_line_between_two_loads() -> None:
-    def result(load: float, kept: int, system: str = "a") -> CellResult:
-        return CellResult("", "w", load, 0, system, 100, 100, kept, 0.0, None, None, None)
-
-    found = comparison.sustained(
-        [result(0.8, 100), result(1.0, 96), result(1.2, 84), result(0.8, 50, "b"), result(1.2, 95, "c")], 0.9
-    )
-    assert found["w"]["a"] == pytest.approx(1.1)
-    assert (found["w"]["b"], found["w"]["c"]) == (0.8, 1.2)
-
-
 def test_the_command_prints_and_writes(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, page, data = written(tmp_path, trace), tmp_path / "table.md", tmp_path / "table.json"
-    words = ["compare", str(path), "--workloads", "one", "--loads", "0.5", "--sustained", "0.9"]
+    words = ["compare", str(path), "--workloads", "one", "--loads", "0.5"]
     assert main([*words, "--markdown", str(page), "--json", str(data)]) == 0
     assert "unified" in capsys.readouterr().out
     assert "| one | 0.5 |" in page.read_text()
-    assert json.loads(data.read_text())["sustained"] == {"one": {"unified": 0.5, "p-d": 0.5}}
+    assert json.loads(data.read_text())["rows"][0]["shares"].keys() == {"unified", "p-d"}
 
 
 @pytest.mark.parametrize(
@@ -273,4 +262,4 @@ def test_the_comparisons_that_come_with_cohort_are_whole(
     assert len(comparison.cells(asked)) == usual * len(asked.loads) * 5
     every = sum(len(here) for here in systems.values())
     assert len(comparison.cells(asked, systems=list(asked.systems))) == every * 15
-    assert comparison_tables.markdown(comparison_tables.Comparison("", [], {}))
+    assert comparison_tables.markdown(comparison_tables.Comparison("", []))

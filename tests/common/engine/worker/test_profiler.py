@@ -108,7 +108,7 @@ def test_tokens_are_spread_over_the_vocabulary() -> None:
     assert len(set(batch.token_ids.tolist())) == 32 and batch.token_ids.max() < 512
 
 
-def test_the_process_measures_the_shapes_it_is_given(
+def test_the_process_measures_the_shapes_that_it_may_run(
     model_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, output = tmp_path / "config.yaml", tmp_path / "points.json"
@@ -116,11 +116,11 @@ def test_the_process_measures_the_shapes_it_is_given(
     config.write_text(yaml.safe_dump({"model": {"path": str(folder)}, "kv": {"memory_bytes": 1 << 20}}))
     command = ["--config", str(config), "--threads", "1", "--repeats", "1", "--max-context", "64"]
     command += ["--model-name", "tiny", "--output", str(output)]
-    assert profile_process.main([*command, "--shapes", msgspec.json.encode(SHAPES).decode()]) == 0
+    assert profile_process.main(command) == 0
     found = msgspec.json.decode(output.read_bytes(), type=Profile)
-    assert [point.shape for point in found.points] == SHAPES
+    assert [point.shape for point in found.points] == [StepShape(1, 16, 16), StepShape(1, 64, 64)]
     assert found.model_folder == str(folder) and found.memory_bytes > 0 and found.units == 1
     assert (found.model_shape["name"], found.model_shape["layers"], found.model_shape["kv_heads"]) == ("tiny", 3, 2)
     table = ProfileTable()
     table.load(output.read_bytes())  # schedulers start from the same file
-    assert len(table) == 3
+    assert len(table) == 2

@@ -253,7 +253,6 @@ def test_the_capacity_command(capsys: pytest.CaptureFixture[str]):
         (["--trace", "8x8", *CLUSTER, "--set", "engine.colour=1"], "colour"),
         (["--trace", "8x8", *CLUSTER, "--rate", "0"], "--rate"),
         (["--trace", "8x8", *CLUSTER, "--scatter", "-0.1"], "--scatter"),
-        (["--trace", "8x8", *CLUSTER, "--check-profile"], "a100-80 is no profile"),
     ],
 )
 def test_wrong_options_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):

@@ -14,10 +14,9 @@ from cohort.common import code_fingerprint
 from cohort.common.config import CONFIGS_DIR
 from cohort.common.errors import ConfigError
 from cohort.services.cli.__main__ import main
-from cohort.services.simulator.hardware import profile_note
 from cohort.services.simulator.hardware.data_files import check_name, names, user_folder
 from cohort.services.simulator.hardware.hardware import load_cluster, load_device
-from cohort.services.simulator.hardware.profile_note import CheckPoint, ProfileNote, moved, warnings
+from cohort.services.simulator.hardware.profile_note import ProfileNote, warnings
 
 
 @pytest.fixture
@@ -33,7 +32,6 @@ def note(**changes: Any) -> ProfileNote:
         "threads": 1,
         "measured_on": "2026-01-01",
         "machine": "box",
-        "points": [CheckPoint(1, 1, 128, 0.010), CheckPoint(8, 1, 128, 0.020), CheckPoint(1, 256, 256, 0.400)],
     }
     return msgspec.convert({**facts, **changes}, ProfileNote)
 
@@ -115,28 +113,12 @@ def test_the_digest_follows_the_source(tmp_path: Path, monkeypatch: pytest.Monke
     assert digest() != before
 
 
-def test_a_machine_that_has_changed_is_told() -> None:
-    assert moved([1.0, 2.0, 4.0], [1.1, 2.2, 40.0]) == pytest.approx(0.1)  # a single wild point says nothing
-    slower = profile_note.check("here", note(), lambda known: [1.3 * point.seconds for point in known.points])
-    assert slower.startswith("warning: here: steps take 30 % more")
-    same = profile_note.check("here", note(), lambda known: [0.9 * point.seconds for point in known.points])
-    assert same == "here: steps take 10 % less than when it was profiled"
-    with pytest.raises(ConfigError, match="no profile"):
-        profile_note.check("a100-80", None)
-
-
-def test_simulate_and_advise_warn_and_check(
-    user: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_simulate_and_advise_warn(user: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(user, "here", profile=msgspec.to_builtins(note(version="0.0.1")))
-    monkeypatch.setattr(profile_note, "MOVED", 0.15)
-    monkeypatch.setattr(
-        profile_note.check, "__defaults__", (lambda known: [2 * point.seconds for point in known.points],)
-    )
     traffic = ["--trace", "32x4", "--count", "4", "--model", "smollm2-135m", "--cluster", "here"]
-    assert main(["simulate", *traffic, "--preset", "unified", "--check-profile"]) == 0
+    assert main(["simulate", *traffic, "--preset", "unified"]) == 0
     said = capsys.readouterr()
-    assert "version 0.0.1 made it" in said.err and "steps take 100 % more" in said.err
+    assert "version 0.0.1 made it" in said.err
     assert "warning" not in said.out
     assert main(["advise", *traffic, "--preset", "unified", "--requests", "4"]) == 0
     assert "version 0.0.1 made it" in capsys.readouterr().err

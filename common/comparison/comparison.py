@@ -15,8 +15,9 @@ import hashlib
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -26,6 +27,8 @@ from cohort.common.comparison.comparison_spec import Compared, Spec, TrafficSpec
 from cohort.common.config import Config, load_config, nested
 from cohort.common.errors import ConfigError
 from cohort.common.policies import settings
+
+Kept = TypeVar("Kept")
 
 OUTPUT_RATE = "output tokens/s"
 _RATES = {OUTPUT_RATE: "output_tokens_per_s", "prompt tokens/s": "prompt_tokens_per_s", "requests/s": "requests_per_s"}
@@ -79,7 +82,6 @@ class CellResult(msgspec.Struct, frozen=True):
     finished: int
     kept: int
     kept_tokens_per_s: float
-    ttft_p99_s: float | None
     longest_ttft_s: float | None
     numbers: dict[str, float] = {}
 
@@ -160,19 +162,45 @@ def configuration(cell: Cell) -> Config:
     return config
 
 
-def read_results(path: Path) -> dict[str, CellResult]:
-    """Read results by digest; {} where there is no such file. Raises `ConfigError`."""
-    if not path.exists():
-        return {}
-    decoder = msgspec.json.Decoder(CellResult)
-    found = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+def read_results(path: Path | None) -> dict[str, CellResult]:
+    """Read results by digest. Raises `ConfigError`."""
+    return {result.digest: result for result in read_lines(path, CellResult, "cohort compare")}
+
+
+def read_lines(path: Path | None, kind: type[Kept], command: str) -> list[Kept]:
+    """Read a results file; [] where there is none. A half-written last line is cut off. Raises `ConfigError`."""
+    if path is None or not path.exists():
+        return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        path.write_bytes(whole)
+    decoder, found = msgspec.json.Decoder(kind), []
+    for number, line in enumerate(whole.splitlines(), 1):
         try:
-            result = decoder.decode(line)
+            found.append(decoder.decode(line))
         except msgspec.MsgspecError as error:
-            raise ConfigError(f"{path}:{number}: not a result of `cohort compare`: {error}") from error
-        found[result.digest] = result
+            raise ConfigError(f"{path}:{number}: not a result of `{command}`: {error}") from error
     return found
+
+
+def append_line(path: Path, result: msgspec.Struct) -> None:
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(result) + b"\n")
+
+
+def in_processes(jobs: int, function: Callable[..., Kept], calls: Iterable[tuple[Any, ...]]) -> Iterator[Kept]:
+    """Yield the results of the calls as they are done, by `jobs` processes, or in this one if `jobs` is 1."""
+    if jobs == 1:
+        yield from starmap(function, calls)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        waiting = [pool.submit(function, *call) for call in calls]
+        try:
+            for future in as_completed(waiting):
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def run(
@@ -184,33 +212,19 @@ def run(
 ) -> list[CellResult]:
     """Return the results of all cells in their order; those in the file are not run again. `measure` must be a function
     of a module, for the other processes of several `jobs`."""
-    known = read_results(results) if results is not None else {}
+    known = read_results(results)
     missing = [cell for cell in asked if cell.digest not in known]
     progress(f"{len(asked)} runs, {len(asked) - len(missing)} of them known")
-    for done, result in enumerate(_measured(missing, jobs, measure), 1):
+    for done, result in enumerate(in_processes(jobs, measure, [(cell,) for cell in missing]), 1):
         known[result.digest] = result
         if results is not None:
-            with results.open("ab") as file:
-                file.write(msgspec.json.encode(result) + b"\n")
+            append_line(results, result)
         share = f"{100 * result.share:.1f} % kept"
         if OUTPUT_RATE in result.numbers:
             share += f", {result.numbers[OUTPUT_RATE]:.4g} {OUTPUT_RATE}"
         label = f"{result.workload} at {result.load:g}, seed {result.seed}: {result.system}"
         progress(f"{done}/{len(missing)}  {label}  {share}")
     return [known[cell.digest] for cell in asked]
-
-
-def _measured(missing: Sequence[Cell], jobs: int, measure: Callable[[Cell], CellResult]) -> Iterator[CellResult]:
-    if jobs == 1:
-        yield from map(measure, missing)
-        return
-    with ProcessPoolExecutor(jobs) as pool:
-        waiting = [pool.submit(measure, cell) for cell in missing]
-        try:
-            for future in as_completed(waiting):
-                yield future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def columns_of(report: Mapping[str, Any]) -> dict[str, float]:

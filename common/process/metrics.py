@@ -82,29 +82,20 @@ class MetricFactory:
 
     def counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Labelled[Counter]:
         """Make a counter, exported as cohort_<name>_total."""
-        return self._ready(
-            Counter(f"{PREFIX}_{name}", documentation, self._names(labels), registry=self._registry), labels
-        )
+        return self._ready(Counter(*self._named(name, documentation, labels), registry=self._registry), labels)
 
     def gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Labelled[Gauge]:
-        return self._ready(
-            Gauge(f"{PREFIX}_{name}", documentation, self._names(labels), registry=self._registry), labels
-        )
+        return self._ready(Gauge(*self._named(name, documentation, labels), registry=self._registry), labels)
 
     def histogram(
         self, name: str, documentation: str, labels: Sequence[str] = (), buckets: Iterable[float] = LATENCY_BUCKETS_S
     ) -> Labelled[ManyHistogram]:
-        bounds = (*buckets, math.inf)
-        return self._ready(
-            ManyHistogram(
-                f"{PREFIX}_{name}", documentation, self._names(labels), registry=self._registry, buckets=bounds
-            ),
-            labels,
-        )
+        named, bounds = self._named(name, documentation, labels), (*buckets, math.inf)
+        return self._ready(ManyHistogram(*named, registry=self._registry, buckets=bounds), labels)
 
     @staticmethod
-    def _names(labels: Sequence[str]) -> tuple[str, ...]:
-        return ("model_name", "instance", *labels)
+    def _named(name: str, documentation: str, labels: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:
+        return f"{PREFIX}_{name}", documentation, ("model_name", "instance", *labels)
 
     def _ready(self, metric: M, labels: Sequence[str]) -> Labelled[M]:
         labelled = Labelled(metric, self._constant)
@@ -198,7 +189,6 @@ class EngineMetrics:
         self.preemptions = make.counter("num_preemptions", "Requests preempted, by way: swap, recompute", ("way",))
         self.prefill_tokens = make.counter("engine_prefill_tokens", "Prompt tokens computed, recomputation included")
         self.decode_tokens = make.counter("engine_decode_tokens", "Tokens produced")
-        self.recomputed_tokens = make.counter("engine_recomputed_tokens", "Positions computed a second time")
         self.swapped_blocks = make.counter(
             "swapped_blocks", "KV blocks moved between device and host (in, out)", ("direction",)
         )

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 import structlog
 from aiohttp import web
@@ -63,8 +63,6 @@ from cohort.common.seeds import seek, with_own_inbox
 from cohort.common.transport.bus import Bus
 from cohort.common.transport.security import load_keys
 from cohort.common.transport.zmq_bus import ZmqBus
-
-LoopKind = Literal["auto", "asyncio", "uvloop"]
 
 HEARTBEAT_S = 0.5
 DRAIN_MARGIN_S = 3.0  # beyond a service's own drain time, before its build is cancelled
@@ -130,12 +128,7 @@ Build = Callable[[ServiceContext], Coroutine[Any, Any, None]]
 
 
 def service_main(
-    role: str,
-    build: Build,
-    *,
-    inbox: bool | str = True,
-    serve_metrics: bool | Callable[[Config], bool] = True,
-    loop: LoopKind = "auto",
+    role: str, build: Build, *, inbox: bool | str = True, serve_metrics: bool | Callable[[Config], bool] = True
 ) -> NoReturn:
     """Run one process from its command line to its exit code.
 
@@ -154,7 +147,7 @@ def service_main(
         sys.exit(2)
     metrics = serve_metrics(config) if callable(serve_metrics) else serve_metrics
     service = _Service(role, build, config, instance, run_dir, log, inbox, metrics, options.metrics_port)
-    with asyncio.Runner(loop_factory=_loop_factory(loop)) as runner:
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         code = runner.run(service.run())
     logging_done()
     sys.exit(code)
@@ -325,7 +318,9 @@ class _Service:
                     finally:
                         for task in beside:
                             task.cancel()
-            self._say_farewell(context, bus)
+            if self._role != "global_monitor":
+                with contextlib.suppress(PeerUnreachable):
+                    bus.send(MONITOR, Farewell(context.instance, context.incarnation))
         finally:
             await bus.close()
         self._log.info("ended")
@@ -462,28 +457,19 @@ class _Service:
             due_s = loop.time() + HEARTBEAT_S
             await asyncio.sleep(HEARTBEAT_S)
 
-    def _say_farewell(self, context: ServiceContext, bus: ZmqBus) -> None:
-        if self._role != "global_monitor":
-            with contextlib.suppress(PeerUnreachable):
-                bus.send(MONITOR, Farewell(context.instance, context.incarnation))
-
 
 def drain_time_s(config: Config, role: str) -> float:
     """Return the time in which a service may finish its work."""
     return config.drain_s if role in ("gateway", "prefill_worker", "decode_worker") else 5.0
 
 
-def _loop_factory(kind: LoopKind) -> Callable[[], asyncio.AbstractEventLoop]:
-    if kind != "asyncio":
-        try:
-            import uvloop
-
-            factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-            return factory
-        except ImportError:
-            if kind == "uvloop":
-                raise
-    return asyncio.new_event_loop
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

@@ -1,4 +1,4 @@
-"""Reads workload traces: Mooncake JSONL, Azure CSV, BurstGPT CSV, our normalised CSV, and prompt sets with counts.
+"""Reads workload traces: Mooncake JSONL, Azure CSV, BurstGPT CSV, our normalised CSV.
 
 Plain or gzip. Called by the simulator and by the benchmark. Decides what a row means and refuses what it cannot read,
 naming file, line and field. Never clips or scales: that is the workload's business and is stated in its facts.
@@ -9,18 +9,18 @@ from __future__ import annotations
 import csv
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, TextIO, TypeVar
+from typing import Literal, TextIO
 
 import msgspec
 
 from cohort.common.errors import ConfigError
 from cohort.common.workloads.files import reading
 
-TraceFormat = Literal["mooncake", "azure", "burstgpt", "cohort", "prompts"]
+TraceFormat = Literal["mooncake", "azure", "burstgpt", "cohort"]
 _HEADERS: Mapping[TraceFormat, frozenset[str]] = {
     "azure": frozenset({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}),
     "burstgpt": frozenset({"Timestamp", "Request tokens", "Response tokens"}),
@@ -43,8 +43,7 @@ class TraceRow:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """`rows` in order of arrival, the first at second 0; `skipped_rows` had no prompt or no output (failed
-    requests, prompts without a reference answer)."""
+    """`rows` in order of arrival, the first at second 0; `skipped_rows`: without prompt or output (failed requests)."""
 
     format: TraceFormat
     rows: tuple[TraceRow, ...]
@@ -76,17 +75,6 @@ class _MooncakeLine(msgspec.Struct):
     input_length: int
     output_length: int
     hash_ids: list[int] = []
-
-
-class _PromptLine(msgspec.Struct):
-    """Prompt sets with token counts beside their texts: one turn (`prompt_tokens_approx`) or several."""
-
-    prompt_tokens_approx: int | None = None
-    first_turn_tokens_approx: int | None = None
-    ref_output_tokens_approx: int | list[int] | None = None
-
-
-_Line = TypeVar("_Line", _MooncakeLine, _PromptLine)
 
 
 def read_trace(
@@ -132,12 +120,8 @@ def _rows(path: Path, file: TextIO, wanted: TraceFormat | None) -> tuple[TraceFo
     first = file.readline()
     if not first.strip():
         raise ConfigError(f"{path}:1: the first line is empty")
-    if wanted == "prompts" or (wanted is None and first.lstrip().startswith("{") and "_tokens_approx" in first):
-        lines = itertools.chain([first], file)
-        return "prompts", _json_rows(path, lines, _PromptLine, _prompt, "a prompt with token counts")
     if wanted == "mooncake" or (wanted is None and first.lstrip().startswith("{")):
-        lines = itertools.chain([first], file)
-        return "mooncake", _json_rows(path, lines, _MooncakeLine, _mooncake, "a Mooncake row")
+        return "mooncake", _mooncake_rows(path, itertools.chain([first], file))
     columns = [name.strip() for name in next(csv.reader([first]))]
     for name, needed in _HEADERS.items():
         if wanted in (None, name) and needed <= set(columns):
@@ -153,38 +137,18 @@ def _rows(path: Path, file: TextIO, wanted: TraceFormat | None) -> tuple[TraceFo
     )
 
 
-def _json_rows(
-    path: Path, lines: Iterable[str], kind: type[_Line], row_of: Callable[[_Line], TraceRow], what: str
-) -> Iterator[tuple[int, TraceRow]]:
-    decoder = msgspec.json.Decoder(kind)
+def _mooncake_rows(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, TraceRow]]:
+    decoder = msgspec.json.Decoder(_MooncakeLine)
     for line, text in enumerate(lines, start=1):
         if not text.strip():
             continue
         try:
-            yield line, row_of(decoder.decode(text))
+            row = decoder.decode(text)
+            prompt = _not_negative(row.input_length, "input_length")
+            output = _not_negative(row.output_length, "output_length")
         except (msgspec.MsgspecError, ValueError) as error:
-            raise ConfigError(f"{path}:{line}: not {what}: {error}") from error
-
-
-def _mooncake(row: _MooncakeLine) -> TraceRow:
-    return TraceRow(
-        row.timestamp / 1000.0,
-        _not_negative(row.input_length, "input_length"),
-        _not_negative(row.output_length, "output_length"),
-        tuple(row.hash_ids),
-    )
-
-
-def _prompt(row: _PromptLine) -> TraceRow:
-    """Take the lengths of the first turn. Rows without a reference answer get output 0, so they count as skipped."""
-    prompt = row.prompt_tokens_approx if row.prompt_tokens_approx is not None else row.first_turn_tokens_approx
-    if prompt is None:
-        raise ValueError("needs prompt_tokens_approx or first_turn_tokens_approx")
-    output = row.ref_output_tokens_approx
-    output = (output[0] if output else None) if isinstance(output, list) else output
-    return TraceRow(
-        None, _not_negative(prompt, "prompt_tokens_approx"), _not_negative(output or 0, "ref_output_tokens_approx")
-    )
+            raise ConfigError(f"{path}:{line}: not a Mooncake row: {error}") from error
+        yield line, TraceRow(row.timestamp / 1000.0, prompt, output, tuple(row.hash_ids))
 
 
 def _csv_rows(path: Path, file: TextIO, columns: list[str], kind: TraceFormat) -> Iterator[tuple[int, TraceRow]]:
@@ -224,7 +188,7 @@ def _csv_row(row: Mapping[str, str], kind: TraceFormat) -> TraceRow:
                 row.get("session", "").strip(),
                 row.get("adapter", "").strip(),
             )
-        case "mooncake" | "prompts":
+        case "mooncake":
             raise AssertionError("JSON lines, not CSV")
 
 

@@ -124,7 +124,7 @@ def _judge_by_usual_slo(options: argparse.Namespace) -> None:
 
 
 def run_advise(options: argparse.Namespace) -> int:
-    console, errors = _console(quiet=options.json == "-"), Console(stderr=True)
+    console = _console(quiet=options.json == "-")
     warn_of_old_profiles([cluster_of(options, options.cluster)], _tell)
     _judge_by_usual_slo(options)
     presets = [name.strip() for name in options.preset.split(",") if name.strip()] or preset_names()
@@ -136,7 +136,7 @@ def run_advise(options: argparse.Namespace) -> int:
         load_model(options.model),
         traffic,
         simulation_options(options),
-        lambda label: errors.print(f"trying {label}", highlight=False),
+        lambda label: _tell(f"trying {label}"),
     )
     render.print_head(advice.best.report, console)
     shown = len(advice.trials) if options.all else _ADVICE_ROWS
@@ -168,11 +168,8 @@ def run_compare(options: argparse.Namespace, live: Callable[[Cell], CellResult] 
     others = list(comparison.read_results(Path(options.against)).values()) if options.against else []
     if not options.live:
         warn_of_old_profiles([load_cluster(name) for name in dict.fromkeys(cell.cluster for cell in asked)], _tell)
-    errors = Console(stderr=True)
     file = Path(options.results) if options.results else None
-    results = comparison.run(
-        asked, file, options.jobs, lambda line: errors.print(line, highlight=False, soft_wrap=True), live or measure
-    )
+    results = comparison.run(asked, file, options.jobs, _tell, live or measure)
     found = comparison_tables.Comparison(spec.description, comparison.rows(results))
     page = comparison_tables.columns(results, others) if options.live or others else ""
     if "-" not in (options.json, options.markdown):
@@ -201,8 +198,6 @@ def run_reproduce(options: argparse.Namespace) -> int:
         return 0
     if options.jobs < 1 or options.seeds < 1:
         raise ConfigError("--jobs and --seeds must be at least 1")
-    if options.scatter is not None and options.scatter < 0:
-        raise ConfigError(f"--scatter {options.scatter:g}: must not be below 0")
     if options.lacking:
         if page is None:
             raise ConfigError("--lacking needs --docs: the page whose rows are looked at")
@@ -214,7 +209,6 @@ def run_reproduce(options: argparse.Namespace) -> int:
         range(options.seeds),
         results=Path(options.results) if options.results else None,
         jobs=options.jobs,
-        scatter=options.scatter,
     )
     if options.json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")

@@ -48,14 +48,8 @@ def _cluster(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft-model",
         metavar="MODEL",
-        help="with speculation.mode=model: the one that drafts, as --model; its steps, weights and KV count",
-    )
-    group.add_argument(
-        "--draft-seconds",
-        type=float,
-        metavar="S",
-        help="the same, by what one draft of each row takes (a live worker's metric draft_seconds; default: as in the "
-        "recording of --acceptance, else 0)",
+        help="with speculation.mode=model: the one that drafts, as --model; its steps, weights and KV count (default: "
+        "drafts take what they took in the recording of --acceptance, else nothing)",
     )
     group.add_argument(
         "--adapter-load",
@@ -174,9 +168,6 @@ def add_reproduce_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: %(default)s)")
     parser.add_argument("--results", metavar="FILE", help="keep every number there, and go on where it stopped")
     parser.add_argument("--lacking", action="store_true", help="only rows that --docs has not, or of fewer seeds")
-    parser.add_argument(
-        "--scatter", type=float, metavar="X", help="iterations' times scatter by this share (default: 0)"
-    )
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     parser.add_argument("--docs", metavar="FILE", help="write docs/reproduction.md there, its numbers beside it")
 

@@ -81,7 +81,6 @@ def measure(cell: Cell, port: int) -> CellResult:
         finished=sum(report["completed"] for report in judged),
         kept=sum(slo["attained"] for slo in slos),
         kept_tokens_per_s=sum(slo["goodput_output_tokens_per_s"] for slo in slos),
-        ttft_p99_s=_highest_s(judged, "ttft_ms", "p99"),
         longest_ttft_s=_highest_s(judged, "ttft_ms", "max"),
         numbers=numbers,
     )

@@ -62,7 +62,6 @@ def measure(cell: Cell) -> CellResult:
         finished=judged.finished,
         kept=round(slo.attainment * slo.judged) if slo is not None else 0,
         kept_tokens_per_s=slo.goodput_tokens_per_s if slo is not None else 0.0,
-        ttft_p99_s=judged.ttft_ms.p99 / 1e3 if judged.ttft_ms else None,
         longest_ttft_s=judged.ttft_ms.max / 1e3 if judged.ttft_ms else None,
         numbers=columns_of(msgspec.to_builtins(judged)),
     )

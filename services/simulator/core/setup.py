@@ -76,13 +76,6 @@ def simulation_options(options: argparse.Namespace) -> SimOptions:
     if options.scatter is not None and options.scatter < 0:
         raise ConfigError(f"--scatter {options.scatter:g}: must not be below 0")
     acceptance, recorded = _acceptance(options.acceptance)
-    draft_model, draft_s = options.draft_model, options.draft_seconds
-    if draft_model and draft_s is not None:
-        raise ConfigError("--draft-seconds: a --draft-model has step times of its own; give one of the two")
-    if draft_s is None:
-        draft_s = 0.0 if recorded is None else recorded.draft_s
-    if draft_s < 0:
-        raise ConfigError(f"--draft-seconds {draft_s:g}: must not be below 0")
     return SimOptions(
         seed=options.seed,
         predictor=options.predictor,
@@ -95,8 +88,8 @@ def simulation_options(options: argparse.Namespace) -> SimOptions:
         scatter=options.scatter,
         acceptance=acceptance,
         draft_rates=() if recorded is None else recorded.rates,
-        draft_model=load_model(draft_model) if draft_model else None,
-        draft_s=draft_s,
+        draft_model=load_model(options.draft_model) if options.draft_model else None,
+        draft_s=0.0 if recorded is None else recorded.draft_s,
         adapter_load_s=options.adapter_load,
     )
 

@@ -109,20 +109,12 @@ def reproduce(
     *,
     results: Path | None = None,
     jobs: int = 1,
-    scatter: float | None = None,
 ) -> list[Reproduced]:
     """Measure the figures. Raises `ConfigError` if `results` is not a results file."""
     chosen = list(figures)
     named = {figure.id: figure for figure in chosen}
-    found = measure_all(
-        chosen,
-        seeds,
-        find if jobs > 1 else named.__getitem__,
-        results=results,
-        jobs=jobs,
-        scatter=scatter,
-        progress=progress,
-    )
+    of_id = find if jobs > 1 else named.__getitem__
+    found = measure_all(chosen, seeds, of_id, results=results, jobs=jobs, progress=progress)
     rows = []
     for figure in chosen:
         measured = found[figure.id]

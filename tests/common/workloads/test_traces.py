@@ -168,21 +168,6 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         read_trace(tmp_path / "absent.csv")
 
 
-PROMPTS = """\
-{"instruction": "a", "prompt_tokens_approx": 20, "ref_output_tokens_approx": 88}
-{"turns": ["b", "c"], "first_turn_tokens_approx": 7, "ref_output_tokens_approx": [31, 40]}
-{"turns": ["d"], "first_turn_tokens_approx": 9, "ref_output_tokens_approx": null}
-"""
-
-
-def test_prompt_sets_give_lengths_of_the_first_turn(tmp_path: Path) -> None:
-    trace = read_trace(write(tmp_path, PROMPTS))
-    assert (trace.format, trace.skipped_rows) == ("prompts", 1)
-    assert trace.rows == (TraceRow(None, 20, 88), TraceRow(None, 7, 31))
-    with pytest.raises(ConfigError, match="first_turn_tokens_approx"):
-        read_trace(write(tmp_path, PROMPTS + '{"turns": []}\n'))
-
-
 @pytest.mark.parametrize(
     ("lengths", "block"),
     [
@@ -214,8 +199,6 @@ TRACES = os.environ.get("COHORT_TRACES", "")
         ("sharegpt_gpt4_blocks16.csv.gz", 300, 16),
         ("burstgpt3_sessions_head.csv.gz", 279, 0),
         ("wildchat_250.csv.gz", 250, 0),
-        ("alpaca_prompts.jsonl.gz", 9225, 0),
-        ("mt_bench_prompts.jsonl.gz", 30, 0),
     ],
 )
 def test_real_traces(name: str, rows: int, block: int) -> None:

@@ -55,7 +55,6 @@ def test_what_is_no_recording_of_drafts_is_refused(tmp_path: Path, capsys: pytes
     words = ["simulate", "--trace", "64x64", "--count", "4", "--cluster", "a100-80:1", "--model", "llama-2-13b"]
     words += ["--preset", "unified", "--set", "speculation.mode=model"]
     recorded = str(_recorded(tmp_path / "worker.jsonl"))
-    assert main([*words, "--acceptance", recorded, "--draft-seconds", "0.001"]) == 0
+    assert main([*words, "--acceptance", recorded]) == 0
     assert "tokens drafted in" in capsys.readouterr().out
-    assert main([*words, "--acceptance", "0.5", "--draft-model", "opt-2.7b", "--draft-seconds", "0.001"]) == 2
     assert main([*words, "--acceptance", "1.5"]) == 2

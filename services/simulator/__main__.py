@@ -26,7 +26,8 @@ from cohort.services.simulator import render
 from cohort.services.simulator.advise import advise as advise_
 from cohort.services.simulator.advise.planned_day import Day, DayReport, planned_day
 from cohort.services.simulator.core import replays
-from cohort.services.simulator.core.run import by_rate, find_capacity, measure, simulate
+from cohort.services.simulator.core.report import SimReport
+from cohort.services.simulator.core.run import find_capacity, measure, simulate
 from cohort.services.simulator.core.setup import (
     assigned,
     cluster_of,
@@ -90,7 +91,10 @@ def _capacity(options: argparse.Namespace, console: Console) -> int:
     model, traffic, sim_options = load_model(options.model), traffic_of(options), simulation_options(options)
     cluster, config = cluster_of(options, options.cluster), configuration(options, options.preset)
     roles = parse_roles(options.roles)
-    at_rate = by_rate(config, cluster, model, traffic, sim_options, roles)
+
+    def at_rate(rate: float) -> SimReport:
+        return simulate(config, cluster, model, traffic.workload(rate), sim_options, roles)
+
     capacity = find_capacity(at_rate, options.rate or traffic.own_rate_per_s or 1.0, options.capacity)
     console.print(render.capacity_line(capacity), soft_wrap=True)
     _write_json(options.json, capacity)

@@ -81,7 +81,7 @@ def measure(cell: Cell, port: int) -> CellResult:
         finished=sum(report["completed"] for report in judged),
         kept=sum(slo["attained"] for slo in slos),
         kept_tokens_per_s=sum(slo["goodput_output_tokens_per_s"] for slo in slos),
-        longest_ttft_s=_highest_s(judged, "ttft_ms", "max"),
+        longest_ttft_s=max((each["ttft_ms"]["max"] / 1e3 for each in judged if each["ttft_ms"]), default=None),
         numbers=numbers,
     )
 
@@ -130,10 +130,6 @@ def _told(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
             columns["goodput, tokens/s"] = report["output_tokens_per_s"] * slo["itl_share"]
         found |= {f"{name}: {title}" if len(reports) > 1 else title: value for title, value in columns.items()}
     return found
-
-
-def _highest_s(reports: list[dict[str, Any]], field: str, figure: str) -> float | None:
-    return max((report[field][figure] / 1e3 for report in reports if report[field]), default=None)
 
 
 def columns_of_processes(stats: Mapping[str, Stats], metrics: str) -> dict[str, float]:

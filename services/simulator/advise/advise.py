@@ -24,9 +24,10 @@ from cohort.common.errors import ConfigError
 from cohort.common.policies.compose import groups_layers
 from cohort.common.policies.cost_model import ModelShape
 from cohort.common.types import Role
+from cohort.common.workloads.items import Workload
 from cohort.services.simulator.core.deployment import kv_blocks, spread_roles
 from cohort.services.simulator.core.report import SimReport
-from cohort.services.simulator.core.run import Capacity, by_rate, find_capacity, simulate
+from cohort.services.simulator.core.run import Capacity, find_capacity, simulate
 from cohort.services.simulator.core.setup import configuration
 from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.core.traffic import Traffic
@@ -138,9 +139,7 @@ class _Run:
         for candidate in candidates:
             self.progress(candidate.label)
             try:
-                report = simulate(
-                    self.config(candidate), candidate.cluster, self.model, workload, self.sim_options, candidate.roles
-                )
+                report = self._simulate(candidate, workload)
             except ConfigError as error:
                 self.cannot(candidate.label, error)
             else:
@@ -149,10 +148,15 @@ class _Run:
 
     def capacity(self, candidate: Candidate, start_per_s: float) -> Capacity:
         self.progress(f"capacity of {candidate.label}")
-        at_rate = by_rate(
-            self.config(candidate), candidate.cluster, self.model, self.traffic, self.sim_options, candidate.roles
-        )
+
+        def at_rate(rate: float) -> SimReport:
+            return self._simulate(candidate, self.traffic.workload(rate))
+
         return find_capacity(at_rate, start_per_s, self.options.capacity, tolerance=_EQUAL)
+
+    def _simulate(self, candidate: Candidate, workload: Workload) -> SimReport:
+        config = self.config(candidate)
+        return simulate(config, candidate.cluster, self.model, workload, self.sim_options, candidate.roles)
 
 
 def advise(

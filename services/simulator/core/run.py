@@ -17,7 +17,6 @@ from cohort.common.workloads.items import Workload
 from cohort.services.simulator.core.cluster import SimCluster
 from cohort.services.simulator.core.report import SimReport, make_report
 from cohort.services.simulator.core.sim_options import SimOptions
-from cohort.services.simulator.core.traffic import Traffic
 from cohort.services.simulator.hardware.hardware import Cluster, load_cluster, load_model
 
 
@@ -67,18 +66,6 @@ def measure(cell: Cell) -> CellResult:
     )
 
 
-def by_rate(
-    config: Config,
-    cluster: Cluster,
-    model: ModelShape,
-    traffic: Traffic,
-    options: SimOptions,
-    roles: Mapping[Role, int] | None,
-) -> Callable[[float], SimReport]:
-    """Make `simulate` a function of the request rate alone, for `find_capacity`."""
-    return lambda rate: simulate(config, cluster, model, traffic.workload(rate), options, roles)
-
-
 class Capacity(msgspec.Struct, frozen=True):
     """Highest request rate at which the share of attained SLOs is at least `target`; 0 when no rate tried keeps it.
     `tried`: rate → share kept of all sent, in the order of the search."""
@@ -86,11 +73,6 @@ class Capacity(msgspec.Struct, frozen=True):
     target: float
     rate_per_s: float
     tried: list[tuple[float, float]]
-
-
-def attainment(report: SimReport) -> float:
-    """Return the share kept of all sent; 0 without any SLO, where a capacity means nothing."""
-    return report.overall.slo.kept_of_sent if report.overall.slo else 0.0
 
 
 def find_capacity(
@@ -104,7 +86,8 @@ def find_capacity(
     tried: list[tuple[float, float]] = []
 
     def keeps(rate: float) -> bool:
-        tried.append((rate, attainment(at_rate(rate))))
+        slo = at_rate(rate).overall.slo
+        tried.append((rate, slo.kept_of_sent if slo else 0.0))
         return tried[-1][1] >= target
 
     good, bad = 0.0, float("inf")

@@ -127,15 +127,11 @@ class _Run:
     def _workload(self, seed: int) -> Workload:
         rate = _DEPTH * _OFFERED_PER_S[self.model][self.workload] * (self.devices - 1)
         arrivals, count = RandomArrivals(rate), int(rate * _END_S)
-        match self.workload:
-            case "sharegpt":
-                return paper_workload("ecoserve-sharegpt", arrivals, count=count, seed=seed)
-            case "azure":
-                return paper_workload("alignedserve-azure", arrivals, count=count, seed=seed)
-            case "longbench":
-                return longbench_workload(arrivals, count=count, longest=_CONTEXT - 600, seed=seed)
-            case "uniform":
-                return paper_workload("alignedserve-long", arrivals, count=count, seed=seed)
+        shapes = {"sharegpt": "ecoserve-sharegpt", "azure": "alignedserve-azure", "uniform": "alignedserve-long"}
+        if self.workload in shapes:
+            return paper_workload(shapes[self.workload], arrivals, count=count, seed=seed)
+        if self.workload == "longbench":
+            return longbench_workload(arrivals, count=count, longest=_CONTEXT - 600, seed=seed)
         short = paper_workload("alignedserve-short", AllAtOnce(), count=count, seed=seed)
         long = paper_workload("alignedserve-long", AllAtOnce(), count=count, seed=seed)
         return mixture("mixed", [(0.95, short), (0.05, long)], arrivals, count=count, seed=seed)

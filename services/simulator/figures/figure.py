@@ -71,7 +71,7 @@ class Lab:
 
     chosen_seed: int = 0
     folder: Path | None = None
-    _done: dict[Hashable, tuple[SimReport, bool]] = field(default_factory=dict)
+    _done: dict[Hashable, _Kept] = field(default_factory=dict)
     _asked: bool = False
 
     @property
@@ -86,29 +86,28 @@ class Lab:
     def run(self, key: Hashable, simulation: Callable[[], SimReport]) -> SimReport:
         if key not in self._done:
             self._done[key] = self._kept(key) or self._ran(key, simulation)
-        report, asked = self._done[key]
-        self._asked |= asked
-        return report
+        self._asked |= self._done[key].asked
+        return self._done[key].report
 
-    def _ran(self, key: Hashable, simulation: Callable[[], SimReport]) -> tuple[SimReport, bool]:
+    def _ran(self, key: Hashable, simulation: Callable[[], SimReport]) -> _Kept:
         before, self._asked = self._asked, False
-        found = simulation(), self._asked
+        report = simulation()
+        found = _Kept(repr(key), self._asked, report)
         self._asked = before
         if self.folder is not None:  # whole or not at all: other processes read the folder
             self.folder.mkdir(parents=True, exist_ok=True)
-            report, asked = found
-            write_private(self._path(self.folder, key), msgspec.msgpack.encode(_Kept(repr(key), asked, report)))
+            write_private(self._path(self.folder, key), msgspec.msgpack.encode(found))
         return found
 
-    def _kept(self, key: Hashable) -> tuple[SimReport, bool] | None:
-        """Return a stored run and whether the seed had a part in it. None: not stored, or of an earlier form."""
+    def _kept(self, key: Hashable) -> _Kept | None:
+        """Return a stored run. None: not stored, or of an earlier form."""
         if self.folder is None:
             return None
         try:
             kept = msgspec.msgpack.decode(self._path(self.folder, key).read_bytes(), type=_Kept)
         except (FileNotFoundError, msgspec.MsgspecError):
             return None
-        return (kept.report, kept.asked) if kept.key == repr(key) else None
+        return kept if kept.key == repr(key) else None
 
     def _path(self, folder: Path, key: Hashable) -> Path:
         """Name the file of a run by a digest. A folder belongs to one version of the code; whether traces are at hand

@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from cohort.services.simulator.figures.figure import Claim, Figure, Reason, Standing
 from cohort.services.simulator.reproduce.kept_numbers import KeptNumbers
@@ -76,18 +75,14 @@ class Row:
     ours: Spread
     said: str
 
-    @property
-    def standing(self) -> Standing:
-        return self.figure.standing
-
 
 def markdown(kept: KeptNumbers, figures: Sequence[Figure], claims: Sequence[Claim], reasons: Sequence[Reason]) -> str:
     rows = rows_of(kept, figures, claims)
     lines = [_HEAD, *_summary(rows, claims, reasons)]
     if missing := [figure for figure in figures if figure.id not in {row.figure.id for row in rows}]:
         lines += ["", _LACKING]
-        for system, group in groupby(sorted(missing, key=_system), key=_system):
-            ids = [figure.id for figure in group]
+        for system in sorted({figure.system for figure in missing}):
+            ids = [figure.id for figure in missing if figure.system == system]
             lines.append(f"- {system}, {len(ids)}: {', '.join(ids)}")
     return "\n".join([*lines, _FOOT]) + "\n"
 
@@ -99,10 +94,6 @@ def rows_of(kept: KeptNumbers, figures: Iterable[Figure], claims: Sequence[Claim
         for figure in figures
         if (ours := spreads.get(figure.id)) is not None
     ]
-
-
-def _system(figure: Figure) -> str:
-    return figure.system
 
 
 def _summary(rows: Sequence[Row], claims: Iterable[Claim], reasons: Sequence[Reason]) -> Iterator[str]:
@@ -134,7 +125,7 @@ def _claim_line(claim: Claim, found: Sequence[Row], said: str) -> str:
 
 def _rows_told(rows: Sequence[Row]) -> Iterator[str]:
     """Count how many of the papers' numbers agree, with those that cannot be told and without; readings apart."""
-    said = _by_standing(rows)
+    said = {standing: [row.said for row in rows if row.figure.standing is standing] for standing in Standing}
     counts, of = Counter(said[Standing.CLAIM]), len(said[Standing.CLAIM])
     reproduced, agree, told = counts[REPRODUCED], counts[REPRODUCED] + counts[DIRECTION], of - counts[UNTOLD]
     yield f"Of {of} rows, each a number, bound or direction that a paper prints: {_counted(said[Standing.CLAIM])}."
@@ -152,17 +143,11 @@ def _rows_told(rows: Sequence[Row]) -> Iterator[str]:
         yield f"{single} of {len(rows)} rows were measured with one seed: their verdicts say nothing of chance yet."
 
 
-def _by_standing(rows: Iterable[Row]) -> dict[Standing, list[str]]:
-    found: dict[Standing, list[str]] = {standing: [] for standing in Standing}
-    for row in rows:
-        found[row.standing].append(row.said)
-    return found
-
-
 def _in_one_line(paper: str, rows: Iterable[Row], reasons: Sequence[Reason]) -> list[str]:
     """Summarize how many of a paper's rows are reproduced, and the reason of most of the others. A row is of the paper
     that its id begins with: a table of baselines alone has its paper's rows, too."""
-    counted = [row for row in rows if row.standing is Standing.CLAIM and row.figure.id.startswith(f"{paper.lower()}-")]
+    ours = [row for row in rows if row.figure.id.startswith(f"{paper.lower()}-")]
+    counted = [row for row in ours if row.figure.standing is Standing.CLAIM]
     if not counted:
         return []
     others = [row for row in counted if row.said != REPRODUCED]

@@ -152,7 +152,7 @@ def test_the_page_on_disk_is_current_and_every_figure_has_a_number() -> None:
     summary = text.partition("\n## Summary\n")[2].partition("\n## ")[0]
     unlike = [line for line in summary.splitlines() if re.search(r"\| (not|direction|cannot be told) \|", line)]
     assert unlike and [line for line in unlike if not line.endswith("` |")] == []
-    judged = [row.figure.id for row in found if row.standing is not Standing.BESIDE and row.said != REPRODUCED]
+    judged = [row.figure.id for row in found if row.figure.standing is not Standing.BESIDE and row.said != REPRODUCED]
     assert judged and [name for name in judged if reason_of(name, shipped_reasons()) is None] == []
 
 

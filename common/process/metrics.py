@@ -29,7 +29,6 @@ SHORT_BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 
 TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 FRACTION_BUCKETS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.11, 1.25, 1.5, 2.0, 4.0, 10.0)
 
 M = TypeVar("M", Counter, Gauge, "ManyHistogram")
 
@@ -288,7 +287,6 @@ class SchedulerMetrics:
         self.leads = make.gauge("manager_leads", "1 = this manager leads, 0 = it stands by")
         self.buckets = make.gauge("buckets", "Buckets in use")
         self.placements = make.counter("placements", "Requests placed, by reason", ("reason",))
-        self.migrations = make.counter("migrations", "Requests moved between workers while running", ("reason",))
         self.attempts_lost = make.counter("attempts_lost", "Attempts lost and given back to their gateway", ("reason",))
         self.queue_seconds = make.histogram("placement_queue_seconds", "Submitted to placed", ("class",))
         self.decision_seconds = make.histogram(
@@ -299,9 +297,6 @@ class SchedulerMetrics:
             "padding_waste_ratio", "Share of a batch that would be padding", (), FRACTION_BUCKETS
         )
         self.order_stats = make.gauge("prefill_order", "The prefill order's own metrics, by name", ("metric",))
-        self.prediction_ratio = make.histogram(
-            "prediction_ratio", "Predicted over real output length", (), RATIO_BUCKETS
-        )
 
 
 def exposition(registry: CollectorRegistry) -> bytes:

@@ -7,9 +7,13 @@ naming file, line and field. Never clips or scales: that is the workload's busin
 from __future__ import annotations
 
 import csv
+import gzip
+import io
 import itertools
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +22,6 @@ from typing import Literal, TextIO
 import msgspec
 
 from cohort.common.errors import ConfigError
-from cohort.common.workloads.files import reading
 
 TraceFormat = Literal["mooncake", "azure", "burstgpt", "cohort"]
 _HEADERS: Mapping[TraceFormat, frozenset[str]] = {
@@ -86,7 +89,7 @@ def read_trace(
     """
     rows: list[TraceRow] = []
     skipped = 0
-    with reading(path) as file:
+    with _reading(path) as file:
         found, numbered = _rows(path, file, trace_format)
         for line, row in numbered:
             if row.prompt_tokens == 0 or row.output_tokens == 0:
@@ -105,6 +108,27 @@ def read_trace(
     if not rows:
         raise ConfigError(f"{path}: no row with a prompt and an output")
     return Trace(found, _from_zero(rows), skipped)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[TextIO]:
+    """Open the file as UTF-8 text. Gzip is recognised by its first bytes, not by its name. Raises `ConfigError`."""
+    try:
+        with path.open("rb") as probe:
+            packed = probe.read(2) == b"\x1f\x8b"
+        binary = gzip.open(path, "rb") if packed else path.open("rb")  # noqa: SIM115  # closed with `file`
+        file = io.TextIOWrapper(binary, encoding="utf-8-sig", newline="")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from error
+    with file:
+        try:
+            yield file
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: not UTF-8 text ({error.reason})") from error
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ConfigError(f"{path}: damaged gzip file ({error})") from error
+        except csv.Error as error:
+            raise ConfigError(f"{path}: not a CSV file ({error})") from error
 
 
 def _from_zero(rows: list[TraceRow]) -> tuple[TraceRow, ...]:

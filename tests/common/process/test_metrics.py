@@ -68,10 +68,10 @@ def test_a_workers_policies_have_their_own_stats(registry: CollectorRegistry, ma
 
 def test_the_manager_has_its_own(registry: CollectorRegistry, make: MetricFactory) -> None:
     scheduler = SchedulerMetrics(make)
-    scheduler.migrations("worker lost").inc()
+    scheduler.attempts_lost("worker lost").inc()
     scheduler.buckets().set(4)
     scheduler.padding_waste().observe(0.25)
-    assert value(registry, "cohort_migrations_total", reason="worker lost") == 1
+    assert value(registry, "cohort_attempts_lost_total", reason="worker lost") == 1
     assert value(registry, "cohort_buckets") == 4
     assert value(registry, "cohort_padding_waste_ratio_bucket", le="0.3") == 1
 

@@ -73,7 +73,8 @@ def test_a_rate_with_late_requests_is_no_capacity_though_99_percent_of_the_token
     assert keeps_up(lab, system, "azure-code", 3.0)
     overall = structs.replace(report.overall, slo=structs.replace(slo, gaps=0.97, tbt=0.995))
     late = structs.replace(report, overall=overall)
-    lab._done[(system, "azure-code", 3.0, dynaserve_setup.SMALL, 1.0)] = late, True
+    key = (system, "azure-code", 3.0, dynaserve_setup.SMALL, 1.0)
+    lab._done[key] = structs.replace(lab._done[key], report=late)
     assert not keeps_up(lab, system, "azure-code", 3.0)
 
 

@@ -21,11 +21,11 @@ from cohort.common.planning.simulation_jobs import Answer, Job, WorkerCost
 from cohort.common.planning.traffic import Replayed, Timing, in_time
 from cohort.common.policies.cost_model import StepWork
 from cohort.common.types import KvGeometry, Role, Slo, StepTimes
-from cohort.common.workloads.day import morning_share, rate_at, synthetic_day
 from cohort.common.workloads.items import WorkItem, Workload
 from cohort.services.simulator.advise.candidate_shapes import LearnedCost, foresee, model_of, replay
 from cohort.services.simulator.advise.foresee import served_model
 from cohort.services.simulator.advise.planned_day import Day, DayRow, PlannedCluster, all_shapes, planned_day
+from cohort.services.simulator.core.traffic import morning_share, rate_at, synthetic_day
 from tests.services.simulator import lab
 
 TIMES = StepTimes(0.004, 0.001, 1e-4, 0.006, 1e-8, 1e-7, 0.1, 1e-7)

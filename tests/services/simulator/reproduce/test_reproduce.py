@@ -16,8 +16,7 @@ from cohort.services.cli.__main__ import main
 from cohort.services.simulator.core.report import SimReport, make_report
 from cohort.services.simulator.figures.figure import Figure, Lab
 from cohort.services.simulator.reproduce import reproduce as reproduce_
-from cohort.services.simulator.reproduce.reproduce import Reproduced, reproduce, select
-from cohort.services.simulator.reproduce.reproduction_results import digest, read_results
+from cohort.services.simulator.reproduce.reproduce import Reproduced, digest, read_results, reproduce, select
 from tests.services.simulator.lab import cluster, config, run, workload
 
 LOAD = workload((0.0, 50, 3))

@@ -39,9 +39,10 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Part(_Section, frozen=True):
     """One stream: lengths drawn from a trace (times `scale`), as a paper prints them (`paper`, a name of
     common/workloads/papers.py), or by `lengths`: `64x64`, `0.8:64x64,0.2:768x32`, `uniform:16-96 x uniform:16-64`.
-    Poisson arrivals (`cv` 1) at `rate` a second while it is on, or all `at_once`. With `users` a closed loop instead:
-    so many who ask together, and again when the last of them has its whole answer (BROS §7.1), or, not `together`, each
-    when his own is there; no trace. `requests`: so many, however long they take. `name`: in the columns of a live run.
+    Poisson arrivals (`cv` 1) at `rate` a second while it is on, or all `at_once`. With `users` a closed loop instead,
+    without a trace: they ask together, and again when the last of them has its whole answer (BROS §7.1), or, not
+    `together`, each when his own has come. `requests`: their number, however long they take. `name`: in the columns of
+    a live run.
 
     `burst_s` of every `period_s` seconds it is on (0: always), from `start_s` to `end_s` (0: the end). `ttft_s`,
     `tpot_s`: one SLO, or several of which each request is given one by chance. `whole_s`: instead, twice (first +

@@ -449,13 +449,6 @@ FIGURES: tuple[Figure, ...] = (
         replace(_AZURE, without=("prefetch", "aligned")),
         28.51,
     ),
-    _ablation(
-        "alignment-split",
-        "alignment",
-        replace(_AZURE, attention="split_kv"),
-        replace(_AZURE, attention="split_kv", without=("aligned",)),
-        28.51,
-    ),
     _mixed_figure("sharegpt", 8.61),
     _mixed_figure("longbench", 12.37),
     _ttft_figure("sharegpt", 1.49),

@@ -110,7 +110,6 @@ _SYSTEMS = {
     "bucketserve": _System("bucketserve"),
     "bucketserve-1p3d": _System("bucketserve", _ONE_THREE),
     "bucketserve-2p2d": _System("bucketserve", _HALVES),
-    "bucketserve-p90": _System("bucketserve", over={"experiment": {"bucketserve": {"output_estimate": "p90"}}}),
     "bucketserve-padded": _System("bucketserve", over=_PADDED),
     "first-come-padded": _System("bucketserve", over=_ONE_BUCKET),
     "distserve": _System("baseline-distserve"),
@@ -295,7 +294,6 @@ FIGURES: tuple[Figure, ...] = (
     _ratio("5a", "mixed", "distserve-2p2d", _THROUGHPUT, 1.31, "two and two", "bucketserve-2p2d"),
     _ratio("5a", "mixed", "first-come-padded", _THROUGHPUT, 1.31, _BOTH_PADDED, "bucketserve-padded"),
     _ratio("5a", "mixed-short-answers", "first-come-padded", _THROUGHPUT, 1.31, _BOTH_PADDED, "bucketserve-padded"),
-    _ratio("5a", "mixed", "distserve", _THROUGHPUT, 1.31, "memory by p90", "bucketserve-p90"),
     _row(
         "5b-utilisation",
         f"{_WORKLOADS['mixed']}, offline",

@@ -155,8 +155,8 @@ class Cluster(msgspec.Struct, frozen=True):
     `mixed_reads` in the cluster's file stand in for the stack's. `control_latency_s` is what a control message takes
     between two processes.
 
-    `cores`: where engines of one thread run on so many cores that they share with each other, with the other processes
-    of the pipeline and with its clients; 0: every instance has hardware of its own. `service_step_s`, `service_row_s`:
+    `cores`: number of cores that engines of one thread share with each other, with the other processes of the pipeline
+    and with its clients; 0: every instance has hardware of its own. `service_step_s`, `service_row_s`:
     processor time that those others, and changing between them, take for an iteration, and for each of its rows.
     `core_contention`: how much longer, as a share, an iteration takes for each one beside it (cores are threads of one
     core, say); `memory_contention`: how much more two iterations take beside each other that only read memory;

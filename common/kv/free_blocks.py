@@ -28,9 +28,6 @@ class FreeBlocks:
         if num_blocks:
             self._insert(0, num_blocks)
 
-    def __len__(self) -> int:
-        return self.count
-
     def __iter__(self) -> Iterator[int]:
         for start, end in self._end_of.items():
             yield from range(start, end)

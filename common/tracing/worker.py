@@ -60,19 +60,13 @@ class _Segment:
     """Preemptions and the like before the first decode iteration."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    plan: IterationPlan
-    begun_s: float
-
-
 class WorkerSpans:
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
         self._segments: dict[Attempt, _Segment] = {}
         self._transfers = TransferSpans(tracing)
-        self._steps: deque[_Step] = deque()
-        """Iteration in flight, and the one queued after it."""
+        self._steps: deque[tuple[IterationPlan, float]] = deque()
+        """Plan and start of the iteration in flight, and of the one queued after it."""
         self._ended_s = 0.0
         self._early: dict[Attempt, tuple[InstanceId, KvOffer]] = {}
         """Offers that came before their segment."""
@@ -179,7 +173,7 @@ class WorkerSpans:
     # -- iterations ------------------------------------------------------------------------------------------------
 
     def _step_begins(self, now_s: float, plan: IterationPlan) -> None:
-        self._steps.append(_Step(plan, now_s))
+        self._steps.append((plan, now_s))
         if not self._segments:
             return
         for preempt in plan.preempted:
@@ -188,12 +182,11 @@ class WorkerSpans:
             self._moved(now_s, sequence.key, "evicted", "its KV waits for another worker")
 
     def _step_ended(self, now_s: float, event: StepEnded) -> None:
-        step = self._steps.popleft() if self._steps else None
-        begun_s = max(step.begun_s, self._ended_s) if step is not None else now_s
-        self._ended_s = now_s
-        if step is None or not self._segments:
+        plan, begun_s = self._steps.popleft() if self._steps else (None, now_s)
+        begun_s, self._ended_s = max(begun_s, self._ended_s), now_s
+        if plan is None or not self._segments:
             return
-        for row in step.plan.rows:
+        for row in plan.rows:
             segment = self._segments.get(row.sequence.key)
             if segment is None:
                 continue
@@ -208,8 +201,8 @@ class WorkerSpans:
                     segment.span.here,
                     start=row.start,
                     positions=row.count,
-                    batch_rows=len(step.plan.rows),
-                    batch_tokens=step.plan.tokens,
+                    batch_rows=len(plan.rows),
+                    batch_tokens=plan.tokens,
                 )
             else:
                 self._decoded(begun_s, now_s, segment, row.count)

@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from cohort.services.simulator.advise.advise import Advice, Trial
-from cohort.services.simulator.advise.planned_day import DayReport, DayRow
-from cohort.services.simulator.core.report import SimReport, Slice
+from cohort.services.simulator.advise.planned_day import DayReport
+from cohort.services.simulator.core.report import SimReport
 from cohort.services.simulator.core.run import Capacity
 from cohort.services.simulator.core.statistics import Distribution
 from cohort.services.simulator.reproduce.reproduce import Reproduced, shown_spread
@@ -46,7 +46,13 @@ def print_report(report: SimReport, console: Console) -> None:
         slices = {"all ": whole} | {f"{name} ": part for name, part in report.by_class.items()}
     latencies = table("ms", "mean", "p50", "p90", "p99", "max")
     for name, part in slices.items():
-        for what, stats in _latencies(part).items():
+        for what, stats in (
+            ("TTFT", part.ttft_ms),
+            ("TPOT", part.tpot_ms),
+            ("TBT", part.tbt_ms),
+            ("JCT", part.jct_ms),
+            ("JCT / output token", part.normalised_ms),
+        ):
             if stats is not None:
                 values = (stats.mean, stats.p50, stats.p90, stats.p99, stats.max)
                 latencies.add_row(f"{name}{what}", *(f"{value:.1f}" for value in values))
@@ -139,16 +145,6 @@ def _instances(report: SimReport) -> Table:
     return lines
 
 
-def _latencies(part: Slice) -> dict[str, Distribution | None]:
-    return {
-        "TTFT": part.ttft_ms,
-        "TPOT": part.tpot_ms,
-        "TBT": part.tbt_ms,
-        "JCT": part.jct_ms,
-        "JCT / output token": part.normalised_ms,
-    }
-
-
 def _ms(stats: Distribution | None, name: str) -> str:
     return "–" if stats is None else f"{getattr(stats, name):.0f}"
 
@@ -224,13 +220,11 @@ def reproduction(results: Sequence[Reproduced]) -> Table:
 
 
 def print_planned(report: DayReport, console: Console) -> None:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("workers")
-    for heading in ("requests", "in time", "devices", "score"):
-        table.add_column(heading, justify="right")
+    lines = table("workers", "requests", "in time", "devices", "score")
     for row in (report.planned, *report.fixed):
-        table.add_row(*_planned_cells(row))
-    console.print(table)
+        share, score = (f"{'< ' * row.broken_off}{value:.4f}" for value in (row.in_time, row.score))
+        lines.add_row(row.name, str(row.requests), share, f"{row.devices:.2f}", score)
+    console.print(lines)
     changes = sum(report.counts.get(action, 0) for action in ("changed", "undone"))
     error = "unknown" if report.error is None else f"{report.error:.3f}"
     console.print(
@@ -246,8 +240,3 @@ def print_planned(report: DayReport, console: Console) -> None:
             highlight=False,
             soft_wrap=True,
         )
-
-
-def _planned_cells(row: DayRow) -> tuple[str, ...]:
-    less = "< " if row.broken_off else ""
-    return row.name, str(row.requests), f"{less}{row.in_time:.4f}", f"{row.devices:.2f}", f"{less}{row.score:.4f}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 import msgspec
@@ -222,16 +223,13 @@ class PlannedCluster:
         leaving = self._leaving([role for role, _ in drain])
         left = set(leaving)
 
-        def gone(name: InstanceId) -> Callable[[], None]:
-            def one() -> None:
-                left.discard(name)
-                if not left:
-                    self._settled(after)
-
-            return one
+        def gone(name: InstanceId) -> None:
+            left.discard(name)
+            if not left:
+                self._settled(after)
 
         for name in leaving:
-            self.sim.drain_worker(name, self._drain_s, gone(name))
+            self.sim.drain_worker(name, self._drain_s, partial(gone, name))
         if not leaving:
             self._settled(after)
 

@@ -33,7 +33,7 @@ from cohort.common.virtual_cluster.cluster import GATEWAY, MANAGER, VirtualClust
 from cohort.common.virtual_cluster.plugins import Cadence, Node
 from cohort.common.workloads.items import ClosedLoopUsers, WorkItem, Workload
 from cohort.services.simulator.core.clients import TraceClients
-from cohort.services.simulator.core.deployment import Deployment, Instances, kv_blocks, spread_roles
+from cohort.services.simulator.core.deployment import Deployment, kv_blocks, spread_roles
 from cohort.services.simulator.core.engine import CostEngine, SimWorker
 from cohort.services.simulator.core.sim_options import SimOptions
 from cohort.services.simulator.core.tally import WallTime, WorkerTally, timed
@@ -109,18 +109,21 @@ class SimCluster:
             raise ConfigError(f"roles name {len(named)} instances, the cluster has {cluster.instances}")
         shared = _prompts_are_shared(config, workload)
         asks_model = config.speculation.mode == "model"
-        instances = Instances(
-            model,
-            self.geometry,
-            blocks,
-            longest,
-            named,
+        deployment = Deployment(
+            config=config,
+            options=options,
+            model=model,
+            geometry=self.geometry,
+            blocks=blocks,
+            longest=longest,
+            roles=named,
             profile=partial(self._profile, longest) if options.profiled else None,
             device_of=partial(_device_of, cluster) if measured else None,
             draft_price=self._draft_price if asks_model else None,
             foresee_steps=plans_ahead and cluster.shares,
+            placement=placement,
+            shared_prompts=shared,
         )
-        deployment = Deployment(config, options, instances, placement, shared_prompts=shared)
         self.wall = {"worker": WallTime(), "manager": WallTime()}
         network = SimNetwork(cluster, self.geometry)
         self.ports = network.ports

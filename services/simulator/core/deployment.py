@@ -27,10 +27,12 @@ from cohort.services.simulator.hardware.draft_price import DraftPrice, Holds
 from cohort.services.simulator.hardware.hardware import Cluster
 
 
-@dataclass(frozen=True, slots=True)
-class Instances:
-    """Instances of a simulation; by number where they may differ."""
+@dataclass(kw_only=True)
+class Deployment:
+    """Factory of a simulation's machines, made as in the live services (`Builder`); by number where they differ."""
 
+    config: Config
+    options: SimOptions
     model: ModelShape
     geometry: KvGeometry
     blocks: Sequence[tuple[int, int]]
@@ -45,67 +47,57 @@ class Instances:
     """Price of its draft model's steps, by whether the worker holds a sequence."""
     foresee_steps: bool
     """Whether they plan ahead, also of steps with prompts, whose times they then learn."""
+    placement: Placement | None
+    shared_prompts: bool
 
-
-class Deployment:
-    """Factory of a simulation's machines, made as in the live services (`Builder`)."""
-
-    def __init__(
-        self,
-        config: Config,
-        options: SimOptions,
-        instances: Instances,
-        placement: Placement | None,
-        *,
-        shared_prompts: bool,
-    ) -> None:
+    def __post_init__(self) -> None:
+        config = self.config
         # Where no prompt shares anything the prefix cache can only miss: hashing every block would change nothing. And
         # the prompts are all made of the same token then: nothing may look for common prefixes.
-        if not shared_prompts:
+        if not self.shared_prompts:
             config = msgspec.structs.replace(config, kv=msgspec.structs.replace(config.kv, prefix_caching=False))
-        self._config = config
-        self._options = options
-        self._instances = instances
-        self._placement = placement
-        self._lists_queue = compose.reads_queues(config, placement or compose.placement(config))
-        self._learns = compose.wants_step_times(config) or (placement is not None and placement.wants_step_times)
-        self._learns |= config.planner.mode != "off" or config.speculation.drafts or instances.foresee_steps
-        self._random = Random(options.seed)
+        self.config = config
+        self._lists_queue = compose.reads_queues(config, self.placement or compose.placement(config))
+        self._learns = compose.wants_step_times(config) or (
+            self.placement is not None and self.placement.wants_step_times
+        )
+        self._learns |= config.planner.mode != "off" or config.speculation.drafts or self.foresee_steps
+        self._random = Random(self.options.seed)
         self._numbers = itertools.count()
 
     def make_gateway(self, name: InstanceId, incarnation: int, now_s: float) -> GatewayMachine:
-        config = self._config
+        config = self.config
         settings = GatewaySettings.of(config)
         return GatewayMachine(
             name,
             incarnation,
             "",
-            settings if self._options.slo_defaults else replace(settings, rt_ttft_slo_s=0.0, rt_tpot_slo_s=0.0),
+            settings if self.options.slo_defaults else replace(settings, rt_ttft_slo_s=0.0, rt_tpot_slo_s=0.0),
             compose.admission(config),
             now_s,
-            predictor="" if self._options.predictor == "none" else "predictor",
+            predictor="" if self.options.predictor == "none" else "predictor",
         )
 
     def make_manager(self, name: InstanceId, incarnation: int, now_s: float) -> ManagerMachine:
-        config = self._config
+        config = self.config
         return ManagerMachine(
             name,
             incarnation,
             ManagerSettings.of(config),
             compose.prefill_order(config),
-            self._placement or compose.placement(config),
+            self.placement or compose.placement(config),
             compose.late_binding(config),
             now_s,
         )
 
     def make_worker(self, name: InstanceId, incarnation: int, now_s: float) -> SimWorker:
-        config, instances, number = self._config, self._instances, next(self._numbers)
-        geometry, (num_blocks, host_blocks) = instances.geometry, instances.blocks[number]
+        config, number = self.config, next(self._numbers)
+        geometry, (num_blocks, host_blocks) = self.geometry, self.blocks[number]
         kv = compose.allocation(config, geometry, num_blocks, host_blocks)
         capacity = WorkerCapacity(
-            instances.roles[name],
-            instances.model.name,
-            min(instances.longest, geometry.positions(num_blocks)),
+            self.roles[name],
+            self.model.name,
+            min(self.longest, geometry.positions(num_blocks)),
             geometry.num_layers,
             geometry.num_kv_heads,
             geometry.head_dim,
@@ -115,7 +107,7 @@ class Deployment:
             host_blocks,
             config.engine.max_rows,
             config.engine.max_step_tokens,
-            device=name if instances.device_of is None else instances.device_of(number),
+            device=name if self.device_of is None else self.device_of(number),
             window=kv.geometry.window,
             groups=kv.geometry.groups,
         )
@@ -128,12 +120,12 @@ class Deployment:
             kv,
             Random(self._random.getrandbits(32)),
         )
-        if instances.profile is not None:
+        if self.profile is not None:
             for learned in (machine.scheduler.learned, machine.observed):
                 if learned is not None:
-                    learned.import_state(instances.profile(number))
+                    learned.import_state(self.profile(number))
         machine.handle(now_s, LinkAddresses({"link": b""}))
-        price = None if instances.draft_price is None else instances.draft_price(number, machine.state.holds)
+        price = None if self.draft_price is None else self.draft_price(number, machine.state.holds)
         return SimWorker(name, machine, number=number, draft_price=price)
 
 

@@ -20,7 +20,6 @@ class GatewayConfig(Section, frozen=True):
     open: bool = False  # true: `host` may be reachable from other machines although no api_keys are set
     max_waiting_requests: Positive = 4096  # not yet placed; beyond: 429
     max_waiting_tokens: Positive = 4_000_000  # prompt + predicted output of those
-    max_n: Positive = 128  # choices per request
     # longest request body, a line of a batch too; a megabyte may take the event loop 5 ms; beyond: 413
     max_body_bytes: Positive = 4_194_304
     default_prediction_tokens: Positive = 256  # mean when the predictor is silent
@@ -30,28 +29,10 @@ class GatewayConfig(Section, frozen=True):
     rt_tpot_slo_s: Seconds = 0.2  # seconds between two tokens, likewise
     request_timeout_s: Seconds = 3600.0  # the longest a request may live, queueing included
     write_timeout_s: Seconds = 60.0  # a client that takes nothing of its answer for so long is given up
-    body_timeout_s: Seconds = 30.0  # a body of which nothing arrives for so long is given up (408)
-    body_deadline_s: Seconds = 120.0  # a body that is not complete after so long is given up (408)
-    max_bodies_bytes: Positive = 536_870_912  # bodies in flight together, read or parsed but not accepted; beyond: 429
     # of max_waiting_requests and max_waiting_tokens for one API key where there are several; beyond: 429
     owner_share: Fraction = 0.5
     # names that Host and a browser's Origin may have besides localhost; empty: any Host, but none more on open loopback
     allowed_hosts: tuple[str, ...] = ()
-    template_cpu_s: Seconds = 5.0  # processor time of the model's chat template for one request; beyond: 400
-    template_memory_bytes: Positive = 536_870_912  # of a process that renders chats; of a prompt: 1/8; beyond: 400
-    # as JSON, of what binds an answer: one schema, regular expression or grammar, or the tools of a chat; beyond: 400
-    max_grammar_bytes: Positive = 65_536
-    grammar_cpu_s: Seconds = 0.5  # processor time to compile one; beyond: 400
-    grammar_memory_bytes: Positive = 536_870_912  # of the process that compiles them; beyond: 400
-    max_tools: Positive = 128  # of one chat
-    # choices of one request, all its prompts together, half of engine.max_rows by default; beyond: 400, as below
-    max_choices: Positive = 128
-    max_messages: Positive = 4096  # of one chat
-    max_metadata_keys: Positive = 64  # of the metadata that is taken and left unread
-    max_nesting: Positive = 32  # lists and objects within each other in a body
-    max_logit_biases: Positive = 1024  # tokens in one logit_bias
-    max_stop_length: Positive = 256  # characters of one stop string
-    max_stop_characters: Positive = 1024  # of all stop strings of a request
     # units of one request: choices × (64 + prompt + max_tokens × (1 + log-probabilities)), echo and biases beside
     max_request_work: Positive = 524_288
     # such units of all open requests beyond one plain answer each: bounds the gateway's memory; beyond: 429
@@ -77,12 +58,6 @@ class GatewayConfig(Section, frozen=True):
     @property
     def own_waiting_tokens(self) -> int:
         return -(-self.max_waiting_tokens // self.processes)
-
-    @property
-    def own_bodies_bytes(self) -> int:
-        """Share of `max_bodies_bytes`, at least one of the largest bodies."""
-        largest = min(self.max_body_bytes, self.max_bodies_bytes)
-        return max(largest, -(-self.max_bodies_bytes // self.processes))
 
     @property
     def own_open_work(self) -> int:

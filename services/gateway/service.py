@@ -382,8 +382,7 @@ def _header(context: ServiceContext, now_s: float) -> GatewayHeader:
 def load_model(config: Config) -> tuple[ModelCard, Tokenizer]:
     """Raises `ModelError` that names the missing part."""
     card = read_model_card(config.model)
-    limits = TemplateLimits(config.gateway.template_cpu_s, config.gateway.template_memory_bytes)
-    return card, Tokenizer(card.path, limits)
+    return card, Tokenizer(card.path, TemplateLimits())
 
 
 async def build(context: ServiceContext) -> None:

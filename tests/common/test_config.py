@@ -20,9 +20,9 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_later_layers_win_key_by_key(tmp_path: Path) -> None:
-    path = write(tmp_path, "kv: {block_size: 32}\ngateway: {port: 9000, max_n: 4}\n")
+    path = write(tmp_path, "kv: {block_size: 32}\ngateway: {port: 9000, processes: 4}\n")
     config = load_config([path], preset="unified", overrides={"gateway": {"port": 9001}})
-    assert (config.kv.block_size, config.gateway.port, config.gateway.max_n) == (32, 9001, 4)
+    assert (config.kv.block_size, config.gateway.port, config.gateway.processes) == (32, 9001, 4)
     assert config.instance_roles == {"unified-0": Role.UNIFIED}
     assert config.policies.placement == "colocated"
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from cohort.common.errors import ModelError, RequestError
+from cohort.services.gateway import service
 from cohort.services.gateway.text import bounded_process
 from cohort.services.gateway.text.chat_template import ChatTemplate
 from cohort.services.gateway.text.template_process import ChatRenderer, TemplateLimits
@@ -55,13 +56,13 @@ def render(chats: ChatRenderer, chat: list[dict[str, str]]) -> str:
 @pytest.mark.parametrize(
     ("attack", "limit", "figure"),
     [
-        (NESTED, "gateway.template_cpu_s", "0.3 s"),
-        (POWER, "gateway.template_cpu_s", "0.3 s"),
-        (REPEATED, "gateway.template_memory_bytes", "67108864"),
-        (GROWING, "gateway.template_memory_bytes", "67108864"),
-        pytest.param(JUSTIFIED, "gateway.template_memory_bytes", "67108864", marks=another_of_its_kind()),
-        pytest.param(FORMATTED, "gateway.template_memory_bytes", "67108864", marks=another_of_its_kind()),
-        (LONG, "gateway.template_memory_bytes", "8388608"),
+        (NESTED, "processor time", "0.3 s"),
+        (POWER, "processor time", "0.3 s"),
+        (REPEATED, "memory", "67108864"),
+        (GROWING, "memory", "67108864"),
+        pytest.param(JUSTIFIED, "memory", "67108864", marks=another_of_its_kind()),
+        pytest.param(FORMATTED, "memory", "67108864", marks=another_of_its_kind()),
+        (LONG, "made a prompt of", "8388608"),
     ],
     ids=["nested", "power", "repeated", "growing", "justified", "formatted", "long"],
 )
@@ -99,10 +100,10 @@ async def test_a_templates_resources_are_bounded(
 
 def test_constants_are_computed_under_the_same_limits() -> None:
     """Jinja computes them while it compiles, so compilation cannot happen in the gateway."""
-    with pytest.raises(ModelError, match=r"gateway\.template_cpu_s"):
+    with pytest.raises(ModelError, match="processor time"):
         renderer("{{ 7 ** 99999999 % 10 }}").warm()
     chats = renderer("{{ 'a' * 3000000000 }}")
-    with pytest.raises(RequestError, match=r"gateway\.template_memory_bytes"):
+    with pytest.raises(RequestError, match="bytes of memory"):
         render(chats, CHAT)
 
 
@@ -198,9 +199,12 @@ def test_values_arrive_as_they_were_sent(echo: ChatRenderer, value: object) -> N
     assert echo.render(chat, add_generation_prompt=True, variables={"extra": value}) == here
 
 
-async def test_a_gateway_serves_on_beside_a_hostile_template(open_site: OpenSite, tmp_path: Path) -> None:
+async def test_a_gateway_serves_on_beside_a_hostile_template(
+    open_site: OpenSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "TemplateLimits", lambda: TemplateLimits(cpu_s=0.5))
     model = tiny_model.write_model(tmp_path / "m", template=f"{WHEN}{NESTED}{THEN}")
-    async with open_site(model=model, template_cpu_s=0.5) as site:
+    async with open_site(model=model) as site:
         body = {"max_tokens": 4, "messages": CHAT}
         assert (await site.post("/v1/chat/completions", body))[0] == 200
         attack = asyncio.create_task(site.post("/v1/chat/completions", {"max_tokens": 4, "messages": ATTACK}))
@@ -210,11 +214,11 @@ async def test_a_gateway_serves_on_beside_a_hostile_template(open_site: OpenSite
         assert not attack.done() and time.monotonic() > started_s
         status, answer = await attack
         assert (status, answer["error"]["param"]) == (400, "messages")
-        assert "gateway.template_cpu_s" in answer["error"]["message"]
+        assert "0.5 s of processor time" in answer["error"]["message"]
         assert (await site.post("/v1/chat/completions", body))[0] == 200
 
 
-def test_the_configuration_sets_the_limits(tmp_path: Path) -> None:
+def test_a_prompt_has_an_eighth_of_the_memory(tmp_path: Path) -> None:
     model = tiny_model.write_model(tmp_path / "m", template="{{ messages[0].content * 1000000 }}")
     tokenizer = Tokenizer(model, TemplateLimits(cpu_s=5.0, memory_bytes=32 << 20))
     with pytest.raises(RequestError, match="4194304"):

@@ -314,7 +314,7 @@ async def send(site: Site, path: str, data: bytes, method: str = "POST") -> int:
 @asynccontextmanager
 async def fuzzed(open_site: OpenSite, **options: Any) -> AsyncIterator[Site]:
     # Small enough that a valid request with the largest `n` ends, and that bodies beyond a limit are tried, too.
-    async with open_site(max_body_bytes=2_000_000, max_n=4, **options) as site:
+    async with open_site(max_body_bytes=2_000_000, **options) as site:
         yield site
 
 

@@ -92,7 +92,7 @@ async def fill(site: Site, headers: dict[str, str], count: int) -> list[asyncio.
 
 
 async def test_a_key_that_floods_leaves_half_to_the_others(open_site: OpenSite) -> None:  # noqa: F811
-    async with open_site(api_keys=KEYS, max_waiting_requests=8, max_n=8, batch={"concurrency": 1}) as site:
+    async with open_site(api_keys=KEYS, max_waiting_requests=8, batch={"concurrency": 1}) as site:
         site.manager.place = False
         tasks = await fill(site, A, 4)
         async with site.session.post(site.url + "/v1/completions", json=ASK, headers=A) as response:
@@ -106,7 +106,7 @@ async def test_a_key_that_floods_leaves_half_to_the_others(open_site: OpenSite) 
 
 
 async def test_one_key_alone_has_everything(open_site: OpenSite) -> None:  # noqa: F811
-    async with open_site(api_keys=("key-a",), max_waiting_requests=8, max_n=8) as site:
+    async with open_site(api_keys=("key-a",), max_waiting_requests=8) as site:
         site.manager.place = False
         for task in await fill(site, A, 8):
             task.cancel()
@@ -151,7 +151,7 @@ async def test_two_names_of_one_secret_are_one_owner_everywhere(
 
 
 async def test_a_request_beyond_the_share_is_400(open_site: OpenSite) -> None:  # noqa: F811
-    async with open_site(api_keys=KEYS, max_waiting_requests=8, max_n=8, max_waiting_tokens=2000) as site:
+    async with open_site(api_keys=KEYS, max_waiting_requests=8, max_waiting_tokens=2000) as site:
         status, body = await site.post("/v1/completions", {**ASK, "n": 5}, headers=A)
         assert (status, "gateway.owner_share" in body["error"]["message"]) == (400, True)
         status, body = await site.post("/v1/completions", {**ASK, "n": 4, "max_tokens": 400}, headers=A)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
+from cohort.services.gateway.bounds import BOUNDS, Bounds
 from cohort.services.gateway.http.request_bodies import SLICE_BYTES, refuse_shape
 from cohort.services.gateway.requests import prompt_field
 from cohort.services.gateway.requests.model_card import ModelCard
@@ -91,8 +92,8 @@ WORST = {
     "quotes": (text(b'\\"'), False, None),
     "backslashes": (text(b"\\\\"), False, None),
     "spaces": (filled(b'{"prompt":', b" ", b'"a"}', between=b""), False, None),
-    "messages": (filled(b'{"messages":[', b'{"role":"user","content":""}', b"]}"), True, LIMITS.max_messages * 16),
-    "empty messages": (filled(b'{"messages":[', b"{}", b"]}"), True, LIMITS.max_messages * 4),
+    "messages": (filled(b'{"messages":[', b'{"role":"user","content":""}', b"]}"), True, BOUNDS.messages * 16),
+    "empty messages": (filled(b'{"messages":[', b"{}", b"]}"), True, BOUNDS.messages * 4),
     "prompts": (filled(b'{"prompt":[', b'"a"', b"]}"), False, 3000),
     "lists": (filled(b'{"prompt":[', b"[1]", b"]}"), False, 2000),
     "biases": (b'{"prompt":"a","logit_bias":{' + b",".join(b'"%d":0' % i for i in range(45_000)) + b"}}", False, 3000),
@@ -166,32 +167,27 @@ def test_where_slices_end_makes_no_difference(body: Any, width: int, ascii: bool
     data = json.dumps(body, ensure_ascii=ascii).encode()
     strings, containers, depth = shape(body)
 
-    def accepts(**options: int) -> bool:
-        few = {"max_choices": 1, "max_logit_biases": 1, "max_messages": 1}
-        limits = GatewayConfig(**{**few, **options})  # type: ignore[arg-type]
+    def accepts(**limits: int) -> bool:
+        few = {"choices": 1, "logit_biases": 1, "messages": 1}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("cohort.services.gateway.http.request_bodies.SLICE_BYTES", width)
             patch.setattr("cohort.services.gateway.http.request_bodies._OTHERS", 0)
+            patch.setattr("cohort.services.gateway.bounds.BOUNDS", Bounds(**{**few, **limits}))
             try:
-                refuse_shape(data, limits, chat=False)
+                refuse_shape(data, LIMITS, chat=False)
             except RequestError:
                 return False
         return True
 
-    roomy = {
-        "max_choices": containers + strings + 1,
-        "max_logit_biases": strings + 1,
-        "max_nesting": depth + 1,
-        "max_grammar_bytes": 1,
-    }
+    roomy = {"choices": containers + strings + 1, "logit_biases": strings + 1, "nesting": depth + 1, "grammar_bytes": 1}
     assert accepts(**roomy)
     if depth:
-        assert accepts(**{**roomy, "max_nesting": depth})
-        assert depth == 1 or not accepts(**{**roomy, "max_nesting": depth - 1})
+        assert accepts(**{**roomy, "nesting": depth})
+        assert depth == 1 or not accepts(**{**roomy, "nesting": depth - 1})
     if containers > 1:
-        assert not accepts(**{**roomy, "max_choices": containers - 1, "max_logit_biases": strings + 1})
+        assert not accepts(**{**roomy, "choices": containers - 1, "logit_biases": strings + 1})
     if strings > 1:
-        assert not accepts(**{**roomy, "max_choices": max(1, containers), "max_logit_biases": 1}) or (
+        assert not accepts(**{**roomy, "choices": max(1, containers), "logit_biases": 1}) or (
             strings <= max(1, containers) + 1
         )
 

@@ -15,8 +15,9 @@ from random import Random
 
 import pytest
 
-from cohort.common.config import Config, EngineConfig, GatewayConfig, load_config
+from cohort.common.config import Config, EngineConfig, load_config
 from cohort.common.messages import StartSegment
+from cohort.services.gateway.bounds import BOUNDS
 from tests.security.neighbours import PLAIN_PROMPT, PLAIN_TOKENS, Run, VirtualWorker, choices, request
 
 ATTACK_S = 0.5
@@ -95,7 +96,7 @@ def test_cohort_delays_a_neighbour_by_a_quarter_of_a_second(name: str, learned: 
 def test_as_many_choices_as_one_request_may_have(learned: bool) -> None:
     """They are newcomers as well, and with shorter prompts; but they never take all rows, nor an iteration that is
     longer than the strictest TPOT."""
-    most = GatewayConfig().max_choices
+    most = BOUNDS.choices
     assert 2 * most <= EngineConfig().max_rows
     assert len(ATTACKS["128 choices"](Random(0), load_config())) == most
     first_s, gap_s = worst(runs("cohort", "128 choices", learned=learned))

@@ -66,29 +66,29 @@ DEEP = b'{"messages":[{"role":"user","content":"a","x":' + b"[" * 30 + b"]" * 30
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param", "figure", "option"),
+    ("path", "body", "param", "figure", "words"),
     [
-        ("completions", {"prompt": "a", "logit_bias": BIASES}, "logit_bias", 1025, "gateway.max_logit_biases"),
-        ("completions", {"prompt": "a", "stop": ["a" * 257]}, "stop", 257, "gateway.max_stop_length"),
-        ("completions", {"prompt": "a", "stop": STOPS}, "stop", 1025, "gateway.max_stop_characters"),
-        ("completions", {"prompt": ["a"] * 129, "n": 2}, "n", 258, "gateway.max_choices"),
-        ("completions", {"prompt": ["a"] * 129}, "prompt", 129, "gateway.max_choices"),
-        ("chat/completions", {**CHAT, "metadata": KEYS}, "metadata", 65, "gateway.max_metadata_keys"),
-        ("chat/completions", {"messages": CHAT["messages"] * 4097}, "messages", 4097, "gateway.max_messages"),
-        ("chat/completions", repeated(b'{"messages":[', b"{}", 200_000, b"]}"), None, 21_632, "gateway.max_messages"),
-        ("chat/completions", repeated(CONTENT, b"[]", 200_000, b"]}]}"), None, 21_632, "gateway.max_messages"),
-        ("chat/completions", DEEP, None, 32, "gateway.max_nesting"),
+        ("completions", {"prompt": "a", "logit_bias": BIASES}, "logit_bias", 1025, "at most 1024"),
+        ("completions", {"prompt": "a", "stop": ["a" * 257]}, "stop", 257, "at most 256"),
+        ("completions", {"prompt": "a", "stop": STOPS}, "stop", 1025, "at most 1024"),
+        ("completions", {"prompt": ["a"] * 129, "n": 2}, "n", 258, "may have 128"),
+        ("completions", {"prompt": ["a"] * 129}, "prompt", 129, "may have 128"),
+        ("chat/completions", {**CHAT, "metadata": KEYS}, "metadata", 65, "at most 64"),
+        ("chat/completions", {"messages": CHAT["messages"] * 4097}, "messages", 4097, "at most 4096"),
+        ("chat/completions", repeated(b'{"messages":[', b"{}", 200_000, b"]}"), None, 21_632, "those of 4096 messages"),
+        ("chat/completions", repeated(CONTENT, b"[]", 200_000, b"]}]}"), None, 21_632, "those of 4096 messages"),
+        ("chat/completions", DEEP, None, 32, "nested too deeply"),
         ("completions", repeated(b'{"prompt":[', b"1", 700_000, b"]}"), None, 533_504, "gateway.max_request_work"),
-        ("completions", {"prompt": "a", "logit_bias": ALL_BIASES}, None, 10_368, "gateway.max_logit_biases"),
-        ("completions", {"prompt": ["a"] * 12_000}, None, 10_368, "gateway.max_choices"),
-        ("completions", {"prompt": [[1]] * 8000}, None, 5248, "gateway.max_choices"),
+        ("completions", {"prompt": "a", "logit_bias": ALL_BIASES}, None, 10_368, "1024 biases"),
+        ("completions", {"prompt": ["a"] * 12_000}, None, 10_368, "those of 128 prompts"),
+        ("completions", {"prompt": [[1]] * 8000}, None, 5248, "those of 128 prompts"),
     ],
 )  # fmt: skip
-async def test_refused_by_name(site: Site, path: str, body: Any, param: str | None, figure: int, option: str) -> None:
+async def test_refused_by_name(site: Site, path: str, body: Any, param: str | None, figure: int, words: str) -> None:
     error = await refusal(site, path, body)
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
-    assert str(figure) in error["message"] and option in error["message"]
+    assert str(figure) in error["message"] and words in error["message"]
     assert not site.manager.submitted
 
 
@@ -110,12 +110,13 @@ async def test_the_price_names_its_largest_part(site: Site, extra: dict[str, Any
 
 
 async def test_limits_are_the_configured_ones(open_site: OpenSite) -> None:
-    limits = {"max_logit_biases": 2, "max_stop_length": 3, "max_choices": 2, "max_request_work": 200, "max_messages": 1}
-    async with open_site(**limits) as site:
+    limits = {"logit_biases": 2, "stop_length": 3, "choices": 2, "messages": 1}
+    async with open_site(limits=limits, max_request_work=200) as site:
         for path, body, figure in (
             ("completions", {"prompt": "a", "logit_bias": {"1": 1, "2": 1, "3": 1}}, "at most 2"),
             ("completions", {"prompt": "a", "stop": "abcd"}, "at most 3"),
-            ("completions", {"prompt": "a", "n": 3}, "may have 2"),
+            ("completions", {"prompt": "a", "n": 3}, "at most 2"),
+            ("completions", {"prompt": ["a"] * 3}, "may have 2"),
             ("completions", {"prompt": "a", "max_tokens": 150}, "may ask for 200"),
             (
                 "completions",

@@ -209,7 +209,6 @@ def _own_state(model: str, folder: Path, keys: list[str], resume_s: float, drain
             "resume_file": str(state / "streams.sqlite3"),
             "resume_s": resume_s,
             "write_timeout_s": 10.0,
-            "body_timeout_s": 10.0,
         },
         "keys": {"usage_file": str(state / "usage.sqlite3")},
         "batch": {"folder": str(state / "batches"), "concurrency": 4},

@@ -111,7 +111,7 @@ class TokenApi:
         return tokens
 
     async def _of_chat(self, body: TokenizeBody) -> list[int]:
-        messages = read_messages(body.messages or [], self._config)
+        messages = read_messages(body.messages or [])
         variables = dict(body.chat_template_kwargs or {})
         tools = [as_prompted(tool) for tool in body.tools or []]
         if self._tool_format is not None and self._tool_format.prompted:

@@ -130,7 +130,7 @@ class Generator:
         self.budget = RequestBudget(config, served.tokenizer.longest_token)
         self._tokenizer = tokenizer = served.tokenizer
         self._text = TokenText(tokenizer)
-        self._grammars = GrammarCompiler(config, tokenizer.to_json(), served.card.eos_token_ids)
+        self._grammars = GrammarCompiler(tokenizer.to_json(), served.card.eos_token_ids)
         self.completion = CompletionShape(self._text)
         self.chat = ChatShape(self._text)
         self._outbox = Outbox()

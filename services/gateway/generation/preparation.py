@@ -27,6 +27,7 @@ import msgspec
 from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
 from cohort.common.types import Attempt, InstanceId, Request
+from cohort.services.gateway import bounds
 from cohort.services.gateway.requests.model_card import ModelCard
 from cohort.services.gateway.requests.parsing import Call
 
@@ -187,13 +188,11 @@ class RequestBudget:
 
     def check(self, call: Call) -> None:
         """Before tokenising. Raises `RequestError` for what no number of tokens makes right."""
-        config = self._config
-        if call.choices > config.max_choices:
+        if call.choices > (most := bounds.BOUNDS.choices):
             prompts = len(call.prompts)
             what = f"{prompts} prompts × n {call.n}" if prompts > 1 else f"n {call.n}"
             raise RequestError(
-                f"{what} are {call.choices} choices, but one request may have {config.max_choices} "
-                "(gateway.max_choices).",
+                f"{what} are {call.choices} choices, but one request may have {most}.",
                 param="n" if call.n > 1 else "prompt",
             )
         least = [self._least_tokens(prompt) for prompt in call.prompts] or [1]

@@ -25,6 +25,7 @@ from aiohttp.typedefs import Handler
 
 from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
+from cohort.services.gateway import bounds
 
 RETRY_S = 1.0
 """Of a body that found the budget used up: bodies are in flight for about as long."""
@@ -100,19 +101,22 @@ class _Held:
     bytes: int = 0
 
 
+def most_in_flight(config: GatewayConfig) -> int:
+    """Bytes of bodies at one gateway: its part, and at least the largest body."""
+    return max(config.max_body_bytes, -(-bounds.BOUNDS.bodies * config.max_body_bytes // config.processes))
+
+
 class RequestBodies:
     """The budget of all bodies in flight of one gateway."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        self._most = config.own_bodies_bytes
-        self._largest = min(config.max_body_bytes, config.max_bodies_bytes)
         self.in_flight_bytes = 0
 
     @asynccontextmanager
     async def reading(self, request: web.Request) -> AsyncIterator[bytes]:
         """The body, which counts as in flight until the block ends. Raises `RequestError` as the module says."""
-        if (request.content_length or 0) > self._largest:
+        if (request.content_length or 0) > self._config.max_body_bytes:
             raise self._too_large()
         held = _Held()
         try:
@@ -122,7 +126,7 @@ class RequestBodies:
 
     async def _read(self, request: web.Request, held: _Held) -> bytes:
         content, loop = request.content, asyncio.get_running_loop()
-        idle_s, whole_s = self._config.body_timeout_s, self._config.body_deadline_s
+        idle_s, whole_s = bounds.BOUNDS.body_idle_s, bounds.BOUNDS.body_whole_s
         ends_s = loop.time() + whole_s
         body = bytearray()  # not a list of chunks: a client that sends single bytes decides how many there are
         try:
@@ -133,21 +137,20 @@ class RequestBodies:
                     deadline.reschedule(min(loop.time() + idle_s, ends_s))
         except TimeoutError as error:
             late = loop.time() >= ends_s
-            what = "is not complete after" if late else "has not moved for"
-            limit = f"gateway.body_deadline_s {whole_s:g}" if late else f"gateway.body_timeout_s {idle_s:g}"
-            raise RequestError(f"The body {what} {limit} seconds.", status=408, type_="timeout_error") from error
+            what = f"is not complete after {whole_s:g}" if late else f"has not moved for {idle_s:g}"
+            raise RequestError(f"The body {what} seconds.", status=408, type_="timeout_error") from error
         except web.RequestPayloadError as error:
             raise RequestError(f"The body cannot be read: {error}") from error
         return bytes(body)
 
     def _take(self, held: _Held, count: int) -> None:
         """`count` bytes more of a body have arrived."""
-        if held.bytes + count > self._largest:
+        if held.bytes + count > self._config.max_body_bytes:
             raise self._too_large()
-        if self.in_flight_bytes + count > self._most:
+        if self.in_flight_bytes + count > (most := most_in_flight(self._config)):
             raise RequestError(
-                f"{self.in_flight_bytes} bytes of other requests are being read, gateway.max_bodies_bytes is "
-                f"{self._most}{self._config.of_all}. Please retry later.",
+                f"{self.in_flight_bytes} bytes of other requests are being read, of {most}{self._config.of_all} "
+                f"({bounds.BOUNDS.bodies} × gateway.max_body_bytes). Please retry later.",
                 status=429,
                 type_="rate_limit_error",
                 retry_after_s=RETRY_S,
@@ -156,9 +159,8 @@ class RequestBodies:
         self.in_flight_bytes += count
 
     def _too_large(self) -> RequestError:
-        config = self._config
-        name = "max_body_bytes" if config.max_body_bytes <= config.max_bodies_bytes else "max_bodies_bytes"
-        return RequestError(f"The body is larger than {self._largest} bytes (gateway.{name}).", status=413)
+        most = self._config.max_body_bytes
+        return RequestError(f"The body is larger than {most} bytes (gateway.max_body_bytes).", status=413)
 
 
 # -- How many values a body has, and how deep they lie -----------------------------------------------------------------
@@ -171,21 +173,21 @@ class _Limits:
     values: int
     depth: int
     what: str
-    """What the strings and containers are there for, with the options that say how many."""
+    """What the strings and containers are there for, and how many of which."""
 
     @classmethod
     def of(cls, config: GatewayConfig, *, chat: bool) -> _Limits:
-        messages = config.max_messages if chat else 0
-        schemas = config.max_grammar_bytes // _BYTES_PER_SCHEMA_VALUE
+        own = bounds.BOUNDS
+        messages = own.messages if chat else 0
+        schemas = own.grammar_bytes // _BYTES_PER_SCHEMA_VALUE
         return cls(
-            strings=_STRINGS_PER_MESSAGE * messages + config.max_choices + config.max_logit_biases + schemas + _OTHERS,
-            containers=_CONTAINERS_PER_MESSAGE * messages + config.max_choices + schemas // 2 + _OTHERS,
+            strings=_STRINGS_PER_MESSAGE * messages + own.choices + own.logit_biases + schemas + _OTHERS,
+            containers=_CONTAINERS_PER_MESSAGE * messages + own.choices + schemas // 2 + _OTHERS,
             values=config.max_request_work + _STRINGS_PER_MESSAGE * messages + schemas + _OTHERS,
-            depth=config.max_nesting,
-            what=f"those of {messages} messages (gateway.max_messages), tools, schemas and options"
+            depth=own.nesting,
+            what=f"those of {messages} messages, tools, schemas and options"
             if chat
-            else f"those of {config.max_choices} prompts (gateway.max_choices), {config.max_logit_biases} biases "
-            "(gateway.max_logit_biases), schemas and options",
+            else f"those of {own.choices} prompts, {own.logit_biases} biases, schemas and options",
         )
 
 
@@ -227,9 +229,7 @@ def _depth_after(brackets: bytes, depth: int, most: int) -> int:
     for bracket in brackets:
         depth += 1 if bracket in _OPENING else -1
         if depth > most:
-            raise RequestError(
-                f"The body is nested too deeply: lists and objects may lie {most} deep (gateway.max_nesting)."
-            )
+            raise RequestError(f"The body is nested too deeply: lists and objects may lie {most} deep.")
         if depth < 0:
             break
     return depth

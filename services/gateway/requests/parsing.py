@@ -16,6 +16,7 @@ import msgspec
 from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
 from cohort.common.types import IfLate, SamplingParams, Slo, TrafficClass
+from cohort.services.gateway import bounds
 from cohort.services.gateway.http.bodies import (
     LEAST_MS,
     MOST_MS,
@@ -196,7 +197,7 @@ def chat_call(
 ) -> Call:
     """Of a body that a client sent, or that another API's body says the same as. `tool_format`: how the model writes
     calls of tools; None = it cannot be read. Raises `RequestError`."""
-    messages = read_messages(body.messages, config)
+    messages = read_messages(body.messages)
     _refuse_unsupported_chat_options(body)
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
@@ -207,7 +208,7 @@ def chat_call(
     for reserved in ("messages", "add_generation_prompt", "tools", "documents"):
         if reserved in variables:
             raise RequestError(f"chat_template_kwargs may not set {reserved!r}.", param="chat_template_kwargs")
-    tools = tool_use(body, config, tool_format)
+    tools = tool_use(body, tool_format)
     if tool_format is not None and tool_format.prompted:
         messages = prompted(messages, tools.prompt if tools is not None else ())
     elif tools is not None:
@@ -224,14 +225,10 @@ def chat_call(
     return _call(body, headers, config, card, own)
 
 
-def read_messages(messages: Sequence[dict[str, Any]], config: GatewayConfig) -> list[dict[str, Any]]:
+def read_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """As the chat template gets them. Raises `RequestError`."""
-    if len(messages) > config.max_messages:
-        raise RequestError(
-            f"The chat has {len(messages)} messages, but at most {config.max_messages} are read "
-            "(gateway.max_messages).",
-            param="messages",
-        )
+    if len(messages) > (most := bounds.BOUNDS.messages):
+        raise RequestError(f"The chat has {len(messages)} messages, but at most {most} are read.", param="messages")
     return [_message(index, message) for index, message in enumerate(messages)]
 
 
@@ -284,7 +281,7 @@ def _call(
     n = kept = body.n or 1
     if body.best_of is not None and body.best_of != n:
         n = _best_of(body.best_of, n, chat=own.chat, stream=bool(body.stream))
-    if n > 1 and n > (most := min(config.max_n, config.own_waiting_requests // max(1, len(own.prompts)))):
+    if n > 1 and n > (most := min(bounds.BOUNDS.choices, config.own_waiting_requests // max(1, len(own.prompts)))):
         name = "n" if n == kept else "best_of"
         raise RequestError(f"{name} is {n}, but at most {most} choices per prompt are served here.", param=name)
     if body.use_beam_search:
@@ -292,10 +289,9 @@ def _call(
     min_tokens = body.min_tokens or 0
     if own.max_tokens is not None and min_tokens > own.max_tokens:
         raise RequestError(f"min_tokens ({min_tokens}) exceeds max_tokens ({own.max_tokens}).", param="min_tokens")
-    if isinstance(body.metadata, dict) and len(body.metadata) > config.max_metadata_keys:
+    if isinstance(body.metadata, dict) and len(body.metadata) > bounds.BOUNDS.metadata_keys:
         raise RequestError(
-            f"metadata has {len(body.metadata)} keys, but at most {config.max_metadata_keys} are taken "
-            "(gateway.max_metadata_keys).",
+            f"metadata has {len(body.metadata)} keys, but at most {bounds.BOUNDS.metadata_keys} are taken.",
             param="metadata",
         )
     options = body.stream_options or StreamOptions()
@@ -315,7 +311,7 @@ def _call(
         messages=own.messages,
         # Choices are ranked by what the model thinks of their tokens.
         sampling=_sampling(
-            body, config, card, min_tokens=min_tokens, logprobs=own.logprobs if n == kept else max(0, own.logprobs)
+            body, card, min_tokens=min_tokens, logprobs=own.logprobs if n == kept else max(0, own.logprobs)
         ),
         shows_logprobs=own.logprobs >= 0,
         kept=kept,
@@ -323,7 +319,7 @@ def _call(
         min_tokens=min_tokens,
         n=n,
         seed=body.seed,
-        stop_strings=_stop_strings(body.stop, config),
+        stop_strings=_stop_strings(body.stop),
         stop_token_ids=tuple(card.known_tokens(body.stop_token_ids or [], "stop_token_ids")),
         ignore_eos=bool(body.ignore_eos),
         traffic_class=traffic_class,
@@ -371,9 +367,7 @@ def _wanted(body: CompletionBody | ChatBody, tools: ToolUse | None) -> Wanted | 
     return tools.wanted
 
 
-def _sampling(
-    body: CompletionBody | ChatBody, config: GatewayConfig, card: ModelCard, *, min_tokens: int, logprobs: int
-) -> SamplingParams:
+def _sampling(body: CompletionBody | ChatBody, card: ModelCard, *, min_tokens: int, logprobs: int) -> SamplingParams:
     """What the request does not name is the model's default."""
     defaults = card.sampling
     temperature = defaults.temperature if body.temperature is None else body.temperature
@@ -388,7 +382,7 @@ def _sampling(
         repetition_penalty=repetition,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=_logit_bias(body.logit_bias, config, card),
+        logit_bias=_logit_bias(body.logit_bias, card),
         logprobs=logprobs,
     )
 
@@ -468,33 +462,26 @@ def _milliseconds(headers: Mapping[str, str], name: str) -> float | None:
     return value
 
 
-def _stop_strings(stop: str | list[str] | None, config: GatewayConfig) -> tuple[str, ...]:
+def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = tuple(dict.fromkeys([stop] if isinstance(stop, str) else stop or []))
     longest, characters = max(map(len, stops), default=0), sum(map(len, stops))
-    if longest > config.max_stop_length:
+    if longest > (most := bounds.BOUNDS.stop_length):
         raise RequestError(
-            f"stop: a stop string has {longest} characters, but at most {config.max_stop_length} are watched for "
-            "(gateway.max_stop_length).",
-            param="stop",
+            f"stop: a stop string has {longest} characters, but at most {most} are watched for.", param="stop"
         )
-    if characters > config.max_stop_characters:
+    if characters > (most := bounds.BOUNDS.stop_characters):
         raise RequestError(
-            f"stop: the stop strings have {characters} characters together, but at most {config.max_stop_characters} "
-            "are watched for (gateway.max_stop_characters).",
+            f"stop: the stop strings have {characters} characters together, but at most {most} are watched for.",
             param="stop",
         )
     return stops
 
 
-def _logit_bias(bias: Mapping[str, float] | None, config: GatewayConfig, card: ModelCard) -> dict[int, float]:
+def _logit_bias(bias: Mapping[str, float] | None, card: ModelCard) -> dict[int, float]:
     if not bias:
         return {}
-    if len(bias) > config.max_logit_biases:
-        raise RequestError(
-            f"logit_bias has {len(bias)} entries, but at most {config.max_logit_biases} are taken "
-            "(gateway.max_logit_biases).",
-            param="logit_bias",
-        )
+    if len(bias) > (most := bounds.BOUNDS.logit_biases):
+        raise RequestError(f"logit_bias has {len(bias)} entries, but at most {most} are taken.", param="logit_bias")
     if bad := next((key for key in bias if not (key.isascii() and key.isdecimal() and len(key) < 20)), None):
         raise RequestError(f"logit_bias: {printable(bad)!r} is no token id.", param="logit_bias")
     if "" in bias:

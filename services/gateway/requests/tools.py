@@ -21,8 +21,8 @@ from typing import Any, Literal
 import msgspec
 
 from cohort.common import grammar
-from cohort.common.config import GatewayConfig
 from cohort.common.errors import RequestError
+from cohort.services.gateway import bounds
 from cohort.services.gateway.http.bodies import ChatBody, NamedToolChoice, Tool
 from cohort.services.gateway.text.grammar_process import Wanted
 
@@ -102,14 +102,16 @@ class ToolUse:
     wanted: Wanted | None
 
 
-def tool_use(body: ChatBody, config: GatewayConfig, format_: ToolFormat | None) -> ToolUse | None:
+def tool_use(body: ChatBody, format_: ToolFormat | None) -> ToolUse | None:
     """None: no call is read in the answer. Raises `RequestError`."""
     tools, choice = body.tools or [], body.tool_choice
     if not tools:
         if choice not in (None, "none", "auto"):
             raise RequestError("tool_choice: there are no tools to choose from.", param="tool_choice")
         return None
-    functions = [_function(index, tool) for index, tool in enumerate(_few_enough(tools, config))]
+    if len(tools) > (most := bounds.BOUNDS.tools):
+        raise RequestError(f"tools: there are {len(tools)}, but at most {most} are read.", param="tools")
+    functions = [_function(index, tool) for index, tool in enumerate(tools)]
     names = [function.name for function in functions]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise RequestError(f"tools: two functions are named {twice!r}.", param="tools")
@@ -139,15 +141,6 @@ def tool_use(body: ChatBody, config: GatewayConfig, format_: ToolFormat | None) 
             )
     wanted = Wanted("lark", calls_grammar(format_, callable_, parallel=parallel), "tools") if callable_ else None
     return ToolUse(format_, tuple(as_prompted(tool) for tool in tools), parallel, wanted)
-
-
-def _few_enough(tools: list[Tool], config: GatewayConfig) -> list[Tool]:
-    if len(tools) > config.max_tools:
-        raise RequestError(
-            f"tools: there are {len(tools)}, but at most {config.max_tools} are read (gateway.max_tools).",
-            param="tools",
-        )
-    return tools
 
 
 def _function(index: int, tool: Tool) -> Function:

@@ -51,13 +51,11 @@ Work = Callable[[bytes], tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one question; `start_cpu_s`: of what comes before the first. `options`: the configured names of the first two,
-    for messages."""
+    """Of one question; `start_cpu_s`: of what comes before the first."""
 
     cpu_s: float
     memory_bytes: int
     start_cpu_s: float
-    options: tuple[str, str]
 
     @property
     def output_bytes(self) -> int:
@@ -66,7 +64,7 @@ class Limits:
 
 class Ended(Exception):
     """The process is gone; its exit status, negative for a signal, None when it gave no answer in time. `why`: in
-    words, with the limit and its option."""
+    words, with the limit."""
 
     def __init__(self, status: int | None) -> None:
         super().__init__(status)
@@ -165,14 +163,14 @@ class BoundedProcess:
             raise
 
     def _why(self, ended: Ended) -> str:
-        limits, (time_option, memory_option) = self._limits, self._limits.options
+        limits = self._limits
         match ended.status:
             case None:
                 return "it gave no answer in time"
             case status if status == -signal.SIGPROF:
-                return f"more than {limits.cpu_s:g} s of processor time ({time_option})"
+                return f"more than {limits.cpu_s:g} s of processor time"
             case status if status in (_EXIT_MEMORY, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT):
-                return f"more than {limits.memory_bytes} bytes of memory ({memory_option})"
+                return f"more than {limits.memory_bytes} bytes of memory"
             case status:
                 return f"its process ended with status {status}"
 

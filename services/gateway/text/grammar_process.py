@@ -22,9 +22,9 @@ import msgspec
 import numpy as np
 
 from cohort.common import grammar
-from cohort.common.config import GatewayConfig
 from cohort.common.errors import ModelError, RequestError
 from cohort.common.grammar import GrammarError, GrammarTokens
+from cohort.services.gateway import bounds
 from cohort.services.gateway.text.bounded_process import (
     ANSWER,
     REFUSED,
@@ -55,14 +55,8 @@ class Wanted(msgspec.Struct, frozen=True):
 class GrammarCompiler:
     """One model's grammars."""
 
-    def __init__(self, config: GatewayConfig, tokenizer: str, end_tokens: Sequence[int]) -> None:
-        self._most_bytes = config.max_grammar_bytes
-        limits = Limits(
-            config.grammar_cpu_s,
-            config.grammar_memory_bytes,
-            _START_CPU_S,
-            ("gateway.grammar_cpu_s", "gateway.grammar_memory_bytes"),
-        )
+    def __init__(self, tokenizer: str, end_tokens: Sequence[int]) -> None:
+        limits = Limits(bounds.BOUNDS.grammar_cpu_s, bounds.BOUNDS.grammar_memory_bytes, _START_CPU_S)
         about = {"tokenizer": tokenizer, "end_tokens": list(end_tokens)}
         self._process = BoundedProcess(__name__, about, limits, "Structured output is not possible with this model")
         self._passed: OrderedDict[bytes, str] = OrderedDict()
@@ -70,11 +64,9 @@ class GrammarCompiler:
     async def compile(self, wanted: Wanted) -> str:
         """The grammar's text for workers. Raises `RequestError`."""
         question = msgspec.json.encode((wanted.kind, wanted.content))
-        if len(question) > self._most_bytes:
+        if len(question) > (most := bounds.BOUNDS.grammar_bytes):
             raise RequestError(
-                f"{wanted.param} has {len(question)} bytes, but at most {self._most_bytes} are taken "
-                "(gateway.max_grammar_bytes).",
-                param=wanted.param,
+                f"{wanted.param} has {len(question)} bytes, but at most {most} are taken.", param=wanted.param
             )
         known = self._passed.get(question)
         if known is not None:

@@ -40,14 +40,13 @@ _SHORT_BYTES = 8192
 
 @dataclass(frozen=True, slots=True)
 class TemplateLimits:
-    """`gateway.template_cpu_s` and `gateway.template_memory_bytes`."""
+    """Of one chat, and of the template's compilation; beyond: 400. A prompt may have an eighth of the memory."""
 
     cpu_s: float = 5.0
     memory_bytes: int = 512 << 20
 
     def of_process(self) -> Limits:
-        options = ("gateway.template_cpu_s", "gateway.template_memory_bytes")
-        return Limits(self.cpu_s, self.memory_bytes, self.cpu_s, options)
+        return Limits(self.cpu_s, self.memory_bytes, self.cpu_s)
 
 
 class ChatRenderer:
@@ -131,8 +130,7 @@ def _rendered(template: ChatTemplate, data: bytes, output_bytes: int) -> tuple[b
         return REFUSED, short(f"The model's chat template failed on the messages: {type(error).__name__}: {error}")
     if len(answer) > output_bytes:
         return REFUSED, short(
-            f"The model's chat template made a prompt of {len(answer)} bytes; the most is {output_bytes}, an eighth of "
-            "gateway.template_memory_bytes."
+            f"The model's chat template made a prompt of {len(answer)} bytes; the most is {output_bytes}."
         )
     return ANSWER, answer
 

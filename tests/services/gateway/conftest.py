@@ -33,7 +33,7 @@ from cohort.common.process.logs import configure_logging
 from cohort.common.process.service import ServiceContext
 from cohort.common.transport.memory_bus import MemoryNetwork
 from cohort.common.types import Request
-from cohort.services.gateway import service
+from cohort.services.gateway import bounds, service
 from cohort.services.gateway.generation.answering import Outlet
 from cohort.services.gateway.keys import keyring
 from cohort.services.gateway.service import Gateway, load_model
@@ -148,6 +148,7 @@ def open_site(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         lora: dict[str, str] | None = None,
         settings: dict[str, Any] | None = None,
         drain_s: float = 1.0,
+        limits: dict[str, Any] | None = None,
         **gateway_options: Any,
     ) -> AsyncIterator[Site]:
         options: dict[str, Any] = {"port": 0, "resume_file": str(tmp_path / "streams.sqlite3"), **gateway_options}
@@ -163,6 +164,7 @@ def open_site(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         )
         made = replace(settings_of(config), **{"predictor_wait_s": 0.2, **(settings or {})})
         monkeypatch.setattr(GatewaySettings, "of", lambda _: made)
+        monkeypatch.setattr(bounds, "BOUNDS", bounds.Bounds(**(limits or {})))
         network = MemoryNetwork()
         card, tokenizer = load_model(config)
         answer = tokenizer.encode(script, special_tokens=False) if isinstance(script, str) else []

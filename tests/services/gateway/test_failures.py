@@ -186,7 +186,7 @@ async def test_a_request_has_a_deadline(open_site: OpenSite) -> None:
 
 
 async def test_a_full_queue_answers_429_with_retry_after(open_site: OpenSite) -> None:
-    async with open_site(max_waiting_requests=2, max_n=2) as site:
+    async with open_site(max_waiting_requests=2) as site:
         site.manager.place = False
         waiting = [asyncio.create_task(site.post("/v1/completions", LONG)) for _ in range(2)]
         await eventually(lambda: len(site.manager.submitted) == 2)
@@ -204,7 +204,7 @@ async def test_a_full_queue_answers_429_with_retry_after(open_site: OpenSite) ->
 
 
 async def test_choices_come_in_together_or_not_at_all(open_site: OpenSite) -> None:
-    async with open_site(max_waiting_requests=4, max_n=4) as site:
+    async with open_site(max_waiting_requests=4) as site:
         site.manager.place = False
         waiting = asyncio.create_task(site.post("/v1/completions", {**LONG, "n": 3}))
         await eventually(lambda: len(site.manager.submitted) == 3)

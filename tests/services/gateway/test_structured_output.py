@@ -68,7 +68,7 @@ async def test_a_request_carries_its_grammar_to_the_workers(open_site: OpenSite)
         ({"guided_json": {"$ref": "#/x"}}, "guided_json", "/x"),
         ({"guided_grammar": "root ::= nowhere"}, "guided_grammar", "nowhere"),
         ({"guided_grammar": "start: " + "(" * 20_000}, "guided_grammar", "nested"),
-        ({"guided_regex": "a" * 70_000}, "guided_regex", "gateway.max_grammar_bytes"),
+        ({"guided_regex": "a" * 70_000}, "guided_regex", "at most 65536"),
     ],
 )
 async def test_what_is_wrong_with_a_grammar_is_said(
@@ -87,9 +87,9 @@ async def test_a_grammar_that_takes_too_long_ends_its_process_and_the_next_one_i
     # Seconds of a processor are judged here, not how soon a busy machine gives them.
     monkeypatch.setattr(bounded_process, "_WAIT_FACTOR", 1000.0)
     wide = {"anyOf": [{"type": "object", "properties": {f"p{i}": {"type": "integer"}}} for i in range(800)]}
-    async with open_site("x", grammar_cpu_s=0.03) as site:
+    async with open_site("x", limits={"grammar_cpu_s": 0.03}) as site:
         status, answer = await site.post("/v1/completions", {"prompt": "x", "guided_json": wide})
-        assert status == 400 and "gateway.grammar_cpu_s" in answer["error"]["message"]
+        assert status == 400 and "0.03 s of processor time" in answer["error"]["message"]
         status, _ = await site.post("/v1/completions", {"prompt": "x", "guided_choice": ["x"]})
         assert status == 200
 

@@ -360,7 +360,7 @@ async def test_a_request_that_was_cancelled_at_work_pays_for_what_it_got(open_si
 async def test_a_request_that_the_server_refuses_costs_nothing(open_site: OpenSite, key_file: Path) -> None:
     limits = OwnLimits(requests_per_minute=5, tokens_per_day=1000)
     alice, bob = add(key_file, "alice", rt=limits), add(key_file, "bob")
-    async with open_site(keys=of(key_file), max_waiting_requests=2, max_n=2, max_choices=2) as site:
+    async with open_site(keys=of(key_file), max_waiting_requests=2) as site:
         site.manager.place = False
         waiting = [asyncio.create_task(post(site, key)) for key in (bob, alice)]
         await eventually(lambda: len(site.manager.submitted) == 2)

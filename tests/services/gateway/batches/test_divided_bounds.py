@@ -15,31 +15,30 @@ from cohort.common.policies.interface import AdmissionLoad, Admit, Offer, Refuse
 from cohort.common.types import Slo
 from cohort.services.gateway.batches.batch_quota import Quota
 from cohort.services.gateway.batches.batch_store import BatchStore
+from cohort.services.gateway.bounds import BOUNDS
+from cohort.services.gateway.http.request_bodies import most_in_flight
 from tests.services.gateway.conftest import OpenSite
 
 BOUND = st.integers(1, 10**7)
 
 
-@given(st.integers(1, 60), BOUND, BOUND, BOUND, BOUND, BOUND)
-def test_parts_are_equal_and_none_is_lost(
-    processes: int, requests: int, tokens: int, bodies: int, body: int, work: int
-) -> None:
+@given(st.integers(1, 60), BOUND, BOUND, BOUND, BOUND)
+def test_parts_are_equal_and_none_is_lost(processes: int, requests: int, tokens: int, body: int, work: int) -> None:
     config = GatewayConfig(
         processes=processes,
         max_waiting_requests=requests,
         max_waiting_tokens=tokens,
-        max_bodies_bytes=bodies,
         max_body_bytes=body,
         max_open_work=work,
         max_request_work=body,
     )
     for own, whole in ((config.own_waiting_requests, requests), (config.own_waiting_tokens, tokens)):
         assert whole <= processes * own < whole + processes
-    for own, whole in ((config.own_bodies_bytes, bodies), (config.own_open_work, work)):
+    for own, whole in ((most_in_flight(config), BOUNDS.bodies * body), (config.own_open_work, work)):
         assert processes * own >= whole >= own >= min(body, whole), "the largest one fits"
         assert own == min(body, whole) or processes * own < whole + processes
     if processes == 1:
-        assert (config.own_bodies_bytes, config.own_open_work) == (bodies, work)
+        assert (most_in_flight(config), config.own_open_work) == (BOUNDS.bodies * body, work)
 
 
 def test_what_waits_at_one_of_two_gateways_is_half() -> None:

@@ -20,7 +20,7 @@ from cohort.services.gateway.requests.parsing import Call, parse_chat, parse_com
 from cohort.services.gateway.requests.tools import ToolFormat
 from tests.examples import examples
 
-CONFIG = GatewayConfig(max_n=4, max_waiting_requests=8)
+CONFIG = GatewayConfig(max_waiting_requests=4)
 CARD = ModelCard("tiny", Path("/models/tiny"), 100, 50, (2,))
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 HI = [{"role": "user", "content": "Hi"}]

@@ -1,0 +1,33 @@
+"""Bounds that no operator chooses: of one body, of what processes compile and render for it, of files and batches.
+
+Read as `bounds.BOUNDS.x` at each call, so that a test can put others there. What an operator does choose is in
+`common/config/gateway.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    # Of one request; beyond: 400. Choices and tools are OpenAI's.
+    choices: int = 128  # all its prompts together, half of engine.max_rows by default
+    tools: int = 128
+    messages: int = 4096
+    metadata_keys: int = 64  # taken and left unread
+    nesting: int = 32  # lists and objects within each other; decoders allow more
+    logit_biases: int = 1024  # an array of each is kept; OpenAI's is 300
+    stop_length: int = 256  # characters of one stop string, which may be held back from a stream
+    stop_characters: int = 1024  # of all, one automaton
+    # As JSON, of what binds an answer: one schema, regular expression or grammar, or the tools of a chat.
+    grammar_bytes: int = 65_536
+    grammar_cpu_s: float = 0.5  # to compile one; workers compile it again
+    grammar_memory_bytes: int = 512 << 20  # of the process that compiles them
+    # Of a body; beyond: 408, and 429.
+    body_idle_s: float = 30.0  # without a byte
+    body_whole_s: float = 120.0  # 4 MiB at 35 KB/s
+    bodies: int = 128  # times the largest body: bytes in flight together, read or parsed but not accepted
+
+
+BOUNDS = Bounds()

@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry
 
 from cohort.common.clock import SystemClock
 from cohort.common.config import Config, load_config
-from cohort.common.engine.worker.hosts import host_of
+from cohort.common.engine.worker.engine_threads import host_of
 from cohort.common.engine.worker.worker_loop import WorkerLoop
 from cohort.common.engine.worker.worker_process import capacity_of
 from cohort.common.machines.worker.worker import WorkerMachine

@@ -18,6 +18,11 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "cohort"
 
 
+def state_dir(folder: str) -> Path:
+    """Return what the option `state.folder` names, else the cache folder."""
+    return Path(folder).expanduser() if folder else cache_dir()
+
+
 def default_model_dir() -> Path:
     """Return the folder of the default model in Hugging Face format; made by the set-up."""
     return cache_dir() / "models" / DEFAULT_MODEL_NAME

@@ -131,8 +131,8 @@ async def pipeline(folder: Path, run_dir: Path, said: set[str]) -> AsyncIterator
         overrides={
             "model": {"path": str(folder)},
             "workers": [{"role": "unified"}],
-            "gateway": {"port": 0, "resume_file": str(run_dir / "streams.sqlite3")},
-            "batch": {"folder": str(run_dir / "batches")},
+            "gateway": {"port": 0},
+            "state": {"folder": str(run_dir)},
             "endpoints": {"manager": "memory://manager", "predictor": "memory://predictor"},
             "logging": {"level": "error"},
         }

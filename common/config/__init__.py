@@ -11,6 +11,7 @@ from cohort.common.config.gateway import GatewayConfig as GatewayConfig
 from cohort.common.config.gateway import KeyLimits as KeyLimits
 from cohort.common.config.gateway import KeysConfig as KeysConfig
 from cohort.common.config.gateway import ResponsesConfig as ResponsesConfig
+from cohort.common.config.gateway import StateConfig as StateConfig
 from cohort.common.config.policies import PolicyConfig as PolicyConfig
 from cohort.common.config.reading import CONFIGS_DIR as CONFIGS_DIR
 from cohort.common.config.reading import dump_config as dump_config

@@ -29,8 +29,6 @@ class GatewayConfig(Section, frozen=True):
     rt_tpot_slo_s: Seconds = 0.2  # seconds between two tokens, likewise
     request_timeout_s: Seconds = 3600.0  # the longest a request may live, queueing included
     write_timeout_s: Seconds = 60.0  # a client that takes nothing of its answer for so long is given up
-    # of max_waiting_requests and max_waiting_tokens for one API key where there are several; beyond: 429
-    owner_share: Fraction = 0.5
     # names that Host and a browser's Origin may have besides localhost; empty: any Host, but none more on open loopback
     allowed_hosts: tuple[str, ...] = ()
     # units of one request: choices × (64 + prompt + max_tokens × (1 + log-probabilities)), echo and biases beside
@@ -39,9 +37,6 @@ class GatewayConfig(Section, frozen=True):
     max_open_work: Positive = 786_432
     # a stream whose client asked for it can be resumed within so long after its connection broke; 0 = none can
     resume_s: NotNegativeReal = 120.0
-    # database of such streams; "" = inside the cache folder; gateways of a box may share one
-    resume_file: str = ""
-    resume_bytes: Positive = 268_435_456  # of it; beyond: streams without a token to resume
 
     # Bounds of several processes are divided: none of them sees what the others hold, and together they keep the bound.
 
@@ -80,40 +75,31 @@ class KeysConfig(Section, frozen=True):
     the cluster. Limits hold for `gateway.api_keys` too, and for all gateway processes of a port together."""
 
     file: str = ""  # of `cohort keys`; read again when it changes; "" = `gateway.api_keys` alone
-    # database of what each key used; "" = inside the cache folder; gateways may share one
-    usage_file: str = ""
     # where several keys ask: the cluster's work by their weights while they wait; false = in the scheduler's order
     fair_sharing: bool = True
-    rt: KeyLimits = KeyLimits()
-    be: KeyLimits = KeyLimits()
+    # where several keys ask: the most that one has of waiting requests and tokens (429), of files and results (507), of
+    # uploads and batches not ended (429), of kept responses and resumable streams
+    owner_share: Fraction = 0.5
+    limits: KeyLimits = KeyLimits()  # of a key for each class, rt and be
+
+
+class StateConfig(Section, frozen=True):
+    """What outlives a process: files, batches and kept responses, resumable streams, usage of keys, what was learned of
+    output lengths and step times. Pipelines of one machine may share the folder."""
+
+    folder: str = ""  # "" = the cache folder
+    retention_s: Seconds = 2_592_000.0  # files, ended batches and kept responses are deleted after so long
 
 
 class BatchConfig(Section, frozen=True):
     """Files and batch jobs of the gateway (/v1/files, /v1/batches), kept on its disk."""
 
-    folder: str = ""  # database and files, for the gateways of one port; "" = one per port inside the cache folder
     concurrency: Positive = 128  # lines of all batches in work at once
-    max_file_bytes: Positive = 209_715_200  # one uploaded file; beyond: 413
-    max_lines: Positive = 50_000  # requests in one batch; beyond: the batch fails
-    max_unfinished: Positive = 256  # batches not ended; beyond: 429
-    max_batches: Positive = 10_000  # of one API key, ended ones included; beyond: the oldest that ended is forgotten
-    max_files: Positive = 10_000  # files of one API key; beyond: no uploads (507)
-    max_uploads: Positive = 64  # files being uploaded at once; beyond: 429
     storage_bytes: Positive = 21_474_836_480  # files and results together; beyond: no uploads (507), no further lines
-    owner_share: Fraction = 0.5  # of max_unfinished, max_uploads, storage_bytes for one API key where there are several
-    retention_s: Seconds = 2_592_000.0  # files and ended batches are deleted after so long
-    # the disk refuses a batch's output for so long: it has failed; its results stay, and the next start writes them
-    output_timeout_s: Seconds = 3600.0
-    upload_idle_s: Seconds = 60.0  # an upload that sends nothing, or too little, for so long is given up (408)
-    upload_bytes_per_s: Positive = 1024  # what is too little
-    upload_timeout_s: Seconds = 3600.0  # the longest an upload may take; beyond: 408
 
 
 class ResponsesConfig(Section, frozen=True):
-    """Answers of /v1/responses that are kept for `previous_response_id` and to be read again, in the folder of batches.
+    """Answers of /v1/responses that are kept for `previous_response_id` and to be read again, beside the batches.
     Beyond a limit the oldest go first: of the API key that exceeds its share, else of the one with the most bytes."""
 
-    max_responses: NotNegative = 10_000  # 0 = none is kept
-    storage_bytes: Positive = 1_073_741_824  # with the items they were made from
-    owner_share: Fraction = 0.5  # of both for one API key where there are several
-    retention_s: Seconds = 2_592_000.0  # deleted after so long
+    storage_bytes: NotNegative = 1_073_741_824  # with the items they were made from; 0 = none is kept

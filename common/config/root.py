@@ -28,6 +28,7 @@ class Config(Section, frozen=True):
     bros: systems.BrosConfig = systems.BrosConfig()
     gateway: entry.GatewayConfig = entry.GatewayConfig()
     keys: entry.KeysConfig = entry.KeysConfig()
+    state: entry.StateConfig = entry.StateConfig()
     batch: entry.BatchConfig = entry.BatchConfig()
     responses: entry.ResponsesConfig = entry.ResponsesConfig()
     drain_s: Seconds = 30.0  # on SIGTERM: the longest that a gateway or worker takes to finish what runs

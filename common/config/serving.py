@@ -27,7 +27,6 @@ class ModelConfig(Section, frozen=True):
 
 
 class PredictorConfig(Section, frozen=True):
-    state_path: str = ""  # where the learned state persists; "" = inside the cache folder
     learns: bool = True  # false = it never trains: what was learned before, else the default prediction, for all
     refine_after_prefill: bool = False  # workers send the prompt's last hidden state for a second, better prediction
 
@@ -135,7 +134,6 @@ class EngineConfig(Section, frozen=True):
     rank_interface: str = ""
     # slo_batching, slack_packing: file of `cohort profile` that a worker without learned times starts from; "" = none
     profile: str = ""
-    state_dir: str = ""  # folder where what schedulers learn of this machine is kept; "" = inside the cache folder
 
 
 class WorkerGroup(Section, frozen=True):

@@ -103,8 +103,8 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
         return self.slo_met / self.slo_requests if self.slo_requests else None
 
 
-def default_path() -> Path:
-    return paths.cache_dir() / "key-usage.sqlite3"
+def usage_file(state_folder: str = "") -> Path:
+    return paths.state_dir(state_folder) / "key-usage.sqlite3"
 
 
 def day_of(wall_s: float) -> str:
@@ -118,7 +118,7 @@ class UsageStore:
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         """Open or create it, mode 0600. Raises `ConfigError` if it is missing (`read_only`) or of another version,
         `sqlite3.Error` or `OSError` if it cannot be used."""
-        name, version = f"keys.usage_file: {path}", VERSION
+        name, version = f"state.folder: {path}", VERSION
         if read_only:
             if not path.is_file():
                 raise ConfigError(f"{name}: there is none yet; a gateway with keys writes it")

@@ -18,7 +18,7 @@ import msgspec
 
 from cohort.common.errors import ConfigError
 from cohort.common.keys.key_file import OwnLimits, editing, new_key, read_keys, revoked
-from cohort.common.keys.key_usage import UsageStore, day_of, default_path
+from cohort.common.keys.key_usage import UsageStore, day_of, usage_file
 
 COMMANDS = ("add", "list", "show", "set", "revoke", "usage")
 FILE_VARIABLE = "COHORT_KEYS_FILE"
@@ -90,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     word("set", "change the limits or the weight of a key", (file, rights)).add_argument("name", metavar="NAME|ID")
     word("revoke", "a key is good for nothing any more", (file,)).add_argument("name", metavar="NAME|ID")
     usage = word("usage", "what each key used, by day and class", ())
-    usage.add_argument("--usage-file", type=Path, help="the gateway's keys.usage_file (default: in the cache folder)")
+    usage.add_argument(
+        "--usage-file", type=Path, help="key-usage.sqlite3 of its state.folder (default: in the cache folder)"
+    )
     usage.add_argument("--days", type=int, default=30, help="today and so many days before it (default: %(default)s)")
     usage.add_argument("--key", metavar="NAME|ID", help="of this key alone")
     usage.add_argument("--json", action="store_true", help="a line of JSON for each day, key and class")
@@ -190,7 +192,7 @@ def _revoke(options: argparse.Namespace) -> int:
 
 
 def _usage(options: argparse.Namespace) -> int:
-    store = UsageStore(options.usage_file or default_path(), read_only=True)
+    store = UsageStore(options.usage_file or usage_file(), read_only=True)
     try:
         rows = store.rows(since=day_of(time.time() - 86_400 * max(0, options.days)))
     finally:

@@ -98,10 +98,7 @@ def of_machine(config: Config, *, running: bool) -> Iterator[Finding]:
         yield problem("configuration", str(error), "cohort serve --print-config shows what is configured")
         settled = config
     moves_kv = compose.moves_kv(settled)
-    kept = {
-        "cache": paths.cache_dir(),
-        "batches": Path(settled.batch.folder).expanduser() if settled.batch.folder else paths.cache_dir(),
-    }
+    kept = {"cache": paths.cache_dir(), "state": paths.state_dir(settled.state.folder)}
     own = [name for name in names("devices") if (user_folder() / "devices" / f"{name}.yaml").is_file()]
     load = _checked("load", lambda: machine.load(cores, running))
     yield from (

@@ -24,6 +24,21 @@ class Bounds:
     grammar_bytes: int = 65_536
     grammar_cpu_s: float = 0.5  # to compile one; workers compile it again
     grammar_memory_bytes: int = 512 << 20  # of the process that compiles them
+    # Of files and batches; the first two are OpenAI's. Beyond: 413, a failed batch, 429, 507, 429.
+    file_bytes: int = 200 << 20
+    batch_lines: int = 50_000
+    unfinished_batches: int = 256
+    files: int = 10_000  # of one API key
+    uploads: int = 64  # under way at all gateways of a port
+    batches: int = 10_000  # of one API key, ended ones included; beyond: the oldest that ended is forgotten
+    upload_idle_s: float = 60.0  # with less than as many seconds' `upload_bytes_per_s`; beyond: 408
+    upload_bytes_per_s: int = 1024
+    upload_whole_s: float = 3600.0
+    # The disk refuses a batch's output for so long: it has failed; its results stay, and the next start writes them.
+    output_s: float = 3600.0
+    # Kept, oldest first out; and of resumable streams, beyond which one has no token: 100,000 of 2 KB.
+    responses: int = 10_000
+    streams_bytes: int = 256 << 20
     # Of a body; beyond: 408, and 429.
     body_idle_s: float = 30.0  # without a byte
     body_whole_s: float = 120.0  # 4 MiB at 35 KB/s

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from aiohttp import web
 
+from cohort.common import paths
 from cohort.common.addresses import MANAGER, MONITOR, PREDICTOR, advertised_host, manager_names, named_host
 from cohort.common.config import Config
 from cohort.common.errors import ConfigError, PeerUnreachable
@@ -47,7 +48,7 @@ from cohort.services.gateway.apis.responses_api import ResponsesApi
 from cohort.services.gateway.apis.responses_api_kept import KeptResponses
 from cohort.services.gateway.apis.tenants import Tenants
 from cohort.services.gateway.apis.token_api import TokenApi
-from cohort.services.gateway.batches.batch_files import BatchFolder
+from cohort.services.gateway.batches.batch_files import folder_of
 from cohort.services.gateway.batches.batch_lines import AnswerLine
 from cohort.services.gateway.batches.batches import Batches
 from cohort.services.gateway.front_page import ChatPage, FrontPage
@@ -117,10 +118,12 @@ class Gateway:
         self.generator = Generator(config.gateway, served, host, self.streams, self._owners)
         self._api = OpenAiApi(self.generator)
         self._messages = MessagesApi(self.generator)
-        self._kept = KeptResponses(config.responses, several_owners=self._owners.several, clock=context.clock)
+        self._kept = KeptResponses(config, owner_share=self._owners.share, clock=context.clock)
         self._responses = ResponsesApi(self.generator, self._kept)
         endpoints = (*self._api.endpoints, self._responses, self._messages)
-        self._resumption = Resumption(self.generator, endpoints, self._tenants.lease_of)
+        self._resumption = Resumption(
+            self.generator, endpoints, self._tenants.lease_of, paths.state_dir(config.state.folder) / "streams.sqlite3"
+        )
         if config.gateway.resume_s:
             self.generator.keeper = self._resumption
         self._tokens = TokenApi(config.gateway, served, self.generator.bodies)
@@ -192,7 +195,8 @@ class Gateway:
             Batches.opened(
                 self._config,
                 answer=answer,
-                several_owners=self._owners.several,
+                instance=self._context.instance,
+                owner_share=self._owners.share,
                 online_waiting=lambda: self._machine.ledger.waiting_online,
                 online_placed=self.streams.online_placed,
                 clock=self._context.clock,
@@ -206,7 +210,7 @@ class Gateway:
 
     def _database(self) -> Path:
         """In the folder of batches, which gateways of another port do not use."""
-        return BatchFolder(self._config.batch, self._config.gateway.port).path / "responses.sqlite"
+        return folder_of(self._config, self._context.instance) / "responses.sqlite"
 
     async def _serve(self, batches: Batches) -> None:
         context = self._context

@@ -22,7 +22,7 @@ from cohort.common.addresses import manager_names
 from cohort.common.config import Config
 from cohort.common.errors import PeerUnreachable
 from cohort.common.messages import LengthFacts, ObserveLength, Predicted, PredictLength, PromptState, RevisePrediction
-from cohort.common.paths import DEFAULT_MODEL_NAME, cache_dir
+from cohort.common.paths import DEFAULT_MODEL_NAME, state_dir
 from cohort.common.tracing.spans import Tracing
 from cohort.common.tracing.traceparent import parse
 from cohort.common.transport.bus import Bus
@@ -39,11 +39,9 @@ _ERROR_MEMORY = 0.98  # moving average of the error: about the last 50 requests
 
 def state_file(config: Config) -> Path:
     """Lengths are a habit of the model that is served, so each has its own state."""
-    if config.predictor.state_path:
-        return Path(config.predictor.state_path).expanduser()
     name = config.model.served_name or Path(config.model.path).name or DEFAULT_MODEL_NAME
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
-    return cache_dir() / "length_predictor" / f"{safe}.npz"
+    return state_dir(config.state.folder) / "length_predictor" / f"{safe}.npz"
 
 
 @dataclass(slots=True)

@@ -36,10 +36,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Pipeline]:
     """A worker of it that is not scheduled for seconds is not dead."""
     folder = tmp_path_factory.mktemp("chaos")
-    gateway = {"resume_file": str(folder / "streams.sqlite3")}
-    with held(
-        folder, tiny_model, batch={"concurrency": 4}, gateway=gateway, manager={"report_timeout_s": 60.0}
-    ) as made:
+    with held(folder, tiny_model, batch={"concurrency": 4}, manager={"report_timeout_s": 60.0}) as made:
         yield made
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from cohort.services.gateway.batches.batch_files import folder_of
 from cohort.services.gateway.batches.batch_store import BatchStore
 from tests.chaos.conftest import whole
 from tests.chaos.streams import DECODE
@@ -28,7 +28,7 @@ def body(index: int) -> dict[str, Any]:
 
 def finished(pipeline: Pipeline, batch_id: str) -> dict[int, bytes]:
     """What a killed gateway left as done, by line."""
-    store = BatchStore(Path(pipeline.config.batch.folder) / "batches.sqlite")
+    store = BatchStore(folder_of(pipeline.config, "gateway") / "batches.sqlite")
     try:
         return dict(store.results(batch_id, succeeded=True, after=0, page_bytes=1 << 20))
     finally:

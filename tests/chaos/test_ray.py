@@ -292,9 +292,7 @@ def test_a_ray_of_this_machine_serves_and_leaves_nothing(tiny_model: Path, tmp_p
         command = [sys.executable, "-P", "-m", "cohort.services.cli", "serve", "--port", str(port), *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
 
-    started = serve(
-        "--on", "ray=local", "--detach", *options(tiny_model), "--set", f"batch.folder={tmp_path / 'batches'}"
-    )
+    started = serve("--on", "ray=local", "--detach", *options(tiny_model), "--set", f"state.folder={tmp_path}")
     try:
         assert started.returncode == 0, started.stdout + started.stderr
         shown = serve("--status")

@@ -213,10 +213,7 @@ def second_gateway(pipeline: Pipeline) -> Iterator[str]:
     """Its address."""
     port, folder = free_port(), pipeline.folder
     given = {**pipeline._given, "gateway": {**pipeline._given["gateway"], "port": port}}
-    given |= {
-        "batch": {"folder": str(folder / "batches-2")},
-        "endpoints": {**pipeline._given.get("endpoints", {}), "gateway": f"ipc://{folder}/run/gateway-2.sock"},
-    }
+    given |= {"endpoints": {**pipeline._given.get("endpoints", {}), "gateway": f"ipc://{folder}/run/gateway-2.sock"}}
     file = folder / "second.yaml"
     file.write_text(dump_config(load_config(preset="disaggregated", overrides=given)), encoding="utf-8")
     arguments = ["--config", str(file), "--instance", "gateway-2", "--run-dir", str(folder / "run")]

@@ -87,8 +87,7 @@ class Pipeline:
             "gateway": {"port": self.port},
             "monitor": {"port": free_port()},
             "metrics": {"base_port": 0},
-            "predictor": {"state_path": str(folder / "lengths.npz")},
-            "batch": {"folder": str(folder / "batches")},
+            "state": {"folder": str(folder)},
         }
         for section, values in (overrides or {}).items():
             if isinstance(values, Mapping):

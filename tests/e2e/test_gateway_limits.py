@@ -27,8 +27,8 @@ SHORT: dict[str, Any] = {"max_output_tokens": 4, "temperature": 0}
 def pipeline(tmp_path_factory: pytest.TempPathFactory, default_model: Path) -> Iterator[Pipeline]:
     folder = tmp_path_factory.mktemp("limits")
     overrides = {
-        "gateway": {"processes": 2, "api_keys": ["of-alice"], "resume_file": str(folder / "streams.sqlite3")},
-        "keys": {"usage_file": str(folder / "usage.sqlite3"), "rt": {"concurrent_requests": OPEN}},
+        "gateway": {"processes": 2, "api_keys": ["of-alice"]},
+        "keys": {"limits": {"concurrent_requests": OPEN}},
         "model": {"max_model_len": 1024},
         "kv": {"memory_bytes": 200 << 20},
     }

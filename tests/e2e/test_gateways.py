@@ -33,7 +33,7 @@ DEADLINE_S = 120.0
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Iterator[Pipeline]:
     overrides = {
-        "gateway": {"processes": 2, "resume_file": str(tmp_path_factory.mktemp("streams") / "streams.sqlite3")},
+        "gateway": {"processes": 2},
         "model": {"max_model_len": 1024},
         "kv": {"memory_bytes": kv_bytes(small_model, 284)},
         "batch": {"concurrency": 2},

@@ -75,7 +75,6 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> 
     byte_level(400).save(str(model / "tokenizer.json"))
     overrides = {
         "tracing": {"endpoint": f"http://127.0.0.1:{collector.server_port}/v1/traces", "sample": 0.0},
-        "engine": {"state_dir": str(folder / "learned")},
         "policies": {"placement": "disaggregated"},
         "logging": {"format": "json"},
         "kv": {"memory_bytes": 64 * 12_288, "host_memory_bytes": 0},

@@ -57,7 +57,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory, recordings: Path) -> Iter
     save(qwen2(), model)
     byte_level(400).save(str(model / "tokenizer.json"))
     overrides = {
-        "engine": {"prefill_chunk": 64, "state_dir": str(folder / "learned")},
+        "engine": {"prefill_chunk": 64},
         "kv": {"memory_bytes": CACHE_BLOCKS * BLOCK_BYTES, "host_memory_bytes": 200 * BLOCK_BYTES},
         "recording": {"folder": str(recordings)},
     }

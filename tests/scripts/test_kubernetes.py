@@ -246,15 +246,12 @@ def test_what_a_process_writes_has_a_volume(overlay: str, role: str, tmp_path: P
     config = configured(overlay, role, tmp_path)
     here = container(workloads(overlay)[role])
     writable = [mount["mountPath"] for mount in here["volumeMounts"] if not mount.get("readOnly")]
-    written = {
-        "gateway": [config.batch.folder, config.keys.usage_file, config.gateway.resume_file],
-        "length_predictor": [config.predictor.state_path],
-    }.get(role, [])
+    written = [config.state.folder] if role in ("gateway", "length_predictor", *WORKERS) else []
     if role.endswith("_worker"):
         cache = next(variable["value"] for variable in here["env"] if variable["name"] == "COHORT_CACHE_DIR")
-        written = [config.engine.state_dir, config.engine.claim_dir, cache]
+        written += [config.engine.claim_dir, cache]
     for path in written:
-        assert any(path.startswith(f"{folder}/") for folder in writable), path
+        assert any(f"{path}/".startswith(f"{folder}/") for folder in writable), path
     keys = Path(config.security.curve_secret_key_file)
     assert str(keys.parent) in {mount["mountPath"] for mount in here["volumeMounts"]}
     assert f"--from-file={keys.name}" in GUIDE

@@ -452,7 +452,7 @@ async def test_odd_upload_forms(open_site: OpenSite) -> None:
         assert response.status < 500, (data, answer)
         assert ("error" in answer) == (response.status >= 400)
 
-    async with fuzzed(open_site, batch={"upload_idle_s": 5.0}) as site:
+    async with fuzzed(open_site, limits={"upload_idle_s": 5.0}) as site:
 
         @settings(max_examples=examples(1.0), deadline=None, suppress_health_check=[HealthCheck.too_slow])
         @given(forms)
@@ -487,7 +487,7 @@ async def test_whatever_lies_in_a_line_the_batch_ends(open_site: OpenSite) -> No
         lambda odd: written(LINE, odd)
     )
     loop = asyncio.get_running_loop()
-    async with fuzzed(open_site, batch={"max_unfinished": 4}) as site:
+    async with fuzzed(open_site, limits={"unfinished_batches": 4}) as site:
 
         @settings(max_examples=examples(0.5), deadline=None, suppress_health_check=[HealthCheck.too_slow])
         @given(cases)

@@ -48,7 +48,7 @@ def test_one_key_fills_its_share_of_the_queue_and_no_more() -> None:
     assert offer(gateway, "a", "a3") is None
     refused = offer(gateway, "a", "a4")
     assert refused is not None and refused.status == 429 and refused.retry_after_s
-    assert "gateway.owner_share 0.5 of gateway.max_waiting_requests 8" in refused.message
+    assert "keys.owner_share 0.5 of gateway.max_waiting_requests 8" in refused.message
     assert only(Rejected, gateway.tell(Estimated("e", 10, "rt", "a")))  # before its body is read
     assert only(Admitted, gateway.tell(Estimated("e", 10, "rt", "b")))
     assert offer(gateway, "b", "b0", "b1", "b2", "b3") is None
@@ -62,7 +62,7 @@ def test_a_share_is_counted_by_requested_tokens() -> None:
     gateway = Gateway(max_waiting_tokens=2000, default_prediction_tokens=10)
     assert offer(gateway, "a", "a0", max_tokens=900) is None
     refused = offer(gateway, "a", "a1", max_tokens=900)
-    assert refused is not None and "gateway.owner_share 0.5 of gateway.max_waiting_tokens 2000" in refused.message
+    assert refused is not None and "keys.owner_share 0.5 of gateway.max_waiting_tokens 2000" in refused.message
     assert offer(gateway, "a", "a1", max_tokens=90) is None
     assert offer(gateway, "b", "b0", max_tokens=900) is None
     # "As many as fit" is no wish: it counts as what is predicted.
@@ -98,7 +98,7 @@ async def test_a_key_that_floods_leaves_half_to_the_others(open_site: OpenSite) 
         async with site.session.post(site.url + "/v1/completions", json=ASK, headers=A) as response:
             message = (await response.json())["error"]["message"]
             assert (response.status, bool(response.headers["Retry-After"])) == (429, True)
-        assert "gateway.owner_share 0.5 of gateway.max_waiting_requests 8" in message
+        assert "keys.owner_share 0.5 of gateway.max_waiting_requests 8" in message
         tasks += await fill(site, B, 4)
         for task in tasks:
             task.cancel()
@@ -153,7 +153,7 @@ async def test_two_names_of_one_secret_are_one_owner_everywhere(
 async def test_a_request_beyond_the_share_is_400(open_site: OpenSite) -> None:  # noqa: F811
     async with open_site(api_keys=KEYS, max_waiting_requests=8, max_waiting_tokens=2000) as site:
         status, body = await site.post("/v1/completions", {**ASK, "n": 5}, headers=A)
-        assert (status, "gateway.owner_share" in body["error"]["message"]) == (400, True)
+        assert (status, "keys.owner_share" in body["error"]["message"]) == (400, True)
         status, body = await site.post("/v1/completions", {**ASK, "n": 4, "max_tokens": 400}, headers=A)
         assert (status, "gateway.max_waiting_tokens 2000" in body["error"]["message"]) == (400, True)
         assert (await site.post("/v1/completions", {**ASK, "n": 4}, headers=A))[0] == 200

@@ -106,7 +106,7 @@ async def test_many_at_once_get_no_more_than_the_limit(open_site: OpenSite, tmp_
 
 def stored(folder: Path) -> bytes:
     """The database of usage, with its log."""
-    return b"".join(each.read_bytes() for each in folder.glob("usage.sqlite3*"))
+    return b"".join(each.read_bytes() for each in folder.glob("key-usage.sqlite3*"))
 
 
 async def test_no_key_and_no_hash_is_to_be_seen_anywhere(open_site: OpenSite, tmp_path: Path) -> None:  # noqa: F811
@@ -156,5 +156,5 @@ def test_a_recording_names_no_key() -> None:
 
 def test_the_options_are_in_the_default_file() -> None:
     text = (CONFIGS_DIR / "default.yaml").read_text(encoding="utf-8")
-    for option in ("fair_sharing", "requests_per_minute", "tokens_per_day", "concurrent_requests", "usage_file"):
+    for option in ("fair_sharing", "requests_per_minute", "tokens_per_day", "concurrent_requests"):
         assert f"{option}: " in text

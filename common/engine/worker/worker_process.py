@@ -254,7 +254,7 @@ def _learned_state(
     rounded += "" if runner.kv_dtype == runner.dtype else f"-kv-{runner.kv_dtype}"
     learned = LearnedState(
         machine.learned,
-        Path(config.engine.state_dir) if config.engine.state_dir else paths.cache_dir() / "learned",
+        paths.state_dir(config.state.folder) / "learned",
         f"{context.model_name}-{runner.device}-{runner.dtype}{rounded}-{threads}{ranks}-{context.instance}-{config.policies.iteration}",
         config.engine.profile,
     )

@@ -34,7 +34,7 @@ def build_admission(config: Config) -> BoundedAdmission:
     return BoundedAdmission(
         max_waiting_requests=gateway.own_waiting_requests,
         max_waiting_tokens=gateway.own_waiting_tokens,
-        owner_share=gateway.owner_share,
+        owner_share=config.keys.owner_share,
         of_all=gateway.of_all,
     )
 

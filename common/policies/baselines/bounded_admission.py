@@ -30,7 +30,7 @@ class BoundedAdmission(Admission):
     def decide(self, now_s: float, offer: Offer, load: AdmissionLoad) -> Admit | Refuse:
         tokens = offer.prompt_tokens + offer.predicted_tokens
         own, waiting = load.owner_requests if offer.owner else 0, load.waiting_requests
-        of = f"gateway.owner_share {self._owner_share:g} of"
+        of = f"keys.owner_share {self._owner_share:g} of"
         if own >= self._owner_requests:
             share = f"{self._owner_requests} ({of} gateway.max_waiting_requests {self._max_requests}{self._of_all})"
             return _refuse(load, own, f"{own} requests of this API key are waiting already, its share is {share}")

@@ -204,16 +204,9 @@ def _own_state(model: str, folder: Path, keys: list[str], resume_s: float, drain
     return {
         "model": {"path": str(path), "dtype": "float32", "served_name": SERVED},
         "kv": kv,
-        "gateway": {
-            "api_keys": keys,
-            "resume_file": str(state / "streams.sqlite3"),
-            "resume_s": resume_s,
-            "write_timeout_s": 10.0,
-        },
-        "keys": {"usage_file": str(state / "usage.sqlite3")},
-        "batch": {"folder": str(state / "batches"), "concurrency": 4},
-        "predictor": {"state_path": str(state / "lengths.npz")},
-        "engine": {"state_dir": str(state / "learned")},
+        "gateway": {"api_keys": keys, "resume_s": resume_s, "write_timeout_s": 10.0},
+        "state": {"folder": str(state)},
+        "batch": {"concurrency": 4},
         "drain_s": drain_s,
     }
 

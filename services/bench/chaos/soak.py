@@ -38,7 +38,7 @@ HELD = {
 }
 _LOGS = "logs"
 _RUN_FILES = ("launcher.lock", "resolved.yaml", _LOGS)
-_STATE_FILES = ("batches", "streams.sqlite3", "usage.sqlite3", "lengths.npz", "learned", "overlay.yaml")
+_STATE_FILES = ("batches", "streams.sqlite3", "key-usage.sqlite3", "length_predictor", "learned", "overlay.yaml")
 _BATCH_FILES = ("batches.sqlite", "responses.sqlite", "lock", "runner", "files")
 _SQLITE = ("", "-wal", "-shm")
 
@@ -95,8 +95,9 @@ def unknown_files(run_folder: Path, state_folder: Path, temporary: Path) -> list
     found = [str(path) for path in _beside(run_folder, _RUN_FILES) if not path.name.endswith(".sock.lock")]
     found += [str(path) for path in (run_folder / _LOGS).glob("*") if not path.name.endswith((".log", ".log.1"))]
     found += map(str, _beside(state_folder, _STATE_FILES))
-    found += map(str, _beside(state_folder / "batches", _BATCH_FILES))
-    found += map(str, (state_folder / "batches/files").glob("*"))
+    for batches in (state_folder / "batches").glob("*"):
+        found += map(str, _beside(batches, _BATCH_FILES))
+        found += map(str, (batches / "files").glob("*"))
     found += map(str, temporary.iterdir())
     return found
 

@@ -108,8 +108,8 @@ def pipeline(preset: str, overlay: Mapping[str, Any], port: int, settings: Seque
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "overlay.yaml"
-        lengths = {"state_path": str(Path(folder) / "lengths.npz"), **overlay.get("predictor", {})}
-        file.write_text(yaml.safe_dump({**overlay, "predictor": lengths}), encoding="utf-8")
+        state = {"folder": str(Path(folder) / "state"), **overlay.get("state", {})}
+        file.write_text(yaml.safe_dump({**overlay, "state": state}), encoding="utf-8")
         assignments = [part for text in settings for part in ("--set", text)]
         with leaves_when_terminated() as begin:
             try:

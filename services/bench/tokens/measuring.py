@@ -344,12 +344,9 @@ def configured(preset: str, settings: Sequence[str], model: str, load: Load, fol
     """Return a configuration with rows for all streams on any worker; nothing of it is written outside of `folder`."""
     flat = {
         "gateway.port": 0,
-        "gateway.resume_file": str(folder / "streams.sqlite"),
-        "keys.usage_file": str(folder / "usage.sqlite"),
         "monitor.port": 0,
         "metrics.base_port": 0,
-        "predictor.state_path": str(folder / "lengths.npz"),
-        "batch.folder": str(folder / "batches"),
+        "state.folder": str(folder),
         "engine.max_rows": max(64, load.streams),
         "drain_s": 0.1,
         "workers": [{"role": "unified", "count": load.workers, "threads": 1}],

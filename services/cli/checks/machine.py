@@ -58,7 +58,7 @@ def disk(
     if least is None:
         return skipped("disk space", "nothing is kept")
     free, says = least
-    cure = "remove old files (df -h), or name other folders: batch.folder, COHORT_CACHE_DIR"
+    cure = "remove old files (df -h), or name other folders: state.folder, COHORT_CACHE_DIR"
     if free < LEAST_DISK_BYTES:
         return problem("disk space", says, cure)
     return warning("disk space", says, cure) if free < ENOUGH_DISK_BYTES else fine("disk space", says)

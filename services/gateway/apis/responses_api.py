@@ -147,7 +147,7 @@ class ResponsesApi:
             return await asyncio.to_thread(again)
         body, own = await reader.read(data, read, chat=True)
         if body.store and not self.kept.keeps:
-            raise RequestError("store: this server keeps no responses (responses.max_responses is 0).", param="store")
+            raise RequestError("store: this server keeps no responses (responses.storage_bytes is 0).", param="store")
         before: list[InputItem] = []
         if body.previous_response_id is not None:
             before = await self.kept.conversation(known_id(body.previous_response_id), owner)

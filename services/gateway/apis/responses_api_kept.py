@@ -22,9 +22,10 @@ import msgspec
 import structlog
 
 from cohort.common.clock import Clock
-from cohort.common.config import ResponsesConfig
+from cohort.common.config import Config
 from cohort.common.errors import RequestError
 from cohort.common.sqlite_file import OnThread, disk_refuses
+from cohort.services.gateway import bounds
 from cohort.services.gateway.apis.responses_api_bodies import InputItem
 from cohort.services.gateway.apis.responses_api_store import ResponseStore, StoredResponse
 from cohort.services.gateway.batches.batch_sweeps import SweepGuard, since_boot_s
@@ -47,10 +48,10 @@ _answered = msgspec.json.Decoder(_Answered)
 class KeptResponses:
     """Usable while `opened` is; before and behind it, nothing is kept."""
 
-    def __init__(self, config: ResponsesConfig, *, several_owners: bool, clock: Clock) -> None:
-        self.keeps = config.max_responses > 0
+    def __init__(self, config: Config, *, owner_share: float, clock: Clock) -> None:
+        self.keeps = config.responses.storage_bytes > 0
         self._config = config
-        self._several_owners = several_owners
+        self._owner_share = owner_share
         self._clock = clock
         self._store: OnThread[ResponseStore] | None = None
 
@@ -110,7 +111,7 @@ class KeptResponses:
         store = self._store
         if store is None:
             if not self.keeps:
-                raise RequestError("This server keeps no responses (responses.max_responses is 0).", status=404)
+                raise RequestError("This server keeps no responses (responses.storage_bytes is 0).", status=404)
             raise RequestError("Responses cannot be reached now.", status=503, type_="server_error")
         try:
             return await store.run(work)
@@ -123,9 +124,16 @@ class KeptResponses:
             ) from error
 
     async def _open(self, database: Path) -> OnThread[ResponseStore] | None:
-        store = OnThread(
-            lambda: ResponseStore(database, self._config, several_owners=self._several_owners), "response-store"
-        )
+        def made() -> ResponseStore:
+            return ResponseStore(
+                database,
+                most=bounds.BOUNDS.responses,
+                most_bytes=self._config.responses.storage_bytes,
+                owner_share=self._owner_share,
+                retention_s=self._config.state.retention_s,
+            )
+
+        store = OnThread(made, "response-store")
         try:
             await store.open()
             return store

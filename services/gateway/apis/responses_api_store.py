@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-from cohort.common.config import ResponsesConfig
 from cohort.common.sqlite_file import opened, transaction
 
 SCHEMA_VERSION = 1
@@ -52,16 +51,15 @@ class StoredResponse(msgspec.Struct, frozen=True):
 class ResponseStore:
     """One open database. Not for two threads at a time."""
 
-    def __init__(self, path: Path, config: ResponsesConfig, *, several_owners: bool) -> None:
+    def __init__(self, path: Path, *, most: int, most_bytes: int, owner_share: float, retention_s: float) -> None:
         """Opens or creates it. Raises `ConfigError` for a database of another version, `sqlite3.Error` for one that
         cannot be used."""
-        share = config.owner_share if several_owners else 1.0
-        self._retention_s = config.retention_s
-        self._most = config.max_responses
-        self._most_bytes = config.storage_bytes
-        self._own_most = max(1, int(self._most * share)) if self._most else 0
-        self._own_most_bytes = int(self._most_bytes * share)
-        self._db = opened(path, f"batch.folder: {path}", SCHEMA_VERSION, _SCHEMA, gives_back=True)
+        self._retention_s = retention_s
+        self._most = most
+        self._most_bytes = most_bytes
+        self._own_most = max(1, int(most * owner_share))
+        self._own_most_bytes = int(most_bytes * owner_share)
+        self._db = opened(path, f"state.folder: {path}", SCHEMA_VERSION, _SCHEMA, gives_back=True)
 
     def close(self) -> None:
         self._db.close()
@@ -69,7 +67,7 @@ class ResponseStore:
     def add(self, row: StoredResponse) -> bool:
         """Keep it, and drop what is beyond count and bytes then. False: it alone is more than its owner's share. One
         that is there stays as it is: two gateways may come to the end of one resumed stream."""
-        if not self._own_most or row.bytes > self._own_most_bytes:
+        if row.bytes > self._own_most_bytes:
             return False
         with transaction(self._db):
             known = self._db.execute("SELECT 1 FROM responses WHERE id = ? AND owner = ?", (row.id, row.owner))

@@ -23,13 +23,14 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from cohort.common.addresses import GATEWAY
 from cohort.common.clock import Clock
 from cohort.common.config import Config
 from cohort.common.errors import RequestError
-from cohort.common.keys.key_usage import KEPT_DAYS, Amounts, UsageRow
+from cohort.common.keys.key_usage import KEPT_DAYS, Amounts, UsageRow, usage_file
 from cohort.common.process.metrics import MetricFactory
 from cohort.common.types import TrafficClass
-from cohort.services.gateway.batches.batch_files import BatchFolder
+from cohort.services.gateway.batches.batch_files import folder_of
 from cohort.services.gateway.batches.batch_lines import AnswerLine, LineAnswer
 from cohort.services.gateway.generation.delta import Caller
 from cohort.services.gateway.http.service_headers import CLASS_HEADER
@@ -91,12 +92,12 @@ class Tenants:
         self._clock = clock
         self._default_class: TrafficClass = config.gateway.default_class
         self._metrics = KeyMetrics(metrics)
-        self._usage = UsageBook(config.keys, clock, log)
+        self._usage = UsageBook(usage_file(config.state.folder), clock, log)
         self._budgets: dict[tuple[str, TrafficClass], KeyBudget] = {}
         self._log = log
         self._table: KeyTable | None = None
         if keyring.required and config.gateway.processes > 1:
-            self._table = KeyTable(BatchFolder(config.batch, config.gateway.port).path / "limits")
+            self._table = KeyTable(folder_of(config, GATEWAY) / "limits")
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:

@@ -23,9 +23,9 @@ import structlog
 from aiohttp import web
 
 from cohort.common.clock import Clock
-from cohort.common.config import BatchConfig
 from cohort.common.errors import RequestError
 from cohort.common.sqlite_file import disk_refuses
+from cohort.services.gateway import bounds
 from cohort.services.gateway.batches.batch_downloads import send_content
 from cohort.services.gateway.batches.batch_files import BatchFolder, ContentWriter
 from cohort.services.gateway.batches.batch_lines import ENDPOINTS
@@ -58,7 +58,7 @@ class BatchApi:
     def __init__(
         self,
         *,
-        config: BatchConfig,
+        retention_s: float,
         folder: BatchFolder,
         store: StoreThread,
         runner: BatchRunner,
@@ -67,7 +67,7 @@ class BatchApi:
         clock: Clock,
         log: structlog.stdlib.BoundLogger,
     ) -> None:
-        self._config = config
+        self._retention_s = retention_s
         self._folder = folder
         self._store = store
         self._runner = runner
@@ -112,7 +112,7 @@ class BatchApi:
     # -- Files -----------------------------------------------------------------------------------------------------
 
     async def upload(self, request: web.Request) -> web.Response:
-        limit = self._config.max_file_bytes
+        limit = bounds.BOUNDS.file_bytes
         if (request.content_length or 0) > limit + FORM_BYTES:
             raise too_large(limit)
         if request.content_type != "multipart/form-data":
@@ -121,12 +121,10 @@ class BatchApi:
         announced = max(0, (request.content_length or 0) - FORM_BYTES)
         await self._store.run(lambda store: self._quota.begin_upload(store, file_id, owner, announced))
         try:
-            async with asyncio.timeout(self._config.upload_timeout_s):
+            async with asyncio.timeout(bounds.BOUNDS.upload_whole_s):
                 file = await self._receive(request, file_id, owner)
         except TimeoutError as error:
-            raise RequestError(
-                f"batch.upload_timeout_s: the upload took more than {self._config.upload_timeout_s:g} s.", status=408
-            ) from error
+            raise RequestError(f"The upload took more than {bounds.BOUNDS.upload_whole_s:g} s.", status=408) from error
         except ConnectionError:
             raise
         except OSError as error:
@@ -139,7 +137,7 @@ class BatchApi:
         return _json(file_object(file))
 
     async def _receive(self, request: web.Request, file_id: str, owner: str) -> StoredFile:
-        form = UploadForm(request, self._config)
+        form = UploadForm(request, self._retention_s)
         with await asyncio.to_thread(self._folder.write, file_id) as writer:
             await form.read(functools.partial(self._keep, writer, file_id, owner))
             retention_s = form.retention_s()
@@ -244,7 +242,7 @@ class BatchApi:
             completion_window=body.completion_window,
             created_at=int(now_s),
             expires_at=int(now_s) + expires_in_s,
-            output_retention_s=int(self._config.retention_s) if expiry is None else expiry.seconds,
+            output_retention_s=int(self._retention_s) if expiry is None else expiry.seconds,
             metadata=body.metadata,
         )
 
@@ -257,7 +255,7 @@ class BatchApi:
                 )
             self._quota.begin_batch(store, owner)
             added = store.add_batch(batch)
-            store.forget_oldest(owner, self._config.max_batches)
+            store.forget_oldest(owner, bounds.BOUNDS.batches)
             return added
 
         stored = await self._store.run(create)
@@ -289,18 +287,16 @@ class BatchApi:
         return _json(batch_object(batch))
 
     async def _small_body(self, request: web.Request) -> bytes:
-        """Bounded as it arrives, after decompression; the whole of it within `batch.upload_idle_s`."""
+        """Bounded as it arrives, after decompression; the whole of it within `upload_idle_s`."""
         data = bytearray()
         try:
-            async with asyncio.timeout(self._config.upload_idle_s):
+            async with asyncio.timeout(bounds.BOUNDS.upload_idle_s):
                 while chunk := await request.content.readany():
                     data += chunk
                     if len(data) > BATCH_BODY_BYTES:
                         raise RequestError(f"The body is larger than {BATCH_BODY_BYTES} bytes.", status=413)
         except TimeoutError as error:
-            raise RequestError(
-                f"batch.upload_idle_s: the body took more than {self._config.upload_idle_s:g} s.", status=408
-            ) from error
+            raise RequestError(f"The body took more than {bounds.BOUNDS.upload_idle_s:g} s.", status=408) from error
         except web.RequestPayloadError as error:
             raise RequestError(f"The body cannot be read: {error}") from error
         return bytes(data)

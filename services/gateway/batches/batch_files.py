@@ -29,7 +29,8 @@ from types import TracebackType
 from typing import BinaryIO
 
 from cohort.common import paths
-from cohort.common.config import BatchConfig
+from cohort.common.addresses import GATEWAY
+from cohort.common.config import Config
 from cohort.common.errors import ConfigError
 
 PART = ".part"
@@ -53,16 +54,22 @@ class Leftovers:
     """Not of this program's making; left alone."""
 
 
+def folder_of(config: Config, instance: str) -> Path:
+    """Of one port's gateways: pipelines on one host must not share one. Gateways on several nodes each have their own,
+    also where nodes share a disk."""
+    own = "" if config.gateway.processes > 1 or instance == GATEWAY else f"-{instance}"
+    return paths.state_dir(config.state.folder) / "batches" / f"{config.gateway.port}{own}"
+
+
 class BatchFolder:
     """The folder of the batches of one port's gateways, locked from `open` to `close`."""
 
-    def __init__(self, config: BatchConfig, port: int, *, shared: bool = False) -> None:
-        """`port` names the default folder: pipelines on one host must not share one. `shared`: among several gateways
-        of this pipeline."""
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
+        """`shared`: among several gateways of this pipeline."""
         self.shared = shared
         self.alone = False
         """No other gateway has it: as long as it is not shared, or since `open` until `admit_others`."""
-        self.path = Path(config.folder).expanduser() if config.folder else paths.cache_dir() / "batches" / str(port)
+        self.path = path
         self.database = self.path / "batches.sqlite"
         self._files = self.path / "files"
         self.lost = self.path / "files.lost"
@@ -80,7 +87,7 @@ class BatchFolder:
             lock = _written_privately(self.path / "lock")
             runner = _written_privately(self.path / "runner")
         except OSError as error:
-            raise ConfigError(f"batch.folder: {self.path} cannot be used: {error.strerror}") from error
+            raise ConfigError(f"state.folder: {self.path} cannot be used: {error.strerror}") from error
         self._lock, self._runner = lock, runner
         self.alone = _locked(lock, fcntl.LOCK_EX)
         if self.alone:
@@ -90,7 +97,7 @@ class BatchFolder:
             if not self.shared or time.monotonic() > deadline_s:
                 self.close()
                 raise ConfigError(
-                    f"batch.folder: another gateway uses {self.path}; give each pipeline a folder of its own"
+                    f"state.folder: another gateway uses {self.path}; give each pipeline a port or a folder of its own"
                 )
             time.sleep(0.05)
 
@@ -166,7 +173,7 @@ class BatchFolder:
         """Also a folder that was there before: contents are users' prompts and answers."""
         mode = folder.stat().st_mode
         if mode & stat.S_ISVTX:
-            raise ConfigError(f"batch.folder: {folder} is shared with other users (sticky); name a folder of its own")
+            raise ConfigError(f"state.folder: {folder} is shared with other users (sticky); name a folder of its own")
         if stat.S_IMODE(mode) != PRIVATE_FOLDER:
             folder.chmod(PRIVATE_FOLDER)
 

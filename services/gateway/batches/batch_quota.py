@@ -9,32 +9,32 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from cohort.common.config import BatchConfig
 from cohort.common.errors import RequestError
+from cohort.services.gateway import bounds
 from cohort.services.gateway.batches.batch_store import BatchStore, Usage
 
 RETRY_UPLOAD_S, RETRY_BATCH_S = 5.0, 60.0
 
 
 class Quota:
-    """The limits of section `batch`; refusals name them."""
+    """Refusals name the limit."""
 
-    def __init__(self, config: BatchConfig, *, several_owners: bool, gateways: int = 1) -> None:
+    def __init__(self, storage_bytes: int, *, owner_share: float, gateways: int = 1) -> None:
         """`gateways`: of one port. Uploads under way are known to their gateway alone, so each has its part of them."""
-        self._config = config
-        self._uploads = -(-config.max_uploads // gateways)
-        self._of_all = "" if gateways == 1 else f" here, of {config.max_uploads} at {gateways} gateways"
-        self._share = config.owner_share if several_owners else 1.0
+        self._storage_bytes = storage_bytes
+        self._uploads = -(-bounds.BOUNDS.uploads // gateways)
+        self._of_all = "" if gateways == 1 else f" here, of {bounds.BOUNDS.uploads} at {gateways} gateways"
+        self._share = owner_share
 
     def begin_upload(self, store: BatchStore, file_id: str, owner: str, announced: int) -> None:
         """`announced`: bytes that the content will have at least. Raises `RequestError`, 429 or 507."""
-        config, usage = self._config, store.usage(owner)
-        if usage.owner_files + usage.owner_uploads >= config.max_files:
-            _full(f"batch.max_files: you have {config.max_files} files here, the most there may be; delete some first.")
+        usage = store.usage(owner)
+        if usage.owner_files + usage.owner_uploads >= (most := bounds.BOUNDS.files):
+            _full(f"You have {most} files here, the most there may be; delete some first.")
         if usage.uploads >= self._uploads:
-            _busy(f"batch.max_uploads: {self._uploads} files are being uploaded{self._of_all}.", RETRY_UPLOAD_S)
+            _busy(f"{self._uploads} files are being uploaded{self._of_all}.", RETRY_UPLOAD_S)
         if usage.owner_uploads >= (most := self._of(self._uploads)):
-            _busy(f"batch.owner_share: {most} files of yours are being uploaded.", RETRY_UPLOAD_S)
+            _busy(f"keys.owner_share: {most} files of yours are being uploaded.", RETRY_UPLOAD_S)
         self._check_bytes(usage, announced)
         store.reserve(file_id, owner, 0)
 
@@ -46,28 +46,24 @@ class Quota:
 
     def begin_batch(self, store: BatchStore, owner: str) -> None:
         """Raises `RequestError`, 429 or 507."""
-        config = self._config
         everyone, own = store.unfinished_count(owner)
-        if everyone >= config.max_unfinished:
-            _busy(
-                f"batch.max_unfinished: {config.max_unfinished} batches have not ended yet; retry when one has.",
-                RETRY_BATCH_S,
-            )
-        if own >= (most := self._of(config.max_unfinished)):
-            _busy(f"batch.owner_share: {most} batches of yours have not ended yet; retry when one has.", RETRY_BATCH_S)
+        if everyone >= (most := bounds.BOUNDS.unfinished_batches):
+            _busy(f"{most} batches have not ended yet; retry when one has.", RETRY_BATCH_S)
+        if own >= (most := self._of(most)):
+            _busy(f"keys.owner_share: {most} batches of yours have not ended yet; retry when one has.", RETRY_BATCH_S)
         self._check_bytes(store.usage(owner), 0)
 
     def may_run_line(self, store: BatchStore, owner: str) -> bool:
         """Whether its result is sure to find space (as far as what is in work leaves it)."""
-        usage, config = store.usage(owner), self._config
-        return usage.bytes < config.storage_bytes and usage.owner_bytes < self._of(config.storage_bytes)
+        usage = store.usage(owner)
+        return usage.bytes < self._storage_bytes and usage.owner_bytes < self._of(self._storage_bytes)
 
     def _check_bytes(self, usage: Usage, more: int) -> None:
-        most, own = self._config.storage_bytes, self._of(self._config.storage_bytes)
+        most, own = self._storage_bytes, self._of(self._storage_bytes)
         if usage.bytes + more > most:
             _full(f"batch.storage_bytes: files and results here may have {most} bytes together; delete some first.")
         if usage.owner_bytes + more > own:
-            _full(f"batch.owner_share: your files and results may have {own} bytes together; delete some first.")
+            _full(f"keys.owner_share: your files and results may have {own} bytes together; delete some first.")
 
     def _of(self, limit: int) -> int:
         return max(1, int(limit * self._share))

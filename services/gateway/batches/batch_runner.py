@@ -9,7 +9,7 @@ Called by `service.py` (run, until cancelled) and `batch_api.py` (submit, cancel
 only the lines in work, so ending it at any moment, kill -9 included, loses the lines in work and nothing else.
 
 Every batch ends. A step that the disk refuses is logged and tried again later, until it works or the batch expires. If
-it is the output that cannot be written, the batch has failed after `batch.output_timeout_s`, with the disk's reason;
+it is the output that cannot be written, the batch has failed after `bounds.BOUNDS.output_s`, with the disk's reason;
 its results stay in the store, and the next start goes on with it. (A disk that does not take that state either leaves
 the batch as it is, to be tried again.) Any other failure is a defect of this program: after `MAX_FAILURES` tries the
 batch has failed, with the results it has. The time a batch has is measured by elapsed time once it is in work, so that
@@ -27,10 +27,10 @@ from typing import Literal, NoReturn
 import structlog
 
 from cohort.common.clock import Clock
-from cohort.common.config import BatchConfig
 from cohort.common.errors import RequestError
 from cohort.common.process.metrics import MetricFactory
 from cohort.common.sqlite_file import disk_refuses
+from cohort.services.gateway import bounds
 from cohort.services.gateway.batches.batch_files import BatchFolder, ContentWriter
 from cohort.services.gateway.batches.batch_lines import (
     MAX_RESULT_BYTES,
@@ -99,7 +99,7 @@ class BatchRunner:
     def __init__(
         self,
         *,
-        config: BatchConfig,
+        retention_s: float,
         folder: BatchFolder,
         store: StoreThread,
         answer: AnswerLine,
@@ -113,7 +113,7 @@ class BatchRunner:
     ) -> None:
         """`elapsed_s`: seconds of a clock that is never set, by which the wall clock is judged; a suspended host's time
         counts too."""
-        self._config = config
+        self._retention_s = retention_s
         self._folder = folder
         self._store = store
         self._answer = answer
@@ -225,16 +225,16 @@ class BatchRunner:
             refused = disk_refuses(error)
             job.failures += not refused
             since_s = job.writing_since_s
-            if not refused or since_s is None or self._clock.now_s() - since_s < self._config.output_timeout_s:
+            if not refused or since_s is None or self._clock.now_s() - since_s < bounds.BOUNDS.output_s:
                 raise
             await self._leave_unwritten(batch_id, error)
 
     async def _leave_unwritten(self, batch_id: str, error: Exception) -> None:
-        timeout_s = self._config.output_timeout_s
+        timeout_s = bounds.BOUNDS.output_s
         self._log.error("batch failed: its output cannot be written", reason=_reason(error), results="kept")
         refused = LineError(
             "output_not_written",
-            f"The results could not be written to a file for {timeout_s:g} seconds (batch.output_timeout_s): "
+            f"The results could not be written to a file for {timeout_s:g} seconds: "
             f"{_cause(error)}. They are kept, and written when the server starts again.",
         )
         now_s = self._clock.wall_s()
@@ -287,7 +287,7 @@ class BatchRunner:
             return not job.cancelled.is_set() and self._left_s(job) > 0
 
         path = self._folder.content(batch.input_file_id)
-        limits = {"max_lines": self._config.max_lines, "max_line_bytes": self._max_line_bytes}
+        limits = {"max_lines": bounds.BOUNDS.batch_lines, "max_line_bytes": self._max_line_bytes}
         try:
             reader = await asyncio.to_thread(InputReader, path, batch.endpoint, **limits, wanted=wanted)
         except FileNotFoundError:
@@ -458,7 +458,7 @@ class BatchRunner:
         now_s = self._clock.wall_s()
         if not await self._trusts_clock(now_s):
             return
-        gone = await self._store.run(lambda store: store.forget(now_s, self._config.retention_s))
+        gone = await self._store.run(lambda store: store.forget(now_s, self._retention_s))
         if gone:
             await asyncio.to_thread(self._folder.remove, gone)
             self._log.info("expired files deleted", files=len(gone))

@@ -92,7 +92,7 @@ UPDATE batches SET line_bytes = coalesce((
 def open_database(path: Path) -> sqlite3.Connection:
     """Opens, creates or converts it. Raises `ConfigError` for one of a version that is unknown here, `sqlite3.Error`
     for one that is damaged or cannot be used."""
-    name, upgrades = f"batch.folder: {path}", {1: _TO_VERSION_2}
+    name, upgrades = f"state.folder: {path}", {1: _TO_VERSION_2}
     return opened(path, name, SCHEMA_VERSION, _SCHEMA, upgrades, gives_back=True, check=lambda db: _check(db, path))
 
 

@@ -15,8 +15,8 @@ from typing import cast
 import msgspec
 from aiohttp import BodyPartReader, MultipartReader, StreamReader, web
 
-from cohort.common.config import BatchConfig
 from cohort.common.errors import RequestError
+from cohort.services.gateway import bounds
 from cohort.services.gateway.batches.batch_objects import LEAST_EXPIRY_S, LONGEST_EXPIRY_S, ExpiresAfter
 from cohort.services.gateway.http.service_headers import printable
 
@@ -31,15 +31,15 @@ LONGEST_NAME = 255
 class UploadStream:
     """The input of aiohttp's form reader, in place of the request's own stream: counts and hurries.
 
-    While less than `bytes_per_s` arrives, the time that is spent waiting for the client adds up; at `idle_s` the upload
-    ends with a `RequestError` 408. Time that the server takes to store what has arrived does not count.
+    While less than `upload_bytes_per_s` arrives, the time that is spent waiting for the client adds up; at
+    `upload_idle_s` the upload ends with a `RequestError` 408. Time that the server takes to store what has arrived does
+    not count.
     """
 
-    def __init__(self, stream: StreamReader, config: BatchConfig) -> None:
+    def __init__(self, stream: StreamReader) -> None:
         self._stream = stream
-        self._config = config
-        self._least_bytes = max(1, int(config.upload_idle_s * config.upload_bytes_per_s))
-        self._patience_s = config.upload_idle_s
+        self._idle_s = self._patience_s = bounds.BOUNDS.upload_idle_s
+        self._least_bytes = max(1, int(self._idle_s * bounds.BOUNDS.upload_bytes_per_s))
         self._arrived = 0  # since patience was full
         self._taken = 0
         self.content_bytes = 0
@@ -66,14 +66,12 @@ class UploadStream:
                 data = await reading
         except TimeoutError as error:
             raise RequestError(
-                f"Less than {self._least_bytes} bytes of the file arrived in {self._config.upload_idle_s:g} s "
-                "(batch.upload_idle_s, batch.upload_bytes_per_s).",
-                status=408,
+                f"Less than {self._least_bytes} bytes of the file arrived in {self._idle_s:g} s.", status=408
             ) from error
         self._patience_s -= loop.time() - began_s
         self._arrived += len(data)
         if self._arrived >= self._least_bytes:
-            self._arrived, self._patience_s = 0, self._config.upload_idle_s
+            self._arrived, self._patience_s = 0, self._idle_s
         self._taken += len(data)
         if not self.in_content and self._taken - self.content_bytes > FORM_BYTES:
             raise RequestError(f"The form has more than {FORM_BYTES} bytes beside the file.", status=413)
@@ -83,10 +81,10 @@ class UploadStream:
 class UploadForm:
     """One upload: `read` passes its content on and keeps the other fields."""
 
-    def __init__(self, request: web.Request, config: BatchConfig) -> None:
+    def __init__(self, request: web.Request, retention_s: float) -> None:
         self._headers = request.headers
-        self._config = config
-        self._stream = UploadStream(request.content, config)
+        self._retention_s = retention_s
+        self._stream = UploadStream(request.content)
         self._fields: dict[str, str] = {}
         self.filename: str | None = None
 
@@ -128,7 +126,7 @@ class UploadForm:
             )
         anchor, seconds = self._fields.get("expires_after[anchor]"), self._fields.get("expires_after[seconds]")
         if anchor is None and seconds is None:
-            return int(self._config.retention_s)
+            return int(self._retention_s)
         try:
             return msgspec.convert({"anchor": anchor, "seconds": seconds and int(seconds)}, ExpiresAfter).seconds
         except ValueError as error:  # msgspec's own included
@@ -145,7 +143,7 @@ class UploadForm:
         return (data + more).decode("utf-8").strip()
 
     async def _content(self, part: BodyPartReader, store: Callable[[bytes, int], Awaitable[None]]) -> None:
-        limit, stream = self._config.max_file_bytes, self._stream
+        limit, stream = bounds.BOUNDS.file_bytes, self._stream
         waiting: list[bytes] = []
         waiting_bytes = 0
         stream.in_content = True
@@ -165,4 +163,4 @@ class UploadForm:
 
 
 def too_large(limit: int) -> RequestError:
-    return RequestError(f"batch.max_file_bytes: the file is larger than {limit} bytes.", status=413, param="file")
+    return RequestError(f"The file is larger than {limit} bytes.", status=413, param="file")

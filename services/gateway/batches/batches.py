@@ -20,7 +20,7 @@ from cohort.common.config import Config
 from cohort.common.errors import ConfigError, RequestError
 from cohort.common.process.metrics import MetricFactory
 from cohort.services.gateway.batches.batch_api import BatchApi
-from cohort.services.gateway.batches.batch_files import BatchFolder
+from cohort.services.gateway.batches.batch_files import BatchFolder, folder_of
 from cohort.services.gateway.batches.batch_lines import AnswerLine
 from cohort.services.gateway.batches.batch_quota import Quota
 from cohort.services.gateway.batches.batch_runner import SWEEP_S, BatchMetrics, BatchRunner
@@ -61,7 +61,8 @@ class Batches:
         config: Config,
         *,
         answer: AnswerLine,
-        several_owners: bool,
+        instance: str,
+        owner_share: float,
         online_waiting: Callable[[], int],
         online_placed: asyncio.Event,
         clock: Clock,
@@ -70,7 +71,7 @@ class Batches:
     ) -> AsyncIterator[Batches]:
         """`online_placed` is set whenever no online request waits for a worker any more. Raises `ConfigError` when the
         folder cannot be used, or its database is of another version."""
-        folder = BatchFolder(config.batch, config.gateway.port, shared=config.gateway.processes > 1)
+        folder = BatchFolder(folder_of(config, instance), shared=config.gateway.processes > 1)
         own_metrics = BatchMetrics(metrics)
         own_metrics.usable().set(0)
         await asyncio.to_thread(folder.open)
@@ -83,9 +84,9 @@ class Batches:
             try:
                 own_metrics.usable().set(1)
                 turns = Turns(config.batch.concurrency, BUSY_CONCURRENCY, online_waiting, online_placed)
-                quota = Quota(config.batch, several_owners=several_owners, gateways=config.gateway.processes)
+                quota = Quota(config.batch.storage_bytes, owner_share=owner_share, gateways=config.gateway.processes)
                 runner = BatchRunner(
-                    config=config.batch,
+                    retention_s=config.state.retention_s,
                     folder=folder,
                     store=store,
                     answer=answer,
@@ -98,7 +99,7 @@ class Batches:
                     log=log,
                 )
                 api = BatchApi(
-                    config=config.batch,
+                    retention_s=config.state.retention_s,
                     folder=folder,
                     store=store,
                     runner=runner,
@@ -135,7 +136,7 @@ async def _open_store(folder: BatchFolder, log: structlog.stdlib.BoundLogger) ->
         return None
     except OSError as error:
         await asyncio.to_thread(store.close)
-        raise ConfigError(f"batch.folder: {folder.path} cannot be used: {error.strerror}") from error
+        raise ConfigError(f"state.folder: {folder.path} cannot be used: {error.strerror}") from error
 
 
 @asynccontextmanager
@@ -176,7 +177,7 @@ async def _clean_up(folder: BatchFolder, store: StoreThread, log: structlog.stdl
         )
     if found.kept or found.foreign:
         log.warning(
-            "files in batch.folder that the database does not name: left alone",
+            "files in the folder of batches that the database does not name: left alone",
             contents=found.kept,
             others=found.foreign,
         )

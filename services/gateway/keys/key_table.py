@@ -1,7 +1,7 @@
 """What keys have in use at all gateways of a port: a file of small records, one per key and class, and its lock.
 
-    <batch.folder>/limits/table     records; its lock (flock) is held for one look or change, some microseconds
-    <batch.folder>/limits/slot-N    held (flock) by the gateway that counts in column N, as long as it lives
+    <folder of batches>/limits/table     records; its lock (flock) is held for one look or change, some microseconds
+    <folder of batches>/limits/slot-N    held (flock) by the gateway that counts in column N, as long as it lives
 
 A record has the key's buckets and day, and for each gateway the requests that it has open and the tokens reserved for
 them. Locks are the kernel's: those of a process that is killed are gone, and with its slot's lock its column is known
@@ -85,7 +85,7 @@ class KeyTable:
                 self._take_slot()
         except OSError as error:
             self.close()
-            raise ConfigError(f"batch.folder: {self._folder} cannot be used: {error.strerror}") from error
+            raise ConfigError(f"state.folder: {self._folder} cannot be used: {error.strerror}") from error
         except ConfigError:
             self.close()
             raise

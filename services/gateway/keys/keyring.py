@@ -52,7 +52,7 @@ class Keyring:
         self, config: Config, configured: Sequence[str], clock: Clock, log: structlog.stdlib.BoundLogger
     ) -> None:
         """`configured`: as resolved. Raises `ConfigError` for a file that cannot be used."""
-        self._config = config.keys
+        self._limits = config.keys.limits
         self._clock = clock
         self._log = log
         self.required = bool(configured or config.keys.file)
@@ -96,19 +96,19 @@ class Keyring:
     def _plain(self, place: int, key: str) -> Key:
         """Known by its place: people choose such keys, and a digest that is shown would help to guess one."""
         name, owner = f"{_CONFIGURED}-{place}", hashlib.sha256(key.encode()).hexdigest()
-        return Key(name, name, owner, self._config.rt, self._config.be)
+        return Key(name, name, owner, self._limits, self._limits)
 
     def _index(self) -> None:
         self._of_owner = {key.owner: key for _, key in (*self._configured, *self._filed)}
 
     def _load(self, path: Path) -> None:
         file = read_keys(path)
-        config = self._config
+        limits = self._limits
         self._file_salt = file.salt_bytes
         self._filed = [
             (
                 bytes.fromhex(key.hash),
-                Key(key.id, key.name, key.id, key.rt.over(config.rt), key.be.over(config.be), key.weight, key.admin),
+                Key(key.id, key.name, key.id, key.rt.over(limits), key.be.over(limits), key.weight, key.admin),
             )
             for key in file.active()
         ]

@@ -29,6 +29,8 @@ class Owners:
         gateway = config.gateway
         self.several = len(set(keys)) > 1 or bool(config.keys.file)
         """More than one owner can ask."""
+        self.share = config.keys.owner_share if self.several else 1.0
+        """Of what all owners share, the most that one may have."""
         self._salted = self.several and not config.kv.share_prefixes_between_keys
         self._weight_of = weight_of
         self._gateway = gateway
@@ -58,8 +60,8 @@ class Owners:
     def _check(self, requests: list[Request], *, max_tokens_named: bool) -> None:
         """Counts as admission does. A single choice may exceed the share of tokens, as it may the whole bound."""
         gateway = self._gateway
-        share = f"gateway.owner_share {gateway.owner_share:g} of gateway"
-        most = owner_requests(gateway.own_waiting_requests, gateway.owner_share)
+        share = f"keys.owner_share {self.share:g} of gateway"
+        most = owner_requests(gateway.own_waiting_requests, self.share)
         if len(requests) > most:
             raise RequestError(
                 f"{len(requests)} choices in one request; at most {most} of one API key can wait "
@@ -68,7 +70,7 @@ class Owners:
             )
         longest = float("inf") if max_tokens_named else gateway.default_prediction_tokens
         tokens = sum(r.prompt_tokens + min(longest, r.sampling.max_tokens) for r in requests)
-        most = int(gateway.owner_share * gateway.own_waiting_tokens)
+        most = int(self.share * gateway.own_waiting_tokens)
         if len(requests) > 1 and tokens > most:
             raise RequestError(
                 f"{len(requests)} choices ask for {tokens} tokens together, prompts included; at most {most} of one "

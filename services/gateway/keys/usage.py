@@ -13,9 +13,8 @@ from pathlib import Path
 import structlog
 
 from cohort.common.clock import Clock
-from cohort.common.config import KeysConfig
 from cohort.common.errors import RequestError
-from cohort.common.keys.key_usage import KEPT_DAYS, Amounts, UsageRow, UsageStore, Where, day_of, default_path
+from cohort.common.keys.key_usage import KEPT_DAYS, Amounts, UsageRow, UsageStore, Where, day_of
 from cohort.common.sqlite_file import OnThread
 from cohort.common.types import TrafficClass
 from cohort.services.gateway.keys.keyring import Key
@@ -28,8 +27,8 @@ _Used = dict[Where, tuple[str, Amounts]]
 class UsageBook:
     """`open` before use, `close` after it; without, everything counts for nothing."""
 
-    def __init__(self, config: KeysConfig, clock: Clock, log: structlog.stdlib.BoundLogger) -> None:
-        self._path = Path(config.usage_file).expanduser() if config.usage_file else default_path()
+    def __init__(self, path: Path, clock: Clock, log: structlog.stdlib.BoundLogger) -> None:
+        self._path = path
         self._clock = clock
         self._log = log
         self._pending: _Used = {}

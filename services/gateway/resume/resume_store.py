@@ -19,7 +19,6 @@ from typing import Literal
 
 import msgspec
 
-from cohort.common import paths
 from cohort.common.errors import RequestError
 from cohort.common.keys.private_files import private_folder
 from cohort.common.messages import TokenLogprob
@@ -110,10 +109,6 @@ def digest_of(token: str) -> str:
     return hashlib.sha256(token.encode()).hexdigest()
 
 
-def default_path() -> Path:
-    return paths.cache_dir() / "streams.sqlite3"
-
-
 def encoded(deltas: Sequence[Delta]) -> bytes:
     return _encode([Said(delta.index, delta.tokens, delta.logprobs, delta.finish) for delta in deltas])
 
@@ -126,7 +121,7 @@ class ResumeStore:
         for one that cannot be used."""
         private_folder(path.parent)
         # No `gives_back`: its bookkeeping would cost every token's write.
-        self._db = opened(path, f"gateway.resume_file: {path}", VERSION, _SCHEMA, {1: ""}, overwrites=True)
+        self._db = opened(path, f"state.folder: {path}", VERSION, _SCHEMA, {1: ""}, overwrites=True)
 
     def close(self) -> None:
         self._db.close()

@@ -27,6 +27,7 @@ from msgspec import structs
 from cohort.common.errors import RequestError
 from cohort.common.machines.events import Offered
 from cohort.common.types import TrafficClass
+from cohort.services.gateway import bounds
 from cohort.services.gateway.generation.answering import Answering, Nowhere, Writer
 from cohort.services.gateway.generation.delta import GatewayTimes, Generation
 from cohort.services.gateway.generation.generator import Asked, Endpoint, Generator
@@ -56,7 +57,7 @@ from cohort.services.gateway.resume.resume_session import (
     tell,
     unknown,
 )
-from cohort.services.gateway.resume.resume_store import Ending, StreamRecord, Taken, default_path, digest_of
+from cohort.services.gateway.resume.resume_store import Ending, StreamRecord, Taken, digest_of
 
 STREAMS_PATH = "/v1/streams/{id}"
 _HEADERS = (CLASS_HEADER, TTFT_HEADER, TPOT_HEADER, IF_LATE_HEADER)
@@ -65,8 +66,8 @@ T = TypeVar("T")
 
 
 class Resumption:
-    def __init__(self, generator: Generator, endpoints: Sequence[Endpoint], lease_of: LeaseOf) -> None:
-        self._config = config = generator.config
+    def __init__(self, generator: Generator, endpoints: Sequence[Endpoint], lease_of: LeaseOf, database: Path) -> None:
+        self._config = generator.config
         self._endpoints = endpoints
         self._generator = generator
         self._streams = generator.streams
@@ -77,8 +78,7 @@ class Resumption:
         self._clock = generator.host.clock
         self._log = log = generator.host.log
         self._holder = uuid.uuid4().hex
-        path = Path(config.resume_file).expanduser() if config.resume_file else default_path()
-        self._journal = Journal(path, self._holder, self._lost, log)
+        self._journal = Journal(database, self._holder, self._lost, log)
         self._sessions: dict[str, Session] = {}
         self._taking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._settling: dict[str, asyncio.Task[None]] = {}
@@ -133,7 +133,7 @@ class Resumption:
 
     async def _store(self, session: Session, body: bytes, headers: Mapping[str, str]) -> bool:
         """False where streams take all the space that they may, or the disk refuses: then it cannot be resumed."""
-        config, answering = self._config, session.answering
+        answering, most = session.answering, bounds.BOUNDS.streams_bytes
         record = StreamRecord(
             answering.call.chat,
             body,
@@ -145,7 +145,6 @@ class Resumption:
             session.endpoint.kind,
             session.asked.beside(),
         )
-        own = config.resume_bytes * (config.owner_share if self._owners.several else 1.0)
         try:
             await self._sweep()
             return await self._journal.run(
@@ -156,8 +155,8 @@ class Resumption:
                     record,
                     output_bytes=most_output_bytes(session.requests),
                     expires_s=self._until_s(),
-                    most_bytes=config.resume_bytes,
-                    most_owner_bytes=int(own),
+                    most_bytes=most,
+                    most_owner_bytes=int(most * self._owners.share),
                 )
             )
         except DISK_ERRORS as error:

@@ -11,9 +11,8 @@ from typing import Any
 
 import msgspec
 
-from cohort.common import paths
 from cohort.common.address_book import AddressBook, with_standbys
-from cohort.common.addresses import GATEWAY, STANDBY_MANAGERS
+from cohort.common.addresses import STANDBY_MANAGERS
 from cohort.common.config import Config
 from cohort.services.launcher.plan import ProcessPlan
 
@@ -71,9 +70,7 @@ def dialled_as(plan: ProcessPlan) -> str:
 
 
 def on_node(config: Config, plan: ProcessPlan, ip: str, inbox_port: int, key_file: str) -> Config:
-    """The configuration as a process on this node reads it: it listens on the node's address and is known by it. Of
-    several gateways each has files and batches of its own, also where nodes share their disks."""
-    folder = plan.folder
+    """The configuration as a process on this node reads it: it listens on the node's address and is known by it."""
     replace = msgspec.structs.replace
     endpoints = replace(
         config.endpoints,
@@ -83,13 +80,8 @@ def on_node(config: Config, plan: ProcessPlan, ip: str, inbox_port: int, key_fil
         gateway=f"tcp://{ip}:0",
         **_own_endpoint(config, plan, own_endpoint(plan, ip, inbox_port)),
     )
-    batch = config.batch
-    if folder == "gateway" and plan.instance != GATEWAY:
-        own = f"{batch.folder or paths.cache_dir() / 'batches' / str(config.gateway.port)}-{plan.instance}"
-        batch = replace(batch, folder=own)
     return replace(
         config,
-        batch=batch,
         endpoints=endpoints,
         metrics=replace(config.metrics, host=ip),
         security=replace(config.security, curve_secret_key_file=key_file),

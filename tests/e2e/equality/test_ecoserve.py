@@ -56,7 +56,7 @@ def test_a_wrong_predictor_changes_no_answer(
     wanted = [cut(golden, n) for golden in golden_outputs(small_model, prompts, max(LENGTHS)) for n in LENGTHS]
     overrides: dict[str, Any] = {
         "gateway": {"default_prediction_tokens": prediction or 256},
-        "predictor": {"learns": False, "state_path": str(tmp_path / "lengths.npz")},
+        "predictor": {"learns": False},
         "kv": {"block_size": 8, "memory_bytes": kv_bytes(small_model, 17), "prefix_caching": False},
         "ecoserve": {"lending": lending},
         "experiment": {"ecoserve": {"tune_padding": False}},

@@ -116,7 +116,6 @@ def test_the_preset_itself_is_golden(tmp_path: Path, default_model: Path, golden
     """Under load, so that it splits by itself; the bound on the time between tokens is tight for this machine."""
     some = [*goldens[::6], *goldens[-4:-1], *goldens[3::6]]
     overrides = {
-        "engine": {"state_dir": str(tmp_path / "learned")},
         "dynaserve": {"tbt_slo_s": 0.03},
         "experiment": {"dynaserve": {"kv_transfer_s": 0.0, "await_arrivals": False}},
     }

@@ -68,9 +68,9 @@ async def test_expired_files_still_go_when_the_clock_is_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(batch_runner, "SWEEP_S", 0.02)
-    async with open_site(batch={"retention_s": 1.0}) as site, client_of(site) as client:
+    async with open_site(state={"retention_s": 1.0}) as site, client_of(site) as client:
         await client.files.create(file=b"x", purpose="batch")
-        folder = site.context.config.batch.folder
+        folder = site.batches
         async with asyncio.timeout(10):
             while contents(folder):  # noqa: ASYNC110 -- sweeps have no event
                 await asyncio.sleep(0.01)

@@ -136,7 +136,7 @@ def test_every_batch_ends_whatever_stands_in_it(
         await original(runner, batch_id, job)
 
     async def drive(folder: Path) -> list[Any]:
-        async with open_site(batch={"folder": str(folder)}) as site:
+        async with open_site(state={"folder": str(folder)}) as site:
             files = [
                 hostile_line(place, value) + job(ask()) if first else job(ask()) + hostile_line(place, value)
                 for place, value, first in cases
@@ -229,12 +229,12 @@ async def test_expiry_ends_a_validation_that_takes_long(open_site: OpenSite, mon
 
 async def test_one_key_cannot_take_all_unfinished_batches(open_site: OpenSite) -> None:  # noqa: F811
     endless = open_site(
-        lambda request: [9] * 4000, step_s=0.02, api_keys=("mine", "yours"), batch={"max_unfinished": 4}
+        lambda request: [9] * 4000, step_s=0.02, api_keys=("mine", "yours"), limits={"unfinished_batches": 4}
     )
     async with endless as site, client_of(site, "mine") as me, client_of(site, "yours") as you:
         long = job(ask(max_tokens=400, ignore_eos=True))
         mine = [await begin(me, long) for _ in range(2)]
-        with pytest.raises(openai.RateLimitError, match=r"batch\.owner_share: 2 batches") as refused:
+        with pytest.raises(openai.RateLimitError, match=r"keys\.owner_share: 2 batches") as refused:
             await begin(me, long)
         assert refused.value.response.headers["Retry-After"]
         yours = [await begin(you, long) for _ in range(2)]
@@ -270,20 +270,18 @@ async def test_a_disk_that_never_takes_the_output_fails_the_batch(
 ) -> None:
     """After some tries, with the reason; nothing that was answered is lost or answered again: a start on a disk that
     has space writes it."""
-    folder = {"folder": str(tmp_path / "kept"), "output_timeout_s": 0.3}
+    limits = {"output_s": 0.3}
     use_loop_time(monkeypatch)
     with monkeypatch.context() as patch:
         tried = full_disk(patch)
-        async with open_site(batch=folder) as site, client_of(site) as client:
+        async with open_site(limits=limits) as site, client_of(site) as client:
             batch = await ended(client, await begin(client, job(ask(), ask(model="gpt-9"))), 10.0)
             assert batch.status == "failed" and batch.failed_at and batch.finalizing_at
             assert (batch.output_file_id, batch.error_file_id) == (None, None)
             assert batch.errors and batch.errors.data
             [error] = batch.errors.data
             assert error.code == "output_not_written" and error.message
-            assert (
-                "No space left on device" in error.message and "0.3 seconds (batch.output_timeout_s)" in error.message
-            )
+            assert "No space left on device" in error.message and "for 0.3 seconds" in error.message
             assert "secret-path" not in error.message
             assert len(tried) >= 2, "tried again before it was given up"
             before = len(tried)
@@ -291,12 +289,12 @@ async def test_a_disk_that_never_takes_the_output_fails_the_batch(
             assert len(tried) == before, "no further try of this process"
             assert len(site.manager.submitted) == 1
 
-        async with open_site(batch=folder) as site, client_of(site) as client:  # still full
+        async with open_site(limits=limits) as site, client_of(site) as client:  # still full
             await eventually(lambda: len(tried) > before)
             again = await ended(client, batch, 10.0)
             assert (again.status, again.output_file_id) == ("failed", None) and len(tried) > before
 
-    async with open_site(batch=folder) as site, client_of(site) as client:
+    async with open_site(limits=limits) as site, client_of(site) as client:
         batch = await until(client, batch, lambda now: now.status == "completed", 10.0)
         assert (batch.errors, batch.failed_at) == (None, None)
         assert list(await lines(client, batch.output_file_id)) == ["0"]
@@ -309,15 +307,15 @@ async def test_a_cancelled_batch_ends_as_cancelled_when_its_output_can_be_writte
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    folder = {"folder": str(tmp_path / "kept"), "output_timeout_s": 0.1}
+    limits = {"output_s": 0.1}
     with monkeypatch.context() as patch:
         full_disk(patch)
-        async with open_site(lambda request: [9] * 4000, step_s=0.02, batch=folder) as site, client_of(site) as client:
+        async with open_site(lambda request: [9] * 4000, step_s=0.02, limits=limits) as site, client_of(site) as client:
             batch = await begin(client, job(ask(max_tokens=400, ignore_eos=True)))
             await until(client, batch, lambda now: now.status == "in_progress")
             await client.batches.cancel(batch.id)
             assert (await ended(client, batch, 10.0)).status == "failed"
-    async with open_site(batch=folder) as site, client_of(site) as client:
+    async with open_site(limits=limits) as site, client_of(site) as client:
         batch = await until(client, batch, lambda now: now.status == "cancelled", 10.0)
         assert len(await lines(client, batch.error_file_id)) == 1
         assert not site.manager.submitted
@@ -341,6 +339,6 @@ async def test_a_database_that_takes_nothing_is_tried_again(
 
     full_disk(monkeypatch)
     monkeypatch.setattr(BatchStore, "leave_unwritten", refusing)
-    async with open_site(batch={"output_timeout_s": 0.05}) as site, client_of(site) as client:
+    async with open_site(limits={"output_s": 0.05}) as site, client_of(site) as client:
         batch = await ended(client, await begin(client, job(ask())), 10.0)
         assert (batch.status, refusals) == ("failed", 3)

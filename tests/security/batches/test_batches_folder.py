@@ -22,7 +22,7 @@ from tests.services.gateway.conftest import OpenSite, Site, model_dir, open_site
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Where `open_site` puts the batches."""
-    return tmp_path / "batches"
+    return tmp_path / "batches" / "0"
 
 
 def set_aside(folder: Path) -> None:
@@ -108,7 +108,7 @@ def share(folder: Path) -> None:
 
 async def test_a_folder_that_users_share_is_refused(open_site: OpenSite, folder: Path) -> None:  # noqa: F811
     share(folder)
-    with pytest.raises(ConfigError, match=r"batch\.folder: .*shared with other users"):
+    with pytest.raises(ConfigError, match=r"state\.folder: .*shared with other users"):
         async with open_site():
             pass
     assert modes_of(folder)[folder.name] == (True, 0o1777), "not made private: others work there"
@@ -120,7 +120,7 @@ async def assert_serves_without_batches(site: Site) -> None:
     for path in ("/v1/files", "/v1/batches", "/v1/files/file-x/content", "/v1/batches/batch_x"):
         status, body = await site.get(path)
         assert status == 503 and "database" in body["error"]["message"]
-        assert str(site.context.config.batch.folder) not in body["error"]["message"]
+        assert str(site.batches) not in body["error"]["message"]
     assert (await site.post("/v1/batches", {}))[0] == 503
     async with site.session.get(site.url + "/metrics") as response:
         assert 'cohort_batch_store_usable{instance="gateway",model_name="tiny"} 0.0' in await response.text()

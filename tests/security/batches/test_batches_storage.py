@@ -91,10 +91,10 @@ async def test_a_file_that_says_it_is_too_large_is_refused_before_it_comes(open_
 
 async def test_files_are_counted(open_site: OpenSite) -> None:  # noqa: F811
     """Of each key: the other one has its own."""
-    options = {"api_keys": ("mine", "yours"), "batch": {"max_files": 3}}
+    options = {"api_keys": ("mine", "yours"), "limits": {"files": 3}}
     async with open_site(**options) as site, client_of(site, "mine") as me, client_of(site, "yours") as you:
         files = [await me.files.create(file=b"", purpose="batch") for _ in range(3)]
-        with pytest.raises(openai.APIStatusError, match=r"batch\.max_files: you have 3 files") as refused:
+        with pytest.raises(openai.APIStatusError, match="You have 3 files") as refused:
             await me.files.create(file=b"", purpose="batch")
         assert refused.value.status_code == 507
         await you.files.create(file=b"", purpose="batch")
@@ -109,7 +109,7 @@ async def test_one_key_of_several_fills_its_share(open_site: OpenSite, keys: tup
         status, body = await post(site, one(b"x"), "mine")
         assert status == 507 and str(own) in body["error"]["message"]
         if "yours" in keys:
-            assert "batch.owner_share" in body["error"]["message"]
+            assert "keys.owner_share" in body["error"]["message"]
             assert (await post(site, one(bytes(50_000)), "yours"))[0] == 200
 
 
@@ -158,7 +158,7 @@ async def test_a_batch_without_storage_can_be_cancelled(open_site: OpenSite) -> 
 
 async def test_ended_batches_do_not_add_up(open_site: OpenSite) -> None:  # noqa: F811
     """A failed batch keeps a hundred errors; each key keeps its latest batches, and those that have not ended."""
-    slow = open_site(step_s=0.05, api_keys=("mine", "yours"), batch={"max_batches": 3})
+    slow = open_site(step_s=0.05, api_keys=("mine", "yours"), limits={"batches": 3})
     async with slow as site, client_of(site, "mine") as me, client_of(site, "yours") as you:
         running = await begin(me, job(ask()))
         yours = await begin(you, b"?\n" * 100)
@@ -171,8 +171,8 @@ async def test_ended_batches_do_not_add_up(open_site: OpenSite) -> None:  # noqa
 
 async def test_the_database_gives_back_the_space_of_batches(open_site: OpenSite, tmp_path: Path) -> None:  # noqa: F811
     """Also one of an earlier version, which could not."""
-    folder = tmp_path / "batches"
-    folder.mkdir(mode=0o700)
+    folder = tmp_path / "batches" / "0"
+    folder.mkdir(mode=0o700, parents=True)
     with sqlite3.connect(folder / "batches.sqlite") as db:
         db.executescript(VERSION_1)
     db.close()

@@ -11,7 +11,6 @@ import gzip
 import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -53,7 +52,7 @@ async def then_silence(*pieces: bytes) -> AsyncIterator[bytes]:
 
 
 def contents(site: Site) -> list[str]:
-    return [path.name for path in (Path(site.context.config.batch.folder) / "files").iterdir()]
+    return [path.name for path in (site.batches / "files").iterdir()]
 
 
 async def test_an_unknown_field_is_refused_before_the_form_ends(plain: Site) -> None:
@@ -95,7 +94,7 @@ async def test_bytes_beside_the_file_are_bounded_as_they_arrive(plain: Site, pie
 
 async def test_a_form_may_stop_nowhere(open_site: OpenSite) -> None:  # noqa: F811
     """Not only within the content: before the first boundary, within a header, within a field."""
-    async with open_site(batch={"upload_idle_s": 0.2}) as site:
+    async with open_site(limits={"upload_idle_s": 0.2}) as site:
         for pieces in (
             [b""],
             [b"--b\r\nContent-Disp"],
@@ -115,7 +114,7 @@ async def test_a_trickle_is_given_up(open_site: OpenSite) -> None:  # noqa: F811
             await asyncio.sleep(0.05)
         yield END
 
-    async with open_site(batch={"upload_idle_s": 1.0}) as site:
+    async with open_site(limits={"upload_idle_s": 1.0}) as site:
         status, message = await send(site, trickle())
         assert status == 408 and "1024 bytes" in message and "batch.upload_bytes_per_s" in message
         assert contents(site) == []
@@ -131,7 +130,7 @@ async def test_a_slow_client_that_makes_progress_is_served(open_site: OpenSite) 
             await asyncio.sleep(0.05)
         yield END
 
-    async with open_site(batch={"upload_idle_s": 0.5}) as site:
+    async with open_site(limits={"upload_idle_s": 0.5}) as site:
         assert (await send(site, slowly()))[0] == 200
 
 
@@ -142,7 +141,7 @@ async def test_an_upload_has_a_deadline(open_site: OpenSite) -> None:  # noqa: F
             yield b"x" * 10_000
             await asyncio.sleep(0.02)
 
-    async with open_site(batch={"upload_timeout_s": 0.5}) as site:
+    async with open_site(limits={"upload_whole_s": 0.5}) as site:
         status, message = await send(site, endless())
         assert status == 408 and "batch.upload_timeout_s" in message
         await eventually(lambda: contents(site) == [])
@@ -165,7 +164,7 @@ async def test_the_body_of_a_batch_is_bounded_as_it_arrives(plain: Site, body: b
 
 
 async def test_the_body_of_a_batch_has_a_deadline(open_site: OpenSite) -> None:  # noqa: F811
-    async with open_site(batch={"upload_idle_s": 0.2}) as site:
+    async with open_site(limits={"upload_idle_s": 0.2}) as site:
         posting = site.session.post(
             site.url + "/v1/batches", data=then_silence(b"{"), headers={"Content-Type": "application/json"}
         )
@@ -201,7 +200,7 @@ async def test_a_download_that_is_not_read_is_given_up(open_site: OpenSite) -> N
 
 async def test_parallel_uploads_are_bounded(open_site: OpenSite) -> None:  # noqa: F811
     """Over all keys, and for one of several."""
-    async with open_site(api_keys=("mine", "yours"), batch={"max_uploads": 4}) as site:
+    async with open_site(api_keys=("mine", "yours"), limits={"uploads": 4}) as site:
 
         async def begin(key: str) -> asyncio.Task[Any]:
             headers = {**FORM, "Authorization": f"Bearer {key}"}
@@ -215,7 +214,7 @@ async def test_parallel_uploads_are_bounded(open_site: OpenSite) -> None:  # noq
         waiting = [await begin("mine") for _ in range(2)]
         refused = await begin("mine")
         response: aiohttp.ClientResponse = refused.result()
-        assert response.status == 429 and "batch.owner_share: 2 files" in await response.text()
+        assert response.status == 429 and "keys.owner_share: 2 files" in await response.text()
         assert response.headers["Retry-After"]
         waiting += [await begin("yours") for _ in range(2)]
         assert not any(task.done() for task in waiting)

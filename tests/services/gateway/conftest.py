@@ -27,6 +27,7 @@ from cohort.common.config import (
     LoggingConfig,
     ModelConfig,
     ResponsesConfig,
+    StateConfig,
 )
 from cohort.common.machines.gateway.gateway import GatewaySettings
 from cohort.common.process.logs import configure_logging
@@ -34,6 +35,7 @@ from cohort.common.process.service import ServiceContext
 from cohort.common.transport.memory_bus import MemoryNetwork
 from cohort.common.types import Request
 from cohort.services.gateway import bounds, service
+from cohort.services.gateway.batches.batch_files import folder_of
 from cohort.services.gateway.generation.answering import Outlet
 from cohort.services.gateway.keys import keyring
 from cohort.services.gateway.service import Gateway, load_model
@@ -83,6 +85,11 @@ class Site:
     context: ServiceContext
     tokenizer: Tokenizer
     task: asyncio.Task[None] | None = None
+
+    @property
+    def batches(self) -> Path:
+        """The folder of batches."""
+        return folder_of(self.context.config, self.context.instance)
 
     async def post(self, path: str, body: Any, **kwargs: Any) -> tuple[int, Any]:
         async with self.session.post(self.url + path, json=body, **kwargs) as response:
@@ -142,6 +149,8 @@ def open_site(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         predictor_delay_s: float = 0.0,
         step_s: float = 0.0,
         model: Path = model_dir,
+        instance: str = "gateway",
+        state: dict[str, Any] | None = None,
         batch: dict[str, Any] | None = None,
         keys: dict[str, Any] | None = None,
         responses: dict[str, Any] | None = None,
@@ -151,12 +160,13 @@ def open_site(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         limits: dict[str, Any] | None = None,
         **gateway_options: Any,
     ) -> AsyncIterator[Site]:
-        options: dict[str, Any] = {"port": 0, "resume_file": str(tmp_path / "streams.sqlite3"), **gateway_options}
+        options: dict[str, Any] = {"port": 0, **gateway_options}
         config = Config(
             model=ModelConfig(path=str(model), lora=lora or {}),
             gateway=GatewayConfig(**options),
-            keys=KeysConfig(**{"usage_file": str(tmp_path / "usage.sqlite3"), **(keys or {})}),
-            batch=BatchConfig(**{"folder": str(tmp_path / "batches"), **(batch or {})}),
+            keys=KeysConfig(**(keys or {})),
+            state=StateConfig(**{"folder": str(tmp_path), **(state or {})}),
+            batch=BatchConfig(**(batch or {})),
             responses=ResponsesConfig(**(responses or {})),
             drain_s=drain_s,
             endpoints=EndpointsConfig(manager="memory://manager", predictor="memory://predictor"),
@@ -176,7 +186,7 @@ def open_site(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         predictor = Predictor(network, delay_s=predictor_delay_s)
         context = ServiceContext(
             config=config,
-            instance="gateway",
+            instance=instance,
             role="gateway",
             incarnation=1,
             bus=network.bus("gateway"),

@@ -24,7 +24,7 @@ async def client(site: Site) -> AsyncIterator[openai.AsyncOpenAI]:
 
 def contents(site: Site) -> list[str]:
     """Names in the folder, half-written ones included."""
-    return [path.name for path in (Path(site.context.config.batch.folder) / "files").iterdir()]
+    return [path.name for path in (site.batches / "files").iterdir()]
 
 
 async def test_files(client: openai.AsyncOpenAI, site: Site) -> None:
@@ -88,7 +88,7 @@ async def test_the_head_of_a_download(client: openai.AsyncOpenAI, site: Site) ->
 
 
 async def test_uploads_cut_off_leave_nothing(open_site: OpenSite, tmp_path: Path) -> None:
-    folder = tmp_path / "batches" / "files"
+    folder = tmp_path / "batches" / "0" / "files"
     async with open_site() as site, client_of(site) as client:
         kept = (await client.files.create(file=b"x", purpose="batch")).id
         await client.files.delete((await client.files.create(file=b"y", purpose="batch")).id)
@@ -114,7 +114,7 @@ async def test_uploads_cut_off_leave_nothing(open_site: OpenSite, tmp_path: Path
 
 
 async def test_an_upload_that_stalls_is_given_up(open_site: OpenSite) -> None:
-    async with open_site(batch={"upload_idle_s": 0.1}) as site:
+    async with open_site(limits={"upload_idle_s": 0.1}) as site:
         form = aiohttp.FormData()
 
         async def stalling() -> AsyncIterator[bytes]:
@@ -129,7 +129,7 @@ async def test_an_upload_that_stalls_is_given_up(open_site: OpenSite) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_file_too_large_is_413(open_site: OpenSite, streamed: bool) -> None:
     """By its announced length at once, else when the limit is passed."""
-    async with open_site(batch={"max_file_bytes": 3_000_000}) as site:
+    async with open_site(limits={"file_bytes": 3_000_000}) as site:
 
         async def pieces() -> AsyncIterator[bytes]:
             for _ in range(40):

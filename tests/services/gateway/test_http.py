@@ -174,7 +174,7 @@ async def test_a_defect_of_ours_is_a_plain_500(site: Site, monkeypatch: pytest.M
 
 async def test_a_taken_port_is_named(site: Site, open_site: OpenSite, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gateway\.port"):
-        async with open_site(port=site.gateway.port, batch={"folder": str(tmp_path / "other")}):
+        async with open_site(port=site.gateway.port, instance="other"):
             pass
 
 

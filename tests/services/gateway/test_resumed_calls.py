@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from tests.examples import another_of_its_kind
 from tests.services.gateway.cluster import Gate
 from tests.services.gateway.conftest import ANSWER, OpenSite
-from tests.services.gateway.resume.test_resumption import CHAT, STEP_S, Read, other, reading, rest, same, some, whole
+from tests.services.gateway.resume.test_resumption import CHAT, STEP_S, Read, copied, reading, rest, same, some, whole
 from tests.services.gateway.test_structured_output import CALLS, TOOLS, roomy  # noqa: F401
 
 TOOLS_OF = {"tools": TOOLS, "max_tokens": 400}
@@ -43,7 +42,7 @@ async def test_calls_forms_and_stops_go_on_wherever_they_break(
     answer: str,
 ) -> None:
     """At places all over, of the stream as a killed gateway left it there, and of the whole one."""
-    path, body, copy = "/v1/chat/completions", {**CHAT, **more}, tmp_path / "copy.sqlite3"
+    path, body = "/v1/chat/completions", {**CHAT, **more}
     async with open_site(answer, model=roomy, step_s=STEP_S / 4) as first:
         undisturbed = await whole(first, path, body)
         read = Read()
@@ -51,12 +50,9 @@ async def test_calls_forms_and_stops_go_on_wherever_they_break(
         async with reading(first, read, path, body) as events:
             for _ in range(7):
                 await anext(events)
-            with sqlite3.connect(tmp_path / "streams.sqlite3") as source, sqlite3.connect(copy) as target:
-                source.backup(target)
+            copy = copied(tmp_path)
         first.manager.gate = None
-        async with open_site(
-            answer, model=roomy, step_s=STEP_S / 4, resume_file=str(copy), batch=other(tmp_path)
-        ) as second:
+        async with open_site(answer, model=roomy, step_s=STEP_S / 4, state=copy) as second:
             await some(second, read, 3, f"/v1/streams/{read.token}")
             await rest(second, read)
         same(read, undisturbed)

@@ -17,7 +17,7 @@ import pytest
 import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 
-from cohort.common.config import Config, ModelConfig, PredictorConfig
+from cohort.common.config import Config, ModelConfig, StateConfig
 from cohort.common.messages import LengthFacts, ObserveLength, Predicted, PredictLength
 from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
 from cohort.common.types import Prediction
@@ -71,7 +71,7 @@ class Rig:
 
 @asynccontextmanager
 async def running(tmp_path: Path, **changes: int) -> AsyncIterator[Rig]:
-    config = Config(predictor=PredictorConfig(state_path=str(tmp_path / "state.npz")))
+    config = Config(state=StateConfig(folder=str(tmp_path)))
     network = MemoryNetwork()
     registry = CollectorRegistry()
     service = LengthPredictor(

@@ -9,7 +9,7 @@ import numpy as np
 import structlog
 from prometheus_client import CollectorRegistry
 
-from cohort.common.config import Config, PredictorConfig
+from cohort.common.config import Config, PredictorConfig, StateConfig
 from cohort.common.messages import LengthFacts, ObserveLength, Predicted, PredictLength, PromptState, RevisePrediction
 from cohort.common.transport.memory_bus import MemoryNetwork
 from cohort.common.types import Attempt
@@ -20,7 +20,7 @@ WIDTH = 16
 
 async def test_states_revise_predictions_from_prompts(tmp_path: Path) -> None:
     network = MemoryNetwork()
-    config = Config(predictor=PredictorConfig(state_path=str(tmp_path / "s.npz"), refine_after_prefill=True))
+    config = Config(state=StateConfig(folder=str(tmp_path)), predictor=PredictorConfig(refine_after_prefill=True))
     bus = network.bus("predictor")
     service = LengthPredictor(config, bus, structlog.get_logger(), CollectorRegistry())
     gateway, worker, manager = (network.bus(name) for name in ("gateway", "decode-0", "manager"))

@@ -49,11 +49,11 @@ def test_growth_beyond_what_is_spare_is_named() -> None:
 
 def test_only_files_that_are_not_kept_are_named(tmp_path: Path) -> None:
     run, state, temporary = tmp_path / "run", tmp_path / "state", tmp_path / "tmp"
-    for folder in (run / "logs", state / "batches/files", state / "learned", temporary):
+    for folder in (run / "logs", state / "batches/8000/files", state / "learned", temporary):
         folder.mkdir(parents=True)
     kept = [run / "launcher.lock", run / "resolved.yaml", run / "gateway.sock.lock", run / "logs/gateway.log.1"]
-    kept += [state / "streams.sqlite3-wal", state / "batches/batches.sqlite", state / "batches/lock"]
-    left = [run / "gateway.sock", run / "logs/core", state / "batches/files/file-1", temporary / "tmp123"]
+    kept += [state / "streams.sqlite3-wal", state / "batches/8000/batches.sqlite", state / "batches/8000/lock"]
+    left = [run / "gateway.sock", run / "logs/core", state / "batches/8000/files/file-1", temporary / "tmp123"]
     for path in [*kept, *left]:
         path.touch()
     assert unknown_files(run, state, temporary) == [str(path) for path in left]

@@ -110,14 +110,14 @@ def test_started_loaded_examined_and_stopped(calls: list[tuple[str, ...]]) -> No
     assert yaml.safe_load(calls[0][5])["kv"] == {"block_size": 8}
 
 
-@pytest.mark.parametrize("given", [{}, {"state_path": "mine.npz"}], ids=["its own", "as asked"])
-def test_its_length_predictor_is_its_own(given: dict[str, str], calls: list[tuple[str, ...]]) -> None:
+@pytest.mark.parametrize("given", [{}, {"state": {"folder": "mine"}}], ids=["its own", "as asked"])
+def test_its_state_is_its_own(given: dict[str, Any], calls: list[tuple[str, ...]]) -> None:
     """It neither knows what the user's has learned nor teaches it made-up prompts."""
-    with live.pipeline("bros", {"predictor": {"refine_after_prefill": True, **given}}, PORT):
-        predictor = yaml.safe_load(calls[0][5])["predictor"]
-    assert predictor["refine_after_prefill"] is True
-    state = Path(predictor["state_path"])
-    assert state == Path("mine.npz") if given else not state.exists() and not state.parent.exists()
+    with live.pipeline("bros", {"predictor": {"refine_after_prefill": True}, **given}, PORT):
+        overlay = yaml.safe_load(calls[0][5])
+    assert overlay["predictor"] == {"refine_after_prefill": True}
+    state = Path(overlay["state"]["folder"])
+    assert state == Path("mine") if given else not state.exists() and not state.parent.exists()
 
 
 def test_it_is_stopped_when_the_comparison_fails(calls: list[tuple[str, ...]]) -> None:

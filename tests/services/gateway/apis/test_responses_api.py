@@ -338,7 +338,7 @@ async def test_what_is_not_stored_is_not_there(site: Site) -> None:
 
 
 async def test_a_server_may_keep_none(open_site: OpenSite) -> None:
-    async with open_site(responses={"max_responses": 0}) as site:
+    async with open_site(responses={"storage_bytes": 0}) as site:
         status, answer = await site.post(PATH, ASK)
         assert (status, answer["store"]) == (200, False)
         status, refused = await site.post(PATH, {**ASK, "store": True})
@@ -388,7 +388,7 @@ async def test_a_response_belongs_to_its_key(open_site: OpenSite) -> None:
 async def test_responses_survive_a_restart_in_private_files(open_site: OpenSite, tmp_path: Path) -> None:
     async with open_site() as site:
         _, answer = await site.post(PATH, ASK)
-    files = sorted((tmp_path / "batches").glob("responses.sqlite*"))
+    files = sorted((tmp_path / "batches" / "0").glob("responses.sqlite*"))
     assert files and all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
     async with open_site() as site:
         assert await site.get(f"{PATH}/{answer['id']}") == (200, answer)
@@ -407,8 +407,8 @@ async def test_a_conversation_that_one_gateway_began_goes_on_at_the_other(open_s
 
 
 async def test_a_broken_database_costs_the_memory_alone(open_site: OpenSite, tmp_path: Path) -> None:
-    (tmp_path / "batches").mkdir()
-    (tmp_path / "batches" / "responses.sqlite").write_bytes(b"no database" * 1000)
+    (folder := tmp_path / "batches" / "0").mkdir(parents=True)
+    (folder / "responses.sqlite").write_bytes(b"no database" * 1000)
     async with open_site() as site:
         status, answer = await site.post(PATH, ASK)
         assert (status, answer["store"]) == (200, False)

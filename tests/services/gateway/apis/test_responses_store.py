@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from cohort.common.config import ResponsesConfig
 from cohort.common.errors import ConfigError
 from cohort.services.gateway.apis.responses_api_store import ROW_BYTES, ResponseStore, StoredResponse
 
 
-def opened(tmp_path: Path, *, several: bool = False, **options: Any) -> ResponseStore:
-    return ResponseStore(tmp_path / "responses.sqlite", ResponsesConfig(**options), several_owners=several)
+def opened(tmp_path: Path, *, owner_share: float = 1.0, **options: Any) -> ResponseStore:
+    options = {"most": 100, "most_bytes": 1 << 30, "retention_s": 3600.0, **options}
+    return ResponseStore(tmp_path / "responses.sqlite", owner_share=owner_share, **options)
 
 
 def row(name: str, owner: str = "a", size: int = 100, created_at: int = 1000) -> StoredResponse:
@@ -36,14 +36,14 @@ def test_a_response_is_kept_for_its_owner(tmp_path: Path) -> None:
 
 
 def test_beyond_the_count_the_oldest_go(tmp_path: Path) -> None:
-    store = opened(tmp_path, max_responses=2)
+    store = opened(tmp_path, most=2)
     for name in ("r1", "r2", "r3"):
         assert store.add(row(name))
     assert kept(store, "r1", "r2", "r3") == ["r2", "r3"]
 
 
 def test_beyond_the_bytes_the_oldest_go_and_what_never_fits_is_not_kept(tmp_path: Path) -> None:
-    store = opened(tmp_path, storage_bytes=3 * (100 + ROW_BYTES))
+    store = opened(tmp_path, most_bytes=3 * (100 + ROW_BYTES))
     for name in ("r1", "r2", "r3"):
         assert store.add(row(name))
     assert store.in_use() == (3, 3 * (100 + ROW_BYTES))
@@ -53,7 +53,7 @@ def test_beyond_the_bytes_the_oldest_go_and_what_never_fits_is_not_kept(tmp_path
 
 
 def test_one_key_has_its_share_and_pushes_out_no_other(tmp_path: Path) -> None:
-    store = opened(tmp_path, several=True, max_responses=4)
+    store = opened(tmp_path, owner_share=0.5, most=4)
     assert store.add(row("b1", "b"))
     for index in range(10):
         assert store.add(row(f"a{index}"))
@@ -88,7 +88,7 @@ def test_it_is_there_after_a_restart_and_its_space_is_given_back(tmp_path: Path)
 
 
 def test_nothing_is_kept_where_none_may_be(tmp_path: Path) -> None:
-    store = opened(tmp_path, max_responses=0)
+    store = opened(tmp_path, most_bytes=0)
     assert not store.add(row("r1")) and store.in_use() == (0, 0)
 
 
@@ -104,7 +104,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from tests.services.gateway.apis.test_responses_store import opened, row
-store, name = opened(Path(sys.argv[1]), max_responses=60), sys.argv[2]
+store, name = opened(Path(sys.argv[1]), most=60), sys.argv[2]
 print("open", flush=True)
 sys.stdin.readline()
 for index in range(50):
@@ -139,7 +139,7 @@ def test_two_processes_write_one_database(tmp_path: Path) -> None:
         for each in both:
             each.kill()
             each.communicate()
-    store = opened(tmp_path, max_responses=60)
+    store = opened(tmp_path, most=60)
     odd = [index for index in range(50) if index % 2]
     for name in ("a", "b"):
         assert kept(store, *(f"{name}{index}" for index in range(50)), owner=name) == [f"{name}{i}" for i in odd]

@@ -391,7 +391,7 @@ async def test_limits_of_the_configuration_hold_for_plain_keys_and_are_the_defau
 ) -> None:
     alice, bob = add(key_file, "alice", rt=OwnLimits(requests_per_minute=3)), add(key_file, "bob")
     plain = {"Authorization": "Bearer plain"}
-    async with open_site(api_keys=("plain",), keys=of(key_file, rt=KeyLimits(requests_per_minute=2))) as site:
+    async with open_site(api_keys=("plain",), keys=of(key_file, limits=KeyLimits(requests_per_minute=2))) as site:
         limits = [(await post(site, key))[1]["x-ratelimit-limit-requests"] for key in (alice, bob, plain)]
         assert limits == ["3", "2", "2"]
         rows = await usage(site, plain)
@@ -420,7 +420,7 @@ async def test_a_key_sees_its_own_usage_and_an_admin_all(open_site: OpenSite, ke
         for query in ("?days=x", "?days=-1", "?days=401", "?days=99999999999", "?keys=others", "?days=%D9%A3"):
             assert (await site.get(f"/v1/usage{query}", headers=boss))[0] == 400
         assert (await site.get("/v1/usage"))[0] == 401
-    store = UsageStore(tmp_path / "usage.sqlite3", read_only=True)
+    store = UsageStore(tmp_path / "key-usage.sqlite3", read_only=True)
     assert sum(row.requests for row in store.rows(since="2000-01-01")) == 3
     store.close()
 
@@ -440,7 +440,7 @@ async def test_a_database_that_cannot_be_used_costs_the_figures_alone(
     open_site: OpenSite, key_file: Path, tmp_path: Path
 ) -> None:
     alice = add(key_file, "alice")
-    (tmp_path / "usage.sqlite3").write_bytes(b"no database" * 100)
+    (tmp_path / "key-usage.sqlite3").write_bytes(b"no database" * 100)
     async with open_site(keys=of(key_file)) as site:
         assert (await post(site, alice))[0] == 200
         assert (await site.get("/v1/usage", headers=alice))[0] == 503

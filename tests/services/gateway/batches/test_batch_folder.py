@@ -11,7 +11,6 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from cohort.common.config import BatchConfig
 from cohort.common.errors import ConfigError
 from cohort.services.gateway.batches.batch_files import BatchFolder
 from tests.services.gateway.batch_client import ask, begin, client_of, ended, job
@@ -19,7 +18,7 @@ from tests.services.gateway.conftest import OpenSite, eventually
 
 
 def folder(path: Path, *, shared: bool) -> BatchFolder:
-    return BatchFolder(BatchConfig(folder=str(path)), 8000, shared=shared)
+    return BatchFolder(path, shared=shared)
 
 
 def test_the_folder_of_a_single_gateway_is_its_own(tmp_path: Path) -> None:
@@ -52,9 +51,9 @@ def test_of_several_the_first_cleans_up_and_one_at_a_time_runs(tmp_path: Path) -
 
 WRITER = """
 import sys, time
-from cohort.common.config import BatchConfig
+from pathlib import Path
 from cohort.services.gateway.batches.batch_files import BatchFolder
-writing = BatchFolder(BatchConfig(folder=sys.argv[1]), 8000, shared=True).write(f"file-{1:024x}")
+writing = BatchFolder(Path(sys.argv[1]), shared=True).write(f"file-{1:024x}")
 writing.write(b"half")
 print("held", flush=True)
 time.sleep(60)
@@ -102,7 +101,7 @@ def test_a_content_is_begun_anew_over_what_a_killed_process_left(tmp_path: Path)
 async def test_a_gateway_that_starts_beside_others_removes_what_a_killed_one_left(
     open_site: OpenSite, tmp_path: Path
 ) -> None:
-    files = tmp_path / "batches" / "files"
+    files = tmp_path / "batches" / "0" / "files"
     left, whole = files / f"file-{1:024x}.part", files / f"file-{2:024x}"
     async with open_site(processes=2) as first:
         form = aiohttp.FormData()

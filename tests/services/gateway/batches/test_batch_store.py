@@ -295,7 +295,7 @@ def test_stored_bytes_and_use(store: BatchStore) -> None:
 
 def test_another_version_is_refused(store: BatchStore, path: Path) -> None:
     store._db.execute("UPDATE meta SET value = 99")
-    with pytest.raises(ConfigError, match=r"batch\.folder: .* schema version 99"):
+    with pytest.raises(ConfigError, match=r"state\.folder: .* schema version 99"):
         BatchStore(path)
 
 

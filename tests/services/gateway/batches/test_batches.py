@@ -248,7 +248,7 @@ async def test_no_line_starts_while_an_online_request_waits(open_site: OpenSite)
 
 
 async def test_too_many_batches_are_429(open_site: OpenSite) -> None:
-    endless = open_site(lambda request: [9] * 4000, step_s=0.02, batch={"max_unfinished": 1})
+    endless = open_site(lambda request: [9] * 4000, step_s=0.02, limits={"unfinished_batches": 1})
     async with endless as site, client_of(site) as client:
         batch = await begin(client, job(ask(max_tokens=400, ignore_eos=True)))
         with pytest.raises(openai.RateLimitError):
@@ -281,15 +281,15 @@ async def test_metrics(client: openai.AsyncOpenAI, site: Site) -> None:
 
 
 async def test_a_folder_has_one_gateway(site: Site, open_site: OpenSite) -> None:
-    with pytest.raises(ConfigError, match=r"batch\.folder: another gateway"):
+    with pytest.raises(ConfigError, match=r"state\.folder: another gateway"):
         async with open_site():
             pass
 
 
 async def test_a_folder_that_cannot_be_used_is_named_at_start(open_site: OpenSite, tmp_path: Path) -> None:
     (tmp_path / "taken").write_bytes(b"a file")
-    with pytest.raises(ConfigError, match=r"batch\.folder: .*taken"):
-        async with open_site(batch={"folder": str(tmp_path / "taken")}):
+    with pytest.raises(ConfigError, match=r"state\.folder: .*taken"):
+        async with open_site(state={"folder": str(tmp_path / "taken")}):
             pass
 
 

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.config import BatchConfig, Config, GatewayConfig
+from cohort.common.config import Config, GatewayConfig, KeysConfig
 from cohort.common.errors import RequestError
 from cohort.common.policies.baselines import build_admission
 from cohort.common.policies.interface import AdmissionLoad, Admit, Offer, Refuse
 from cohort.common.types import Slo
+from cohort.services.gateway import bounds
 from cohort.services.gateway.batches.batch_quota import Quota
 from cohort.services.gateway.batches.batch_store import BatchStore
-from cohort.services.gateway.bounds import BOUNDS
+from cohort.services.gateway.bounds import BOUNDS, Bounds
 from cohort.services.gateway.http.request_bodies import most_in_flight
 from tests.services.gateway.conftest import OpenSite
 
@@ -42,7 +43,9 @@ def test_parts_are_equal_and_none_is_lost(processes: int, requests: int, tokens:
 
 
 def test_what_waits_at_one_of_two_gateways_is_half() -> None:
-    policy = build_admission(Config(gateway=GatewayConfig(processes=2, max_waiting_requests=9, owner_share=0.4)))
+    policy = build_admission(
+        Config(gateway=GatewayConfig(processes=2, max_waiting_requests=9), keys=KeysConfig(owner_share=0.4))
+    )
 
     def load(waiting: int, own: int = 0) -> AdmissionLoad:
         return AdmissionLoad(waiting, 0, 0, 1.0, 0, 0, owner_requests=own)
@@ -54,9 +57,10 @@ def test_what_waits_at_one_of_two_gateways_is_half() -> None:
     assert isinstance(refused, Refuse) and "5, this gateway's of 2" in refused.reason
 
 
-def test_uploads_under_way_are_divided(tmp_path: Path) -> None:
+def test_uploads_under_way_are_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "BOUNDS", Bounds(uploads=3))
     store = BatchStore(tmp_path / "batches.sqlite")
-    quota = Quota(BatchConfig(max_uploads=3), several_owners=False, gateways=2)
+    quota = Quota(1 << 20, owner_share=1.0, gateways=2)
     for name in ("one", "two"):
         quota.begin_upload(store, name, "", 0)
     with pytest.raises(RequestError, match="2 files are being uploaded here, of 3 at 2 gateways") as caught:

@@ -273,7 +273,7 @@ async def test_two_gateways_have_one_limit_of_open_requests(open_site: OpenSite,
         await asyncio.gather(*running, return_exceptions=True)
         await eventually(lambda: first.nothing_left() and second.nothing_left())
         assert [(await post(site, alice))[0] for site in (first, second)] == [200, 200]
-    assert list((tmp_path / "batches" / "limits").iterdir())
+    assert list((tmp_path / "batches" / "0" / "limits").iterdir())
 
 
 async def test_a_single_gateway_keeps_no_table(open_site: OpenSite, tmp_path: Path) -> None:
@@ -281,4 +281,4 @@ async def test_a_single_gateway_keeps_no_table(open_site: OpenSite, tmp_path: Pa
     alice = add(key_file, "alice", rt=OwnLimits(concurrent_requests=2))
     async with open_site(keys=of(key_file)) as site:
         assert (await post(site, alice))[0] == 200
-    assert not (tmp_path / "batches" / "limits").exists()
+    assert not (tmp_path / "batches" / "0" / "limits").exists()

@@ -21,7 +21,7 @@ from tests.services.gateway.apis import test_messages_api as messages
 from tests.services.gateway.apis import test_responses_api as responses
 from tests.services.gateway.apis.test_tenants import add, usage
 from tests.services.gateway.conftest import ANSWER, OpenSite, Site, eventually
-from tests.services.gateway.resume.test_resumption import KEEP, STEP_S, hurrying, other, states
+from tests.services.gateway.resume.test_resumption import KEEP, STEP_S, copied, hurrying, states
 from tests.services.gateway.test_structured_output import CALLS, roomy  # noqa: F401
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -175,14 +175,6 @@ def same(ours: Got, theirs: Got) -> None:
         assert [event["sequence_number"] for event in ours.events] == ours.ids
 
 
-def copied(folder: Path) -> Path:
-    """The database as kill -9 leaves it."""
-    copy = folder / "copy.sqlite3"
-    with sqlite3.connect(folder / "streams.sqlite3") as source, sqlite3.connect(copy) as target:
-        source.backup(target)
-    return copy
-
-
 @pytest.mark.parametrize("name", CASES)
 async def test_the_rest_of_a_broken_stream(open_site: OpenSite, roomy: Path, name: str) -> None:  # noqa: F811
     case = CASES[name]
@@ -225,7 +217,7 @@ async def test_from_every_place_of_a_stream_that_is_over(
 async def test_another_gateway_goes_on(open_site: OpenSite, tmp_path: Path, roomy: Path, name: str) -> None:  # noqa: F811
     """The first one lives: it learns that the stream is no longer its own, and frees everything."""
     case = CASES[name]
-    async with case.site(open_site, roomy) as first, case.site(open_site, roomy, batch=other(tmp_path)) as second:
+    async with case.site(open_site, roomy) as first, case.site(open_site, roomy, instance="other") as second:
         undisturbed = await whole(first, case)
         got = Got()
         first.manager.step_s = 10 * STEP_S  # it is not over before the second one asks
@@ -249,7 +241,7 @@ async def test_a_killed_gateway_costs_nothing(open_site: OpenSite, tmp_path: Pat
             for _ in range(9):
                 await anext(events)
             copy = copied(tmp_path)
-        async with case.site(open_site, roomy, resume_file=str(copy), batch=other(tmp_path)) as second:
+        async with case.site(open_site, roomy, state=copy) as second:
             await rest(second, got)
         same(got, undisturbed)
 
@@ -282,7 +274,7 @@ async def test_what_the_disk_refused_before_a_kill_comes_again_unseen(
                 await anext(events)
             copy = copied(tmp_path)
         full = False
-        async with case.site(open_site, roomy, resume_file=str(copy), batch=other(tmp_path)) as second:
+        async with case.site(open_site, roomy, state=copy) as second:
             await some(second, got, 2)
             await rest(second, got)
         same(got, undisturbed)
@@ -384,7 +376,7 @@ async def test_a_resumed_response_is_kept_whole_and_gone_on_with(
     roomy: Path,  # noqa: F811
 ) -> None:
     case = CASES["calls"]
-    async with case.site(open_site, roomy) as first, case.site(open_site, roomy, batch=other(tmp_path)) as second:
+    async with case.site(open_site, roomy) as first, case.site(open_site, roomy, instance="other") as second:
         before = (await whole(first, case)).response()
         first.manager.step_s = 10 * STEP_S  # it is not over before the second one asks
         call, got = before["output"][-1], Got()
@@ -472,7 +464,7 @@ async def test_a_stream_is_its_keys_and_is_charged_once(
     keys = {"file": str(file)}
     async with (
         case.site(open_site, roomy, keys=keys) as first,
-        case.site(open_site, roomy, keys=keys, batch=other(tmp_path)) as second,
+        case.site(open_site, roomy, keys=keys, instance="other") as second,
     ):
         got = Got()
         await some(first, got, 4, case, **alice)

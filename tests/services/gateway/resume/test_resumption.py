@@ -103,9 +103,13 @@ async def reading(site: Site, read: Read, path: str, body: Any = None, **headers
             yield events()
 
 
-def other(folder: Path) -> dict[str, Any]:
-    """For a second gateway: nothing but streams and usage is shared."""
-    return {"folder": str(folder / "other")}
+def copied(folder: Path) -> dict[str, Any]:
+    """Section `state` of a second gateway: the database of streams as a killed one leaves it."""
+    copy = folder / "copy"
+    copy.mkdir()
+    with sqlite3.connect(folder / "streams.sqlite3") as source, sqlite3.connect(copy / "streams.sqlite3") as target:
+        source.backup(target)
+    return {"folder": str(copy)}
 
 
 async def some(site: Site, read: Read, count: int, path: str, body: Any = None, **headers: str) -> None:
@@ -207,7 +211,7 @@ async def test_another_gateway_goes_on_behind_what_was_written(
 ) -> None:
     """The first one lives: it learns that the stream is no longer its own, and frees everything. It is slow, so that
     there is something left to write when the other one comes."""
-    async with open_site(step_s=3 * STEP_S) as first, open_site(step_s=STEP_S, batch=other(tmp_path)) as second:
+    async with open_site(step_s=3 * STEP_S) as first, open_site(step_s=STEP_S, instance="other") as second:
         undisturbed = await whole(first, path, body)
         read = Read()
         await some(first, read, 4, path, body)
@@ -232,11 +236,9 @@ async def test_a_killed_gateway_costs_nothing(open_site: OpenSite, tmp_path: Pat
         async with reading(first, read, "/v1/completions", PROMPT) as events:
             for _ in range(5):
                 await anext(events)
-            copy = tmp_path / "copy.sqlite3"
-            with sqlite3.connect(tmp_path / "streams.sqlite3") as source, sqlite3.connect(copy) as target:
-                source.backup(target)
+            copy = copied(tmp_path)
         first.manager.gate = None
-        async with open_site(resume_file=str(copy), batch=other(tmp_path)) as second:
+        async with open_site(state=copy) as second:
             await rest(second, read)
         same(read, undisturbed)
 
@@ -312,7 +314,7 @@ async def test_what_is_over_its_time_goes_from_the_disk(open_site: OpenSite, tmp
 
 
 async def test_a_client_ends_its_stream(open_site: OpenSite, tmp_path: Path) -> None:
-    async with open_site(lambda request: [9] * 4000, step_s=STEP_S) as site, open_site(batch=other(tmp_path)) as second:
+    async with open_site(lambda request: [9] * 4000, step_s=STEP_S) as site, open_site(instance="other") as second:
         for asked in (site, second):
             read = Read()
             await some(site, read, 3, "/v1/completions", {**PROMPT, "max_tokens": 200})
@@ -353,7 +355,7 @@ async def test_a_place_that_is_none_changes_nothing(open_site: OpenSite) -> None
 
 
 async def test_a_wrong_place_at_another_gateway_leaves_nothing_behind(open_site: OpenSite, tmp_path: Path) -> None:
-    async with open_site(step_s=STEP_S) as first, open_site(step_s=STEP_S, batch=other(tmp_path)) as second:
+    async with open_site(step_s=STEP_S) as first, open_site(step_s=STEP_S, instance="other") as second:
         read = Read()
         await some(first, read, 3, "/v1/completions", PROMPT)
         assert (await second.get(f"/v1/streams/{read.token}", headers={"Last-Event-ID": "99999"}))[0] == 400
@@ -395,7 +397,6 @@ async def test_what_the_disk_refused_before_a_kill_comes_again_unseen(
         return append(store, *args)
 
     monkeypatch.setattr(ResumeStore, "append", refusing)
-    copy = tmp_path / "copy.sqlite3"
     async with open_site(step_s=STEP_S) as first:
         undisturbed = await whole(first, "/v1/completions", body)
         read, begun = Read(), 0
@@ -414,10 +415,9 @@ async def test_what_the_disk_refused_before_a_kill_comes_again_unseen(
                 await anext(events)
                 if read.finish:
                     break
-            with sqlite3.connect(tmp_path / "streams.sqlite3") as source, sqlite3.connect(copy) as target:
-                source.backup(target)
+            copy = copied(tmp_path)
         full = False
-        async with open_site(step_s=STEP_S, resume_file=str(copy), batch=other(tmp_path)) as second:
+        async with open_site(step_s=STEP_S, state=copy) as second:
             told = len(read.ids)
             await some(second, read, 2, f"/v1/streams/{read.token}")
             assert second.manager.submitted[0].output_known < told
@@ -427,7 +427,7 @@ async def test_what_the_disk_refused_before_a_kill_comes_again_unseen(
 
 
 async def test_off_or_full_it_is_a_plain_stream(open_site: OpenSite) -> None:
-    for options in ({"resume_s": 0.0}, {"resume_bytes": 1000}):
+    for options in ({"resume_s": 0.0}, {"limits": {"streams_bytes": 1000}}):
         async with open_site(**options) as site:
             async with site.session.post(
                 site.url + "/v1/completions", json={**PROMPT, "stream": True}, headers=KEEP
@@ -460,7 +460,7 @@ async def test_a_stream_is_its_keys_and_is_charged_once(open_site: OpenSite, tmp
     keys = {"file": str(file)}
     async with (
         open_site(step_s=STEP_S, keys=keys) as first,
-        open_site(step_s=STEP_S, keys=keys, batch=other(tmp_path)) as second,
+        open_site(step_s=STEP_S, keys=keys, instance="other") as second,
     ):
         read = Read()
         await some(first, read, 3, "/v1/completions", PROMPT, **alice)

@@ -25,6 +25,7 @@ from cohort.common.planning.settings import planner_settings
 from cohort.common.transport.security import generate_keys, load_keys
 from cohort.common.types import Role
 from cohort.services.cli.__main__ import main
+from cohort.services.gateway.batches.batch_files import folder_of
 from cohort.services.launcher.on_ray import serving
 from cohort.services.launcher.on_ray.order import dialled_as, on_node, passed_environment
 from cohort.services.launcher.on_ray.placement import (
@@ -160,7 +161,7 @@ def test_a_process_listens_on_its_nodes_address_and_is_known_by_it() -> None:
     worker = on_node(config, plans["decode-0"], "10.0.0.3", 21_001, "")
     assert worker.endpoints.manager == "" and dialled_as(plans["decode-0"]) == ""
     gateway = on_node(config, plans["gateway"], "10.0.0.2", 0, "")
-    assert advertised_host(gateway, gateway.gateway.host) == "10.0.0.2" and gateway.batch.folder == ""
+    assert advertised_host(gateway, gateway.gateway.host) == "10.0.0.2"
     at_home = on_node(Config(), plans["gateway"], "10.0.0.2", 0, "")
     told = advertised_host(at_home, at_home.gateway.host)
     assert told == "127.0.0.1", "what listens on loopback is not found under the node's address"
@@ -168,7 +169,8 @@ def test_a_process_listens_on_its_nodes_address_and_is_known_by_it() -> None:
 
 def test_a_second_gateway_has_files_of_its_own_where_nodes_share_a_disk() -> None:
     second = of(workers(1), NODES, "2")["gateway-1"].plan
-    assert on_node(Config(), second, "10.0.0.2", 0, "").batch.folder.endswith("batches/8000-gateway-1")
+    assert folder_of(on_node(Config(), second, "10.0.0.2", 0, ""), second.instance).name == "8000-gateway-1"
+    assert folder_of(Config(), "gateway").name == "8000"
 
 
 def test_only_the_keys_that_the_gateway_names_travel() -> None:

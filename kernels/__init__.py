@@ -1,5 +1,5 @@
 """Kernels over the paged KV cache and the fused elementwise steps of a transformer layer.
 
-`reference` defines what every kernel computes; the C++ extension (`csrc/`, `build`, `native`) computes the same faster.
-Callers use `paged_attention`, `slots` and `fused` and never learn which of the two ran.
+`reference` defines what every kernel computes; `cpu/` (C++, `csrc/`) and `gpu/` (Triton) compute the same faster.
+Callers use `ops/` and never learn which of them ran.
 """

@@ -1,6 +1,6 @@
-"""Whether what is loaded now gives a row the same bits beside any other rows on a GPU too (ADR 14).
+"""Whether layers made now give a row the same bits with any other rows, on a GPU, too (ADR 14).
 
-Asked by layers when they are made, and kept by them: two models of a process may differ (`engine.batch_invariant` holds
+Read by layers when they are made, and stored there: two models of a process may differ (`engine.batch_invariant` holds
 for the one that answers, not for one that drafts). On a processor layers compute so anyway and do not ask.
 """
 

@@ -1,6 +1,6 @@
 """Which weights in codes the compiled products read as they are, by the numbers of their layout alone.
 
-Asked by `quantized_panels` and `coded`, and by those who count memory before torch is loaded: hence no torch here.
+Called by `quantized_panels` and `coded`, and by those who count memory before torch is loaded: hence no torch here.
 """
 
 from __future__ import annotations

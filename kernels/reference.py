@@ -255,7 +255,6 @@ def expert_numbers(weight: ExpertCodes) -> Tensor:
 
 
 def choose_experts(scores: Tensor, per_token: int, over_chosen: bool, rounded: bool) -> tuple[Tensor, Tensor]:
-    """See `kernels.ops.experts.choose_experts`."""
     if over_chosen:
         chosen, experts = torch.topk(scores.float(), per_token, dim=-1)
         weights = torch.softmax(chosen, dim=-1)

@@ -1,8 +1,8 @@
 """Which implementation runs: the compiled extension or the torch reference. Decided once per process, at first use.
 
 Called by the dispatching modules on every call, so the decided case is a few attribute reads. The caller says
-first where built kernels are kept (`keep_in`). A missing compiler, a failed build or a wrong result is one warning, and
-the reference takes over; only a wrong `COHORT_KERNELS` is an error.
+first where built kernels are stored (`keep_in`). A missing compiler, a failed build or a wrong result is one warning,
+and the reference takes over; only a wrong `COHORT_KERNELS` is an error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The kernels in Triton, for NVIDIA GPUs.
 
-`paged_attention`, `slots` and `fused`, one folder up, send tensors on a GPU here (`available`) and are what the engine
-calls; `plan` and `workspace` are what it prepares, once per model.
+`ops/`, one folder up, sends tensors on a GPU here (`available`) and is what the engine calls; `plan` and `workspace`
+are what it prepares, once per model.
 
 A CUDA graph may capture every call that serves decode rows: nothing is allocated when a workspace is given, nothing is
 copied to the host, and the grid follows from shapes and `AttentionMeta.max_context_len` alone. Prefill runs outside

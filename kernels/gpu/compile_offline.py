@@ -52,7 +52,6 @@ def _codes(codes: torch.dtype, group: int, *, offsets: bool) -> tuple[ServedProd
 
 
 def _invariant(*shapes: tuple[int, int]) -> dict[str, Any]:
-    """Return options of batch-invariant steps with these products."""
     return {"batch_invariant": True, "fixed": tuple(FixedProduct(*shape, False) for shape in shapes)}
 
 
@@ -268,7 +267,7 @@ def main() -> int:
     parser.add_argument("--capability", type=int, default=90, help="compute capability × 10 (default: %(default)s)")
     parser.add_argument("--model", choices=list(SHAPES), action="append", help="only this one's shapes; repeatable")
     parser.add_argument("--all", action="store_true", help="heads of 64, 128 and 256 in three types too")
-    parser.add_argument("--max-rows", type=int, default=_MAX_ROWS, help="steps of up to so many rows (default: 256)")
+    parser.add_argument("--max-rows", type=int, default=_MAX_ROWS, help="steps of up to this many rows (default: 256)")
     parser.add_argument("--launch", action="append", help="only launches with this in their names; repeatable")
     arguments = parser.parse_args()
     fit = True

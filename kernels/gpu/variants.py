@@ -301,8 +301,7 @@ class _Tensors:
 
 def _of_experts(mixture: ServedExperts, step: _Tensors, device: torch.device) -> Iterator[tuple[str, Launch]]:
     """Yield a mixture's kernels: for rows that are few for their experts, and for many."""
-    served, count = step.served, mixture.count
-    hidden, fixed = served.hidden, served.batch_invariant
+    served, count, hidden, fixed = step.served, mixture.count, step.served.hidden, step.served.batch_invariant
     gate_up = torch.empty((count, 2 * mixture.inner, hidden), dtype=served.dtype, device="meta")
     down = torch.empty((count, hidden, mixture.inner), dtype=served.dtype, device="meta")
     starts = torch.zeros(count + 1, dtype=torch.int32, device=device)

@@ -48,7 +48,6 @@ class CodedMatrix:
 
     @property
     def num_bytes(self) -> int:
-        """Size of codes, scales and offsets."""
         stored = (each for part in self._parts for each in (part.codes, part.scales, part.offsets))
         return sum(each.nbytes for each in stored if each is not None)
 

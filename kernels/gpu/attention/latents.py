@@ -260,10 +260,7 @@ def prefill_latents(
 def latent_attention(
     query: Tensor, kv: Tensor, layer: int, meta: AttentionMeta, scale: float, out: Tensor, rank: int
 ) -> None:
-    """See `ops.paged_attention.latent_attention`.
-
-    R14 · Rows before `meta.num_prefill_rows` are taken as prefill, the others have at most one token each.
-    """
+    """R14 · Take rows before `meta.num_prefill_rows` as prefill; the others have at most one token each."""
     _check(query, kv, meta, out, rank)
     if meta.num_prefill_rows:
         prefill(query, kv, layer, meta, scale, out, rank)

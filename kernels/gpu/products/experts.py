@@ -254,7 +254,6 @@ def expert_outputs(
     *,
     fixed: bool = False,
 ) -> Tensor:
-    """See `ops.experts.expert_outputs`."""
     count, per_token = len(gate_up if isinstance(gate_up, Tensor) else gate_up.codes), chosen.shape[1]
     order, starts = sorted_rows(chosen, count)
     if isinstance(gate_up, Tensor) != isinstance(down, Tensor):
@@ -421,7 +420,6 @@ def grouped_products(
 
 
 def add_weighted(parts: Tensor, weights: Tensor, shared: Tensor | None, residual: Tensor) -> None:
-    """See `ops.experts.add_weighted`."""
     tokens, per_token = weights.shape
     width = residual.shape[1]
     if parts.shape != (tokens * per_token, width) or residual.shape[0] != tokens:

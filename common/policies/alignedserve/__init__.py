@@ -4,9 +4,7 @@ late_bound             placement: the prompt now, the response wherever its KV i
 aligned_binding        the manager's late binding: which request joins which worker (Alg. 2, cases 1 and 2; A2-A9)
 density_first_search   the next batch from the quad-tree (Alg. 1; A4)
 quad_tree              prefix lengths of everything in the pool (A3)
-running_batch          what a decode worker runs and is going to run (A5, A6, A7)
-patience               when a waiting request's subtree goes first (A8)
-thresholds             least and most of a batch (A4)
+thresholds             least and most of a batch (A4), when a waiting request goes first (A8)
 batch_numbers          numbers of aligned batches
 aligned_batching       the worker's scheduler: which sequence is evicted (Alg. 2, case 3; A6)
 

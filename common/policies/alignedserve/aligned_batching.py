@@ -27,9 +27,8 @@ class AlignedBatching(ContinuousBatching):
     first; while two batches run (a switch), the longest of the older one.
 
     Evicted requests leave with their KV, and the manager binds them to a buffer. Eviction starts while there is room
-    for the KV transfer, so no iteration waits for it; a sequence that grows too fast for that is preempted. Differs
-    from the paper: it evicts when the next iteration does not fit, and waits for the transfer. `sets_aside` False:
-    only preemption (late binding is off, or this worker stands alone).
+    for the KV transfer, so no iteration waits for it (in the paper one does); a sequence that grows too fast is
+    preempted. `sets_aside` False: only preemption (late binding is off, or this worker stands alone).
     """
 
     def __init__(

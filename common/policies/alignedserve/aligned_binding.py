@@ -13,19 +13,19 @@ to a prefill worker's buffer. No decode iteration waits for the manager (A10). N
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 
 from cohort.common.policies.alignedserve.batch_numbers import FIRST_BATCH
 from cohort.common.policies.alignedserve.density_first_search import density_first_search, starved_batch
-from cohort.common.policies.alignedserve.patience import patience_s
 from cohort.common.policies.alignedserve.quad_tree import PooledRequest, QuadTree
-from cohort.common.policies.alignedserve.running_batch import RunningBatch
-from cohort.common.policies.alignedserve.thresholds import Thresholds
+from cohort.common.policies.alignedserve.thresholds import Thresholds, patience_s
 from cohort.common.policies.interface import Bind, ClusterView, InstanceView, LateBinding, ParkedKv, Prefetch
 from cohort.common.policies.settings import AlignedServeSettings
-from cohort.common.types import InstanceId, KvGeometry, RequestId, Role
+from cohort.common.types import InstanceId, KvGeometry, RequestId, Role, WorkerStats
 
 _LONGEST_PREFIX = 65_536
 """Tokens that the quad-tree covers; longer prefixes count as this long. Five levels over a leaf of 64."""
@@ -36,6 +36,96 @@ _BUFFER_SHARE = 0.4
 """Share of a prefill worker's blocks for candidate batch and candidate requests: as much as a batch (B_max)."""
 _STARVATION_SHARE = 0.5
 """Share of the time that a request's TPOT target gives all of its output; the rest is for decoding."""
+
+
+@dataclass(slots=True)
+class RunningBatch:
+    """A5, A6, A7 · The requests that one decode worker runs and is going to run, as the manager knows them.
+
+        pool (quad-tree) ──A4──▶ candidate batch ──switch──┐
+              └──────────A7──▶ candidate requests ─────────┴─▶ running batch ─▶ finished, or evicted to the pool
+
+    Counts what the worker's last report does not contain: requests bound, arrived or gone since.
+    """
+
+    batch_id: int = 0
+    members: dict[RequestId, int] = field(default_factory=dict)
+    """Last reported prefix lengths of the batch that came out of the tree. Requests that joined as matches are left
+    out: a range that grows with every match would end up covering all lengths."""
+    requests: deque[PooledRequest] = field(default_factory=deque)
+    """A5 · The Candidate Requests Buffer: matches of the running batch."""
+    candidate: deque[PooledRequest] = field(default_factory=deque)
+    """A5 · The Candidate Batch Buffer: the next batch."""
+    candidate_id: int = 0
+    starved: bool = False
+    """The candidate batch is due (A8): it joins before all other requests."""
+    switching: bool = False
+    """Part of the candidate batch runs already."""
+    due_s: float = math.inf
+    """Earliest due time in the candidate batch."""
+    moving: dict[RequestId, int] = field(default_factory=dict)
+    """Blocks of bound requests that have not arrived."""
+    arrived: dict[RequestId, int] = field(default_factory=dict)
+    """Blocks of requests that arrived since the last report."""
+    left_blocks: int = 0
+    """Blocks of requests that left since the last report."""
+    left_rows: int = 0
+    _contexts: dict[RequestId, int] = field(default_factory=dict)
+    _stats: WorkerStats | None = None
+
+    def look(self, view: InstanceView) -> None:
+        """Take over a new report, once."""
+        if self._stats is view.stats:
+            return
+        self._stats = view.stats
+        self.arrived.clear()
+        self.left_blocks = self.left_rows = 0
+        self._contexts = {work.request_id: work.context for work in view.stats.queue}
+        for request_id, positions in self.members.items():
+            self.members[request_id] = max(positions, self._contexts.get(request_id, 0))
+
+    def bound(self, item: PooledRequest) -> None:
+        self.moving[item.request_id] = item.blocks
+
+    def has_arrived(self, request_id: RequestId) -> None:
+        blocks = self.moving.pop(request_id, None)
+        if blocks is not None:
+            self.arrived[request_id] = blocks
+
+    def has_left(self, request_id: RequestId, geometry: KvGeometry) -> None:
+        """Drop a request that ended, was lost or was evicted."""
+        self.members.pop(request_id, None)
+        if self.moving.pop(request_id, None) is None and self.arrived.pop(request_id, None) is None:
+            positions = self._contexts.pop(request_id, 0)
+            if positions:
+                self.left_blocks += geometry.blocks_held(positions)
+                self.left_rows += 1
+
+    def rows(self, view: InstanceView) -> int:
+        """Return the number of requests that run there or will shortly."""
+        reported = view.stats.running + view.stats.waiting - self.left_rows
+        return max(0, reported) + len(self.moving) + len(self.arrived)
+
+    def stuck(self, view: InstanceView) -> bool:
+        """Return whether no request runs and a waiting one, there or on the way, does not get its blocks."""
+        if view.stats.running or self.arrived:
+            return False
+        first = next(iter(self.moving.values()), None)  # grants are given in order
+        return view.stats.waiting > 0 if first is None else first > view.free_blocks
+
+    def free_blocks(self, view: InstanceView) -> int:
+        reserved = sum(self.moving.values()) + sum(self.arrived.values())
+        return min(view.free_blocks + self.left_blocks, view.capacity.num_blocks) - reserved
+
+    def span(self, slack: float) -> tuple[int, int] | None:
+        """A7 · Return the range of prefix lengths that match the running batch, `slack` of it beyond either end; None
+        if no request runs. A tenth at either end does not count: one long prefix among short ones would make every
+        request match."""
+        if not self.members:
+            return None
+        lengths = sorted(self.members.values())
+        edge = len(lengths) // 10
+        return max(1, int(lengths[edge] * (1.0 - slack))), int(lengths[-1 - edge] * (1.0 + slack))
 
 
 class AlignedBinding(LateBinding):
@@ -57,6 +147,9 @@ class AlignedBinding(LateBinding):
         self._fetched: dict[RequestId, tuple[InstanceId, int]] = {}
         """Holder and blocks of each prefetched request."""
         self._geometry = KvGeometry(1, 1, 1, 1, 16)
+        self._views: Mapping[InstanceId, InstanceView] = {}
+        self._actions: list[Bind | Prefetch] = []
+        """Actions of the current decision."""
         self._next_batch = FIRST_BATCH
         self._made = self._joined = self._switches = self._starved = self._evictions = 0
 
@@ -84,7 +177,7 @@ class AlignedBinding(LateBinding):
             batch.has_left(request_id, self._geometry)
 
     def decide(self, now_s: float, cluster: ClusterView) -> list[Bind | Prefetch]:
-        views = cluster.instances
+        views = self._views = cluster.instances
         decodes = [v for v in views.values() if v.role.decodes] or list(views.values())
         for instance in [name for name in self._batches if all(v.instance != name for v in decodes)]:
             lost = self._batches.pop(instance)
@@ -92,24 +185,22 @@ class AlignedBinding(LateBinding):
         if not decodes:
             return []
         self._geometry = decodes[0].capacity.geometry
-        actions: list[Bind | Prefetch] = []
+        self._actions = []
         for item in self._fresh:
-            self._take_in(now_s, item, views, actions)
+            self._take_in(item)
         self._fresh.clear()
         if not self._tree and not any(b.requests or b.candidate for b in self._batches.values()):
-            return actions
+            return self._actions
         # The batch with most headroom chooses first.
         for view in sorted(decodes, key=lambda v: (-v.free_blocks, v.instance)):
             batch = self._batches.setdefault(view.instance, RunningBatch())
             batch.look(view)
-            self._advance(now_s, view, batch, views, actions)
-        return actions
+            self._advance(now_s, view, batch)
+        return self._actions
 
     # -- the pool ----------------------------------------------------------------------------------------------
 
-    def _take_in(
-        self, now_s: float, item: ParkedKv, views: Mapping[InstanceId, InstanceView], actions: list[Bind | Prefetch]
-    ) -> None:
+    def _take_in(self, item: ParkedKv) -> None:
         request_id = item.request.request_id
         since_s, due_s = self._waiting_since_s.get(request_id, (item.since_s, 0.0))
         if not due_s:
@@ -123,17 +214,18 @@ class AlignedBinding(LateBinding):
         blocks = self._geometry.blocks_held(item.positions)
         pooled = PooledRequest(request_id, item.positions, blocks, since_s, due_s, item.instance)
         decode = self._decode_of.pop(request_id, None)
-        batch, view = self._batches.get(item.instance), views.get(item.instance)
+        batch, view = self._batches.get(item.instance), self._views.get(item.instance)
         if batch is not None and (decode == item.instance or (view is not None and view.role is Role.DECODE)):
             # A decode worker has evicted it: to the buffer of the prefill worker with most room.
             batch.has_left(request_id, self._geometry)
-            prefills = [v for v in views.values() if v.role.prefills and v.instance != item.instance]
+            prefills = [v for v in self._views.values() if v.role.prefills and v.instance != item.instance]
             target = max(prefills, key=lambda v: (v.free_blocks, v.instance), default=None)
             # Half of that cache stays free for prompts: full caches wait for each other's blocks.
             if target is not None and target.free_blocks - blocks >= target.capacity.num_blocks // 2:
                 self._evictions += 1
                 self._evicted[request_id] = item.instance
-                actions.append(Bind(request_id, target.instance, 0, "evicted: the longest makes room", parks=True))
+                evicted = Bind(request_id, target.instance, 0, "evicted: the longest makes room", parks=True)
+                self._actions.append(evicted)
                 return
         home = self._batches.get(self._evicted.pop(request_id, ""))
         span = home.span(_SLACK) if home is not None else None
@@ -150,16 +242,9 @@ class AlignedBinding(LateBinding):
 
     # -- one decode worker -------------------------------------------------------------------------------------
 
-    def _advance(
-        self,
-        now_s: float,
-        view: InstanceView,
-        batch: RunningBatch,
-        views: Mapping[InstanceId, InstanceView],
-        actions: list[Bind | Prefetch],
-    ) -> None:
+    def _advance(self, now_s: float, view: InstanceView, batch: RunningBatch) -> None:
         if batch.stuck(view):
-            self._unblock(view, batch, actions)
+            self._unblock(view, batch)
         due = self._tree.due_s(QuadTree.ROOT) <= now_s
         if batch.candidate and batch.due_s <= now_s:
             batch.starved = True
@@ -169,7 +254,7 @@ class AlignedBinding(LateBinding):
             self._choose(now_s, view, batch)
         if not batch.starved and not batch.switching:
             self._match(view, batch)
-            self._join(batch.requests, view, batch, actions, "matches the running batch")
+            self._join(batch.requests, view, batch, "matches the running batch")
         if not batch.candidate:
             batch.starved = batch.switching = False
             # A batch below B_max may take any requests, however few; else they wait until they are enough for a batch.
@@ -177,12 +262,12 @@ class AlignedBinding(LateBinding):
             if small or len(self._tree) >= self._thresholds.min_requests(view.capacity):
                 self._choose(now_s, view, batch)
         if batch.candidate and (batch.starved or batch.switching or not batch.requests):
-            self._switch(view, batch, actions)
+            self._switch(view, batch)
         if self._options.prefetch:
-            self._fetch(batch.requests, views, actions)
-            self._fetch(batch.candidate, views, actions)
+            self._fetch(batch.requests)
+            self._fetch(batch.candidate)
 
-    def _unblock(self, view: InstanceView, batch: RunningBatch, actions: list[Bind | Prefetch]) -> None:
+    def _unblock(self, view: InstanceView, batch: RunningBatch) -> None:
         """Continue a request whose parked KV lies on this worker: another one waits for blocks there, and none runs.
         The KV's request may be in the pool, or in a buffer of any worker."""
         buffers = [buffer for each in self._batches.values() for buffer in (each.requests, each.candidate)]
@@ -196,7 +281,8 @@ class AlignedBinding(LateBinding):
                 batch.bound(item)
                 batch.has_arrived(item.request_id)
                 self._joined += 1
-                actions.append(Bind(item.request_id, view.instance, batch.batch_id, "its worker has nothing to run"))
+                bind = Bind(item.request_id, view.instance, batch.batch_id, "its worker has nothing to run")
+                self._actions.append(bind)
                 return
 
     def _choose(self, now_s: float, view: InstanceView, batch: RunningBatch) -> None:
@@ -209,8 +295,7 @@ class AlignedBinding(LateBinding):
         batch.starved = bool(chosen)
         self._starved += batch.starved
         chosen = chosen or density_first_search(self._tree, max_blocks=most, min_requests=least, max_requests=rows)
-        if not chosen:
-            chosen = self._take_over(view, batch)
+        chosen = chosen or self._take_over(view, batch)
         if not chosen:
             return
         self._made += 1
@@ -247,12 +332,12 @@ class AlignedBinding(LateBinding):
             self._decode_of[item.request_id] = view.instance
             batch.requests.append(item)
 
-    def _switch(self, view: InstanceView, batch: RunningBatch, actions: list[Bind | Prefetch]) -> None:
+    def _switch(self, view: InstanceView, batch: RunningBatch) -> None:
         """Start the candidate batch (A6 case 2) as far as there is room. From its first request on it is the running
         one, and matches of the old one return to the pool."""
         candidates = {item.request_id: item.positions for item in batch.candidate}
         batch_id, batch.batch_id = batch.batch_id, batch.candidate_id
-        self._join(batch.candidate, view, batch, actions, "starved" if batch.starved else "next batch")
+        self._join(batch.candidate, view, batch, "starved" if batch.starved else "next batch")
         for item in batch.candidate:
             del candidates[item.request_id]
         if not candidates:
@@ -268,14 +353,7 @@ class AlignedBinding(LateBinding):
         if not batch.candidate:
             batch.starved = batch.switching = False
 
-    def _join(
-        self,
-        waiting: deque[PooledRequest],
-        view: InstanceView,
-        batch: RunningBatch,
-        actions: list[Bind | Prefetch],
-        reason: str,
-    ) -> None:
+    def _join(self, waiting: deque[PooledRequest], view: InstanceView, batch: RunningBatch, reason: str) -> None:
         """Bind requests from the front while the worker has rows, blocks, and one block more for each of its rows;
         up to B_max only unless `fill_memory`."""
         capacity = view.capacity
@@ -295,21 +373,16 @@ class AlignedBinding(LateBinding):
             self._fetched.pop(item.request_id, None)
             self._joined += 1
             rows, free = rows + 1, left
-            actions.append(Bind(item.request_id, view.instance, batch.batch_id, reason))
+            self._actions.append(Bind(item.request_id, view.instance, batch.batch_id, reason))
 
-    def _fetch(
-        self,
-        buffered: Iterable[PooledRequest],
-        views: Mapping[InstanceId, InstanceView],
-        actions: list[Bind | Prefetch],
-    ) -> None:
+    def _fetch(self, buffered: Iterable[PooledRequest]) -> None:
         """A5, A9 · Prefetch buffered requests to their prefill worker's device, within the buffers' share of it."""
         used: dict[InstanceId, int] = {}
         for holder, blocks in self._fetched.values():
             used[holder] = used.get(holder, 0) + blocks
         wanted: list[RequestId] = []
         for item in buffered:
-            view = views.get(item.holder)
+            view = self._views.get(item.holder)
             if view is None or item.request_id in self._fetched:
                 continue
             total = used.get(item.holder, 0) + item.blocks
@@ -318,7 +391,7 @@ class AlignedBinding(LateBinding):
                 self._fetched[item.request_id] = (item.holder, item.blocks)
                 wanted.append(item.request_id)
         if wanted:
-            actions.append(Prefetch(tuple(wanted)))
+            self._actions.append(Prefetch(tuple(wanted)))
 
     def metrics(self) -> dict[str, float]:
         buffered = sum(len(batch.requests) + len(batch.candidate) for batch in self._batches.values())

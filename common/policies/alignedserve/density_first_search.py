@@ -17,10 +17,9 @@ def density_first_search(
     them, at least R_min requests. Empty only if the tree is.
 
     Differs from the paper: a batch has at most `max_requests`, the rows of an iteration: a pool of short requests fits
-    B_max long before it fits an iteration, and would never be aligned. Widening goes leaf by leaf, the nearest of both
-    sides first, and stops at R_min (the paper scans all left siblings, then all right ones). A leaf that does not fit
-    gives the requests that fit, by due time (with equal SLOs by arrival). A single request larger than B_max is a
-    batch, or it would never run.
+    B_max long before it fits an iteration. Widening stops at R_min, the nearest leaf of both sides first (the paper
+    scans all left siblings, then all right ones). A leaf that does not fit gives the requests that fit, by due time. A
+    single request larger than B_max is a batch.
     """
     # Of equally dense children the shorter: it holds more requests a block.
     return _search(tree, tree.requests, max_blocks, min_requests, max_requests)

@@ -46,8 +46,8 @@ class QuadTree:
     shape, plus a heap operation in the leaf, O(log n).
 
     `longest`: prefixes beyond count as this long (the paper's 65,536). `leaf_tokens`: width of a leaf; the paper gives
-    none. Differs from the paper: a node's timestamp is not when it last gave a batch but when the first request below
-    it is due, so that a request left over by a batch of its own subtree does not wait anew (A8).
+    none. Differs from the paper: a node's timestamp is when the first request below it is due, not when it last gave a
+    batch (A8).
     """
 
     ROOT = Node(0, 0)

@@ -1,9 +1,10 @@
-"""A4 · B_max and R_min of a batch, from the configuration or from the device. Shared by placement and binding."""
+"""A4, A8 · B_max and R_min of a batch, from the configuration or from the device, and the starvation threshold of a
+request in the KV pool. Pure; shared by placement and binding."""
 
 from __future__ import annotations
 
 from cohort.common.policies.settings import AlignedServeSettings
-from cohort.common.types import WorkerCapacity
+from cohort.common.types import Request, WorkerCapacity
 
 _BATCH_SHARE = 0.4
 """B_max, as in the paper: a batch's KV as a share of a decode worker's blocks."""
@@ -23,3 +24,16 @@ class Thresholds:
 
     def min_requests(self, capacity: WorkerCapacity) -> int:
         return min(self._options.least_requests or max(1, round(_ROWS_SHARE * capacity.max_rows)), capacity.max_rows)
+
+
+def patience_s(request: Request, *, share: float, longest_s: float, default_output: float) -> float:
+    """A8 · AlignedServe §3.5: Return the request's starvation threshold.
+
+    The wait falls between the first and second token, so it is `share` of the time that the TPOT target gives all
+    expected tokens, at most `longest_s`; `longest_s` without an SLO. Differs from the paper: one threshold for all.
+    """
+    if request.slo.tpot_s <= 0.0:
+        return longest_s
+    expected = request.prediction.mean if request.prediction is not None else default_output
+    tokens = min(expected, float(request.sampling.max_tokens)) - request.output_known
+    return min(longest_s, share * request.slo.tpot_s * max(1.0, tokens))

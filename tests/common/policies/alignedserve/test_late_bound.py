@@ -11,8 +11,7 @@ from cohort.common.policies import compose
 from cohort.common.policies.alignedserve.aligned_batching import AlignedBatching
 from cohort.common.policies.alignedserve.aligned_binding import AlignedBinding
 from cohort.common.policies.alignedserve.late_bound import LateBound
-from cohort.common.policies.alignedserve.patience import patience_s
-from cohort.common.policies.alignedserve.thresholds import Thresholds
+from cohort.common.policies.alignedserve.thresholds import Thresholds, patience_s
 from cohort.common.policies.interface import ClusterView, Placed, WaitingRequest
 from cohort.common.policies.settings import AlignedServeSettings
 from cohort.common.types import Prediction, Role, Segment

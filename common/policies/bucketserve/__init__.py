@@ -7,8 +7,7 @@ safe_batch         KV of a batch (Eq. 1; B1), safe memory (Eq. 5; B3), the large
 controller         Eq. 6 from live memory, request by request (B4, B7)
 live_memory        what every worker really has left (B3, B7)
 demand             what a forecast means for the next batch (B9)
-ageing             class, priority and age in one number (B6, B10)
-length_index       waiting requests by length (B11)
+length_index       waiting requests by length (B11); class, priority and age in one number (B6, B10)
 padded_prefill     rectangular prefill batches on the worker (B2, B8)
 """
 

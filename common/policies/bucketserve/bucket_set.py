@@ -3,9 +3,8 @@
 Holds bounds and two counters per bucket. The requests stay in the `LengthIndex`, which counts those in a range of
 cells: a lookup is a bisection, a merge resets two lists, a split costs one range count. Owned by `prefill_order.py`.
 
-Alg. 1 leaves some things open; chosen here: an empty bucket is not split (0/0); one of a single cell is not split; a
-midpoint is rounded down to a cell; S ≥ L_max belongs to the last bucket; at most `max_buckets` exist, which bounds the
-cost of an adjustment when N_max is tiny and the queue is long.
+Chosen where Alg. 1 is silent: empty buckets and those of one cell are not split; a midpoint is rounded down to a cell;
+S ≥ L_max belongs to the last bucket; at most `max_buckets` exist, which bounds the cost of an adjustment.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from cohort.common.policies.bucketserve.live_memory import LiveMemory
 from cohort.common.policies.bucketserve.safe_batch import expected_safe_batch, next_is_safe, safe_bytes
 from cohort.common.policies.interface import ClusterView, InstanceView
 from cohort.common.policies.settings import BucketServeSettings
-from cohort.common.types import InstanceId, KvGeometry, RequestId
+from cohort.common.types import InstanceId, RequestId
 
 MEMORY_RESERVE = 0.1
 """Share of the remaining KV memory that no batch may reserve: the paper's 10 % (B3)."""
@@ -37,7 +37,6 @@ class _Target:
     floor: int
     staging: int
     idle: bool
-    geometry: KvGeometry
 
 
 @dataclass(slots=True)
@@ -49,7 +48,6 @@ class _Prefiller:
     blocks: int
     idle: bool
     forward_tokens: int
-    geometry: KvGeometry
 
 
 class Round:
@@ -104,8 +102,8 @@ class Round:
             return False
         unified = self._unified
         target = unified or self._most_headroom()
-        blocks = target.geometry.blocks_for(total_length)
-        prompt_blocks = worker.geometry.blocks_for(prompt_tokens)
+        blocks = target.view.capacity.geometry.blocks_for(total_length)
+        prompt_blocks = worker.view.capacity.geometry.blocks_for(prompt_tokens)
         kept = (0 if online else target.floor) - target.staging
         if not next_is_safe(target.blocks, blocks, kept) and not target.idle:
             return False
@@ -177,17 +175,10 @@ class BatchController:
             staged = int(stage / len(decoding)) // geometry.block_size * geometry.num_groups
             staging = 0 if view in prefilling else staged
             held = int(held_back * max(0, blocks))
-            targets.append(_Target(view, blocks, held, staging, self._memory.idle(view), geometry))
-        self.safe_memory_bytes = sum(max(0, t.blocks) * t.geometry.block_bytes for t in targets)
+            targets.append(_Target(view, blocks, held, staging, self._memory.idle(view)))
+        self.safe_memory_bytes = sum(max(0, t.blocks) * t.view.capacity.geometry.block_bytes for t in targets)
         prefillers = [
-            _Prefiller(
-                v,
-                self._headroom(v),
-                self._safe_blocks(v),
-                self._memory.idle(v),
-                self._forward_tokens(v),
-                v.capacity.geometry,
-            )
+            _Prefiller(v, self._headroom(v), self._safe_blocks(v), self._memory.idle(v), self._forward_tokens(v))
             for v in (prefilling if targets else [])
         ]
         return Round(self._memory, prefillers, targets, now_s=now_s, padded=self._padded)

@@ -32,11 +32,8 @@ class DemandRule:
         return self.default_output
 
     def kept_free(self, cluster: ClusterView) -> float:
-        """B9 · Return the share of the safe memory that offline work must leave to online requests still to come.
-
-        BucketServe §III: the monitor informs the controller about expected demand. The paper does not say how it is
-        used: here the forecast arrivals of `horizon_s`, at mean length, are held back from offline batches.
-        """
+        """B9 · BucketServe §III: Return the share of the safe memory that offline work must leave to online requests
+        still to come: the forecast arrivals of `horizon_s`, at mean length. The paper gives no rule."""
         if not self.known(cluster):
             return self.blind_share
         views = cluster.instances.values()

@@ -5,19 +5,28 @@ which request below it is due first; a cell's requests lie in order (`DueList`);
 counted. Splitting and merging buckets moves no request (B5, B11). Owned by `prefill_order.py`, one index per task
 class; decides nothing.
 
+All requests grow more urgent at the same pace, so the order of two is fixed when they arrive, and no queue needs a
+refresh. Nothing starves: all requests that arrive after a request's due time are due after it (B10).
+
 Invariant: counts and `best[node]` equal what a walk over the live entries finds; `check()` compares.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import itemgetter
 
 from cohort.common.errors import InvariantViolated
+from cohort.common.types import Request
 
 Entry = int
-"""Due time of a request and its serial number in one number: see `ageing.entry_of`."""
+"""Due time of a request and its serial number in one number (`entry_of`)."""
+_SERIAL_BITS = 48
+SERIAL = (1 << _SERIAL_BITS) - 1
+"""`entry & SERIAL` is the entry's serial number."""
+_LEVELS = 100
+"""Greatest priority that counts: a client's number must not buy an unbounded head start."""
 
 _NOBODY: Entry = 1 << 200
 """Entry that is due after all others; recognised by identity."""
@@ -26,6 +35,22 @@ _GROUP = 64
 _RUN = 128
 """Greatest length of a run of a `DueList`: inserting and deleting move no more entries."""
 _first = itemgetter(0)
+
+
+def due_s(request: Request, *, priority_step_s: float, offline_delay_s: float) -> float:
+    """B6, B10 · Return the time at which this request is as urgent as an online one of priority 0 that arrives then.
+
+    BucketServe §III: the longest waiting go first, online work before offline, higher priorities (lower numbers here)
+    before lower ones. The paper gives no weights.
+    """
+    level = min(_LEVELS, max(-_LEVELS, request.priority))
+    return request.arrival_s + level * priority_step_s + (0.0 if request.online else offline_delay_s)
+
+
+def entry_of(due_s: float, serial: int) -> int:
+    """Return one number that sorts as the pair: `due_s` to a nanosecond, ties broken by `serial` (below 2⁴⁸): it is
+    compared faster than a tuple."""
+    return (int(due_s * 1e9) << _SERIAL_BITS) + serial
 
 
 class DueList:
@@ -163,21 +188,20 @@ class LengthIndex:
 
     def shortest(self, low: int, high: int) -> Entry | None:
         """Return the most urgent of the lowest occupied cell in [low, high)."""
-        best = self._best
-        for node in self._cover(low, high):
-            if best[node] is not _NOBODY:
-                while node < self._leaves:
-                    node = 2 * node if best[2 * node] is not _NOBODY else 2 * node + 1
-                return best[node]
-        return None
+        return self._outermost(self._cover(low, high), 0)
 
     def longest(self, low: int, high: int) -> Entry | None:
         """Return the most urgent of the highest occupied cell in [low, high)."""
+        return self._outermost(reversed(self._cover(low, high)), 1)
+
+    def _outermost(self, nodes: Iterable[int], side: int) -> Entry | None:
+        """Return the most urgent of the outermost occupied cell below the first occupied node; `side`: 0 left, 1
+        right."""
         best = self._best
-        for node in reversed(self._cover(low, high)):
+        for node in nodes:
             if best[node] is not _NOBODY:
                 while node < self._leaves:
-                    node = 2 * node + 1 if best[2 * node + 1] is not _NOBODY else 2 * node
+                    node = 2 * node + side if best[2 * node + side] is not _NOBODY else 2 * node + 1 - side
                 return best[node]
         return None
 

@@ -46,7 +46,6 @@ class LiveMemory:
         """Requests that may have a reservation; most that are withdrawn have none."""
 
     def update(self, now_s: float, cluster: ClusterView) -> None:
-        """Take in the newest reports."""
         for name in self._accounts.keys() - cluster.instances.keys():
             del self._accounts[name]
         for name, view in cluster.instances.items():
@@ -76,7 +75,6 @@ class LiveMemory:
         return here == 0 and not self._accounts[view.instance].reservations
 
     def reserve(self, now_s: float, instance: InstanceId, request_id: RequestId, blocks: int) -> None:
-        """Reserve `blocks` of `instance` for a request."""
         account = self._accounts[instance]
         if request_id in account.reservations:
             account.forget(request_id)
@@ -112,11 +110,8 @@ def _peak_entries(rows: Sequence[tuple[int, int]], size: int) -> int:
     """Return the most blocks of `size` tokens that these rows ever hold together, each (tokens now, tokens to come).
 
     All grow by one token a step, and each leaves when it is done. Just before the k-th last leaves, the k last hold
-    Σ ⌈(tokens + left_k) / size⌉; the peak is at one of these moments. The sum of all final sizes would leave a fifth
-    of the memory idle on short responses.
-
-    ⌈(tokens + left) / size⌉ is the quotients of tokens and of left + size - 1, and one more where their remainders fill
-    another block: remainders in order make that a search for each row.
+    Σ ⌈(tokens + left_k) / size⌉; the peak is at one of these moments. ⌈(tokens + left) / size⌉ is the quotients of
+    tokens and of left + size - 1, and one more where their remainders fill another block: a search for each row.
     """
     peak = full = 0
     remainders: list[int] = []

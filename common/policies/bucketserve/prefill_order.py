@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cohort.common.policies.bucketserve.ageing import SERIAL, due_s, entry_of
 from cohort.common.policies.bucketserve.bucket_set import Bucket, BucketSet
 from cohort.common.policies.bucketserve.controller import BatchController, Round
-from cohort.common.policies.bucketserve.length_index import Entry, LengthIndex
+from cohort.common.policies.bucketserve.length_index import SERIAL, Entry, LengthIndex, due_s, entry_of
 from cohort.common.policies.bucketserve.waste import LengthHistogram, expected_waste, waste_ratio
 from cohort.common.policies.interface import ClusterView, Dispatch, PrefillOrder, WaitingRequest
 from cohort.common.policies.settings import BucketServeSettings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cohort.common.policies.bucketserve.ageing import due_s, entry_of
+from cohort.common.policies.bucketserve.length_index import due_s, entry_of
 from tests.common.policies.bucketserve.cluster import waiting
 
 

@@ -50,7 +50,6 @@ class InstanceWork:
         self._load_s: float | None = None
 
     def refresh(self, now_s: float, view: InstanceView, fallback: StepTimes) -> None:
-        """Take in the newest report."""
         self.unified = view.role.prefills and view.role.decodes
         stats = view.stats
         if stats is self._stats:

@@ -16,10 +16,7 @@ from cohort.common.sequence import Sequence
 def peak_growth(holders: Iterable[tuple[int, int]]) -> int:
     """Return the most positions that will be needed on top of what is held now. `holders`: (positions held, positions
     to come) of each request; all sample one token a pass, and a request without a token to come frees what it holds.
-
-    D5 · DynaServe §3.1 ("respect the HBM limit"). Differs from the paper: it has no rule for that and leaves memory to
-    vLLM, which admits what fits now.
-    """
+    D5 · DynaServe §3.1 ("respect the HBM limit"), for which the paper has no rule."""
     by_end = sorted(holders, key=lambda holder: holder[1])
     peak = freed = 0
     left = len(by_end)

@@ -27,8 +27,8 @@ class SloBatching(ArrivalQueues):
     waiting prompt go into every iteration, whatever the decodes take: prompts must progress.
 
     Differs from the paper: while decoding requests are on their way here, an iteration aims at half the bound, because
-    between two tokens they wait for the rest of one iteration and for a whole one; the paper's pauses at KV transfers
-    are not bounded. Prefill rows leave the cache for older ones as in the baselines (the paper relies on vLLM).
+    between two tokens they wait for the rest of one iteration and for a whole one. Prefill rows leave the cache for
+    older ones as in the baselines.
     """
 
     wants_arriving = True
@@ -60,8 +60,7 @@ class SloBatching(ArrivalQueues):
             builder.continue_row(sequence)
         batch = decode_shape(builder.decode_rows)
         self._bound_s = self._bound(row.sequence for row in builder.decode_rows)
-        if batch.decodes and self._exceeds(batch):
-            self._decodes_over += 1
+        self._decodes_over += batch.decodes > 0 and (self.table.estimate(batch) or 0.0) > self._bound_s
         self._aim_s = self._target_s(batch)
         # 2. Prefill chunks in arrival order while the table says that the batch stays within the bound.
         self._budget = 0
@@ -136,10 +135,6 @@ class SloBatching(ArrivalQueues):
             return whole_s
         decode_s = self.table.estimate(decodes) or 0.0
         return min(whole_s, max(whole_s / 2, decode_s + whole_s / 4))
-
-    def _exceeds(self, batch: BatchShape) -> bool:
-        estimate_s = self.table.estimate(batch)
-        return estimate_s is not None and estimate_s > self._bound_s
 
     def _chunk(
         self, builder: BatchBuilder, batch: BatchShape, sequence: Sequence, least: int, *, admitted: bool

@@ -48,13 +48,8 @@ class SplitPlacement(Placement):
 
     A request of P + O^ tokens becomes [0, s) and [s, …) on two instances, s anywhere, or one segment.
 
-    Differs from the paper: Alg. 1 balances predicted ends, here by default the work on the instances (`balance`). The
-    paper routes segments round-robin; here the two instances that are expected to finish the prompt first share the
-    request, in whichever order is better balanced, and a request that stays whole goes to the first of them. The paper
-    splits whenever Alg. 1 says so; here a request stays whole while an instance is idle (hardly a prompt waits there
-    and its decodes take less than half the bound), and where the split would gain no more than tolerance and KV
-    transfer cost (`split_gain_s`). Before all that, a split at the end of the prompt is tried for the work that it
-    saves: another instance decodes at a lower cost, or prompts stay without decodes beside them (`split_gain`).
+    Differs from the paper in what is balanced, in the choice of the pair (round-robin there), in requests that stay
+    whole, and in a split tried first for the work that it saves: docs/papers/dynaserve.md (D3).
     """
 
     wants_step_times = True
@@ -113,7 +108,7 @@ class SplitPlacement(Placement):
         if self._full(second, slo_s, prompt) and not self._full(first, slo_s, prompt):
             return self._keep(now_s, request.request_id, first, whole, "decodes fill the bound everywhere else")
         choice = self._search([(first, second), (second, first)], prompt, output)
-        kept_s = self._end_whole(first, (first, second), whole)
+        kept_s = max(first.until_done(whole), second.until_done())
         if self._gain_s(now_s, choice, first, kept_s) <= self._handed_s(choice) + options.search_tolerance * kept_s:
             return self._keep(now_s, request.request_id, first, whole, "no gain from a split")
         return self._share(now_s, request.request_id, choice, whole)
@@ -174,10 +169,6 @@ class SplitPlacement(Placement):
     def _idle(self, work: InstanceWork, slo_s: float, context: int) -> bool:
         """Return whether hardly a prompt waits there and decodes leave half the bound free."""
         return work.prefill_backlog_s <= 0.5 * slo_s and work.decode_pass_s(1, context) <= 0.5 * slo_s
-
-    def _end_whole(self, work: InstanceWork, pair: tuple[InstanceWork, InstanceWork], whole: SegmentWork) -> float:
-        """Return when both instances are done if this one takes the whole request."""
-        return max(other.until_done(whole) if other is work else other.until_done() for other in pair)
 
     def _gain_s(self, now_s: float, choice: _Choice, kept: InstanceWork, kept_s: float) -> float:
         """Return the gain of this split over leaving the request whole on `kept`."""

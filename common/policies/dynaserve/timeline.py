@@ -49,10 +49,9 @@ class Timeline:
 
     `queued_work` in the order of the instance's queue. `end_s`: seconds from now until all is done.
 
-    Differs from the paper: passes between two events (a prompt is done, a response ends) are computed at once, as
-    arrays; the budget of a pass follows from the instance's learned times and its bound instead of a batching history;
-    when rows run out, late requests start as early ones end, in order. A probe adds its segment's passes to the
-    finished timeline instead of simulating anew.
+    Differs from the paper: passes between two events (a prompt is done, a response ends) are computed at once; the
+    budget of a pass follows from learned times and the bound instead of a batching history; when rows run out, late
+    requests start as early ones end. A probe adds its segment's passes to the timeline instead of simulating anew.
     """
 
     def __init__(self, queued_work: Sequence[SegmentWork] | _Array, times: StepTimes, limits: PassLimits) -> None:
@@ -85,8 +84,6 @@ class Timeline:
 
     def end_with(self, segment_work: SegmentWork) -> float:
         """Return `end_s` with this segment queued last: a probe of Alg. 1, in a few microseconds."""
-        if segment_work.prefill == 0 and segment_work.decode == 0:
-            return self.end_s
         return self.end_s + self._added(segment_work, self.prefill_passes if segment_work.prefill else 0.0)[0]
 
     def finish_of(self, segment_work: SegmentWork, earliest_s: float = 0.0) -> float:

@@ -8,10 +8,8 @@ running decodes ever need more blocks together than there are.
                                                      └── none is free, predictions were wrong: the loosest goes to
                                                          host memory and comes back (E8)
 
-The `IterationScheduler` of the preset `ecoserve-forecast`. Queues, groups, order and padding are `TimeSynced`'s.
-
-Differs from the paper: an allocation is a reservation instead of blocks, and a prompt is started only if its decode
-fits, so no computed prompt waits with its KV; prompts still fill every iteration up to the target forward size.
+The `IterationScheduler` of the preset `ecoserve-forecast`; queues, groups, order and padding are `TimeSynced`'s. Unlike
+in the paper an allocation is a reservation instead of blocks, and a prompt starts only if its decode fits.
 """
 
 from __future__ import annotations

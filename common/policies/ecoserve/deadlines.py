@@ -22,10 +22,8 @@ class Deadlines:
     t_p → seconds of an iteration of one prompt of mean length alone; t_g → of one decode at mean context; both by the
     learned times, so they are those of an undisturbed server. l_g → predicted output tokens. A client's own SLO goes
     first: a deadline, or the first token's time plus the others' times the predicted length. Times that are not
-    learned yet count as zero.
-
-    Differs from the paper: the undisturbed times are estimated under load, of the lengths that arrive, instead of
-    measured beforehand with a data set; and l_g is the prediction, because the true length is not known.
+    learned yet count as zero. The paper measures the times beforehand with a data set; and l_g is the prediction here,
+    because the true length is not known.
     """
 
     def __init__(self, table: ProfileTable, scale: float = _SCALE) -> None:

@@ -76,9 +76,6 @@ class PromptQueue:
     def __len__(self) -> int:
         return len(self._where)
 
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.key in self._where
-
     def add(self, now_s: float, sequence: Sequence, deadline_s: float) -> None:
         priority = sequence.request.priority
         if self._ordered:
@@ -127,7 +124,6 @@ class PromptQueue:
         return found[0], found[3]
 
     def first(self, count: int) -> list[Sequence]:
-        """Return the first `count` in order."""
         found: list[Sequence] = []
         for where in self._class_order:
             found += [self._where[key][0] for _, _, key in self._classes[where][: count - len(found)]]

@@ -20,8 +20,7 @@ from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.ecoserve.batch import SyncedBatch
 from cohort.common.policies.ecoserve.deadlines import Deadlines
 from cohort.common.policies.ecoserve.forward_size import LearnedForwardSize
-from cohort.common.policies.ecoserve.loans import Loans
-from cohort.common.policies.ecoserve.nesting import Candidate
+from cohort.common.policies.ecoserve.loans import Candidate, Loans
 from cohort.common.policies.ecoserve.padding_ratio import PaddingRatio
 from cohort.common.policies.ecoserve.task_order import PromptQueue, Ranges, Rank, rank
 from cohort.common.policies.interface import IterationPlan, IterationScheduler, News
@@ -46,14 +45,6 @@ class Counters:
 
 
 class TimeSynced(IterationScheduler):
-    """Differs from the paper, where it leaves a hole:
-
-    - The batch is also formed when decodes arrive and the last formation left none waiting, and when decodes that
-      ended early have freed more than the reserve.
-    - Prompts stop at `waiting_share`: "until the TFS is reached" fills the cache with decodes that cannot run.
-    - When no sequence can run, the last in order are evicted for the first.
-    """
-
     def __init__(self, options: EcoServeSettings, limits: IterationLimits, *, learn_size: bool = False) -> None:
         """`limits.max_tokens`: E1's target forward size, or its bound if it is learned."""
         self.options, self.limits = options, limits
@@ -70,7 +61,7 @@ class TimeSynced(IterationScheduler):
         self._stopped: set[Attempt] = set()
         """Decodes that had to wait because they outlived their predictions."""
         self._batch = SyncedBatch()
-        self._loans = Loans(options.buffer)
+        self._loans = Loans(self._batch, options.buffer)
         self._drained = True
         self._group_over = False
         self._freed = self._available = 0
@@ -169,7 +160,7 @@ class TimeSynced(IterationScheduler):
             if ahead > 0 and sequence in self._batch:
                 self._batch.hurry(sequence, ahead)
                 if self._sharing is not None:
-                    self._loans.resume(self._batch, sequence, kv, self._sharing)
+                    self._loans.resume(sequence, kv, self._sharing)
 
     def _revise(self, now_s: float, sequence: Sequence) -> None:
         """E4 · Reorder a waiting prompt whose prediction changed. Waiting decodes are grouped by their prediction when
@@ -236,11 +227,8 @@ class TimeSynced(IterationScheduler):
 
     def _length(self, sequence: Sequence, sampled: int = 0) -> int:
         """E2, E3, E5 · Return the tokens to allocate for a decode that runs now, or after `sampled` more tokens: what
-        is left of its padded prediction, in whole `group_tokens`, at most what it can need.
-
-        Beyond its prediction: L_new. The paper's formula (prediction less what exists) is at most 0 then; here it is
-        the padding again, of what exists.
-        """
+        is left of its padded prediction, in whole `group_tokens`, at most what it can need. Beyond its prediction
+        L_new is the padding again, of what exists."""
         made, quantum = sequence.output_tokens + sampled, self.options.group_tokens
         left = math.ceil(sequence.predicted * (1.0 + self._padding.ratio)) - made
         if left < 1:
@@ -294,7 +282,7 @@ class TimeSynced(IterationScheduler):
         """E8 · Move borrowers to host memory that are still in a block which its lender needs."""
         if self._sharing is None:
             return
-        for lender, index in self._loans.due(self._batch, kv, self._sharing):
+        for lender, index in self._loans.due(kv, self._sharing):
             for borrower in self._sharing.borrowers(lender, index):
                 self._stopped.add(borrower.key)
                 self._count.late += 1
@@ -316,9 +304,8 @@ class TimeSynced(IterationScheduler):
     # -- the batch of decodes ----------------------------------------------------------------------------------
 
     def _formation_is_due(self, kv: KvAllocator) -> bool:
-        freed = self._freed >= max(1, self._reserve(kv))
-        waits = not self._group_over and not self._drained and len(self._batch) and self.options.synced and not freed
-        return bool(self._decodes) and not waits
+        due = self._group_over or self._drained or not len(self._batch) or not self.options.synced
+        return bool(self._decodes) and (due or self._freed >= max(1, self._reserve(kv)))
 
     def _form(self, now_s: float, kv: KvAllocator, plan: IterationPlan) -> None:
         """E3, E7 · Form groups until the cache is allocated, then add borrowers (Alg. 1, lines 2 and 3)."""
@@ -342,9 +329,9 @@ class TimeSynced(IterationScheduler):
             for _, length, s in waiting
             if s.phase is Phase.RUNNING and s.end is None and s.key in self._decodes
         ]
-        for chosen in self._loans.arrange(self._batch, candidates, kv, self._sharing, self._places()):
+        for chosen in self._loans.arrange(candidates, kv, self._sharing, self._places()):
             del self._decodes[chosen.sequence.key]
-            self._loans.resume(self._batch, chosen.sequence, kv, self._sharing)
+            self._loans.resume(chosen.sequence, kv, self._sharing)
             self._count.borrowed += 1
 
     def _rank(self, now_s: float, sequence: Sequence, length: int) -> Rank:
@@ -404,7 +391,7 @@ class TimeSynced(IterationScheduler):
     def _join(self, sequence: Sequence, length: int, kv: KvAllocator) -> None:
         self._batch.join(sequence, length)
         if self._sharing is not None:
-            self._loans.resume(self._batch, sequence, kv, self._sharing)
+            self._loans.resume(sequence, kv, self._sharing)
 
     def _claim(self, kv: KvAllocator, sequence: Sequence, positions: int) -> bool:
         """E2 · Allocate the blocks for everything that a sequence is predicted to need."""
@@ -477,7 +464,9 @@ class TimeSynced(IterationScheduler):
             victims = [s for s in tasks if s is not task and s.phase is Phase.RUNNING and not s.pinned]
             while self._lacks(task, length, kv) > kv.free_blocks + kv.cached_blocks and victims:
                 self._evict(now_s, victims.pop(), kv, plan, self.limits.preemption)
-            length = min(length, self._most(task, kv))
+            held = len(kv.blocks(task.key)) if task.phase is Phase.RUNNING else 0
+            there = (held + kv.free_blocks + kv.cached_blocks) * kv.geometry.block_size
+            length = min(length, there - task.computed)
             if length < 1:
                 continue
             self._count.forced += 1
@@ -488,11 +477,6 @@ class TimeSynced(IterationScheduler):
             elif self._run(task, length, kv, plan):
                 return []
         return []
-
-    def _most(self, sequence: Sequence, kv: KvAllocator) -> int:
-        """Return the positions that it could run for with every free block."""
-        held = len(kv.blocks(sequence.key)) if sequence.phase is Phase.RUNNING else 0
-        return (held + kv.free_blocks + kv.cached_blocks) * kv.geometry.block_size - sequence.computed
 
 
 def _has_ended(sequence: Sequence) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cohort.common.policies.ecoserve.nesting import Candidate, Place, closest, longest_borrower, second_half
+from cohort.common.policies.ecoserve.loans import Candidate, Place, closest, longest_borrower, second_half
 from tests.common.policies.baselines.drive import sequence
 
 SOMEBODY = sequence("x", 1)

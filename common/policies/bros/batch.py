@@ -1,4 +1,5 @@
-"""The iteration that the packing of BROS forms (R4): rows so far, their load, what may not be dropped.
+"""The iteration that the packing of BROS forms (R4): rows so far, their load, what may not be dropped; and how many
+requests it may have (R6).
 
 Filled by `slack_packing.py`, read by `drops.py`; decides nothing.
 """
@@ -49,6 +50,8 @@ class Batch:
     """Best-effort requests whose share of the cache is protected."""
     reserved: int = 0
     """Blocks that `guaranteed` still needs."""
+    chosen: list[tuple[float, Sequence]] = field(default_factory=list)
+    """Real-time requests with their residual time, most urgent first; the last ones may make way."""
     dropped: int = 0
     late: int = 0
     """Rows of requests that cannot be on time any more."""
@@ -62,7 +65,6 @@ class Batch:
         return BatchLoad(self.prefill_tokens, self.decode_rows, self.context)
 
     def add(self, sequence: Sequence, count: int) -> None:
-        """Add a row of the sequence's next `count` tokens."""
         key, first = sequence.key, sequence.computed
         self.rows[key] = Row(sequence, first, count)
         self.safe.add(key)
@@ -83,3 +85,27 @@ class Batch:
         else:
             self.prefill_tokens -= row.count
             self.context -= row.start
+
+
+class AdaptiveBatchSize:
+    """R6 · Requests that an iteration may have, found as TCP finds its window: starts at `first`, grows by `step` after
+    every iteration that no real-time deadline cut short, up to `most`, and returns to `first` when one did."""
+
+    def __init__(self, *, first: int, step: int, most: int) -> None:
+        self._first = min(first, most)
+        self._step = step
+        self._most = most
+        self.value = self._first
+        self.backoffs = 0
+
+    def repeated(self, iterations: int) -> None:
+        """Grow for `iterations` that ran without a decision: none left a request out."""
+        self.value = min(self._most, self.value + iterations * self._step)
+
+    def decided(self, *, cut_short: bool) -> None:
+        """Update after a decision; `cut_short`: a deadline left a request out."""
+        if cut_short:
+            self.value = self._first
+            self.backoffs += 1
+        else:
+            self.value = min(self._most, self.value + self._step)

@@ -6,10 +6,8 @@ are free every request has its own. When none is, a real-time request shares a b
 when the best-effort request runs again: in place if the other is gone, else in another block.
 
 Works under any iteration scheduler: `extend` brings all of a request back, `take_copies` returns what has to be copied
-before the rows run. A tenant served since the last `take_copies` keeps its slots until the next.
-
-KV for or from another worker is exclusive and left to right: transfers move whole blocks, and the other worker may
-have another allocator. There is no prefix cache: a block whose slots change hands cannot be known by its content.
+before the rows run. A tenant served since the last `take_copies` keeps its slots until the next. KV for or from another
+worker is exclusive and left to right: transfers move whole blocks. There is no prefix cache, as slots change hands.
 """
 
 from __future__ import annotations
@@ -83,9 +81,6 @@ class _Change:
 
 
 class BidirectionalAllocator(KvAllocator, BlockSharing):
-    """Differs from the paper: it is silent on where overwritten slots return to while the other request is still
-    there. Here that block of the best-effort request moves to another one, with the slots that were still resident."""
-
     on_demand = True
 
     def __init__(self, geometry: KvGeometry, num_blocks: int, host_blocks: int) -> None:
@@ -369,9 +364,7 @@ class BidirectionalAllocator(KvAllocator, BlockSharing):
         self._running.discard(tenant)
         self._leave(tenant)
         self._host_returned += tenant.host.values()
-        assert self.host_free_blocks <= self._host_total, (
-            f"{self.host_free_blocks} free host blocks of {self._host_total}"
-        )
+        assert self.host_free_blocks <= self._host_total, f"{self.host_free_blocks} of {self._host_total} are free"
 
     def swap_out(self, sequence: Sequence, *, beside: bool = False) -> bool:
         """R11 · Drop a sequence to host memory. `beside` is for parked KV, which never comes here."""

@@ -17,10 +17,17 @@ from cohort.common.types import Attempt
 
 class Drops:
     def __init__(
-        self, real_time: RealTimeQueues, best_effort: BestEffortQueues, groups: TokenGroups, others: bool
+        self,
+        real_time: RealTimeQueues,
+        best_effort: BestEffortQueues,
+        groups: TokenGroups,
+        known_before: Mapping[Attempt, int],
+        others: bool,
     ) -> None:
-        """`others`: the setting `drops`; where it is off, only deadlocks make others give way."""
-        self._rt, self._be, self._groups, self._others = real_time, best_effort, groups, others
+        """`known_before`: tokens known of a sequence when it started here, or came back to the device. `others`: the
+        setting `drops`; off, only deadlocks make others give way."""
+        self._rt, self._be, self._groups = real_time, best_effort, groups
+        self._known_before, self._others = known_before, others
 
     def gives_up(self, sequence: Sequence) -> bool:
         """Return whether a request that found no blocks loses its own and is computed again."""
@@ -32,23 +39,21 @@ class Drops:
         kv: KvAllocator,
         batch: Batch,
         sharing: BlockSharing | None,
-        known_before: Mapping[Attempt, int],
         *,
         real_time: bool,
-        desperate: bool = False,
+        desperate: bool,
     ) -> Iterator[Sequence]:
         """Yield requests to drop when no block is free (R11, §5.2): best-effort ones, latest first; then, for a
         feasible request, the real-time one with most time left. A request without a sampled token since it came in is
         spared unless `desperate`, so every drop is paid for by progress. Before all of them come best-effort requests
         whose slots it must overwrite while host memory has no place for them. Evaluated only when blocks are missing.
-        `known_before`: tokens known of a sequence when it started here, or came back to the device. `sharing`: the
-        allocator's, if real-time requests take best-effort blocks without a drop (R8)."""
+        `sharing`: the allocator's, if real-time requests take best-effort blocks without a drop (R8)."""
         if not (desperate or self._others):
             return
         kept = () if desperate else {other.key for other in batch.guaranteed}
 
         def may_go(other: Sequence) -> bool:
-            sampled = other.uncomputed <= 1 and other.known > known_before.get(other.key, 0)
+            sampled = other.uncomputed <= 1 and other.known > self._known_before.get(other.key, 0)
             holds = other.phase is Phase.RUNNING and not other.pinned and (desperate or sampled)
             return holds and other is not sequence and other.key not in batch.safe and other.key not in kept
 

@@ -51,7 +51,6 @@ class BatchLoad(msgspec.Struct, frozen=True, gc=False):
         return BatchLoad(self.prefill_tokens + count, self.decode_rows, self.context + start)
 
     def minus(self, start: int, count: int) -> BatchLoad:
-        """Subtract such a row."""
         if count == 1:
             return BatchLoad(self.prefill_tokens, self.decode_rows - 1, self.context - start - 1)
         return BatchLoad(self.prefill_tokens - count, self.decode_rows, self.context - start)
@@ -183,14 +182,9 @@ class IterationCost(Learned):
         """Return the state; empty before the first measured iteration: a profile is read again."""
         if not self._seen:
             return b""
-        return json.dumps(
-            {
-                "weights": self._weights.tolist(),
-                "covariance": self._covariance.tolist(),
-                "slot_s": self._slot_s,
-                "observations": self._seen,
-            }
-        ).encode()
+        weights, covariance = self._weights.tolist(), self._covariance.tolist()
+        state = {"weights": weights, "covariance": covariance, "slot_s": self._slot_s, "observations": self._seen}
+        return json.dumps(state).encode()
 
     def import_state(self, data: bytes) -> None:
         """Import an exported state, or the file of `cohort profile`. Raises `ValueError`."""

@@ -264,7 +264,6 @@ class DecodeSet:
         return len(self._noted)
 
     def note(self, sequence: Sequence) -> None:
-        """Add or update a sequence."""
         key, noted = sequence.key, self._noted.get(sequence.key)
         if noted is not None and is_decode(sequence) and noted[0] == self._groups.tpot_s(sequence):  # nearly always
             tpot_s, before = noted

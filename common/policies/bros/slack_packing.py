@@ -18,8 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 
 from cohort.common.policies.baselines.batch_builder import IterationLimits
-from cohort.common.policies.bros.batch import NO_DEADLINE_S, Batch, DecodeRows, is_decode
-from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
+from cohort.common.policies.bros.batch import NO_DEADLINE_S, AdaptiveBatchSize, Batch, DecodeRows, is_decode
 from cohort.common.policies.bros.drops import Drops
 from cohort.common.policies.bros.iteration_cost import BatchLoad, IterationCost, load_of
 from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTimeQueues, UrgentFirst, slots_away
@@ -42,24 +41,8 @@ _TURN_EVERY = 10
 
 
 class SlackPacking(IterationScheduler):
-    """Differs from the paper:
-
-    - Infeasible requests are those that would be late alone, prompts as a whole, or in an iteration with all decodes.
-      They follow the others: a request with a few milliseconds left would empty the batch and make the next ones late.
-      No request waits beyond the starvation times.
-    - The paper computes every prompt whole, in one iteration, and waits with one that does not fit. Here it is cut to
-      the time there is (`cut_prompts`): beside decode rows under a TPOT target of 50 ms no prompt of some hundred
-      tokens ever fits. After the first request that does not fit no further prompt is taken, but rows of one token are,
-      or best-effort rows would run instead.
-    - Late decode rows still bound prompts: if none is on time, by their TPOT target or by the time of all of them. In
-      the paper only requests on time count, and prompts with seconds left would fill iterations that long.
-    - The batch size (R6) holds back late requests, and best-effort ones that have had their share of the time.
-    - A request that has not started drops no real-time request (R11), and leaves running ones their next block: under
-      overload every newcomer on time would make a running request late.
-    - The oldest best-effort requests keep a share of the cache and of the time that is left for prompts
-      (`best_effort_share`, `BestEffortTime`), before prompts that are late. Others do not return while real-time
-      requests wait.
-    """
+    """Differs from the paper in which requests count as late, in cutting prompts, in the reach of the batch size (R6),
+    and under overload: starvation, shares, newcomers (docs/papers/bros.md)."""
 
     def __init__(
         self, options: BrosSettings, limits: IterationLimits, groups: TokenGroups, cost: IterationCost
@@ -70,13 +53,13 @@ class SlackPacking(IterationScheduler):
         self._best_effort_time = BestEffortTime(options.best_effort_share, options.be_starvation_s)
         self._rt = RealTimeQueues(groups)
         self._be = BestEffortQueues()
-        self._drops = Drops(self._rt, self._be, groups, options.drops)
+        self._known_before: dict[Attempt, int] = {}
+        """Tokens known of a sequence when it started here, or came back to the device."""
+        self._drops = Drops(self._rt, self._be, groups, self._known_before, options.drops)
         self._average_s = 0.0
         limits_s: dict[TrafficClass, float] = {"rt": options.rt_starvation_s, "be": options.be_starvation_s}
         self._unserved = Unserved(limits_s, every=_TURN_EVERY)
         self._resubmitted: dict[Attempt, Sequence] = {}  # here for a repeated attempt
-        # Tokens known of a sequence when it started here, or came back to the device.
-        self._known_before: dict[Attempt, int] = {}
         self._had_rows: list[Sequence] = []  # in the last decision: only these have moved on since
         self._slots_beside = 0
         self._sharing: BlockSharing | None = None
@@ -113,15 +96,15 @@ class SlackPacking(IterationScheduler):
         self._keep(kv, batch)
         urgent = self._rt.urgent_first(now_s, self._average_s, decodes.least_s)
         self._bind_late(urgent, decodes, kv, batch)
-        chosen, infeasible, cut_short = self._pack_real_time(urgent, kv, batch)
+        infeasible, cut_short = self._pack_real_time(urgent, kv, batch)
         decoding = chain(urgent.past_due_started(), infeasible)
         self._pack_past_due((s for s in decoding if is_decode(s)), kv, batch)
-        self._pack_guaranteed(kv, batch, chosen)
+        self._pack_guaranteed(kv, batch)
         self._pack_past_due(chain(urgent.past_due(), infeasible), kv, batch)
-        self._pack_best_effort(kv, batch, chosen)
+        self._pack_best_effort(kv, batch)
         if not batch.rows and not batch.slots:
             batch.limit_s = NO_DEADLINE_S  # of a request for which there are no blocks
-            self._pack_guaranteed(kv, batch, chosen)
+            self._pack_guaranteed(kv, batch)
         if not batch.rows and not batch.slots:
             self._force_oldest(kv, batch)
         if batch.rows:
@@ -193,11 +176,9 @@ class SlackPacking(IterationScheduler):
             batch.limit_s = min(batch.limit_s, max(decodes.least_s, decodes.tpot_s))
             self._pack_past_due((s for s in urgent.past_due_started() if is_decode(s)), kv, batch)
 
-    def _pack_real_time(
-        self, urgent: UrgentFirst, kv: KvAllocator, batch: Batch
-    ) -> tuple[list[tuple[float, Sequence]], list[Sequence], bool]:
-        """Pack real-time requests (lines 3–15). Return those taken, most urgent first; those that would be late even
-        alone; and whether a deadline cut the packing short (lines 11–12)."""
+    def _pack_real_time(self, urgent: UrgentFirst, kv: KvAllocator, batch: Batch) -> tuple[list[Sequence], bool]:
+        """Pack real-time requests (lines 3–15). Return those that would be late even alone, and whether a deadline cut
+        the packing short (lines 11–12)."""
         cost = self._cost
         # Starting a request moves it between queues: the order is read before any moves.
         pulled: list[tuple[float, Sequence, int]] = []
@@ -237,6 +218,7 @@ class SlackPacking(IterationScheduler):
                 grown = prefill + count, decode, context + computed
             limit_s = batch.limit_s if count == 1 else for_prompts * batch.limit_s
             if max(exec_of(*grown), swap_s) > limit_s:
+                # No further prompt is taken, but rows of one token are, or best-effort rows would run instead.
                 cut_short = True
                 urgent.skip_waiting()
                 if count == 1:
@@ -249,17 +231,16 @@ class SlackPacking(IterationScheduler):
             pulled.append((residual_s, sequence, count))
             prefill, decode, context = grown
             rows, tokens_left = rows + 1, tokens_left - count
-        chosen: list[tuple[float, Sequence]] = []
         no_headroom = False
         for residual_s, sequence, count in pulled:
             waiting = sequence.phase is Phase.WAITING
             if waiting and no_headroom:
                 continue  # where the one before found no blocks, the next would not either
             if self._place(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=True), count):
-                chosen.append((residual_s, sequence))
+                batch.chosen.append((residual_s, sequence))
             elif waiting:
                 no_headroom = True
-        return chosen, infeasible, cut_short
+        return infeasible, cut_short
 
     def _cut_on_time(
         self, sequence: Sequence, count: int, load: BatchLoad, batch: Batch, taken: set[Attempt], limit_s: float
@@ -290,7 +271,7 @@ class SlackPacking(IterationScheduler):
             for sequence in batch.guaranteed
         )
 
-    def _pack_guaranteed(self, kv: KvAllocator, batch: Batch, chosen: list[tuple[float, Sequence]]) -> None:
+    def _pack_guaranteed(self, kv: KvAllocator, batch: Batch) -> None:
         """Pack the guaranteed best-effort requests. The reserve is theirs, and the batch's size does not hold them back
         until they had their share; the oldest may also take blocks from the youngest."""
         batch.reserved, size = 0, batch.most_rows
@@ -301,8 +282,7 @@ class SlackPacking(IterationScheduler):
             if slots and batch.rows and self._sharing is not None:
                 self._bring_back(sequence, slots, self._sharing, batch)
                 continue
-            victims = self._droppable(kv, batch, sequence, real_time=False)
-            if not self._offer(sequence, kv, batch, chosen, victims):
+            if not self._offer(sequence, kv, batch, self._droppable(kv, batch, sequence, real_time=False)):
                 break
         batch.most_rows = size
         self._reserve(kv, batch)
@@ -325,19 +305,19 @@ class SlackPacking(IterationScheduler):
             elif waiting:
                 return  # the next would not find blocks either
 
-    def _pack_best_effort(self, kv: KvAllocator, batch: Batch, chosen: list[tuple[float, Sequence]]) -> None:
+    def _pack_best_effort(self, kv: KvAllocator, batch: Batch) -> None:
         """Pack best-effort requests (lines 17–33)."""
         whole, apart = self._be.by_slots(self._sharing)
         guaranteed = {sequence.key for sequence in batch.guaranteed}
         for index, sequence in enumerate(whole):
             # The oldest may take blocks from the youngest, or all could wait for each other's.
             victims = None if index else self._droppable(kv, batch, sequence, real_time=False)
-            if not self._offer(sequence, kv, batch, chosen, victims):
+            if not self._offer(sequence, kv, batch, victims):
                 return
         for sequence in self._be.waiting(batch.most_rows):
             if batch.dropped or not self._has_headroom(sequence, kv, batch):
                 break  # the next would not find blocks either
-            if not self._offer(sequence, kv, batch, chosen, None):
+            if not self._offer(sequence, kv, batch, None):
                 return
         if self._rt.anybody_waits or kv.free_blocks < batch.reserved:
             return
@@ -347,17 +327,10 @@ class SlackPacking(IterationScheduler):
             if batch.rows and self._sharing is not None:
                 if not self._bring_back(sequence, slots, self._sharing, batch):
                     return
-            elif not batch.dropped and not self._offer(sequence, kv, batch, chosen, None):
+            elif not batch.dropped and not self._offer(sequence, kv, batch, None):
                 return
 
-    def _offer(
-        self,
-        sequence: Sequence,
-        kv: KvAllocator,
-        batch: Batch,
-        chosen: list[tuple[float, Sequence]],
-        victims: Iterator[Sequence] | None,
-    ) -> bool:
+    def _offer(self, sequence: Sequence, kv: KvAllocator, batch: Batch, victims: Iterator[Sequence] | None) -> bool:
         """Place a best-effort request, in place of a real-time one if need be. Return False if none after it fits
         either."""
         if sequence.key in batch.safe or sequence.uncomputed < 1:
@@ -365,7 +338,7 @@ class SlackPacking(IterationScheduler):
         fitting = self._fitting(sequence, batch)
         if fitting == 0 or batch.tokens_left <= 0:
             return False
-        if len(batch.rows) >= batch.most_rows and not self._make_way(fitting, sequence, batch, chosen):
+        if len(batch.rows) >= batch.most_rows and not self._make_way(fitting, sequence, batch):
             return False
         self._place(sequence, kv, batch, victims, fitting)
         return True
@@ -383,20 +356,20 @@ class SlackPacking(IterationScheduler):
         batch.safe.add(sequence.key)
         return True
 
-    def _make_way(self, count: int, sequence: Sequence, batch: Batch, chosen: list[tuple[float, Sequence]]) -> bool:
+    def _make_way(self, count: int, sequence: Sequence, batch: Batch) -> bool:
         """Take the least urgent real-time request out of the batch if it can wait for the next (lines 25–32)."""
-        while chosen and chosen[-1][1].key not in batch.rows:
-            chosen.pop()
-        if not chosen:
+        while batch.chosen and batch.chosen[-1][1].key not in batch.rows:
+            batch.chosen.pop()
+        if not batch.chosen:
             return False
-        residual_s, last = chosen[-1]
+        residual_s, last = batch.chosen[-1]
         row = batch.rows[last.key]
         load = batch.load.minus(row.start, row.count).plus(sequence.computed, count)
         iteration_s = self._cost.iteration_s(load, batch.slots)
         own_s = self._cost.iteration_s(BatchLoad().plus(row.start, row.count))
         if iteration_s > batch.limit_s or iteration_s + max(self._average_s, own_s) > residual_s:
             return False
-        chosen.pop()
+        batch.chosen.pop()
         batch.take_away(last)
         self._replaced += 1
         return True
@@ -467,9 +440,7 @@ class SlackPacking(IterationScheduler):
     def _droppable(
         self, kv: KvAllocator, batch: Batch, sequence: Sequence, *, real_time: bool, desperate: bool = False
     ) -> Iterator[Sequence]:
-        return self._drops.victims(
-            sequence, kv, batch, self._sharing, self._known_before, real_time=real_time, desperate=desperate
-        )
+        return self._drops.victims(sequence, kv, batch, self._sharing, real_time=real_time, desperate=desperate)
 
     def _has_headroom(self, sequence: Sequence, kv: KvAllocator, batch: Batch) -> bool:
         """Return whether running requests keep their next block, and guaranteed ones theirs, if this one starts."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
+from cohort.common.policies.bros.batch import AdaptiveBatchSize
 from cohort.common.policies.bros.request_queues import BestEffortQueues, RealTimeQueues
 from cohort.common.policies.bros.token_groups import TokenGroups
 from cohort.common.sequence import Phase, Sequence

@@ -13,8 +13,7 @@ from cohort.common.errors import ConfigError
 from cohort.common.policies import compose
 from cohort.common.policies.baselines.batch_builder import IterationLimits
 from cohort.common.policies.baselines.paged_allocation import PagedAllocator
-from cohort.common.policies.bros.batch import Batch
-from cohort.common.policies.bros.batch_size import AdaptiveBatchSize
+from cohort.common.policies.bros.batch import AdaptiveBatchSize, Batch
 from cohort.common.policies.bros.bidirectional_allocation import BidirectionalAllocator
 from cohort.common.policies.bros.iteration_cost import IterationCost
 from cohort.common.policies.bros.slack_packing import SlackPacking, Unserved

@@ -1,17 +1,15 @@
 """Defaults that follow from the machine: a GPU's are a layer between the built-in defaults and the preset.
 
-Called by `load_config` alone, which is told of the machine by whoever starts a process (`common/devices/inventory.py`).
-Pure; never asks a device anything. On a CPU nothing changes: the built-in defaults are its.
+Called by `load_config` alone; asks no device anything. On a CPU the built-in defaults stay. The values follow from the
+memory of the smallest GPU, which goes with its speed closely enough for a start:
 
-The values, by the memory of the smallest GPU, which goes with its speed closely enough for a start:
-
-- `engine.max_step_tokens`: a whole 8k prompt in one iteration on an 80 GB card, as vLLM's server has it there. What it
-  costs is memory for the widest intermediate (`step_bytes`: 1.1 GB for an 8B model at 8192 tokens).
+- `engine.max_step_tokens`: a whole 8k prompt in one iteration on an 80 GB card, as in vLLM's server. It costs memory
+  for the widest intermediate (`step_bytes`: 1.1 GB for an 8B model at 8192 tokens).
 - `engine.prefill_chunk`: the prompt tokens that decode rows have to wait for. 2,048 of an 8B model are 33 TFLOP: 0.06 s
   on an H100, well within the default TPOT of 0.2 s; a card a third as fast gets half.
-- `engine.max_rows`: a decode step is bound by reading weights and KV until several hundred rows. 1,024 rows are worth
-  something where the cache holds them: 60 GB of KV of an 8B model are 450 tokens for each. Every row costs the reserve
-  its logits (0.8 MB with 128k tokens) and start-up the graph classes up to it.
+- `engine.max_rows`: a decode step is bound by reading weights and KV until several hundred rows. 60 GB of KV of an 8B
+  model are 450 tokens for each of 1,024 rows. Every row costs the reserve its logits (0.8 MB with 128k tokens) and
+  start-up the graph classes up to it.
 - `engine.cuda_graph_memory_bytes`: small cards have none to spare; larger graph classes are recorded first.
 - `kv.host_memory_bytes`: a quarter of the RAM, 64 GiB at most, for each GPU's worker, and half of the RAM for all of
   them together: the pool is page-locked, so what it has nothing else gets.

@@ -18,7 +18,6 @@ from cohort.common.errors import ConfigError
 
 CONFIGS_DIR = Path(__file__).resolve().parent.parent.parent / "configs"
 
-
 AUTO = "auto"
 """Value of `workers` that keeps the roles of the layers below and leaves their counts to the machine (count 0)."""
 

@@ -59,16 +59,10 @@ class FairOrder(PrefillOrder):
         """Requests of the last decision: placement may bring them back."""
         self._owners: Counter[str] = Counter()
         """Number of waiting requests by owner."""
-        self._sharing = False
+        self.sharing = False
+        """Whether several owners wait, or did a moment ago."""
         self._contended_s = float("-inf")
         self._contentions = 0
-
-    @property
-    def sharing(self) -> bool:
-        """Whether several owners wait, or did a moment ago."""
-        return self._sharing
-
-    # -- the queue ---------------------------------------------------------------------------------------------
 
     def add(self, now_s: float, waiting: WaitingRequest) -> None:
         name = waiting.request_id
@@ -77,7 +71,7 @@ class FairOrder(PrefillOrder):
         self._owners[waiting.request.owner] += 1
         if returned is not None:
             self._put_inside(now_s, waiting, returned.charged)
-        elif waiting.accepted or (self._alone is None and not self._sharing):
+        elif waiting.accepted or (self._alone is None and not self.sharing):
             self._put_inside(now_s, waiting, 0.0)
         else:
             self._hold(waiting)
@@ -117,12 +111,10 @@ class FairOrder(PrefillOrder):
         own = {"fair_owners": float(len(self._owners)), "fair_held_requests": float(len(self._held))}
         return {**self._order.metrics(), **own, "fair_contentions": float(self._contentions)}
 
-    # -- decisions ---------------------------------------------------------------------------------------------
-
     def decide(self, now_s: float, cluster: ClusterView) -> list[Dispatch]:
         self._sent.clear()
         self._look(now_s)
-        limit = self._ahead if self._sharing else self._alone
+        limit = self._ahead if self.sharing else self._alone
         if limit is not None:
             self._release(now_s, cluster, limit)
         dispatches = self._order.decide(now_s, cluster)
@@ -137,12 +129,12 @@ class FairOrder(PrefillOrder):
         contended = len(self._owners) > 1
         if contended:
             self._contended_s = now_s
-        if contended and not self._sharing:
-            self._sharing = True
+        if contended and not self.sharing:
+            self.sharing = True
             self._contentions += 1
             self._take_back(now_s)
-        elif self._sharing and not contended and now_s - self._contended_s >= _CALM_S:
-            self._sharing = False
+        elif self.sharing and not contended and now_s - self._contended_s >= _CALM_S:
+            self.sharing = False
             for waiting in list(self._held.values()) if self._alone is None else ():
                 self._unhold(waiting)
                 self._put_inside(now_s, waiting, 0.0)
@@ -169,8 +161,6 @@ class FairOrder(PrefillOrder):
             self._unhold(waiting)
             self._put_inside(now_s, waiting, self._cost(waiting))
             headroom -= len(waiting.request.tokens)
-
-    # -- books -------------------------------------------------------------------------------------------------
 
     def _cost(self, waiting: WaitingRequest) -> float:
         return len(waiting.request.tokens) + waiting.expected_output(self._default_output)

@@ -9,8 +9,7 @@ next, v becomes that start, and the owner's next start is later by cost / weight
     no debt      an owner that was alone owes nothing for it later, and has saved nothing either
     no idling    whoever waits is served as long as there is something to serve with
 
-Within one owner, requests go by the rank that `add` is given. Called by `fair_order.py`. Knows neither time nor
-machines; decides nothing about how much may go.
+Within one owner, requests go by the rank that `add` is given. Knows neither time nor machines.
 """
 
 from __future__ import annotations

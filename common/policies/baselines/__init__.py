@@ -43,9 +43,6 @@ def build_fcfs(config: Config) -> Fcfs:
     return Fcfs(dispatch_ahead_tokens=config.manager.dispatch_ahead_tokens)
 
 
-# -- iterations ----------------------------------------------------------------------------------------------------
-
-
 def build_continuous_batching(config: Config) -> ContinuousBatching:
     engine = config.engine
     return ContinuousBatching(
@@ -120,9 +117,6 @@ def _whole_prompts(config: Config) -> IterationLimits:
 def _target_tokens(config: Config) -> int:
     engine = config.engine
     return min(engine.target_forward_tokens or engine.max_step_tokens, engine.max_step_tokens)
-
-
-# -- allocation ----------------------------------------------------------------------------------------------------
 
 
 def build_paged(config: Config, geometry: KvGeometry, num_blocks: int, host_blocks: int) -> PagedAllocator:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from cohort.common.policies.interface import ClusterView, Dispatch, InstanceView, PrefillOrder, WaitingRequest
+from cohort.common.policies.interface import ClusterView, Dispatch, PrefillOrder, WaitingRequest
 from cohort.common.policies.serving_views import Least, ServingViews
 from cohort.common.types import Prediction, RequestId, Role
 
@@ -17,21 +17,16 @@ _FORGOTTEN = 64
 """Stale entries of the order beyond which, when they also are the majority, it is made anew."""
 
 
-def _key(waiting: WaitingRequest) -> _Key:
-    request = waiting.request
-    return (request.priority, not request.online, request.arrival_s, request.request_id)
-
-
-def _queued(view: InstanceView) -> tuple[int, str]:
-    return view.stats.queued_prefill_tokens + view.assigned_prefill_tokens, view.instance
-
-
 class Fcfs(PrefillOrder):
     reads_queues = False
 
     def __init__(self, *, dispatch_ahead_tokens: int) -> None:
         self._ahead = dispatch_ahead_tokens
-        self._least = Least(_queued, lambda view: view.capacity.role is not Role.DECODE, or_all=True)
+        self._least = Least(
+            lambda view: (view.queued_prefill_tokens, view.instance),
+            lambda view: view.capacity.role is not Role.DECODE,
+            or_all=True,
+        )
         # A heap whose entries are forgotten, not removed, when a request goes: one with another key in `_waiting`, or
         # none, is stale.
         self._order: list[_Key] = []
@@ -40,10 +35,11 @@ class Fcfs(PrefillOrder):
         self._next_batch = 1
 
     def add(self, now_s: float, waiting: WaitingRequest) -> None:
-        key = _key(waiting)
+        request = waiting.request
+        key = (request.priority, not request.online, request.arrival_s, request.request_id)
         heappush(self._order, key)
-        self._waiting[waiting.request_id] = key, waiting
-        self._tokens += len(waiting.request.tokens)
+        self._waiting[request.request_id] = key, waiting
+        self._tokens += len(request.tokens)
 
     def remove(self, now_s: float, request_id: RequestId) -> None:
         _, waiting = self._waiting.pop(request_id, (None, None))

@@ -290,8 +290,6 @@ class PagedAllocator(KvAllocator):
         return True
 
     def take_copies(self) -> list[KvCopy]:
-        if not self._copies:
-            return []
         copies, self._copies = self._copies, []
         return copies
 

@@ -43,9 +43,7 @@ _NEARLY = 0.1
 
 
 def _prefill_load(view: InstanceView) -> tuple[int, int, str]:
-    stats = view.stats
-    queued = stats.queued_prefill_tokens + view.assigned_prefill_tokens
-    return (queued, stats.running + view.assigned_requests, view.instance)
+    return (view.queued_prefill_tokens, view.stats.running + view.assigned_requests, view.instance)
 
 
 def _decode_load(view: InstanceView) -> tuple[float, int, str]:
@@ -65,7 +63,7 @@ def _queued_share(view: InstanceView) -> float:
 def _unified_load(view: InstanceView) -> tuple[float, int, str]:
     used, rows, name = _decode_load(view)
     # A queued prompt delays a newcomer as a busy cache does; one step's worth of tokens weighs like a full cache.
-    return (used + view.queued_prefill_tokens / max(1, view.capacity.max_step_tokens), rows, name)
+    return (used + _queued_share(view), rows, name)
 
 
 def _near(views: Sequence[InstanceView], request: Request, rank: Rank, load: Load | None = None) -> InstanceView:

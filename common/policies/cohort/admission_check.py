@@ -41,17 +41,10 @@ def admission_test(
     late_s = now_s + caution * predicted_s - due_s
     if late_s <= 0.0:
         return "serve"
-    outcome = outcome_if_late(if_late, refuse_late)
-    return Refuse(INFEASIBLE, max(MIN_RETRY_S, late_s)) if outcome == "refuse" else outcome
-
-
-def outcome_if_late(if_late: IfLate, refuse_late: RefuseLate) -> Literal["serve", "best_effort", "refuse"]:
-    """Return what becomes of a late request: the client's wish, as far as the operator allows."""
-    if refuse_late == "none":
+    if refuse_late == "none" or (if_late == "" and refuse_late != "all"):
         return "serve"
-    if if_late == "":
-        return "refuse" if refuse_late == "all" else "serve"
-    return if_late
+    outcome = if_late or "refuse"
+    return Refuse(INFEASIBLE, max(MIN_RETRY_S, late_s)) if outcome == "refuse" else outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +54,17 @@ class AdmissionTest:
     refuse_late: RefuseLate = "named"
     caution: float = CAUTION
 
-    def applies_to(self, waiting: WaitingRequest) -> bool:
-        """Return whether the test decides on this request; if not, it is served whatever is predicted."""
-        request = waiting.request
-        real_time = request.traffic_class == "rt" and request.online
-        return real_time and (request.slo.ttft_s > 0.0 or request.slo.deadline_s > 0.0) and not waiting.accepted
-
     def judge(
         self, now_s: float, waiting: WaitingRequest, predicted_s: float
     ) -> Literal["serve", "best_effort"] | Refuse:
         """Decide on a request whose first token the fastest worker yields in `predicted_s` seconds."""
-        if not self.applies_to(waiting):
+        request = waiting.request
+        real_time = request.traffic_class == "rt" and request.online
+        if not real_time or waiting.accepted or not (request.slo.ttft_s > 0.0 or request.slo.deadline_s > 0.0):
             return "serve"
-        ttft_s, _ = targets(waiting.request.slo, waiting.expected_output(_UNPREDICTED))
+        ttft_s, _ = targets(request.slo, waiting.expected_output(_UNPREDICTED))
         due_s = waiting.since_s + ttft_s
-        verdict = admission_test(
-            now_s, due_s, predicted_s, waiting.request.if_late, self.refuse_late, caution=self.caution
-        )
+        verdict = admission_test(now_s, due_s, predicted_s, request.if_late, self.refuse_late, caution=self.caution)
         if isinstance(verdict, Refuse):
             return replace(verdict, forecast_s=self.forecast_s(now_s, waiting, predicted_s))
         return verdict

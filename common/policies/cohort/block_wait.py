@@ -23,8 +23,11 @@ class BlockWait:
         by_end = sorted(rows)
         self._free = max(1, total - held)
         self._ends = [left for left, _ in by_end]
-        self._peaks = _peaks_from(by_end)
-        self._negative = [-peak for peak in self._peaks]
+        peaks, then = [0], 0  # the most held from each end on: a row holds most just before it ends, and all grow alike
+        for count, (left, own) in enumerate(reversed(by_end), start=1):
+            then += own + _BEGUN
+            peaks.append(max(peaks[-1], then + count * left))
+        self._negative = [-peak for peak in reversed(peaks)]
         self._residence = 2.0 * sum(self._ends) / max(1, len(by_end))
         self.turnover = self._free / max(1.0, self._residence)
         """Positions that come free in an iteration while the cache is full."""
@@ -37,16 +40,3 @@ class BlockWait:
         if at < len(self._negative):
             return float(self._ends[at - 1])
         return (self._ends[-1] if self._ends else 0.0) + (needed / self._free - 1.0) * self._residence
-
-
-def _peaks_from(by_end: list[tuple[int, int]]) -> list[int]:
-    """Return the most positions held together from now on, and from the end of each row on. A row holds the most just
-    before it ends; the later ones have grown by as many by then."""
-    peaks = [0]
-    held = peak = 0
-    for count, (left, own) in enumerate(reversed(by_end), start=1):
-        held += own + _BEGUN
-        peak = max(peak, held + count * left)
-        peaks.append(peak)
-    peaks.reverse()
-    return peaks

@@ -81,8 +81,6 @@ class PlacedWork:
         self._crowded: tuple[int, float] | None = None
         self._slowed: dict[float, float] = {}
 
-    # -- what happened ------------------------------------------------------------------------------------------------
-
     def refresh(self, now_s: float, view: InstanceView, known: Mapping[RequestId, Known]) -> bool:
         """Read the newest report, best when it comes; True if there was one. Costs what changed with it."""
         stats = view.stats
@@ -197,8 +195,6 @@ class PlacedWork:
             _go_on(self._tokens, first, [prompt.tokens for prompt in rest])
             _go_on(self._pairs, first, [prompt.pairs for prompt in rest])
             _go_on(self._needs, first, [prompt.needed for prompt in rest])
-
-    # -- what follows -------------------------------------------------------------------------------------------------
 
     def rank(self, now_s: float, request: Known) -> RankKey:
         """Return the place of a newcomer among the prompts here."""
@@ -323,8 +319,6 @@ class PlacedWork:
             blocks = view.free_blocks if view.stats.total_blocks else view.capacity.num_blocks  # no report yet
             self._memory = needed, variance, float(view.capacity.geometry.positions(blocks))
         return self._memory
-
-    # -- inside -------------------------------------------------------------------------------------------------------
 
     def _rank(self, now_s: float, request: Known, left: int) -> Ranked:
         """Return a prompt's rank. Where prompts run in arrival order, the rank is the arrival."""

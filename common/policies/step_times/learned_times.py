@@ -30,7 +30,6 @@ class LearnedTimes(Learned):
     def __init__(self) -> None:
         self.table = ProfileTable()
         self.lateness = Lateness(_PERCENTILE)
-
         self._observed: frozenset[Attempt] = frozenset()
         """Sequences of the last iteration recorded, if all its rows decoded."""
 

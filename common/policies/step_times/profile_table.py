@@ -106,10 +106,12 @@ class ProfileTable:
 
     def __init__(self) -> None:
         self._cells: dict[CellKey, _Cell] = {}
-        self._times: StepTimes | None = None
+        self.step_times: StepTimes | None = None
+        """Fitted curve; None until enough was measured."""
         self._seen = 0
         self._next_fit = 8
-        self._error = 0.0
+        self.error = 0.0
+        """Moving mean of |log(estimate / measured)| at the time of each measurement."""
         self._errors: dict[IterationKind, tuple[int, float]] = {}
 
     def __len__(self) -> int:
@@ -119,16 +121,6 @@ class ProfileTable:
     def suffices(self) -> bool:
         """Whether the cells are enough for a curve; the next fit may still be some iterations away."""
         return len(self._cells) >= _FIRST_FIT
-
-    @property
-    def step_times(self) -> StepTimes | None:
-        """Fitted curve; None until enough was measured."""
-        return self._times
-
-    @property
-    def error(self) -> float:
-        """Moving mean of |log(estimate / measured)| at the time of each measurement."""
-        return self._error
 
     def error_of(self, kind: IterationKind) -> float:
         """Return the moving mean of |estimate / measured - 1| over this process' iterations of the kind; 0 before
@@ -141,7 +133,7 @@ class ProfileTable:
             return
         estimate = self.estimate(shape)
         if estimate:
-            self._error += _SMOOTH * (abs(math.log(estimate / seconds)) - self._error)
+            self.error += _SMOOTH * (abs(math.log(estimate / seconds)) - self.error)
             self._judge(kind_of(shape), abs(estimate / seconds - 1.0))
         self._put(shape, seconds)
         self._seen += 1
@@ -151,7 +143,7 @@ class ProfileTable:
 
     def estimate(self, shape: BatchShape) -> float | None:
         """Return an iteration's seconds; None until there is a curve."""
-        times = self._times
+        times = self.step_times
         if times is None:
             return None
         curve_s = step_seconds(times, shape)
@@ -234,11 +226,11 @@ class ProfileTable:
         if not self.suffices:
             return
         cells = list(self._cells.values())
-        self._times = fit_step_times(
+        self.step_times = fit_step_times(
             [cell.shape for cell in cells],
             [math.exp(cell.log_s) for cell in cells],
             [float(min(cell.count, 10)) for cell in cells],
-            self._times,
+            self.step_times,
         )
 
 

@@ -75,12 +75,12 @@ class ContinuousBatching(ArrivalQueues):
             if tokens_left == 0 or len(planned) == self._max_rows:
                 break
             if sequence.phase is Phase.RUNNING:
-                end = sequence.computed + min(sequence.uncomputed, tokens_left)
+                end = sequence.computed + self._count(sequence, tokens_left)
                 runs = goes_on = goes_on and self._make_headroom(sequence, end, kv, plan, planned)
             else:
                 runs = admits = admits and not plan.preempted and self._admit(sequence, kv)
             if runs:
-                count = min(sequence.uncomputed, tokens_left)
+                count = self._count(sequence, tokens_left)
                 (decode_rows if count == 1 else prefill_rows).append(Row(sequence, sequence.computed, count))
                 planned.add(sequence)
                 tokens_left -= count
@@ -137,8 +137,14 @@ class ContinuousBatching(ArrivalQueues):
 
     def _for_prompts(self, decode_rows: int) -> int:
         """Return the prompt tokens of an iteration with `decode_rows`."""
-        left, chunk = self._max_step_tokens - decode_rows, self._prefill_chunk
-        return min(left, max(chunk - decode_rows, (chunk + 1) // 2)) if decode_rows else left
+        left = self._max_step_tokens - decode_rows
+        return min(left, self._beside(decode_rows)) if decode_rows else left
+
+    def _beside(self, decode_rows: int) -> int:
+        return max(self._prefill_chunk - decode_rows, (self._prefill_chunk + 1) // 2)
+
+    def _count(self, sequence: Sequence, tokens_left: int) -> int:
+        return min(sequence.uncomputed, tokens_left)
 
     def _make_headroom(
         self, sequence: Sequence, positions: int, kv: KvAllocator, plan: IterationPlan, planned: set[Sequence]

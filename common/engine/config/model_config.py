@@ -513,7 +513,7 @@ def rope_of(config: Mapping[str, Any]) -> RopeConfig:
 
 
 def ropes_by_layer_type(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConfig]:
-    """Return the embeddings of layers with full attention and of those with a sliding window: `rope_parameters` has one
+    """Return the rotation of layers with full attention and of those with a sliding window: `rope_parameters` has one
     for each; in earlier files `rope_theta` and `rope_scaling` of the full layers, `rope_local_base_freq` of the
     others."""
     parameters = config.get("rope_parameters") or {}
@@ -525,7 +525,7 @@ def ropes_by_layer_type(config: Mapping[str, Any]) -> tuple[RopeConfig, RopeConf
 
 
 def max_positions(config: Mapping[str, Any], rope: RopeConfig | None) -> int:
-    """Return the context served: what the model says, but for LongRoPE only its first range.
+    """Return the context served, beyond which requests are refused: the model's, of LongRoPE only its first range.
 
     LongRoPE switches all of a request's frequencies at a length, which would change KV already cached (and, in one
     forward, other requests' too); inside the original range the short frequencies hold.

@@ -47,7 +47,7 @@ class DraftRow:
     sampling: tuple[SamplingRow, ...]
     """The sampling of each draft's position; penalties count the drafts before it besides."""
     number: int = 0
-    """The sequence's, as in `StepBatch.numbers`."""
+    """The number of the sequence, as in `StepBatch.numbers`."""
 
 
 @dataclass(frozen=True, slots=True)

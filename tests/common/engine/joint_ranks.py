@@ -67,20 +67,19 @@ class JointRanks:
         self.caches: list[Tensor] = []
         """Of every rank, from the first step on."""
         self.ranks = [_Rank(self._meeting, runner.geometry, rank, degree) for rank in range(degree)]
-        self._models: Sequence[Model] = [
-            load_model(
-                Loading(
-                    folder,
-                    runner.geometry,
-                    device=_CPU,
-                    dtype=getattr(torch, runner.dtype),
-                    max_rows=runner.max_rows,
-                    max_step_tokens=runner.max_step_tokens,
-                    ranks=rank,
-                )
+        loads = [
+            Loading(
+                folder,
+                runner.geometry,
+                device=_CPU,
+                dtype=getattr(torch, runner.dtype),
+                max_rows=runner.max_rows,
+                max_step_tokens=runner.max_step_tokens,
+                ranks=rank,
             )
             for rank in self.ranks
         ]
+        self._models: Sequence[Model] = [load_model(load) for load in loads]
         self._threads = ThreadPoolExecutor(degree)
 
     def forward(self, step: StepInputs, kv: Tensor) -> Tensor:

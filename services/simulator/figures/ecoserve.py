@@ -132,6 +132,15 @@ def _anchor(preset: str, paper: float, note: str, standing: Standing) -> Figure:
     return _row(f"11-anchor-{SHORT[preset]}", _ALL, preset, "time between tokens", "ms", paper, measure, note, standing)
 
 
+def _spared_of(preset: str, data: str) -> Figure:
+    def measure(lab: Lab) -> float:
+        return 100.0 * (1.0 - _failed(printed(lab, preset, data), preset))
+
+    id_, note = f"1d-failures-{SHORT[preset]}-{data}", "the paper prints their mean"
+    workload = f"{NAMES[data]}, OPT-13B"
+    return _row(id_, workload, preset, _SPARED, "%", math.nan, measure, note, Standing.BESIDE)
+
+
 def _throughput_ratio(id_: str, over: tuple[str, str], under: tuple[str, str], paper: float, note: str = "") -> Figure:
     """Compare two systems with known lengths (§2), each a preset and a part of `PARTS`, mean of the data sets."""
 
@@ -328,6 +337,7 @@ FIGURES: tuple[Figure, ...] = (
     _spared_figure("-sd", "SyncDecoupled", ECOSERVE, 100.0, PARTS["SD"], oracle=True),
     _spared_figure("-oracle", "EcoServe", ECOSERVE, 100.0, {}, oracle=True),
     _spared_figure("", "EcoServe", ECOSERVE, 100.0, {}, oracle=False),
+    *(_spared_of(preset, data) for preset in (VLLM, FASTGEN) for data in NAMES),
     _throughput_ratio("multires-fastgen", (MULTIRES, "full"), (FASTGEN, "full"), 1.10),
     _throughput_ratio("fastgen-vllm", (FASTGEN, "full"), (VLLM, "full"), 1.69, "paper: vLLM's is 41 % lower"),
     _throughput_ratio("coupled-multires", (ECOSERVE, "coupled"), (MULTIRES, "full"), 0.928),

@@ -78,9 +78,8 @@ class Part(_Section, frozen=True):
 
 
 class TrafficSpec(_Section, frozen=True):
-    """`judged`: the requests that count, of one class or all. `only`: systems that can run here (none named: all).
-    `tensor_parallel`: devices of an instance. `usual` false: run only when it is named. The others override the
-    specification's."""
+    """`judged`: the requests that count, of one class or all. `only`: systems that can run here (empty: all). `usual`
+    false: run only when named. `tensor_parallel`: devices of an instance. The others override the specification's."""
 
     parts: list[Part]
     judged: Literal["all", "rt", "be"] = "all"

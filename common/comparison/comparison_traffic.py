@@ -29,8 +29,7 @@ _SLO_STREAM = 8
 
 
 def traffic(spec: TrafficSpec, *, load: float, duration_s: float, seed: int) -> Workload:
-    """Draw the requests that arrive within `duration_s`. The first part is what `cohort simulate --rate` sends with
-    this seed."""
+    """Draw the requests of `duration_s`. The first part is what `cohort simulate --rate` sends with this seed."""
     parts = traffic_by_part(spec, load=load, duration_s=duration_s, seed=seed)
     return parts[0] if len(parts) == 1 else together(" + ".join(part.name for part in parts), parts)
 
@@ -106,8 +105,7 @@ def _arrival_s(part: Part, on_s: float) -> float:
 
 
 def _slos(part: Part, count: int, seed: int) -> tuple[Sequence[float], Sequence[float]]:
-    """Draw a TTFT and a TPOT objective for each request. Both use the same draw: where both have as many values, the
-    strict ones go together."""
+    """Draw a TTFT and a TPOT objective for each request, by the same draw: the strict ones go together."""
     draws = np.random.default_rng([seed, _SLO_STREAM]).random(count)
 
     def values(of: float | list[float]) -> list[float]:

@@ -37,8 +37,7 @@ class FreeBlocks:
         return len(self._end_of)
 
     def take(self, count: int) -> list[int]:
-        """Take `count` blocks, ascending; there must be as many. They come from one extent if one is long enough, else
-        from the longest ones."""
+        """Take `count` free blocks, ascending, from one extent if one is long enough, else from the longest ones."""
         assert 0 <= count <= self.count, f"{count} blocks are taken of {self.count} free ones"
         if count == 1:
             return [self._take_one()]

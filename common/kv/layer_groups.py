@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from cohort.common.types import KvGeometry
 
 _EMPTY = 12
-"""Divisor of the empty places that a window's groups may have: one of 12. Larger groups mean fewer tables and runs of
-blocks."""
+"""Bound: one of this many places may be empty. Larger groups mean fewer tables and runs of blocks."""
 
 
 @dataclass(frozen=True, slots=True)

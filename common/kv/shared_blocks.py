@@ -89,8 +89,7 @@ class SharedBlocks:
         return self._free[: -count - 1 : -1] if count else []
 
     def find_beside_left(self, tenants: Iterable[Tenant], slots: int) -> int | None:
-        """R8 · Find the left tenants' last block with most empty slots, at least `slots`: FindBlock when no block is
-        free."""
+        """R8 · Find the left tenants' last block with most empty slots, `slots` or more: FindBlock if none is free."""
         best, most = None, slots - 1
         for tenant in tenants:
             if tenant.exclusive or not tenant.blocks:

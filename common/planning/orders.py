@@ -24,8 +24,7 @@ class AddWorker(msgspec.Struct, frozen=True, tag="add"):
 
 
 class DrainWorker(msgspec.Struct, frozen=True, tag="drain"):
-    """Order to drain a worker, answered once it has ended: it takes no new work and finishes its own within
-    `drain_s`."""
+    """Order to drain a worker, answered once it has ended: it finishes its work within `drain_s`, without new one."""
 
     instance: InstanceId
 

@@ -79,8 +79,7 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """`degrees`: of which the time of an iteration is known. `max_devices` 0: no bound of its own. `kinds`: what can be
-    ordered; empty: any."""
+    """`degrees` with known iteration times. `max_devices` 0: no bound. `kinds` that can be ordered; empty: any."""
 
     min_workers: int
     max_workers: int

@@ -25,8 +25,7 @@ _MOST_GROWTH = 2.0
 
 
 class Timing(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds from arrival to the first token, between later ones, and from arrival to the last; below 0: it never
-    came."""
+    """Seconds from arrival to the first token, between later ones, from arrival to the last; below 0: never came."""
 
     ttft_s: float = -1.0
     tpot_s: float = -1.0

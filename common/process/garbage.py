@@ -26,8 +26,7 @@ def settle() -> None:
 
 @contextmanager
 def seldom() -> Iterator[None]:
-    """Collect as rarely as after `settle` within the block: for a simulation, whose iterations make and drop rows and
-    messages by the hundred."""
+    """Collect as rarely as after `settle` within the block: a simulation makes and drops objects by the hundred."""
     before = gc.get_threshold()
     gc.set_threshold(YOUNG_OBJECTS, YOUNGER_FIRST, YOUNGER_FIRST)
     try:

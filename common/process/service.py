@@ -154,8 +154,7 @@ def service_main(
 
 
 def option_parser(role: str) -> argparse.ArgumentParser:
-    """Return the parser of every role: `config`, `preset`, `instance`, `run_dir`, `metrics_port`. It exits with 2 on
-    another option."""
+    """Return the parser of every role: `config`, `preset`, `instance`, `run_dir`, `metrics_port`."""
     parser = argparse.ArgumentParser(
         prog=f"python -m cohort.services.{role}",
         description=f"Run Cohort's {role.replace('_', ' ')} as one process. `cohort serve` starts a whole pipeline; "

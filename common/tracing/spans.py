@@ -173,8 +173,7 @@ class Tracing:
 
     @staticmethod
     def opened(context: ServiceContext) -> Tracing | None:
-        """Start the tracer; None where `tracing.endpoint` is empty. Raises `ConfigError` if tracing is configured but
-        impossible."""
+        """Start the tracer; None where `tracing.endpoint` is empty. Raises `ConfigError` if it cannot be made."""
         config = context.config.tracing
         if not config.endpoint:
             return None
@@ -265,8 +264,7 @@ def _otlp_exporter(config: TracingConfig) -> SpanExporter:
 
 
 def _offset_s(clock: Clock) -> float:
-    """Measure the offset from monotonic to wall time. The shortest of several readings counts, as the process may lose
-    its core between two clocks."""
+    """Measure the offset from monotonic to wall time: the shortest of several readings, as the core may be lost."""
     looks = [(clock.now_s(), clock.wall_s(), clock.now_s()) for _ in range(5)]
     before_s, wall_s, after_s = min(looks, key=lambda look: look[2] - look[0])
     return wall_s - (before_s + after_s) / 2

@@ -17,8 +17,7 @@ from cohort.common.types import InstanceId
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One process of the virtual cluster: its machine, and whether it is there. A process that is started again is
-    another node of the same name."""
+    """One process of the virtual cluster. A process that is started again is another node of the same name."""
 
     name: InstanceId
     machine: Any
@@ -87,8 +86,7 @@ class Network(Protocol):
     """Time after which a run breaks if its other end is not posted."""
 
     def arrivals(self, now_s: float, source: InstanceId, target: InstanceId, message: Message) -> Iterable[float]:
-        """Return when a message arrives: once, not at all, or more than once. The order of each pair is the network's
-        promise."""
+        """Return a message's arrivals: one, none, or several. The order of each pair is the network's promise."""
 
     def travelled(self, message: Message) -> Message:
         """Return the message as its receiver reads it."""
@@ -107,8 +105,7 @@ class Clients(Protocol):
     """Source of requests and sink of tokens; also the length predictor, which only gateways ask."""
 
     def hear(self, gateway: Node, effect: Any) -> None:
-        """Receive a gateway's effect that is meant for its own process: a decision about a request, tokens, an
-        error."""
+        """Receive a gateway's effect for its own process: a decision about a request, tokens, an error."""
 
     def ask_predictor(self, gateway: Node, message: Message) -> None:
         """Receive a gateway's message to the length predictor."""

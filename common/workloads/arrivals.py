@@ -17,8 +17,7 @@ from cohort.common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RandomArrivals:
-    """Gamma-distributed gaps with mean 1/rate; `cv` is their coefficient of variation (1 = Poisson, more =
-    burstier)."""
+    """Gamma-distributed gaps with mean 1/rate; `cv`: their coefficient of variation (1 = Poisson, more = burstier)."""
 
     rate_per_s: float
     cv: float = 1.0

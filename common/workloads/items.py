@@ -78,8 +78,7 @@ class ClosedLoopUsers:
         return self._ask(now_s, self._part.concurrency)
 
     def answered(self, now_s: float) -> list[WorkItem]:
-        """Note that an answer is complete. Return the next requests: none in the middle of a batch, nor at the end of
-        the part."""
+        """Note a complete answer. Return the next requests: none in the middle of a batch or at the end of the part."""
         if self._open == 0:
             raise ValueError("an answer to a question that was not asked")
         self._open -= 1

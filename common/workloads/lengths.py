@@ -122,8 +122,7 @@ def fitted_lognormal(mean: float, std: float, low: int, high: int) -> LogNormal:
 
 
 def _clipped_mean(mu: float, sigma: float, low: int, high: int) -> float:
-    """Return the mean of exp(Normal(mu, sigma)) clipped to [low, high]: both atoms and the partial expectation
-    between."""
+    """Return the mean of exp(Normal(mu, sigma)) clipped to [low, high]: both atoms and what lies between."""
     at_low, at_high = (math.log(low) - mu) / sigma, (math.log(high) - mu) / sigma
     between = _normal_cdf(at_high - sigma) - _normal_cdf(at_low - sigma)
     return low * _normal_cdf(at_low) + high * (1 - _normal_cdf(at_high)) + math.exp(mu + sigma * sigma / 2) * between

@@ -127,8 +127,7 @@ LONGBENCH: Mapping[str, tuple[int, int]] = {
     "lcc": (1235, 64),
     "repobench-p": (4206, 64),
 }
-"""LongBench's English and code tasks: mean words of a prompt (its Table 1), and the tokens that its evaluation lets a
-model answer."""
+"""Mean words of a prompt of LongBench's English and code tasks (its Table 1), and the most tokens of an answer."""
 _TOKENS_PER_WORD, _TASK_SPREAD = 1.3, 0.35
 
 
@@ -153,8 +152,7 @@ def paper_workload(
     duration_s: float | None = None,
     seed: int = 0,
 ) -> Workload:
-    """Generate a workload of one of `SHAPES`, at the paper's own rate unless `arrivals` are given. Raises
-    `ConfigError`."""
+    """Generate a workload of `SHAPES`, at the paper's own rate unless `arrivals` are given. Raises `ConfigError`."""
     shape = SHAPES.get(name)
     if shape is None:
         raise ConfigError(f"no workload named {name!r}; there are: {', '.join(SHAPES)}")

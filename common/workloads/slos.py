@@ -14,8 +14,7 @@ SloRule = Callable[[WorkItem], Slo]
 
 
 def per_token(ttft_s: float, tpot_s: float) -> SloRule:
-    """Return a rule of TTFT and TPOT. BucketServe (§V-B) varies "SLO requirements" without printing any: the caller
-    must choose and state them."""
+    """Return a rule of TTFT and TPOT. BucketServe (§V-B) prints no targets: the caller must choose and state them."""
     slo = Slo(ttft_s=ttft_s, tpot_s=tpot_s)
     return lambda item: slo
 

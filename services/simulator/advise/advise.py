@@ -67,8 +67,7 @@ class Candidate:
 
     @property
     def simplicity(self) -> tuple[int, int, bool, int, int, str]:
-        """Sort key, smaller is simpler: devices of a group, settings over the preset, another preset than the default,
-        roles, options of the preset."""
+        """Sort key, smaller is simpler: devices of a group, settings, not the default preset, roles, options."""
         other = self.preset != DEFAULT_PRESET
         return (
             self.cluster.tensor_parallel,
@@ -276,8 +275,7 @@ def _chunked(run: _Run, candidate: Candidate) -> Iterator[Candidate]:
 
 
 def shortlist(ranked: Sequence[Candidate]) -> list[Candidate]:
-    """Return the best candidates, of each preset and group at most two splits; the default preset's best in any
-    case."""
+    """Return the best candidates, at most two splits of a preset and group; the default preset's best always."""
     found: list[Candidate] = []
     for candidate in ranked:
         same = [each for each in found if (each.preset, each.cluster) == (candidate.preset, candidate.cluster)]
@@ -317,8 +315,7 @@ def as_good(trials: Sequence[Tried]) -> list[Tried]:
 
 
 def final(trials: Sequence[Tried]) -> list[Tried]:
-    """Return the trials whose capacity is worth a search: one of each preset, least busy first; the default preset's if
-    it is as good."""
+    """Return the trials whose capacity is searched: each preset's least busy; the default preset's if as good."""
     found: dict[str, Tried] = {}
     for trial in sorted(as_good(trials), key=lambda each: (round(_cost(each.report), 2), each.candidate.simplicity)):
         found.setdefault(trial.candidate.preset, trial)

@@ -151,8 +151,7 @@ class TraceClients:
         return sum(has_slo(item) for item in items if traffic_class in ("", item.traffic_class))
 
     def normalised_to_end_s(self, stats: ClassStats, traffic_class: str, end_s: float) -> float | None:
-        """Return the mean seconds a token, of one class or ("") all, of finished requests and of open ones as if they
-        ended now. None without any."""
+        """Return mean seconds a token of a class, "" all; open requests as if they ended now. None without any."""
         live = [live for live in self.live.values() if traffic_class in ("", live.item.traffic_class)]
         if not stats.normalised.count + len(live):
             return None
@@ -200,8 +199,7 @@ class TraceClients:
         self._virtual.tell(self._virtual.nodes[GATEWAY], Offered(name, [request]))
 
     def _prompt(self, live: InFlight) -> list[int]:
-        """Make token ids that are equal exactly where prompts share a prefix; only their number matters if nothing is
-        shared."""
+        """Make token ids that are equal exactly where prompts share a prefix; else only their number counts."""
         item = live.item
         if not self._distinct:
             return [0] * item.prompt_tokens
@@ -271,8 +269,7 @@ class TraceClients:
         return row.drafts if live is not None and self._expects(live, row) else 0
 
     def drafted(self, plan: IterationPlan) -> list[Drafted]:
-        """Judge the drafts of a step, and for rows without any what a look-up expected. A draft model expects nothing
-        unless it drafts."""
+        """Judge the drafts of a step, and what a look-up expected of rows without any."""
         if not self._acceptance or not plan.watched:
             return []
         judged = list[Drafted]()
@@ -352,8 +349,7 @@ class TraceClients:
         self._virtual.events.at(at_s, self._deliver_next)
 
     def end_at(self, horizon_s: float) -> None:
-        """End the run. Tokens that would have come together later are delivered now, if their own time is within the
-        horizon."""
+        """End the run. Tokens that would have come together later come now, if their own time is within the horizon."""
         while self._under_way:
             worker, updates, times_s = self._under_way.popleft()
             count = bisect_right(times_s, horizon_s)

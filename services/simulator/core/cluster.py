@@ -53,8 +53,7 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A measured instance, instead of model and device: the time of its iterations, its blocks on the device and in
-    host memory."""
+    """A measured instance: the time of its iterations, its blocks on the device and in host memory."""
 
     cost: CostModel
     blocks: int
@@ -204,8 +203,7 @@ class SimCluster:
         self.virtual.start_worker(name)
 
     def drain_worker(self, name: InstanceId, longest_s: float, gone: Callable[[], None]) -> None:
-        """Drain a worker as a live one: it takes nothing new, and ends when it is idle, `longest_s` from now at the
-        latest."""
+        """Drain a worker as a live one: it takes nothing new, and ends when idle, or after `longest_s`."""
         worker = self.virtual.nodes[name]
         self.virtual.tell(worker, DrainStarted())
         deadline_s = self.events.now_s + longest_s

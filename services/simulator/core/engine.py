@@ -89,8 +89,7 @@ class SimWorker(WorkerNode):
     """Price of the draft model's steps, if there is one."""
     drafting_share: float = 0.0
     step_share: float = 1.0
-    """Shares of the iteration in flight: the draft model's drafts, and the step that verifies them. The rest filled the
-    draft model's cache."""
+    """Shares of the iteration: the draft model's drafts, and the step that verifies them. The rest filled its cache."""
     aligned_batches: int = 0
     """Batches of the late binding among the rows of the step in flight."""
     step_ends: StepEnds = field(default_factory=StepEnds)
@@ -365,8 +364,7 @@ class CostEngine:
         self._clients.repeated(worker, worker.machine.plan_in_flight.rows, times_s, self._events.now_s + delay_s)
 
     def catch_up(self, worker: SimWorker, until_s: float) -> None:
-        """Apply the steps run ahead that end before then, and deliver their tokens. Those that end at that very moment
-        come after."""
+        """Apply the steps run ahead that end before (not at) this moment, and deliver their tokens."""
         self._catch_up(worker, until_s)
         if worker.unsaid_s:
             self._say(worker)

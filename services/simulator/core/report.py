@@ -24,9 +24,8 @@ from cohort.services.simulator.core.statistics import Distribution
 
 
 class SloAttainment(msgspec.Struct, frozen=True):
-    """`sent` requests had an SLO, and `kept_of_sent` of them kept it. `judged` of them ended or were refused; the other
-    shares are of these. `tbt` is the share of tokens within the TPOT objective, `gaps` of requests without any gap
-    beyond it."""
+    """`sent` requests had an SLO, `kept_of_sent` of them kept it, `judged` ended or were refused; other shares are of
+    these. `tbt`: tokens within the TPOT objective; `gaps`: requests without any gap beyond it."""
 
     sent: int
     kept_of_sent: float
@@ -58,8 +57,7 @@ class Slice(msgspec.Struct, frozen=True):
     normalised_ms: Distribution | None
     slo: SloAttainment | None
     normalised_to_end_ms: float | None = None
-    """Mean normalised latency with requests that were unserved at the end, as if they had ended then. Refused ones are
-    in neither mean."""
+    """Mean normalised latency, unserved requests as if they had ended at the end. Refused ones are in neither mean."""
 
 
 class InstanceReport(msgspec.Struct, frozen=True):

@@ -29,8 +29,8 @@ def simulate(
     roles: Mapping[Role, int] | None = None,
     placement: Placement | None = None,
 ) -> SimReport:
-    """Replay the workload, with `placement` if not the configured one. Raises `ConfigError` when it or the cluster is
-    impossible."""
+    """Replay the workload; `placement` replaces the configured one. Raises `ConfigError` if it or the cluster is
+    unfit."""
     sim = SimCluster(config, cluster, model, workload, options or SimOptions(), roles, placement)
     sim.run()
     return make_report(sim, workload.name, workload.facts)

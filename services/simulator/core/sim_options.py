@@ -10,8 +10,7 @@ from cohort.common.types import IfLate
 from cohort.services.simulator.hardware.acceptance import DraftRates
 
 PredictorKind = Literal["oracle", "noisy", "lognormal", "none"]
-"""Predictor of the true length: exact; with normal errors of `sigma` tokens; with errors by a log-normal factor of
-`sigma`; or none."""
+"""Predictor: exact; normal errors of `sigma` tokens; errors by a log-normal factor of `sigma`; or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +36,7 @@ class SimOptions:
     """Whether an instance computes nothing while KV arrives: the next iteration takes that much longer, as in engines
     whose decode loop waits for KV transfers."""
     acceptance: float = 0.0
-    """Chance that a drafted token is right (with a `speculation.mode`), on average over requests, which differ
-    (`acceptance.py`)."""
+    """Chance that a drafted token is right (with a `speculation.mode`), mean of requests, which differ."""
     draft_rates: tuple[DraftRates, ...] = ()
     """Rates of a recorded worker's requests, instead of a mean."""
     draft_model: ModelShape | None = None

@@ -82,8 +82,7 @@ Part = Literal["prefetch", "aligned", "fill_memory"]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One simulation. `without`: parts of the preset that are off. `waits`: iterations wait as in Fig. 11; `blocks`:
-    for KV transfers as well."""
+    """One simulation. `without`: parts that are off. `waits`: iterations wait as in Fig. 11; `blocks`: for KV, too."""
 
     workload: str
     preset: str = "alignedserve"
@@ -142,8 +141,7 @@ def _throughput(report: SimReport) -> float:
 
 
 def _p99_tpot(report: SimReport) -> float:
-    """Return the P99 of gaps between tokens: the paper's P99 TPOT is of iterations. Averages of requests would include
-    the wait in the pool."""
+    """Return the P99 of gaps between tokens: the paper's is of iterations. Requests' means include the pool."""
     return report.overall.tbt_ms.p99 if report.overall.tbt_ms is not None else math.nan
 
 
@@ -250,9 +248,8 @@ def _ablation(
 def _forward(
     id_: str, run: _Run, note: str, kind: Kind = Kind.AT_MOST, standing: Standing = Standing.READING
 ) -> Figure:
-    """Compare with Fig. 13, which shows shares of iterations whose forward takes 30 ms at most: more than 90 %, or
-    under 10 %. Ours is the time that holds for nine tenths of the gaps between tokens, or half of them, less the wait
-    before each."""
+    """Compare with Fig. 13: shares of forwards within 30 ms, more than 90 % or under 10 %. Ours is the time that holds
+    for nine tenths of the gaps between tokens, or half of them, less the wait before each."""
 
     def measure(lab: Lab) -> float:
         found = run.report(lab).overall.tbt_ms
@@ -276,8 +273,7 @@ def _mixed_figure(name: str, paper: float) -> Figure:
 
 
 def _ttft_figure(name: str, paper: float, *, second: bool = False) -> Figure:
-    """Compare the mean TTFT. The paper's includes the wait in the pool; our first token leaves before that, with the
-    prompt."""
+    """Compare the mean TTFT. The paper's includes the wait in the pool; our first token leaves before that."""
 
     def measure(lab: Lab) -> float:
         overall = _Run(name).report(lab).overall

@@ -147,8 +147,7 @@ def _change(lab: Lab, metric: Metric, other: str, cases: list[_Case]) -> float:
 
 
 def _times(lab: Lab, metric: Metric, other: str, cases: list[_Case]) -> float:
-    """Return the attainment of BROS over the other's, mean over the cases in which the other keeps any. NaN: it keeps
-    none."""
+    """Return the attainment of BROS over the other's, mean over the cases in which the other keeps any; NaN if none."""
     pairs = [(metric(_run(lab, "bros", case)), metric(_run(lab, other, case))) for case in cases]
     found = [ours / theirs for ours, theirs in pairs if theirs >= _KEEPS]
     return fmean(found) if found else math.nan
@@ -238,8 +237,7 @@ _SHARED = ("ShareGPT + batches, OPT-30B, 10/s", "without shared blocks")
 
 
 def _ablation(name: str, paper: float, of: Metric, *, drops: bool = False) -> Figure:
-    """Make a row of Fig. 13. `drops`: without shared blocks best-effort requests still lose theirs to real-time ones
-    (R11)."""
+    """Make a row of Fig. 13. `drops`: unshared, best-effort requests lose theirs to real-time ones (R11)."""
 
     def measure(lab: Lab) -> float:
         case, other = _Case("sharegpt", _ONE, 10.0), "bros-unshared" if drops else "bros-unmanaged"

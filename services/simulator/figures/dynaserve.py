@@ -76,8 +76,7 @@ def _capacity(lab: Lab, preset: str, name: str, scale: Scale = SMALL) -> float:
 
 
 def _goodput(lab: Lab, preset: str, name: str) -> float:
-    """Return the goodput at a pressure that is the same for all three; the colocated one with the chunk that is best
-    there."""
+    """Return the goodput at a pressure that is the same for all three; the colocated one with the best chunk there."""
     return goodput_at(lab, preset, name, _pressure(lab, name))
 
 
@@ -167,8 +166,7 @@ def _large_ratio(size: str, name: str, other: str) -> Figure:
 
 
 def _replay(other: str) -> Figure:
-    """Compare with Fig. 10. Its 42 minutes of BurstGPT are not at hand as rows: gamma arrivals are as bursty as those
-    that are."""
+    """Compare with Fig. 10. Its 42 minutes of BurstGPT are not at hand: gamma arrivals are as bursty as known rows."""
 
     def measure(lab: Lab) -> float:
         rate = _own_pressure(lab, "burstgpt")
@@ -213,8 +211,7 @@ def _decision_ms(lab: Lab) -> float:
 
 
 def _own_goodput(lab: Lab, preset: str) -> float:
-    """Return the goodput at the system's own capacity, where the paper's goodput and capacity of one row go
-    together."""
+    """Return the goodput at the system's own capacity, as in the paper's rows."""
     return goodput_at(lab, preset, HYBRID, _capacity(lab, preset, HYBRID))
 
 
@@ -222,8 +219,7 @@ def _own_goodput(lab: Lab, preset: str) -> float:
 
 
 def _varied(sigma: float, seed: int) -> Workload:
-    """Make the requests of Table 4: prompts of 219, outputs normal around 1,467; 3 requests a second, close to
-    saturation here."""
+    """Make Table 4's requests: prompts of 219, outputs normal around 1,467; 3 a second, close to saturation here."""
     count = 900
     drawn = stream(seed, Stream.OUTPUT_LENGTHS).normal(1467.0, max(sigma, 1e-9), count)
     outputs = np.clip(np.rint(drawn), 1, 4000).astype(int)

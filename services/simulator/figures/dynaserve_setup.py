@@ -160,8 +160,7 @@ def _answers_of(found: Workload, mean: float) -> Workload:
 
 
 def rate_of(name: str, step: int) -> float:
-    """Return the rate of a step: the same steps around the start for all systems, so that equal capacities come out
-    equal."""
+    """Return the rate of a step, the same for all systems: equal capacities come out equal."""
     return float(_START[name] * _STEP**step)
 
 
@@ -211,8 +210,7 @@ def split_share(report: SimReport) -> float:
 
 def within_per_s(report: SimReport) -> float:
     """Return the goodput: output tokens a second that came within the bound of the one before, of all drawn in the
-    window. (The report's own rate counts the answers that ended in it: more where decodes run faster before a steady
-    state.)"""
+    window. (The report counts answers that ended in it: more where decodes speed up before a steady state.)"""
     decoded_per_s = sum(instance.decode_tokens for instance in report.instances) / report.duration_s
     return decoded_per_s * (report.overall.slo.tbt if report.overall.slo else 0.0)
 

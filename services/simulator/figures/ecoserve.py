@@ -87,8 +87,7 @@ def _part(part: str, metric: str, *, saturated: bool = False) -> Figure:
 
 
 def _failed(report: SimReport, preset: str) -> float:
-    """Count failures to get further KV while running (for EcoServe: E5's stops and E8's late borrowers), per
-    request."""
+    """Count failures to get more KV while running (EcoServe: E5's stops and E8's late borrowers), per request."""
     failed = float(sum(instance.allocation_failures for instance in report.instances))
     if preset == ECOSERVE:
         named = ("underpredictions_stopped_total", "borrowers_late_total")

@@ -68,8 +68,7 @@ NEVER_S = 1e9
 PATIENCE_S = 30.0
 """Default of the preset."""
 _STEP_S = 0.07
-"""Time by which an iteration is longer. Chosen by EcoServe's time between tokens alone, at the rates of Table 2
-(`ecoserve-11-anchor`)."""
+"""Time added to an iteration, by EcoServe's time between tokens alone, at Table 2's rates (`ecoserve-11-anchor`)."""
 _LONGER = 4.0
 """Factor of windows, as an answer takes that much longer with `_STEP_S`."""
 NAMES = {"alpaca": "Alpaca", "sharegpt": "ShareGPT", "bookcorpus": "BookCorpus"}

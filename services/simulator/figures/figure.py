@@ -45,8 +45,7 @@ class Standing(enum.Enum):
     CLAIM = enum.auto()
     """A number, a bound or a direction that the paper prints, in the setting chosen for it."""
     READING = enum.auto()
-    """The same in another setting: another reading of what the paper leaves open, a stronger baseline, another model,
-    a part of ours."""
+    """The same in another setting: another reading of what is open, a stronger baseline, another model."""
     ANCHOR = enum.auto()
     """A number that the paper prints, by which a parameter that it does not print was chosen: whether ours is near says
     how well that could be done, and nothing of what was claimed."""
@@ -110,8 +109,7 @@ class Lab:
         return kept if kept.key == repr(key) else None
 
     def _path(self, folder: Path, key: Hashable) -> Path:
-        """Name the file of a run by a digest. A folder belongs to one version of the code; whether traces are at hand
-        changes workloads."""
+        """Name the file of a run by a digest. A folder belongs to one version of the code."""
         parts = [__version__, repr(key), self.chosen_seed, bool(os.environ.get("COHORT_TRACES"))]
         return folder / f"{hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:24]}.run"
 
@@ -165,8 +163,7 @@ class Paper:
         paper_to: float | None = None,
         where: str = "",
     ) -> Figure:
-        """Make a row. `id_` begins with the figure's number, unless `where` says where in the paper the number
-        stands."""
+        """Make a row. `id_` begins with the figure's number, unless `where` says where in the paper it stands."""
         figure = f"{self.name} {where or 'Fig. ' + id_.split('-')[0]}"
         about = (self.system, figure, workload, baseline, metric, unit, paper)
         return Figure(f"{self.system}-{id_}", *about, measure, note, standing, kind, paper_to)
@@ -177,8 +174,7 @@ class Paper:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Explanation why rows whose ids begin so are not reproduced, and the command whose numbers show it. The longest
-    beginning counts."""
+    """Cause why rows whose ids begin so are not reproduced, and the command that shows it. The longest begin counts."""
 
     begins: tuple[str, ...]
     why: str

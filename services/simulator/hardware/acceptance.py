@@ -38,8 +38,7 @@ class DraftRates(NamedTuple):
 
 class Acceptance:
     def __init__(self, mean: float, seed: int, recorded: Sequence[DraftRates] = ()) -> None:
-        """`mean` 0: nothing is ever expected, so nothing is drafted. `recorded` replaces a mean; requests take them in
-        their order, over and over."""
+        """`mean` 0: nothing is drafted. `recorded` replaces a mean; requests take them in order, over and over."""
         self._mean, self._seed, self._recorded = mean, seed, recorded
         self.rates = lru_cache(maxsize=65536)(self._rates)
         """Rates by a request's number."""
@@ -86,8 +85,7 @@ class _Tally:
 
 
 def recorded_drafts(path: Path) -> RecordedDrafts:
-    """Read the rates of a recording. Raises `ConfigError` for a file that is no worker's recording, or of one that
-    drafted nothing."""
+    """Read the rates of a worker's recording. Raises `ConfigError` for another file, or one that drafted nothing."""
     tallies: dict[str, _Tally] = {}
     drafts_s: list[float] = []
     for event in _steps(path):

@@ -41,8 +41,7 @@ class MeasuredPrice:
 
 
 class ModelledPrice:
-    """Time of one worker's drafts, by the draft model's shape on its device. Remembers what was computed of each
-    sequence."""
+    """Time of one worker's drafts, by the draft model's shape. Remembers what was computed of each sequence."""
 
     def __init__(self, cost: CostModel, holds: Holds) -> None:
         """`holds`: whether the worker still holds a sequence; the positions of others are forgotten."""

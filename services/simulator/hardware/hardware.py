@@ -202,8 +202,7 @@ class Cluster(msgspec.Struct, frozen=True):
     nics_per_host: int = 0
     workers_per_device: int = 1
     parts: tuple[Cluster, ...] = ()
-    """Groups of equal instances, numbered through, of a cluster of unlike ones; the fields above are those of the
-    first. Empty: all are equal."""
+    """Groups of equal instances, numbered through; the fields above are the first's. Empty: all are equal."""
 
     def of(self, number: int) -> Cluster:
         return self._place(number)[0]
@@ -222,8 +221,7 @@ class Cluster(msgspec.Struct, frozen=True):
         return " + ".join(f"{part.instances} x {part.tensor_parallel} {part.device.name}" for part in each)
 
     def service_load(self, rows: int, alone_s: float) -> float:
-        """Return the cores that other processes need for an iteration of `rows` rows that takes `alone_s` alone on a
-        core."""
+        """Return the cores that other processes need for an iteration of `rows` rows, `alone_s` long if alone."""
         return (self.service_step_s + self.service_row_s * rows) / alone_s
 
     def slowdowns(self, engines: Sequence[tuple[float, float, float]]) -> list[float]:
@@ -337,8 +335,8 @@ def load_device(name: str, beside: Path | None = None) -> tuple[DeviceShape, _De
 
 def load_cluster(text: str, overrides: Mapping[str, Any] | None = None) -> Cluster:
     """Load `NAME` of configs/clusters or of the user's profiles, a YAML file, or `DEVICE:COUNT` (all on one host);
-    several joined by `+` are one cluster of unlike instances, whose machines are the first part's `across` apart.
-    Raises `ConfigError`."""
+    joined by `+`, a cluster of unlike instances, whose machines are the first's `across` apart. Raises
+    `ConfigError`."""
     if "+" in text and not Path(text).is_file():
         return _joined(text, [load_cluster(part.strip(), overrides) for part in text.split("+")])
     device_name, colon, count = text.rpartition(":")

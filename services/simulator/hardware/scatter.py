@@ -51,8 +51,7 @@ class StepScatter:
         return bool(self._factors)
 
     def factor(self, instance: int, step: int, prompts_s: float = 0.0) -> float:
-        """Return the factor of an instance's iteration of this number. `prompts_s`: the model's time, of one with
-        prompts."""
+        """Return the factor of an instance's iteration of this number; `prompts_s`: its time, if it has prompts."""
         if not self._factors:
             return 1.0
         place = (step + _APART * instance) % _LENGTH

@@ -95,8 +95,7 @@ class SimNetwork:
 
 
 def link_of(cluster: Cluster, flight: Flight) -> LinkShape:
-    """Return the link between a flight's two ends; from host memory it is no faster than the host's own path to its
-    devices."""
+    """Return a flight's link; from host memory it is no faster than the host's path to its devices."""
     sender, receiver = flight.sender, flight.receiver
     assert sender is not None and receiver is not None
     link = cluster.link(sender.number, receiver.number)

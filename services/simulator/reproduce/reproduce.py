@@ -59,8 +59,7 @@ class Reproduced(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, figure: Figure, values: Sequence[float], seeds: Sequence[int]) -> Reproduced:
-        """Make a row. `values`: what was measured, in the figure's unit; one, and no seeds, where chance has no part in
-        it."""
+        """Make a row. `values` in the figure's unit; one, and no seeds, where chance has no part in it."""
         found = Spread.of(values, deterministic=not seeds)
         same = ("id", "system", "figure", "workload", "baseline", "metric", "unit", "paper", "note")
         return cls(

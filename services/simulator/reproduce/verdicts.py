@@ -36,8 +36,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float], *, deterministic: bool = False) -> Spread:
-        """Summarize values; one that is not finite makes all of them so. Raises `statistics.StatisticsError` without
-        values."""
+        """Summarize values; NaN unless all are finite. Raises `statistics.StatisticsError` without values."""
         if not all(map(math.isfinite, values)):
             return Spread(math.nan, math.nan, math.nan, len(values))
         seeds = 0 if deterministic else len(values)

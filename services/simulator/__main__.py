@@ -202,6 +202,8 @@ def run_reproduce(options: argparse.Namespace) -> int:
         return 0
     if options.jobs < 1 or options.seeds < 1:
         raise ConfigError("--jobs and --seeds must be at least 1")
+    if options.scatter is not None and options.scatter < 0:
+        raise ConfigError(f"--scatter {options.scatter:g}: must not be below 0")
     if options.lacking:
         if page is None:
             raise ConfigError("--lacking needs --docs: the page whose rows are looked at")
@@ -213,6 +215,7 @@ def run_reproduce(options: argparse.Namespace) -> int:
         range(options.seeds),
         results=Path(options.results) if options.results else None,
         jobs=options.jobs,
+        scatter=options.scatter,
     )
     if options.json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")

@@ -168,6 +168,9 @@ def add_reproduce_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: %(default)s)")
     parser.add_argument("--results", metavar="FILE", help="keep every number there, and go on where it stopped")
     parser.add_argument("--lacking", action="store_true", help="only rows that --docs has not, or of fewer seeds")
+    parser.add_argument(
+        "--scatter", type=float, metavar="X", help="iterations' times scatter by this share (default: 0)"
+    )
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     parser.add_argument("--docs", metavar="FILE", help="write docs/reproduction.md there, its numbers beside it")
 

@@ -65,10 +65,11 @@ class Lab:
     """Runs simulations of one seed, each once: several figures look at the same run from different sides.
 
     Whether a figure is a matter of chance is not declared but seen: it is where it, or a run that it looks at, asked
-    for the seed. `folder`: where runs are kept, so that an interrupted measurement repeats none, nor one of other
-    figures that look at the same runs."""
+    for the seed. `scatter`: of iterations' times in every run (`scatter.py`). `folder`: where runs are kept, so that
+    an interrupted measurement repeats none, nor one of other figures that look at the same runs."""
 
     chosen_seed: int = 0
+    scatter: float | None = None
     folder: Path | None = None
     _done: dict[Hashable, _Kept] = field(default_factory=dict)
     _asked: bool = False
@@ -80,7 +81,7 @@ class Lab:
         return self.chosen_seed
 
     def options(self, **given: Any) -> SimOptions:
-        return SimOptions(seed=self.seed, **given)
+        return SimOptions(seed=self.seed, scatter=self.scatter, **given)
 
     def run(self, key: Hashable, simulation: Callable[[], SimReport]) -> SimReport:
         if key not in self._done:
@@ -110,7 +111,7 @@ class Lab:
 
     def _path(self, folder: Path, key: Hashable) -> Path:
         """Name the file of a run by a digest. A folder belongs to one version of the code."""
-        parts = [__version__, repr(key), self.chosen_seed, bool(os.environ.get("COHORT_TRACES"))]
+        parts = [__version__, repr(key), self.chosen_seed, self.scatter, bool(os.environ.get("COHORT_TRACES"))]
         return folder / f"{hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:24]}.run"
 
     def measured(self, measure: Callable[[Lab], float]) -> tuple[float, bool]:

@@ -120,12 +120,13 @@ def reproduce(
     *,
     results: Path | None = None,
     jobs: int = 1,
+    scatter: float | None = None,
 ) -> list[Reproduced]:
     """Measure the figures. Raises `ConfigError` if `results` is not a results file."""
     chosen = list(figures)
     named = {figure.id: figure for figure in chosen}
     of_id = find if jobs > 1 else named.__getitem__
-    found = measure_all(chosen, seeds, of_id, results=results, jobs=jobs, progress=progress)
+    found = measure_all(chosen, seeds, of_id, results=results, jobs=jobs, scatter=scatter, progress=progress)
     rows = []
     for figure in chosen:
         measured = found[figure.id]
@@ -179,18 +180,25 @@ class Measurement(msgspec.Struct, frozen=True):
         return math.nan if self.value is None else self.value
 
 
-def digest(figure: Figure, seed: int) -> str:
+def digest(figure: Figure, seed: int, scatter: float | None) -> str:
     """Hash what a number depends on. Whether traces are at hand changes workloads."""
-    parts = [__version__, figure.id, figure.paper, seed, bool(os.environ.get("COHORT_TRACES"))]
+    parts = [__version__, figure.id, figure.paper, seed, scatter, bool(os.environ.get("COHORT_TRACES"))]
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:24]
 
 
 def measure_all(
-    figures: Sequence[Figure], seeds: Sequence[int], find: Find, *, results: Path | None, jobs: int, progress: Progress
+    figures: Sequence[Figure],
+    seeds: Sequence[int],
+    find: Find,
+    *,
+    results: Path | None,
+    jobs: int,
+    scatter: float | None,
+    progress: Progress,
 ) -> dict[str, list[Measurement]]:
     """Return each figure's measurements in the order of the seeds; one where chance has no part in it."""
     known = read_results(results)
-    digests = {(figure.id, seed): digest(figure, seed) for figure in figures for seed in seeds}
+    digests = {(figure.id, seed): digest(figure, seed, scatter) for figure in figures for seed in seeds}
 
     def of(figure: Figure, seed: int) -> Measurement | None:
         return known.get(digests[figure.id, seed])
@@ -199,7 +207,7 @@ def measure_all(
         units: dict[tuple[str, int], list[str]] = {}
         for figure, seed in missing:  # figures of a system share simulations
             units.setdefault((figure.system, seed), []).append(figure.id)
-        calls = [(ids, seed, find, results) for (_, seed), ids in units.items()]
+        calls = [(ids, seed, find, results, scatter) for (_, seed), ids in units.items()]
         beside = jobs > 1 and len(calls) > 1
         for of_unit in in_processes(jobs, _whole_unit, calls) if beside else starmap(_unit, calls):
             for one in of_unit:
@@ -222,17 +230,21 @@ def read_results(path: Path | None) -> dict[str, Measurement]:
     return {one.digest: one for one in read_lines(path, Measurement, "cohort reproduce")}
 
 
-def _whole_unit(ids: Sequence[str], seed: int, find: Find, results: Path | None) -> list[Measurement]:
-    return list(_unit(ids, seed, find, results))
+def _whole_unit(
+    ids: Sequence[str], seed: int, find: Find, results: Path | None, scatter: float | None
+) -> list[Measurement]:
+    return list(_unit(ids, seed, find, results, scatter))
 
 
-def _unit(ids: Sequence[str], seed: int, find: Find, results: Path | None) -> Iterator[Measurement]:
-    lab = Lab(seed, results.with_name(f"{results.name}.runs") if results is not None else None)
+def _unit(
+    ids: Sequence[str], seed: int, find: Find, results: Path | None, scatter: float | None
+) -> Iterator[Measurement]:
+    lab = Lab(seed, scatter, results.with_name(f"{results.name}.runs") if results is not None else None)
     for name in ids:
         figure = find(name)
         number, chance = lab.measured(figure.measure)
         value = number if math.isfinite(number) else None
-        one = Measurement(digest(figure, seed), name, seed, value, chance)
+        one = Measurement(digest(figure, seed, scatter), name, seed, value, chance)
         if results is not None:  # by the process that measured: nothing of an unfinished unit is lost
             append_line(results, one)
         yield one

@@ -87,15 +87,17 @@ def test_a_run_that_ended_is_not_run_again(tmp_path: Path) -> None:
 
     for seed in (1, 1, 2):
         assert Lab(seed, folder=tmp_path).measured(look) == (math.inf, True)
-    assert runs == [("run", 1), ("run", 2)]
+    assert Lab(1, 0.1, tmp_path).measured(look) == (math.inf, True)
+    assert runs == [("run", 1), ("run", 2), ("run", 1)]
     for kept in tmp_path.iterdir():
         kept.write_bytes(b"of another version")
-    assert Lab(1, folder=tmp_path).measured(look) == (math.inf, True) and len(runs) == 3
+    assert Lab(1, folder=tmp_path).measured(look) == (math.inf, True) and len(runs) == 4
 
 
-def test_options_of_runs_have_the_seed() -> None:
-    options = Lab(7).options(warmup_s=3.0)
-    assert (options.seed, options.warmup_s) == (7, 3.0)
+def test_options_of_runs_have_seed_and_scatter() -> None:
+    options = Lab(7, scatter=0.1).options(warmup_s=3.0)
+    assert (options.seed, options.scatter, options.warmup_s) == (7, 0.1, 3.0)
+    assert Lab().options().scatter is None
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -122,8 +124,8 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 def test_what_a_number_depends_on_is_in_its_digest() -> None:
     one = figure("x", drawn)
-    others = [digest(figure("y", drawn), 0), digest(one, 1), digest(figure("x", drawn, 5.0), 0)]
-    assert digest(one, 0) == digest(one, 0) and digest(one, 0) not in others
+    others = [digest(figure("y", drawn), 0, None), digest(one, 1, None), digest(one, 0, 0.1)]
+    assert digest(one, 0, None) == digest(one, 0, None) and digest(one, 0, None) not in others
 
 
 def test_a_number_that_is_not_finite_is_kept_as_such(tmp_path: Path) -> None:
@@ -155,7 +157,7 @@ def test_the_command_tells_verdicts_and_spread(
     assert "3 seeds" in capsys.readouterr().out and runs == []
     assert main(["reproduce", "--seeds", "1"]) == 0
     assert "one seed" in capsys.readouterr().out
-    for wrong in (["--seeds", "0"], ["--jobs", "0"], ["--lacking"]):
+    for wrong in (["--seeds", "0"], ["--jobs", "0"], ["--scatter", "-1"], ["--lacking"]):
         assert main(["reproduce", *wrong]) == 2
     assert json.loads(msgspec.json.encode(rows[0]))["low"] == pytest.approx(4.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from cohort.services.simulator.figures.figure import (
     shipped_claims,
     shipped_reasons,
 )
+from cohort.services.simulator.options import add_reproduce_arguments
 from cohort.services.simulator.reproduce.reproduce import Reproduced, all_figures
 from cohort.services.simulator.reproduce.reproduction_page import reason_of
 from cohort.services.simulator.reproduce.verdicts import Spread, kind_of, row_verdict, worst
@@ -168,6 +170,14 @@ def test_reasons_fit_rows_and_name_commands_that_there_are() -> None:
     assert reason_of("dynaserve-table1-code-disaggregated-p99-tbt", reasons) is reasons[0]
     orca, vllm = (reason_of(f"ecoserve-10-rate-alpaca-{other}", reasons) for other in ("orca", "vllm"))
     assert orca is not None and vllm is not None and orca is not vllm
+
+
+def test_the_commands_that_show_why_have_the_options_they_name() -> None:
+    parser = argparse.ArgumentParser()
+    add_reproduce_arguments(parser)
+    for each in (*shipped_claims(), *shipped_reasons()):
+        if each.shown_by.startswith("cohort reproduce "):
+            assert parser.parse_args(each.shown_by.split()[2:]).figure
 
 
 def test_names_are_expanded_as_a_shell_does() -> None:

@@ -89,7 +89,7 @@ class SimWorker(WorkerNode):
     """Price of the draft model's steps, if there is one."""
     drafting_share: float = 0.0
     step_share: float = 1.0
-    """Shares of the iteration: the draft model's drafts, and the step that verifies them. The rest filled its cache."""
+    """Shares of the iteration: the draft model's drafts, and the verifying step. The rest filled that model's KV."""
     aligned_batches: int = 0
     """Batches of the late binding among the rows of the step in flight."""
     step_ends: StepEnds = field(default_factory=StepEnds)
@@ -99,10 +99,6 @@ class SimWorker(WorkerNode):
     def __post_init__(self) -> None:
         WorkerNode.__post_init__(self)
         self.fast_forward = FastForward(self.machine)
-
-    @property
-    def stepping(self) -> bool:
-        return bool(self.ends_s)
 
 
 class CostEngine:
@@ -275,7 +271,7 @@ class CostEngine:
     def _share_cores(self) -> None:
         """Divide cores or devices anew, as a step began or ended: steps in flight end earlier or later."""
         cluster, now_s = self._cluster, self._events.now_s
-        running = [worker for worker in map(_sim, self._virtual.workers) if worker.stepping]
+        running = [worker for worker in map(_sim, self._virtual.workers) if worker.ends_s]
         slowdowns = cluster.shared_slowdowns(
             [(each.number, each.alone_s, each.service_load, each.memory_share) for each in running]
         )

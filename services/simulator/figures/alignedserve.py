@@ -32,6 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from statistics import fmean
 from typing import Literal
@@ -180,8 +181,7 @@ def _gain(
     note: str = "",
     standing: Standing = Standing.READING,
 ) -> Figure:
-    def measure(lab: Lab) -> float:
-        return _over(lab, other, run, latency=latency)
+    measure = partial(_over, other=other, run=run, latency=latency)
 
     kernels = {"unit_per_row": "unit", "split_kv": "split", "unit_last": "last"}[run.attention]
     changed = {
@@ -350,12 +350,13 @@ def ceiling(model_name: str, attention: DecodeAttention, *, fair: bool) -> float
 
 
 def _ceiling(model: str, attention: DecodeAttention, *, fair: bool) -> Figure:
-    def measure(lab: Lab) -> float:
-        return ceiling(model, attention, fair=fair)
-
     note = f"{attention.replace('_', ' ').replace('kv', 'KV')}, {'served alike' if fair else 'short ones first'}"
     id_, workload = f"ceiling-{model}-{attention}-{'alike' if fair else 'short'}", f"synthetic, 95 % short, {model}"
     metric, where = "decode throughput of full aligned batches", "Fig. 7, ceiling by the cost model"
+
+    def measure(lab: Lab) -> float:
+        return ceiling(model, attention, fair=fair)
+
     return _row(id_, workload, "mixed batches", metric, "x", 1.35, measure, note, Standing.BESIDE, where=where)
 
 

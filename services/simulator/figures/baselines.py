@@ -19,12 +19,12 @@ Figures count after `_WARMUP_S`, so neither the empty start nor the drained end 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 from cohort.common.config import load_config
 from cohort.common.workloads.arrivals import RandomArrivals
 from cohort.common.workloads.papers import paper_workload
-from cohort.services.simulator.core.report import SimReport
+from cohort.services.simulator.core.report import SimReport, Slice
 from cohort.services.simulator.core.run import simulate
 from cohort.services.simulator.figures.figure import Figure, Lab, Standing
 from cohort.services.simulator.hardware.hardware import load_cluster, load_model
@@ -68,17 +68,6 @@ def _simulate(lab: Lab, shape: str, preset: str, rate: float) -> SimReport:
     return simulate(config, cluster, model, workload, lab.options(horizon_s=_END_S, warmup_s=_WARMUP_S))
 
 
-def _saturated(lab: Lab, shape: str, preset: str) -> float:
-    rate = _OVERLOAD * _TABLE_1[shape, preset][0]
-    return lab.run((shape, preset, rate), lambda: _simulate(lab, shape, preset, rate)).overall.requests_per_s
-
-
-def _between_tokens(lab: Lab, shape: str, preset: str, quantile: str) -> float:
-    rate = _TABLE_1[shape, preset][0]
-    report = lab.run((shape, preset, rate), lambda: _simulate(lab, shape, preset, rate))
-    return float(getattr(report.overall.tbt_ms, quantile)) if report.overall.tbt_ms else float("nan")
-
-
 def _cell(shape: str, preset: str) -> list[Figure]:
     requests_per_s, p50_ms, p99_ms = _TABLE_1[shape, preset]
     where = f"dynaserve-table1-{shape.removeprefix('dynaserve-')}-{preset}"
@@ -86,19 +75,23 @@ def _cell(shape: str, preset: str) -> list[Figure]:
 
     of_p99 = _standing(shape, preset, p99=True)
 
-    def throughput(lab: Lab) -> float:
-        return _saturated(lab, shape, preset)
+    def at_rate(lab: Lab, rate: float) -> Slice:
+        return lab.run((shape, preset, rate), lambda: _simulate(lab, shape, preset, rate)).overall
 
-    def between(quantile: str) -> Callable[[Lab], float]:
-        return lambda lab: _between_tokens(lab, shape, preset, quantile)
+    def throughput(lab: Lab) -> float:
+        return at_rate(lab, _OVERLOAD * requests_per_s).requests_per_s
+
+    def between(quantile: str, lab: Lab) -> float:
+        found = at_rate(lab, requests_per_s).tbt_ms
+        return float(getattr(found, quantile)) if found else float("nan")
 
     fitted, note = _FITTED if preset == "unified" else "", _P99_NOTES.get((shape, preset), "")
     offered, pressed = (f"offered {of}the paper's throughput{fitted}" for of in ("", f"{_OVERLOAD} x "))
     rate = ("throughput", "requests/s", requests_per_s)
     return [
         Figure(f"{where}-throughput", *head, *rate, throughput, pressed, standing),
-        Figure(f"{where}-p50-tbt", *head, "p50 TBT", "ms", p50_ms, between("p50"), offered, standing),
-        Figure(f"{where}-p99-tbt", *head, "p99 TBT", "ms", p99_ms, between("p99"), note, of_p99),
+        Figure(f"{where}-p50-tbt", *head, "p50 TBT", "ms", p50_ms, partial(between, "p50"), offered, standing),
+        Figure(f"{where}-p99-tbt", *head, "p99 TBT", "ms", p99_ms, partial(between, "p99"), note, of_p99),
     ]
 
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -276,10 +277,7 @@ def _decoding_figure(name: str) -> Figure:
     standing = Standing.READING if name in _MIXES else Standing.CLAIM
     note = "paper: about; ours: at half of the rate served at most"
     id_, metric, where = f"6a-decoding-{name}", "decoding over a request's time", "Fig. 6a, anchors"
-
-    def measure(lab: Lab) -> float:
-        return _decoding(lab, name)
-
+    measure = partial(_decoding, name=name)
     return _row(id_, _WORKLOADS[name], "itself", metric, "%", 90.0, measure, note, standing, where=where)
 
 

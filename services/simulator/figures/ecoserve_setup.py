@@ -133,11 +133,6 @@ def _full_iteration_s(model: Model, more_s: float = _STEP_S) -> float:
     return cost.step_s(StepWork(size, 1, 1, prefill_pairs(0, size), size))
 
 
-def _bound_ms(model: Model) -> float:
-    """Return the mean normalised latency up to which a rate is sustained."""
-    return 100.0 * _full_iteration_s(model) / _full_iteration_s(OPT13, 0.0)
-
-
 @dataclass(frozen=True)
 class Case:
     """One run but for its rate. `eco`: options and settings of `ecoserve`; `slo`: t_p and t_g of E9."""
@@ -223,7 +218,7 @@ def mean_ms(distribution: Distribution | None) -> float:
 
 def sustained(lab: Lab, case: Case) -> float:
     """Find the sustained rate in requests a second: double or halve, then bisect to 6 %."""
-    bound_ms = _bound_ms(case.model)
+    bound_ms = 100.0 * _full_iteration_s(case.model) / _full_iteration_s(OPT13, 0.0)
 
     def keeps(rate: float) -> bool:
         return mean_ms(run_at(lab, case, rate).overall.normalised_ms) <= bound_ms

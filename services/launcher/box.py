@@ -24,8 +24,9 @@ from cohort.common.types import InstanceId
 
 
 def on_box(config: Config, gpus: Sequence[Gpu], *, workers_given: bool, model: Path) -> Config:
-    """`workers_given`: a file or the command line names workers; else a GPU box has as many as it wants (`auto`), since
-    a preset's count is the smallest arrangement that works. Raises `ConfigError`, `ModelError`."""
+    """Settle the configuration for these GPUs. Without `workers_given` (by a file or the command line) a GPU box has as
+    many workers as it wants (`auto`), since a preset's count is the smallest arrangement that works. Raises
+    `ConfigError`, `ModelError`."""
     if config.engine.device == "auto" and gpus:
         config = msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, device="cuda"))
     grouped = any(group.tensor_parallel != 1 for group in config.workers)
@@ -40,7 +41,8 @@ def on_box(config: Config, gpus: Sequence[Gpu], *, workers_given: bool, model: P
 
 
 def check_host(config: Config, model: Path) -> None:
-    """Without a GPU every worker has weights of its own in this host's memory. Raises `ConfigError`, `ModelError`."""
+    """Check that the weights of all workers fit this host's memory; without a GPU each has its own. Raises
+    `ConfigError`, `ModelError`."""
     if config.on_gpu:
         return
     geometry = read_geometry(model, config.model.quantization)
@@ -50,13 +52,13 @@ def check_host(config: Config, model: Path) -> None:
 
 
 def check_newcomer(config: Config, instance: InstanceId) -> None:
-    """The same for one worker that comes to others on this machine: against the memory that these have left."""
+    """Check that one worker more fits the memory that the others on this machine have left."""
     alone = msgspec.structs.replace(config.worker_group(instance), count=1)
     check_host(msgspec.structs.replace(config, workers=(alone,)), Path(config.model.path))
 
 
 def summary(config: Config, gpus: Sequence[Gpu]) -> str:
-    """A line for the console; "" without a GPU."""
+    """Return a line for the console; "" without a GPU."""
     if not config.on_gpu or not gpus:
         return ""
     names = sorted({gpu.name for gpu in gpus})
@@ -68,7 +70,7 @@ def summary(config: Config, gpus: Sequence[Gpu]) -> str:
 
 
 def _fitting(config: Config, gpus: Sequence[Gpu], model: Path) -> list[Gpu]:
-    """GPUs that a worker's part of fits the model, undivided first: a box whose GPUs differ uses those."""
+    """Return the GPUs that a worker's part of the model fits undivided: a box whose GPUs differ uses those."""
     if not (model / "config.json").is_file():
         return list(gpus)  # not made yet, or no model: checked elsewhere
     geometry = read_geometry(model, config.model.quantization)

@@ -21,7 +21,7 @@ from cohort.services.launcher.run_files import read_log
 
 
 class State(enum.StrEnum):
-    """Of one process, as the launcher sees it."""
+    """State of one process, as the launcher sees it."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -33,7 +33,7 @@ class State(enum.StrEnum):
 
 
 _COLOUR = {State.READY: "green", State.FAILED: "red", State.STOPPED: "dim", State.WAITING: "dim"}
-"""The others are on their way: yellow."""
+"""Colours; a state without one is shown in yellow, as on its way."""
 
 
 @dataclass(slots=True)
@@ -68,18 +68,18 @@ class Console:
             self._live.start()
 
     def show(self) -> None:
-        """The table, once."""
+        """Print the table once."""
         self._rich.print(self._table())
 
     def add(self, line: Line) -> None:
-        """Of a process that is started later."""
+        """Add a process that is started later."""
         self._lines[line.instance] = line
 
     def remove(self, instance: str) -> None:
         self._lines.pop(instance, None)
 
     def settle(self) -> None:
-        """The table stays as it is; from now on changes are lines."""
+        """Leave the table as it is; from now on changes are lines."""
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
             self._live.stop()
@@ -116,7 +116,7 @@ class Console:
             self._listener(text)
 
     def echo_log(self, instance: str, raw: str) -> None:
-        """A line of a process's log, shown if it is a warning or worse, or tells how far weights are read."""
+        """Show a line of a process's log if it is a warning or worse, or reports how far weights are read."""
         text = readable_warning(raw)
         if text:
             self.say(f"{instance}: {text}", style="yellow")
@@ -124,7 +124,7 @@ class Console:
             self._show_loading(self._lines[instance], *loading)
 
     def _show_loading(self, line: Line, percent: int, text: str) -> None:
-        """In the table as it comes; as lines one a tenth. What is read within a second is never mentioned."""
+        """Show progress in the table at once, or as a line per tenth; nothing if all is read within a second."""
         if line.state is not State.STARTING or (percent == 100 and not line.note):
             return
         tenth = percent // 10 > line.shown_percent // 10
@@ -156,8 +156,8 @@ class Console:
 
 
 class LogFollower:
-    """What was added to a process's log since the last look. Logs are plain files that the processes write themselves,
-    so that a slow terminal or a dead launcher never blocks them; showing their warnings may come a moment late."""
+    """Lines added to a process's log since the last call. Logs are plain files that the processes write themselves, so
+    that a slow terminal or a dead launcher never blocks them; their warnings may be shown a moment late."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -174,7 +174,7 @@ class LogFollower:
 
 
 def readable_warning(raw: str) -> str:
-    """The gist of a structured log line at level warning or above; "" for anything else."""
+    """Return the gist of a structured log line at level warning or above; "" for anything else."""
     try:
         event = json.loads(raw)
     except ValueError:
@@ -188,7 +188,7 @@ def readable_warning(raw: str) -> str:
 
 
 def read_loading(raw: str) -> tuple[int, str] | None:
-    """How far a worker's log line says that its weights are read: percent, and in words; None for any other line."""
+    """Return how much of the weights a worker's log line reports as read: percent, and text; None for other lines."""
     if '"loading weights"' not in raw and '"weights read"' not in raw:
         return None
     try:

@@ -87,7 +87,7 @@ def _follow(descriptor: int, deadline_s: float) -> str:
 
 
 def running(files: RunFiles, port: int, number: signal.Signals | None = None) -> LauncherState | None:
-    """The pipeline of this folder, its launcher sent this signal; None, with a line for a person, where none runs."""
+    """Return the pipeline of this folder after signalling its launcher; None, with a message, if none runs."""
     state = files.state()
     if state is not None and files.claimed and (number is None or state.launcher.send(number)):
         return state
@@ -96,7 +96,7 @@ def running(files: RunFiles, port: int, number: signal.Signals | None = None) ->
 
 
 def stop(files: RunFiles, port: int) -> int:
-    """Drain and end the pipeline; kills it when it does not end in its own time."""
+    """Drain and end the pipeline; kill it when it does not end in its own time."""
     if (state := running(files, port, signal.SIGTERM)) is None:
         return EXIT_NOT_RUNNING
     longest = f"up to {state.stop_timeout_s:.0f} s if requests are running"
@@ -113,7 +113,7 @@ def stop(files: RunFiles, port: int) -> int:
 
 
 def status(files: RunFiles, port: int) -> int:
-    """A line per process. Exit code 0: all ready; 1: some are not; 3: nothing runs."""
+    """Print a line per process. Exit code 0: all ready; 1: some are not; 3: nothing runs."""
     if (state := running(files, port)) is None:
         return EXIT_NOT_RUNNING
     ready = asyncio.run(_probe(state))
@@ -132,8 +132,8 @@ def status(files: RunFiles, port: int) -> int:
 
 
 def restart(files: RunFiles, port: int, instances: Sequence[str]) -> int:
-    """Its processes one after the other, or these. Exit code 0: all are ready again; 1: one did not come back, or
-    there is no such process; 3: nothing runs."""
+    """Restart the named processes, or all, one after the other. Exit code 0: all are ready again; 1: one did not come
+    back, or there is no such process; 3: nothing runs."""
     if (state := running(files, port)) is None:
         return EXIT_NOT_RUNNING
     if why := _no_restart(state, instances):
@@ -146,7 +146,7 @@ def restart(files: RunFiles, port: int, instances: Sequence[str]) -> int:
 
 
 def _no_restart(state: LauncherState, instances: Sequence[str]) -> str:
-    """Why it cannot be; "" where it can."""
+    """Return why there can be no restart; "" if there can."""
     if state.nodes:
         return "a pipeline on Ray is not restarted process by process"
     if state.restart.running:
@@ -156,7 +156,7 @@ def _no_restart(state: LauncherState, instances: Sequence[str]) -> str:
 
 
 def _follow_restart(files: RunFiles, before: LauncherState) -> int:
-    """Say each process as it is ready again."""
+    """Print each process when it is ready again."""
     said, began_s = 0, time.monotonic()
     while before.launcher.alive:
         time.sleep(_RESTART_POLL_S)
@@ -180,7 +180,7 @@ def _follow_restart(files: RunFiles, before: LauncherState) -> int:
 
 async def _probe(state: LauncherState) -> dict[str, bool]:
     async def ready(url: str) -> bool:
-        """Asked twice: a busy process is not one that starts."""
+        """Probe twice: a busy process may miss one probe."""
         return await answers_ok(url, PROBE_TIMEOUT_S) or await answers_ok(url, PROBE_TIMEOUT_S)
 
     answers = await asyncio.gather(*(ready(url) for url in state.ready_urls.values()))

@@ -37,7 +37,7 @@ class Here:
         """Sockets that a process serves and the launcher keeps, so that connections wait while the process is away."""
 
     def ask_for(self, processes: Sequence[Supervised]) -> None:
-        """Many workers that begin together are forks of one template."""
+        """Prepare a template to fork the workers from, if many begin together."""
         workers = [each.plan for each in processes if each.plan.stage is StopStage.WORKERS]
         if len(workers) >= FROM:
             modules = [f"cohort.services.{plan.folder}.service" for plan in workers]
@@ -54,7 +54,7 @@ class Here:
         return Child(command, log, environment, [each.fileno() for each in held])
 
     def _held_of(self, plan: ProcessPlan) -> list[socket.socket]:
-        """None where they cannot be had: then the process says why itself."""
+        """Return the sockets held for the process; none where they cannot be bound: the process then reports why."""
         if plan.held and plan.instance not in self._held:
             with contextlib.suppress(OSError):
                 self._held[plan.instance] = listeners.bound_everywhere(plan.host, plan.port)
@@ -75,7 +75,7 @@ class Here:
             self._forks.end()
 
     def check(self, config: Config, instance: InstanceId) -> None:
-        """Against the memory that the others have left."""
+        """Check the worker against the memory that the others have left."""
         check_newcomer(config, instance)
 
     def configure(self, config: Config) -> None:
@@ -83,5 +83,5 @@ class Here:
 
 
 def _environment(plan: ProcessPlan) -> Mapping[str, str]:
-    """The process's thread count comes from the configuration, not from the shell that started the launcher."""
+    """Return the process's environment. Threads come from the configuration, not from the launcher's shell."""
     return {**_UNLESS_SET, **os.environ, **plan.environment, **_ALWAYS}

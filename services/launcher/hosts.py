@@ -23,7 +23,7 @@ from cohort.services.launcher.run_files import RunFiles
 
 
 class HostLost(CohortError):
-    """What was to run a process, or ran it, is gone and comes again. `waits`: for a place on any node."""
+    """Loss of what runs a process, or was to; it comes again. `waits`: for a place on any node."""
 
     def __init__(self, reason: str, *, waits: bool = False) -> None:
         super().__init__(reason)
@@ -35,7 +35,7 @@ class NotBegun(CohortError):
 
 
 class Life(Protocol):
-    """What runs for a process: a `Child`, a `Fork` of the workers' template, or a child of an agent on a node."""
+    """Handle on a running process: a `Child`, a `Fork` of the workers' template, or a child of an agent on a node."""
 
     @property
     def pid(self) -> int: ...
@@ -44,7 +44,7 @@ class Life(Protocol):
     def running(self) -> bool: ...
 
     async def wait(self) -> int:
-        """Exit code, negative for a signal. Raises `HostLost`, `NotBegun` where what ran it is gone."""
+        """Return the exit code, negative for a signal. Raises `HostLost`, `NotBegun` if its host is gone."""
 
     def terminate(self) -> None: ...
 
@@ -57,23 +57,23 @@ class Supervised:
     """One process and its history."""
 
     def __init__(self, plan: ProcessPlan, *, added: bool = False) -> None:
-        """`added` while the pipeline runs: it goes on without it, where this one cannot start."""
+        """`added` while the pipeline runs, which goes on without this process if it cannot start."""
         self.plan = plan
         self.added = added
         self.task: asyncio.Task[None] | None = None
         self.policy = RestartPolicy()
         self.child: Life | None = None
         self.node, self.ready_url = "", plan.ready_url
-        """Where it is, where there are several machines, and how it is reached; the back end may set them anew."""
+        """Node of the process ("" on one machine), and its readiness URL; a back end may change both."""
         self.leaving = asyncio.Event()
-        """Asked to end, and not to come back."""
+        """Event: the process is to end for good."""
         self.ready = asyncio.Event()
         self.done = asyncio.Event()
         self.failure = ""
         self.renewed = False
-        """It was asked to end, to be started again at once."""
+        """Whether it was asked to end, to be started again at once."""
         self.killed = False
-        """By us: it did not end in time."""
+        """Whether the supervisor killed it because it did not end in time."""
 
     @property
     def running(self) -> bool:
@@ -94,25 +94,25 @@ class Pipeline:
 
 class Hosts(Protocol):
     no_restart: str
-    """Why there is no rolling restart; "" where there is one."""
+    """Reason why there is no rolling restart; "" if there is one."""
 
     def ask_for(self, processes: Sequence[Supervised]) -> None:
-        """Places for these, all of them at once. Raises `CohortError` where one cannot be had."""
+        """Request places for all these processes at once. Raises `CohortError` if one cannot be had."""
 
     async def begin(self, process: Supervised) -> Life:
-        """Begin one life of it. Raises `HostLost`, `NotBegun`."""
+        """Begin one life of the process. Raises `HostLost`, `NotBegun`."""
 
     def renew(self) -> None:
-        """What is begun from now on is of the files as they are now."""
+        """Run whatever begins from now on from the files as they are now."""
 
     def release(self, process: Supervised) -> None:
-        """Whatever happened: nothing of it stays. May be called again."""
+        """Remove all that is left of the process. May be called again."""
 
     def close(self) -> None:
-        """After the last release."""
+        """Free what all processes shared; called after the last release."""
 
     def check(self, config: Config, instance: InstanceId) -> None:
-        """Raises `CohortError` where this worker of `config`, which is to come, cannot be had."""
+        """Raise `CohortError` if this additional worker of `config` cannot be had."""
 
     def configure(self, config: Config) -> None:
-        """Every process that is started from now on reads this, wherever it is."""
+        """Give this configuration to every process that is started from now on, on any node."""

@@ -49,7 +49,8 @@ MODEL_TIMEOUT_S = 3600.0
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> int:
-    """`arguments`: the command line after `serve`, for --detach to start the same again."""
+    """Serve, or do what --stop, --status, --detach or --print-config ask for. `arguments`: the command line after
+    `serve`, which --detach runs again in the background."""
     keep_private()
     try:
         overrides = overrides_of(options, keys_of(options.config))
@@ -100,7 +101,7 @@ def _serve(options: argparse.Namespace, arguments: list[str], config: Config, *,
 def _serve_on_ray(
     options: argparse.Namespace, arguments: list[str], overrides: dict[str, object], *, workers_given: bool
 ) -> int:
-    """On the cluster that this machine is a node of. What is imported here needs Ray."""
+    """Serve on the cluster that this machine is a node of. What is imported here needs Ray."""
     from cohort.services.launcher.on_ray import cluster as ray_cluster
 
     address = ray_address(options)
@@ -143,7 +144,7 @@ def _named_folder(config: Config) -> Path:
 
 
 def _model_folder(config: Config) -> Path:
-    """The folder to serve; the default model is made when it is the one wanted and absent."""
+    """Return the folder to serve; make the default model if it is the one wanted and absent."""
     folder = served_folder(_named_folder(config))
     if not config.model.path and not is_complete(folder):
         # In a process of its own: the launcher stays small, and torch's memory goes when it is done.
@@ -157,8 +158,8 @@ def _model_folder(config: Config) -> Path:
 def _detach(
     options: argparse.Namespace, arguments: list[str], files: RunFiles, plans: Sequence[ProcessPlan], found_port: int
 ) -> int:
-    """`found_port`: one that was chosen here, or 0. Errors that would end the background process are raised here, where
-    the operator reads them."""
+    """Start this command line again in the background. `found_port`: a port that was chosen here, or 0. Errors that
+    would end the background process are raised here, where the operator reads them."""
     if files.claimed:
         with files.claim():  # raises with the message that names the other one
             pass
@@ -224,13 +225,13 @@ async def _supervise(
 
 
 def _stop_timeout_s(plans: Sequence[ProcessPlan]) -> float:
-    """The longest an orderly stop may take: the stages' deadlines one after the other."""
+    """Return the longest time of an orderly stop: the stages' deadlines one after the other."""
     stages = {stage: [process.stop_timeout_s for process in plans if process.stage is stage] for stage in StopStage}
     return 10.0 + sum(max(times) for times in stages.values() if times)
 
 
 def ready_text(config: Config) -> str:
-    """The operator's summary once it runs: the URL, the live page, a request to copy."""
+    """Return the operator's summary once it runs: the URL, the live page, a request to copy."""
     base = http_base(config.gateway.host, config.gateway.port, api_scheme(config))
     model = config.model.served_name or Path(config.model.path).name
     body: dict[str, object] = {"model": model}
@@ -262,7 +263,7 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def _key_header(config: Config) -> str:
-    """Keys are never printed: an `env:NAME` entry is used by name, a literal one is left to the reader."""
+    """Return curl's option with an API key, by its variable's name: no key is printed."""
     if not (config.gateway.api_keys or config.keys.file):
         return ""
     first = next(iter(config.gateway.api_keys), "")
@@ -271,8 +272,7 @@ def _key_header(config: Config) -> str:
 
 
 class _Starter:
-    """The process that detached this one reads along until all is ready. It may be gone or slow: nothing here waits for
-    it."""
+    """Pipe to the process that detached this one and reads along until all is ready. It is never waited for."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -128,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides_of(options: argparse.Namespace, file_keys: set[str]) -> dict[str, Any]:
-    """The command line as a nested mapping for `load_config`.
+    """Return the command line as a nested mapping for `load_config`.
 
     `file_keys`: dotted names that the files set. With --port, monitor and metrics ports move along unless a file or an
     option set them, so that two pipelines run side by side with one option.
@@ -157,7 +157,7 @@ def overrides_of(options: argparse.Namespace, file_keys: set[str]) -> dict[str, 
 
 
 def adapters_of(named: Sequence[str]) -> dict[str, str]:
-    """The folders of --lora by their names; a name may hold dots and slashes."""
+    """Return the folders of --lora by their names; a name may hold dots and slashes."""
     from cohort.common.errors import ConfigError
 
     found: dict[str, str] = {}
@@ -172,7 +172,7 @@ def adapters_of(named: Sequence[str]) -> dict[str, str]:
 
 
 def ray_address(options: argparse.Namespace) -> str:
-    """ADDRESS of --on ray=ADDRESS, "" where none is named. Raises `ConfigError` for anything but Ray."""
+    """Return ADDRESS of --on ray=ADDRESS, "" where none is named. Raises `ConfigError` for anything but Ray."""
     from cohort.common.errors import ConfigError
 
     name, _, address = str(options.on).partition("=")
@@ -182,7 +182,7 @@ def ray_address(options: argparse.Namespace) -> str:
 
 
 def assigned_by(assignments: Sequence[str]) -> dict[str, Any]:
-    """The values of --set by their dotted names."""
+    """Return the values of --set by their dotted names."""
     import yaml
 
     from cohort.common.config import parse_yaml
@@ -201,7 +201,7 @@ def assigned_by(assignments: Sequence[str]) -> dict[str, Any]:
 
 
 def keys_of(files: Sequence[Path]) -> set[str]:
-    """Dotted names that YAML files set. Files that cannot be read set nothing; `load_config` complains about them."""
+    """Return the dotted names that YAML files set. Unreadable files set nothing; `load_config` reports them."""
     import yaml
 
     from cohort.common.config import parse_yaml

@@ -23,7 +23,7 @@ METRICS_OFFSET = 10
 """Usual distance of the monitor's port and of the first metrics port from the gateway's."""
 
 STOP_MARGIN_S = 7.0
-"""Beyond its own drain time a process gets this long to close its sockets before it is killed."""
+"""Time beyond its own drain time in which a process closes its sockets before it is killed."""
 
 _FOLDER_OF_ROLE = {
     Role.PREFILL: "prefill_worker",
@@ -59,7 +59,7 @@ class ProcessPlan:
     held: bool = False
     """The launcher holds the socket of `host` and `port`, so that connections wait while the process is away."""
     hands_over: bool = False
-    """Asked to end for a restart, it serves open connections to their end (SIGUSR1 instead of SIGTERM)."""
+    """Whether it serves open connections to their end when it ends for a restart (SIGUSR1 instead of SIGTERM)."""
 
     @property
     def ready_url(self) -> str:
@@ -70,7 +70,7 @@ class ProcessPlan:
         return self.drain_s + STOP_MARGIN_S
 
     def command(self, python: str, config_file: Path, run_dir: Path) -> list[str]:
-        """`-P`: the working folder is no place to import from (a clone's own kernels/ would hide others' `kernels`)."""
+        """Return the command line. `-P`: a clone's kernels/ in the working folder would hide the package `kernels`."""
         command = [python, "-P", "-m", f"cohort.services.{self.folder}"]
         command += ["--config", str(config_file), "--instance", self.instance, "--run-dir", str(run_dir)]
         if self.passes_metrics_port:
@@ -79,18 +79,18 @@ class ProcessPlan:
 
 
 def api_scheme(config: Config) -> str:
-    """By which clients reach the gateway."""
+    """Return the scheme by which clients reach the gateway."""
     return "https" if config.gateway.tls_cert else "http"
 
 
 def http_base(host: str, port: int, scheme: str = "http") -> str:
-    """How to reach a server on this machine that listens on `host`."""
+    """Return the URL at which this machine reaches a server that listens on `host`."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
     return f"{scheme}://{reachable}:{port}"
 
 
 def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
-    """All processes of a resolved configuration, in the order a person reads the pipeline.
+    """Return all processes of a resolved configuration, in the order a person reads the pipeline.
 
     `cores` of this machine, 0 if unknown: workers that have more threads between them must yield while they wait,
     unless only one of them computes at a time.
@@ -120,8 +120,7 @@ def plan(config: Config, cores: int = 0) -> list[ProcessPlan]:
 
 
 def worker_plan(config: Config, instance: str, port: int, environment: Mapping[str, str] | None = None) -> ProcessPlan:
-    """One worker that the configuration names. Without an `environment`, one that comes to a pipeline that runs: others
-    compute on the same cores."""
+    """Return the plan of one worker. Without an `environment` others compute on the same cores already."""
     if environment is None:
         environment = _threads_environment(config.rank_threads(instance, 1), crowded=True)
     folder = _FOLDER_OF_ROLE[config.instance_roles[instance]]
@@ -130,7 +129,7 @@ def worker_plan(config: Config, instance: str, port: int, environment: Mapping[s
 
 
 def _gateways(config: Config, environment: Mapping[str, str]) -> list[ProcessPlan]:
-    """Where several share the port, each is asked for readiness and metrics on a port of its own."""
+    """Return the gateways' plans. Several share the port, so each has a port of its own for readiness and metrics."""
     gateway, folder, stage = config.gateway, "gateway", StopStage.GATEWAY
     if gateway.processes == 1:
         one = ProcessPlan(GATEWAY, folder, stage, gateway.host, gateway.port, config.drain_s, False, environment)
@@ -164,7 +163,7 @@ def resolve(config: Config, *, model: Path, cores: int, free_port: Callable[[], 
 
 
 def _bounded(config: Config) -> PlannerConfig:
-    """The most workers there may be, while the configuration says how many are there at the start."""
+    """Return the planner's section with a maximum of workers: unless it is set, the number at the start."""
     planner = config.planner
     if planner.mode == "off" or planner.max_workers:
         return planner
@@ -172,12 +171,12 @@ def _bounded(config: Config) -> PlannerConfig:
 
 
 def _absolute(folders: Mapping[str, str]) -> dict[str, str]:
-    """As seen from here: processes may be started elsewhere."""
+    """Make the folders absolute: processes may be started in another working folder."""
     return {name: str(Path(folder).expanduser().absolute()) for name, folder in folders.items()}
 
 
 def _threads_environment(threads: int, *, crowded: bool = False) -> dict[str, str]:
-    """Every library with an own thread pool keeps to the process's share of the cores. On a crowded machine a thread
-    that spins while it waits takes the core of one that works (measured: docs/benchmarks.md)."""
+    """Return variables that bound every library's thread pool to the process's share of the cores. On a crowded machine
+    a thread that spins while it waits takes the core of one that works (measured: docs/benchmarks.md)."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
     return {name: str(threads) for name in names} | ({"OMP_WAIT_POLICY": "passive"} if crowded else {})

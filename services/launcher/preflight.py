@@ -27,7 +27,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 
 
 def check_model(folder: Path, *, with_weights: bool = True) -> None:
-    """Raises `ModelError` unless the folder looks like a model in Hugging Face format; weights may be drawn instead."""
+    """Raise `ModelError` unless the folder looks like a model in Hugging Face format; weights may be drawn instead."""
     if folder.suffix == ".gguf" and folder.is_file():
         raise ModelError(
             f"{folder} is a GGUF file, and here a folder is needed; make one around it: "
@@ -49,27 +49,27 @@ def check_model(folder: Path, *, with_weights: bool = True) -> None:
 
 
 def check_adapters(config: Config, model: Path) -> None:
-    """Raises `ModelError` naming option, file and tensor for a LoRA adapter that a worker would refuse."""
+    """Raise `ModelError` with option, file and tensor for a LoRA adapter that a worker would refuse."""
     if config.model.lora:
         base = config.model.served_name or model.name
         check_lora(config.model.lora, read_geometry(model), base)
 
 
 def check_exposure(config: Config) -> None:
-    """Raises `ConfigError` for openings that an oversight leaves to strangers on other machines."""
+    """Raise `ConfigError` for openings that an oversight leaves to strangers on other machines."""
     exposure.check_api(config)
     exposure.check_endpoints(config)
 
 
 def check_certificate(config: Config) -> None:
-    """Raises `ConfigError` for TLS files that the gateway would refuse."""
+    """Raise `ConfigError` for TLS files that the gateway would refuse."""
     files = tls.TlsFiles.of(config.gateway.tls_cert, config.gateway.tls_key, "gateway")
     if files is not None:
         tls.load(files)
 
 
 def check_ports(plans: Iterable[ProcessPlan]) -> None:
-    """Raises `ConfigError` naming the first port that is taken, and for whom it was meant."""
+    """Raise `ConfigError` with the first port that is taken, and the process it was meant for."""
     processes = list(plans)
     seen: dict[int, str] = {}
     for process in processes:
@@ -88,7 +88,7 @@ def check_ports(plans: Iterable[ProcessPlan]) -> None:
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity, and its container's CPU quota where there is one."""
+    """Return the number of cores this process may use: its affinity, and its container's CPU quota if there is one."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -100,7 +100,7 @@ def usable_cores() -> int:
 
 
 def raise_open_file_limit() -> None:
-    """A gateway holds a socket per client; the soft limit of most shells is 1024. Children inherit ours."""
+    """Raise the limit for a socket per client, also in child processes; most shells set 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65_536 if hard == resource.RLIM_INFINITY else min(65_536, hard)
     if soft < wanted:

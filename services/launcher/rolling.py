@@ -31,7 +31,7 @@ class RollingRestart:
         self.state = RestartState(0, [], [])
 
     def request(self, instances: Sequence[str]) -> None:
-        """These, or all where none is named. Ignored while one runs."""
+        """Restart these processes, or all if none is named. Ignored while a restart runs."""
         if self.state.running or self._stopping.is_set():
             return
         ordered = [
@@ -43,7 +43,7 @@ class RollingRestart:
         self._on_change()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Perform requested restarts until cancelled."""
         while True:
             await self._asked.wait()
             self._asked.clear()
@@ -63,7 +63,7 @@ class RollingRestart:
             self._on_change()
 
     async def _restart(self, process: Supervised) -> str:
-        """Why it failed; "" where the process is ready again."""
+        """Restart one process; return why it failed, or "" once it is ready again."""
         plan = process.plan
         if process.child is None or not process.running:
             return f"{plan.instance} does not run"

@@ -37,7 +37,7 @@ class RunFilesError(CohortError):
 
 
 class ProcessMark(msgspec.Struct, frozen=True):
-    """A process that cannot be mistaken: its pid, and when it started in clock ticks since boot."""
+    """Unmistakable process: its pid, and when it started in clock ticks since boot."""
 
     pid: int
     start_ticks: int
@@ -68,7 +68,7 @@ class ProcessMark(msgspec.Struct, frozen=True):
         return True
 
     def wait_gone(self, timeout_s: float) -> bool:
-        """Wait until it ended; also works for processes that are not our children."""
+        """Wait for its end; return whether it ended. Also works for processes that are not our children."""
         try:
             fd = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -84,7 +84,7 @@ class ProcessMark(msgspec.Struct, frozen=True):
 
 
 class RestartState(msgspec.Struct, frozen=True):
-    """How far a rolling restart is, or the last one was. `failure`: why it stopped, "" where it did not."""
+    """Progress of the rolling restart, or of the last one. `failure`: why it stopped, "" if it did not."""
 
     number: int
     done: list[str]
@@ -97,7 +97,7 @@ class RestartState(msgspec.Struct, frozen=True):
 
 
 class LauncherState(msgspec.Struct, frozen=True):
-    """What `--stop`, `--status` and `cohort restart` need to know."""
+    """Content of launcher.json, for `--stop`, `--status` and `cohort restart`."""
 
     launcher: ProcessMark
     name: str
@@ -106,7 +106,7 @@ class LauncherState(msgspec.Struct, frozen=True):
     processes: dict[str, ProcessMark]
     ready_urls: dict[str, str]
     nodes: dict[str, str] = {}
-    """Of a pipeline on several machines: where its processes are. Those have no mark, which is of this machine."""
+    """Node of each process, in a pipeline on several machines. Those have no mark: a mark is of this machine."""
     restart: RestartState = RestartState(0, [], [])
 
 
@@ -123,7 +123,7 @@ class RunFiles:
         return self.logs / f"{instance}.log"
 
     def make(self) -> None:
-        """For its owner alone: its sockets have no other protection, and logs may tell what users do."""
+        """Make the folders for their owner alone: sockets have no other protection, and logs may show what users do."""
         private_folder(self.folder)
         self.folder.chmod(0o700)
         private_folder(self.logs)
@@ -170,11 +170,11 @@ class RunFiles:
         self._write(self._state_file, msgspec.json.encode(state))
 
     def want_restart(self, instances: list[str]) -> None:
-        """Which processes the next rolling restart is of; said before the launcher is signalled."""
+        """Write which processes the next rolling restart is for, before the launcher is signalled."""
         self._write(self._wanted_file, msgspec.json.encode(instances))
 
     def wanted_restart(self) -> list[str]:
-        """Once; empty where nothing was said."""
+        """Take the processes to restart, which removes their file; empty if none were written."""
         try:
             found = msgspec.json.decode(self._wanted_file.read_bytes(), type=list[str])
         except (FileNotFoundError, msgspec.MsgspecError):
@@ -183,17 +183,17 @@ class RunFiles:
         return found
 
     def write_config(self, text: str) -> None:
-        """It may hold API keys: for its owner's eyes only."""
+        """Write the configuration for its owner alone: it may hold API keys."""
         self._write(self.config_file, text.encode())
 
     def start_log(self, instance: str) -> None:
-        """A new run begins an empty log and keeps the last one."""
+        """Begin an empty log and keep the last one as .1."""
         path = self.log_file(instance)
         if path.exists():
             path.replace(path.with_suffix(".log.1"))
 
     def limit_log(self, instance: str) -> None:
-        """Its process appends to the open file, so the content is copied away and the file cut."""
+        """Move the content of a large log. Its process appends to the open file, so it is copied and cut."""
         path = self.log_file(instance)
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_size > LOG_LIMIT_BYTES:
@@ -201,7 +201,7 @@ class RunFiles:
                 os.truncate(path, 0)
 
     def log_tail(self, instance: str, lines: int) -> list[str]:
-        """The last lines of a log, empty ones left out."""
+        """Return the last lines of a log, empty ones left out."""
         try:
             with self.log_file(instance).open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 65_536))
@@ -211,7 +211,7 @@ class RunFiles:
         return [line for line in text.splitlines() if line.strip()][-lines:]
 
     def _clear_leftovers(self) -> None:
-        """A launcher that was killed leaves its state; its processes die with it, a wedged one by our hand."""
+        """Remove what a killed launcher left: its state, and a process that did not die with it."""
         state = self.state()
         if state is not None:
             deadline_s = time.monotonic() + 3.0
@@ -236,8 +236,8 @@ class RunFiles:
 
 
 def read_log(path: Path, offset: int) -> tuple[bytes, int, int]:
-    """What a log has from `offset` on, where that ends, and how many bytes were left out before it: of a flood the
-    newest will do. From its beginning where it was cut or begun anew."""
+    """Return what a log has from `offset` on, where that ends, and how many bytes were left out before it: of more than
+    `LOG_BYTES` only the newest are read. Begins at 0 if the log was cut or is new."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -250,8 +250,8 @@ def read_log(path: Path, offset: int) -> tuple[bytes, int, int]:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Field 22 of /proc/PID/stat; the name in field 2 may contain anything, so count from its closing parenthesis.
-    A zombie has ended."""
+    """Return field 22 of /proc/PID/stat; None for a zombie, which has ended. The name in field 2 may contain anything,
+    so fields count from its closing parenthesis."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

@@ -46,11 +46,11 @@ class Supervisor:
         self._processes += [Supervised(plan) for plan in plans]
         self._rolling = RollingRestart(pipeline)
         self.failure = ""
-        """Why the pipeline was given up; "" if it was not."""
+        """Reason why the pipeline was given up; "" if it was not."""
         self._cause = ""
         self._defect: Exception | None = None
         self._tasks: asyncio.TaskGroup | None = None
-        """While processes may be added."""
+        """Task group, while processes may be added."""
 
     @property
     def marks(self) -> dict[str, ProcessMark]:
@@ -65,7 +65,7 @@ class Supervisor:
 
     @property
     def nodes(self) -> dict[str, str]:
-        """Where each process is, as far as it is known; none where all are here."""
+        """Node of each process, as far as known; empty on one machine."""
         return {process.plan.instance: process.node for process in self._processes if process.node}
 
     @property
@@ -87,13 +87,13 @@ class Supervisor:
         self._rolling.request(self._files.wanted_restart())
 
     def request_stop(self) -> None:
-        """First call: drain and end. Second: kill."""
+        """Drain and end at the first call; kill at the second."""
         if self._stopping.is_set():
             self._kill_now.set()
         self._stopping.set()
 
     async def run(self, on_ready: Callable[[], None]) -> int:
-        """Until everything has ended and nothing of it is left. `on_ready` is called once, when all are ready."""
+        """Run until everything has ended and nothing of it is left. `on_ready` is called once, when all are ready."""
         try:
             for process in self._processes:
                 self._files.start_log(process.plan.instance)
@@ -118,7 +118,7 @@ class Supervisor:
         return 1 if self.failure else 0
 
     async def _guarded(self, work: Coroutine[None, None, None]) -> None:
-        """A defect of ours must not leave the pipeline to itself."""
+        """Run a task; if it fails by a defect here, stop the pipeline."""
         try:
             await work
         except Exception as defect:
@@ -194,7 +194,7 @@ class Supervisor:
         return self._stopping.is_set() or process.leaving.is_set()
 
     async def _run_once(self, process: Supervised) -> float | None:
-        """One life of the process. Returns the delay before the next, or None if there is none."""
+        """Run one life of the process. Returns the delay before the next, or None if there is none."""
         name = process.plan.instance
         process.renewed = False
         try:
@@ -246,12 +246,12 @@ class Supervisor:
             process.ready.clear()
 
     def _is_relieved(self, process: Supervised) -> bool:
-        """A worker whose requests go on at another one."""
+        """Return whether another worker takes over this one's requests."""
         others = [other for other in self._processes if other is not process and other.ready.is_set()]
         return process.plan.stage is StopStage.WORKERS and any(o.plan.stage is StopStage.WORKERS for o in others)
 
     async def _until_ready(self, process: Supervised) -> None:
-        """Ends when the process is ready, or is cancelled when it ends before."""
+        """Wait until the process is ready; cancelled when it ends before."""
         pause_s = PROBE_INTERVAL_S * max(1.0, len(self._processes) / PROBED_AT_ONCE)
         while not await answers_ok(process.ready_url, PROBE_TIMEOUT_S):  # noqa: ASYNC110
             await asyncio.sleep(pause_s)
@@ -273,7 +273,7 @@ class Supervisor:
         self._stopping.set()
 
     def _show_failure(self, instance: str) -> None:
-        """Why the pipeline is given up, and what the process said last; the gist of both is the cause."""
+        """Print why the pipeline is given up, and the end of the process's log; the gist of both is the cause."""
         self._console.settle()
         self._console.say(f"{self.failure}; the end of {self._files.log_file(instance)}:", style="red")
         for line in self._files.log_tail(instance, TAIL_LINES):
@@ -288,7 +288,7 @@ class Supervisor:
             on_ready()
 
     async def _watch_logs(self) -> None:
-        """Warnings of the processes, with their names, for as long as it runs; and no log grows without end."""
+        """Show the processes' warnings with their names, and keep each log below its limit."""
         followers: dict[str, LogFollower] = {}
         while True:
             await asyncio.sleep(REFRESH_INTERVAL_S)
@@ -339,7 +339,7 @@ class Supervisor:
 
 
 async def wait_any(events: Sequence[asyncio.Event], timeout_s: float | None = None) -> None:
-    """Until one of the events or the deadline."""
+    """Wait for one of the events or the deadline."""
     waiting = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -350,7 +350,7 @@ async def wait_any(events: Sequence[asyncio.Event], timeout_s: float | None = No
 
 
 async def _until_done(group: Sequence[Supervised], timeout_s: float, *abort: asyncio.Event) -> None:
-    """Until all have ended, an event to abort, or the deadline."""
+    """Wait until all have ended, for an event to abort, or for the deadline."""
     deadline_s = time.monotonic() + timeout_s
     for process in group:
         await wait_any((process.done, *abort), max(0.0, deadline_s - time.monotonic()))

@@ -41,7 +41,7 @@ class WorkerDesk:
 
     @contextlib.asynccontextmanager
     async def listening(self, folder: Path) -> AsyncIterator[None]:
-        """On the socket in the run folder."""
+        """Serve orders on the socket in the run folder."""
         server = await asyncio.start_unix_server(self.serve, socket_of(folder), limit=_LONGEST_LINE)
         try:
             yield
@@ -50,7 +50,7 @@ class WorkerDesk:
             socket_of(folder).unlink(missing_ok=True)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, an order a line."""
+        """Serve one connection, an order a line."""
         with contextlib.suppress(ConnectionError, asyncio.LimitOverrunError, ValueError):
             while line := await reader.readline():
                 writer.write(msgspec.json.encode(await self._answered(line)) + b"\n")
@@ -76,7 +76,7 @@ class WorkerDesk:
                 assert_never(order)
 
     async def add(self, role: Role, degree: int) -> InstanceId:
-        """Raises `CohortError` where there is no room for it beside the others, or it does not become ready."""
+        """Add a worker; return when it is ready. Raises `CohortError` without room, or if it does not become ready."""
         before = self._config
         config = with_worker(before, role, degree)
         (instance,) = config.instance_roles.keys() - before.instance_roles.keys()
@@ -101,7 +101,7 @@ class WorkerDesk:
 
 
 def with_worker(config: Config, role: Role, degree: int) -> Config:
-    """One more of its kind; the last of its role."""
+    """Return the configuration with one worker more of this kind, the last of its role."""
     groups = list(config.workers)
     index = max((at for at, group in enumerate(groups) if group.role is role), default=-1)
     if index >= 0 and groups[index].degree == degree:
@@ -112,7 +112,7 @@ def with_worker(config: Config, role: Role, degree: int) -> Config:
 
 
 def without_worker(config: Config, instance: InstanceId) -> Config:
-    """Names count through a role: only its last worker can go. Raises `RunFilesError`."""
+    """Return the configuration without a worker. Raises `RunFilesError` unless it is the last of its role."""
     role = config.instance_roles.get(instance)
     if role is None or instance != [name for name, its in config.instance_roles.items() if its is role][-1]:
         raise RunFilesError(f"{instance} is not the last worker of its role")
@@ -126,6 +126,6 @@ def without_worker(config: Config, instance: InstanceId) -> Config:
 
 
 def _group(config: Config, role: Role, degree: int) -> WorkerGroup:
-    """As many threads as the others have."""
+    """Return a group of one worker, with as many threads as the others have."""
     threads = max(group.threads for group in config.workers)
     return WorkerGroup(role, 1, threads, degree)

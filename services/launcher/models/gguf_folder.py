@@ -37,7 +37,7 @@ _LARGEST_FIELD = 4096
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The GGUF file that `path` names: itself, or the only one of a folder without a config.json; else None.
+    """Return the GGUF file that `path` names: itself, or the only one of a folder without a config.json; else None.
 
     Raises `ModelError` for a folder with several.
     """
@@ -53,7 +53,7 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def folder_for(file: Path) -> Path:
-    """Where the folder of this file lies; its last part is the file's name, which clients see."""
+    """Return the folder of this file; its last part is the file's name, which clients see."""
     file = file.resolve()
     state = file.stat()
     digest = hashlib.sha256(f"{file}\0{state.st_size}\0{state.st_mtime_ns}".encode()).hexdigest()[:16]
@@ -61,7 +61,7 @@ def folder_for(file: Path) -> Path:
 
 
 def served_folder(path: Path) -> Path:
-    """`path` itself, or the folder around the GGUF file that it names; made where it is absent. Raises `ModelError`."""
+    """Return `path` itself, or the folder around the GGUF file that it names; made if absent. Raises `ModelError`."""
     file = gguf_file(path)
     if file is None:
         return path
@@ -81,7 +81,7 @@ def served_folder(path: Path) -> Path:
 
 
 def make_folder(file: Path, folder: Path) -> None:
-    """Raises `ModelError` naming the file and what is missing or not served."""
+    """Raise `ModelError` naming the file and what is missing or not served."""
     file = file.resolve()
     fields, tensors, factors = _metadata(file)
     try:
@@ -103,7 +103,7 @@ def make_folder(file: Path, folder: Path) -> None:
 
 
 def _metadata(file: Path) -> tuple[dict[str, Any], dict[str, list[int]], list[float]]:
-    """Fields but for the long ones, the shape of every tensor, and the factors of its rotary frequencies."""
+    """Return all fields except long ones, the shape of every tensor, and the factors of its rotary frequencies."""
     from gguf import GGUFReader
 
     try:
@@ -145,7 +145,7 @@ def _tokenizer(file: Path, folder: Path) -> None:
 def model_config(
     fields: Mapping[str, Any], tensors: Mapping[str, Sequence[int]], rope_factors: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """config.json of the model.
+    """Return config.json of the model.
 
     `fields`: metadata by their names; `tensors`: the shape of every tensor, outputs first; `rope_factors`: the tensor
     `rope_freqs.weight`, where there is one. Raises `ModelError` naming what is missing or not served.
@@ -201,14 +201,14 @@ def model_config(
 
 
 def generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokens that end a generation: end of text and, where the file names it, end of turn."""
+    """Return the tokens that end a generation: end of text and, where the file names it, end of turn."""
     ends = [fields.get(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id")]
     found = list(dict.fromkeys(int(end) for end in ends if end is not None))
     return {"eos_token_id": found} if found else {}
 
 
 def _bias(arch: str, tensors: Mapping[str, Sequence[int]]) -> bool:
-    """Whether `llama` and `qwen3` have biases; `qwen2` has those of q, k and v always."""
+    """Return whether attention has biases: all four or none in `llama` and `qwen3`, of q, k and v in `qwen2`."""
     queries, output = "blk.0.attn_q.bias" in tensors, "blk.0.attn_output.bias" in tensors
     if arch == "qwen2":
         if not queries or output:
@@ -222,7 +222,8 @@ def _bias(arch: str, tensors: Mapping[str, Sequence[int]]) -> bool:
 def _rope_scaling(
     fields: Mapping[str, Any], arch: str, context: int, factors: Sequence[float]
 ) -> dict[str, Any] | None:
-    """A factor for every frequency (Llama 3.1) is LongRoPE's form with a range that ends at the context."""
+    """Return the configuration's `rope_scaling`. A factor for every frequency (Llama 3.1) becomes LongRoPE's form with
+    a range that ends at the context."""
     kind = str(fields.get(f"{arch}.rope.scaling.type", "none"))
     if factors:
         return {

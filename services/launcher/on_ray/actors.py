@@ -27,9 +27,9 @@ from cohort.services.launcher.run_files import RunFilesError
 from cohort.services.launcher.supervisor import wait_any
 
 PATIENCE_S = 5.0
-"""From then on the console says what a process waits for."""
+"""Time after which the console shows what a process waits for."""
 NO_PLACE_S = 10.0
-"""So long Ray may look for a place for a worker that comes to others: what a drained one leaves is free in less."""
+"""Time for which Ray may look for a place for an additional worker; what a drained one leaves is free in less."""
 DEATHS_AT_START = 3
 
 
@@ -43,18 +43,18 @@ class OnNode:
         self.actor: Any = None
         self.place: Place | None = None
         self.incarnation = 0
-        """Of the agent whose log is here as far as `log_end`."""
+        """Incarnation of the agent whose log has been copied up to `log_end`."""
         self.log_end = 0
         self.deaths = 0
-        """Of agents in a row that never got as far as to say where they are."""
+        """Agents in a row that were lost before they reported their place."""
         self.homeless_s = time.monotonic()
-        """Since then it has had no place, where it has none."""
+        """Monotonic time since which the process has had no place. Meaningless while it has one."""
         self.joined = not placement.newcomer
-        """It has been ready, or everything waits for it."""
+        """Whether the process has been ready, or the whole pipeline waits for it."""
 
 
 class Distant:
-    """A process that an agent has begun: to the supervisor what a `Child` is. Awaited by one task."""
+    """Process that an agent has begun: to the supervisor what a `Child` is. Awaited by one task."""
 
     def __init__(self, hosts: Actors, node: OnNode, pid: int) -> None:
         self._hosts = hosts
@@ -63,7 +63,7 @@ class Distant:
         self.running = True
 
     async def wait(self) -> int:
-        """Also for all of its log to be here."""
+        """Wait for the exit code, and for the rest of the log."""
         try:
             return await self._hosts.followed(self._node)
         finally:
@@ -97,11 +97,11 @@ class Actors:
         self._nodes: dict[Supervised, OnNode] = {}
         self._briefing = Briefing(0, AddressBook(), dump_config(config))
         self._located = asyncio.Event()
-        """All that are dialled by their role are known."""
+        """Event: the addresses of all processes that are dialled by role are known."""
 
     def check(self, config: Config, instance: InstanceId) -> None:
-        """Of the nodes that there are now. Whether one has it to spare is for Ray to find, and whether its memory has
-        room for the model, for the agent there."""
+        """Check that one of the present nodes is large enough. Whether it has room to spare is for Ray to find, and
+        whether its memory has room for the model, for the agent there."""
         nodes = [each["Resources"] for each in self._ray.nodes() if each["Alive"]]
         check_possible(worker_bundle(config, instance), nodes)
 
@@ -112,10 +112,10 @@ class Actors:
         self._brief(self._briefing.book, text)
 
     def renew(self) -> None:
-        """Every process is begun from the files as they are."""
+        """Leave all as it is: every process is begun from the files as they are."""
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Leave nothing: `release` has removed everything."""
 
     def ask_for(self, processes: Sequence[Supervised]) -> None:
         for process in processes:
@@ -129,8 +129,8 @@ class Actors:
                 raise RunFilesError(f"{process.plan.instance}: Ray does not take it: {error}") from error
 
     def _ask_for(self, node: OnNode) -> None:
-        """A group with one bundle is one node's, whole: STRICT_PACK says so also of bundles to come. Processes that are
-        spread share a group, each with a bundle of its own."""
+        """Request a placement group and an actor. A group with one bundle is on one node as a whole; STRICT_PACK asks
+        that of later bundles too. Processes that are spread share a group, each with a bundle of its own."""
         util, placement, plan = self._ray.util, node.placement, node.process.plan
         others = [each for each in self._nodes.values() if each.placement.spread]
         together = [each for each in others if each.process.plan.folder == plan.folder] if placement.spread else [node]
@@ -151,8 +151,7 @@ class Actors:
         self._pipeline.console.update(plan.instance, State.WAITING)
 
     def release(self, process: Supervised) -> None:
-        """No actor, no group, no process of it stays. A group that several share ends with the first of them, which is
-        when all do."""
+        """Remove the process's actor and group. A shared group ends with the first process, which is when all end."""
         node = self._nodes.pop(process, None)
         process.node = ""
         if node is not None and node.actor is not None:
@@ -175,8 +174,8 @@ class Actors:
             raise self._lost(node, error) from error
 
     async def _placed(self, node: OnNode) -> Place:
-        """Where its agent is, once Ray has found a place and started it. Raises `NotBegun` where a worker comes to
-        others and no node has room for it: it is not waited for; `HostLost` when it is not wanted any more."""
+        """Return the agent's place, once Ray has found one and started it. Raises `NotBegun` if no node has room for an
+        additional worker, which is not waited for; `HostLost` when the process is not wanted any more."""
         asked = asyncio.ensure_future(node.actor.place.remote())
         unwanted = [asyncio.ensure_future(each.wait()) for each in self._ends(node)]
         waited: list[asyncio.Future[Any]] = [asked, *unwanted]
@@ -201,13 +200,13 @@ class Actors:
         return self._pipeline.stopping, node.process.leaving
 
     def _lacking(self, node: OnNode) -> str:
-        """What it waits for, where Ray has no place for it."""
+        """Return what the process waits for, if Ray has no place for it; else ""."""
         if self._ray.util.placement_group_table(node.group)["state"] not in ("PENDING", "RESCHEDULING"):
             return ""
         return f"for {said(node.placement.bundle)}: no node has it to spare"
 
     async def _welcome(self, node: OnNode, place: Place) -> None:
-        """It begins once it can be told the addresses of those it dials; a moved one is made known to all."""
+        """Publish a new or changed address, and wait until all addresses that the process dials are known."""
         if node.incarnation != place.incarnation:
             node.incarnation, node.log_end = place.incarnation, 0
         node.place, node.deaths, process = place, 0, node.process
@@ -224,14 +223,14 @@ class Actors:
             raise HostLost("it is not wanted any more")
 
     def _brief(self, book: AddressBook, config: str, *, but: OnNode | None = None) -> None:
-        """Not waited for: one that is lost meanwhile is told when it is back."""
+        """Send a new briefing to all agents without waiting; one that is lost meanwhile gets it when it is back."""
         self._briefing = Briefing(self._briefing.edition + 1, book, config)
         for other in self._nodes.values():
             if other is not but and other.place is not None and self._located.is_set():
                 other.actor.brief.remote(self._briefing)
 
     async def followed(self, node: OnNode) -> int:
-        """News until its process has ended and all of its log is here; the exit code. Raises `HostLost`, `NotBegun`."""
+        """Copy the log until the process has ended and return its exit code. Raises `HostLost`, `NotBegun`."""
         process = node.process
         log = self._pipeline.files.log_file(process.plan.instance)
         try:

@@ -61,16 +61,16 @@ class Agent:
         self._here = Here(self._files)
         self._briefing: Briefing | None = None
         self._settled = False
-        """The process's folder is ours, with the configuration in it and a log of this agent."""
+        """Whether the process's folder is this agent's, with its configuration and a log."""
         self._life: asyncio.Task[int] | None = None
-        """Of the process; its exit code."""
+        """Task that waits for the process and returns its exit code."""
 
     async def place(self) -> Place:
         own = own_endpoint(self._process.plan, self._ip, self._inbox_port)
         return Place(self._incarnation, self._ip, own, self._ready_url())
 
     async def brief(self, briefing: Briefing) -> None:
-        """Addresses and the configuration, for the process and its successors. An older edition changes nothing."""
+        """Store addresses and configuration for the process and its successors. An older edition changes nothing."""
         before = self._briefing
         if before is not None and briefing.edition <= before.edition:
             return
@@ -81,7 +81,7 @@ class Agent:
             self._files.write_config(dump_config(self._config()))
 
     async def begin(self, briefing: Briefing) -> int:
-        """The pid of the process, which is begun where it does not run. Raises `CohortError`, `OSError`."""
+        """Begin the process unless it runs, and return its pid. Raises `CohortError`, `OSError`."""
         await self.brief(briefing)
         if self._life is None or self._life.done():
             serve_first()
@@ -95,7 +95,7 @@ class Agent:
         return self._process.child.pid
 
     async def news(self, offset: int) -> News:
-        """The log from `offset` on, and the exit code once the process has ended; waits up to `WAIT_S`."""
+        """Return the log from `offset` on, and the exit code once the process has ended; waits up to `WAIT_S`."""
         if self._life is None:  # asked of the one before, which is lost
             return News(self._incarnation, None, b"", 0, 0)
         deadline_s = time.monotonic() + WAIT_S
@@ -109,7 +109,7 @@ class Agent:
                 return News(self._incarnation, self._life.result() if ended else None, data, end, skipped)
 
     async def terminate(self) -> None:
-        """Ask it to drain and end."""
+        """Ask the process to drain and end."""
         if self._process.child is not None:
             self._process.child.terminate()
 
@@ -124,7 +124,7 @@ class Agent:
         return self._files.folder / _KEY_FILE
 
     def _settle(self) -> None:
-        """What the process finds in its folder; the cluster's key becomes a file for its owner alone."""
+        """Write what the process finds in its folder; the cluster's key becomes a file for its owner alone."""
         if self._order.key:
             with open_private(self._key_file, "wb") as file:
                 file.write(self._order.key.encode())
@@ -140,7 +140,7 @@ class Agent:
             self._here.check(config, self._process.plan.instance)
 
     def _config(self) -> Config:
-        """The present one, for this node."""
+        """Return the current configuration for this node."""
         assert self._briefing is not None
         config = load_config(overrides=yaml.safe_load(self._briefing.config))
         key_file = str(self._key_file) if self._order.key else ""
@@ -152,7 +152,7 @@ class Agent:
         return dataclasses.replace(plan, environment={**plan.environment, **self._order.environment})
 
     def _ready_url(self) -> str:
-        """As other nodes reach it, where they do."""
+        """Return the readiness URL, with this node's address in place of a wildcard."""
         plan = self._process.plan
         return (dataclasses.replace(plan, host=self._ip) if plan.host in ("", "0.0.0.0", "::") else plan).ready_url
 
@@ -163,16 +163,16 @@ async def _ended(child: Life, meanwhile: ExitStack) -> int:
 
 
 def serve_first() -> None:
-    """Ray starts its workers at niceness 15, and what they start inherits it: on a node that does anything else a
-    pipeline would get a thirtieth of a core, and not be ready in time. Of this thread, and of all it starts; where the
-    node does not permit it, `RAY_worker_niceness=0` for `ray start` does the same."""
+    """Raise this thread, and all it starts, to normal priority. Ray starts its workers at niceness 15, which their
+    children inherit: on a busy node a pipeline would get a thirtieth of a core and not be ready in time. Where the node
+    does not permit it, `RAY_worker_niceness=0` for `ray start` does the same."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
 def _hold_port(ip: str) -> socket.socket:
-    """Bound to a port that nobody else holds: of several agents on a node no two get the same. It never listens, and
-    lets the process bind the port too, which asks for that (`SO_REUSEADDR`), as all of the pipeline's do."""
+    """Bind a port that nobody else holds: of several agents on a node no two get the same. The socket never listens,
+    and lets the process bind the port too with `SO_REUSEADDR`, as all of the pipeline's do."""
     for port in random.sample(_PORTS, len(_PORTS)):
         held = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
         try:

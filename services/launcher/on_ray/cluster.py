@@ -27,7 +27,7 @@ from cohort.services.launcher.preflight import check_model
 
 AUTO, LOCAL = "auto", "local"
 LOCAL_CPUS = 256.0
-"""Of a Ray that is started here: nothing is counted, as where no Ray is used."""
+"""CPUs of a Ray that is started here: so many that none are counted, as without Ray."""
 LOCAL_STORE_BYTES = 80 << 20  # of objects; the least that Ray takes is little less
 LOOK_TIMEOUT_S = 60.0
 _MISSING = (
@@ -51,7 +51,7 @@ _OF_OUR_OWN = {
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a node says of itself. `problem`: why nothing can run there; "" = it can."""
+    """Facts that a node reports of itself. `problem`: why nothing can run there; "" if it can."""
 
     version: str
     machine: Machine
@@ -69,7 +69,7 @@ class Cluster:
     nodes: list[Node] = field(default_factory=list)
 
     def look(self, model: Path | None = None, *, with_weights: bool = True) -> list[Facts]:
-        """Facts of every node, in the order of `nodes`; with `model`, whether that folder is there. Raises
+        """Return facts of every node, in the order of `nodes`; with `model`, whether that folder is there. Raises
         `ConfigError` for a node that cannot run this version."""
         strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         looking = self.ray.remote(_look)
@@ -153,13 +153,13 @@ def join(address: str) -> Cluster:
 
 
 def check_installed() -> None:
-    """Raises `ConfigError` where Ray is missing; loads nothing of it."""
+    """Raise `ConfigError` where Ray is missing; loads nothing of it."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(_MISSING)
 
 
 def machine_of(facts: Sequence[Facts]) -> Machine:
-    """For the defaults of the configuration: the smallest of the nodes with a GPU, of all where none has one."""
+    """Return the machine that sets the configuration's defaults: the smallest node, with a GPU if any has one."""
     with_gpu = [each.machine for each in facts if each.machine.gpus]
     if not with_gpu:
         return Machine(0, 0, min((each.machine.host_memory_bytes for each in facts), default=0))
@@ -171,12 +171,12 @@ def machine_of(facts: Sequence[Facts]) -> Machine:
 
 
 def gpus_of(nodes: Sequence[Node], facts: Sequence[Facts]) -> list[Gpu]:
-    """Those that Ray has to give: a node may keep some back."""
+    """Return the GPUs that Ray has to give: a node may keep some back."""
     return [gpu for node, each in zip(nodes, facts, strict=True) for gpu in each.gpus[: int(node.gpus)]]
 
 
 def _look(model: str, with_weights: bool) -> Facts:
-    """Runs on a node, in a process of Ray's."""
+    """Run on a node, in a process of Ray's."""
     hidden = os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray's own; this task holds no GPU and looks at all
     try:
         machine, gpus, problem = this_machine(), visible_gpus(), ""

@@ -29,14 +29,14 @@ class Order(msgspec.Struct, frozen=True):
     key: str = ""
     environment: dict[str, str] = {}
     newcomer: bool = False
-    """It comes to others, whose memory it must not take."""
+    """Whether it joins others, whose memory it must not take."""
     desk: str = ""
-    """Of the monitor where the planner acts: the launcher's socket for its orders, on the node that both share."""
+    """Launcher's socket for the monitor's orders, on the node that both share; "" if the planner does not act."""
 
 
 class Briefing(msgspec.Struct, frozen=True):
-    """What all processes are told, and told anew when it has changed: addresses, and the YAML of the configuration,
-    which names the workers that there are. Of two the one with the higher `edition` is true."""
+    """Addresses, and the YAML of the configuration with the present workers. Sent to all processes, again after each
+    change; the highest `edition` is valid."""
 
     edition: int
     book: AddressBook
@@ -44,18 +44,18 @@ class Briefing(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where an agent is. Another `incarnation` is another agent, which knows nothing of the one before."""
+    """Location of an agent. Another `incarnation` is another agent, which knows nothing of the one before."""
 
     incarnation: int
     ip: str
     endpoint: str
-    """Of the process's inbox where others dial it by its name; "" otherwise."""
+    """Address of the process's inbox, if others dial it by its name; "" otherwise."""
     ready_url: str
 
 
 class News(msgspec.Struct, frozen=True):
-    """Of the process that an agent has begun: its exit `code`, once it has ended. `log` are bytes of its log from the
-    asked offset on, `log_end` where they end; `skipped` bytes before them were left out."""
+    """Update on the process of an agent: its exit `code`, once it has ended. `log` are bytes of its log from the
+    requested offset on, `log_end` where they end; `skipped` bytes before them were left out."""
 
     incarnation: int
     code: int | None
@@ -65,12 +65,12 @@ class News(msgspec.Struct, frozen=True):
 
 
 def dialled_as(plan: ProcessPlan) -> str:
-    """The name under which all processes dial this one; "" for one that is dialled by what it says itself."""
+    """Return the name under which all processes dial this one; "" for one that announces its own address."""
     return plan.instance if plan.folder in _DIALLED_BY_NAME else ""
 
 
 def on_node(config: Config, plan: ProcessPlan, ip: str, inbox_port: int, key_file: str) -> Config:
-    """The configuration as a process on this node reads it: it listens on the node's address and is known by it."""
+    """Return the configuration for a process on this node: it listens on the node's address and is known by it."""
     replace = msgspec.structs.replace
     endpoints = replace(
         config.endpoints,
@@ -93,7 +93,7 @@ def own_endpoint(plan: ProcessPlan, ip: str, inbox_port: int) -> str:
 
 
 def _own_endpoint(config: Config, plan: ProcessPlan, endpoint: str) -> dict[str, Any]:
-    """As section `endpoints` has it."""
+    """Return the process's own entry in section `endpoints`."""
     name = dialled_as(plan)
     if name in STANDBY_MANAGERS:
         return {"standby_managers": with_standbys(config.endpoints.standby_managers, {name: endpoint})}
@@ -101,6 +101,6 @@ def _own_endpoint(config: Config, plan: ProcessPlan, endpoint: str) -> dict[str,
 
 
 def passed_environment(api_keys: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of the launcher's shell that `gateway.api_keys` names: a gateway elsewhere has another shell's."""
+    """Return the launcher's variables that `gateway.api_keys` names, for gateways on other nodes."""
     names = [entry.removeprefix("env:") for entry in api_keys if entry.startswith("env:")]
     return {name: environment[name] for name in names if name in environment}

@@ -31,8 +31,8 @@ SERVICE_CPUS: Mapping[str, float] = {
     "length_predictor": 0.1,
     "global_monitor": 0.1,
 }
-"""What Ray counts for them, by folder. Ray divides by these numbers and limits nobody to them: so little that a node of
-two cores still takes a worker beside all four, which are idle where a pipeline is so small."""
+"""CPUs that Ray counts for the services, by folder. Ray divides by these numbers and limits nobody to them: they are so
+small that a node of two cores takes a worker beside all four, which are idle in a pipeline so small."""
 
 _NODE_SHARE = 0.001  # of the resource `node:IP`, of which each node has 1: it binds a bundle to that node
 _TOLERANCE = 1e-6
@@ -56,13 +56,13 @@ class Placement:
     plan: ProcessPlan
     bundle: Mapping[str, float]
     spread: bool = False
-    """On another node than other processes of its folder that are spread, as far as there are so many."""
+    """Whether it goes on another node than other spread processes of its folder, as far as there are enough nodes."""
     newcomer: bool = False
-    """It comes to a pipeline that runs, and that goes on without it where it cannot be had."""
+    """Whether it joins a running pipeline, which goes on without it if it cannot be had."""
 
 
 def gateway_nodes(asked: str, nodes: Sequence[Node]) -> list[Node]:
-    """The nodes of `--gateways N|all`, the launcher's first. Raises `ConfigError`."""
+    """Return the nodes of `--gateways N|all`, the launcher's first. Raises `ConfigError`."""
     ordered = sorted(nodes, key=lambda node: not node.home)
     if asked == "all":
         return ordered
@@ -74,8 +74,8 @@ def gateway_nodes(asked: str, nodes: Sequence[Node]) -> list[Node]:
 
 
 def with_threads(config: Config, nodes: Sequence[Node], gateways: int) -> Config:
-    """Workers without a number of threads get the most with which all fit on the nodes at once. Raises `ConfigError`
-    where they do not with one thread each."""
+    """Give workers without a number of threads the most with which all fit on the nodes at once. Raises `ConfigError`
+    if they do not fit with one thread each."""
     most = int(max(node.cpus for node in nodes))
     if config.engine.threads:
         most = min(most, config.engine.threads)
@@ -95,8 +95,8 @@ def with_threads(config: Config, nodes: Sequence[Node], gateways: int) -> Config
 def place(
     config: Config, plans: Sequence[ProcessPlan], nodes: Sequence[Node], gateways: Sequence[Node]
 ) -> list[Placement]:
-    """Every process of the plan, the gateway once for each of its nodes. Raises `ConfigError` for processes that the
-    cluster could not take even if it were empty."""
+    """Return a placement for every process of the plan, the gateway's once for each of its nodes. Raises `ConfigError`
+    for processes that the cluster could not take even if it were empty."""
     home = next((node for node in nodes if node.home), None)
     at_home = home is not None and home.cpus + _TOLERANCE >= sum(SERVICE_CPUS.values())
     placements = []
@@ -120,20 +120,20 @@ def place(
 
 
 def _bound(plan: ProcessPlan, node: Node) -> Placement:
-    """A node without CPUs, as many a head is, takes it all the same."""
+    """Bind a service to a node. One without CPUs, as many a head node is, takes it all the same."""
     cpus = SERVICE_CPUS[plan.folder]
     share = {"CPU": cpus} if node.cpus >= cpus else {}
     return Placement(plan, {**share, f"node:{node.ip}": _NODE_SHARE})
 
 
 def newcomer(config: Config, plan: ProcessPlan) -> Placement:
-    """A worker of `config` that comes while the others run."""
+    """Return the placement of a worker of `config` that comes while the others run."""
     return Placement(plan, worker_bundle(config, plan.instance), newcomer=True)
 
 
 def worker_bundle(config: Config, instance: str) -> dict[str, float]:
-    """All that a worker takes of its node. Its ranks exchange results in every layer, so they share one: a bundle is
-    never divided."""
+    """Return the resources that a worker takes of its node. Its ranks exchange results in every layer, so a bundle is
+    never divided between nodes."""
     bundle: dict[str, float] = {"CPU": float(config.worker_threads(instance, 1))}
     if config.on_gpu:
         bundle["GPU"] = config.worker_group(instance).local_degree / max(1, config.engine.workers_per_gpu)
@@ -141,13 +141,13 @@ def worker_bundle(config: Config, instance: str) -> dict[str, float]:
 
 
 def check_possible(bundle: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> None:
-    """Raises `ConfigError` where none of the nodes, given by all that they have, could take it if it were empty."""
+    """Raise `ConfigError` if none of the nodes, given by their totals, could take the bundle if it were empty."""
     if not any(_takes(have, bundle) for have in nodes):
         raise ConfigError(f"no node of the Ray cluster has {said(bundle)}")
 
 
 def _demands(config: Config, nodes: Sequence[Node], gateways: int) -> list[tuple[str, Mapping[str, float]]]:
-    """As `place` will ask, near enough to choose a number of threads by."""
+    """Return what `place` will request, near enough to choose a number of threads by."""
     home = next((node for node in nodes if node.home and node.cpus > 0), None)
     services = sum(SERVICE_CPUS.values())
     bound = {f"node:{home.ip}": _NODE_SHARE} if home is not None and home.cpus >= services else {}
@@ -161,7 +161,7 @@ def _demands(config: Config, nodes: Sequence[Node], gateways: int) -> list[tuple
 def _left_over(
     demands: Sequence[tuple[str, Mapping[str, float]]], nodes: Sequence[Node]
 ) -> list[tuple[str, Mapping[str, float]]]:
-    """Demands that find no node when the bound and large ones choose first, each the node with most left."""
+    """Return demands that find no node, when bound and large ones choose first, each the node with most left."""
     free = [
         {"CPU": node.cpus, "GPU": node.gpus, f"node:{node.ip}": 1.0}
         for node in sorted(nodes, key=lambda node: node.home)
@@ -200,7 +200,7 @@ def _too_small(missing: Sequence[tuple[str, Mapping[str, float]]], nodes: Sequen
 
 
 def said(bundle: Mapping[str, float]) -> str:
-    """2 CPUs, 1 GPU on 10.0.0.7"""
+    """Format a bundle: 2 CPUs, 1 GPU on 10.0.0.7."""
     words = [f"{bundle[kind]:g} {kind}{'s' if bundle[kind] != 1 else ''}" for kind in ("CPU", "GPU") if kind in bundle]
     where = [kind.removeprefix("node:") for kind in _binding(bundle)]
     return ", ".join(words or ["a place"]) + (f" on {where[0]}" if where else "")

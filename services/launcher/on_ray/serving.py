@@ -32,7 +32,7 @@ from cohort.services.launcher.plan import plan, resolve
 
 @dataclass(frozen=True, slots=True)
 class RayPipeline:
-    """All that is settled before anything is placed."""
+    """Result of `settle`: configuration and placements, before anything is placed."""
 
     cluster: Cluster
     config: Config
@@ -53,7 +53,7 @@ class RayPipeline:
 
 
 def settle(cluster: Cluster, config: Config, *, model: Path, gateways: str, workers_given: bool) -> RayPipeline:
-    """Raises `ConfigError`, `ModelError` for what this cluster cannot serve."""
+    """Settle configuration and placements. Raises `ConfigError`, `ModelError` for what this cluster cannot serve."""
     check(config)
     at = gateway_nodes(gateways, cluster.nodes)
     if len(at) > 1 and is_loopback(config.gateway.host):
@@ -78,13 +78,13 @@ def settle(cluster: Cluster, config: Config, *, model: Path, gateways: str, work
 
 
 def with_cores(config: Config, nodes: Sequence[Node]) -> Config:
-    """Of all nodes together: Ray gives a worker the cores of its own that the planner's simulations take it to have."""
+    """Give the planner the cores of all nodes: its simulations assume that each worker has its own, as Ray arranges."""
     cores = config.planner.cores or int(sum(node.cpus for node in nodes))
     return msgspec.structs.replace(config, planner=msgspec.structs.replace(config.planner, cores=cores))
 
 
 def check(config: Config) -> None:
-    """Raises `ConfigError` for options that mean one machine, or fixed addresses."""
+    """Raise `ConfigError` for options that mean one machine, or fixed addresses."""
     if config.gateway.processes > 1:
         raise ConfigError("gateway.processes: on Ray gateways do not share a port of one machine; use --gateways N")
     endpoints = config.endpoints
@@ -94,7 +94,7 @@ def check(config: Config) -> None:
 
 
 def cluster_key(config: Config) -> str:
-    """The content of the key file that is configured, or of a new one: what leaves a node is encrypted unless
+    """Return the content of the configured key file, or of a new one: what leaves a node is encrypted unless
     `security.allow_plain` says that nobody listens. Raises `ConfigError`."""
     named = config.security.curve_secret_key_file
     if named:

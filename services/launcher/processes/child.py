@@ -67,7 +67,7 @@ class Child:
             self._process.send_signal(signal.SIGTERM)
 
     def hand_over(self) -> None:
-        """The same, where another one takes its port over."""
+        """Ask it to drain and end while another process takes its port over."""
         if self.running:
             self._process.send_signal(signal.SIGUSR1)
 
@@ -77,7 +77,7 @@ class Child:
             self._kill_group()
 
     def _reap(self) -> None:
-        """It ended. Until it is reaped its group id cannot belong to another process: clear the group first."""
+        """Report its end. Until it is reaped its group id cannot belong to another process: clear the group first."""
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._kill_group()
@@ -89,7 +89,7 @@ class Child:
 
 
 def _die_with(launcher_pid: int) -> Callable[[], None]:
-    """Runs in the new process before its program. libc is loaded beforehand: nothing here imports or allocates much."""
+    """Run in the new process before its program. libc is loaded beforehand: nothing here imports or allocates much."""
 
     def set_parent_death_signal() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

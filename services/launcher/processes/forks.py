@@ -27,11 +27,11 @@ _KILLED = -int(signal.SIGKILL)
 
 
 class TemplateGone(OSError):
-    """It has ended or does not answer."""
+    """End of the template, or no answer from it."""
 
 
 class Fork:
-    """A worker that a template has forked; the same to its owner as a `Child`."""
+    """Worker that a template has forked; the same to its owner as a `Child`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -42,7 +42,7 @@ class Fork:
         return not self._ended.done()
 
     async def wait(self) -> int:
-        """Exit code, negative for a signal. May be awaited by several and cancelled freely."""
+        """Return the exit code, negative for a signal. May be awaited by several and cancelled freely."""
         return await asyncio.shield(self._ended)
 
     def terminate(self) -> None:
@@ -50,7 +50,7 @@ class Fork:
         self._signal(signal.SIGTERM)
 
     def hand_over(self) -> None:
-        """A worker has no port to hand over: it drains."""
+        """Ask it to drain: a worker has no port to hand over."""
         self.terminate()
 
     def kill(self) -> None:
@@ -61,7 +61,7 @@ class Fork:
             self._signal(signal.SIGKILL)
 
     def ended(self, code: int) -> None:
-        """The template says so, or has ended itself."""
+        """Set its exit code, as the template reported it or because the template has ended."""
         if self.running:
             self._ended.set_result(code)
 
@@ -93,7 +93,7 @@ class Template:
         return len(self._forks)
 
     async def fork(self, module: str, arguments: Sequence[str], log_file: Path) -> Fork:
-        """A worker that runs `module`. Raises `TemplateGone`."""
+        """Fork a worker that runs `module`. Raises `TemplateGone`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_READY_TIMEOUT_S):
                 await self._ready.wait()
@@ -108,7 +108,7 @@ class Template:
         return await born
 
     def end(self) -> None:
-        """And whatever it has forked."""
+        """Kill the template and all that it has forked."""
         self._process.kill()
 
     def _hear(self) -> None:
@@ -132,7 +132,7 @@ class Template:
                 self._ready.set()
 
     def _lost(self) -> None:
-        """It has ended: so have its workers, by the kernel's hand."""
+        """Mark the workers as ended: the kernel kills them with their template."""
         self._gone = True
         self._ready.set()
         asyncio.get_running_loop().remove_reader(self._orders)
@@ -156,7 +156,7 @@ class Forks:
         self._former: list[Template] = []
 
     async def child(self, command: Sequence[str], log_file: Path, environment: Mapping[str, str]) -> Fork | Child:
-        """`command` as of `ProcessPlan`: PYTHON -P -m MODULE ARGUMENTS. A new process where the template fails."""
+        """Start `command` (PYTHON -P -m MODULE ARGUMENTS) as a fork, or as a new process if the template fails."""
         for former in [each for each in self._former if not each.forks]:
             former.end()
             self._former.remove(former)
@@ -171,8 +171,8 @@ class Forks:
             return Child(command, log_file, environment)
 
     def renew(self) -> None:
-        """Workers from now on are forks of new templates, which import the files as they are then. The former ones end
-        with the last of their workers."""
+        """Fork workers from new templates, which import present files. Former ones end with the last of their
+        workers."""
         self._former += self._templates.values()
         self._templates.clear()
 

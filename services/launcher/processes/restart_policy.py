@@ -22,8 +22,7 @@ SECOND_DELAY_S = 0.2
 """The first restart waits for nothing: the cause that ended a healthy process was most likely outside."""
 LONGEST_DELAY_S = 5.0
 RELIEVED_DELAY_S = 0.5
-"""A process that starts takes the cores for seconds, and meanwhile the one that takes over computes prompts again for
-streams that wait."""
+"""Pause while the worker that takes over computes prompts again: a start takes the cores for seconds."""
 HEALTHY_AFTER_S = 10.0
 ATTEMPTS_AT_START = 5
 EXIT_CONFIG_ERROR = 2
@@ -57,8 +56,8 @@ class RestartPolicy:
         self._ready_since_s = now_s
 
     def ended(self, now_s: float, exit_code: int, *, relieved: bool = False) -> Restart | GiveUp:
-        """It ended without being asked to. `exit_code` as subprocess gives it: negative = killed by that signal.
-        `relieved`: another process takes over what it did."""
+        """Decide after an end that nobody requested. `exit_code` as subprocess gives it: negative if killed by that
+        signal. `relieved`: another process takes over its work."""
         reason = exit_reason(exit_code)
         if not self._proven:
             if exit_code == EXIT_CONFIG_ERROR:
@@ -79,7 +78,7 @@ class RestartPolicy:
 
 
 def exit_reason(exit_code: int) -> str:
-    """In words, with the usual suspect where there is one."""
+    """Describe an exit code, with its most likely cause if there is one."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _reap(orders: socket.socket) -> None:
-    """Workers that ended: what they started ends with them, before their ids can belong to others."""
+    """Reap workers that ended. Their process groups are killed first, before the ids can belong to others."""
     while (ended := _ended()) is not None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(ended.si_pid, signal.SIGKILL)
@@ -76,7 +76,7 @@ def _reap(orders: socket.socket) -> None:
 
 
 def _ended() -> os.waitid_result | None:
-    """A worker that has ended and is not reaped yet."""
+    """Return a worker that has ended and is not reaped yet."""
     try:
         return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # there is none left
@@ -84,7 +84,7 @@ def _ended() -> os.waitid_result | None:
 
 
 def _become(order: dict[str, Any], log: int) -> None:
-    """From here on this process is the worker."""
+    """Turn this process into the worker."""
     import ctypes
 
     from cohort.services.launcher.processes.child import PR_SET_PDEATHSIG

@@ -63,7 +63,7 @@ Exit codes: 0 fine, 1 failed, 2 a wrong option or configuration, 130 interrupted
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the process's exit code."""
+    """Run the command line; return the process's exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     named = next((word for word in given if not word.startswith("-")), None)
     try:
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(named: str | None) -> argparse.ArgumentParser:
-    """The parser with the full options of the named subcommand; the others show their summary only."""
+    """Return the parser with the full options of the named subcommand; the others show their summary only."""
     parser = argparse.ArgumentParser(
         prog="cohort", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -111,7 +111,7 @@ def _parser(named: str | None) -> argparse.ArgumentParser:
 
 
 def _module(name: str) -> Any:
-    """The subcommand's module, or what stands for one. Raises `CohortError` where this installation lacks a part."""
+    """Return the subcommand's module, or a stand-in. Raises `CohortError` if this installation lacks a part."""
     try:
         if name in _MEASURED:
             from cohort.services.bench.__main__ import main

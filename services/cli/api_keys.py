@@ -44,7 +44,7 @@ def default_file() -> Path:
 
 
 def main(words: Sequence[str]) -> int:
-    """0 done, 2 (through `CohortError`) not."""
+    """Run one of `COMMANDS`. Exit code 0; errors are `CohortError`s, which end the process with 2."""
     options = _parser().parse_args(words)
     match options.word:
         case "add":
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _limits(given: Sequence[str]) -> dict[str, dict[str, int | None]]:
-    """By class, what is named; None: take it away. Raises `ConfigError`."""
+    """Return the given limits by class; None removes one. Raises `ConfigError`."""
     named: dict[str, dict[str, int | None]] = {"rt": {}, "be": {}}
     for text in given:
         place, _, value = text.partition("=")

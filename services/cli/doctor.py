@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def of_both(options: argparse.Namespace) -> Iterator[Finding]:
-    """This machine, by the configuration of the pipeline that runs on the port, or of the one the options describe."""
+    """Check this machine, with the configuration of the pipeline on the port or of the options, and that pipeline."""
     from cohort.services.launcher.options import keys_of, overrides_of
     from cohort.services.launcher.run_files import RunFiles
 
@@ -123,7 +123,7 @@ def of_machine(config: Config, *, running: bool) -> Iterator[Finding]:
 
 
 def memory(config: Config, folder: Path) -> Finding:
-    """What the workers take, with weights in what this kind of device keeps them in: codes, or dequantised."""
+    """Check memory for the workers, with weights as this kind of device stores them: codes, or dequantised."""
     if not (folder / "config.json").is_file():
         return machine.memory(config, files.weights_bytes(folder))
     geometry = read_geometry(folder, config.model.quantization)
@@ -134,7 +134,7 @@ def memory(config: Config, folder: Path) -> Finding:
 
 
 def of_pipeline(url: str, *, wanted: bool) -> Iterator[Finding]:
-    """`wanted`: a pipeline should be there."""
+    """Check a running pipeline. `wanted`: one should be there."""
     try:
         reading = Reading.of(url)
     except (OSError, ValueError) as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from cohort.services.cli import api_keys
 
 FILE_NAME = "cluster.key"
-"""In a folder that is named instead of a file."""
+"""File name in a folder that is given instead of a file."""
 
 EPILOG = """\
 API keys of clients:
@@ -38,7 +38,7 @@ and KV that travels over zmq. Or, with one of the words below, keep the API keys
 
 
 def main(words: Sequence[str]) -> int:
-    """`cohort keys WORDS`."""
+    """Run `cohort keys WORDS`."""
     if words and words[0] in api_keys.COMMANDS:
         return api_keys.main(words)
     parser = argparse.ArgumentParser(
@@ -56,7 +56,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _make(options: argparse.Namespace) -> int:
-    """0 made or kept, 2 (through `CohortError`) it exists, is not usable, or cannot be written."""
+    """Make the key, or keep one that is there. Raises `CohortError` if it is not usable or cannot be written."""
     from cohort.common.errors import ConfigError
     from cohort.common.transport.security import generate_keys, load_keys
 

@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def matching(service: str, instances: Sequence[str]) -> list[str]:
-    """The processes that a word names. A folder's name (bucketing_manager) names its process, too."""
+    """Return the processes that a word names. A folder's name (bucketing_manager) names its process, too."""
     word = {"bucketing_manager": "manager", "length_predictor": "predictor", "global_monitor": "monitor"}.get(
         service, service.removesuffix("_worker")
     )
@@ -112,7 +112,7 @@ def change(folder: Path, marks: Mapping[str, ProcessMark], level: Level) -> int:
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether this process has a handler for the signal (`SigCgt`, a mask of 64 bits); False if it is gone."""
+    """Return whether this process has a handler for the signal (`SigCgt`, a mask of 64 bits); False if it is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
         caught = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))

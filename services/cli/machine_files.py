@@ -34,7 +34,7 @@ _SAME = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "e
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured where: `instances` of `threads` on `cores`; the model that ran, and its folder."""
+    """Conditions of a measurement: `instances` of `threads` on `cores`; the model that ran, and its folder."""
 
     name: str
     gpu: bool
@@ -55,7 +55,7 @@ class Measured:
 
 
 def model_of(shape: Mapping[str, Any]) -> tuple[ModelShape, bool]:
-    """The measured model, and whether its shape has no file yet. Raises `ConfigError` where its name is another's."""
+    """Return the measured model, and whether its shape has no file yet. Raises `ConfigError` if its name is taken."""
     found = ModelShape(**shape)
     if locate(found.name, "models") is None:
         return found, True
@@ -69,7 +69,7 @@ def model_of(shape: Mapping[str, Any]) -> tuple[ModelShape, bool]:
 
 
 def template(measured: Measured) -> DeviceShape:
-    """The device's facts that no step tells. Those of its links are assumed, and the file says so."""
+    """Return the device's facts that no step shows. Those of its links are assumed, and the file says so."""
     return DeviceShape(
         name=measured.name,
         flops_per_s=1.0,
@@ -87,7 +87,7 @@ def template(measured: Measured) -> DeviceShape:
 
 
 def write(folder: Path, measured: Measured, machine: Machine, *, new_model: bool) -> list[Path]:
-    """The files written. Raises `ConfigError` where the folder cannot be written."""
+    """Write device, cluster and a new model; return the files. Raises `ConfigError` if the folder is not writable."""
     contents = {"devices": (measured.name, device_text(measured, machine))}
     contents["clusters"] = (measured.name, cluster_text(measured, machine))
     if new_model:
@@ -163,7 +163,7 @@ def cluster_text(measured: Measured, machine: Machine) -> str:
 
 
 def error_lines(machine: Machine) -> list[str]:
-    """By phase: of the engine alone, and of a live worker's cycles."""
+    """Format the errors by phase: of the engine alone, and of a live worker's cycles."""
     return [
         f"{of:7s} {kind:8s} median {middle:6.1%}   p90 {p90:6.1%}   worst {worst:6.1%} ({where})"
         for of, table in (("engine", machine.engine_errors), ("live", machine.live_errors))
@@ -174,7 +174,7 @@ def error_lines(machine: Machine) -> list[str]:
 
 
 def beside_line(machine: Machine) -> str:
-    """What engines take from each other; "" where it was not measured."""
+    """Describe how engines slow each other down; "" if that was not measured."""
     found = machine.contention
     if not found.decodes:
         return ""
@@ -186,7 +186,7 @@ def beside_line(machine: Machine) -> str:
 
 
 def disturbed(machine: Machine) -> str:
-    """A warning where the error says that the machine did something else meanwhile; "" otherwise."""
+    """Return a warning if the error shows that the machine was busy; "" otherwise."""
     worst = max(middle for table in (machine.engine_errors, machine.live_errors) for middle, *_ in table.values())
     if worst <= _DISTURBED:
         return ""

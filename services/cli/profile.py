@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 _ENGINE_S = 30.0
 """No round of the engine's points begins later: on two cores the whole command then ends within two minutes."""
 _LIVE_S = 1.2
-"""For each number of users, each time."""
+"""Time for each number of users."""
 _TOGETHER_S = 30.0
-"""Of workers beside each other: for some seconds they get in each other's way, for others not."""
+"""Time of concurrent workers: for some seconds they get in each other's way, for others not."""
 
 EPILOG = """\
 examples:
@@ -164,7 +164,7 @@ def _instances(args: argparse.Namespace, *, gpu: bool) -> int:
 
 
 def save(args: argparse.Namespace, config: Config, output: Path) -> int:
-    """The files of a profile that lies in `output`."""
+    """Write the files of a profile that lies in `output`."""
     from cohort.services.bench.fit.machine import fit_machine, profile_points
     from cohort.services.cli import machine_files
     from cohort.services.simulator.hardware.data_files import user_folder
@@ -213,7 +213,7 @@ def save(args: argparse.Namespace, config: Config, output: Path) -> int:
 
 
 def live(threads: int, args: argparse.Namespace, config: Config) -> list[Phase]:
-    """What a pipeline of one worker does on this machine. Raises `MeasurementFailed`."""
+    """Measure a pipeline of one worker. Raises `MeasurementFailed`."""
     from cohort.services.bench.fit.live_cycles import measure_live
 
     sys.stderr.write("a pipeline of one worker, asked by 1, 4 and 8 users\n")
@@ -221,7 +221,7 @@ def live(threads: int, args: argparse.Namespace, config: Config) -> list[Phase]:
 
 
 def live_together(measured: Measured, config: Config) -> list[Slice]:
-    """What the workers of this machine do alone and beside each other. Raises `MeasurementFailed`."""
+    """Measure workers of this machine alone and together. Raises `MeasurementFailed`."""
     from cohort.services.bench.fit.live_cycles import measure_together
 
     sys.stderr.write(f"a pipeline of {measured.instances} workers, {2 * measured.instances} users come and go\n")
@@ -240,7 +240,7 @@ def _overlay(threads: int, config: Config) -> dict[str, Any]:
 
 
 def forward_size(file: Path) -> int:
-    """E1 · Of prompts that the profile computed from their first token on: no context of earlier chunks slows them."""
+    """E1 · Return the target forward size, from prompts computed from their first token on: no context slows them."""
     profile = msgspec.json.decode(file.read_bytes(), type=_Profile)
     return target_forward_tokens(
         (point.shape.tokens_per_row, point.median_s)

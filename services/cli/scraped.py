@@ -22,8 +22,8 @@ Labels = frozenset[tuple[str, str]]
 
 
 def get(url: str, timeout_s: float = ANSWER_DEADLINE_S) -> tuple[bytes, Mapping[str, str]]:
-    """Body and headers. Straight to the process: a proxy of the environment has no business with a local address.
-    Raises `OSError` (also for an HTTP status beyond 299)."""
+    """Return body and headers, past proxies of the environment. Raises `OSError` (also for an HTTP status beyond
+    299)."""
     encrypted: ssl.SSLContext | None = unverified() if url.startswith("https:") else None
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if encrypted is not None:
@@ -43,11 +43,11 @@ class Scraped:
 
     @staticmethod
     def of(url: str) -> Scraped:
-        """From the monitor at this address. Raises `OSError`, `ValueError`."""
+        """Read the metrics of the monitor at this address. Raises `OSError`, `ValueError`."""
         return Scraped(get(url.rstrip("/") + "/metrics")[0].decode("utf-8", "replace"))
 
     def since(self, earlier: Scraped) -> Scraped:
-        """What was counted between the two. A counter that is smaller than before began anew."""
+        """Return the counts between the two readings. A counter that is smaller than before began anew."""
         grown = Scraped("")
         for name, series in self._samples.items():
             before = earlier._samples.get(name, {})
@@ -58,7 +58,7 @@ class Scraped:
         return grown
 
     def each(self, name: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
-        """Series of this name with these labels."""
+        """Yield the series of this name with these labels."""
         wanted = labels.items()
         for found, value in self._samples.get(name, {}).items():
             if found >= wanted:
@@ -68,11 +68,11 @@ class Scraped:
         return sum(value for _, value in self.each(name, **labels) if not math.isnan(value))
 
     def values(self, name: str, label: str) -> list[str]:
-        """Values that this label has."""
+        """Return the values of this label."""
         return sorted({found.get(label, "") for found, _ in self.each(name)} - {""})
 
     def quantile(self, name: str, share: float, **labels: str) -> float | None:
-        """Of a histogram, interpolated within the bucket as Prometheus does; None where nothing was observed."""
+        """Return a histogram's quantile, interpolated as Prometheus does; None where nothing was observed."""
         buckets: dict[float, float] = defaultdict(float)
         for found, value in self.each(f"{name}_bucket", **labels):
             buckets[float(found["le"])] += value
@@ -92,7 +92,7 @@ class Scraped:
 
 
 def unreachable(error: OSError) -> str:
-    """Why an address did not answer, for a person."""
+    """Return for a person why an address did not answer."""
     if isinstance(error, urllib.error.HTTPError):
         return f"HTTP {error.code}"
     return str(getattr(error, "reason", error)) or type(error).__name__

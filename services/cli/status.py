@@ -120,7 +120,7 @@ def _console() -> Console:
 
 
 def read(url: str) -> Reading:
-    """Raises `NothingThere`."""
+    """Read state and metrics. Raises `NothingThere`."""
     state, now_s = fetch(url), time.monotonic()
     try:
         return Reading(now_s, state, Scraped.of(url))
@@ -129,7 +129,7 @@ def read(url: str) -> Reading:
 
 
 def fetch(url: str) -> State:
-    """The monitor's state. Raises `NothingThere` with what to do about it."""
+    """Return the monitor's state. Raises `NothingThere` with what to do about it."""
     try:
         state = json.loads(get(url.rstrip("/") + "/api/state?history_s=10")[0])
     except urllib.error.HTTPError as error:
@@ -151,7 +151,7 @@ def healthy(state: State) -> bool:
 
 
 def picture(now: Reading, before: Reading | None = None) -> Group:
-    """`before`: the reading that rates, latencies and attainment count from; None: the start of the pipeline."""
+    """Draw a reading. `before`: the reading that rates, latencies and attainment count from; None: the start."""
     counted = now.metrics.since(before.metrics) if before is not None else now.metrics
     passed_s = now.at_s - before.at_s if before is not None else 0.0
     return Group(
@@ -180,7 +180,7 @@ def _headline(state: State, counted: Scraped, passed_s: float) -> Text:
 
 
 def _classes(now: Scraped, counted: Scraped) -> Table:
-    """Queues are of now, all else of what was counted."""
+    """Draw the classes: queues of now, all else of what was counted."""
     unplaced = now.total("cohort_num_requests_waiting", **{"class": "all"})
     table = _table(caption=f"waiting for a worker, all classes: {unplaced:.0f}", caption_justify="left")
     table.add_column("class")
@@ -218,7 +218,7 @@ def _attainment(counted: Scraped, traffic_class: str) -> Text:
 
 
 def _processes(processes: list[dict[str, Any]], counted: Scraped, passed_s: float) -> Table:
-    """Role and memory hardly change: a picture that counts from an earlier one has rates in their place."""
+    """Draw the processes. Role and memory hardly change: a picture with an earlier reading shows rates instead."""
     table = _table()
     table.add_column("process", no_wrap=True)
     if not passed_s:
@@ -250,8 +250,7 @@ def _processes(processes: list[dict[str, Any]], counted: Scraped, passed_s: floa
 
 
 def _work(process: Mapping[str, Any], counted: Scraped, passed_s: float) -> list[str]:
-    """Mean rows of a worker's iteration; where time has passed, its prefill and decode tokens and preemptions a
-    second."""
+    """Return a worker's mean rows of an iteration; with `passed_s` also its prefill, decode and preemption rates."""
     name = process["instance"]
     if not process["role"].endswith("_worker"):
         return [""] * (4 if passed_s else 1)
@@ -267,7 +266,7 @@ def _table(**options: Any) -> Table:
 
 
 def _part(process: Mapping[str, Any]) -> str:
-    """Which of several managers leads."""
+    """Return whether this manager leads, of several."""
     if process["role"] != "bucketing_manager":
         return ""
     return ", leads" if process["stats"].get("leads") else ", stands by"

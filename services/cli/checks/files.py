@@ -55,7 +55,7 @@ def weights_bytes(folder: Path) -> int:
 
 
 def model(config: Config, folder: Path) -> Finding:
-    """Present, and complete as its own index says."""
+    """Check that the model is present, and complete by its own index."""
     name = "model"
     if not config.model.path and not is_complete(folder):
         if not folder.exists():
@@ -76,7 +76,7 @@ def model(config: Config, folder: Path) -> Finding:
 
 
 def _missing_parts(folder: Path) -> list[str]:
-    """Files of weights that an index names and are absent, or that are shorter than their own header says."""
+    """Return weight files that an index names and are absent, or that are shorter than their header says."""
     found = []
     for index in sorted(folder.glob("*.index.json")):
         parts = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
@@ -117,7 +117,7 @@ def ucx(
     has: HasModule = installed,
     here: Callable[[UcxChoice], list[str]] = ucx_devices.chosen_here,
 ) -> Finding:
-    """The fast link for KV; without it ZeroMQ carries it. `here`: what UCX may use, as `resources_here`."""
+    """Check UCX, the fast link for KV; without it ZeroMQ carries it. `here`: what UCX may use, as `resources_here`."""
     name = "UCX"
     if not moves_kv or "ucx" not in config.transfer.links:
         return skipped(name, "not used by this configuration")
@@ -150,7 +150,7 @@ def gpu(
     sources: inventory.Sources = inventory.HOST,
     toolchain: Callable[[], str] = missing_toolchain,
 ) -> Finding:
-    """As a worker asks before it loads anything. `torch` is asked only where there is a driver."""
+    """Check the GPU as a worker does before it loads anything. `torch` is called only if there is a driver."""
     name = "GPU"
     if not inventory.driver_present(sources):
         if config.on_gpu:
@@ -173,7 +173,7 @@ def gpu(
 
 
 def ask_torch(python: str = sys.executable) -> TorchFacts | None:
-    """In a process of its own: torch takes seconds and memory. None where it cannot be imported."""
+    """Ask torch in a process of its own: it takes seconds and memory. None if it cannot be imported."""
     try:
         done = subprocess.run(
             [python, "-P", "-c", _TORCH],
@@ -190,7 +190,7 @@ def ask_torch(python: str = sys.executable) -> TorchFacts | None:
 
 
 def profiles(config: Config, notes: Iterable[tuple[str, ProfileNote | None]], now_s: float | None = None) -> Finding:
-    """`notes`: of the devices that `cohort profile --save` wrote. A profile is of one version of engine and model."""
+    """Check the profile files. `notes`: by device that `cohort profile --save` wrote; None if it has none."""
     name = "profiles"
     named = config.engine.profile
     if named and not Path(named).is_file():

@@ -36,7 +36,7 @@ def problem(check: str, says: str, cure: str) -> Finding:
 
 
 def size(count: float) -> str:
-    """Bytes for a person."""
+    """Format a number of bytes for a person."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"

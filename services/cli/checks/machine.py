@@ -32,7 +32,7 @@ class Usage(NamedTuple):
 
 
 def ports(plans: Iterable[ProcessPlan], running: bool, taken: Callable[[str, int], str] = port_problem) -> Finding:
-    """`running`: the pipeline itself has them."""
+    """Check that the ports are free. `running`: the pipeline itself has them."""
     if running:
         return skipped("ports", "the pipeline that runs here has them")
     for plan in plans:
@@ -48,7 +48,7 @@ def ports(plans: Iterable[ProcessPlan], running: bool, taken: Callable[[str, int
 def disk(
     folders: Mapping[str, Path], usage: Callable[[Path], Usage] = lambda path: Usage(*shutil.disk_usage(path))
 ) -> Finding:
-    """`folders` by what is kept there; one that does not exist yet is looked at where it would be made."""
+    """Check the disks of `folders`, by use. A folder that does not exist yet is judged by where it would be made."""
     least: tuple[int, str] | None = None
     for what, folder in folders.items():
         there = next((path for path in (folder, *folder.parents) if path.exists()), Path("/"))
@@ -69,7 +69,7 @@ def shared_memory(
     folder: Path = Path("/dev/shm"),
     usage: Callable[[Path], Usage] = lambda path: Usage(*shutil.disk_usage(path)),
 ) -> Finding:
-    """UCX moves KV between processes of a host through it."""
+    """Check the folder through which UCX moves KV between processes of a host."""
     name = "shared memory"
     if not moves_kv:
         return skipped(name, "this placement moves no KV")
@@ -84,7 +84,7 @@ def shared_memory(
 
 
 def descriptors(limits: tuple[int, int] | None = None) -> Finding:
-    """Open files: a socket for each client. The launcher raises the soft limit to the hard one."""
+    """Check the limit of open files: a socket for each client. The launcher raises the soft limit to the hard one."""
     _, hard = limits or resource.getrlimit(resource.RLIMIT_NOFILE)
     name, endless = "open files", hard == resource.RLIM_INFINITY
     says = "no limit" if endless else f"at most {hard} in a process"
@@ -95,7 +95,7 @@ def descriptors(limits: tuple[int, int] | None = None) -> Finding:
 
 
 def memory(config: Config, weights_bytes: int, meminfo: Path = Path("/proc/meminfo")) -> Finding:
-    """RAM for weights and KV of the workers on this processor."""
+    """Check RAM for weights and KV of the workers on this processor."""
     name = "memory"
     if config.on_gpu:
         return skipped(name, "weights and KV lie on the GPU")
@@ -116,7 +116,7 @@ def memory(config: Config, weights_bytes: int, meminfo: Path = Path("/proc/memin
 
 
 def threads(config: Config, cores: int) -> Finding:
-    """Threads of the workers that compute at one time, against cores."""
+    """Check the threads of workers that compute at the same time against the cores."""
     each = [config.worker_threads(instance, cores) for instance in config.instance_roles]
     wanted = max(each, default=0) if config.gathers else sum(each)
     says = f"{wanted} threads of {len(each)} workers compute at one time on {cores} cores"
@@ -128,7 +128,7 @@ def threads(config: Config, cores: int) -> Finding:
 
 
 def load(cores: int, running: bool, average: float | None = None) -> Finding:
-    """Programs beside: a busy machine serves by guesses."""
+    """Check for other programs: on a busy machine predicted step times are unreliable."""
     name, busy = "load", os.getloadavg()[0] if average is None else average
     says = f"{busy:.1f} processes want {cores} cores"
     if running or busy <= cores:
@@ -137,8 +137,8 @@ def load(cores: int, running: bool, average: float | None = None) -> Finding:
 
 
 def autogroup(busy: bool, proc: Path = Path("/proc")) -> Finding:
-    """With autogroup a process's niceness counts within its session only: a niced build still takes half a core's
-    time from a pipeline. Matters where programs run beside."""
+    """Check autogroup: with it niceness counts within a session only, so that a niced build takes half a core's time
+    from a pipeline. Matters where other programs run."""
     name = "autogroup"
     try:
         on = (proc / "sys" / "kernel" / "sched_autogroup_enabled").read_text(encoding="ascii").strip() == "1"
@@ -156,7 +156,7 @@ def autogroup(busy: bool, proc: Path = Path("/proc")) -> Finding:
 
 
 def governor(cpu: Path = Path("/sys/devices/system/cpu")) -> Finding:
-    """The processor's clocks: a governor that saves power raises them late."""
+    """Check the processor's clocks: a governor that saves power raises them late."""
     name = "processor clocks"
     found = set()
     for file in sorted(cpu.glob("cpu[0-9]*/cpufreq/scaling_governor")):
@@ -172,7 +172,7 @@ def governor(cpu: Path = Path("/sys/devices/system/cpu")) -> Finding:
 
 
 def clock(one_machine: bool, state: Callable[[], int] | None = None) -> Finding:
-    """Whether the system's clock is synchronised: requests carry their arrival as wall-clock time between hosts."""
+    """Check the clock's synchronisation: requests carry their arrival as wall-clock time between hosts."""
     name = "clock"
     try:
         found = (state or _clock_state)()
@@ -187,7 +187,7 @@ def clock(one_machine: bool, state: Callable[[], int] | None = None) -> Finding:
 
 
 def gpu_clocks(reasons: Mapping[str, str]) -> Finding:
-    """`reasons`: why a GPU is slowed down, by its name (`slowed_gpus`)."""
+    """Check GPU clocks. `reasons`: why a GPU is slowed down, by its name (`slowed_gpus`)."""
     name = "GPU clocks"
     if not reasons:
         return fine(name, "none is slowed down by heat or power")
@@ -199,7 +199,7 @@ _SLOWED = {0x8: "hardware slowdown", 0x20: "software, for heat", 0x40: "hardware
 
 
 def slowed_gpus(rows: Iterable[str]) -> dict[str, str]:
-    """From rows "name, mask" of `nvidia-smi --query-gpu=name,clocks_throttle_reasons.active`."""
+    """Parse rows "name, mask" of `nvidia-smi --query-gpu=name,clocks_throttle_reasons.active`."""
     found: dict[str, str] = {}
     for index, row in enumerate(rows):
         gpu, _, mask = row.rpartition(",")
@@ -213,7 +213,7 @@ def slowed_gpus(rows: Iterable[str]) -> dict[str, str]:
 
 
 def _clock_state() -> int:
-    """`adjtimex` that changes nothing. Raises `OSError` where there is none."""
+    """Call `adjtimex` so that it changes nothing. Raises `OSError` if there is none."""
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "adjtimex"):
         raise OSError("no adjtimex")

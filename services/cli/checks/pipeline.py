@@ -17,7 +17,7 @@ LATE_LOOP_S = 0.25
 GUESSED = 0.5
 FEW_DESCRIPTORS = 0.8
 SLOW_LINK = 0.05
-"""Of the rate of the fastest."""
+"""Share of the fastest link's rate below which a link is slow."""
 _LEAST_WAITING = 4
 
 
@@ -53,7 +53,7 @@ def workers(reading: Reading) -> Finding:
 
 
 def versions(reading: Reading, own: str = __version__) -> Finding:
-    """All processes have to be of one version: their messages are."""
+    """Check that all processes have one version, as their messages do."""
     name = "versions"
     found: dict[str, list[str]] = {}
     for instance, word in reading.words.items():
@@ -80,7 +80,7 @@ def restarts(reading: Reading) -> Finding:
 
 
 def queue(reading: Reading) -> Finding:
-    """Growing over the last two minutes: the second half holds half as much again as the first, and ends above it."""
+    """Check whether the queue grew over the last two minutes: by half from their first half to the second."""
     waiting: Sequence[float] = reading.state["samples"].get("requests_waiting", [])
     now = waiting[-1] if waiting else 0.0
     half = len(waiting) // 2
@@ -137,7 +137,7 @@ def descriptors(reading: Reading) -> Finding:
 
 
 def step_times(reading: Reading) -> Finding:
-    """What workers foresee of their iterations is far off: placements and promises go by it."""
+    """Check the error of workers' predicted step times, on which placements and promises rest."""
     off = [
         f"{labels.get('instance')} {labels.get('kind')} {100 * value:.0f} %"
         for labels, value in reading.metrics.each("cohort_step_time_error")
@@ -180,7 +180,7 @@ _LOSSES: Sequence[tuple[str, str, str]] = (
 
 
 def losses(reading: Reading) -> Finding:
-    """Counters that should stay 0."""
+    """Check counters that should stay 0."""
     found = [(says, cure, reading.metrics.total(name)) for name, says, cure in _LOSSES]
     counted = [(f"{says} ({count:.0f})", cure) for says, cure, count in found if count]
     if counted:
@@ -189,7 +189,7 @@ def losses(reading: Reading) -> Finding:
 
 
 def kv_links(reading: Reading) -> Finding:
-    """By what KV reaches each worker, and how fast. One far slower than the fastest is worth a look."""
+    """Check the links by which KV reaches each worker. One far slower than the fastest is worth a look."""
     name = "KV links"
     rates = {
         (labels.get("instance", "?"), labels.get("peer", "?"), labels.get("link", "?")): value
@@ -227,7 +227,7 @@ def clocks(reading: Reading) -> Finding:
 
 
 def own_warnings(reading: Reading) -> Finding:
-    """What processes say themselves, as on the live page."""
+    """Collect the processes' own warnings, as on the live page."""
     said = [f"{process['instance']}: {words}" for process in reading.processes for words in process.get("warnings", ())]
     if said:
         return warning("warnings", "; ".join(said), "each names its own cure")

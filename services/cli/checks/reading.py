@@ -41,7 +41,7 @@ class Reading:
 
     @staticmethod
     def of(url: str) -> Reading:
-        """Raises `OSError`, `ValueError` where no monitor answers."""
+        """Read monitor and processes. Raises `OSError`, `ValueError` if no monitor answers."""
         base = url.rstrip("/")
         state = json.loads(get(f"{base}/api/state?history_s={HISTORY_S:.0f}")[0])
         if not isinstance(state, dict) or "processes" not in state:

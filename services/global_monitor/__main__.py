@@ -88,7 +88,7 @@ async def build(context: ServiceContext) -> None:
 
 
 async def _planner(context: ServiceContext, monitor: GlobalMonitor, foresight: ForesightProcess) -> Planner:
-    """Raises `ConfigError` where it is to act and nothing takes its orders."""
+    """Make the planner. Raises `ConfigError` if it is to act and nothing takes its orders."""
     config, clock, log = context.config, context.clock, context.log
     keep_config(config, context.run_dir / CONFIG_FILE)
     acts = config.planner.mode == "act"
@@ -106,7 +106,7 @@ async def _planner(context: ServiceContext, monitor: GlobalMonitor, foresight: F
 
 
 def _without_launcher(run_dir: Path) -> bool:
-    """On Kubernetes. A launcher's processes may all be in one pod."""
+    """Return whether this is Kubernetes without a launcher, whose processes may all be in one pod."""
     return in_pod(os.environ) and not os.path.lexists(socket_of(run_dir))
 
 

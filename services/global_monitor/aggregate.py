@@ -64,7 +64,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something a person wants to know of. `what`: appeared, down, back, restarted, left."""
+    """Event for the live page. `what`: appeared, down, back, restarted, left."""
 
     at_s: float
     instance: InstanceId
@@ -179,7 +179,7 @@ class Cluster:
         return (process for process in self.processes.values() if process.status is Status.UP)
 
     def total(self, name: str, role: str | None = None) -> float:
-        """Sum of one figure over the processes that are up."""
+        """Return the sum of one figure over the processes that are up."""
         return sum(p.stats.get(name, 0.0) for p in self.up() if role is None or p.role == role)
 
     def _count(self, now_s: float, gateway: Process) -> None:

@@ -82,7 +82,7 @@ class Demand:
         return self._outputs.value
 
     def forecast(self, ahead_s: float = FORECAST_S) -> float:
-        """Requests a second, `ahead_s` from now."""
+        """Forecast requests a second, `ahead_s` from now."""
         bins = round(ahead_s / _BIN_S)
         damped = _PHI * (1 - _PHI**bins) / (1 - _PHI)
         return max(0.0, self._level + damped * self._trend)

@@ -80,7 +80,7 @@ class Exporter:
         self._complained: set[str] = set()
 
     async def expose(self) -> bytes:
-        """The joint exposition, at most `_KEEP_S` old."""
+        """Return the joint exposition, at most `_KEEP_S` old."""
         async with self._lock:
             if time.monotonic() - self._kept_s > _KEEP_S:
                 self._kept = await self._collect()
@@ -119,7 +119,7 @@ class Exporter:
         return body.decode("utf-8", errors="replace")
 
     def _complain(self, instance: str, event: str, **details: object) -> None:
-        """Once per process and failure, not three times a second."""
+        """Warn once per process and failure, not three times a second."""
         if instance not in self._complained:
             self._complained.add(instance)
             self._log.warning(event, process=instance, **details)

@@ -35,7 +35,7 @@ class Merged:
 
 
 def merge(sources: Iterable[tuple[str, str]]) -> Merged:
-    """`sources`: (instance, exposition). Families appear in the order first met, samples by source."""
+    """Merge `sources`: (instance, exposition). Families appear in the order first met, samples by source."""
     families: dict[str, _Family] = {}
     seen: set[str] = set()
     skipped: dict[str, int] = {}
@@ -87,7 +87,7 @@ def _add(instance: str, text: str, families: dict[str, _Family], seen: set[str])
 
 
 def _label(instance: str, line: str) -> tuple[str, str, str] | None:
-    """(metric name, series with its instance label, value and time stamp); None if the line is no sample."""
+    """Return metric name, series with its instance label, and value with time stamp; None if the line is no sample."""
     match = _SAMPLE.match(line)
     if match is None:
         return None
@@ -111,7 +111,7 @@ def _label(instance: str, line: str) -> tuple[str, str, str] | None:
 
 
 def _owner(name: str, types: dict[str, str]) -> str:
-    """The family a sample belongs to: its own name, or the histogram's or summary's behind a suffix."""
+    """Return the family of a sample: its own name, or the histogram's or summary's before a suffix."""
     if name in types:
         return name
     for suffix in _SUFFIXES:
@@ -122,5 +122,5 @@ def _owner(name: str, types: dict[str, str]) -> str:
 
 
 def escape(value: str) -> str:
-    """A label value as the exposition format wants it."""
+    """Escape a label value for the exposition format."""
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

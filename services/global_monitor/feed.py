@@ -20,7 +20,7 @@ from cohort.services.global_monitor.looking import Looking, TooManyViewers
 
 _WRITE_TIMEOUT_S = 20.0
 _FIRST_S = 0.15
-"""From the first question to the first update: processes answer within milliseconds."""
+"""Time from the first request to the first update: processes answer within milliseconds."""
 _HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -31,7 +31,7 @@ class LiveFeed:
         self._encode = msgspec.json.Encoder().encode
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """Until the page is closed. 503 where too many look already."""
+        """Stream updates until the page is closed; 503 if there are too many viewers."""
         chosen = request.query.get("request", "")
         if len(chosen) > MOST_ID:
             raise web.HTTPBadRequest(text=f"request: an id of {MOST_ID} characters at most\n")

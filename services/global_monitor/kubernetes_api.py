@@ -19,7 +19,7 @@ import msgspec
 from cohort.common.errors import CohortError, ConfigError
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where the kubelet puts token, ca.crt and namespace of a pod's service account."""
+"""Folder with token, ca.crt and namespace of a pod's service account, filled by the kubelet."""
 CALL_S = 10.0
 _HOST, _PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
 _MERGE_PATCH = "application/merge-patch+json"
@@ -35,7 +35,7 @@ class ApiError(CohortError):
 
     @property
     def passes(self) -> bool:
-        """It may well be over by the next call."""
+        """Whether the error may be over by the next call."""
         return self.status in (0, 429) or self.status >= 500
 
 
@@ -103,13 +103,13 @@ class Pod(_Part, frozen=True):
 
     @property
     def crashes(self) -> int:
-        """How often a container was started again, while the kubelet waits with the next time."""
+        """Restarts of a container that the kubelet delays now (CrashLoopBackOff)."""
         waits = [each for each in self.status.container_statuses if _reason(each) == "CrashLoopBackOff"]
         return max((each.restart_count for each in waits), default=0)
 
     @property
     def trouble(self) -> str:
-        """What holds it up, in Kubernetes' words."""
+        """Description of what holds it up, in Kubernetes' words."""
         status = self.status
         if self.metadata.deletion_timestamp is not None:
             return "the pod of that name is still being deleted"
@@ -145,7 +145,7 @@ class KubernetesApi:
 
     @staticmethod
     def of_pod(environ: Mapping[str, str], account: Path | None = None) -> KubernetesApi:
-        """`account`: `ACCOUNT`, if not said. Raises `ConfigError` where the pod has none."""
+        """Make the API from the pod's service account. Raises `ConfigError` if the pod has none."""
         account = account or ACCOUNT
         host = environ[_HOST]
         url = f"https://{f'[{host}]' if ':' in host else host}:{environ.get(_PORT, '443')}"
@@ -158,11 +158,11 @@ class KubernetesApi:
         return KubernetesApi(url, account)
 
     async def scale(self, name: str) -> Scale:
-        """Of a StatefulSet. These raise `ApiError`."""
+        """Return the scale of a StatefulSet. This and the next two methods raise `ApiError`."""
         return await self._ask("get", self._scale(name), f"statefulsets/scale {name}", Scale)
 
     async def set_replicas(self, name: str, replicas: int, version: str, *, dry: bool = False) -> None:
-        """409 where the StatefulSet is not the one of that version any more. `dry`: only whether it would be done."""
+        """Set the replicas; 409 if the StatefulSet has another version. `dry`: only ask whether it would be done."""
         body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": replicas}}
         path = self._scale(name) + ("?dryRun=All" if dry else "")
         await self._ask("patch", path, f"statefulsets/scale {name}", Scale, body)

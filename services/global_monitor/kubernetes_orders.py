@@ -25,9 +25,9 @@ from cohort.services.global_monitor.kubernetes_api import ApiError, KubernetesAp
 
 LOOK_S = 2.0
 ATTEMPTS = 5
-"""To write replicas while others write, or no answer comes."""
+"""Attempts to write replicas while others write, or no answer comes."""
 END_S = 60.0
-"""After its drain, the longest that a pod may take to be gone: KV handed on, the process ended, its GPU given back."""
+"""Longest time after its drain until a pod is gone: KV handed on, the process ended, its GPU given back."""
 _PAUSE_S = 0.5
 _CRASHES = 3
 """A worker that ended so often will not get ready."""
@@ -38,15 +38,15 @@ class ReplicasNotChanged(CohortError):
 
 
 def stateful_sets(config: Config) -> dict[Role, str]:
-    """Names of those whose workers the planned shapes have."""
+    """Return the StatefulSets of the roles that planned shapes have."""
     needed = {"split": (Role.PREFILL, Role.DECODE), "colocated": (Role.UNIFIED,)}
     roles = [role for family, roles in needed.items() if family in config.planner.shapes for role in roles]
     return {role: f"{role}-worker" for role in roles}
 
 
 def orderable(config: Config) -> tuple[Kind, ...]:
-    """A StatefulSet's workers are all alike: one degree for each role. Raises `ConfigError` where nothing
-    says how many there may be."""
+    """Return the kinds of workers: a StatefulSet's are all alike, of one degree for each role. Raises `ConfigError` if
+    nothing says how many there may be."""
     if not config.planner.max_workers:
         raise ConfigError(
             "planner.max_workers: say how many workers there may be; on Kubernetes the configuration does not tell how "
@@ -79,8 +79,7 @@ class KubernetesOrders:
         self._look_s = look_s
 
     async def check(self) -> None:
-        """Whether orders would be taken. Raises `ConfigError` where something is missing; an API server that does not
-        answer now may answer later."""
+        """Check that orders would be taken. Raises `ConfigError` if something is missing; no answer is no error."""
         for role, name in self._sets.items():
             try:
                 scale = await self._api.scale(name)
@@ -93,7 +92,7 @@ class KubernetesOrders:
                     raise ConfigError(f"planner.shapes wants {role} workers: {error}") from error
 
     async def add(self, kind: Kind) -> InstanceId:
-        """Returns once it serves. Raises `ReplicasNotChanged`, `ApiError`."""
+        """Add a worker; return once it serves. Raises `ReplicasNotChanged`, `ApiError`."""
         if kind not in self._kinds:
             raise ReplicasNotChanged(f"no StatefulSet has workers like {Shape.of({kind: 1})} (planner.shapes)")
         name = self._sets[kind[0]]
@@ -117,7 +116,7 @@ class KubernetesOrders:
         return instance
 
     async def drain(self, instance: InstanceId) -> None:
-        """Returns once it is gone. Raises `ReplicasNotChanged`, `ApiError`."""
+        """Drain a worker; return once it is gone. Raises `ReplicasNotChanged`, `ApiError`."""
         name, _, number = instance.rpartition("-")
         if name not in self._sets.values() or not number.isdecimal():
             names = ", ".join(self._sets.values())
@@ -149,7 +148,7 @@ class KubernetesOrders:
         return await self._api.scale(name)
 
     async def _write(self, name: str, before: int, after: int) -> None:
-        """From one number to the other, or not at all. An answer that was lost is found in what is read next."""
+        """Write replicas `after` if they are `before`. A lost answer is noticed by what is read next."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 scale = await self._api.scale(name)
@@ -189,7 +188,7 @@ class KubernetesOrders:
             await asyncio.sleep(self._look_s)
 
     async def _trouble(self, instance: InstanceId) -> tuple[str, bool]:
-        """What holds it up, and whether that is for good."""
+        """Return what holds the pod up, and whether that is for good."""
         try:
             pod = await self._api.pod(instance)
         except ApiError as error:
@@ -209,7 +208,7 @@ class KubernetesOrders:
             await asyncio.sleep(self._look_s)
 
     async def _pod_is_there(self, instance: InstanceId) -> bool:
-        """Its GPU is free once it is not. Heartbeats alone tell where pods may not be read."""
+        """Return whether the pod exists and so holds its GPU. Where pods may not be read, heartbeats alone count."""
         try:
             await self._api.pod(instance)
         except ApiError as error:

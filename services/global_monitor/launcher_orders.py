@@ -23,7 +23,7 @@ class OrderFailed(CohortError):
 
 class LauncherOrders:
     def __init__(self, run_dir: Path, config: Config) -> None:
-        """Raises `ConfigError` where no launcher takes orders: where processes are started by hand."""
+        """Raise `ConfigError` if no launcher takes orders: where processes are started by hand."""
         self._longest_s = config.planner.start_timeout_s + config.drain_s + _BESIDE_S
         self._socket = socket_of(run_dir).resolve()  # on Ray a link to the launcher's own
         if not _is_socket(self._socket):

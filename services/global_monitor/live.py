@@ -56,8 +56,8 @@ class LiveQueue(msgspec.Struct, frozen=True):
 
 
 class LiveDrafts(msgspec.Struct, frozen=True):
-    """How a class's drafts do: of the last seconds, or since the worker's start where there were none (`lately`).
-    `acceptance`: share of right ones; `tokens_a_step`: of a row that carried some. `rows` are since the start."""
+    """Draft statistics of a class, of the last seconds (`lately`) or since the worker's start. `acceptance`: share of
+    right drafts; `tokens_a_step`: of a row with drafts. `rows` are since the start."""
 
     traffic_class: str
     rows: int
@@ -104,7 +104,7 @@ class LiveState(msgspec.Struct, frozen=True):
 
 
 def live_state(cluster: ClusterState, looking: Looking, request_id: RequestId, now_s: float = 0.0) -> LiveState:
-    """`cluster` as `/api/state` has it; `now_s` on the monitor's clock, which a planner's decisions are dated by."""
+    """Return the live page's state. `cluster` as in `/api/state`; `now_s` dates a planner's decisions."""
     shown = cluster.processes[:MOST_PROCESSES]
     requests = sorted(
         (_older(brief, age_s) for age_s, view in looking.fresh(GatewayView) for brief in view.requests),
@@ -133,7 +133,7 @@ def live_state(cluster: ClusterState, looking: Looking, request_id: RequestId, n
 
 
 def _bounded(cluster: ClusterState) -> ClusterState:
-    """Without what the feed has elsewhere; every n-th sample, the last one included, where they are many."""
+    """Leave out what the feed has elsewhere; of many samples return every n-th, the last one included."""
     step = -(-len(cluster.sample_ages_s) // MOST_SAMPLES) or 1
     thin = slice((len(cluster.sample_ages_s) - 1) % step, None, step)
     return msgspec.structs.replace(
@@ -191,7 +191,7 @@ def _older(brief: RequestBrief, by_s: float) -> RequestBrief:
 
 
 def _tallies(looking: Looking) -> list[SloTally]:
-    """Of all gateways together."""
+    """Return the SLO tallies of all gateways together."""
     sums: dict[tuple[str, str, str], SloTally] = {}
     for _, view in looking.fresh(GatewayView):
         for tally in view.slo:
@@ -211,7 +211,7 @@ def _tallies(looking: Looking) -> list[SloTally]:
 
 
 def planned(planner: PlannerState | None, now_s: float) -> list[LiveDecision]:
-    """What was predicted, and what then happened."""
+    """Return the planner's decisions: what was predicted, and what then happened."""
     rows = []
     for each in () if planner is None else planner.decisions:
         predicted = f"{each.predicted_before:.0%} → {each.predicted:.0%} in time predicted (error {each.error:.0%})"
@@ -228,7 +228,7 @@ def planned(planner: PlannerState | None, now_s: float) -> list[LiveDecision]:
 
 
 def _decisions(looking: Looking, planned: Iterable[LiveDecision] = ()) -> list[LiveDecision]:
-    """The last one first. Ordinary placements are the many, and kept apart where they are made."""
+    """Return the latest decisions first. The many ordinary placements are kept apart where they are made."""
     views: list[Aged[ManagerView] | Aged[WorkerView]] = [*looking.fresh(ManagerView), *looking.fresh(WorkerView)]
     found = [
         LiveDecision(view.instance, msgspec.structs.replace(each, age_s=round(each.age_s + age_s, 3)))

@@ -24,7 +24,7 @@ from cohort.services.global_monitor.aggregate import Cluster, Process
 V = TypeVar("V", bound=View)
 
 LOOK_S = 1.0
-"""Between two questions, and two updates of the page."""
+"""Interval of requests to the processes, and of updates of the page."""
 MOST_VIEWERS = MOST_CHOSEN
 """Pages that are open at once; beyond, a page is told to come later."""
 MOST_WORKERS = 32
@@ -88,7 +88,7 @@ class Meter:
             seen.popleft()
 
     def rate(self, instance: InstanceId, name: str) -> float | None:
-        """Per second; None while it cannot be known."""
+        """Return the rate per second; None while it cannot be known."""
         seen = self._seen.get(instance)
         if not seen or len(seen) < 2 or name not in seen[-1].counters:
             return None
@@ -123,7 +123,7 @@ class Looking:
 
     @asynccontextmanager
     async def watching(self, request_id: RequestId) -> AsyncIterator[Viewer]:
-        """Raises `TooManyViewers`. The viewer's `news` is set after each round of views."""
+        """Register a viewer, whose `news` is set after each round of views. Raises `TooManyViewers`."""
         if len(self._viewers) >= MOST_VIEWERS:
             raise TooManyViewers
         viewer = Viewer(request_id[:MOST_ID])
@@ -139,7 +139,7 @@ class Looking:
                 self.view_meter.clear()
 
     def heard(self, view: View) -> None:
-        """A view that nobody asked for, or that comes after the last viewer left, is dropped."""
+        """Store a view. One that nobody requested, or that comes after the last viewer left, is dropped."""
         if not self._viewers:
             return
         process = self._cluster.processes.get(view.instance)
@@ -154,7 +154,7 @@ class Looking:
             self.view_meter.note(now_s, view.instance, process.incarnation, counters)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run rounds until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.round()
@@ -172,7 +172,7 @@ class Looking:
             viewer.news.set()
 
     def fresh(self, kind: type[V]) -> list[Aged[V]]:
-        """The views of this kind, by instance."""
+        """Return the views of this kind, by instance."""
         now_s, up = self._now_s(), {process.instance for process in self._cluster.up()}
         return [
             Aged(now_s - heard_s, view)
@@ -190,7 +190,7 @@ class Looking:
 
 
 def draft_counters(tally: DraftTally) -> dict[str, float]:
-    """As the meter knows them."""
+    """Return a class's counters under the meter's names."""
     of_class = tally.traffic_class
     return {
         f"{of_class} rows": tally.rows,

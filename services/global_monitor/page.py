@@ -64,7 +64,7 @@ def state(
     history_s: float,
     planner: PlannerState | None = None,
 ) -> ClusterState:
-    """`history_s`: how far back the curves go."""
+    """Return the state of `/api/state`. `history_s`: how far back the curves go."""
     samples = [sample for sample in cluster.samples if now_s - sample.at_s <= history_s]
     columns = [field for field in Sample.__dataclass_fields__ if field != "at_s"]
     return ClusterState(
@@ -84,7 +84,7 @@ def state(
 
 
 def _order(process: Process) -> tuple[int, str, str]:
-    """Along a request's way: gateway, predictor, manager, monitor, then the workers."""
+    """Return a sort key: gateway, predictor, manager, monitor, then the workers."""
     known = process.role in _ROLE_ORDER
     return (_ROLE_ORDER.index(process.role) if known else len(_ROLE_ORDER), process.role, process.instance)
 

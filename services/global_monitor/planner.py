@@ -46,7 +46,7 @@ from cohort.services.global_monitor.aggregate import Cluster, Process
 
 TICK_S = 1.0
 _GONE_S = 30.0
-"""After a drain, the longest a worker's heartbeats may still say that it is there."""
+"""Longest time after a drain until a worker's heartbeats stop."""
 
 Simulate = Callable[[Job], Coroutine[Any, Any, Answer]]
 
@@ -76,7 +76,7 @@ class Planner:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Plan until cancelled."""
         try:
             while True:
                 await asyncio.sleep(TICK_S)
@@ -97,7 +97,7 @@ class Planner:
 
     @property
     def waits_for(self) -> str:
-        """Without which no round begins; "" where nothing is missing."""
+        """Condition without which no round begins; "" if nothing is missing."""
         shape, known = self.machine.shape, self.machine.costs.keys()
         if shape is None or not shape.serves:
             return "workers that can serve a request between them"
@@ -106,7 +106,7 @@ class Planner:
 
     @property
     def cpu_share(self) -> float:
-        """Of one core, so far."""
+        """Share of one core that planning took so far."""
         return self.machine.budget.spent_s / max(1e-9, self._clock.now_s() - self._started_s)
 
     # -- what the machine wants ------------------------------------------------------------------------------------
@@ -146,8 +146,8 @@ class Planner:
         self._tell(Applied(failure))
 
     async def _change(self, before: Shape, after: Shape) -> None:
-        """Workers are added before others go, so that capacity does not fall in between. On GPUs, whose shares are all
-        taken, the other way round, as long as a worker is left."""
+        """Add workers before others go, so that capacity does not fall in between; on GPUs, whose shares are all taken,
+        the other way round, as long as a worker is left."""
         if self._orders is None:
             raise CohortError("nothing here may change workers")
         wanted = steps(before, after)
@@ -182,7 +182,7 @@ class Planner:
         await self._until(lambda: present(self._config, self._cluster)[0] == after)
 
     async def _until(self, there: Callable[[], bool]) -> None:
-        """Heartbeats say so. Where they do not, the machine compares what it hears with what it wants, later."""
+        """Wait until heartbeats show it. If they do not, the machine compares what is there with its plan later."""
         deadline_s = self._clock.now_s() + _GONE_S
         while not there() and self._clock.now_s() < deadline_s:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
@@ -206,7 +206,7 @@ class Planner:
 
 
 def present(config: Config, cluster: Cluster) -> tuple[Shape, dict[int, WorkerCost]]:
-    """Workers that are ready, and what those of each degree have learned, on average."""
+    """Return the ready workers, and the mean learned costs by degree."""
     counts: dict[Kind, int] = {}
     learned: dict[int, list[WorkerCost]] = {}
     for name, kind in _kinds(config, cluster).items():
@@ -228,7 +228,7 @@ def _kinds(config: Config, cluster: Cluster) -> dict[InstanceId, Kind]:
 
 
 def _role(process: Process) -> Role | None:
-    """Workers' names begin with their role; one whose does not, as in a container, has that of its service."""
+    """Return the role in which a worker's name begins, or else, as in a container, that of its service."""
     for word in (process.instance.partition("-")[0], process.role.removesuffix("_worker")):
         if word in list(Role):
             return Role(word)
@@ -251,7 +251,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 class PlannerState(msgspec.Struct, frozen=True):
-    """Of `/api/state`. Shares of requests served in time; errors as in `PlannerMachine`."""
+    """Planner's part of `/api/state`: shares of requests served in time; errors as in `PlannerMachine`."""
 
     mode: str
     waits_for: str

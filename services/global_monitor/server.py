@@ -42,7 +42,7 @@ def application(
     guard: BrowserGuard,
     feed: LiveFeed,
 ) -> web.Application:
-    """`read_state(history_s)` gives what programs are told; the page lives on the `feed`."""
+    """Make the web application. `read_state(history_s)` is for programs; the page lives on the `feed`."""
 
     async def api_state(request: web.Request) -> web.Response:
         try:

@@ -32,7 +32,7 @@ PUSH_INTERVAL_S = 0.5  # figures to the manager, which ignores them when they ar
 
 
 class GlobalMonitor:
-    """Owns the cluster's state; the manager may come and go."""
+    """Owner of the cluster's state; the manager may come and go."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class GlobalMonitor:
         for manager, endpoint in manager_endpoints.items():
             bus.connect(manager, endpoint)
         self.planner: Planner | None = None
-        """Where section `planner` is not off."""
+        """Planner, unless section `planner` is off."""
 
     async def serve(self) -> None:
         """Take messages until cancelled."""
@@ -110,7 +110,7 @@ class GlobalMonitor:
         )
 
     def read_live(self, request_id: RequestId) -> LiveState:
-        """As the feed has it for a page that shows the life of this request; "" = of none."""
+        """Return the live page's state, with the life of this request; "": of none."""
         return live_state(self.read_state(_LIVE_HISTORY_S), self.looking, request_id, self._clock.now_s())
 
     def _ask(self, peer: InstanceId, message: Message) -> None:
@@ -118,7 +118,7 @@ class GlobalMonitor:
             self._bus.send(peer, message)
 
     def _own_heartbeat(self) -> Heartbeat:
-        """The monitor is a process of the pipeline too, and hears itself."""
+        """Make the monitor's own heartbeat: it is a process of the pipeline too."""
         return Heartbeat(self._instance, "global_monitor", self._incarnation, os.getpid(), True, "", process_stats())
 
     def _report(self, events: list[Event]) -> None:

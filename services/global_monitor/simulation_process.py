@@ -21,12 +21,12 @@ from cohort.common.planning.simulation_jobs import Answer, Job
 _MODULE = "cohort.services.simulator.advise.foresee"
 _LONGEST_LINE = 64 << 20
 CONFIG_FILE = "planner.yaml"
-"""In the run folder: the pipeline's configuration as the simulations read it."""
+"""Configuration of the pipeline for the simulations, in the run folder."""
 
 
 def keep_config(config: Config, file: Path) -> None:
-    """Without keys, which no simulation needs, and for its owner alone. A process in a container may have been given
-    several files and options: here they are one."""
+    """Write the configuration for its owner alone, without keys, which no simulation needs. A process in a container
+    may have been given several files and options: here they are one."""
     replace = msgspec.structs.replace
     plain = replace(
         config,
@@ -45,12 +45,12 @@ class ForesightProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Ahead of the first job."""
+        """Start the process ahead of the first job."""
         with contextlib.suppress(OSError):
             await self._started()
 
     async def ask(self, job: Job) -> Answer:
-        """One job at a time. `Answer.failure` where the process ended."""
+        """Run a job, one at a time. Returns `Answer.failure` if the process ended."""
         try:
             process = await self._started()
             assert process.stdin is not None and process.stdout is not None

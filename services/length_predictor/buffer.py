@@ -47,7 +47,7 @@ class Dataset:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[np.generic]]) -> Dataset:
-        """Raises `ValueError` or `KeyError` if they cannot be a data set."""
+        """Restore a data set. Raises `ValueError` or `KeyError` if the arrays cannot be one."""
         data = cls(
             arrays["data_compact"].astype(np.float32),
             arrays["data_buckets"].astype(np.uint16),
@@ -81,7 +81,7 @@ class Dataset:
 
 
 class ObservationBuffer:
-    """Bounded; the oldest row makes room for the newest."""
+    """Bounded buffer; the newest row replaces the oldest."""
 
     def __init__(self, capacity: int) -> None:
         self._rows: deque[Observation] = deque(maxlen=capacity)

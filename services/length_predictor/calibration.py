@@ -31,7 +31,8 @@ class OnlineCalibration:
         return adjusted
 
     def observe(self, predicted: NDArray[np.float64], log_actual: float, log_limit: float) -> None:
-        """`predicted` as returned by `adjusted`; `log_limit` is the log of the request's max_tokens.
+        """Learn from one answer. `predicted` as returned by `adjusted`; `log_limit` is the log of the request's
+        max_tokens.
 
         A quantile beyond max_tokens could not have been exceeded, so such a request says nothing about it. Below,
         the outcome is known even if the answer was cut off; choosing by the limit alone does not bias the choice.

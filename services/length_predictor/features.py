@@ -66,13 +66,13 @@ _LARGEST = 1e9  # keeps absurd input (a temperature of 1e300) finite in float32
 
 
 def layout() -> str:
-    """Names the feature set; state learned under another one cannot be read."""
+    """Return the feature set's name; state learned under another one cannot be read."""
     names = ",".join(feature.name for feature in COMPACT)
     return f"v1;{names};hash={HASH_DIMS};head={HEAD_TOKENS};tail={TAIL_TOKENS};edge={EDGE_TOKENS}"
 
 
 def extract(facts: LengthFacts) -> FeatureVector:
-    """Pure; finite for any input."""
+    """Extract the features; finite for any input."""
     read = _read(facts.tokens)
     compact = np.fromiter((_finite(feature.of(facts, read)) for feature in COMPACT), np.float32, len(COMPACT))
     table = np.bincount(_hashed_ngrams(read), minlength=HASH_DIMS)
@@ -81,7 +81,7 @@ def extract(facts: LengthFacts) -> FeatureVector:
 
 
 def ngram_weights(counts: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Term weights of one bag: log-damped counts of unit length, so that long prompts do not shout."""
+    """Return term weights of one bag: log-damped counts of unit length, so that long prompts do not dominate."""
     weights = np.log1p(counts.astype(np.float64))
     norm = math.sqrt(float(weights @ weights))
     return weights / norm if norm else weights
@@ -92,7 +92,7 @@ def _finite(value: float) -> float:
 
 
 def _read(tokens: Sequence[int]) -> NDArray[np.int64]:
-    """Head and tail of the prompt as an array; token ids may be any integers."""
+    """Return head and tail of the prompt as an array; token ids may be any integers."""
     if len(tokens) > HEAD_TOKENS + TAIL_TOKENS:
         tokens = [*tokens[:HEAD_TOKENS], *tokens[-TAIL_TOKENS:]]
     try:

@@ -33,7 +33,7 @@ class Forest:
     depth: int
 
     def evaluate(self, row: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Raw score of every output for one row."""
+        """Return the raw score of every output for one row."""
         node = self.roots
         for _ in range(self.depth):
             goes_left = row[self.feature[node]] <= self.threshold[node]
@@ -41,7 +41,7 @@ class Forest:
         return self.base + np.bincount(self.output, weights=self.value[node], minlength=len(self.base))
 
     def check(self) -> None:
-        """Raises `ValueError` when the arrays cannot be a forest; for state that comes from a file."""
+        """Raise `ValueError` if the arrays cannot be a forest; for state that comes from a file."""
         nodes = len(self.feature)
         if not all(len(a) == nodes for a in (self.threshold, self.left, self.right, self.value)):
             raise ValueError("node arrays differ in length")

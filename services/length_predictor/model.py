@@ -44,11 +44,11 @@ class LengthModel:
         return raw
 
     def score(self, vector: FeatureVector) -> np.float32:
-        """The linear stage: how much longer (in log tokens) than average these n-grams ask for."""
+        """Return the linear stage: how much longer (in log tokens) than average the answers to these n-grams are."""
         return np.float32(self.weights[vector.buckets] @ ngram_weights(vector.counts))
 
     def to_arrays(self) -> Arrays:
-        """Plain arrays for an npz file or a pipe."""
+        """Return plain arrays for an npz file or a pipe."""
         forest = {f"forest_{f.name}": np.asarray(getattr(self.forest, f.name)) for f in fields(Forest)}
         return {
             "weights": self.weights,
@@ -60,7 +60,7 @@ class LengthModel:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[np.generic]]) -> LengthModel:
-        """Raises `ValueError` or `KeyError` if they cannot be a model."""
+        """Restore a model. Raises `ValueError` or `KeyError` if the arrays cannot be one."""
         forest = Forest(
             feature=arrays["forest_feature"].astype(np.int32),
             threshold=arrays["forest_threshold"].astype(np.float64),
@@ -95,7 +95,7 @@ class LengthModel:
 
 
 def to_prediction(log_lengths: NDArray[np.float64], max_tokens: int) -> Prediction:
-    """Lengths from log lengths: quantiles ordered, everything within [1, max_tokens]."""
+    """Convert log lengths: quantiles ordered, everything within [1, max_tokens]."""
     most = float(max(1, max_tokens))
     limit = math.log(most)
     lengths = np.exp(np.clip(log_lengths, 0.0, min(limit, _LOG_LARGEST)))
@@ -106,7 +106,7 @@ def to_prediction(log_lengths: NDArray[np.float64], max_tokens: int) -> Predicti
 
 
 def default_prediction(mean_tokens: float, max_tokens: int) -> Prediction:
-    """Before anything was learned: a log-normal with the configured mean and σ = 1, about what chat traffic shows."""
+    """Predict before anything was learned: a log-normal of the configured mean and σ = 1, as in chat traffic."""
     median = mean_tokens * math.exp(-0.5)
     limit = float(max(1, max_tokens))
     p50, p90, p99 = (min(max(1.0, median * math.exp(z)), limit) for z in (0.0, 1.2816, 2.3263))

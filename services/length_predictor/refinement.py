@@ -60,7 +60,7 @@ class Refiner:
 
     @property
     def better(self) -> bool:
-        """Whether it should be listened to."""
+        """Whether its predictions are better than the base's."""
         return self.learned >= _NEEDED and self.refined_error < _MARGIN * self.base_error
 
     def predict_log(self, base_log_mean: float, hidden: Floats) -> Floats:
@@ -69,7 +69,7 @@ class Refiner:
         return self._with_quantiles(mean)
 
     def learn(self, base_log_mean: float, hidden: Floats, output_tokens: int, max_tokens: int, truncated: bool) -> None:
-        """One finished request. A truncated answer teaches only where it was predicted to be shorter than it became."""
+        """Learn from a finished request; from a truncated answer only if it was predicted to be shorter."""
         row = self._row(base_log_mean, hidden)
         predicted = self._log_length(row, base_log_mean)
         real = math.log(max(1, output_tokens))
@@ -106,7 +106,7 @@ class Refiner:
     # -- on disk -----------------------------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Atomically. Raises `OSError`."""
+        """Save atomically. Raises `OSError`."""
         stream = io.BytesIO()
         np.savez(
             stream,
@@ -121,7 +121,7 @@ class Refiner:
 
     @classmethod
     def load(cls, path: Path, hidden_size: int) -> Refiner:
-        """The refiner saved for this width of state; a fresh one where there is none or it cannot be read."""
+        """Load the refiner for this width of state; a fresh one if there is none or it cannot be read."""
         refiner = cls(hidden_size)
         try:
             with np.load(path, allow_pickle=False) as saved:

@@ -46,13 +46,13 @@ class SecondOpinions:
         self._saved = 0
 
     def asked(self, request_id: RequestId, prediction: Prediction, max_tokens: int) -> None:
-        """The first answer was given."""
+        """Record the first prediction."""
         self._asked[request_id] = _Asked(math.log(max(1.0, prediction.mean)), max_tokens)
         if len(self._asked) > _IN_FLIGHT:
             self._asked.popitem(last=False)
 
     def state_came(self, message: PromptState) -> None:
-        """E4 · the prompt is computed: say better, if this is known to be better, how long the answer will be."""
+        """E4 · Send a revised prediction once the prompt is computed, if revisions are known to be better."""
         asked = self._asked.get(message.attempt.request_id)
         if asked is None or len(message.hidden) % 2:
             return  # another choice of the same prompt, or asked before this process started
@@ -74,7 +74,7 @@ class SecondOpinions:
             )
 
     def finished(self, request_id: RequestId, output_tokens: int, truncated: bool) -> None:
-        """The true length is known."""
+        """Learn from the true length."""
         asked = self._asked.pop(request_id, None)
         if asked is not None and asked.state is not None and self.refiner is not None and output_tokens > 0:
             self.refiner.learn(asked.log_mean, asked.state, output_tokens, asked.max_tokens, truncated)
@@ -99,7 +99,7 @@ class SecondOpinions:
                 self._log.warning("predictor_refinement_not_saved", error=str(error))
 
     def stats(self) -> dict[str, float]:
-        """Errors are moving averages of |log predicted − log real|, on the same requests."""
+        """Return figures for heartbeats; errors are moving averages of |log predicted − log real|."""
         if self.refiner is None or not self.refiner.learned:
             return {}
         return {
@@ -111,7 +111,7 @@ class SecondOpinions:
 
 
 def sending(send: Callable[[RevisePrediction], None], *ignored: type[Exception]) -> Callable[[RevisePrediction], None]:
-    """`send` without these errors: a manager that is away misses a revision, no more."""
+    """Return `send` without these errors: a manager that is away misses a revision, no more."""
 
     def quiet(message: RevisePrediction) -> None:
         with contextlib.suppress(*ignored):

@@ -38,7 +38,7 @@ _ERROR_MEMORY = 0.98  # moving average of the error: about the last 50 requests
 
 
 def state_file(config: Config) -> Path:
-    """Lengths are a habit of the model that is served, so each has its own state."""
+    """Return the file of the served model's state: lengths are a habit of a model."""
     name = config.model.served_name or Path(config.model.path).name or DEFAULT_MODEL_NAME
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
     return state_dir(config.state.folder) / "length_predictor" / f"{safe}.npz"
@@ -86,7 +86,7 @@ class _Metrics:
 
 
 class LengthPredictor:
-    """Owns the model at hand, its calibration and the training child."""
+    """Owner of the present model, its calibration and the training child."""
 
     def __init__(
         self, config: Config, bus: Bus, log: BoundLogger, registry: CollectorRegistry, pace: TrainingPace = USUAL
@@ -107,7 +107,7 @@ class LengthPredictor:
         self.second = SecondOpinions(state_file(config).with_suffix(".refined.npz"), log, self._revise)
 
     def _revise(self, revision: RevisePrediction) -> None:
-        """To all managers: those that stand by skip it."""
+        """Send to all managers: those that stand by skip it."""
         for send in self._to_managers:
             send(revision)
 
@@ -167,7 +167,7 @@ class LengthPredictor:
         self.child.observe(Observation(vector, output_tokens, max(1, facts.max_tokens), truncated))
 
     def stats(self) -> dict[str, float]:
-        """Stats for heartbeats; the error only once there is one."""
+        """Return stats for heartbeats; the error only once there is one."""
         stats = {
             "observations": float(self.child.remembered + self._observations),
             "predictions_total": float(self._predictions),

@@ -32,14 +32,14 @@ class StateUnreadable(CohortError):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Everything a restart needs: the newest requests and the model fitted to them (None before the first)."""
+    """State that a restart needs: the newest requests and the model fitted to them (None before the first)."""
 
     data: Dataset
     model: LengthModel | None
 
 
 def save(path: Path, state: State) -> None:
-    """A reader of `path` sees the old file or the new one, never a part."""
+    """Save atomically: a reader of `path` sees the old file or the new one."""
     arrays = state.data.to_arrays()
     if state.model is not None:
         arrays |= state.model.to_arrays()
@@ -48,7 +48,7 @@ def save(path: Path, state: State) -> None:
 
 
 def load(path: Path) -> State | None:
-    """None if there is none yet. Raises `StateUnreadable`, having moved the file out of the way."""
+    """Load the state; None if there is none yet. Raises `StateUnreadable`, having moved the file out of the way."""
     if not path.is_file():
         return None
     try:
@@ -72,7 +72,7 @@ def load(path: Path) -> State | None:
 
 
 def pack(arrays: Mapping[str, NDArray[Any]]) -> bytes:
-    """npz bytes with format and feature layout inside; also what crosses the pipe to the serving process."""
+    """Pack arrays into npz bytes with format and feature layout; they also cross the pipe to the serving process."""
     stream = io.BytesIO()
     everything: dict[str, Any] = {"format": np.asarray(FORMAT), "layout": np.asarray(layout()), **arrays}
     np.savez(stream, **everything)

@@ -51,7 +51,7 @@ class Trainer:
         self._last_save_s = float("-inf")
 
     def load(self) -> None:
-        """Raises `StateUnreadable`; then this starts afresh."""
+        """Load the saved state. Raises `StateUnreadable`; then this starts afresh."""
         saved = state.load(self._path)
         if saved is not None:
             self.buffer.restore(saved.data)
@@ -72,7 +72,7 @@ class Trainer:
         return len(self.buffer) >= self._min_observations and self._new_rows >= wanted
 
     def train(self, now_s: float) -> tuple[LengthModel, float]:
-        """The new model and the processor seconds it took."""
+        """Train; return the new model and the processor seconds it took."""
         # scikit-learn comes in with the first training: an idle pipeline need not carry it.
         from cohort.services.length_predictor.training import train
 
@@ -90,14 +90,14 @@ class Trainer:
         return self._unsaved and now_s >= self._last_save_s + self._save_every_s
 
     def save(self, now_s: float) -> None:
-        """Raises `OSError`; the next try is due only after another interval."""
+        """Save the state. Raises `OSError`; the next try is due only after another interval."""
         self._last_save_s = now_s
         if self._unsaved:
             state.save(self._path, state.State(self.buffer.dataset(), self.model))
             self._unsaved = False
 
     def next_due_s(self, now_s: float) -> float:
-        """Seconds until something may be due without further requests."""
+        """Return seconds until something may be due without further requests."""
         dues = [self._save_every_s]
         if self._unsaved:
             dues.append(self._last_save_s + self._save_every_s - now_s)
@@ -154,9 +154,9 @@ def _read_all(incoming: BinaryIO, rows: queue.Queue[Observation | None]) -> None
 
 
 def end_with_parent(fd: int) -> None:
-    """A thread that waits for the other end of stdin to be closed, as the kernel does for a process that is killed. The
-    reader cannot: it stops reading while the queue is full. SIGALRM's own action ends the process: a handler would wait
-    for the main thread, which is in the middle of a training."""
+    """Watch for the other end of stdin to be closed, as the kernel does for a killed process, in a thread: the reader
+    stops reading while the queue is full. SIGALRM's own action ends the process: a handler would wait for the main
+    thread, which is in the middle of a training."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     def watch() -> None:
@@ -169,8 +169,8 @@ def end_with_parent(fd: int) -> None:
 
 
 def yield_to_serving() -> None:
-    """Lowest priority, also where Linux groups processes by session (autogroup): there a process's own niceness only
-    counts inside its session, and a session's weight is set for the whole of it."""
+    """Set the lowest priority, also where Linux groups processes by session (autogroup): a process's own niceness
+    counts only inside its session, and a session's weight is set for the whole of it."""
     os.nice(NICENESS)
     with contextlib.suppress(OSError):  # a group leader already; or no such file: then niceness alone counts
         os.setsid()

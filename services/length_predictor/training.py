@@ -42,7 +42,7 @@ Floats = NDArray[np.float64]
 
 
 def train(data: Dataset, version: int) -> LengthModel:
-    """Needs at least two observations; a few dozen before it is worth anything.
+    """Train on at least two observations; a model of a few dozen is worth something.
 
     On one thread: the problem is small, and threads that wait for each other on busy cores take a hundred times longer.
     """
@@ -79,7 +79,7 @@ def _ngram_matrix(data: Dataset) -> Any:
 
 
 def _strength(ngrams: Any, log_length: Floats) -> float:
-    """The one whose fits say best what they have not seen."""
+    """Choose the strength whose fits predict unseen rows best."""
     centred = log_length - log_length.mean()
     folds = _folds(len(centred))
     judged = range(1 if len(centred) > _MANY else folds.max() + 1)
@@ -92,7 +92,7 @@ def _strength(ngrams: Any, log_length: Floats) -> float:
 
 
 def _linear_stage(ngrams: Any, log_length: Floats, strength: float) -> tuple[Floats, Floats]:
-    """Weights fitted to all rows, and each row's score from a fit that has not seen it."""
+    """Return weights fitted to all rows, and each row's score from a fit that has not seen it."""
     centred = log_length - log_length.mean()
     folds, scores = _folds(len(centred)), np.zeros(len(centred))
     for fold in range(folds.max() + 1):
@@ -101,12 +101,12 @@ def _linear_stage(ngrams: Any, log_length: Floats, strength: float) -> tuple[Flo
 
 
 def _folds(rows: int) -> NDArray[np.int64]:
-    """The fold of each."""
+    """Return the fold of each row."""
     return np.arange(rows) % min(_FOLDS, rows)
 
 
 def _unseen(ngrams: Any, target: Floats, unseen: NDArray[np.bool_], strength: float) -> Floats:
-    """Scores of these rows from a fit to the others."""
+    """Return scores of these rows from a fit to the others."""
     scores: Floats = ngrams[unseen] @ _ridge(ngrams[~unseen], target[~unseen], strength)
     return scores
 
@@ -117,7 +117,7 @@ def _ridge(ngrams: Any, target: Floats, strength: float) -> Floats:
 
 
 def _impute(data: Dataset, rows: NDArray[np.float32], log_length: Floats, random: np.random.Generator) -> Floats:
-    """Log lengths with every truncated one replaced by a likely longer one."""
+    """Replace truncated log lengths by likely longer ones."""
     expected = _boosted("squared_error").fit(rows, log_length).predict(rows)
     residuals = np.sort(log_length - expected)
     spread = float(residuals.std()) or 0.1
@@ -156,7 +156,8 @@ def _fit_forest(rows: NDArray[np.float32], log_length: Floats) -> Forest:
 
 
 def _flatten(fitted: list[Any]) -> Forest:
-    """scikit-learn keeps each tree as a record array; join them all, leaves pointing to themselves."""
+    """Flatten the trees: scikit-learn keeps each as a record array; here all are joined, leaves pointing to
+    themselves."""
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in ("feature", "threshold", "left", "right", "value")}
     roots, output, size, depth = [], [], 0, 0
     for index, model in enumerate(fitted):
@@ -188,7 +189,7 @@ def _flatten(fitted: list[Any]) -> Forest:
 
 
 def _compare(forest: Forest, fitted: list[Any], rows: NDArray[np.float32]) -> None:
-    """The record arrays are scikit-learn's own business: refuse a model whose flat form answers differently."""
+    """Raise `ValueError` if the flat form predicts otherwise than scikit-learn, whose record arrays may change."""
     for row in rows:
         ours = forest.evaluate(row)
         theirs = np.asarray([model.predict(row[None])[0] for model in fitted])
@@ -198,11 +199,9 @@ def _compare(forest: Forest, fitted: list[Any], rows: NDArray[np.float32]) -> No
 
 
 def _conformal_shifts(forest: Forest, rows: NDArray[np.float32], data: Dataset, held_out: NDArray[np.bool_]) -> Floats:
-    """Per quantile the shift under which the held-out answers lie below it as often as they should.
-
-    Only requests that could have exceeded the quantile count (max_tokens above it): their outcome is known even if
-    they were cut off, and the choice does not depend on it.
-    """
+    """Return per quantile the shift under which held-out answers lie below it as often as they should. Only requests
+    that could have exceeded the quantile count (max_tokens above it): their outcome is known even if they were cut off,
+    and the choice does not depend on it."""
     log_length = np.log(data.output_tokens[held_out].astype(np.float64))
     log_limit = np.log(np.maximum(1, data.max_tokens[held_out]).astype(np.float64))
     shifts = np.zeros(len(QUANTILES))

@@ -19,13 +19,13 @@ from cohort.services.length_predictor.features import FeatureVector
 
 MAX_FRAME_BYTES = 64 << 20
 SAVE_DEADLINE_S = 5
-"""From the end of the parent's pipe."""
+"""Time from the end of the parent's pipe to the end of the process."""
 _LENGTH = struct.Struct(">I")
 PREFIX_BYTES = _LENGTH.size
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """One finished request, features only; arrays as their little-endian bytes."""
+    """Finished request, features only; arrays as their little-endian bytes."""
 
     compact: bytes
     buckets: bytes
@@ -63,7 +63,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Learned(msgspec.Struct, frozen=True, tag=True):
-    """A training is done."""
+    """End of a training."""
 
     observations: int
     model: bytes
@@ -71,7 +71,7 @@ class Learned(msgspec.Struct, frozen=True, tag=True):
 
 
 class Trouble(msgspec.Struct, frozen=True, tag=True):
-    """Something went wrong that the operator should read; the child goes on."""
+    """Failure that the operator should read of; the child goes on."""
 
     event: str
     error: str
@@ -90,7 +90,7 @@ def frame(message: Finished | FromChild) -> bytes:
 
 
 def body_length(prefix: bytes) -> int:
-    """Raises `ValueError` for a length that cannot be ours."""
+    """Return the length of a body. Raises `ValueError` for one that cannot be ours."""
     length: int = _LENGTH.unpack(prefix)[0]
     if length > MAX_FRAME_BYTES:
         raise ValueError(f"frame of {length} bytes")
@@ -102,7 +102,7 @@ def decode_from_child(body: bytes) -> FromChild:
 
 
 def read_finished(stream: BinaryIO) -> Finished | None:
-    """The next request from a blocking stream; None at its end."""
+    """Return the next request from a blocking stream; None at its end."""
     prefix = stream.read(PREFIX_BYTES)
     if len(prefix) < PREFIX_BYTES:
         return None

@@ -54,7 +54,7 @@ _MOST_EVENTS = 256
 def make_machine(
     context: ServiceContext, order: MeasuredOrder
 ) -> tuple[ManagerMachine, Machine[ManagerEvent, ManagerEffect]]:
-    """The machine to look at, and the receiver of its events: itself, or its recorder."""
+    """Return the machine to look at, and the receiver of its events: itself, or its recorder."""
     config, now_s = context.config, context.clock.now_s()
     names = manager_names(config)
     if context.instance not in names:
@@ -102,7 +102,7 @@ class ManagerService:
                 task.cancel()
 
     async def _receive(self) -> None:
-        """All messages that are there already reach the machine together: it decides once after the last."""
+        """Receive messages. All that have arrived reach the machine together: it decides once after the last."""
         bus = self._context.bus
         while True:
             arrived = [await bus.receive()]
@@ -125,7 +125,7 @@ class ManagerService:
         return False
 
     async def _tick(self) -> None:
-        """Every `_TICK_S`, or earlier where the machine asked for it."""
+        """Tick every `_TICK_S`, or earlier if the machine asked for it."""
         clock = self._context.clock
         while True:
             self._handle(Tick())
@@ -141,7 +141,7 @@ class ManagerService:
                         await self._wake_moved.wait()
 
     def _handle(self, *events: ManagerEvent) -> None:
-        """Until no message of the round before was undeliverable: the machine hears of those together."""
+        """Handle events, then together the messages that were undeliverable, until there is none."""
         while events:
             for effect in self._told.handle(self._context.clock.now_s(), *events):
                 self._perform(effect)
@@ -170,7 +170,7 @@ class ManagerService:
             self._undelivered.append(Undelivered(peer, message))
 
     def _show(self, looker: InstanceId) -> None:
-        """A person looks at the live page. A manager that stands by has nothing to show."""
+        """Send a view to the live page. A manager that stands by has nothing to show."""
         if looker != MONITOR or not self.machine.leads:
             return
         context, now_s = self._context, self._context.clock.now_s()
@@ -185,7 +185,7 @@ class ManagerService:
             context.bus.send(MONITOR, view)
 
     def _note(self, message: Message) -> None:
-        """Decisions become metrics and log lines."""
+        """Turn decisions into metrics and log lines."""
         log, now_s = self._context.log, self._context.clock.now_s()
         match message:
             case StartSegment(segments=segments) if message.index == 0:  # its `Placed` follows
@@ -245,7 +245,7 @@ class ManagerService:
 
 
 def _ranges(segments: tuple[Segment, ...]) -> str:
-    """Which positions are computed where."""
+    """Format which positions are computed on which worker."""
     return ", ".join(
         f"{part.start}–{'' if part.end is None else part.end} {part.instance or 'later'}" for part in segments
     )
@@ -259,7 +259,7 @@ async def serve(context: ServiceContext) -> None:
 
 
 def classes_of(waiting: Iterable[WaitingRequest], now_s: float) -> list[QueueClass]:
-    """Real-time before best-effort, online before batch work."""
+    """Return the queue by class: real-time before best-effort, online before batch work."""
     found: dict[tuple[bool, bool], list[float]] = {}
     for item in waiting:
         request = item.request

@@ -53,7 +53,7 @@ def open_private(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Whole or not at all: who reads `path` sees the old file or the new one. Raises `OSError`."""
+    """Write as a whole: a reader of `path` sees the old file or the new one. Raises `OSError`."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open_private(part, "wb") as file:

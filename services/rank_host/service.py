@@ -62,7 +62,7 @@ def main() -> NoReturn:
 
 
 def places_of(config: Config, group: WorkerGroup, host: int, own: WorkerDevice) -> list[Place]:
-    """Of this host's ranks, in their order. Raises `ConfigError`."""
+    """Return the places of this host's ranks, in order. Raises `ConfigError`."""
     leader, model = config.endpoints.ranks, model_folder(config)
     interface = own_interface(config)
     threads = max(1, config.worker_threads("", len(own_cores())) // group.local_degree)

@@ -209,8 +209,8 @@ def check_names(config: Config) -> None:
 
 
 def chosen(interface: str, name: str, table: Mapping[str, Policy[Builder]]) -> Policy[Builder]:
-    """Return the entry of this name, or one for an import path. Raises `ConfigError` with the option, and the known
-    names or what was wrong with the import."""
+    """Return the entry of this name, or one for an import path. Raises `ConfigError` with the option and what is
+    wrong."""
     if name in table:
         return table[name]
     if ":" in name:

@@ -147,8 +147,8 @@ class ModelShape:
         return self._outside_experts * self.weight_bytes + self.expert_bytes
 
     def reached_share(self, tokens: int) -> float:
-        """Return the expected share of a layer's experts that at least one of `tokens` reaches; learned routing spreads
-        less evenly, so this is the upper estimate."""
+        """Return the expected share of a layer's experts that `tokens` reach: an upper estimate, as routing is
+        uneven."""
         if not self.experts:
             return 0.0
         return 1.0 - (1.0 - self.experts_per_token / self.experts) ** tokens
@@ -200,8 +200,7 @@ class DeviceShape:
     layer_s: float = 0.0
     kv_efficiency: float | None = None
     linear_table: tuple[tuple[int, float], ...] = ()
-    """Tokens of an iteration, ascending, and how many times as long as the roofline its matrices take: interpolated by
-    the logarithm of the tokens. Empty: as the roofline."""
+    """Ascending tokens of an iteration, and the factor on the roofline; between them by the tokens' logarithm."""
 
 
 @dataclass(frozen=True, slots=True)

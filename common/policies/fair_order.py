@@ -44,8 +44,7 @@ class FairOrder(PrefillOrder):
     def __init__(
         self, order: PrefillOrder, *, ahead_tokens: int, default_output: float, alone_tokens: int | None = None
     ) -> None:
-        """`default_output`: tokens of a request without a prediction. `alone_tokens` None: a lone owner is never held
-        back."""
+        """`default_output`: tokens without a prediction. `alone_tokens` None: a lone owner is never held back."""
         self._order = order
         self._ahead = ahead_tokens
         self._alone = alone_tokens

@@ -214,8 +214,7 @@ class PrefillOrder(ABC):
 
     @abstractmethod
     def decide(self, now_s: float, cluster: ClusterView) -> list[Dispatch]:
-        """Return the requests that go next; they leave the queue. Never more than the cluster can take soon: one
-        dispatched too early can no longer be reordered."""
+        """Take the requests that go next, no more than the cluster can use soon: these cannot be reordered."""
 
     def next_wake_s(self, now_s: float) -> float | None:
         """Return when `decide` is to be called although nothing happened; None = only on events."""
@@ -287,8 +286,7 @@ class Placement(ABC):
         return
 
     def completed(self, now_s: float, request_id: RequestId) -> None:
-        """Learn that the last token was sampled, for placements that judge their predictions (D4); before `finished`,
-        which also comes for cancelled and lost requests."""
+        """Learn that the last token was sampled (D4); `finished` also comes for cancelled and lost requests."""
         return
 
     def finished(self, now_s: float, request_id: RequestId) -> None:
@@ -384,8 +382,7 @@ class IterationPlan(msgspec.Struct):
     watched: bool = False
     """Flag: the engine is to report what it expects behind these rows, at a price: drafts may be worth it."""
     drafted: int = 0
-    """Positions of drafted tokens that were computed beside the rows' own, in a plan that has run. Its time then does
-    not show what its rows alone take."""
+    """Positions of drafted tokens that were computed beside the rows' own, in a plan that has run."""
 
     @property
     def tokens(self) -> int:
@@ -423,8 +420,7 @@ class News(msgspec.Struct, frozen=True):
     two of their tokens (D5). Counted only for schedulers with `wants_arriving`."""
 
     earlier: Seq[Ran] = ()
-    """Iterations with prompts, oldest first, behind which another was begun without a decision; `ran` comes after them.
-    Only for schedulers with `reads_runs`."""
+    """Iterations with prompts before `ran`, oldest first, each without a decision after it (`reads_runs`)."""
 
     @property
     def runs(self) -> tuple[Ran, ...]:
@@ -461,8 +457,7 @@ class Learned(ABC):
 class IterationScheduler(ABC):
     """Scheduler of one worker: picks the rows of the next iteration. Owns the order of the worker's sequences; changes
     their phase and their blocks while it decides and at no other time. Deterministic: no I/O, time comes as an
-    argument. `decide` follows every iteration that ran, before anything is reported or kept: what `learned` and
-    `metrics` say is never an iteration behind."""
+    argument. `decide` follows every iteration that ran, before `learned` and `metrics` are read."""
 
     wants_arriving = False
     """Flag: `News.arriving` is to be counted; KV transfers on their way here then disturb a steady plan."""

@@ -75,7 +75,7 @@ class BlockSharing(ABC):
         return 0
 
     def restore(self, sequence: Sequence) -> bool:
-        """R12 · Bring back what is checkpointed while an iteration runs without the sequence. False: no blocks, no
+        """R12 · Bring back what is checkpointed, while an iteration runs without the sequence. False: no blocks, no
         change."""
         return False
 
@@ -86,8 +86,8 @@ class BlockSharing(ABC):
     # By the scheduler (E7).
 
     def lend(self, lender: Sequence, borrower: Sequence, first_block: int, positions: int) -> bool:
-        """E7 · Lend `borrower` what it lacks for [0, positions) from the lender's table, from `first_block` on. False:
-        it cannot be lent, nothing changed."""
+        """E7 · Lend `borrower` what it lacks for [0, positions), from `first_block` of the lender's table on. False: no
+        change."""
         return False
 
     def borrowers(self, lender: Sequence, index: int) -> list[Sequence]:

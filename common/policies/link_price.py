@@ -30,5 +30,4 @@ def transfer_seconds(
     rate = link_rate(views, sender, receiver)
     if rate is None:
         return unmeasured_s
-    geometry = views[sender].capacity.geometry
-    return tokens * geometry.token_bytes / rate
+    return tokens * views[sender].capacity.geometry.token_bytes / rate

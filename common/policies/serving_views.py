@@ -18,6 +18,8 @@ from cohort.common.types import InstanceId, Request
 _FORGOTTEN = 64
 """Changes or stale entries beyond which, if several times as many as workers, all is read anew."""
 
+Key = Callable[[InstanceView], tuple[Any, ...]]
+
 
 class ServingViews(dict[InstanceId, InstanceView]):
     """Workers that take requests, by name."""
@@ -42,11 +44,7 @@ class Least:
     """View with the least key among `members`. A key ends with the view's name, so that no two are equal."""
 
     def __init__(
-        self,
-        key: Callable[[InstanceView], tuple[Any, ...]],
-        members: Callable[[InstanceView], bool] = lambda view: True,
-        *,
-        or_all: bool = False,
+        self, key: Key, members: Callable[[InstanceView], bool] = lambda view: True, *, or_all: bool = False
     ) -> None:
         """`or_all`: where no view is a member, all are."""
         self._key, self._members, self._or_all = key, members, or_all

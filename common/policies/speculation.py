@@ -36,8 +36,7 @@ _LOOKS_ON = 4
 _NEW, _CORRECTION_PRIOR = 0.1, 2.0
 """Weight of a measured iteration, and of the step times before any was measured."""
 _FORGETS = 0.98
-"""Weight that a request's record keeps with each iteration without drafts for it: where a draft model has to be asked,
-nothing else would ever show that it has become better."""
+"""Weight that a request's record keeps in an iteration without drafts, so that a draft model is asked again."""
 _UNKNOWN = StepTimes(0.0, 0.0, 0.25, 1.0, 0.0, 0.0)
 """Times until step times are learned, in iterations of one row: four positions cost as much as the weights."""
 
@@ -150,7 +149,12 @@ class Speculation:
         """Return whether rows of this shape would get drafts if these were as good as certain."""
         if not self._prices.known:
             return True
-        self._of_rows, self._asked, self._may_pay = shape.decodes, 0, self._could_pay(times, shape)
+        plain_s, rows = self._prices.seconds(times, shape, 0), shape.decodes
+        self._of_rows, self._asked, self._may_pay = rows, 0, False
+        for positions, deepest in ((1, 1), (rows * self._max_drafts, self._max_drafts)):
+            tokens = rows + _LIKELY * positions
+            taken_s = self._prices.seconds(times, shape, positions) + deepest * self._draft.value
+            self._may_pay = self._may_pay or tokens / taken_s > _GAIN * rows / plain_s
         return self._may_pay
 
     def lately(self, rows: int) -> bool | None:
@@ -158,20 +162,11 @@ class Speculation:
         self._asked += 1
         return self._may_pay if rows == self._of_rows and self._asked < _ASKED_ANEW else None
 
-    def _could_pay(self, times: StepTimes | None, shape: BatchShape) -> bool:
-        plain_s, rows = self._prices.seconds(times, shape, 0), shape.decodes
-        for positions, deepest in ((1, 1), (rows * self._max_drafts, self._max_drafts)):
-            tokens = rows + _LIKELY * positions
-            taken_s = self._prices.seconds(times, shape, positions) + deepest * self._draft.value
-            if tokens / taken_s > _GAIN * rows / plain_s:
-                return True
-        return False
-
     def allot(
         self, times: StepTimes | None, shape: BatchShape, candidates: Candidates, *, most: int, within_s: float
     ) -> list[int]:
-        """Return the drafts of each sequence, whose rows have `shape` with those of others; `most` of all together.
-        `within_s`: bound of the iteration (infinite: none)."""
+        """Return the drafts of each sequence, `most` of all together; `shape`: of all rows. `within_s`: bound, maybe
+        infinite."""
         return self._best(times, shape, candidates, most, within_s)[0]
 
     def worth_waiting(

@@ -29,8 +29,7 @@ def by_arrival(sequence: Sequence) -> RankKey:
 
 @dataclass(frozen=True, slots=True)
 class IterationLimits:
-    """Max rows, tokens, and tokens of one prompt (`chunk`) in an iteration. `padded`: every prompt row counts as the
-    longest beside it (`IterationPlan.padded_to`)."""
+    """Max rows, tokens, and tokens of one prompt (`chunk`). `padded`: prompt rows count as the longest beside them."""
 
     max_rows: int
     max_tokens: int

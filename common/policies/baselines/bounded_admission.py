@@ -18,8 +18,8 @@ class BoundedAdmission(Admission):
     def __init__(
         self, *, max_waiting_requests: int, max_waiting_tokens: int, owner_share: float = 1.0, of_all: str = ""
     ) -> None:
-        """`owner_share`: of both bounds, for one owner; 0 leaves each owner one request. `of_all`: for messages, where
-        the bounds are a part of the configured ones."""
+        """`owner_share`: of both bounds, for one owner, at least a request. `of_all`: for messages about divided
+        bounds."""
         self._max_requests = max_waiting_requests
         self._max_tokens = max_waiting_tokens
         self._owner_share = owner_share

@@ -90,8 +90,8 @@ class ContinuousBatching(ArrivalQueues):
         return plan
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Return `UNTIL_DISTURBED` if all running sequences decode and no other can join: none waits, or rows, tokens
-        or blocks are used up (growing rows only use up more)."""
+        """Return `UNTIL_DISTURBED` if all running sequences decode and no other can join, as none waits or there is no
+        room."""
         if plan.preempted or plan.copies or any(row.count != 1 for row in plan.rows):
             return 0
         return UNTIL_DISTURBED if self.continues(plan, kv, 0, 0) else 0

@@ -83,8 +83,7 @@ class MultiResource(IterationScheduler):
         return chunks_by_arrival(self._limits, begun, single)
 
     def continues(self, plan: IterationPlan, kv: KvAllocator, leaving: int, undecided: int) -> bool:
-        """Return whether every sequence has a row, or no waiting one finds a place: the iteration is full, or none fits
-        the free blocks (growing rows leave fewer)."""
+        """Return whether every sequence has a row, or none of those that wait finds a place."""
         rows = len(plan.rows)
         if rows + leaving == len(self._sequences):
             return True

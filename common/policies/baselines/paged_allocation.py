@@ -99,8 +99,6 @@ class PagedAllocator(KvAllocator):
         self._failures = 0
         self._given_back = 0
 
-    # -- taking ------------------------------------------------------------------------------------------------
-
     def positions_wanted(self, sequence: Sequence) -> int:
         """Return the positions that get blocks at admission, and on the way back from host memory."""
         return sequence.target
@@ -117,8 +115,7 @@ class PagedAllocator(KvAllocator):
     def _take(
         self, key: Attempt, tokens: Seq[int], positions: int, max_cached: int, salt: str, arriving: int
     ) -> int | None:
-        """Allocate blocks of a sequence. `arriving`: positions whose KV comes from elsewhere; what lies behind their
-        windows is not wanted, cached or not."""
+        """Allocate blocks. `arriving`: positions whose KV comes from elsewhere, none behind their windows."""
         if key in self._held:
             raise InvariantViolated(f"{key} already holds blocks")
         size = self.geometry.block_size
@@ -243,8 +240,6 @@ class PagedAllocator(KvAllocator):
         """Return how many of the first `full` blocks may enter the prefix cache: all that no other sequence writes."""
         return full
 
-    # -- giving back -------------------------------------------------------------------------------------------
-
     def release(self, key: Attempt) -> None:
         holding = self._held.pop(key, None)
         if holding is not None:
@@ -292,8 +287,6 @@ class PagedAllocator(KvAllocator):
     def take_copies(self) -> list[KvCopy]:
         copies, self._copies = self._copies, []
         return copies
-
-    # -- what is there -----------------------------------------------------------------------------------------
 
     def blocks(self, key: Attempt) -> Seq[int]:
         return self._held[key].blocks

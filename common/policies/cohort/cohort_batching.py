@@ -60,9 +60,8 @@ _KNOWN_ROWS = 5
 
 def victim_rank(now_s: float, sequence: Sequence) -> RankKey:
     """Rank sequences in keeping a place in the cache, safest first: real-time before best-effort, a promise that can be
-    kept before a broken one, least slack before most. Slack is what a sequence has won, and what it will win with the
-    tokens to come: one near its end has won most, but could not make up for a pause, and frees its blocks soon anyway.
-    The last of this order gives way."""
+    kept before a broken one, least slack before most. Slack is what a sequence has won and will still win: one near its
+    end could not make up for a pause, but frees its blocks soon anyway."""
     best_effort = sequence.request.traffic_class != "rt"
     to_come = max(0.0, sequence.predicted - sequence.output_tokens)
     slack_s = due_s(sequence) + _MADE_UP * to_come * tpot_s(sequence)
@@ -119,8 +118,6 @@ class CohortBatching(IterationScheduler):
         self._are_late = False
         """Flag: a waiting prompt's first token is overdue; computed only if a decoding response has a deadline."""
 
-    # -- the policy interface --------------------------------------------------------------------------------------
-
     def add(self, now_s: float, sequence: Sequence) -> None:
         if sequence.phase is Phase.RUNNING:
             self._running[sequence.key] = sequence
@@ -170,8 +167,7 @@ class CohortBatching(IterationScheduler):
         return plan
 
     def steady_for(self, plan: IterationPlan, kv: KvAllocator) -> int:
-        """Return `UNTIL_DISTURBED` if all sequences decode, no prompt waits and the composition is in the table. With
-        prompts waiting the next one changes as time passes."""
+        """Return `UNTIL_DISTURBED` if all sequences decode, no prompt waits and the composition is in the table."""
         if plan.preempted or plan.copies or self._arriving or any(row.count != 1 for row in plan.rows):
             return 0
         return UNTIL_DISTURBED if self._times.knows(plan) and self.continues(plan, kv, 0, 0) else 0
@@ -204,8 +200,6 @@ class CohortBatching(IterationScheduler):
             "lateness_ratio": self._times.lateness.ratio,
         }
 
-    # -- one iteration -----------------------------------------------------------------------------------------
-
     def _learn(self, ran: Ran, kv: KvAllocator) -> None:
         if self._times.learn(ran, kv.geometry) is not None:
             bound_s = self._bound_s(row.sequence for row in ran.plan.rows if row.count == 1)
@@ -214,8 +208,8 @@ class CohortBatching(IterationScheduler):
             self._grope(ran)
 
     def _grope(self, ran: Ran) -> None:
-        """Double the prompts' share, while there is no curve, as long as iterations stay below half their aim; halve it
-        when one exceeds it. The sizes tried make the curve."""
+        """Double the prompts' share, while there is no curve, below half the aim; halve it when an iteration exceeds
+        that."""
         prefill = sum(row.count for row in ran.plan.rows if row.count > 1)
         if prefill >= self._cold_chunk and 2 * ran.latency_s < self._aim_s:
             self._cold_chunk = min(2 * self._cold_chunk, self._longest_cold_chunk)

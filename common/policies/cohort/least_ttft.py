@@ -22,7 +22,7 @@ from cohort.common.policies.cohort.arriving_prompts import ArrivingPrompts, stre
 from cohort.common.policies.cohort.known_request import Known
 from cohort.common.policies.cohort.mixing import HEADROOM
 from cohort.common.policies.cohort.placed_work import PlacedWork
-from cohort.common.policies.cohort.prefix_record import Chain, PrefixRecord
+from cohort.common.policies.cohort.prefix_record import Cached, Chain, PrefixRecord
 from cohort.common.policies.cohort.promise import targets
 from cohort.common.policies.cohort.prompt_order import PromptOrder
 from cohort.common.policies.cohort.shortlist import MOST, Shortlist
@@ -91,7 +91,7 @@ class _Wanted:
     stretch: Stretch
     overtaking: float
     chain: Chain
-    cached: dict[InstanceId, int]
+    cached: Cached
     even: EvenLoad
     ranks: dict[float, RankKey] = field(default_factory=dict)
     """Rank among a worker's prompts, by what a token takes there."""
@@ -121,8 +121,6 @@ class LeastTtft(Placement):
         self._cached_tokens = 0
         self._adapter_load_s = _ADAPTER_LOAD_S
         self._error = PredictionError()
-
-    # -- the policy interface --------------------------------------------------------------------------------------
 
     def place(
         self, now_s: float, waiting: WaitingRequest, cluster: ClusterView, preferred: InstanceId | None
@@ -193,8 +191,7 @@ class LeastTtft(Placement):
 
     def metrics(self) -> dict[str, float]:
         """Return counters, and `ttft_error` = |predicted − real| / real and `ttft_bias` = predicted / real, moving
-        averages over requests whose first token shows in reports. `placed_full_total`: placed where decodes fill the
-        bound."""
+        averages over first tokens that reports show. `placed_full_total`: placed where decodes fill the bound."""
         return {
             "splits_total": float(self._splits),
             "whole_total": float(self._whole),
@@ -203,8 +200,6 @@ class LeastTtft(Placement):
             "prefix_tokens_expected_total": float(self._cached_tokens),
             **self._error.metrics("ttft"),
         }
-
-    # -- what is known ---------------------------------------------------------------------------------------------
 
     def _only(self, views: Mapping[InstanceId, InstanceView]) -> None:
         """Forget the work of workers that are not in `views`."""
@@ -234,13 +229,7 @@ class LeastTtft(Placement):
             self._error.add(predicted_s, real_s)
 
     def _wanted(
-        self,
-        now_s: float,
-        waiting: WaitingRequest,
-        even: EvenLoad,
-        devices: int,
-        chain: Chain,
-        cached: dict[InstanceId, int],
+        self, now_s: float, waiting: WaitingRequest, even: EvenLoad, devices: int, chain: Chain, cached: Cached
     ) -> _Wanted:
         request = waiting.request
         most = float(request.sampling.max_tokens - request.output_known)
@@ -264,8 +253,8 @@ class LeastTtft(Placement):
         return _Wanted(request, known, output, spread * spread, stretched, overtaking / devices, chain, cached, even)
 
     def _overtaken(self, now_s: float, known: Known, output: float) -> tuple[Stretch, float]:
-        """Return the stretch, and the positions per second that overtake. While a prompt is computed less of it is
-        left, and fewer are shorter: half of it on average."""
+        """Return the stretch, and the positions per second that overtake. Half a prompt is left on average
+        meanwhile."""
         if self._arriving is None:
             return (1.0, 1.0), 0.0
         if known.best_effort:
@@ -275,8 +264,6 @@ class LeastTtft(Placement):
         waiting, computing = (self._arriving.shorter_per_s(tokens) for tokens in (known.tokens, known.tokens // 2))
         self._arriving.arrived(now_s, known.tokens, known.tokens + output)
         return (stretch(waiting.tokens, self._rate), stretch(computing.tokens, self._rate)), waiting.positions
-
-    # -- workers ---------------------------------------------------------------------------------------------------
 
     def _devices(
         self, able: list[InstanceView], views: Iterable[InstanceView]
@@ -369,9 +356,9 @@ class LeastTtft(Placement):
     def _home(
         self, views: Mapping[InstanceId, InstanceView], candidates: list[Candidate], best: Candidate, wanted: _Wanted
     ) -> Candidate | None:
-        """Return a worker for the decode alone: one closed to prompts already, with time and memory for one more row,
-        the one with the most, so that the others open again. None if there is none, or moving the KV over the measured
-        link would break the request's own TPOT."""
+        """Return a worker for the decode alone: of those closed to prompts already, with time and memory for it, the
+        one with most rows, so that the others open again; None if moving the KV over the measured link breaks the
+        request's own TPOT."""
         request, tokens = wanted.request, wanted.known.tokens
         if best.closed or tokens - request.prompt_tokens + 1 >= request.sampling.max_tokens:
             return None
@@ -407,8 +394,6 @@ class LeastTtft(Placement):
             costs = [late_s + transfer_s(home) / wanted.output for home, late_s in homes]
             return min(zip(costs, homes, strict=True), key=lambda each: (each[0], each[1][0].view.instance))[1][0]
         return None
-
-    # -- one request -----------------------------------------------------------------------------------------------
 
     def _keep(self, now_s: float, wanted: _Wanted, best: Candidate, why: str) -> Placed:
         self._whole += 1

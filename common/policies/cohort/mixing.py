@@ -87,8 +87,7 @@ def _kept(now_s: float, decoding: Iterable[Sequence], decodes_s: float) -> Itera
 
 
 def _won_s(now_s: float, sequence: Sequence) -> float:
-    """Return how early the last token came: by the mean TPOT since the first, or by its due times where the first was
-    another worker's or the response has a deadline."""
+    """Return how early the last token came: by the mean TPOT since this worker's first, else by its due times."""
     request = sequence.request
     if sequence.prefill_done_s is None or not request.slo.ttft_s:
         return due_s(sequence) - tpot_s(sequence) - now_s

@@ -48,8 +48,8 @@ class Coming(NamedTuple):
 
 
 class PlacedWork:
-    """Work on one worker. `own_order`: it computes prompts in the order of `options` and within the strictest TPOT;
-    else as they come, in full iterations."""
+    """Work on one worker. `own_order`: prompts in the order of `options`, within the strictest TPOT; else as they
+    come."""
 
     def __init__(self, options: CohortSettings, *, own_order: bool) -> None:
         self._options, self._own_order = options, own_order
@@ -127,15 +127,9 @@ class PlacedWork:
         rank = self.rank(now_s, request) if prompt else None
         name = request.attempt.request_id
         left_out = self._leave(name) if name in self._coming else []
-        coming = self._coming[name] = Coming(
-            now_s,
-            rank,
-            left if prompt else 0,
-            left * (request.cached + 0.5 * left) if prompt else 0.0,
-            request.tokens if decode else 0,
-            self._growth(request, left, output if decode else 0.0),
-            request,
-        )
+        tokens, context = left if prompt else 0, request.tokens if decode else 0
+        pairs, needed = tokens * (request.cached + 0.5 * tokens), self._growth(request, left, output if decode else 0.0)
+        coming = self._coming[name] = Coming(now_s, rank, tokens, pairs, context, needed, request)
         self.look_again(name)
         self._memory = None
         self._slowed.clear()
@@ -246,8 +240,8 @@ class PlacedWork:
         return pace
 
     def slowed(self, bound_s: float, pace: Pace) -> float:
-        """Return the share of `pace` that prompts lose while a row of this bound decodes beside them; 0 if no decode
-        row here has a promise, or one is as strict."""
+        """Return the share of `pace` that prompts lose to a decode row of this bound; 0 if no row here is less
+        strict."""
         there_s = self.strictest_s
         if there_s == inf or bound_s >= min(pace.aim_s, there_s * (1.0 - HEADROOM)) or pace.rate <= 0.0:
             return 0.0
@@ -295,8 +289,8 @@ class PlacedWork:
         return self.reported.context + self._to_come[1]
 
     def crowded_s(self, chunk: int, rows: int) -> float:
-        """Return an upper bound on an iteration of `rows` decodes, or as many as are here, and a prompt chunk: what is
-        quicker than a bound needs no closer look."""
+        """Return an upper bound on an iteration of these decodes and a prompt chunk: if short, no closer look is
+        needed."""
         rows = max(rows, self.rows) + 1
         if self._crowded is None or self._crowded[0] < rows:
             assert self._view is not None

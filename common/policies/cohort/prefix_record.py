@@ -19,6 +19,9 @@ _SHORT, _SHORTS, _LONG = 128, 8, 512
 _CHUNKS = 65_536
 """Chunks remembered at most, of all workers together (some 20 MB)."""
 
+Cached = dict[InstanceId, int]
+"""Tokens of a prompt in each worker's cache; workers without any may be absent."""
+
 
 @dataclass(slots=True)
 class _Cache:
@@ -63,9 +66,9 @@ class PrefixRecord:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def cached(self, chain: Chain) -> dict[InstanceId, int]:
+    def cached(self, chain: Chain) -> Cached:
         """Return the tokens of this prompt in each worker's cache; unnamed workers have none."""
-        found: dict[InstanceId, int] = {}
+        found: Cached = {}
         request = chain.request
         if request.sampling.prompt_logprobs >= 0:  # every position is computed
             return found

@@ -66,8 +66,7 @@ def is_interrupted(sequence: Sequence) -> bool:
 
 
 def missed_first(now_s: float, sequence: Sequence) -> bool:
-    """Return whether the first token came, or can only come, after its TTFT; for a response with a deadline, whether it
-    would need twice the planned pace."""
+    """Return whether the first token missed its TTFT; with a deadline, whether it would need twice the planned pace."""
     if not is_promised(sequence):
         return False
     if sequence.output_tokens and not sequence.request.slo.ttft_s:

@@ -78,8 +78,8 @@ class ReportedQueue:
     def read(
         self, now_s: float, view: InstanceView, known: Mapping[RequestId, Known], *, anew: bool
     ) -> tuple[list[Prompt], list[Prompt], bool]:
-        """Read a report. Return prompts that left or changed, those that came in their place, and whether anything is
-        new. `anew`: forget the reports before."""
+        """Read a report. Return prompts that left or changed, prompts that came, whether anything is new. `anew`:
+        forget all."""
         queue, left, came = view.stats.queue, list[Prompt](), list[Prompt]()
         if anew:
             left = [entry.prompt for entry in self._entries.values() if entry.prompt is not None]

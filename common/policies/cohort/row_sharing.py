@@ -17,8 +17,7 @@ from cohort.common.sequence import Sequence
 
 
 def lasting_shape(running: Collection[Sequence], rows: int) -> BatchShape:
-    """Return a lasting iteration of `rows` of these, each at its predicted length, with the prompts of as many
-    newcomers as end, if they are alike."""
+    """Return a lasting iteration of `rows` of these at predicted lengths, with prompts alike of as many as end."""
     prompts = sum([sequence.request.prompt_tokens for sequence in running])
     responses = sum([max(1.0, sequence.predicted) for sequence in running])
     count = max(1, len(running))

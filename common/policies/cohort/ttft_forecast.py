@@ -53,9 +53,8 @@ class Pace(NamedTuple):
         if share_s > 0.0 and chunk > self.least:  # where the line through the chunk, with the pairs, meets the aim
             chunk = max(self.least, chunk * self.token_s / (self.token_s + share_s))
         if chunk <= self.least:
-            iteration_s = step_seconds(
-                self.times, BatchShape(int(chunk), 1, int(chunk * pairs / tokens), rows, context)
-            )
+            shape = BatchShape(int(chunk), 1, int(chunk * pairs / tokens), rows, context)
+            iteration_s = step_seconds(self.times, shape)
         return max(1.0, tokens / chunk + 0.5 * min(1.0, behind / chunk)) * iteration_s
 
 
@@ -101,6 +100,5 @@ def memory_price_s(needed: float, variance: float, free: float, total: float) ->
 
 
 def transfer_fits(transfer_s: float, tokens: float, ahead_s: float) -> bool:
-    """Return whether a response keeps its mean TPOT if its second token is `transfer_s` late, each later one `ahead_s`
-    less."""
+    """Return whether the mean TPOT holds if the second token is `transfer_s` late, each later one `ahead_s` less."""
     return transfer_s <= max(0.0, tokens - 1.0) * ahead_s

@@ -38,9 +38,8 @@ class LearnedTimes(Learned):
         return self.note(ran.plan, ran.latency_s, geometry)
 
     def note(self, plan: IterationPlan, latency_s: float, geometry: KvGeometry) -> BatchShape | None:
-        """Record an iteration; return its shape, or None if nothing was learned: decode-only iterations with the last
-        one's rows, those with copies beside their rows (which of the two took the time is unknown), those with
-        drafts."""
+        """Record an iteration; return its shape, or None if nothing was learned: from decodes with the last ones' rows,
+        copies beside rows (which of the two took the time is unknown), drafts."""
         if plan.drafted:  # its drafts are priced by `common/policies/speculation.py`
             return None
         copies, rows = plan.copies, frozenset[Attempt]()

@@ -123,8 +123,7 @@ class ProfileTable:
         return len(self._cells) >= _FIRST_FIT
 
     def error_of(self, kind: IterationKind) -> float:
-        """Return the moving mean of |estimate / measured - 1| over this process' iterations of the kind; 0 before
-        any."""
+        """Return this process' moving mean of |estimate / measured - 1| for the kind; 0 before any."""
         return self._errors.get(kind, (0, 0.0))[1]
 
     def record(self, shape: BatchShape, seconds: float) -> None:

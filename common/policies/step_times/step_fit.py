@@ -29,8 +29,7 @@ _MIXED, _COPY = 6, 7
 def fit_step_times(
     shapes: Sequence[BatchShape], seconds: Sequence[float], weights: Sequence[float], start: StepTimes | None = None
 ) -> StepTimes:
-    """Fit the constants to the measured iterations, in logarithms. With few of these the rest stays near `start` (or a
-    guess). Raises `ValueError` without any."""
+    """Fit the constants, in logarithms; few points leave the rest near `start` (or a guess). Raises `ValueError`."""
     if not shapes:
         raise ValueError("no measured iterations to fit")
     points = _Points.of(shapes, seconds)
@@ -71,8 +70,7 @@ def fit_step_times(
 
 @dataclass(frozen=True, slots=True)
 class _Points:
-    """Measured iterations, by column; `log_s`: logarithm of their seconds. `runs`, `mixed`: 1 where rows ran at all,
-    where prompts and decodes did."""
+    """Measured iterations, by column; `runs`, `mixed`: 1 where rows ran at all, where prompts and decodes did."""
 
     tokens: _Array
     rows: _Array

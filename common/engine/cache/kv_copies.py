@@ -1,10 +1,11 @@
 """A plan's copies between device and host memory: before its rows, or concurrent with them (R12).
 
 Called by the worker loop on the engine thread. Decides nothing: which copy may run beside the rows is in the plan. On a
-processor a thread makes the concurrent ones; on a GPU all are on a stream of their own, ordered by marks and awaited
-once. What goes out before the rows, because they write over it, is gathered on the GPU first (`STAGED_BYTES` at most):
-the rows wait for that alone, and its way over the host link runs beside them. A copy's way through host memory has a
-part that the processor does: out of the host pool before the copy starts, into it when the copy has arrived.
+processor, and in a rank that follows, a thread makes the concurrent ones. On a GPU all are on a stream of their own,
+ordered by marks and awaited once. What goes out before the rows, because they write over it, is gathered on the GPU
+first (`STAGED_BYTES` at most): the rows wait for that alone, and its way over the host link runs beside them. A copy's
+way through host memory has a part that the processor does: out of the host pool before the copy starts, into it when
+the copy has arrived.
 """
 
 from __future__ import annotations
@@ -12,17 +13,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
 from cohort.common.engine.cache.kv_tensors import KvTensors
-from cohort.common.engine.device.streams import Stream
+from cohort.common.engine.device.streams import Stream, stream_for
 from cohort.common.policies.kv_interface import KvCopy, goes_beside
 
 
 class KvCopier:
-    """The copier of a processor, with a thread of its own."""
+    """The copier of a processor, and of a rank that follows, with a thread of its own."""
 
     def __init__(self, kv: KvTensors) -> None:
         self._kv = kv
@@ -30,7 +30,7 @@ class KvCopier:
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="kv-copies", initializer=torch.set_num_threads, initargs=(1,)
         )
-        self._stream: Any = None
+        self._stream = stream_for(kv.device)
 
     @contextlib.contextmanager
     def around(self, copies: Iterable[KvCopy]) -> Iterator[None]:
@@ -44,7 +44,7 @@ class KvCopier:
         if not beside:
             yield
             return
-        pending = self._thread.submit(self._perform_all, beside)
+        pending = self._thread.submit(self._perform_on_thread, beside)
         try:
             yield
         finally:
@@ -53,17 +53,10 @@ class KvCopier:
     def close(self) -> None:
         self._thread.shutdown(wait=True)
 
-    def _perform_all(self, copies: list[KvCopy]) -> None:
-        with torch.inference_mode(), self._own_stream():
+    def _perform_on_thread(self, copies: list[KvCopy]) -> None:
+        with torch.inference_mode(), self._stream.use():
             for copy in copies:
                 self._perform(copy)
-
-    def _own_stream(self) -> contextlib.AbstractContextManager[Any]:
-        if self._kv.device.type != "cuda":
-            return contextlib.nullcontext()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._kv.device)  # type: ignore[no-untyped-call]
-        return torch.cuda.stream(self._stream)
 
     def _perform(self, copy: KvCopy) -> None:
         kv, pairs = self._kv, (copy.device, copy.host)

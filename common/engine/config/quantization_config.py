@@ -65,10 +65,6 @@ class CodeLayout:
     offsets: bool
     reordered: bool = False
 
-    @property
-    def of_mxfp4(self) -> bool:
-        return self.floating and self.bits == 4
-
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
@@ -118,7 +114,8 @@ def keeps_codes(device_type: str, dtype: str, codes: CodeLayout | None = None, *
         return False
     if codes is None:
         return True
-    if codes.reordered or (codes.of_mxfp4 and device_type == "cpu"):
+    mxfp4 = codes.floating and codes.bits == 4
+    if codes.reordered or (mxfp4 and device_type == "cpu"):
         return False
     if device_type == "cuda":
         return tiled(bits=codes.bits, group=codes.group, inputs=codes.inputs)

@@ -16,7 +16,6 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -183,7 +182,8 @@ class EagleHead:
             self._fc = files.linear([fc], [hidden], 2 * hidden, bias=f"{fc}.bias" in names)
             self._normed = f"{prefix}layers.0.input_layernorm.weight" in names
             self._layer = read_layer(files, geometry, f"{prefix}layers.0.", 0, input_norm=self._normed)
-            if count := draft_vocabulary(load.folder):
+            config = json.loads((load.folder / "config.json").read_text(encoding="utf-8"))
+            if 0 < (count := int(config.get("draft_vocab_size") or 0)) < int(config["vocab_size"]):
                 self.last_product = files.linear(["lm_head"], [count], hidden)
                 offsets = names.read("d2t", (count,), torch.int64, load.device)
         if self.last_product is not None:
@@ -209,13 +209,6 @@ class EagleHead:
         activated = residual.new_empty((len(qkv), g.intermediate_size))
         layer.mlp.add_into(normed, activated, residual)
         return residual
-
-
-def draft_vocabulary(folder: Path) -> int:
-    """Return the number of tokens that a head drafts from, as its configuration says; 0 = all of the model's."""
-    read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    count = int(read.get("draft_vocab_size") or 0)
-    return count if count < int(read["vocab_size"]) else 0
 
 
 def module_geometry(geometry: ModelGeometry) -> ModelGeometry:

@@ -216,10 +216,6 @@ class LayerArithmetic:
         write_kv(latent, latent, kv, index, step.slot_mapping)
 
 
-def _query_modules(latent: LatentGeometry) -> list[str]:
-    return ["self_attn.q_a_proj", "self_attn.q_b_proj"] if latent.query_rank else ["self_attn.q_proj"]
-
-
 def _biased(geometry: ModelGeometry, latent: LatentGeometry) -> list[str]:
     """Return the modules with a bias, where attention has any."""
     if not geometry.qkv_bias:
@@ -232,9 +228,9 @@ def _tensor_names(files: Weights, geometry: ModelGeometry, prefix: str) -> list[
     """Return every tensor the configuration implies but lm_head, which is tied where it is absent."""
     latent, mixture = geometry.latent, geometry.experts
     assert latent is not None
-    modules = ["input_layernorm", "post_attention_layernorm", *_query_modules(latent), "self_attn.kv_a_proj_with_mqa"]
-    modules += ["self_attn.kv_a_layernorm", "self_attn.kv_b_proj", "self_attn.o_proj"]
-    modules += ["self_attn.q_a_layernorm"] if latent.query_rank else []
+    queries = ["q_a_proj", "q_b_proj", "q_a_layernorm"] if latent.query_rank else ["q_proj"]
+    attention = [*queries, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"]
+    modules = ["input_layernorm", "post_attention_layernorm", *(f"self_attn.{module}" for module in attention)]
     per_layer = [f"{module}.weight" for module in modules]
     per_layer += [f"{module}.bias" for module in _biased(geometry, latent)]
     names = [f"{prefix}embed_tokens.weight", f"{prefix}norm.weight"]

@@ -20,7 +20,8 @@ def test_the_same_cores_are_the_same_device_in_every_process_and_others_are_not(
     """The other does without torch, which takes seconds to import and has no part in this."""
     cpu = torch.device("cpu")
     program = (
-        "import sys, types; sys.modules['torch'] = torch = types.SimpleNamespace(type='cpu'); "
+        "import sys, types; torch = types.SimpleNamespace(type='cpu', float32=1, bfloat16=2, float16=3); "
+        "sys.modules['torch'] = torch; "
         "from cohort.common.engine.device.device_name import device_name, own_cores; "
         "print(device_name(torch, own_cores(), threads=999, instance='other'))"
     )

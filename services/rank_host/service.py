@@ -23,9 +23,8 @@ from cohort.common.devices.inventory import this_machine
 from cohort.common.engine.device.device_name import own_cores
 from cohort.common.engine.ranks.followers import start_rank
 from cohort.common.engine.ranks.rank_hosts import Place, group_on_hosts, join_of, own_interface
-from cohort.common.engine.worker.devices import WorkerDevice, claim_device
+from cohort.common.engine.worker.devices import WorkerDevice, claim_device, model_folder
 from cohort.common.engine.worker.follower_process import follow_elsewhere
-from cohort.common.engine.worker.worker_process import model_folder
 from cohort.common.errors import ConfigError, ModelError, NoDeviceLeft
 from cohort.common.http import exposure
 from cohort.common.keys.private_files import keep_private

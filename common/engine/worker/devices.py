@@ -106,11 +106,15 @@ def torch_gpus() -> list[TorchGpu]:
     return found
 
 
+def model_folder(config: Config) -> Path:
+    return Path(config.model.path) if config.model.path else paths.default_model_dir()
+
+
 def worker_degree(config: Config, instance: str, role: Role) -> int:
     """Return the worker's number of ranks. The launcher has settled it; a worker started on its own determines it here.
     Raises `ConfigError`, `ModelError`."""
     group = config.worker_group(instance, role)
-    model_dir = Path(config.model.path) if config.model.path else paths.default_model_dir()
+    model_dir = model_folder(config)
     if group.tensor_parallel == 1 or not model_dir.is_dir():
         return 1
     device = checked_device(config)
@@ -123,7 +127,7 @@ def candidates(config: Config, device: torch.device, gpus: list[TorchGpu], degre
     one worker's part is known. Raises `ConfigError` if it fits none."""
     if device.index is not None:
         gpus = [gpu for gpu in gpus if gpu.index == device.index]
-    model_dir = Path(config.model.path) if config.model.path else paths.default_model_dir()
+    model_dir = model_folder(config)
     if not gpus or not model_dir.is_dir():
         return gpus  # `load_runner` says what is wrong
     wanted = need(config, model_dir, read_geometry(model_dir, config.model.quantization), degree)

@@ -27,7 +27,7 @@ from cohort.common.config import load_config
 from cohort.common.engine.config.model_shape import model_shape
 from cohort.common.engine.config.quantization_config import keeps_codes, mxfp4_codes
 from cohort.common.engine.runner.model_runner import ModelRunner
-from cohort.common.engine.step.batch import StepBatch, trial_batch
+from cohort.common.engine.step.batch import GREEDY, StepBatch
 from cohort.common.engine.worker.worker_process import load_runner
 from cohort.common.errors import CohortError
 
@@ -88,8 +88,7 @@ def step_batch(shape: StepShape, *, block_size: int, num_blocks: int, vocabulary
     counts = [shape.tokens_per_row] * shape.rows + [1] * shape.decodes
     contexts = [shape.context] * shape.rows + [shape.decode_context] * shape.decodes
     held = [-(-context // block_size) for context in contexts]
-    uniform = trial_batch(1, 1, 1, block_size=block_size, num_blocks=num_blocks)
-    if uniform is None or sum(held) > num_blocks or any(map(int.__lt__, contexts, counts)):
+    if sum(held) > num_blocks or any(map(int.__lt__, contexts, counts)):
         return None
     tables = np.zeros((len(counts), max(held)), dtype=np.int32)
     for row, (first, count) in enumerate(zip(np.cumsum([0, *held[:-1]]), held, strict=True)):
@@ -108,7 +107,7 @@ def step_batch(shape: StepShape, *, block_size: int, num_blocks: int, vocabulary
         directions=None,
         slot_mapping=np.concatenate(slots),
         sample_rows=np.arange(len(counts), dtype=np.int32),
-        sampling=uniform.sampling * len(counts),
+        sampling=(GREEDY,) * len(counts),
     )
 
 
@@ -189,6 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"cohort profile: {error}\n")
         return 2
     memory_bytes, units = _device(runner, options.threads)
+    geometry = runner.geometry
+    coded = geometry.family == "gpt_oss" and keeps_codes(runner.device.type, runner.dtype, mxfp4_codes())
     profile = Profile(
         options.model_name,
         platform.processor() or platform.machine(),
@@ -197,17 +198,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.threads,
         points,
         str(Path(config.model.path or paths.default_model_dir()).absolute()),
-        _shape(options.model_name, runner),
+        model_shape(options.model_name, geometry, runner.dtype, runner.kv_dtype, mxfp4=coded),
         memory_bytes,
         units,
     )
     options.output.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
     return 0
-
-
-def _shape(name: str, runner: ModelRunner) -> dict[str, Any]:
-    coded = runner.geometry.family == "gpt_oss" and keeps_codes(runner.device.type, runner.dtype, mxfp4_codes())
-    return model_shape(name, runner.geometry, runner.dtype, runner.kv_dtype, mxfp4=coded)
 
 
 def _device(runner: ModelRunner, threads: int) -> tuple[int, int]:

@@ -44,6 +44,7 @@ from cohort.common.engine.worker.devices import (
     claim_device,
     engine_facts,
     engine_warnings,
+    model_folder,
 )
 from cohort.common.engine.worker.engine_threads import host_of
 from cohort.common.engine.worker.learned_state import LearnedState
@@ -108,10 +109,6 @@ def capacity_of(
         window=geometry.window,
         groups=geometry.groups,
     )
-
-
-def model_folder(config: Config) -> Path:
-    return Path(config.model.path) if config.model.path else paths.default_model_dir()
 
 
 def load_runner(

@@ -397,12 +397,12 @@ def test_the_pace_of_prompts_is_told_by_iterations_behind_which_one_waited() -> 
     policy.add(0.0, promised("alone", 60, ttft_s=9.0))
     step(policy, kv, latency_s=0.5)
     decide(policy, kv, 0.0)
-    assert policy._pace.token_s == 0.0
+    assert policy._token_pace.each_s == 0.0
     policy.add(0.0, promised("p", 300, ttft_s=9.0))
     step(policy, kv, latency_s=0.05)
     step(policy, kv, latency_s=0.1)
     decide(policy, kv, 0.0)
-    assert policy._pace.token_s == pytest.approx((0.9 * 0.05 + 0.1) / (0.9 * 99 + 99), rel=0.05)
+    assert policy._token_pace.each_s == pytest.approx((0.9 * 0.05 + 0.1) / (0.9 * 99 + 99), rel=0.05)
 
 
 REQUESTS = st.lists(

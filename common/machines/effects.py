@@ -28,8 +28,7 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Wake(msgspec.Struct, frozen=True):
-    """Send a `Tick` at this time (seconds of the host's clock), or as soon after it as possible. Replaces an earlier
-    `Wake`."""
+    """Send a `Tick` at this time (seconds of the host's clock), or soon after it. Replaces an earlier `Wake`."""
 
     at_s: float
 
@@ -44,8 +43,8 @@ class StartStep(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Move of `num_blocks` consecutive blocks from `source` to `target`: block numbers of the sender and of the
-    receiver."""
+    """Move of `num_blocks` consecutive blocks from `source` to `target`, the sender's and the receiver's block
+    numbers."""
 
     tag: int
     source: int
@@ -137,8 +136,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class ManagerFound(msgspec.Struct, frozen=True):
-    """First reply of a manager incarnation, or a manager's start to lead. `outstanding`: requests owned at that
-    time."""
+    """First reply of a manager incarnation, or its start to lead. `outstanding`: requests owned at that time."""
 
     incarnation: int
     outstanding: int

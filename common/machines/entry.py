@@ -46,8 +46,7 @@ class Entry:
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Log-probabilities of the prompt's tokens from the second on, if requested; complete with the first output
-    token."""
+    """Log-probabilities of the prompt from its second token on, if requested; complete with the first output token."""
     facts: LengthFacts | None = None
     """Facts for the length predictor; one object for all choices of a prompt."""
     asked_as: RequestId = ""
@@ -86,8 +85,7 @@ class Entry:
     forecast_s: float = 0.0
     """Predicted TTFT for which the request was refused or demoted."""
     happenings: list[Happening] = field(default_factory=list, compare=False)
-    """Submissions, placements, starts and losses of the request, for people: no part of its state. At most
-    `MOST_MOMENTS`."""
+    """Submissions, placements, starts and losses of the request, for people only. At most `MOST_MOMENTS`."""
     prompt_tokens: int = field(init=False)
     most_tokens: int = field(init=False)
     stop_ids: tuple[int, ...] = field(init=False)

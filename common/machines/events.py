@@ -40,8 +40,7 @@ class Tick(_Event, frozen=True):
 
 
 class PeerLost(_Event, frozen=True):
-    """End of a peer's connection that was not restored at once: the peer died or is unreachable. May be wrong: a peer
-    that sends again lives."""
+    """End of a peer's connection: the peer died or is unreachable. May be wrong: a peer that sends again lives."""
 
     peer: InstanceId
 
@@ -70,7 +69,7 @@ class DrainEnded(_Event, frozen=True):
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):
-    """Token that the forward pass sampled for one sequence. With `failure`: the reason why there is none and never will
+    """Token that the forward pass sampled for one sequence. `failure`: the reason why there is none and never will
     be."""
 
     attempt: Attempt

@@ -23,8 +23,7 @@ from cohort.common.types import InstanceId
 
 
 class _Header(msgspec.Struct, frozen=True, tag_field="machine"):
-    """Constructor arguments of a machine, as data. Policies are built from `config`, the whole configuration as YAML
-    (`config_text`)."""
+    """Constructor arguments of a machine, as data. Policies are built from `config`, which is YAML (`config_text`)."""
 
 
 class WorkerHeader(_Header, frozen=True, tag="worker"):
@@ -104,8 +103,7 @@ def describe_error(error: Exception) -> str:
 
 
 class Recorded(Generic[Event, Effect]):
-    """Recording machine in place of a machine. Made before its first event; only it calls the machine's own
-    `handle`."""
+    """Recording machine in place of one. Made before its first event; only it calls the machine's own `handle`."""
 
     def __init__(self, machine: Machine[Event, Effect], header: Header, write: Callable[[bytes], object]) -> None:
         self._handle = machine.handle

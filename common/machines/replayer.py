@@ -33,8 +33,7 @@ _ROW = re.compile(r"\[\d+, \d+\)$")
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """Result of a replay. `plans`: steps that a worker started; `rows`: their rows. `difference`: the first one; "" if
-    everything was equal."""
+    """Result of a replay. `plans`: steps that a worker started; `rows`: theirs. `difference`: the first one, or ""."""
 
     instance: str
     calls: int
@@ -79,8 +78,7 @@ class Replay:
         self._events = msgspec.json.Decoder(list[events_type])  # type: ignore[valid-type]
 
     def steps(self) -> Iterator[Step]:
-        """Yield every call in order, once. After the first difference the machine's state is another one than was
-        recorded."""
+        """Yield every call in order, once. After the first difference the machine's state is not the recorded one."""
         calls = msgspec.json.Decoder(Call)
         for number, line in enumerate(self._lines, start=2):
             try:

@@ -67,8 +67,7 @@ attention and the copy of its result."""
 EXPERT_LAUNCHES = 15
 """Further launches per layer with a mixture of experts: routing, sorting, two grouped products, the weighted sum."""
 LATENT_LAUNCHES = 5
-"""Further launches per layer of latents: two products of all heads, the query's rotated part, norms of latent and
-query."""
+"""Further launches per layer of latents: two products of all heads, the query's rotated part, two norms."""
 GENERIC_LAUNCHES = 45
 """Launches per layer of a transformers model: one per operation of its Python code."""
 FAST_BYTES_S, FAST_OPERATIONS_S = 4.3e12, 7.9e14
@@ -84,7 +83,7 @@ class Launched:
     _over: Callable[[], None] | None = None
 
     def finish(self) -> StepOutput:
-        """Wait for the device and return its answer. Everything the step wrote is there afterwards, KV included. Any
+        """Wait for the device and return its answer. Everything the step wrote is then there, KV included. Any
         thread."""
         self._mark.wait()
         if self._over is not None:
@@ -107,8 +106,7 @@ class StepLimits(NamedTuple):
 
 
 class DeviceSteps:
-    """Steps on a GPU. `launch` only after the step before the last one has finished: one runs, and one is queued after
-    it."""
+    """Steps on a GPU: at most one runs, and one is queued after it (`launch` when the one before both has finished)."""
 
     def __init__(
         self,
@@ -323,8 +321,8 @@ class DeviceSteps:
         self._uploads.restart()
 
     def _taken(self, batch: StepBatch) -> StepClass:
-        """Return the class that computes a batch. What is recorded knows no adapters: a step with any is launched
-        kernel by kernel."""
+        """Return the class that computes a batch. A step with adapters, which recordings lack, is launched by
+        kernels."""
         if batch.adapters:
             return None
         rows_class = self.decode.takes(batch)
@@ -401,8 +399,7 @@ def launch_s(geometry: ModelGeometry) -> float:
 
 
 def device_s(geometry: ModelGeometry, element_bytes: int, tokens: int) -> float:
-    """Return a lower bound of a fast GPU's time for the products of a step of `tokens` tokens; attention is left
-    out."""
+    """Return a lower bound of a fast GPU's time for a step's products of `tokens` tokens, without attention."""
     g = geometry
     matrices = 2 if g.family == "opt" else 3
     layer = g.hidden_size * ((2 * g.num_heads + 2 * g.num_kv_heads) * g.head_dim + matrices * g.intermediate_size)

@@ -137,8 +137,7 @@ class StaticDecode(StaticSteps[int]):
         self._steps |= record_all("decode steps", wanted, self._step, recorder, budget, first_estimate_bytes)
 
     def takes(self, batch: StepBatch) -> int | None:
-        """Return the class that computes this batch; None if it has other than one token per row, or no class holds
-        it."""
+        """Return the class that computes this batch; None for other than one token per row, or if no class holds it."""
         if batch.num_tokens != batch.num_rows or batch.scoring:
             return None
         if batch.block_tables.shape[1] > self._width:
@@ -155,8 +154,8 @@ class StaticDecode(StaticSteps[int]):
         return self._steps[rows_class]()
 
     def sample(self, batch: StepBatch, rows_class: int, done: StepResult) -> SampledOnDevice | None:
-        """Sample after `run`; the tokens are then on their way to the host. None if the tables have no memory for what
-        these rows need."""
+        """Sample after `run`; the tokens are then on their way to the host. None if the tables are too small for the
+        rows."""
         if not self.sampler.takes(batch.sampling):
             return None
         self.sampler.fill(batch.sampling, batch.sample_rows, rows_class)

@@ -77,8 +77,7 @@ class StaticMixed(StaticSteps[MixedClass]):
 
     def run(self, batch: StepBatch, mixed: MixedClass, before: Tensor | None = None) -> StepResult:
         """Launch the step. The first rows of its result are the batch's sampled ones, in order. The step before it may
-        still run, the one before that must be over. `before`: sampled tokens on the device that `token_source` takes
-        from."""
+        still run, the one before that must be over. `before`: sampled tokens that `token_source` takes from."""
         awaited = self._fill(batch, mixed)
         if before is not None:
             there = self._buffers.there

@@ -208,7 +208,7 @@ class Followers:
             loop.add_reader(descriptor, self.end, f"rank {follower.rank} has ended")
 
     def end(self, reason: str) -> None:
-        """End the group, this process with it, at once: a step that some ranks have begun can never be finished. On any
+        """End the group, with this process, at once: a step that some ranks have begun can never be finished. Any
         thread."""
         if self._closing:
             return

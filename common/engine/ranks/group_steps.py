@@ -103,8 +103,7 @@ class GroupSteps:
 
     @property
     def widest(self) -> ModelGeometry:
-        """Geometry of rank 0, which computes the most if columns do not divide evenly: by it all ranks estimate
-        alike."""
+        """Geometry of rank 0, which computes the most if columns do not divide evenly: all ranks estimate by it."""
         share = self._ranks.share
         return RankShare(share.geometry, 0, share.degree).working
 
@@ -113,8 +112,8 @@ class GroupSteps:
         return self._deadlines.begin()
 
     def tell(self, batch: StepBatch, taken: StepClass, before: Tensor | None = None) -> None:
-        """Let the others launch the step with rank 0. `before`: tokens that the step before samples, if this one awaits
-        them. Raises `RankLost`."""
+        """Let the others launch the step. `before`: tokens of the step before that this one awaits. Raises
+        `RankLost`."""
         if self._followers is not None:
             with self._in_step():
                 self._followers.step(batch, taken, 0 if before is None else len(before))

@@ -40,8 +40,7 @@ _MOST_WAIT_S = 300.0
 
 
 class Join(msgspec.Struct, frozen=True):
-    """Identity and facts of a rank. `code`, `model`: digests. `bind`, `advertise`: of its own KV link, "" without
-    TCP."""
+    """Facts of a rank. `code`, `model`: digests. `bind`, `advertise`: of its own KV link, "" without TCP."""
 
     version: str
     code: str
@@ -121,8 +120,7 @@ class RanksElsewhere:
         return self._wire.why_lost(rank)
 
     def watch(self, lost: Callable[[int, str], None]) -> None:
-        """Call `lost` (rank, reason) on another thread for each rank that is lost; at once for one that is lost
-        already."""
+        """Call `lost` (rank, reason) on another thread for each rank that is lost; at once for one lost already."""
         self._wire.lost = lost
         for rank in self.streams:
             if why := self._wire.why_lost(rank):
@@ -290,8 +288,7 @@ class StoreOfRankZero(dist.Store):  # type: ignore[misc, name-defined]  # torch'
 
 
 def answer(stream: socket.socket, store: Any) -> None:
-    """Answer one rank's calls until it has ended; a thread of rank 0 for each. `store`: a `HashStore` of all of
-    them."""
+    """Answer one rank's calls until it has ended, on a thread of its own. `store`: a `HashStore` of all of them."""
     try:
         while True:
             ask = _asks.decode(receive_frame(stream))

@@ -78,8 +78,7 @@ class RankMemory:
             self._cut.pop(known, None)
 
     def _part(self, keyed: Keyed, heads: Heads) -> Tensor:
-        """Return uint8 [blocks, layers, planes, heads, bytes of a block's head], the same from its first mention until
-        `drop`."""
+        """Return uint8 [blocks, layers, planes, heads, bytes of a block's head], the same until `drop`."""
         found = self._cut.get((keyed.key, heads))
         if found is None:
             _, layers, planes, _, *head = self._kv.blocks.shape

@@ -35,8 +35,7 @@ class RankLost(CohortError):
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """Data that a follower needs to load its share. `store`: a file, "" = rank 0 has it; `interface`: as in
-    `RankGroup`."""
+    """Data to load a follower's share. `store`: a file, "" = rank 0 has it; `interface`: as in `RankGroup`."""
 
     instance: str
     rank: int
@@ -57,8 +56,8 @@ class Compile(msgspec.Struct, frozen=True, tag=True):
 
 
 class Record(msgspec.Struct, frozen=True, tag=True):
-    """Command to record steps, together with rank 0; `Recorded` answers it. `classes`: decode steps of these batch
-    sizes only."""
+    """Command to record steps, together with rank 0; `Recorded` answers it. `classes`: decode steps of these sizes
+    only."""
 
     classes: tuple[int, ...] | None
 

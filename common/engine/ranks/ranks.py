@@ -49,8 +49,7 @@ _gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_
 class RankGroup:
     """Place in a group, before there is a model. `store`: a file that no group has used, the same for all ranks, or the
     store by which ranks of several hosts meet. `interface`: of the network that they exchange over; "" = loopback.
-    `meet` returns when every rank is about to connect. `failed` gets the reason why this rank is out of step with the
-    others."""
+    `meet` returns when every rank is about to connect. `failed` gets the reason why this rank is out of step."""
 
     rank: int
     degree: int
@@ -92,8 +91,7 @@ class Ranks:
             log.info("steps of ranks on a processor are not recorded: gloo exchanges there", degree=share.degree)
 
     def close(self) -> None:
-        """Leave the group, in a process that goes on without it. No step that was recorded with it may be left by then,
-        or NCCL waits for its end."""
+        """Leave the group, in a process that goes on. NCCL waits for the end of any step that was recorded with it."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -115,8 +113,7 @@ class Ranks:
             self._whole(rows)
 
     def keep_buffers(self) -> None:
-        """Fix the buffers, whose addresses recorded steps hold: from now on an exchange that needs larger ones is an
-        error."""
+        """Fix the buffers, whose addresses recorded steps hold: an exchange that needs larger ones is then an error."""
         self._kept = True
 
     def hand_out(self, tokens: Tensor) -> None:
@@ -164,8 +161,7 @@ class Ranks:
         residual.add_(total.to(residual.dtype))
 
     def whole_logits(self, part: Tensor) -> Tensor:
-        """Return float32 [S, vocabulary] from every rank's [S, its tokens] on rank 0, `part` on the others. It holds
-        until the next call."""
+        """Return float32 [S, vocabulary] of all ranks' `part` on rank 0, until the next call; `part` on the others."""
         rows, width, whole = len(part), self.share.vocabulary_part, self.share.geometry.vocab_size
         if not rows:
             return part if self.share.rank else part.new_empty((0, whole))

@@ -25,8 +25,7 @@ from cohort.common.engine.weights.weights import RandomWeights, WeightKind, Weig
 from cohort.common.errors import ModelError
 
 SHORT_ROW_BYTES = 16 << 10
-"""Length of a row up to which it is read whole and cut: a call for each part takes longer than its neighbours'
-bytes."""
+"""Length up to which a row is read whole and cut: a call for each part takes longer than its neighbours' bytes."""
 _PIECE_BYTES = 1 << 20
 
 
@@ -161,8 +160,7 @@ class _Slice:
             done += count
 
     def _at(self, index: int) -> tuple[int, int]:
-        """Return where the element of this index is in the stored tensor, and how many follow it there without a
-        gap."""
+        """Return where the element of this index is in the stored tensor, and how many follow without a gap."""
         whole = self._stored.shape
         width = math.prod(whole[self._part.axis + 1 :])
         before, index = divmod(index, self._part.extent * width)

@@ -221,9 +221,8 @@ def load_draft(plan: DraftPlan, config: Config, runner: ModelRunner) -> BatchDra
 
 
 def check_vocabulary(model_dir: Path, geometry: ModelGeometry, draft_dir: Path, draft: ModelGeometry) -> None:
-    """Raise `ConfigError` unless every token has the same id in both folders' tokenizers: a draft is a token of the
-    model that verifies it. If neither has one, the vocabularies must be of one size; tables may be longer than the
-    vocabulary (padding)."""
+    """Raise `ConfigError` unless every token has the same id in both folders' tokenizers: the model verifies drafts by
+    id. If neither has one, the vocabularies must be of one size; tables may be longer (padding)."""
     named, drafted = _tokens(model_dir), _tokens(draft_dir)
     refused = f"speculation.draft_model: {draft_dir.name} cannot draft for {model_dir.name}: "
     if (named is None) != (drafted is None):

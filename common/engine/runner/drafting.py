@@ -24,8 +24,7 @@ from cohort.common.types import Attempt, DraftSource
 _LEARNED_AT_ONCE = 256
 """Tokens of responses that are taken in after one step: half a millisecond."""
 _FIRST_TRUST, _NEW_TRUST, _TRUSTED = 0.5, 0.15, 0.5
-"""Confidence in lookups: initial value, weight of the latest token, and threshold from which no model is asked
-instead."""
+"""Confidence in lookups: initial value, weight of the latest token, and threshold that keeps the model uncalled."""
 
 
 class Drafter(Protocol):
@@ -121,9 +120,8 @@ class Drafting:
         return self.model is None or self._expected[sequence].trust >= _TRUSTED
 
     def _asked(self, row: Row, kv: KvAllocator, number: int) -> DraftRow:
-        """Return the request for one row. Drafts are drawn under the same penalties, with the numbers of the positions
-        that they are for, so that they are right whenever both models let the same token win. Grammars are the
-        verifying model's alone."""
+        """Return the request for one row. Drafts are drawn under the same penalties and with their positions' numbers,
+        so that they are right whenever both models let the same token win. Only the verifying model has grammars."""
         sequence, key = row.sequence, row.sequence.key
         params, inputs, first = sequence.request.sampling, sequence.sampling_inputs, len(sequence.tokens)
         bias, history = (None, None) if inputs is None else (inputs.bias, inputs.history)

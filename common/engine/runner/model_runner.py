@@ -220,8 +220,7 @@ class ModelRunner:
 
     def launch(self, batch: StepBatch) -> Launched | Done:
         """Start a step; its `finish`, on any thread, waits for it. On a processor it is done when this returns. With a
-        `token_source` it runs after the one that was launched last and may not have finished; the one before that must
-        have."""
+        `token_source` it runs after the last launched one, which may not have finished; the one before must have."""
         before, self._sampled = self._sampled, None
         try:
             if before is not None:
@@ -278,8 +277,7 @@ class ModelRunner:
         return joined(*outputs)
 
     def use_grammars(self) -> None:
-        """Read the tokenizer for requests with a grammar: it takes a few tenths of a second, for which none should
-        wait."""
+        """Read the tokenizer for requests with a grammar: a few tenths of a second, for which none should wait."""
         self._grammars = GrammarMasks.of_model(self._model_dir, self.geometry.eos_token_ids, self.geometry.vocab_size)
 
     def sampled_states(self, sampled: int) -> npt.NDArray[np.float16] | None:
@@ -374,8 +372,7 @@ class ModelRunner:
 
     def _execute_and_score(self, batch: StepBatch, inputs: StepInputs) -> StepOutput:
         """Compute a step and score its prompts. A whole prompt's logits may exceed the device, so those of `max_rows`
-        tokens exist at a time. For more of them the forward runs again, over the same tokens: it writes the same KV,
-        and scoring is rare."""
+        tokens exist at a time. For more the forward runs again over the same tokens: it writes the same KV."""
         sampled = len(inputs.sample_index)
         pairs = ((target, row.top) for row in batch.scoring for target in row.targets)
         scores: list[TokenLogprobs] = []
@@ -452,8 +449,7 @@ class ModelRunner:
         return store, store.most_bytes(options.held)
 
     def _prepare_thread(self) -> None:
-        """Set the number of OpenMP threads and the current GPU, which torch stores per thread, where a step will
-        run."""
+        """Set the number of OpenMP threads and the current GPU where a step will run: torch stores them per thread."""
         if self._prepared_thread != threading.get_ident():
             if self._threads:
                 torch.set_num_threads(self._threads)

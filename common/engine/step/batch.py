@@ -22,10 +22,9 @@ Uint8Array = npt.NDArray[np.uint8]
 @dataclass(slots=True, unsafe_hash=True)
 class SamplingRow:
     """Sampling of one row's next token; `position` is that token's. Never changed; not frozen, because a step makes one
-    per row and a frozen one takes twice as long to make. `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and
-    the neutral penalties switch themselves off. `banned` are ids that must not come yet (the end tokens while
-    min_tokens is not reached). `logprobs`: -1 none, k ≥ 0 the sampled token's log-probability and the k likeliest
-    ones."""
+    per row and a frozen one takes twice as long. `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the
+    neutral penalties switch themselves off. `banned` ids must not come yet (the end tokens until min_tokens).
+    `logprobs`: -1 none, k ≥ 0 the sampled token's log-probability and the k likeliest ones."""
 
     seed: int
     position: int
@@ -49,8 +48,7 @@ class SamplingRow:
     if all of these are right. Empty if the row has neither."""
 
     def look_back(self, token: int) -> None:
-        """Apply the token before this one, which has just been sampled, to penalties and grammar; once, however often
-        this is called."""
+        """Apply the token before this one, just sampled, to penalties and grammar; once, however often called."""
         if self.awaits:
             if self.history is not None and self.history.output_tokens < self.awaits:
                 self.history.catch_up([token])
@@ -259,8 +257,7 @@ class StepOutput:
 def trial_batch(
     rows: int, tokens_per_row: int, context: int, *, block_size: int, num_blocks: int, groups: int = 1
 ) -> StepBatch | None:
-    """Return a greedy batch over the first blocks, for warming up and measuring; None if the cache cannot hold it.
-    `groups` of layers."""
+    """Return a greedy batch over the first blocks, for warming up and measuring; None if the cache cannot hold it."""
     blocks_per_row = -(-context // block_size)
     if groups * rows * blocks_per_row > num_blocks or context < tokens_per_row:
         return None

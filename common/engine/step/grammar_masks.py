@@ -85,8 +85,7 @@ class GrammarMasks:
         return masks
 
     def _fill(self, bits: Int32Array, inputs: GrammarInputs, row: SamplingRow) -> str:
-        """Set the row's bits. Return why it can have no token, or "". After drafts that is nothing against the grammar:
-        one of them may be wrong."""
+        """Set the row's bits. Return why it can have no token, or "". After drafts that holds for this row alone."""
         try:
             matcher = self._matcher(inputs)
             began_s = time.thread_time()

@@ -29,12 +29,11 @@ GREEDY_BELOW = 1e-5
 """Temperature under which sampling is greedy: dividing by it leaves nothing but the maximum in float32."""
 
 NEGLIGIBLE = 2.0**-53 / 37.0
-"""Weight under which a token loses any race in which the likeliest weighs 1: that token needs 36.8 at most, any token
-2**-53 at least."""
+"""Weight under which a token loses any race against weight 1, which needs 36.8 at most; any token needs 2**-53."""
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> StepOutput:
-    """Return one token per row of float32 logits [S, vocabulary]; the logits stay as they are. `masks`: if a row has a
+    """Return one token per row of float32 logits [S, vocabulary], which stay as they are. `masks`: of rows with
     grammar."""
     tokens = _likeliest(logits) if rows else np.empty(0, dtype=np.int64)
     for index, row in enumerate(rows):
@@ -52,8 +51,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None
 
 
 def _likeliest(logits: Tensor) -> npt.NDArray[np.int64]:
-    """Return each row's largest logit, the first of equals. On the CPU NumPy finds it as fast and allocates no
-    tensor."""
+    """Return each row's largest logit, the first of equals. On the CPU NumPy is as fast and allocates no tensor."""
     if logits.is_cpu:
         found: npt.NDArray[np.int64] = logits.numpy().argmax(axis=1)
         return found
@@ -87,8 +85,8 @@ def _adjusted(logits: Tensor, row: SamplingRow) -> Tensor:
 
 
 def _penalise(logits: Tensor, row: SamplingRow, history: TokenHistory) -> None:
-    """Apply penalties: repetition looks at prompt and output (as transformers does), the others at the output (as
-    OpenAI does)."""
+    """Apply penalties: repetition to prompt and output (as transformers does), the others to the output (as OpenAI
+    does)."""
     if row.repetition_penalty != 1.0:
         ids = torch.from_numpy(history.seen_with(row.ahead)).to(logits.device)
         values = logits[ids]

@@ -45,8 +45,7 @@ class _HostSide:
 
 
 class StandingInputs:
-    """Inputs at fixed addresses. `layout`: name, dtype and count of every number, int64 before int32; `there` has them
-    on the device."""
+    """Inputs at fixed addresses: the host's numbers by `layout`, int64 before int32; `there` has them on the device."""
 
     def __init__(
         self, layout: Layout, *, rows: int, width: int, spare_block: int, device: torch.device, groups: int = 1
@@ -60,8 +59,7 @@ class StandingInputs:
         self.tables = torch.full((groups, rows, width), spare_block, dtype=torch.int32, device=device)
 
     def next_numbers(self) -> Numbers:
-        """Return the host's numbers of the step that begins here; they still hold those of the step before the last
-        one."""
+        """Return the host's numbers of the step that begins here, still those of the step before the last one."""
         self._host, self._other_host = self._other_host, self._host
         return self._host.numbers
 

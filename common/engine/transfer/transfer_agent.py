@@ -384,7 +384,7 @@ class TransferAgent:
 
     async def _quarantine(self, blocks: int, failure: BufferStranded) -> None:
         """Wait for the link to release the run's blocks, which stay out of use until then; the run is reported
-        afterwards."""
+        later."""
         self.quarantined_blocks += blocks
         self._metrics.quarantined_blocks().set(self.quarantined_blocks)
         structlog.get_logger(__name__).error(
@@ -408,8 +408,7 @@ class _Sums:
         self._computing: asyncio.Task[None] | None = None
 
     async def of(self, message: Message, like: int) -> int:
-        """Return the sum in the form that `like` has. On return or raise, also when cancelled, nothing reads the
-        message's blocks."""
+        """Return the sum in the form of `like`. Nothing reads the message's blocks afterwards, also when cancelled."""
         if not self._memory.on_device and message.num_blocks * self._memory.block_bytes <= _INLINE_BYTES:
             return self._memory.sums([message], [like])[0]
         loop = asyncio.get_running_loop()

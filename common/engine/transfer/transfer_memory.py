@@ -37,8 +37,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Unit of the link's work: one span as it lies, or several that lie one after the other in a slot. `ranks`: of the
-    worker at the other end."""
+    """Unit of the link's work: one span as it lies, or several in a slot. `ranks`: of the worker at the other end."""
 
     spans: tuple[Span, ...]
     slot: int | None = None
@@ -50,16 +49,14 @@ class Message:
 
 
 class RunMemory(Protocol):
-    """Memory of runs. `on_device`: the blocks, and the slots with them, are not the processor's to read. `ranks`: of
-    this worker."""
+    """Memory of runs. `on_device`: blocks and slots are not the processor's to read. `ranks`: of this worker."""
 
     on_device: bool
     ranks: int
     block_bytes: int
 
     def ranks_at(self, address: bytes) -> int:
-        """Return the number of ranks of the worker at this address; 1 for what is no address, which the link
-        refuses."""
+        """Return the number of ranks of the worker at this address; 1 for no address, which the link refuses."""
 
     def in_parts(self, message: Message) -> bool:
         """Return whether it always goes by way of `outgoing` and `scatter`, and `sums` does not take it."""

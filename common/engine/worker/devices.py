@@ -49,7 +49,7 @@ class TorchGpu:
 
 
 class Claimed(NamedTuple):
-    """Claimed GPU. `share`: stored as long as this process lives."""
+    """Claimed GPU. `share`: held as long as this process lives."""
 
     gpu: TorchGpu
     share: Held
@@ -88,7 +88,7 @@ def torch_facts() -> TorchFacts:
 
 
 def checked_device(config: Config) -> torch.device:
-    """Return `engine.device` as torch knows it. Raises `ConfigError` rather than fall back to the CPU, or to slow
+    """Return `engine.device` as torch knows it. Raises `ConfigError` rather than fall back to the CPU or slow
     kernels."""
     if config.engine.device != "cpu" and (reason := unusable_gpu(config.engine.device, torch_facts())):
         raise ConfigError(reason)
@@ -159,8 +159,8 @@ def wish_for(config: Config, instance: str, default_role: Role, visible: int) ->
 
 
 def pipeline_id(config: Config) -> str:
-    """Return an id that all workers of a pipeline share and no others: a hash of the manager's address and the
-    cluster's key."""
+    """Return an id that only the workers of this pipeline share: a hash of the manager's address and the cluster's
+    key."""
     file = config.security.curve_secret_key_file
     key = Path(file).read_bytes() if file and Path(file).is_file() else b""
     told = f"{config.endpoints.manager} {config.gateway.port}".encode()
@@ -253,8 +253,7 @@ def _ranks(runner: ModelRunner) -> str:
 
 
 def _prefill_attention(runner: ModelRunner, *, served: bool) -> str:
-    """Return the kernel's name as `gpu/attention/prefill.py` chooses by dtype, by head size (a model has one) and by
-    scores."""
+    """Return the kernel as `gpu/attention/prefill.py` chooses it: by dtype, head size (a model has one) and scores."""
     if not served:
         return "reference"
     g = runner.geometry

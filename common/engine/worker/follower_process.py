@@ -115,8 +115,8 @@ def die_with(parent: int) -> None:
 
 
 def follow(control: socket.socket, orders: socket.socket, store: socket.socket, place: Place | None = None) -> None:
-    """Run a rank from its setup to its end. `place`: of one on another host, with a device, network and model folder of
-    its own."""
+    """Run a rank from its setup to its end. `place`: of one on another host, with its own device, network and
+    folder."""
     setup = receive_command(control)
     if not isinstance(setup, Setup):
         raise RankLost("rank 0 says something else first")

@@ -24,8 +24,8 @@ log = structlog.get_logger(__name__)
 
 
 class LearnedState:
-    """File of one scheduler's learned times. `profile`: file of `cohort profile` to start from while there is no state;
-    "" = none."""
+    """File of a scheduler's learned times. `profile`: file of `cohort profile` to start from if there is none; "" =
+    none."""
 
     def __init__(self, learned: Learned, folder: Path, name: str, profile: str) -> None:
         self._learned = learned

@@ -32,8 +32,7 @@ from cohort.common.engine.worker.worker_process import load_runner
 from cohort.common.errors import CohortError
 
 _LONG_TOKENS = 256
-"""Tokens of a step beyond which, on a processor, caches and allocations are negligible: its first run is not left
-out."""
+"""Tokens beyond which a step's caches and allocations are negligible on a processor: its first run counts."""
 
 
 class StepShape(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -60,8 +59,8 @@ class StepPoint(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def default_shapes(max_context: int, max_rows: int, max_step_tokens: int) -> Iterator[StepShape]:
-    """Yield a grid over prefill chunks and decode rows at short and long contexts, and chunks with decode rows, within
-    what the engine may run."""
+    """Yield a grid over prefill chunks, decode rows and both, at short and long contexts, within the engine's
+    limits."""
     contexts = [context for context in (128, 512, 2048, 8192) if context <= max_context]
     for tokens in (16, 64, 256, 512, 1024, 2048):
         if tokens <= min(max_step_tokens, max_context):
@@ -121,8 +120,7 @@ def measure(
 ) -> list[StepPoint]:
     """Time each shape that fits the cache. Overwrites the cache's first blocks, so nothing may be served meanwhile. All
     shapes run in turn, round by round, so that whatever else the machine does hits all alike. After `budget_s` no
-    further round begins; one is measured in any case, after one that only fills caches (on a processor of short
-    steps)."""
+    further round begins; one is always measured, after one that only fills caches (on a processor of short steps)."""
     begun_s, steps = clock(), []
     on_processor = runner.device.type == "cpu"
     for shape in shapes:

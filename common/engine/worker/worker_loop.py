@@ -334,8 +334,7 @@ class WorkerLoop:
         return self._engine.begin(plan, batch, sampling, now_s)
 
     async def _plan_ahead(self, step: StepUnderWay) -> StepUnderWay | None:
-        """Queue the next step after this one, as late as possible before this one ends; None: it must be decided when
-        this one has ended."""
+        """Queue the next step after this one, as late as possible; None: it must be decided when this one has ended."""
         after_s = self._plan_after_s(step.plan) if self._plans_ahead else None
         if after_s is None or step.batch.drafts is not None:  # how many tokens it yields is not known before its end
             return None
@@ -533,8 +532,7 @@ class WorkerShow:
 
 def prompt_states(runner: ModelRunner, sampled: list[Sequence]) -> list[PromptState]:
     """Return the model's final hidden states at the end of prompts, for the length predictor: one message per sequence
-    that has just sampled its very first token. Empty for models that store no states and for steps that ran in
-    parts."""
+    that has just sampled its first token. Empty for models that store no states and for steps that ran in parts."""
     first = [index for index, each in enumerate(sampled) if each.output_tokens == 1 and not each.request.output_known]
     states = runner.sampled_states(len(sampled)) if first else None
     if states is None:

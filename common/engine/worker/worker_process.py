@@ -200,8 +200,7 @@ def _group(setup: Setup, followers: Followers, own: WorkerDevice) -> RankGroup:
 async def open_worker_links(
     context: ServiceContext, policies: WorkerPolicies, followers: Followers | None = None
 ) -> dict[str, KvLink]:
-    """Return the configured links that all ranks have, best first. None if no KV ever moves: nothing listens for it.
-    Raises `ConfigError`."""
+    """Return the configured links that all ranks have, best first; none if no KV ever moves. Raises `ConfigError`."""
     config = context.config
     if not policies.moves_kv(config):
         context.log.info("no KV links: this placement moves no KV", placement=config.policies.placement)
@@ -232,7 +231,7 @@ async def open_worker_links(
 
 
 def _data_endpoint(context: ServiceContext) -> str:
-    """Return where the fallback link listens: at the worker's inbox."""
+    """Return where the fallback link listens: next to the worker's inbox."""
     worker = context.config.endpoints.worker
     if worker.startswith("tcp://"):
         return f"{worker.rpartition(':')[0]}:0"

@@ -108,10 +108,9 @@ class GatewaySettings:
 
 
 class AdmissionDesk:
-    """Admission: requests a decision from the policy, with what the gateway knows. Twice per HTTP request: with an
-    estimate from the body's size before anything is read, and with the real numbers after tokenising. This class
-    gathers what the policy decides on: all requests that wait and, if several API keys share the gateway, those of the
-    same owner."""
+    """Admission: asks the policy with what the gateway knows, all requests that wait and, if several API keys share the
+    gateway, those of the same owner. Twice per HTTP request: with an estimate from the body's size before anything is
+    read, and with the real numbers after tokenising."""
 
     def __init__(self, policy: Admission, ledger: Ledger, *, expected_output: float) -> None:
         self._policy = policy
@@ -209,8 +208,7 @@ class GatewayMachine:
         standbys: tuple[InstanceId, ...] = (),
     ) -> None:
         """`endpoint`: this gateway's inbox, where workers send tokens. `predictor` "": there is none, and every request
-        without a prediction takes the default. `standbys`: further managers, in the order in which they are asked to
-        lead."""
+        without a prediction takes the default. `standbys`: further managers, in the order of requests to lead."""
         self.instance = instance
         self.ledger = Ledger(
             stall_timeout_s=settings.stall_timeout_s,
@@ -355,8 +353,7 @@ class GatewayMachine:
             self._act(now_s, self.ledger.submit(entry.request_id))
 
     def _submit_unsent(self, now_s: float) -> None:
-        """Submit requests that could not be handed to the manager before. Those without a prediction still wait for
-        one."""
+        """Submit requests that could not be handed to the manager before, except those that wait for a prediction."""
         self._held_back = False
         self._submit(now_s, (entry for entry in self.ledger.unsubmitted() if entry.prediction is not None))
 

@@ -26,8 +26,7 @@ from cohort.common.policies.interface import MAX_RETRY_S, MIN_RETRY_S
 from cohort.common.types import Attempt, FinishReason, InstanceId, Request, RequestId
 
 _TOKENS_COME_S = 1.0
-"""Time since a request's last token: longer than between two messages of a worker, however far this gateway is
-behind."""
+"""Time since a request's last token: longer than a worker's messages are apart, however far this gateway is behind."""
 
 
 @dataclass(slots=True)
@@ -289,8 +288,7 @@ class Ledger:
         return actions
 
     def refused(self, message: Refused) -> list[Action]:
-        """Fail all choices of the request's HTTP request: the client gets one error, and no other choice is served in
-        vain."""
+        """Fail all choices of the request's HTTP request: the client gets one error, and no other is served in vain."""
         entry = self._entries.get(message.attempt.request_id)
         if entry is None or message.attempt != entry.attempt:
             return []
@@ -444,8 +442,7 @@ def _refusal(entry: Entry, message: Refused) -> RequestError:
 
 
 def _finish_by_tokens(entry: Entry) -> FinishReason | None:
-    """Return the finish that the tokens show. Workers ban stop tokens until `min_tokens`, so one that is there
-    counts."""
+    """Return the finish that the tokens show. Workers ban stop tokens until `min_tokens`: one that is there counts."""
     sampling = entry.request.sampling
     if entry.output and entry.output[-1] in sampling.stop_token_ids:
         return FinishReason.STOP

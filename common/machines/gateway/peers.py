@@ -59,8 +59,7 @@ class _Question:
 class PredictionDesk:
     """Gateway's side of length prediction: request one, wait a few milliseconds at most, go on with a default. A silent
     predictor never costs more than `wait_s`. After a few timeouts in a row it counts as away: then no request waits and
-    only one question a second is sent, to notice its return (and so that nothing piles up at a process that is not
-    there)."""
+    only one question a second is sent, to notice its return."""
 
     def __init__(self, *, wait_s: float, default_tokens: int, there: bool) -> None:
         """`there`: whether a predictor exists at all."""
@@ -68,8 +67,7 @@ class PredictionDesk:
         self._default_tokens = default_tokens
         self._there = there
         self._questions: dict[RequestId, _Question] = {}
-        """Questions by the id of the prompt's first choice. Their answers are awaited or, later, serve as
-        corrections."""
+        """Questions by the id of the prompt's first choice, open or, later, waiting for a correction."""
         self._due: deque[tuple[float, RequestId]] = deque()
         """Timeouts of questions, in the order in which they were sent, which is the order of time."""
         self._silences = 0

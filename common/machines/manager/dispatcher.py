@@ -28,8 +28,8 @@ from cohort.common.types import Attempt, InstanceId, RequestId, Segment
 
 @dataclass(slots=True)
 class ManagerCounters:
-    """Totals since start. `refused`: by cause, as in `Refused`. `demoted`: placed as best-effort, as their TTFT could
-    not be met."""
+    """Totals since start. `refused`: by cause, as in `Refused`. `demoted`: placed as best-effort for a TTFT out of
+    reach."""
 
     submitted: int = 0
     dispatched: int = 0
@@ -266,8 +266,7 @@ class Vacating:
     def _move(
         self, now_s: float, managed: Managed, item: WaitingRequest, holder: InstanceId, target: InstanceId
     ) -> None:
-        """Move one request. The holder knows where exactly it goes on; until its offer comes, the submitted tokens
-        count."""
+        """Move one request. The holder knows where exactly it goes on; until its offer, the submitted tokens count."""
         assert target != holder and holder in managed.live, f"{managed.attempt} goes from {holder} to {target}"
         last = managed.segments[-1]
         at = max(last.start, len(item.request.tokens))
@@ -278,8 +277,8 @@ class Vacating:
 
 
 def _target(item: WaitingRequest, others: Mapping[InstanceId, InstanceView]) -> InstanceId | None:
-    """Return the least busy worker that has blocks for all of it, preferably one whose role decodes; None if none
-    has."""
+    """Return the least busy worker with blocks for all of it, preferably one whose role decodes; None if there is
+    none."""
     need = len(item.request.tokens) + item.expected_output(0.0)
     able = [
         view

@@ -20,8 +20,7 @@ from cohort.common.machines.manager.roster import Roster
 from cohort.common.types import Attempt, InstanceId
 
 MOST_MANAGERS = 8
-"""Maximum number of managers. An epoch modulo it is the rank of the manager that leads with it: no two have the
-same."""
+"""Maximum number of managers. An epoch modulo it is its leader's rank: no two managers have the same."""
 _REST_S = 2.0
 """Cooldown of a manager that was replaced. Gateways that reach different managers only would otherwise move the
 leadership to and fro with every silence."""
@@ -106,8 +105,7 @@ class Settling:
         self._gone.discard(worker)
 
     def has_listened(self, now_s: float) -> bool:
-        """Return whether placements may begin: a worker that registers a moment later must not find all work at the
-        first."""
+        """Return whether placements may begin: a worker that registers later must not find all work at the first."""
         return now_s >= self.listened_at_s or (bool(self._roster.expected) and self._all_are_there())
 
     def has_settled(self, now_s: float) -> bool:

@@ -293,8 +293,8 @@ class ManagerMachine:
             self._send(peer, self._hello())
 
     def _step_down(self, now_s: float) -> None:
-        """Drop everything: another manager leads. Gateways submit to it what is queued here and name what runs, so
-        neither is reported lost."""
+        """Drop everything: another manager leads. Gateways submit and name all of it there, so nothing is reported
+        lost."""
         for managed in list(self._roster.requests.values()):
             self._drop(now_s, managed)
         self._lost.clear()

@@ -28,8 +28,7 @@ _FINISHED_GRACE_S = 5.0
 """Time in which a finished request's last tokens may arrive at its gateway after the manager learns of the end: they
 travel on another connection."""
 _REMEMBERED_S = 30.0
-"""Time for which the end of an attempt is stored: to a gateway that waits for its tokens beyond the grace, it is no
-loss."""
+"""Time for which the end of an attempt is stored: a gateway that still waits for its tokens has not lost it."""
 RESUBMIT_S = 0.1
 """Maximum time that placements wait for lost attempts to come again: far longer than the round trip."""
 _SAID_S = 1.5
@@ -54,7 +53,7 @@ class Worker:
     view: InstanceView
     last_report_s: float
     held: set[Attempt] = field(default_factory=set)
-    """Attempts in its last report or registration."""
+    """Attempts that it holds, by its registration and the reports since."""
     awaiting: set[Attempt] = field(default_factory=set)
     """Attempts among `held` whose KV has not arrived yet."""
     live: dict[RequestId, Managed] = field(default_factory=dict)
@@ -138,8 +137,7 @@ class Roster:
     # -- gateways ----------------------------------------------------------------------------------------------
 
     def greeted(self, now_s: float, hello: GatewayHello) -> bool:
-        """Record a gateway. Return whether one of this name was known and has restarted: its earlier requests are
-        void."""
+        """Record a gateway. Return whether one of this name has restarted: its earlier requests are void."""
         known = self.gateways.get(hello.instance)
         self.gateways[hello.instance] = Gateway(hello.incarnation, hello.endpoint, now_s)
         self.expected.update(hello.workers)
@@ -279,8 +277,8 @@ class Roster:
         return now_s - managed.idle_since_s if managed.idle_since_s is not None else 0.0
 
     def silent_workers(self, now_s: float, least_s: float = 0.0) -> list[tuple[InstanceId, float]]:
-        """Return name and silence of the workers that count as dead, after `least_s` at least. Updates the age of every
-        report."""
+        """Return name and silence of the workers that count as dead, after `least_s` at least. Updates reports'
+        ages."""
         silent, patience_s = [], max(self._report_timeout_s, least_s)
         for name, worker in self.workers.items():
             worker.view.report_age_s = now_s - worker.last_report_s
@@ -496,7 +494,7 @@ class LostAttempts:
         """Attempts by the time of their gateway's last notice, oldest first, and how long that counts as delivered."""
 
     def say(self, now_s: float, attempts: Iterable[Attempt]) -> tuple[list[Attempt], list[Attempt]]:
-        """Return the attempts whose loss the gateway must learn of: for the first time, and again. Both then count as
+        """Return the attempts whose loss the gateway must learn of: for the first time, and again. Both count as
         sent."""
         said = self._said
         while said and now_s - next(iter(said.values()))[0] >= _LOST_REMEMBERED_S:

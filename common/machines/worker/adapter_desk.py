@@ -114,8 +114,7 @@ class AdapterDesk:
                 self._enter(now_s, sequence)
 
     def check(self) -> None:
-        """Raise `InvariantViolated` if more are held than there are slots, or one that a sequence computes with is
-        not."""
+        """Raise `InvariantViolated` if more are held than there are slots, or one in use is not."""
         most, held = self._state.settings.max_loras, self.adapters
         if len(held) > most or not self._used() <= self._held.keys():
             raise InvariantViolated(f"adapters {held} in {most} slots, {sorted(self._used())} are computed with")

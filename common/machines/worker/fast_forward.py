@@ -98,8 +98,7 @@ class FastForward:
     def repeat(self, ends_s: Seq[float], latencies_s: Seq[float], token: int) -> None:
         """Act as if a step had ended and the next one started once for each of `ends_s`, every row sampling `token`
         each time; the plan in flight is then the one that follows. Only after `repeatable`, for no more than
-        `fitting_repetitions`, and short of every row's last token. The host, which knows the token updates, sends
-        them."""
+        `fitting_repetitions`, and short of every row's last token. The host sends the token updates."""
         plan, state = self._machine.plan_in_flight, self._state
         count, size, kv = len(ends_s), state.kv.geometry.block_size, state.kv
         averages, counters = state.averages, state.counters

@@ -286,8 +286,7 @@ class KvReceiver:
         self._arrived(now_s, sequence)
 
     def drop(self, key: Attempt, why: str) -> bool:
-        """Forget a transfer and inform its sender. Return whether runs in flight must end before its blocks are
-        freed."""
+        """Forget a transfer and inform its sender. Return whether runs in flight must end before blocks are freed."""
         incoming = self._incoming.pop(key, None)
         if incoming is None:
             return False
@@ -339,8 +338,8 @@ class KvReceiver:
         return [incoming.sequence for incoming in self._incoming.values() if incoming.handoff is None]
 
     def arriving(self, chunk: int) -> int:
-        """Return the number of sequences in the middle of their output that will soon be here. `chunk`: prompt tokens
-        of an iteration."""
+        """Return how many sequences in the middle of their output arrive soon. `chunk`: an iteration's prompt
+        tokens."""
         size = self._state.block_size
         return sum(1 for incoming in self._incoming.values() if incoming.imminent(size, chunk))
 

@@ -149,8 +149,7 @@ class KvSender:
             self._push(now_s, outgoing)
 
     def drop(self, key: Attempt, why: str) -> bool:
-        """Forget a transfer and inform its receiver. Return whether runs in flight must end before its blocks are
-        freed."""
+        """Forget a transfer and inform its receiver. Return whether runs in flight must end before blocks are freed."""
         outgoing = self._outgoing.pop(key, None)
         if outgoing is None:
             return False
@@ -330,8 +329,7 @@ class KvSender:
             self._handoff(now_s, outgoing, held, computed)
 
     def _longest_run(self, peer: InstanceId) -> int:
-        """Return the maximum blocks of a run: what the link carries in a part of a run's deadline; few without a
-        measured rate."""
+        """Return the maximum blocks of a run: what the link carries in a part of its deadline; few if not measured."""
         measured = self._state.link_rates.get(peer, 0.0)
         nbytes = max(self._settings.piece_s * measured, 0 if measured else _FIRST_RUN_BYTES)
         return max(1, int(nbytes / self._state.setup.capacity.geometry.block_bytes))

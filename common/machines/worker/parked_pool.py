@@ -134,8 +134,7 @@ class ParkedPool:
                 raise InvariantViolated(f"{key} is parked on the device, and is {held.sequence.phase}")
 
     def _spare_blocks(self) -> int:
-        """Return blocks that KV may be brought back into: a twentieth stays free, and what the largest waiting prompt
-        needs."""
+        """Return blocks that KV may be brought back into: a twentieth stays free, and the largest waiting prompt's."""
         kv = self._state.kv
         sequences = (held.sequence for held in self._state.held.values())
         wanted = kv.geometry.blocks_for(max((s.target for s in sequences if s.phase is Phase.WAITING), default=0))

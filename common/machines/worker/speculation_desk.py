@@ -23,8 +23,7 @@ from cohort.common.sequence import Phase, Row, Sequence
 from cohort.common.types import Attempt, StepTimes
 
 _MOST_ROWS = 8
-"""Maximum rows of an iteration with drafts. With more, computing them takes the time, and looking at each row costs the
-host its own."""
+"""Maximum rows of an iteration with drafts. With more, computing them takes the time, and each row costs the host."""
 
 
 class SpeculationDesk:
@@ -60,8 +59,7 @@ class SpeculationDesk:
             plan.watched = policy.may_pay(self._step_times(), decode_shape(plan.rows)) if lately is None else lately
 
     def wants(self, expected: Seq[Attempt]) -> bool:
-        """Return whether one of these sequences, all in the step in flight, is better drafted for than planned ahead
-        of."""
+        """Return whether one of these sequences in the step in flight is better drafted for than planned ahead of."""
         policy, plan = self.policy, self._state.in_flight
         if policy is None or plan is None or not expected or not plan.watched:
             return False

@@ -616,8 +616,7 @@ class ScoringTurns:
         return bool(self._waiting)
 
     def next(self) -> Sequence | None:
-        """Return the sequence whose turn has come (FCFS), to be added to the scheduler; called before every
-        decision."""
+        """Return the sequence whose turn has come (FCFS), to be added to the scheduler, before every decision."""
         current = self._current
         if current is not None:
             if self._is_held(current) and current.scores_prompt and current.phase in _RUNNABLE:
@@ -657,8 +656,8 @@ def assert_plan(plan: IterationPlan, state: WorkerState, following: IterationPla
 
 def note_computed(now_s: float, plan: IterationPlan, state: WorkerState) -> tuple[list[Sequence], int]:
     """Record the rows' positions as computed. Return the sequences with a segment end, and how many rows yield a token.
-    Rows of sequences that are over count as wasted. Runs once a step over all rows: a decode row's path is as short as
-    can be."""
+    Rows of ended sequences count as wasted. Runs once a step over all rows: a decode row's path is as short as can
+    be."""
     counters, kv, held_of, aborting = state.counters, state.kv, state.held, state.aborting
     size, by_block, decoded, due = kv.geometry.block_size, kv.grows_by_block, 0, 0
     ending: list[Sequence] = []

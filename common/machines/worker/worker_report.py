@@ -36,16 +36,14 @@ from cohort.common.types import Attempt, InstanceId, QueuedWork, WorkerStats
 _REPORTED_QUEUE = 512
 """Entries of the progress list in a report (D4); beyond, an execution predictor sees totals only."""
 _WHOLE_EVERY = 5
-"""Interval, in reports, of those that name everything held: the others name what changed. What is lost with one is
-repeated within a second."""
+"""Interval, in reports, of those that name everything held; the others name changes. Repairs a loss within a second."""
 _STANDBYS_EVERY = 5
 """Interval, in reports to the leading manager, of registrations with those on standby."""
 _Command = StartSegment | BindSegment | PrefetchKv | Cancel
 
 
 def _queue(everything: Collection[Held], listed: int) -> dict[str, Any]:
-    """Return sums over a worker's sequences, by field of `WorkerStats`. `listed`: maximum entries of the progress
-    list."""
+    """Return sums over a worker's sequences, by field of `WorkerStats`. `listed`: maximum of the progress list."""
     running = waiting = awaiting_kv = parked = prefill_tokens = 0
     waits, swapped, runs, awaits = Phase.WAITING, Phase.SWAPPED, Phase.RUNNING, Phase.AWAITING_KV
     for held in everything:  # under overload thousands, most of which wait
@@ -115,8 +113,7 @@ class WorkerReports:
         self.draining = False
 
     def heard(self, sender: InstanceId, message: ManagerHello | Registered) -> None:
-        """Handle a manager's message that it knows this worker now, or that it does not: it restarted, took over, or
-        took silence for death."""
+        """Handle a manager's message that it knows this worker, or that it does not: it restarted or took over."""
         if message.leads and message.epoch >= self._epoch:
             self._follow(sender, message.epoch)
         leads = message.leads and message.epoch == self._epoch

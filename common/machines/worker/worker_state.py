@@ -41,8 +41,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     stall_timeout_s: float = _STALL_TIMEOUT_S
     """Maximum time without progress while KV transfers are pending: then two caches wait for each other."""
     chunked_transfer: bool = True
-    """Whether the blocks of a chunk are pushed while the next one computes (D6); else all of them once the segment is
-    done."""
+    """Whether the blocks of a chunk are pushed while the next one computes (D6); else all of them at the segment's
+    end."""
     scored_step_tokens: int = 64
     """Tokens of scored prompts in one iteration."""
     learns: bool = True
@@ -245,8 +245,7 @@ class WorkerState:
         return held is not None and held.sequence is sequence and not held.aborting
 
     def computes(self, sequence: Sequence) -> bool:
-        """Return whether a row of it is in the step in flight or the one queued after it: its blocks are read and
-        written."""
+        """Return whether a row of it is in the step in flight or the queued one: its blocks are read and written."""
         for plan in (self.in_flight, self.ahead):
             if plan is not None and any(row.sequence is sequence for row in plan.rows):
                 return True

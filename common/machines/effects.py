@@ -43,8 +43,7 @@ class StartStep(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Move of `num_blocks` consecutive blocks from `source` to `target`, the sender's and the receiver's block
-    numbers."""
+    """Move of `num_blocks` consecutive blocks from `source` to `target`, the block numbers of sender and receiver."""
 
     tag: int
     source: int

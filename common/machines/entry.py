@@ -33,8 +33,7 @@ class Happening(NamedTuple):
 
 @dataclass(slots=True, repr=False)
 class Entry:
-    """Request that a gateway owns. `output` and `logprobs` hold all tokens delivered so far, over all attempts. Times
-    are monotonic seconds of the gateway."""
+    """Request that a gateway owns. `output`, `logprobs`: all tokens delivered, over all attempts. Monotonic times."""
 
     request: Request
     opened_s: float

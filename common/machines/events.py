@@ -69,8 +69,7 @@ class DrainEnded(_Event, frozen=True):
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True):
-    """Token that the forward pass sampled for one sequence. `failure`: the reason why there is none and never will
-    be."""
+    """Token that the forward pass sampled for one sequence. `failure`: why there is none and never will be."""
 
     attempt: Attempt
     token: int
@@ -99,9 +98,8 @@ class PromptScores(msgspec.Struct, frozen=True, array_like=True):
 
 class StepEnded(_Event, frozen=True):
     """End of the step in flight. `sampled`: one entry per row that reached its sequence's last known token, in the
-    order of the rows; of a row with drafts (`Row.drafts`) one entry for each correct draft, in order, and for the token
-    after them. `latency_s`: from its start until its tokens arrived. `drafting_s`: extra time before it, in which a
-    draft model computed its rows' drafts."""
+    order of the rows; of a row with drafts one for each correct draft and for the token after them. `latency_s`: from
+    its start until its tokens arrived. `drafting_s`: time before it for a draft model's proposals."""
 
     sampled: list[Sampled]
     latency_s: float
@@ -111,8 +109,7 @@ class StepEnded(_Event, frozen=True):
 
 
 class StepFailed(_Event, frozen=True):
-    """Failure of the forward pass. Nothing that it should have written counts, nor does a step that was queued after it
-    (`StartStep.ahead`). Both are over on the device."""
+    """Failure of the forward pass and of a step queued after it (`StartStep.ahead`): nothing of them counts."""
 
     reason: str
 
@@ -127,8 +124,7 @@ class PlanAhead(_Event, frozen=True):
 
 
 class RunsSent(_Event, frozen=True):
-    """End of `runs` runs of a `SendRuns`: they were sent, or all failed with `error`. The receiver then requests them
-    again, or a deadline ends the transfer."""
+    """End of `runs` runs of a `SendRuns`: they were sent, or all failed, and the receiver or a deadline decides."""
 
     lease_id: int
     error: str | None = None
@@ -196,8 +192,7 @@ class Offered(_Event, frozen=True):
 
 
 class Closed(_Event, frozen=True):
-    """End of a request by its client's side: a stop string was found (`finish` stop), or the client is gone
-    (cancelled). Harmless for a request that is over."""
+    """End of a request by its client's side: a stop string (`finish` stop) or a disconnect. Harmless after its end."""
 
     request_id: RequestId
     finish: FinishReason

@@ -54,8 +54,7 @@ def may_say(
     managers: Collection[InstanceId] = ("manager",),
     predictor: InstanceId = "predictor",
 ) -> bool:
-    """Return False for a message that names another instance as its own, and for a message of a manager or the
-    predictor from any other sender."""
+    """Return False for a message in another instance's name, or of a manager or predictor from another sender."""
     kind = type(message)
     if kind in _SIGNED:
         return cast(_Signed, message).instance == sender

@@ -62,8 +62,8 @@ log = structlog.get_logger(__name__)
 LAUNCH_S = 12e-6
 """Host time of one launch from Python, a kernel's of torch or Triton's: 10 to 15 us."""
 LEAN_LAUNCHES = 13
-"""Launches per layer with prompt and decode rows: ten as in a decode step, the gather of keys and values, flash
-attention and the copy of its result."""
+"""Launches per layer with prompt and decode rows: ten as in a decode step, gather, flash attention, copy of the
+result."""
 EXPERT_LAUNCHES = 15
 """Further launches per layer with a mixture of experts: routing, sorting, two grouped products, the weighted sum."""
 LATENT_LAUNCHES = 5
@@ -83,8 +83,7 @@ class Launched:
     _over: Callable[[], None] | None = None
 
     def finish(self) -> StepOutput:
-        """Wait for the device and return its answer. Everything the step wrote is then there, KV included. Any
-        thread."""
+        """Wait for the device and return its answer. All that the step wrote is then there, KV included. Any thread."""
         self._mark.wait()
         if self._over is not None:
             self._over()
@@ -321,8 +320,7 @@ class DeviceSteps:
         self._uploads.restart()
 
     def _taken(self, batch: StepBatch) -> StepClass:
-        """Return the class that computes a batch. A step with adapters, which recordings lack, is launched by
-        kernels."""
+        """Return the class that computes a batch. A step with adapters runs by kernels: recordings know none."""
         if batch.adapters:
             return None
         rows_class = self.decode.takes(batch)
@@ -330,8 +328,7 @@ class DeviceSteps:
 
     @staticmethod
     def _look_back(batch: StepBatch, last: Launched | None) -> None:
-        """Apply the tokens of the step before, if penalties or grammars need them: once it is over, while the device
-        computes this step's forward."""
+        """Apply the last step's tokens, if penalties or grammars need them, while the device computes the forward."""
         if batch.looks_back and last is not None:
             batch.look_back(last.finish().tokens)
 

@@ -154,8 +154,7 @@ class StaticDecode(StaticSteps[int]):
         return self._steps[rows_class]()
 
     def sample(self, batch: StepBatch, rows_class: int, done: StepResult) -> SampledOnDevice | None:
-        """Sample after `run`; the tokens are then on their way to the host. None if the tables are too small for the
-        rows."""
+        """Sample after `run`; the tokens are then on their way to the host. None if the tables are too small."""
         if not self.sampler.takes(batch.sampling):
             return None
         self.sampler.fill(batch.sampling, batch.sample_rows, rows_class)

@@ -208,8 +208,7 @@ class Followers:
             loop.add_reader(descriptor, self.end, f"rank {follower.rank} has ended")
 
     def end(self, reason: str) -> None:
-        """End the group, with this process, at once: a step that some ranks have begun can never be finished. Any
-        thread."""
+        """End the group and this process at once: a step that some ranks have begun can never be finished."""
         if self._closing:
             return
         log.critical("a rank is lost: the worker ends", reason=reason, degree=self.degree)
@@ -274,8 +273,7 @@ class Followers:
 
     @contextlib.contextmanager
     def copies(self, copies: Sequence[KvCopy]) -> Iterator[None]:
-        """Let every rank make a plan's copies, before the rows that are sent within, while rank 0 makes its own. On
-        exit all are made. Raises `RankLost`."""
+        """Let every rank make a plan's copies while rank 0 makes its own; on exit all are made. Raises `RankLost`."""
         if copies:
             self._tell_all(Copies(list(copies)))
         yield

@@ -112,8 +112,7 @@ class GroupSteps:
         return self._deadlines.begin()
 
     def tell(self, batch: StepBatch, taken: StepClass, before: Tensor | None = None) -> None:
-        """Let the others launch the step. `before`: tokens of the step before that this one awaits. Raises
-        `RankLost`."""
+        """Let the others launch the step. `before`: tokens of the last step that it awaits. Raises `RankLost`."""
         if self._followers is not None:
             with self._in_step():
                 self._followers.step(batch, taken, 0 if before is None else len(before))

@@ -40,8 +40,7 @@ class KvPart:
 @cache
 def parts_between(kv_heads: int, senders: int, receivers: int) -> tuple[KvPart, ...]:
     """Return the parts of a message between workers of these degrees, by receiver and head: every rank of the receiver
-    gets each of its heads once. Of several senders with the same head it is the one whose place in its group is nearest
-    to the receiver's in its own."""
+    gets each of its heads once, from the sender whose place in its group is nearest to the receiver's in its own."""
     owned = [kv_heads_of(kv_heads, rank, senders) for rank in range(senders)]
     found = []
     for receiver in range(receivers):

@@ -56,8 +56,7 @@ class Compile(msgspec.Struct, frozen=True, tag=True):
 
 
 class Record(msgspec.Struct, frozen=True, tag=True):
-    """Command to record steps, together with rank 0; `Recorded` answers it. `classes`: decode steps of these sizes
-    only."""
+    """Command to record steps, together with rank 0; `Recorded` answers it. `classes`: only these decode steps."""
 
     classes: tuple[int, ...] | None
 

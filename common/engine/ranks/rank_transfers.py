@@ -101,8 +101,7 @@ class RankTransfers:
 
 
 async def serve(kv: KvTensors, heads: Heads, peer: socket.socket) -> None:
-    """Serve a follower's transfers, concurrently with its steps, until rank 0 has gone, which raises `RankLost`.
-    `heads` of the whole model are in `kv`."""
+    """Serve a follower's transfers until rank 0 has gone, which raises `RankLost`. `heads` are in `kv`."""
     if kv.device.type == "cuda":  # UCX finds out what it can do on this thread
         torch.cuda.set_device(kv.device)
     reader, writer = await asyncio.open_connection(sock=peer)

@@ -156,8 +156,7 @@ class Drafting:
         return [s.key for s in sequences if len(self._propose(s)) > 1 or self._asks(s, self._most)]
 
     def judged(self, sampling: Seq[Sequence], proposed: Seq[int] | None, output: StepOutput) -> list[Drafted]:
-        """Return how the step's drafts did, and what was only expected. `proposed`: drafts of each of these. Call it
-        before the machine takes the tokens."""
+        """Return how drafts and expectations did, before the machine takes the tokens. `proposed`: drafts of each."""
         if proposed is None and not any([self._propose(each) for each in sampling]):
             return []
         judged, place = [], 0

@@ -71,8 +71,7 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class ScoringRow:
-    """Prompt tokens of one row whose log-probabilities are wanted: of `targets[i]` after the step's token `first + i`,
-    and of the `top` likeliest tokens there."""
+    """Request for log-probabilities: of `targets[i]` after the step's token `first + i`, and of the `top` likeliest."""
 
     row: int
     first: int
@@ -102,8 +101,7 @@ class StepBatch:
     scoring: tuple[ScoringRow, ...] = ()  # rows whose prompt tokens are scored
     grammars: tuple[GrammarInputs, ...] = ()  # of all rows, those of prompts that are not yet at their end too
     token_source: Int64Array | None = None
-    """[T] for a step queued after another one: index among the other's sampled tokens, for a token not known yet; -1
-    for known ones. Only rows of one token have any."""
+    """[T] for a step queued after another one: index of a token among the other's sampled ones; -1 for known tokens."""
     adapters: tuple[str, ...] = ()
     """[R] LoRA adapter of each row, "" = none; empty if no row has one."""
     more_tables: Int32Array | None = None
@@ -187,9 +185,9 @@ class StepBatch:
                 row.look_back(int(tokens[self.token_source[self.query_start[index]]]))
 
     def split(self) -> tuple[StepBatch, StepBatch]:
-        """Return two batches that together compute the same: used when the device refuses memory for the whole. Its
-        tokens must be known (`after`). Rows are independent (a row's tokens never read another row's KV of the same
-        step), so cutting between rows changes no result."""
+        """Return two batches that together compute the same, for a device that refuses memory for the whole. Tokens
+        must be known (`after`). Rows never read another row's KV of the same step, so a cut between rows changes no
+        result."""
         if self.num_rows < 2:
             raise InvariantViolated("a batch of one row cannot be split")
         middle = self.num_rows // 2

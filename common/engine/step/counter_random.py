@@ -28,8 +28,7 @@ def sample_key(seed: int, position: int) -> int:
 
 
 def exponentials(seed: int, position: int, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return one standard exponential number per token id, for position `position` of the request with this seed: 53
-    random bits each, in [0, 36.8]."""
+    """Return one standard exponential number per token id, for this seed and position: 53 random bits, in [0, 36.8]."""
     key = sample_key(seed, position)
     with np.errstate(over="ignore"):
         value = (tokens.astype(np.uint64) ^ np.uint64(key)) + np.uint64(GOLDEN)

@@ -16,8 +16,7 @@ device's free memory changes with the other processes on it."""
 
 
 class CudaGraphRecorder(PlainRecorder):
-    """Recorder of steps as CUDA graphs: one launch replays the some three hundred kernels of a step. All graphs draw on
-    one memory pool: only one of them runs at a time."""
+    """Recorder of steps as CUDA graphs, some 300 kernels each. All draw on one memory pool: only one runs at a time."""
 
     def __init__(self, device: torch.device, stream: Any) -> None:
         self._device = device

@@ -223,8 +223,7 @@ class StandingSampler:
         return edits <= STANDING_EDITS
 
     def fill(self, sampling: Sequence[SamplingRow], places: npt.NDArray[np.integer], rows: int) -> None:
-        """Fill the tables for a step of `rows` rows: those at `places` sample as in `sampling`, the others are not
-        read."""
+        """Fill the tables for a step of `rows` rows: those at `places` sample as in `sampling`, others are not read."""
         if self._plain >= rows and all(row.plain_greedy and row.logprobs < 0 for row in sampling):
             return  # the tables hold that already
         every = [GREEDY] * rows

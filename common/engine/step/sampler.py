@@ -33,8 +33,7 @@ NEGLIGIBLE = 2.0**-53 / 37.0
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow], masks: TokenMasks | None = None) -> StepOutput:
-    """Return one token per row of float32 logits [S, vocabulary], which stay as they are. `masks`: of rows with
-    grammar."""
+    """Return one token per row of float32 logits [S, vocabulary], which are not changed. `masks`: for grammars."""
     tokens = _likeliest(logits) if rows else np.empty(0, dtype=np.int64)
     for index, row in enumerate(rows):
         if not row.plain_greedy:
@@ -85,8 +84,7 @@ def _adjusted(logits: Tensor, row: SamplingRow) -> Tensor:
 
 
 def _penalise(logits: Tensor, row: SamplingRow, history: TokenHistory) -> None:
-    """Apply penalties: repetition to prompt and output (as transformers does), the others to the output (as OpenAI
-    does)."""
+    """Apply penalties: repetition to prompt and output (as transformers), the others to output (as OpenAI)."""
     if row.repetition_penalty != 1.0:
         ids = torch.from_numpy(history.seen_with(row.ahead)).to(logits.device)
         values = logits[ids]

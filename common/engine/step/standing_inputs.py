@@ -90,8 +90,7 @@ def awaited_tokens(token_source: Int64Array) -> tuple[Int64Array, Int64Array]:
 
 
 def fill_sources(batch: StepBatch, numbers: Numbers, gap: int = 0, behind: int = 0) -> int:
-    """Write `awaited_tokens` into "sources" and "places". Return how many they are. `gap`: tokens between the batch's
-    first `behind` ones and the others."""
+    """Write `awaited_tokens`, and return how many. `gap`: tokens between the batch's first `behind` and the others."""
     if batch.token_source is None:
         return 0
     sources, places = awaited_tokens(batch.token_source)

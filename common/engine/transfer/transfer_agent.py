@@ -383,8 +383,7 @@ class TransferAgent:
         return str(failure)
 
     async def _quarantine(self, blocks: int, failure: BufferStranded) -> None:
-        """Wait for the link to release the run's blocks, which stay out of use until then; the run is reported
-        later."""
+        """Wait for the link to release the run's blocks, which stay out of use until then and are reported later."""
         self.quarantined_blocks += blocks
         self._metrics.quarantined_blocks().set(self.quarantined_blocks)
         structlog.get_logger(__name__).error(

@@ -72,8 +72,7 @@ class RunMemory(Protocol):
         """Return sums of filled buffers, in the forms that `likes` have. Blocks likewise."""
 
     def scatter(self, message: Message, checksum: int) -> bool:
-        """Copy a message from its slot to its spans. If its sum differs from `checksum` (0: unknown), nothing is
-        written and the answer is False. Blocks likewise."""
+        """Copy a message from slot to spans; return False instead if its sum is not `checksum` (0: unknown). Blocks."""
 
     def release(self, message: Message) -> None:
         """Release a message's buffer, which nothing reads or writes any more."""

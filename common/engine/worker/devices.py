@@ -88,8 +88,7 @@ def torch_facts() -> TorchFacts:
 
 
 def checked_device(config: Config) -> torch.device:
-    """Return `engine.device` as torch knows it. Raises `ConfigError` rather than fall back to the CPU or slow
-    kernels."""
+    """Return `engine.device` as torch knows it. Raises `ConfigError` rather than fall back to CPU or slow kernels."""
     if config.engine.device != "cpu" and (reason := unusable_gpu(config.engine.device, torch_facts())):
         raise ConfigError(reason)
     device = resolve_device(config.engine.device)
@@ -111,8 +110,7 @@ def model_folder(config: Config) -> Path:
 
 
 def worker_degree(config: Config, instance: str, role: Role) -> int:
-    """Return the worker's number of ranks. The launcher has settled it; a worker started on its own determines it here.
-    Raises `ConfigError`, `ModelError`."""
+    """Return the worker's number of ranks, as the launcher settles it. Raises `ConfigError`, `ModelError`."""
     group = config.worker_group(instance, role)
     model_dir = model_folder(config)
     if group.tensor_parallel == 1 or not model_dir.is_dir():
@@ -159,8 +157,7 @@ def wish_for(config: Config, instance: str, default_role: Role, visible: int) ->
 
 
 def pipeline_id(config: Config) -> str:
-    """Return an id that only the workers of this pipeline share: a hash of the manager's address and the cluster's
-    key."""
+    """Return an id that only this pipeline's workers share: a hash of the manager's address and the cluster's key."""
     file = config.security.curve_secret_key_file
     key = Path(file).read_bytes() if file and Path(file).is_file() else b""
     told = f"{config.endpoints.manager} {config.gateway.port}".encode()
@@ -213,8 +210,7 @@ async def claim_device(
 
 
 def take_together(claims: DeviceClaims, gpus: Sequence[TorchGpu], wish: Wish, degree: int) -> list[Claimed]:
-    """Return a share of each of `degree` GPUs for the ranks of one worker, or none at all: two workers that each held a
-    part would wait for each other."""
+    """Return a share of each of `degree` GPUs, or none: two workers that held parts would wait for each other."""
     held: list[Claimed] = []
     if not isinstance(wish.role, Role):  # every worker of the plan claims as often
         wish = dataclasses.replace(wish, role=tuple(wish.role) * degree)

@@ -91,8 +91,7 @@ class StepUnderWay:
     begun_s: float
     """Time at which its rows could begin: when it was handed over or, queued after another, when that one had ended."""
     launched: asyncio.Future[None]
-    """Future that is done once the engine thread has begun (on a GPU: launched) it: the event loop then delays
-    nothing."""
+    """Future that is done once the engine thread has begun it (on a GPU: launched it); work then delays nothing."""
     computed: asyncio.Future[StepOutput | None]
     """Output; None: it had copies only. Raises what the step raised."""
     drafting_s: float = 0.0

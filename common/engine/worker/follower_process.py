@@ -115,8 +115,7 @@ def die_with(parent: int) -> None:
 
 
 def follow(control: socket.socket, orders: socket.socket, store: socket.socket, place: Place | None = None) -> None:
-    """Run a rank from its setup to its end. `place`: of one on another host, with its own device, network and
-    folder."""
+    """Run a rank from its setup to its end. `place`: of one on another host, with its own device and folder."""
     setup = receive_command(control)
     if not isinstance(setup, Setup):
         raise RankLost("rank 0 says something else first")

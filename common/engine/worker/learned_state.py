@@ -24,8 +24,7 @@ log = structlog.get_logger(__name__)
 
 
 class LearnedState:
-    """File of a scheduler's learned times. `profile`: file of `cohort profile` to start from if there is none; "" =
-    none."""
+    """File of a scheduler's learned times. `profile`: file of `cohort profile` to start from instead; "" = none."""
 
     def __init__(self, learned: Learned, folder: Path, name: str, profile: str) -> None:
         self._learned = learned
@@ -68,8 +67,7 @@ class LearnedState:
             self.save()
 
     def save(self) -> None:
-        """Write the state whole or not at all. A full disk must not end a worker: the state is a convenience, and each
-        kind of failure is logged once."""
+        """Write the state whole or not at all. A failure is logged once per kind: a full disk must not end a worker."""
         state = self._learned.export_state()
         if not state:
             return

@@ -59,8 +59,7 @@ class StepPoint(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def default_shapes(max_context: int, max_rows: int, max_step_tokens: int) -> Iterator[StepShape]:
-    """Yield a grid over prefill chunks, decode rows and both, at short and long contexts, within the engine's
-    limits."""
+    """Yield a grid over prefill chunks, decode rows and both, at short and long contexts, within the limits."""
     contexts = [context for context in (128, 512, 2048, 8192) if context <= max_context]
     for tokens in (16, 64, 256, 512, 1024, 2048):
         if tokens <= min(max_step_tokens, max_context):

@@ -44,8 +44,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """Number to show. `name`: in the heartbeat, "" = not there. `metric`: in Prometheus, None = not there. A gauge is
-    set; a counter grows by the difference."""
+    """Number to show. `name`: in the heartbeat, "" = not there. `metric`: in Prometheus, None = not there."""
 
     name: str
     get: Callable[[Snapshot], float]

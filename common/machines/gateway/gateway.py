@@ -338,8 +338,7 @@ class GatewayMachine:
             self._submit(now_s, (entry for entry in choices if entry.prediction is not None))
 
     def _with_slo(self, request: Request) -> Request:
-        """Give a real-time request that names no SLO the default one. If the whole response has a deadline, its length
-        decides what its tokens need."""
+        """Give a real-time request without an SLO the default one, unless the whole response has a deadline."""
         slo, settings = request.slo, self._settings
         if request.traffic_class != "rt" or (slo.ttft_s and slo.tpot_s) or slo.deadline_s:
             return request

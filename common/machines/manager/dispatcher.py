@@ -28,8 +28,7 @@ from cohort.common.types import Attempt, InstanceId, RequestId, Segment
 
 @dataclass(slots=True)
 class ManagerCounters:
-    """Totals since start. `refused`: by cause, as in `Refused`. `demoted`: placed as best-effort for a TTFT out of
-    reach."""
+    """Totals since start. `refused`: by cause, as in `Refused`. `demoted`: placed as best-effort for their TTFT."""
 
     submitted: int = 0
     dispatched: int = 0
@@ -277,8 +276,7 @@ class Vacating:
 
 
 def _target(item: WaitingRequest, others: Mapping[InstanceId, InstanceView]) -> InstanceId | None:
-    """Return the least busy worker with blocks for all of it, preferably one whose role decodes; None if there is
-    none."""
+    """Return the least busy worker with blocks for all of it, preferably one whose role decodes; else None."""
     need = len(item.request.tokens) + item.expected_output(0.0)
     able = [
         view

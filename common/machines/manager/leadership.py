@@ -22,8 +22,7 @@ from cohort.common.types import Attempt, InstanceId
 MOST_MANAGERS = 8
 """Maximum number of managers. An epoch modulo it is its leader's rank: no two managers have the same."""
 _REST_S = 2.0
-"""Cooldown of a manager that was replaced. Gateways that reach different managers only would otherwise move the
-leadership to and fro with every silence."""
+"""Cooldown of a manager that was replaced, lest gateways that reach different ones move the leadership to and fro."""
 LISTEN_S = 0.5
 """Maximum time that a new manager holds placements back for workers to register; they try several times a second."""
 

@@ -68,8 +68,8 @@ _FromFollowers = Submit | Outstanding | WorkerReport
 """Messages whose sender believes that this manager leads."""
 
 _SETTLE_S = 2.0
-"""Time after a restart until requests that no worker holds are rescheduled: workers and gateways report several times.
-New requests are placed sooner."""
+"""Time after a restart until requests that no worker holds are rescheduled: workers and gateways report several
+times."""
 _MAX_WAITING_REQUESTS = 100_000
 """Maximum over all gateways. Each bounds what it admits; this only keeps a mistake there from filling memory."""
 
@@ -293,8 +293,7 @@ class ManagerMachine:
             self._send(peer, self._hello())
 
     def _step_down(self, now_s: float) -> None:
-        """Drop everything: another manager leads. Gateways submit and name all of it there, so nothing is reported
-        lost."""
+        """Drop everything: another manager leads. Gateways submit and name it there; nothing is reported lost."""
         for managed in list(self._roster.requests.values()):
             self._drop(now_s, managed)
         self._lost.clear()

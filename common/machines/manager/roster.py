@@ -25,8 +25,7 @@ from cohort.common.types import Attempt, InstanceId, RequestId, Segment
 _HOLD_GRACE_S = 2.0
 """Time in which a worker's report may miss what was sent to it."""
 _FINISHED_GRACE_S = 5.0
-"""Time in which a finished request's last tokens may arrive at its gateway after the manager learns of the end: they
-travel on another connection."""
+"""Time that a finished request's last tokens may need to its gateway: they travel on another connection."""
 _REMEMBERED_S = 30.0
 """Time for which the end of an attempt is stored: a gateway that still waits for its tokens has not lost it."""
 RESUBMIT_S = 0.1
@@ -277,8 +276,7 @@ class Roster:
         return now_s - managed.idle_since_s if managed.idle_since_s is not None else 0.0
 
     def silent_workers(self, now_s: float, least_s: float = 0.0) -> list[tuple[InstanceId, float]]:
-        """Return name and silence of the workers that count as dead, after `least_s` at least. Updates reports'
-        ages."""
+        """Return name and silence of the workers that count as dead, after `least_s` at least. Updates report ages."""
         silent, patience_s = [], max(self._report_timeout_s, least_s)
         for name, worker in self.workers.items():
             worker.view.report_age_s = now_s - worker.last_report_s
@@ -307,8 +305,7 @@ class Roster:
         return names
 
     def serving(self) -> ServingViews:
-        """Return the workers that take requests, as views that mark what has changed. Built anew only if a worker came,
-        left or drains: every event calls this."""
+        """Return the workers that take requests, as views that mark changes. Cached: every event calls this."""
         if self._views is None:
             views = {name: worker.view for name, worker in self.workers.items() if not worker.view.draining}
             self._views = ServingViews(views)
@@ -494,8 +491,7 @@ class LostAttempts:
         """Attempts by the time of their gateway's last notice, oldest first, and how long that counts as delivered."""
 
     def say(self, now_s: float, attempts: Iterable[Attempt]) -> tuple[list[Attempt], list[Attempt]]:
-        """Return the attempts whose loss the gateway must learn of: for the first time, and again. Both count as
-        sent."""
+        """Return the attempts whose loss the gateway must learn of: for the first time, and again. Marks them sent."""
         said = self._said
         while said and now_s - next(iter(said.values()))[0] >= _LOST_REMEMBERED_S:
             del said[next(iter(said))]

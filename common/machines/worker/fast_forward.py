@@ -76,8 +76,7 @@ class FastForward:
         return incoming is not None and (incoming.handoff is None or incoming.in_flight > runs)
 
     def fitting_repetitions(self, wanted: int) -> int:
-        """Return how many of `wanted` iterations after the one in flight repeat it for certain and find blocks without
-        a preemption. Only after `repeatable`."""
+        """Return how many of `wanted` iterations repeat the one in flight and find blocks. Only after `repeatable`."""
         plan, kv = self._machine.plan_in_flight, self._state.kv
         size = kv.geometry.block_size
         available = (kv.free_blocks + kv.cached_blocks) // kv.geometry.num_groups  # a row takes one of each group

@@ -33,8 +33,7 @@ class Incoming:
     round: int = 0
     received_runs: int = 0
     announced_blocks: int = 0
-    """Blocks of the first layer group that were cached at the grant, not wanted, or announced by the sender. Too many
-    after a retry, which does not matter."""
+    """Blocks of the first layer group that were cached, unwanted or announced. Too many after a retry: harmless."""
     largest_chunk: int = 0
     in_flight: int = 0
     last_tag: int = -1
@@ -338,8 +337,7 @@ class KvReceiver:
         return [incoming.sequence for incoming in self._incoming.values() if incoming.handoff is None]
 
     def arriving(self, chunk: int) -> int:
-        """Return how many sequences in the middle of their output arrive soon. `chunk`: an iteration's prompt
-        tokens."""
+        """Return how many sequences in the middle of their output arrive soon. `chunk`: as for `imminent`."""
         size = self._state.block_size
         return sum(1 for incoming in self._incoming.values() if incoming.imminent(size, chunk))
 

@@ -23,8 +23,7 @@ _GRACE_S = 0.25
 class ParkedPool:
     """A2, A9 · Parked KV between device and host memory: which of it moves along with the next step. Called once per
     plan. Nothing it moves is in a row of the plan, and freed blocks go to no other sequence until the step has ended.
-    Frees nothing but by moving it. With an allocator whose KV cannot be sent from host memory there is no pool: parked
-    KV then stays on the device."""
+    With an allocator whose KV cannot be sent from host memory there is no pool: parked KV then stays on the device."""
 
     def __init__(self, state: WorkerState) -> None:
         self._state = state

@@ -631,8 +631,7 @@ class ScoringTurns:
 
 
 def assert_plan(plan: IterationPlan, state: WorkerState, following: IterationPlan | None) -> None:
-    """Assert that rows are distinct held sequences and start where these stand; after the step in flight (`following`),
-    that they are no more than its own."""
+    """Assert that rows are distinct held sequences and start where these stand, or are no more than `following`'s."""
     rows, held_of = plan.rows, state.held
     sequences = {row.sequence for row in rows}
     assert len(sequences) == len(rows), f"{len(rows)} rows of {len(sequences)} sequences"
@@ -656,8 +655,7 @@ def assert_plan(plan: IterationPlan, state: WorkerState, following: IterationPla
 
 def note_computed(now_s: float, plan: IterationPlan, state: WorkerState) -> tuple[list[Sequence], int]:
     """Record the rows' positions as computed. Return the sequences with a segment end, and how many rows yield a token.
-    Rows of ended sequences count as wasted. Runs once a step over all rows: a decode row's path is as short as can
-    be."""
+    Rows of ended sequences count as wasted. Runs once a step over all rows: a decode row's path is short."""
     counters, kv, held_of, aborting = state.counters, state.kv, state.held, state.aborting
     size, by_block, decoded, due = kv.geometry.block_size, kv.grows_by_block, 0, 0
     ending: list[Sequence] = []

@@ -202,9 +202,8 @@ class WorkerReports:
         )
 
     def _attempts(self) -> tuple[list[Attempt], list[Attempt]]:
-        """Return attempts that are computed here or on their way from here, and those that wait for another process:
-        for the worker that hands over their state or, parked, for a manager that binds them. A manager that does not
-        know of it never will, and has them placed anew."""
+        """Return attempts computed here or on their way from here, and those that wait for another process: for the
+        worker that hands over their state or, parked, for a manager that binds them, or has them placed anew."""
         awaiting = [
             key
             for key, held in self._state.held.items()

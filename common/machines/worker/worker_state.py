@@ -41,8 +41,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     stall_timeout_s: float = _STALL_TIMEOUT_S
     """Maximum time without progress while KV transfers are pending: then two caches wait for each other."""
     chunked_transfer: bool = True
-    """Whether the blocks of a chunk are pushed while the next one computes (D6); else all of them at the segment's
-    end."""
+    """Whether the blocks of a chunk are pushed while the next one computes (D6); else all at the segment's end."""
     scored_step_tokens: int = 64
     """Tokens of scored prompts in one iteration."""
     learns: bool = True

@@ -48,15 +48,9 @@ class Dataset:
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[np.generic]]) -> Dataset:
         """Restore a data set. Raises `ValueError` or `KeyError` if the arrays cannot be one."""
-        data = cls(
-            arrays["data_compact"].astype(np.float32),
-            arrays["data_buckets"].astype(np.uint16),
-            arrays["data_counts"].astype(np.uint8),
-            arrays["data_offsets"].astype(np.int64),
-            arrays["data_output_tokens"].astype(np.int64),
-            arrays["data_max_tokens"].astype(np.int64),
-            arrays["data_truncated"].astype(np.bool_),
-        )
+        kinds = (np.float32, np.uint16, np.uint8, np.int64, np.int64, np.int64, np.bool_)
+        fields = zip(cls.__dataclass_fields__, kinds, strict=True)
+        data = cls(*(arrays[f"data_{name}"].astype(kind) for name, kind in fields))
         data.check()
         return data
 

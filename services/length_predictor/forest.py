@@ -7,7 +7,9 @@ models side by side, one NumPy step per level.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +33,16 @@ class Forest:
     output: NDArray[np.int32]
     base: NDArray[np.float64]
     depth: int
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, NDArray[Any]], depth: int) -> Forest:
+        """Make a forest from arrays of any width. Raises `KeyError` if one is missing."""
+        columns: dict[str, Any] = {
+            name: arrays[name].astype(np.float64 if name in ("threshold", "value", "base") else np.int32)
+            for name in cls.__dataclass_fields__
+            if name != "depth"
+        }
+        return cls(**columns, depth=depth)
 
     def evaluate(self, row: NDArray[np.float32]) -> NDArray[np.float64]:
         """Return the raw score of every output for one row."""

@@ -61,17 +61,8 @@ class LengthModel:
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, NDArray[np.generic]]) -> LengthModel:
         """Restore a model. Raises `ValueError` or `KeyError` if the arrays cannot be one."""
-        forest = Forest(
-            feature=arrays["forest_feature"].astype(np.int32),
-            threshold=arrays["forest_threshold"].astype(np.float64),
-            left=arrays["forest_left"].astype(np.int32),
-            right=arrays["forest_right"].astype(np.int32),
-            value=arrays["forest_value"].astype(np.float64),
-            roots=arrays["forest_roots"].astype(np.int32),
-            output=arrays["forest_output"].astype(np.int32),
-            base=arrays["forest_base"].astype(np.float64),
-            depth=int(arrays["forest_depth"].item()),
-        )
+        trees = {name.removeprefix("forest_"): array for name, array in arrays.items()}
+        forest = Forest.of(trees, int(arrays["forest_depth"].item()))
         model = cls(
             arrays["weights"].astype(np.float64),
             forest,

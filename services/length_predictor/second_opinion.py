@@ -7,7 +7,6 @@ known the refiner learns from both. Owned by `service.py`; no request ever waits
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable
@@ -108,13 +107,3 @@ class SecondOpinions:
             "base_log_error": self.refiner.base_error,
             "refined_log_error": self.refiner.refined_error,
         }
-
-
-def sending(send: Callable[[RevisePrediction], None], *ignored: type[Exception]) -> Callable[[RevisePrediction], None]:
-    """Return `send` without these errors: a manager that is away misses a revision, no more."""
-
-    def quiet(message: RevisePrediction) -> None:
-        with contextlib.suppress(*ignored):
-            send(message)
-
-    return quiet

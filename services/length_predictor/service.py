@@ -7,10 +7,9 @@ nothing here waits for training, disk or another process.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +30,9 @@ from cohort.services.length_predictor.buffer import Observation
 from cohort.services.length_predictor.calibration import OnlineCalibration
 from cohort.services.length_predictor.features import FeatureVector, extract
 from cohort.services.length_predictor.model import LengthModel, default_prediction, to_prediction
-from cohort.services.length_predictor.second_opinion import SecondOpinions, sending
-from cohort.services.length_predictor.trainer import NEVER, USUAL, TrainingChild, TrainingPace
+from cohort.services.length_predictor.second_opinion import SecondOpinions
+from cohort.services.length_predictor.trainer import NEVER, USUAL, TrainingChild
+from cohort.services.length_predictor.training_wire import TrainingPace
 
 _ERROR_MEMORY = 0.98  # moving average of the error: about the last 50 requests
 
@@ -42,47 +42,6 @@ def state_file(config: Config) -> Path:
     name = config.model.served_name or Path(config.model.path).name or DEFAULT_MODEL_NAME
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
     return state_dir(config.state.folder) / "length_predictor" / f"{safe}.npz"
-
-
-@dataclass(slots=True)
-class _Metrics:
-    predictions: Counter
-    latency: Histogram
-    observations: Counter
-    error: Histogram
-
-    @classmethod
-    def on(cls, registry: CollectorRegistry, service: LengthPredictor) -> _Metrics:
-        for name, help_text, read in (
-            ("cohort_predictor_trainings", "Trainings since start.", lambda: service.child.trainings),
-            (
-                "cohort_predictor_dropped_observations",
-                "Observations the training child could not take.",
-                lambda: service.child.dropped,
-            ),
-            (
-                "cohort_predictor_model_observations",
-                "Requests the current model was fitted to.",
-                lambda: service.model.trained_on if service.model else 0,
-            ),
-        ):
-            Gauge(name, help_text, registry=registry).set_function(read)
-        return cls(
-            Counter("cohort_predictor_predictions", "Predictions answered, by source.", ["source"], registry=registry),
-            Histogram(
-                "cohort_predictor_latency_seconds",
-                "Time to compute one prediction.",
-                registry=registry,
-                buckets=(5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2),
-            ),
-            Counter("cohort_predictor_observations", "Finished requests learned from.", registry=registry),
-            Histogram(
-                "cohort_predictor_absolute_error_tokens",
-                "Predicted mean against what came.",
-                registry=registry,
-                buckets=(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000),
-            ),
-        )
 
 
 class LengthPredictor:
@@ -96,20 +55,52 @@ class LengthPredictor:
         self._bus = bus
         self._log = log
         self._default_mean = float(config.gateway.default_prediction_tokens)
-        self._to_managers = [sending(partial(bus.send, name), PeerUnreachable) for name in manager_names(config)]
+        self._managers = manager_names(config)
         self._predictions = 0
         self._observations = 0
         self._error_tokens = math.nan
         self.tracing: Tracing | None = None
         self.pace = pace if config.predictor.learns else NEVER
         self.child = TrainingChild(self.pace, state_file(config), log, self._take_model)
-        self._metrics = _Metrics.on(registry, self)
         self.second = SecondOpinions(state_file(config).with_suffix(".refined.npz"), log, self._revise)
+        self._answered = Counter(
+            "cohort_predictor_predictions", "Predictions answered, by source.", ["source"], registry=registry
+        )
+        self._latency = Histogram(
+            "cohort_predictor_latency_seconds",
+            "Time to compute one prediction.",
+            registry=registry,
+            buckets=(5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2),
+        )
+        self._learned_from = Counter(
+            "cohort_predictor_observations", "Finished requests learned from.", registry=registry
+        )
+        self._errors = Histogram(
+            "cohort_predictor_absolute_error_tokens",
+            "Predicted mean against what came.",
+            registry=registry,
+            buckets=(1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000),
+        )
+        for name, help_text, read in (
+            ("cohort_predictor_trainings", "Trainings since start.", lambda: self.child.trainings),
+            (
+                "cohort_predictor_dropped_observations",
+                "Observations the training child could not take.",
+                lambda: self.child.dropped,
+            ),
+            (
+                "cohort_predictor_model_observations",
+                "Requests the current model was fitted to.",
+                lambda: self.model.trained_on if self.model else 0,
+            ),
+        ):
+            Gauge(name, help_text, registry=registry).set_function(read)
 
     def _revise(self, revision: RevisePrediction) -> None:
-        """Send to all managers: those that stand by skip it."""
-        for send in self._to_managers:
-            send(revision)
+        """Send to all managers: those that stand by skip it, and one that is away misses a revision, no more."""
+        for manager in self._managers:
+            with contextlib.suppress(PeerUnreachable):
+                self._bus.send(manager, revision)
 
     async def serve(self) -> None:
         """Answer until cancelled."""
@@ -146,8 +137,8 @@ class LengthPredictor:
         else:
             prediction = to_prediction(self._log_lengths(self.model, extract(facts)), facts.max_tokens)
         self._predictions += 1
-        self._metrics.predictions.labels(prediction.source).inc()
-        self._metrics.latency.observe(time.perf_counter() - started_s)
+        self._answered.labels(prediction.source).inc()
+        self._latency.observe(time.perf_counter() - started_s)
         return prediction
 
     def observe(self, facts: LengthFacts, output_tokens: int, truncated: bool) -> None:
@@ -156,11 +147,11 @@ class LengthPredictor:
             return
         vector = extract(facts)
         self._observations += 1
-        self._metrics.observations.inc()
+        self._learned_from.inc()
         if self.model is not None:
             log_lengths = self._log_lengths(self.model, vector)
             error = abs(to_prediction(log_lengths, facts.max_tokens).mean - output_tokens)
-            self._metrics.error.observe(error)
+            self._errors.observe(error)
             first = math.isnan(self._error_tokens)
             self._error_tokens = error if first else _ERROR_MEMORY * self._error_tokens + (1 - _ERROR_MEMORY) * error
             self._calibration.observe(log_lengths, math.log(output_tokens), math.log(max(1, facts.max_tokens)))

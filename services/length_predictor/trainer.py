@@ -12,7 +12,6 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -21,21 +20,12 @@ from structlog.stdlib import BoundLogger
 from cohort.services.length_predictor import state, training_wire
 from cohort.services.length_predictor.buffer import Observation
 from cohort.services.length_predictor.model import LengthModel
+from cohort.services.length_predictor.training_wire import TrainingPace
 
-BUFFER_SIZE = 20_000  # finished requests kept for training
 _MAX_UNSENT_BYTES = 4 << 20
 _MAX_WAITING_ROWS = 2048  # kept while no child runs
 _RESTART_FIRST_S = 0.5
 _RESTART_MAX_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingPace:
-    """`retrain_every`: finished requests between trainings, at least; more where it knows thousands."""
-
-    retrain_every: int = 64
-    min_observations: int = 32
-    save_every_s: float = 30.0
 
 
 USUAL = TrainingPace()
@@ -101,22 +91,13 @@ class TrainingChild:
 
     async def _start(self) -> asyncio.subprocess.Process:
         self.starts += 1
-        pace = self._pace
         one_thread = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "cohort.services.length_predictor.trainer_process",
-            "--state",
             str(self._state_path),
-            "--buffer-size",
-            str(BUFFER_SIZE),
-            "--retrain-every",
-            str(pace.retrain_every),
-            "--min-observations",
-            str(pace.min_observations),
-            "--save-every-s",
-            str(pace.save_every_s),
+            msgspec.json.encode(self._pace).decode(),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, **one_thread},
@@ -130,7 +111,7 @@ class TrainingChild:
             while True:
                 prefix = await process.stdout.readexactly(training_wire.PREFIX_BYTES)
                 body = await process.stdout.readexactly(training_wire.body_length(prefix))
-                self._take(training_wire.decode_from_child(body))
+                self._take(training_wire.FROM_CHILD.decode(body))
                 spoke = True
         except asyncio.IncompleteReadError:
             return spoke

@@ -1,7 +1,7 @@
 """The training child: keeps the newest finished requests, refits the model, keeps both on disk.
 
-Started by `trainer.py` as `python -m …trainer_process`; reads `Finished` frames from stdin, writes models to stdout.
-Runs at low scheduling priority with one thread, so that serving on the same cores hardly feels it. Ends,
+Started by `trainer.py` as `python -m …trainer_process STATE PACE`; reads `Finished` frames from stdin, writes models
+to stdout. Runs at low scheduling priority with one thread, so that serving on the same cores hardly feels it. Ends,
 having saved, when stdin ends; where it is in the middle of a training then, or starved of processor time, the kernel
 ends it `training_wire.SAVE_DEADLINE_S` later.
 
@@ -11,7 +11,6 @@ ends it `training_wire.SAVE_DEADLINE_S` later.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import queue
@@ -22,6 +21,8 @@ import threading
 import time
 from pathlib import Path
 from typing import BinaryIO
+
+import msgspec
 
 from cohort.services.length_predictor import state, training_wire
 from cohort.services.length_predictor.buffer import Observation, ObservationBuffer
@@ -36,15 +37,11 @@ _QUEUED_ROWS = 10_000
 class Trainer:
     """The child's state and its two decisions: is a training due, is a save due."""
 
-    def __init__(
-        self, path: Path, *, buffer_size: int, retrain_every: int, min_observations: int, save_every_s: float
-    ) -> None:
-        self.buffer = ObservationBuffer(buffer_size)
+    def __init__(self, path: Path, pace: training_wire.TrainingPace) -> None:
+        self.buffer = ObservationBuffer(pace.buffer_size)
         self.model: LengthModel | None = None
         self._path = path
-        self._retrain_every = retrain_every
-        self._min_observations = min_observations
-        self._save_every_s = save_every_s
+        self._pace = pace
         self._new_rows = 0
         self._unsaved = False
         self._not_before_s = float("-inf")
@@ -68,8 +65,8 @@ class Trainer:
 
     def _wants_training(self) -> bool:
         known = self.model.trained_on if self.model else 0
-        wanted = max(self._retrain_every, _GROWTH * known) if known else 1
-        return len(self.buffer) >= self._min_observations and self._new_rows >= wanted
+        wanted = max(self._pace.retrain_every, _GROWTH * known) if known else 1
+        return len(self.buffer) >= self._pace.min_observations and self._new_rows >= wanted
 
     def train(self, now_s: float) -> tuple[LengthModel, float]:
         """Train; return the new model and the processor seconds it took."""
@@ -87,7 +84,7 @@ class Trainer:
         return self.model, took_s
 
     def save_due(self, now_s: float) -> bool:
-        return self._unsaved and now_s >= self._last_save_s + self._save_every_s
+        return self._unsaved and now_s >= self._last_save_s + self._pace.save_every_s
 
     def save(self, now_s: float) -> None:
         """Save the state. Raises `OSError`; the next try is due only after another interval."""
@@ -98,9 +95,9 @@ class Trainer:
 
     def next_due_s(self, now_s: float) -> float:
         """Return seconds until something may be due without further requests."""
-        dues = [self._save_every_s]
+        dues = [self._pace.save_every_s]
         if self._unsaved:
-            dues.append(self._last_save_s + self._save_every_s - now_s)
+            dues.append(self._last_save_s + self._pace.save_every_s - now_s)
         if self._wants_training():
             dues.append(self._not_before_s - now_s)
         return max(0.05, min(dues))
@@ -178,26 +175,14 @@ def yield_to_serving() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="length predictor's training child", description=__doc__)
-    parser.add_argument("--state", type=Path, required=True, help="file the learned state persists in")
-    parser.add_argument("--buffer-size", type=int, required=True)
-    parser.add_argument("--retrain-every", type=int, required=True)
-    parser.add_argument("--min-observations", type=int, required=True)
-    parser.add_argument("--save-every-s", type=float, required=True)
-    options = parser.parse_args()
+    state_path, pace = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches us too; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent(sys.stdin.fileno())
     yield_to_serving()
     outgoing = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing a library prints may corrupt the frames
-    trainer = Trainer(
-        options.state,
-        buffer_size=options.buffer_size,
-        retrain_every=options.retrain_every,
-        min_observations=options.min_observations,
-        save_every_s=options.save_every_s,
-    )
+    trainer = Trainer(Path(state_path), msgspec.json.decode(pace, type=training_wire.TrainingPace))
     with contextlib.suppress(BrokenPipeError):
         run(trainer, sys.stdin.buffer, outgoing)
 

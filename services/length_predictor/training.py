@@ -174,18 +174,9 @@ def _flatten(fitted: list[Any]) -> Forest:
             output.append(index)
             size += len(nodes)
             depth = max(depth, int(nodes["depth"].max()))
-    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
-    return Forest(
-        joined["feature"].astype(np.int32),
-        joined["threshold"].astype(np.float64),
-        joined["left"].astype(np.int32),
-        joined["right"].astype(np.int32),
-        joined["value"].astype(np.float64),
-        np.asarray(roots, np.int32),
-        np.asarray(output, np.int32),
-        np.asarray([m._baseline_prediction.item() for m in fitted]),
-        depth,
-    )
+    base = np.asarray([model._baseline_prediction.item() for model in fitted])
+    trees = {"roots": np.asarray(roots), "output": np.asarray(output), "base": base}
+    return Forest.of(trees | {name: np.concatenate(parts) for name, parts in columns.items()}, depth)
 
 
 def _compare(forest: Forest, fitted: list[Any], rows: NDArray[np.float32]) -> None:

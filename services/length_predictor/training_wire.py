@@ -24,6 +24,16 @@ _LENGTH = struct.Struct(">I")
 PREFIX_BYTES = _LENGTH.size
 
 
+class TrainingPace(msgspec.Struct, frozen=True):
+    """`retrain_every`: finished requests between trainings, at least; more where it knows thousands. `buffer_size`:
+    finished requests kept for training."""
+
+    retrain_every: int = 64
+    min_observations: int = 32
+    save_every_s: float = 30.0
+    buffer_size: int = 20_000
+
+
 class Finished(msgspec.Struct, frozen=True, tag=True):
     """Finished request, features only; arrays as their little-endian bytes."""
 
@@ -80,7 +90,7 @@ class Trouble(msgspec.Struct, frozen=True, tag=True):
 FromChild = Loaded | Learned | Trouble
 
 _encoder = msgspec.msgpack.Encoder()
-_from_child: msgspec.msgpack.Decoder[FromChild] = msgspec.msgpack.Decoder(FromChild)
+FROM_CHILD: msgspec.msgpack.Decoder[FromChild] = msgspec.msgpack.Decoder(FromChild)
 _to_child = msgspec.msgpack.Decoder(Finished)
 
 
@@ -95,10 +105,6 @@ def body_length(prefix: bytes) -> int:
     if length > MAX_FRAME_BYTES:
         raise ValueError(f"frame of {length} bytes")
     return length
-
-
-def decode_from_child(body: bytes) -> FromChild:
-    return _from_child.decode(body)
 
 
 def read_finished(stream: BinaryIO) -> Finished | None:

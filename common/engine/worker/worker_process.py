@@ -11,7 +11,6 @@ import random
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Protocol
 
 import msgspec

@@ -8,12 +8,11 @@ import math
 from pathlib import Path
 
 import numpy as np
-import pytest
 import structlog
 
 from cohort.common.messages import PromptState, RevisePrediction
 from cohort.common.types import Attempt, Prediction
-from cohort.services.length_predictor.second_opinion import SecondOpinions, sending
+from cohort.services.length_predictor.second_opinion import SecondOpinions
 
 WIDTH = 12
 
@@ -94,13 +93,3 @@ async def test_learned_state_is_saved_when_the_service_ends(tmp_path: Path) -> N
     fresh.opinions.state_came(fresh.request("x")[0])
     assert fresh.opinions.refiner is not None and fresh.opinions.refiner.learned == 150
     assert len(fresh.sent) == 1
-
-
-def test_a_manager_that_is_away_misses_a_revision_no_more() -> None:
-    def away(message: RevisePrediction) -> None:
-        raise ConnectionError
-
-    message = RevisePrediction("r", Prediction(1.0, 1.0, 1.0, 1.0))
-    sending(away, ConnectionError)(message)
-    with pytest.raises(ConnectionError):
-        sending(away, ValueError)(message)

@@ -10,8 +10,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
 
 from cohort.services.length_predictor import state, training_wire
@@ -20,7 +20,8 @@ from cohort.services.length_predictor.training import train
 from tests.examples import another_of_its_kind
 from tests.services.length_predictor.conftest import World
 
-OPTIONS = ("--buffer-size=50", "--retrain-every=1", "--min-observations=2", "--save-every-s=3600")
+_PACE = training_wire.TrainingPace(retrain_every=1, min_observations=2, save_every_s=3600, buffer_size=50)
+PACE = msgspec.json.encode(_PACE).decode()
 CHILD = """
 import sys
 from cohort.services.length_predictor import trainer_process, training, training_wire
@@ -56,8 +57,8 @@ def test_a_killed_parents_child_ends_in_the_middle_of_a_training(rows: int, worl
         "-c",
         PARENT,
         CHILD.format(body="while True: pass", ends_s=1),
-        *OPTIONS,
-        f"--state={tmp_path / 'state.npz'}",
+        str(tmp_path / "state.npz"),
+        PACE,
     ]
     pipe = subprocess.PIPE
     with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe) as parent:
@@ -78,7 +79,7 @@ def test_a_killed_parents_child_ends_in_the_middle_of_a_training(rows: int, worl
 
 def test_a_child_that_is_told_in_time_saves(world: World, tmp_path: Path) -> None:
     file = tmp_path / "state.npz"
-    words = [sys.executable, "-c", CHILD.format(body="raise ValueError", ends_s=60), *OPTIONS, f"--state={file}"]
+    words = [sys.executable, "-c", CHILD.format(body="raise ValueError", ends_s=60), str(file), PACE]
     subprocess.run(words, input=frames(world, 3), stdout=subprocess.DEVNULL, timeout=60, check=True)
     saved = state.load(file)
     assert saved is not None and len(saved.data) == 3
@@ -89,8 +90,8 @@ def test_the_more_it_knows_the_more_it_takes_to_train_again(
     known: int, wanted: int, world: World, tmp_path: Path
 ) -> None:
     """At least `retrain_every`; until then nothing is due before the next save."""
-    options: dict[str, Any] = {"buffer_size": 5000, "retrain_every": 8, "min_observations": 6, "save_every_s": 3600.0}
-    trainer = Trainer(tmp_path / "state.npz", **options)
+    pace = training_wire.TrainingPace(retrain_every=8, min_observations=6, save_every_s=3600.0, buffer_size=5000)
+    trainer = Trainer(tmp_path / "state.npz", pace)
     if known:
         trainer.model = replace(train(world.dataset(20), 1), trained_on=known)
     for _ in range(wanted):

@@ -102,7 +102,7 @@ async def test_modes_are_private_also_in_a_folder_that_was_there(open_site: Open
 
 
 def share(folder: Path) -> None:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     folder.chmod(0o1777)
 
 

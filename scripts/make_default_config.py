@@ -24,23 +24,43 @@ from cohort.common.config import CONFIGS_DIR, Config, gateway, policies, root, s
 
 TARGET = CONFIGS_DIR / "default.yaml"
 WIDTH = 118
+FIRST = (
+    "model.path",
+    "workers",
+    "kv.memory_bytes",
+    "gateway.host",
+    "gateway.port",
+    "gateway.tls_cert",
+    "gateway.tls_key",
+    "keys.file",
+    "gateway.rt_ttft_slo_s",
+    "state.folder",
+)
+"""What an operator sets: the file begins with them."""
 
 HEAD = """\
 # Every option of Cohort with its built-in default, unit and meaning.
 #
-# Write only what differs into a file of your own: `cohort serve --config my.yaml`, or `--set section.option=value`.
+# Write only what differs into a file of your own, as `section.option: value` or within sections: `cohort serve
+# --config my.yaml`, or `--set section.option=value`.
 # Later wins: built-in defaults, preset (configs/presets/), files in their order, command line. On a GPU, between the
 # first two: max_rows, max_step_tokens, prefill_chunk, cuda_graph_memory_bytes, host_memory_bytes by what the machine
 # has (common/config/device_defaults.py). `cohort serve --print-config` shows what comes of it.
 # Generated from common/config/ by scripts/make_default_config.py; a test keeps it equal.
+
+# The ten that an operator sets. What follows them may stay as it is.
 """
 
 
 def render() -> str:
     comments = _field_comments()
-    lines = [HEAD]
-    types = typing.get_type_hints(Config)
-    for name, value in msgspec.to_builtins(Config()).items():
+    lines = [HEAD.rstrip()]
+    types, values = typing.get_type_hints(Config), msgspec.to_builtins(Config())
+    for dotted in FIRST:
+        section, _, key = dotted.rpartition(".")
+        meaning = comments.get((types[section].__name__ if section else "Config", key))
+        lines += _option(dotted, (values[section] if section else values).pop(key), meaning, "")
+    for name, value in values.items():
         if _is_section(types[name]):
             lines += ["", *_section(name, value, types[name], comments, "")]
         else:
@@ -68,7 +88,7 @@ def _is_section(hint: Any) -> bool:
 def _option(key: str, value: Any, meaning: str | None, indent: str, *, above: bool = False) -> list[str]:
     if not meaning:
         raise SystemExit(f"option {key} has no explanation: write a comment beside it in common/config/")
-    style = None if isinstance(value, list) else False  # lists of mappings: one line per mapping
+    style = None if isinstance(value, list | tuple) else False  # lists of mappings: one line per mapping
     text = yaml.safe_dump({key: value}, sort_keys=False, default_flow_style=style, allow_unicode=True, width=1000)
     assignment = textwrap.indent(text.rstrip(), indent)
     one_line = f"{assignment}  # {meaning}"

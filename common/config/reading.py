@@ -75,10 +75,11 @@ def dump_config(config: Config) -> str:
     return str(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
 
 
-def nested(flat: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """Return a flat mapping such as `{"kv.block_size": 32}` nested for `load_config`. Raises `ConfigError` naming
-    `origin` where one key gives a value to what another key uses as a section."""
-    result: dict[str, Any] = {}
+def nested(flat: Mapping[str, Any], origin: str, beside: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return `{"kv.block_size": 32}` as a nested mapping for `load_config`, within `beside` if that is given. Raises
+    `ConfigError` naming `origin` where one key gives a value to what another key uses as a section, or `beside` has the
+    option as well."""
+    result = {} if beside is None else beside
     for dotted, value in flat.items():
         *sections, key = dotted.split(".")
         target = result
@@ -87,6 +88,8 @@ def nested(flat: Mapping[str, Any], origin: str) -> dict[str, Any]:
             if not isinstance(inner, dict):
                 raise ConfigError(f"{origin} {dotted}: {section} is not a section")
             target = inner
+        if beside is not None and key in target:
+            raise ConfigError(f"{origin} {dotted} is given twice")
         target[key] = value
     return result
 
@@ -119,6 +122,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(data).__name__}")
+    data = nested({key: data.pop(key) for key in list(data) if "." in str(key)}, f"{path}:", data)
     _check(data, str(path))
     return data
 

@@ -38,11 +38,20 @@ def test_later_layers_win_key_by_key(tmp_path: Path) -> None:
         ("kv: 3", r"kv must be a mapping, found int"),
         ("- a", r"expected a mapping of sections, found list"),
         ("a: [", r"not valid YAML"),
+        ("kv.block_size: 32\nkv: {block_size: 16}", r"my\.yaml: kv\.block_size is given twice"),
+        ("name.of: x\nname: y", r"my\.yaml: name\.of: name is not a section"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config([write(tmp_path, text)])
+
+
+def test_a_file_may_name_options_by_section_and_name(tmp_path: Path) -> None:
+    text = "gateway.port: 9000\ngateway: {processes: 4}\nkv.block_size: 32\nexperiment.cohort.ordered: false\n"
+    config = load_config([write(tmp_path, text)])
+    assert (config.gateway.port, config.gateway.processes, config.kv.block_size) == (9000, 4, 32)
+    assert config.experiment == {"cohort": {"ordered": False}}
 
 
 @pytest.mark.parametrize("degree", ["auto", 3])

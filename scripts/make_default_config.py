@@ -24,7 +24,8 @@ from cohort.common.config import CONFIGS_DIR, Config, gateway, policies, root, s
 
 TARGET = CONFIGS_DIR / "default.yaml"
 WIDTH = 118
-FIRST = (
+# What an operator sets: the file begins with them.
+FIRST = [
     "model.path",
     "workers",
     "kv.memory_bytes",
@@ -35,8 +36,7 @@ FIRST = (
     "keys.file",
     "gateway.rt_ttft_slo_s",
     "state.folder",
-)
-"""What an operator sets: the file begins with them."""
+]
 
 HEAD = """\
 # Every option of Cohort with its built-in default, unit and meaning.

@@ -124,7 +124,7 @@ async def test_two_names_of_one_secret_are_one_owner_everywhere(
     however many names they have."""
     for name, secret in zip(("COHORT_TEST_A", "COHORT_TEST_B"), secrets, strict=True):
         monkeypatch.setenv(name, secret)
-    limits: dict[str, Any] = {"max_waiting_requests": 4, "batch": {"max_unfinished": 2}}
+    limits: dict[str, Any] = {"max_waiting_requests": 4, "limits": {"unfinished_batches": 2}}
     opened = open_site(
         lambda request: [9] * 4000, step_s=0.02, api_keys=("env:COHORT_TEST_A", "env:COHORT_TEST_B"), **limits
     )
@@ -134,7 +134,7 @@ async def test_two_names_of_one_secret_are_one_owner_everywhere(
         long = job(ask(max_tokens=400, ignore_eos=True))
         batches = [await begin(client, long)]
         if several:
-            with pytest.raises(openai.RateLimitError, match=r"batch\.owner_share: 1 batches"):
+            with pytest.raises(openai.RateLimitError, match=r"keys\.owner_share: 1 batches"):
                 await begin(client, long)
         else:
             batches.append(await begin(client, long))

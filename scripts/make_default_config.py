@@ -25,18 +25,10 @@ from cohort.common.config import CONFIGS_DIR, Config, gateway, policies, root, s
 TARGET = CONFIGS_DIR / "default.yaml"
 WIDTH = 118
 # What an operator sets: the file begins with them.
-FIRST = [
-    "model.path",
-    "workers",
-    "kv.memory_bytes",
-    "gateway.host",
-    "gateway.port",
-    "gateway.tls_cert",
-    "gateway.tls_key",
-    "keys.file",
-    "gateway.rt_ttft_slo_s",
-    "state.folder",
-]
+FIRST = (
+    "model.path workers kv.memory_bytes gateway.host gateway.port gateway.tls_cert gateway.tls_key keys.file "
+    "gateway.rt_ttft_slo_s state.folder"
+)
 
 HEAD = """\
 # Every option of Cohort with its built-in default, unit and meaning.
@@ -56,7 +48,7 @@ def render() -> str:
     comments = _field_comments()
     lines = [HEAD.rstrip()]
     types, values = typing.get_type_hints(Config), msgspec.to_builtins(Config())
-    for dotted in FIRST:
+    for dotted in FIRST.split():
         section, _, key = dotted.rpartition(".")
         meaning = comments.get((types[section].__name__ if section else "Config", key))
         lines += _option(dotted, (values[section] if section else values).pop(key), meaning, "")

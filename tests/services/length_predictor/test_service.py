@@ -70,9 +70,17 @@ class Rig:
                 await asyncio.sleep(0.02)
 
 
+def configured(tmp_path: Path) -> Config:
+    return Config(state=StateConfig(folder=str(tmp_path)))
+
+
+def kept(tmp_path: Path) -> Path:
+    return state_file(configured(tmp_path))
+
+
 @asynccontextmanager
 async def running(tmp_path: Path, **changes: int) -> AsyncIterator[Rig]:
-    config = Config(state=StateConfig(folder=str(tmp_path)))
+    config = configured(tmp_path)
     network = MemoryNetwork()
     registry = CollectorRegistry()
     service = LengthPredictor(
@@ -130,12 +138,13 @@ async def test_first_default_then_learned_then_remembered(world: World, tmp_path
 
 
 async def test_corrupt_state_starts_afresh(world: World, tmp_path: Path) -> None:
-    (tmp_path / "state.npz").write_bytes(b"PK\x03\x04 nonsense")
+    kept(tmp_path).parent.mkdir()
+    kept(tmp_path).write_bytes(b"PK\x03\x04 nonsense")
     async with running(tmp_path) as rig:
-        await rig.until(lambda: (tmp_path / "state.npz.unreadable").exists())
+        await rig.until(lambda: kept(tmp_path).with_suffix(".npz.unreadable").exists())
         assert (await rig.ask(world.request()[0])).source == "default"
         rig.tell(*world.request())
-        await rig.until(lambda: (tmp_path / "state.npz").exists())  # and it learns on
+        await rig.until(lambda: kept(tmp_path).exists())  # and it learns on
 
 
 @pytest.mark.pipeline
@@ -144,7 +153,7 @@ async def test_a_killed_child_comes_back_with_its_knowledge(world: World, tmp_pa
         await rig.until(lambda: rig.service.child.pid is not None)
         for _ in range(40):
             rig.tell(*world.request())
-        await rig.until(lambda: _saved_model(tmp_path / "state.npz") and rig.service.model is not None)
+        await rig.until(lambda: _saved_model(kept(tmp_path)) and rig.service.model is not None)
         first = rig.service.child.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
@@ -162,14 +171,14 @@ async def test_the_child_ends_with_its_parent(world: World, tmp_path: Path) -> N
         await rig.until(lambda: rig.service.child.pid is not None)
         pid = rig.service.child.pid
         rig.tell(*world.request())
-        await rig.until(lambda: (tmp_path / "state.npz").exists())  # it has begun: so is asked to end what works
+        await rig.until(lambda: kept(tmp_path).exists())  # it has begun: so is asked to end what works
         rig.tell(*world.request())
         await rig.until(lambda: rig.service.stats()["observations"] == 2)
     assert pid is not None
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, 0)
         raise AssertionError("the training child is still there")
-    assert (tmp_path / "state.npz").exists()
+    assert kept(tmp_path).exists()
 
 
 @pytest.mark.pipeline

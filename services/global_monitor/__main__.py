@@ -18,14 +18,12 @@ from cohort.common.planning.settings import planner_settings
 from cohort.common.process.service import ServiceContext, service_main
 from cohort.common.transport.zmq_bus import ZmqBus
 from cohort.services.global_monitor.exporter import ClusterCollector, Exporter
-from cohort.services.global_monitor.feed import LiveFeed
 from cohort.services.global_monitor.kubernetes_api import KubernetesApi, in_pod
 from cohort.services.global_monitor.kubernetes_orders import KubernetesOrders, orderable
 from cohort.services.global_monitor.launcher_orders import LauncherOrders
-from cohort.services.global_monitor.planner import Planner, PlannerCollector
-from cohort.services.global_monitor.server import application
+from cohort.services.global_monitor.planner import CONFIG_FILE, ForesightProcess, Planner, PlannerCollector, keep_config
+from cohort.services.global_monitor.server import LiveFeed, application
 from cohort.services.global_monitor.service import GlobalMonitor
-from cohort.services.global_monitor.simulation_process import CONFIG_FILE, ForesightProcess, keep_config
 
 
 async def build(context: ServiceContext) -> None:

@@ -44,15 +44,15 @@ class Process:
     change of status; `restarts` counts incarnations after the first that followed no Farewell."""
 
     instance: InstanceId
-    role: str
-    incarnation: int
-    pid: int
-    ready: bool
-    metrics_url: str
-    stats: dict[str, float]
-    status: Status
-    heard_s: float
-    since_s: float
+    role: str = ""
+    incarnation: int = 0
+    pid: int = 0
+    ready: bool = False
+    metrics_url: str = ""
+    stats: dict[str, float] = field(default_factory=dict)
+    status: Status = Status.UP
+    heard_s: float = 0.0
+    since_s: float = 0.0
     restarts: int = 0
     facts: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -108,36 +108,23 @@ class Cluster:
         if process is None:
             if len(self.processes) >= MAX_INSTANCES:
                 return []
-            process = Process(
-                beat.instance,
-                beat.role,
-                beat.incarnation,
-                beat.pid,
-                beat.ready,
-                beat.metrics_url,
-                dict(beat.stats),
-                Status.UP,
-                now_s,
-                now_s,
-            )
-            self.processes[beat.instance] = process
+            process = self.processes[beat.instance] = Process(beat.instance)
             events.append(Event(now_s, beat.instance, "appeared"))
         elif beat.incarnation < process.incarnation:
             return []  # a late word of a process that has been replaced
         elif beat.incarnation == process.incarnation and process.status is Status.LEFT:
             return []  # it said farewell; this one was still under way
-        else:
-            if beat.incarnation != process.incarnation:
-                left = process.status is Status.LEFT
-                process.restarts += not left
-                events.append(Event(now_s, beat.instance, "back" if left else "restarted"))
-            elif process.status is Status.DOWN:
-                events.append(Event(now_s, beat.instance, "back"))
-            if events:
-                process.since_s = now_s
-            process.role, process.incarnation, process.pid = beat.role, beat.incarnation, beat.pid
-            process.ready, process.metrics_url, process.stats = beat.ready, beat.metrics_url, dict(beat.stats)
-            process.status, process.heard_s = Status.UP, now_s
+        elif beat.incarnation != process.incarnation:
+            left = process.status is Status.LEFT
+            process.restarts += not left
+            events.append(Event(now_s, beat.instance, "back" if left else "restarted"))
+        elif process.status is Status.DOWN:
+            events.append(Event(now_s, beat.instance, "back"))
+        if events:
+            process.since_s = now_s
+        process.role, process.incarnation, process.pid = beat.role, beat.incarnation, beat.pid
+        process.ready, process.metrics_url, process.stats = beat.ready, beat.metrics_url, dict(beat.stats)
+        process.status, process.heard_s = Status.UP, now_s
         process.facts, process.warnings = dict(beat.facts), list(beat.warnings)
         if process.role == "gateway":
             self._count(now_s, process)

@@ -45,8 +45,7 @@ def stateful_sets(config: Config) -> dict[Role, str]:
 
 
 def orderable(config: Config) -> tuple[Kind, ...]:
-    """Return the kinds of workers: a StatefulSet's are all alike, of one degree for each role. Raises `ConfigError` if
-    nothing says how many there may be."""
+    """Return the kinds of workers, of one degree for each role. Raises `ConfigError` if nothing bounds their number."""
     if not config.planner.max_workers:
         raise ConfigError(
             "planner.max_workers: say how many workers there may be; on Kubernetes the configuration does not tell how "
@@ -220,8 +219,7 @@ class KubernetesOrders:
         return process is not None and process.status is Status.UP
 
     def _serves(self, instance: InstanceId) -> bool:
-        process = self._cluster.processes.get(instance)
-        return process is not None and process.status is Status.UP and process.ready
+        return self._up(instance) and self._cluster.processes[instance].ready
 
 
 def _pods(name: str, replicas: int) -> list[InstanceId]:

@@ -26,7 +26,11 @@ class LauncherOrders:
         """Raise `ConfigError` if no launcher takes orders: where processes are started by hand."""
         self._longest_s = config.planner.start_timeout_s + config.drain_s + _BESIDE_S
         self._socket = socket_of(run_dir).resolve()  # on Ray a link to the launcher's own
-        if not _is_socket(self._socket):
+        try:
+            found = self._socket.is_socket()
+        except PermissionError:  # of another user's launcher
+            found = False
+        if not found:
             raise ConfigError(
                 "planner.mode: act needs a launcher on this machine that takes orders (`cohort serve`, also on Ray), "
                 f"and there is none at {self._socket}; without one set advise"
@@ -55,10 +59,3 @@ class LauncherOrders:
         if done.failure:
             raise OrderFailed(done.failure)
         return done
-
-
-def _is_socket(path: Path) -> bool:
-    try:
-        return path.is_socket()
-    except PermissionError:  # of another user's launcher
-        return False

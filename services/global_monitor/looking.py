@@ -19,7 +19,7 @@ from typing import Generic, NamedTuple, TypeVar
 from cohort.common.messages import Look, Message, View, WorkerView
 from cohort.common.types import InstanceId, RequestId
 from cohort.common.views import MOST_CHOSEN, MOST_ID, DraftTally
-from cohort.services.global_monitor.aggregate import Cluster, Process
+from cohort.services.global_monitor.aggregate import Cluster
 
 V = TypeVar("V", bound=View)
 
@@ -100,9 +100,6 @@ class Meter:
         there = set(instances)
         self._seen = {name: seen for name, seen in self._seen.items() if name in there}
 
-    def clear(self) -> None:
-        self._seen.clear()
-
 
 class Looking:
     def __init__(
@@ -116,10 +113,6 @@ class Looking:
         self._views: dict[InstanceId, tuple[float, View]] = {}
         self.meter = Meter()
         self.view_meter = Meter()
-
-    @property
-    def viewers(self) -> int:
-        return len(self._viewers)
 
     @asynccontextmanager
     async def watching(self, request_id: RequestId) -> AsyncIterator[Viewer]:
@@ -135,8 +128,7 @@ class Looking:
             self._viewers.remove(viewer)
             if not self._viewers:
                 self._views.clear()
-                self.meter.clear()
-                self.view_meter.clear()
+                self.meter, self.view_meter = Meter(), Meter()
 
     def heard(self, view: View) -> None:
         """Store a view. One that nobody requested, or that comes after the last viewer left, is dropped."""
@@ -182,7 +174,7 @@ class Looking:
 
     def _ask(self) -> None:
         asked = [process for process in self._cluster.up() if process.role in ("gateway", "bucketing_manager")]
-        workers = sorted((process for process in self._cluster.up() if is_worker(process)), key=lambda p: p.instance)
+        workers = sorted((p for p in self._cluster.up() if p.role.endswith("_worker")), key=lambda p: p.instance)
         cells = max(_LEAST_CELLS, _ALL_CELLS // max(1, len(workers)))
         chosen = list(dict.fromkeys(viewer.request_id for viewer in self._viewers if viewer.request_id))[:MOST_CHOSEN]
         for process in (*asked, *workers[:MOST_WORKERS]):
@@ -197,7 +189,3 @@ def draft_counters(tally: DraftTally) -> dict[str, float]:
         f"{of_class} proposed": tally.proposed,
         f"{of_class} accepted": tally.accepted,
     }
-
-
-def is_worker(process: Process) -> bool:
-    return process.role.endswith("_worker")

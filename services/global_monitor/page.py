@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cohort.services.global_monitor.aggregate import Cluster, Event, Process, Sample
+from cohort.services.global_monitor.aggregate import Cluster, Process, Sample
 from cohort.services.global_monitor.planner import PlannerState
 
 _ROLE_ORDER = ("gateway", "length_predictor", "bucketing_manager", "global_monitor")
@@ -72,7 +72,10 @@ def state(
         model=model,
         uptime_s=round(uptime_s, 3),
         processes=[_process(p, now_s) for p in sorted(cluster.processes.values(), key=_order)],
-        events=[_event(event, now_s) for event in reversed(cluster.events)],
+        events=[
+            EventState(round(max(0.0, now_s - event.at_s), 3), event.instance, event.what)
+            for event in reversed(cluster.events)
+        ],
         arrival_rate=cluster.demand.rate,
         arrival_rate_forecast=cluster.demand.forecast(),
         mean_prompt_tokens=cluster.demand.mean_prompt_tokens,
@@ -104,7 +107,3 @@ def _process(process: Process, now_s: float) -> ProcessState:
         process.facts,
         process.warnings,
     )
-
-
-def _event(event: Event, now_s: float) -> EventState:
-    return EventState(round(max(0.0, now_s - event.at_s), 3), event.instance, event.what)

@@ -1,6 +1,6 @@
 """Hosts the planner's machine: tells it what the monitor hears, and does what it decides.
 
-    RequestTraffic, heartbeats ──▶ PlannerMachine ──Evaluate──▶ a process that simulates (foresight_process.py)
+    RequestTraffic, heartbeats ──▶ PlannerMachine ──Evaluate──▶ `ForesightProcess`, which simulates
                                         │──Apply────▶ worker by worker (launcher_orders.py, kubernetes_orders.py)
                                         └──Decided──▶ log line; metrics and live page read the machine
 
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator
+from pathlib import Path
 from typing import Any, assert_never
 
 import msgspec
@@ -21,8 +23,9 @@ from prometheus_client.registry import Collector
 from structlog.stdlib import BoundLogger
 
 from cohort.common.clock import Clock
-from cohort.common.config import Config
+from cohort.common.config import Config, dump_config
 from cohort.common.errors import CohortError
+from cohort.common.keys.private_files import open_private
 from cohort.common.machines.events import Tick
 from cohort.common.messages import RequestTraffic
 from cohort.common.planning.machine import (
@@ -47,6 +50,11 @@ from cohort.services.global_monitor.aggregate import Cluster, Process
 TICK_S = 1.0
 _GONE_S = 30.0
 """Longest time after a drain until a worker's heartbeats stop."""
+
+_SIMULATION = "cohort.services.simulator.advise.foresee"
+_LONGEST_LINE = 64 << 20
+CONFIG_FILE = "planner.yaml"
+"""Configuration of the pipeline for the simulations, in the run folder."""
 
 Simulate = Callable[[Job], Coroutine[Any, Any, Answer]]
 
@@ -165,7 +173,7 @@ class Planner:
             raise
         if not first_out:
             await self._drain(wanted.drain)
-        await self._until_seen(after)
+        await self._until(lambda: present(self._config, self._cluster)[0] == after)
 
     async def _drain(self, kinds: Iterable[Kind]) -> None:
         assert self._orders is not None
@@ -177,9 +185,6 @@ class Planner:
             self._log.info("planner_drains", worker=name)
             await self._orders.drain(name)
             await self._until(lambda gone=name: gone not in _kinds(self._config, self._cluster))  # type: ignore[misc]
-
-    async def _until_seen(self, after: Shape) -> None:
-        await self._until(lambda: present(self._config, self._cluster)[0] == after)
 
     async def _until(self, there: Callable[[], bool]) -> None:
         """Wait until heartbeats show it. If they do not, the machine compares what is there with its plan later."""
@@ -248,6 +253,73 @@ def _mean(costs: list[WorkerCost]) -> WorkerCost:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
+
+
+def keep_config(config: Config, file: Path) -> None:
+    """Write all options as one file for its owner alone, without keys, which no simulation needs."""
+    replace = msgspec.structs.replace
+    plain = replace(
+        config,
+        gateway=replace(config.gateway, api_keys=(), tls_cert="", tls_key=""),
+        keys=type(config.keys)(),
+        recording=type(config.recording)(),
+        tracing=type(config.tracing)(),
+    )
+    with open_private(file, "wb") as written:
+        written.write(dump_config(plain).encode())
+
+
+class ForesightProcess:
+    """Process that simulates: a job in, an answer out. Started early, since its start takes a second of processor time;
+    if it dies, the next job starts another one. It stays in the monitor's process group, which the launcher ends with
+    the monitor, and its input ends with the monitor in any case."""
+
+    def __init__(self, config_file: Path) -> None:
+        self._config_file = config_file
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Start the process ahead of the first job."""
+        with contextlib.suppress(OSError):
+            await self._started()
+
+    async def ask(self, job: Job) -> Answer:
+        """Run a job, one at a time. Returns `Answer.failure` if the process ended."""
+        try:
+            process = await self._started()
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(msgspec.json.encode(job) + b"\n")
+            await process.stdin.drain()
+            line = await process.stdout.readline()
+            if line:
+                return msgspec.json.decode(line, type=Answer)
+            why = "the simulating process ended"
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            why = f"{type(error).__name__}: {error}"
+        await self.close()
+        return Answer(job.round, (), 0.0, failure=why)
+
+    async def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        if self._process is None or self._process.returncode is not None:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",
+                "-m",
+                _SIMULATION,
+                "--config",
+                str(self._config_file),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=_LONGEST_LINE,
+            )
+        return self._process
 
 
 class PlannerState(msgspec.Struct, frozen=True):

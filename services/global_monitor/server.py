@@ -2,7 +2,7 @@
 
     GET /            the live page                    GET /metrics        all processes, Prometheus text
     GET /api/state   the state as JSON (?history_s=)  GET /health /ready  of the monitor itself
-    GET /api/live    the page's feed (feed.py)        GET /static/...     the page's files
+    GET /api/live    the page's feed                  GET /static/...     the page's files
 
 Called by `__main__.py`. Read-only: nothing here changes any state. No key is asked for, so the pages of other sites are
 kept out (`common/http/browsers.py`).
@@ -10,6 +10,7 @@ kept out (`common/http/browsers.py`).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,12 +22,53 @@ from cohort.common.http.browsers import BrowserGuard
 from cohort.common.http.http_server import refuse_foreign_pages
 from cohort.common.http.static_pages import SECURITY_HEADERS, page_routes
 from cohort.common.process.metrics import CONTENT_TYPE
+from cohort.common.types import RequestId
+from cohort.common.views import MOST_ID
 from cohort.services.global_monitor.aggregate import HISTORY_S
 from cohort.services.global_monitor.exporter import Exporter
-from cohort.services.global_monitor.feed import LiveFeed
+from cohort.services.global_monitor.live import LiveState
+from cohort.services.global_monitor.looking import Looking, TooManyViewers
 from cohort.services.global_monitor.page import ClusterState
 
 _FOLDER = Path(__file__).parent / "static"
+_WRITE_TIMEOUT_S = 20.0
+_FIRST_S = 0.15
+"""Time from the first request to the first update: processes answer within milliseconds."""
+_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+class LiveFeed:
+    """Feed of the live page: server-sent events, one `LiveState` a second as JSON.
+
+    `?request=ID` chooses the request whose life the page shows. Processes are asked for their views while a connection
+    is open (`looking.py`). A slow reader misses updates and gets the latest state next; one that takes nothing is let
+    go.
+    """
+
+    def __init__(self, looking: Looking, read: Callable[[RequestId], LiveState]) -> None:
+        self._looking = looking
+        self._read = read
+        self._encode = msgspec.json.Encoder().encode
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """Stream updates until the page is closed; 503 if there are too many viewers."""
+        chosen = request.query.get("request", "")
+        if len(chosen) > MOST_ID:
+            raise web.HTTPBadRequest(text=f"request: an id of {MOST_ID} characters at most\n")
+        response = web.StreamResponse(headers=_HEADERS)
+        try:
+            async with self._looking.watching(chosen) as viewer:
+                await response.prepare(request)
+                await asyncio.sleep(_FIRST_S)
+                while True:
+                    viewer.news.clear()
+                    async with asyncio.timeout(_WRITE_TIMEOUT_S):
+                        await response.write(b"data: " + self._encode(self._read(chosen)) + b"\n\n")
+                    await viewer.news.wait()
+        except TooManyViewers:
+            raise web.HTTPServiceUnavailable(text="too many pages are open\n", headers={"Retry-After": "10"}) from None
+        except (TimeoutError, ConnectionError):
+            return response
 
 
 async def _secure(_: web.Request, response: web.StreamResponse) -> None:

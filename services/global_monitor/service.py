@@ -91,7 +91,9 @@ class GlobalMonitor:
 
     def tick(self) -> None:
         now_s = self._clock.now_s()
-        self._report(self.cluster.heard(now_s, self._own_heartbeat()))
+        # The monitor is a process of the pipeline too.
+        own = Heartbeat(self._instance, "global_monitor", self._incarnation, os.getpid(), True, "", process_stats())
+        self._report(self.cluster.heard(now_s, own))
         self._report(self.cluster.tick(now_s))
         stats = self.cluster.stats_for_manager()
         for manager in self._managers:
@@ -116,10 +118,6 @@ class GlobalMonitor:
     def _ask(self, peer: InstanceId, message: Message) -> None:
         with contextlib.suppress(PeerUnreachable):  # it will be seen to be down
             self._bus.send(peer, message)
-
-    def _own_heartbeat(self) -> Heartbeat:
-        """Make the monitor's own heartbeat: it is a process of the pipeline too."""
-        return Heartbeat(self._instance, "global_monitor", self._incarnation, os.getpid(), True, "", process_stats())
 
     def _report(self, events: list[Event]) -> None:
         for event in events:

@@ -35,11 +35,10 @@ from cohort.common.views import (
     SloTally,
     WorkerTimes,
 )
-from cohort.services.global_monitor.feed import LiveFeed
 from cohort.services.global_monitor.live import LiveState, live_state
 from cohort.services.global_monitor.looking import LOOK_S
 from cohort.services.global_monitor.planner import PlannerState
-from cohort.services.global_monitor.server import application
+from cohort.services.global_monitor.server import LiveFeed, application
 from cohort.services.global_monitor.service import GlobalMonitor
 
 MARKUP = "<img src=x onerror=document.title=1>"

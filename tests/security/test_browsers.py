@@ -24,10 +24,10 @@ from cohort.services.gateway import front_page
 from cohort.services.gateway.front_page import CHAT_PATH
 from cohort.services.global_monitor import server as live_page
 from cohort.services.global_monitor.aggregate import Cluster
-from cohort.services.global_monitor.feed import LiveFeed
 from cohort.services.global_monitor.live import live_state
 from cohort.services.global_monitor.looking import Looking
 from cohort.services.global_monitor.page import ClusterState
+from cohort.services.global_monitor.server import LiveFeed
 from tests.services.gateway.conftest import OpenSite, Site, model_dir, open_site, site  # noqa: F401
 
 ASK: dict[str, Any] = {"prompt": "The sea", "max_tokens": 4}

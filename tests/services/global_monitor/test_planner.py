@@ -23,8 +23,7 @@ from cohort.services.global_monitor import launcher_orders
 from cohort.services.global_monitor.aggregate import Cluster
 from cohort.services.global_monitor.launcher_orders import LauncherOrders, OrderFailed
 from cohort.services.global_monitor.live import planned
-from cohort.services.global_monitor.planner import Planner, PlannerCollector, planner_state, present
-from cohort.services.global_monitor.simulation_process import keep_config
+from cohort.services.global_monitor.planner import Planner, PlannerCollector, keep_config, planner_state, present
 from tests.services.global_monitor.test_service import ManualClock
 
 TIMES = StepTimes(0.004, 0.001, 1e-4, 0.006, 1e-8, 1e-7)

@@ -23,8 +23,7 @@ from cohort.common.transport.memory_bus import MemoryBus, MemoryNetwork
 from cohort.services.global_monitor import exporter
 from cohort.services.global_monitor.aggregate import Status
 from cohort.services.global_monitor.exporter import ClusterCollector, Exporter
-from cohort.services.global_monitor.feed import LiveFeed
-from cohort.services.global_monitor.server import application
+from cohort.services.global_monitor.server import LiveFeed, application
 from cohort.services.global_monitor.service import GlobalMonitor
 
 DEADLINE_S = 5.0

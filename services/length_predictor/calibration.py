@@ -25,7 +25,7 @@ class OnlineCalibration:
         self.shifts: NDArray[np.float64] = np.zeros(len(QUANTILES))
 
     def adjusted(self, log_lengths: NDArray[np.float64]) -> NDArray[np.float64]:
-        """[log mean, quantiles…] with the quantiles shifted."""
+        """Return [log mean, quantiles…] with the quantiles shifted."""
         adjusted = log_lengths.copy()
         adjusted[1:] += self.shifts
         return adjusted

@@ -44,14 +44,6 @@ class _Compact(NamedTuple):
     of: Callable[[LengthFacts, NDArray[np.int64]], float]
 
 
-def _bytes_per_token(facts: LengthFacts, _: NDArray[np.int64]) -> float:
-    return facts.text_bytes / max(1, len(facts.tokens))
-
-
-def _distinct_share(_: LengthFacts, read: NDArray[np.int64]) -> float:
-    return len(set(read.tolist())) / max(1, len(read))
-
-
 COMPACT: tuple[_Compact, ...] = (
     _Compact("log_prompt_tokens", lambda f, _: math.log1p(len(f.tokens))),
     _Compact("prompt_tokens", lambda f, _: float(len(f.tokens))),
@@ -59,8 +51,8 @@ COMPACT: tuple[_Compact, ...] = (
     _Compact("log_max_tokens", lambda f, _: math.log1p(max(0, f.max_tokens))),
     _Compact("temperature", lambda f, _: f.temperature),
     _Compact("stop_strings", lambda f, _: float(f.stop_strings)),
-    _Compact("bytes_per_token", _bytes_per_token),
-    _Compact("distinct_share", _distinct_share),
+    _Compact("bytes_per_token", lambda f, _: f.text_bytes / max(1, len(f.tokens))),
+    _Compact("distinct_share", lambda _, read: len(set(read.tolist())) / max(1, len(read))),
 )
 _LARGEST = 1e9  # keeps absurd input (a temperature of 1e300) finite in float32
 

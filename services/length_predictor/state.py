@@ -24,6 +24,7 @@ from cohort.services.length_predictor.features import layout
 from cohort.services.length_predictor.model import Arrays, LengthModel
 
 FORMAT = 1
+_DAMAGED = (ValueError, LookupError, TypeError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
 class StateUnreadable(CohortError):
@@ -55,17 +56,7 @@ def load(path: Path) -> State | None:
         arrays = unpack(path.read_bytes())
         data = Dataset.from_arrays(arrays)
         return State(data, LengthModel.from_arrays(arrays) if "weights" in arrays else None)
-    except (
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        OSError,
-        EOFError,
-        zipfile.BadZipFile,
-        zlib.error,
-        NotImplementedError,
-    ) as error:
+    except _DAMAGED as error:
         aside = path.with_name(f"{path.name}.unreadable")
         path.replace(aside)
         raise StateUnreadable(f"{path}: {error}; kept as {aside.name}") from error

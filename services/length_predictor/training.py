@@ -24,8 +24,7 @@ from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from cohort.services.length_predictor.buffer import Dataset
 from cohort.services.length_predictor.features import HASH_DIMS, ngram_weights
-from cohort.services.length_predictor.forest import Forest
-from cohort.services.length_predictor.model import QUANTILES, LengthModel
+from cohort.services.length_predictor.model import QUANTILES, Forest, LengthModel
 
 _FOLDS = 5
 _RIDGE_STRENGTHS = (0.3, 1.0, 3.0, 10.0)
@@ -156,8 +155,7 @@ def _fit_forest(rows: NDArray[np.float32], log_length: Floats) -> Forest:
 
 
 def _flatten(fitted: list[Any]) -> Forest:
-    """Flatten the trees: scikit-learn keeps each as a record array; here all are joined, leaves pointing to
-    themselves."""
+    """Join the trees, which scikit-learn keeps as record arrays; leaves point to themselves."""
     columns: dict[str, list[NDArray[Any]]] = {name: [] for name in ("feature", "threshold", "left", "right", "value")}
     roots, output, size, depth = [], [], 0, 0
     for index, model in enumerate(fitted):

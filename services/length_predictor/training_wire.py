@@ -25,8 +25,7 @@ PREFIX_BYTES = _LENGTH.size
 
 
 class TrainingPace(msgspec.Struct, frozen=True):
-    """`retrain_every`: finished requests between trainings, at least; more where it knows thousands. `buffer_size`:
-    finished requests kept for training."""
+    """Pace of trainings, each after `retrain_every` finished requests, or more where the child knows thousands."""
 
     retrain_every: int = 64
     min_observations: int = 32

@@ -239,16 +239,11 @@ class ManagerService:
             message.attempt.request_id,
             instances=tuple(message.instances),
             reason=message.reason,
-            what=_ranges(segments),
+            what=", ".join(
+                f"{part.start}–{'' if part.end is None else part.end} {part.instance or 'later'}" for part in segments
+            ),
             forecast_s=message.forecast_s,
         )
-
-
-def _ranges(segments: tuple[Segment, ...]) -> str:
-    """Format which positions are computed on which worker."""
-    return ", ".join(
-        f"{part.start}–{'' if part.end is None else part.end} {part.instance or 'later'}" for part in segments
-    )
 
 
 async def serve(context: ServiceContext) -> None:

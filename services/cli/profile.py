@@ -24,6 +24,7 @@ from cohort.common.config import Config, dump_config, load_config
 from cohort.common.devices.inventory import this_machine
 from cohort.common.errors import ConfigError
 from cohort.common.policies.ecoserve.forward_size import target_forward_tokens
+from cohort.common.policies.step_times.profile_table import ProfilePoint
 
 if TYPE_CHECKING:
     from cohort.services.bench.fit.live_cycles import Phase, Slice
@@ -45,22 +46,10 @@ examples:
 Names of shipped devices and clusters cannot be taken. Leave the machine alone meanwhile: what else runs is measured."""
 
 
-class _Shape(msgspec.Struct, frozen=True):
-    rows: int
-    tokens_per_row: int
-    context: int
-    decodes: int = 0
-
-
-class _Point(msgspec.Struct, frozen=True):
-    shape: _Shape
-    median_s: float
-
-
 class _Profile(msgspec.Struct, frozen=True):
     """The part of the file that is read here."""
 
-    points: list[_Point]
+    points: list[ProfilePoint]
     machine: str = ""
     device: str = ""
     model_folder: str = ""

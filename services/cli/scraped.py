@@ -22,8 +22,7 @@ Labels = frozenset[tuple[str, str]]
 
 
 def get(url: str, timeout_s: float = ANSWER_DEADLINE_S) -> tuple[bytes, Mapping[str, str]]:
-    """Return body and headers, past proxies of the environment. Raises `OSError` (also for an HTTP status beyond
-    299)."""
+    """Return body and headers; uses no proxy. Raises `OSError`, also for an HTTP status beyond 299."""
     encrypted: ssl.SSLContext | None = unverified() if url.startswith("https:") else None
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if encrypted is not None:

@@ -62,7 +62,7 @@ class _State(msgspec.Struct, tag_field="kind", tag="dynaserve-profile-table"):
     cells: list[tuple[CellKey, _Cell]]
 
 
-class _ProfileShape(msgspec.Struct):
+class ProfileShape(msgspec.Struct):
     rows: int
     tokens_per_row: int
     context: int
@@ -70,15 +70,15 @@ class _ProfileShape(msgspec.Struct):
     decode_context: int = 0
 
 
-class _ProfilePoint(msgspec.Struct):
-    shape: _ProfileShape
+class ProfilePoint(msgspec.Struct):
+    shape: ProfileShape
     median_s: float
 
 
 class _Profile(msgspec.Struct):
     """Points read from the file that `cohort profile` writes."""
 
-    points: list[_ProfilePoint]
+    points: list[ProfilePoint]
 
 
 def cell_key(shape: BatchShape) -> CellKey:
@@ -233,7 +233,7 @@ class ProfileTable:
         )
 
 
-def _measured_shape(shape: _ProfileShape) -> BatchShape:
+def _measured_shape(shape: ProfileShape) -> BatchShape:
     """Return the shape of a profile's point, whose `context` counts positions after the step."""
     if shape.tokens_per_row == 1:
         return BatchShape(0, 0, 0, shape.rows, shape.rows * shape.context)

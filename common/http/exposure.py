@@ -62,8 +62,7 @@ def check_endpoints(config: Config) -> None:
 
 
 def _check_ranks(config: Config) -> None:
-    """Check workers on several hosts. A key promises that nothing leaves in clear, and what these ranks exchange is not
-    encrypted."""
+    """Check workers on several hosts: what their ranks exchange is not encrypted, though a key promises it."""
     if all(group.hosts == 1 for group in config.workers):
         return
     host, colon, port = config.endpoints.ranks.removeprefix(_TCP).rpartition(":")

@@ -7,7 +7,6 @@ a second. A key is printed once, by `add`: no file holds it. Called by `keys.py`
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import sys
 import time
@@ -143,9 +142,9 @@ def _weight(options: argparse.Namespace, otherwise: float) -> float:
 
 def _list(options: argparse.Namespace) -> int:
     for key in read_keys(options.file, option="--file").keys:
-        state = "active" if key.revoked_s is None else f"revoked {_day(key.revoked_s)}"
+        state = "active" if key.revoked_s is None else f"revoked {day_of(key.revoked_s)}"
         more = " admin" if key.admin else ""
-        sys.stdout.write(f"{key.id}  {key.name:24} made {_day(key.created_s)}  weight {key.weight:g}  {state}{more}\n")
+        sys.stdout.write(f"{key.id}  {key.name:24} made {day_of(key.created_s)}  weight {key.weight:g}  {state}{more}\n")
     return 0
 
 
@@ -154,8 +153,8 @@ def _show(options: argparse.Namespace) -> int:
     if key is None:
         raise ConfigError(f"{options.file}: no key is named {options.name}")
     sys.stdout.write(
-        f"name     {key.name}\nid       {key.id}\nmade     {_day(key.created_s)}\n"
-        f"state    {'active' if key.revoked_s is None else f'revoked {_day(key.revoked_s)}'}\n"
+        f"name     {key.name}\nid       {key.id}\nmade     {day_of(key.created_s)}\n"
+        f"state    {'active' if key.revoked_s is None else f'revoked {day_of(key.revoked_s)}'}\n"
         f"admin    {'yes' if key.admin else 'no'}\nweight   {key.weight:g}\n"
     )
     for name in ("rt", "be"):
@@ -213,7 +212,3 @@ def _usage(options: argparse.Namespace) -> int:
             f"{row.completion_tokens:12} {row.refused:8} {row.slo_requests:9} {met:>7}\n"
         )
     return 0
-
-
-def _day(at_s: int) -> str:
-    return datetime.datetime.fromtimestamp(at_s, datetime.UTC).date().isoformat()

@@ -144,7 +144,8 @@ def _list(options: argparse.Namespace) -> int:
     for key in read_keys(options.file, option="--file").keys:
         state = "active" if key.revoked_s is None else f"revoked {day_of(key.revoked_s)}"
         more = " admin" if key.admin else ""
-        sys.stdout.write(f"{key.id}  {key.name:24} made {day_of(key.created_s)}  weight {key.weight:g}  {state}{more}\n")
+        made = day_of(key.created_s)
+        sys.stdout.write(f"{key.id}  {key.name:24} made {made}  weight {key.weight:g}  {state}{more}\n")
     return 0
 
 

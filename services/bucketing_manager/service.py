@@ -1,7 +1,7 @@
 """Bucketing manager: requests from gateways, reports from workers, demand from the monitor → `ManagerMachine` →
 segments to workers, lost attempts and load to gateways.
 
-The machine decides through the policies of the configuration. This host tells it what arrived and when time has passed,
+The machine decides through the policies of the configuration. This host feeds it messages and the time,
 performs its effects in their order, and turns its decisions into log lines and metrics. `classes_of` is the queue as a
 person sees it, asked only while one looks (`Look`).
 """

@@ -1,7 +1,7 @@
 """Turns what `cohort profile` measured into files that `--cluster` and `--model` take by name.
 
     FOLDER/devices/NAME.yaml     the device, with what was measured, when, and by which code
-    FOLDER/clusters/NAME.yaml    so many of it, and what they share
+    FOLDER/clusters/NAME.yaml    how many of it, and what they share
     FOLDER/models/MODEL.yaml     the model's shape, where none that is known is the same
 
 Called by `profile.py`; measures and fits nothing.
@@ -29,7 +29,7 @@ _SHARED_LATENCY_S = 0.0025
 _DISTURBED = 0.25
 """Median error on held-out points beyond which a fit is not worth having."""
 _SAME = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "experts", "experts_per_token")
-"""Fields by which a model is told from another."""
+"""Fields in which models differ."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class Counters:
 
     def increase(self, incarnation: int, stats: dict[str, float], name: str) -> float:
         if incarnation != self._incarnation:
-            # Counts from before we first heard of a process did not happen now.
+            # Counts from before a process's first heartbeat did not happen now.
             first_ever = self._incarnation == -1
             self._incarnation = incarnation
             self._last = dict(stats) if first_ever else {}

@@ -26,7 +26,7 @@ V = TypeVar("V", bound=View)
 LOOK_S = 1.0
 """Interval of requests to the processes, and of updates of the page."""
 MOST_VIEWERS = MOST_CHOSEN
-"""Pages that are open at once; beyond, a page is told to come later."""
+"""Pages that are open at once; a page beyond them is refused until later."""
 MOST_WORKERS = 32
 """Workers that are asked; of a larger cluster the first ones, along their names."""
 RATE_WINDOW_S = 5.0

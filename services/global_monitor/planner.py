@@ -1,4 +1,4 @@
-"""Hosts the planner's machine: tells it what the monitor hears, and does what it decides.
+"""Hosts the planner's machine: feeds it what the monitor receives, and does what it decides.
 
     RequestTraffic, heartbeats ──▶ PlannerMachine ──Evaluate──▶ `ForesightProcess`, which simulates
                                         │──Apply────▶ worker by worker (launcher_orders.py, kubernetes_orders.py)

@@ -26,7 +26,7 @@ from cohort.services.global_monitor.looking import Looking
 from cohort.services.global_monitor.page import ClusterState, state
 from cohort.services.global_monitor.planner import Planner, planner_state
 
-SILENCE_S = 3.0  # six heartbeats: a process that has missed so many is reported as down
+SILENCE_S = 3.0  # six heartbeats: a process that has missed these is reported as down
 _LIVE_HISTORY_S = 300.0
 PUSH_INTERVAL_S = 0.5  # figures to the manager, which ignores them when they are several seconds old
 

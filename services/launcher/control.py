@@ -33,7 +33,7 @@ TAIL_LINES = 15
 def detach(arguments: Sequence[str], files: RunFiles, ready_timeout_s: float) -> int:
     """Start the launcher again in the background and wait until it says that the pipeline is ready.
 
-    It tells us through a pipe: every line is shown, a last line "ready" ends the wait; end of file means it failed.
+    It reports through a pipe: every line is shown, a last line "ready" ends the wait; end of file means it failed.
     """
     files.make()
     files.start_log(LAUNCHER_LOG)

@@ -25,7 +25,7 @@ from cohort.services.launcher.processes.restart_policy import GiveUp, RestartPol
 from cohort.services.launcher.rolling import RollingRestart
 from cohort.services.launcher.run_files import ProcessMark, RestartState, RunFilesError
 
-PROBE_INTERVAL_S = 0.05  # while a process starts; nothing else tells from outside that it is ready
+PROBE_INTERVAL_S = 0.05  # while a process starts; nothing else shows from outside that it is ready
 PROBED_AT_ONCE = 16
 """Processes; of more each is asked less often, or the asking would take the cores that they start on."""
 PROBE_TIMEOUT_S = 2.0

@@ -85,7 +85,7 @@ class Refiner:
         gain = towards / (_FORGETTING * _NOISE + float(row @ towards))
         self._weights += gain * (real - float(self._weights @ row))
         self._covariance = (self._covariance - np.outer(gain, towards)) / _FORGETTING
-        # Directions nothing is heard of would grow without bound by the forgetting alone.
+        # Directions without data would grow without bound by the forgetting alone.
         trace = float(np.trace(self._covariance))
         if trace > self._trace:
             self._covariance *= self._trace / trace

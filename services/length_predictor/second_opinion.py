@@ -22,7 +22,7 @@ from cohort.services.length_predictor.model import to_prediction
 from cohort.services.length_predictor.refinement import Floats, Refiner
 
 _IN_FLIGHT = 4096
-"""Requests remembered; the oldest is forgotten first (its end was never told)."""
+"""Requests remembered; the oldest is forgotten first (its end was never reported)."""
 
 
 @dataclass(slots=True)

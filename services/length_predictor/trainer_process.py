@@ -158,7 +158,7 @@ def end_with_parent(fd: int) -> None:
 
     def watch() -> None:
         gone = select.poll()
-        gone.register(fd, 0)  # a hang-up is always told, also behind bytes that nobody has read
+        gone.register(fd, 0)  # a hang-up is always reported, also behind bytes that nobody has read
         gone.poll()
         signal.alarm(training_wire.SAVE_DEADLINE_S)
 

@@ -29,7 +29,7 @@ from cohort.services.length_predictor.model import QUANTILES, Forest, LengthMode
 _FOLDS = 5
 _RIDGE_STRENGTHS = (0.3, 1.0, 3.0, 10.0)
 _MANY = 2000
-"""Requests of which one fold tells the strengths apart: all folds would be most of a training."""
+"""Number of requests from which one fold is enough to compare strengths: all folds would be most of a training."""
 _HELD_OUT_EVERY = 5
 _TREES = 60
 _LEARNING_RATE = 0.08

@@ -2,7 +2,7 @@
 
     parent ── Finished ──▶ child         parent ◀── Loaded, Learned, Trouble ── child
 
-Private to this service. Length prefix: four bytes, big-endian. The end of the parent's pipe tells the child to save
+Private to this service. Length prefix: four bytes, big-endian. The end of the parent's pipe makes the child save
 and end, for which it has `SAVE_DEADLINE_S`, so no child outlives its parent for longer.
 """
 

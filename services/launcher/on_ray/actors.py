@@ -236,7 +236,7 @@ class Actors:
         try:
             while True:
                 news: News = await node.actor.news.remote(node.log_end)
-                if news.incarnation != node.incarnation:  # Ray was quicker than the question
+                if news.incarnation != node.incarnation:  # Ray was quicker than the request
                     raise self._lost(node)
                 node.log_end = news.log_end
                 node.joined = node.joined or process.ready.is_set()
@@ -256,7 +256,7 @@ class Actors:
         node.place, node.process.node = None, ""
         if node.deaths >= DEATHS_AT_START and isinstance(error, self._ray.exceptions.ActorDiedError):
             return NotBegun(f"its agent cannot be started: {str(error).strip().rpartition(chr(10))[2]}")
-        # Of an agent that Ray has no place for every question fails within seconds, as of one that was just lost.
+        # Requests to an agent without a place fail within seconds, as those to one that was just lost.
         late = time.monotonic() - node.homeless_s > (PATIENCE_S if node.joined else NO_PLACE_S)
         lacking = self._lacking(node) if late else ""
         if late and not node.joined:

@@ -36,7 +36,7 @@ from cohort.services.launcher.plan import ProcessPlan
 from cohort.services.launcher.run_files import RunFiles, read_log
 
 WAIT_S = 1.0
-"""The longest that a question for news stays open."""
+"""Longest time that a request for news stays open."""
 _LOOK_S = 0.1  # and the shortest, or a log that grows all the time would be asked for all the time
 _PORTS = range(20_000, 32_000)  # below those that systems give to connections, above those of Ray's workers
 _KEY_FILE = "cluster.key"

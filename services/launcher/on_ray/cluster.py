@@ -27,7 +27,7 @@ from cohort.services.launcher.preflight import check_model
 
 AUTO, LOCAL = "auto", "local"
 LOCAL_CPUS = 256.0
-"""CPUs of a Ray that is started here: so many that none are counted, as without Ray."""
+"""CPUs of a Ray that is started here: enough that Ray limits nothing, as without it."""
 LOCAL_STORE_BYTES = 80 << 20  # of objects; the least that Ray takes is little less
 LOOK_TIMEOUT_S = 60.0
 _MISSING = (
@@ -41,7 +41,7 @@ _QUIET = {
 }
 
 _OF_OUR_OWN = {
-    # Or it would start a process for each of so many CPUs, for work that never comes;
+    # Or it would start a process for each of these CPUs, for work that never comes;
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_worker_niceness": "0",  # and serve with what others leave (`agent.serve_first`).

@@ -1,4 +1,4 @@
-"""What travels between the launcher and its agents, and how a process is told which node it is on. Pure.
+"""Messages between the launcher and its agents, and a process's configuration for its node. Pure.
 
 Orders and news go through Ray's own objects: the cluster's key and the values of API keys are in an `Order`, so they
 are on no command line and in no environment but that of the process that needs them.

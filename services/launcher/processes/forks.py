@@ -1,4 +1,4 @@
-"""Workers as forks of a template process, where there are so many that to import for each would take minutes.
+"""Workers as forks of a template process, for pipelines in which an import by each worker would take minutes.
 
 Called by the supervisor, which starts a `Child` itself where there is no template: few processes, another kind of
 process, or a template that has failed. A forked worker is to the supervisor what a `Child` is.
@@ -20,7 +20,7 @@ from cohort.services.launcher.processes.child import Child
 from cohort.services.launcher.processes.template import LARGEST_ORDER_BYTES
 
 FROM = 12
-"""Workers of one pipeline: so many are forked, fewer are started one by one."""
+"""Number of workers from which on they are forked; fewer are started one by one."""
 _READY_TIMEOUT_S = 120.0
 _MODULE = "cohort.services.launcher.processes.template"
 _KILLED = -int(signal.SIGKILL)

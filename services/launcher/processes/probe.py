@@ -1,4 +1,4 @@
-"""One HTTP question to a process on this machine: is `/ready` answered with 200?
+"""One HTTP request to a process on this machine: is `/ready` answered with 200?
 
 A dozen lines of HTTP/1.0 instead of a client library: the launcher asks several processes twenty times a second while
 they start, on cores they need themselves. Never raises for a process that is not there (yet).

@@ -19,29 +19,27 @@ import structlog
 from cohort.common.errors import ConfigError
 
 WATCH_EVERY_S = 5.0
+_CERT, _KEY = "gateway.tls_cert", "gateway.tls_key"
 Stamp = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
     """Files in PEM format: the certificate, followed by those that lead to its issuer, and its key without a
-    passphrase. The options' names are for errors."""
+    passphrase."""
 
     cert: Path
     key: Path
-    cert_option: str
-    key_option: str
 
     @staticmethod
-    def of(cert: str, key: str, section: str) -> TlsFiles | None:
+    def of(cert: str, key: str) -> TlsFiles | None:
         """Make one, or None without either file. Raises `ConfigError` for one without the other."""
-        named = [f"{section}.tls_cert", f"{section}.tls_key"]
         if not cert and not key:
             return None
         if not (cert and key):
-            missing, other = named if key else reversed(named)
+            missing, other = (_CERT, _KEY) if key else (_KEY, _CERT)
             raise ConfigError(f"{missing}: needed as well, {other} names the other half; both or none")
-        return TlsFiles(Path(cert).expanduser(), Path(key).expanduser(), *named)
+        return TlsFiles(Path(cert).expanduser(), Path(key).expanduser())
 
     def stamp(self) -> Stamp:
         """Return times, inodes and sizes: they change with the content, also of a link's target. Raises `OSError`."""
@@ -59,14 +57,14 @@ class Loaded:
 
 def load(files: TlsFiles) -> Loaded:
     """Load a context for TLS 1.2 or later and HTTP/1.1. Raises `ConfigError` that names the file and what is wrong."""
-    for path, option in ((files.cert, files.cert_option), (files.key, files.key_option)):
+    for path, option in ((files.cert, _CERT), (files.key, _KEY)):
         try:
             text = path.read_bytes()
         except OSError as error:
             raise ConfigError(f"{option}: {path} cannot be read: {error.strerror}") from error
-        wanted = b"CERTIFICATE-----" if option == files.cert_option else b"PRIVATE KEY-----"
+        wanted = b"CERTIFICATE-----" if option == _CERT else b"PRIVATE KEY-----"
         if b"-----BEGIN " not in text or wanted not in text:
-            what = "certificate" if option == files.cert_option else "private key"
+            what = "certificate" if option == _CERT else "private key"
             raise ConfigError(f"{option}: {path} holds no {what} in PEM format")
         if b"ENCRYPTED" in text:
             raise ConfigError(
@@ -80,10 +78,8 @@ def load(files: TlsFiles) -> Loaded:
         context.load_cert_chain(files.cert, files.key, password="")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            raise ConfigError(f"{files.key_option}: {files.key} is not the key of {files.cert}") from error
-        raise ConfigError(
-            f"{files.cert_option}: {files.cert} and {files.key} cannot be used: {error.reason or error}"
-        ) from error
+            raise ConfigError(f"{_KEY}: {files.key} is not the key of {files.cert}") from error
+        raise ConfigError(f"{_CERT}: {files.cert} and {files.key} cannot be used: {error.reason or error}") from error
     return Loaded(context, expires_s(context, files.cert))
 
 

@@ -149,7 +149,7 @@ class Gateway:
         self._show = GatewayShow(context, self.streams, self._metrics)
         self._tracing = Tracing.opened(context)
         self._handover = Handover(context.stopping)
-        files = TlsFiles.of(config.gateway.tls_cert, config.gateway.tls_key, "gateway")
+        files = TlsFiles.of(config.gateway.tls_cert, config.gateway.tls_key)
         self._tls = tls = ServerTls(files, context.log) if files else None
         if tls is not None:
             ends = context.metrics.gauge("tls_certificate_expires_seconds", "When it does, Unix time; 0 = it has")

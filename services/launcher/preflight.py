@@ -63,7 +63,7 @@ def check_exposure(config: Config) -> None:
 
 def check_certificate(config: Config) -> None:
     """Raise `ConfigError` for TLS files that the gateway would refuse."""
-    files = tls.TlsFiles.of(config.gateway.tls_cert, config.gateway.tls_key, "gateway")
+    files = tls.TlsFiles.of(config.gateway.tls_cert, config.gateway.tls_key)
     if files is not None:
         tls.load(files)
 

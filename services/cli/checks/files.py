@@ -98,7 +98,7 @@ def _missing_parts(folder: Path) -> list[str]:
 def certificate(config: Config, now_s: float | None = None) -> Finding:
     name = "certificate"
     try:
-        files = TlsFiles.of(config.gateway.tls_cert, config.gateway.tls_key, "gateway")
+        files = TlsFiles.of(config.gateway.tls_cert, config.gateway.tls_key)
         if files is None:
             return skipped(name, "the gateway serves http")
         left_s = load(files).expires_s - (time.time() if now_s is None else now_s)

@@ -26,7 +26,7 @@ class Log:
 @pytest.fixture
 def files(tmp_path: Path) -> TlsFiles:
     cert = make_certificate(tmp_path)
-    found = TlsFiles.of(str(cert), str(cert.with_suffix(".key")), "gateway")
+    found = TlsFiles.of(str(cert), str(cert.with_suffix(".key")))
     assert found is not None
     return found
 
@@ -44,10 +44,10 @@ def test_a_certificate_is_loaded_and_its_end_known(files: TlsFiles) -> None:
 
 def test_half_of_it_is_refused(files: TlsFiles) -> None:
     with pytest.raises(ConfigError, match=r"gateway\.tls_key: needed as well"):
-        TlsFiles.of(str(files.cert), "", "gateway")
+        TlsFiles.of(str(files.cert), "")
     with pytest.raises(ConfigError, match=r"gateway\.tls_cert: needed as well"):
-        TlsFiles.of("", str(files.key), "gateway")
-    assert TlsFiles.of("", "", "gateway") is None
+        TlsFiles.of("", str(files.key))
+    assert TlsFiles.of("", "") is None
 
 
 def test_a_file_that_is_not_there(files: TlsFiles) -> None:
@@ -64,7 +64,7 @@ def test_a_file_that_may_not_be_read(files: TlsFiles) -> None:
 
 
 def test_files_that_hold_something_else(files: TlsFiles) -> None:
-    swapped = TlsFiles(files.key, files.cert, files.cert_option, files.key_option)
+    swapped = TlsFiles(files.key, files.cert)
     with pytest.raises(ConfigError, match=r"gateway\.tls_cert: .* holds no certificate in PEM format"):
         load(swapped)
     files.key.write_bytes(b"\x00\x01")
@@ -78,13 +78,13 @@ def test_files_that_hold_something_else(files: TlsFiles) -> None:
 def test_a_key_of_another_certificate(files: TlsFiles, tmp_path: Path) -> None:
     other = make_certificate(tmp_path, "other").with_suffix(".key")
     with pytest.raises(ConfigError, match=r"gateway\.tls_key: .*other\.key is not the key of .*server\.pem"):
-        load(TlsFiles(files.cert, other, files.cert_option, files.key_option))
+        load(TlsFiles(files.cert, other))
 
 
 def test_a_passphrase_is_not_asked_for(tmp_path: Path) -> None:
     cert = make_certificate(tmp_path, passphrase="secret")
     with pytest.raises(ConfigError, match="protected by a passphrase"):
-        load(TlsFiles(cert, cert.with_suffix(".key"), "gateway.tls_cert", "gateway.tls_key"))
+        load(TlsFiles(cert, cert.with_suffix(".key")))
 
 
 def test_a_renewal_is_taken_once_both_files_are_there(files: TlsFiles, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_link_that_is_pointed_elsewhere_counts_as_changed(tmp_path: Path) -> N
         make_certificate(tmp_path / name)
     link = tmp_path / "now"
     link.symlink_to("one")
-    tls, _ = serving(TlsFiles(link / "server.pem", link / "server.key", "c", "k"))
+    tls, _ = serving(TlsFiles(link / "server.pem", link / "server.key"))
     link.unlink()
     link.symlink_to("two")
     assert tls.reload_if_changed()

@@ -10,7 +10,6 @@ new one.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import hmac
@@ -192,17 +191,14 @@ def _write(path: Path, file: KeyFile) -> None:
     data = msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n"
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            with os.fdopen(descriptor, "wb") as file_:
+            with open(part, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file_:
                 file_.write(data)
                 file_.flush()
                 os.fsync(file_.fileno())
-            os.replace(part, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                part.unlink()
-            raise
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)  # a revoked key stays revoked, whatever happens to the machine now
